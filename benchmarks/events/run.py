@@ -24,7 +24,7 @@ from reknit.monitor.outlet import Outlet
 from reknit.monitor.records import PhaseRecord, StorageRecord
 
 if TYPE_CHECKING:
-    from reknit.events import Sink
+    from reknit.locations import Sink
     from reknit.monitor.records import Record
 
 

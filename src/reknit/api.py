@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping, MutableMapping
 from contextlib import ExitStack
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from reknit.calls import (
     all_told,
     background_of,
     backgrounds_of,
+    entering,
     origin_of,
     save_now,
     taken_backgrounds,
@@ -36,17 +37,19 @@ from reknit.engine.display import logged
 from reknit.engine.loading import load as load_story
 from reknit.engine.loading.job import LoadJob
 from reknit.engine.outcome import PendingSave, SaveOutcome
+from reknit.engine.run_record import Run, folder_above
 from reknit.engine.saving.job import SaveJob
-from reknit.errors import ReknitError, UsageError, typed_shortage
+from reknit.errors import ReknitError, UsageError
 from reknit.frameworks import registry
 from reknit.keywords import checked_call
+from reknit.locations import location_text
 from reknit.monitor.phase import Recorder, Stopwatch
 from reknit.monitor.sinks.choosing import outlets_for
 from reknit.options import LoadOptions, SaveOptions
 from reknit.ranks import acting
 from reknit.storage.registry import open_storage, recorded
-from reknit.system import without_collections
 from reknit.transforms.names import parted
+from reknit.types.entry import entered
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,8 +62,6 @@ logger = logging.getLogger("reknit")
 
 
 @checked_call
-@typed_shortage()
-@without_collections()
 def save(
     path: str | PathLike[str],
     state: Mapping[str, Any],
@@ -95,6 +96,33 @@ def save(
     that names the object, on every rank; where it began, `__cause__` is the exception.  Only Ctrl-C and
     `SystemExit` are raised as they are.
     """
+    return save_in_run(
+        path,
+        state,
+        {},
+        step=step,
+        wait=wait,
+        overwrite=overwrite,
+        metadata=metadata,
+        options=options,
+        group=group,
+    )
+
+
+@entering("reknit.save")
+def save_in_run(
+    path: str | PathLike[str],
+    state: Mapping[str, Any],
+    records: Mapping[str, str],
+    *,
+    step: int | None,
+    wait: bool,
+    overwrite: bool,
+    metadata: Mapping[str, Any] | None,
+    options: SaveOptions | None,
+    group: AnyGroup | None,
+) -> PendingSave:
+    """Save as `save` does, as a step of the run that has `records` in some folders, by their URLs."""
     unused = arguments.BACKGROUND_ONLY if wait is True else ()
     options, wrong = tried_options(options, SaveOptions, "a save with wait=True", unused)
     joined, ranks, _ = acting(group, options.comm)
@@ -124,10 +152,15 @@ def save(
             metadata or {},
             place.url,
             place.factory,
-            [(each.url, each.factory, target.bytes_per_s) for each, target in then],
+            [
+                (each.url, each.factory, target.bytes_per_s, records.get(folder_above(each.url)))
+                for each, target in then
+            ],
+            None if record is None else Run(partial(open_storage, folder_above(place.url)), record),
         )
 
     place = place_of(path)
+    record = records.get(folder_above(place.url))
     then = [(place_of(target.path), target) for target in options.promotions]
 
     try:
@@ -145,14 +178,13 @@ def save(
         if options.on_error == "raise" or isinstance(error, UsageError):
             raise
         logger.warning("save to %s failed: %s", path, error)
-        pending = SaveOutcome(os.fspath(path), step)
+        pending = SaveOutcome(str(location_text(path)), step)
         pending.end(error)
     return PendingSave(pending)
 
 
 @checked_call
-@typed_shortage()
-@without_collections()
+@entering("reknit.prepare")
 def prepare(
     path: str | PathLike[str],
     state: Mapping[str, Any] | None = None,
@@ -178,6 +210,7 @@ def prepare(
     options, wrong = tried_options(options, SaveOptions, "reknit.prepare")
     joined, ranks, _ = acting(group, options.comm)
     place = place_of(path)
+    elsewhere = all(each.elsewhere for each in (place, *(place_of(to.path) for to in options.promotions)))
 
     def job() -> SaveJob:
         if wrong is not None:
@@ -196,21 +229,21 @@ def prepare(
         )
 
     try:
-        background_of(joined, place.elsewhere).prepare(joined, job, place.url, options)
+        background_of(joined, elsewhere).prepare(joined, job, place.url, options)
     except ReknitError as error:
         if options.on_error == "raise" or isinstance(error, UsageError):
             raise
         logger.warning("could not prepare for saves to %s: %s", path, error)
 
 
-def _wait_for_copies() -> None:
+def _wait_for_copies(timeout_s: float) -> None:
     """Wait until the copies of all saves under way are made, and their states may be changed."""
     for background in all_backgrounds():
-        for pending in background.under_way():
-            pending.wait_staged()
+        background.wait_staged(timeout_s)
 
 
 @checked_call
+@entered("reknit.close")
 def close(timeout_s: float | None = None) -> bool:
     """Wait for the saves under way, let the agents end, and give their memory back; tell whether all ended.
 
@@ -227,8 +260,7 @@ def close(timeout_s: float | None = None) -> bool:
 
 
 @checked_call
-@typed_shortage()
-@without_collections()
+@entering("reknit.load")
 def load(
     path: str | PathLike[str],
     state: Mapping[str, Any],
@@ -292,7 +324,7 @@ def load(
             replicas,
             lenient,
         )
-        _wait_for_copies()
+        _wait_for_copies(options.timeout_s)
         clock = Stopwatch()
         with clock.lap(), recorder.whole():
             report = load_story.load(job)

@@ -8,20 +8,21 @@ from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import MISSING, fields
 from math import isfinite
-from os import PathLike
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from reknit.engine.saving.commit import check_absent
 from reknit.engine.stored.moving import STAYS, moved_to
-from reknit.errors import ReknitError, UsageError, did_you_mean, shown
+from reknit.errors import ReknitError, UsageError, did_you_mean, readable, shown
 from reknit.keywords import unpacked
+from reknit.locations import is_location
 from reknit.storage.registry import MovedStorage, StoreRecipe, open_storage, recipe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import ExitStack
+    from os import PathLike
 
     from reknit.options import LoadOptions, SaveOptions
     from reknit.storage.base import Storage
@@ -99,7 +100,7 @@ def checked_seconds(name: str, value: Any) -> float:
 
 def check_state(state: Mapping[str, Any]) -> None:
     """Raise `UsageError` for a state that is not a mapping of items."""
-    if isinstance(state, (str, PathLike)):
+    if is_location(state):
         raise UsageError(
             f"state is a mapping of items, not the path {shown(state)}",
             remedy=f'the path comes first: path={shown(state)}, state={{"model": model}}',
@@ -206,7 +207,7 @@ def place_of(path: str | PathLike[str]) -> StoreRecipe:
     try:
         return recipe(path)
     except ReknitError:
-        return StoreRecipe(str(path), elsewhere=True)
+        return StoreRecipe(readable(str(path)), elsewhere=True)
 
 
 def open_places(path: str | PathLike[str], options: LoadOptions, last: ExitStack) -> list[Storage]:

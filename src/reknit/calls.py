@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING, Any
 from reknit.comm import base as comm
 from reknit.engine.background.background import Background
 from reknit.engine.outcome import SaveOutcome
+from reknit.engine.run_record import Run, folder_above
 from reknit.engine.saving import save as save_story
 from reknit.engine.saving.reuse import Committed
 from reknit.engine.saving.rounds import ASSIGN
 from reknit.engine.stored.promote import Target, promote_saved
-from reknit.errors import ReknitError, typed
+from reknit.errors import ReknitError, typed, typed_shortage
 from reknit.storage.registry import open_storage, recorded
+from reknit.system import without_collections
+from reknit.types.entry import entered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -76,7 +79,9 @@ def _promote_now(outcome: SaveOutcome, job: SaveJob, report: SaveReport, written
     """Promote what all ranks have just saved; a place that fails does not keep it from the others."""
     for number, place in enumerate(job.options.promotions):
         opened = partial(open_storage, place.path, durability=job.options.durability)
-        target = Target(opened, place.bytes_per_s, recorded)
+        url, _, _, record = job.promote_to[number]
+        run = None if record is None else Run(partial(open_storage, folder_above(url)), record)
+        target = Target(opened, place.bytes_per_s, recorded, run)
         try:
             outcome.end_promotion(number, promote_saved(job, report.write_id, written, job.group, target))
         except ReknitError as error:
@@ -87,6 +92,13 @@ def _promote_now(outcome: SaveOutcome, job: SaveJob, report: SaveReport, written
         if job.options.on_error == "raise":
             raise promotion.error
         logger.warning("%s is saved, but not promoted: %s", report.path, promotion.error)
+
+
+@contextmanager
+def entering(call: str) -> Iterator[None]:
+    """Be in a call of a user: the only one of its thread, without collections, and with typed shortages."""
+    with entered(call), typed_shortage(), without_collections():
+        yield
 
 
 @contextmanager
@@ -157,6 +169,7 @@ def _version_of(name: str) -> str | None:
 def _after_fork() -> None:
     global making
     making = threading.Lock()  # a thread that the child does not have may have held it
+    _committed.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)

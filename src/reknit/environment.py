@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import getpass
+import json
 import os
+import sys
 from typing import TYPE_CHECKING, NamedTuple
 
 from reknit.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
 _LAUNCHED = {
     "WORLD_SIZE": "torchrun or a launcher like it",
@@ -25,7 +27,14 @@ launcher may itself be started by one further down, such as torchrun by Slurm.""
 
 _SHELLS = {"interactive", "bash", "sh", "zsh"}
 
-_OF_STORES = ("AWS_", "AZURE_", "GOOGLE_", "HADOOP_", "KRB5", "REKNIT_MEMORY")
+_OF_AGENTS = {
+    b"PYTHONPATH",
+    b"PYTHONSAFEPATH",
+    b"OPENBLAS_NUM_THREADS",
+    b"OMP_NUM_THREADS",
+    b"GRPC_VERBOSITY",
+}
+"""The variables that agents have of their own."""
 
 
 def local_ranks() -> int:
@@ -118,22 +127,38 @@ def quiet_grpc() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 
-def store_variables() -> dict[str, str]:
-    """Return the variables by which the clients of stores find what they need, secrets among them."""
-    return {name: value for name, value in os.environ.items() if name.startswith(_OF_STORES)}
+def all_variables() -> dict[bytes, bytes]:
+    """Return the variables of this process, secrets among them, without those that agents set themselves."""
+    # Not `items`: another thread may remove a variable meanwhile.
+    found = ((name, os.environb.get(name)) for name in list(os.environb))
+    return {name: value for name, value in found if value is not None and name not in _OF_AGENTS}
 
 
-def take_store_variables(variables: Mapping[str, str]) -> None:
-    """Have the variables of stores as another process has them."""
-    for name in store_variables().keys() - variables.keys():
-        del os.environ[name]
-    os.environ.update(variables)
+def take_variables(variables: Mapping[bytes, bytes]) -> None:
+    """Set the variables of another process in this one, which is an agent."""
+    mine = all_variables()
+    for name in mine.keys() - variables.keys():
+        os.environb.pop(name, None)
+    os.environb.update(dict(variables.items() - mine.items()))
 
 
-def agent_environment(search_path: Sequence[str]) -> dict[str, str]:
+def fsspec_config() -> str | None:
+    """Return the settings of fsspec as JSON, empty without any; None if other processes cannot have them."""
+    config = sys.modules.get("fsspec.config")
+    if config is None or not config.conf:
+        return ""
+    try:
+        text = json.dumps(config.conf)
+        return text if json.loads(text) == config.conf else None
+    except (TypeError, ValueError, RecursionError):
+        return None
+
+
+def agent_environment(search_path: Iterable[object]) -> dict[str, str]:
     """Return the environment of an agent process that finds modules where this process does."""
     environment = dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join(folder or os.getcwd() for folder in search_path)
+    folders = [folder or os.getcwd() for folder in search_path if isinstance(folder, str)]
+    environment["PYTHONPATH"] = os.pathsep.join(folders)
     environment["PYTHONSAFEPATH"] = "1"  # no module of the working folder takes the place of another
     # Importing NumPy would else start a thread per core, for algebra that an agent never does.
     environment["OPENBLAS_NUM_THREADS"] = environment["OMP_NUM_THREADS"] = "1"

@@ -65,9 +65,10 @@ class ReknitError(Exception):
         phase: str | None = None,
         path: str | None = None,
     ) -> None:
+        message = readable(message)
         super().__init__(message)
         self.message = message
-        self.remedy = remedy
+        self.remedy = None if remedy is None else readable(remedy)
         self.rank = rank
         self.phase = phase
         self.path = path
@@ -79,12 +80,13 @@ class ReknitError(Exception):
         self.path = path if self.path is None else self.path
 
     def __str__(self) -> str:
-        place = [
+        place = None if self.path is None else readable(str(self.path))
+        places = [
             f"rank {self.rank}" if self.rank is not None else None,
             f"phase {self.phase}" if self.phase is not None else None,
-            str(self.path) if self.path is not None and str(self.path) not in self.message else None,
+            place if place is not None and place not in self.message else None,
         ]
-        where = ", ".join(part for part in place if part)
+        where = ", ".join(part for part in places if part)
         text = f"{self.message} [{where}]" if where else self.message
         return f"{text}\n  -> {self.remedy}" if self.remedy else text
 
@@ -96,7 +98,7 @@ class ReknitError(Exception):
             "remedy": self.remedy,
             "rank": self.rank,
             "phase": self.phase,
-            "path": self.path,
+            "path": None if self.path is None else readable(str(self.path)),
         }
 
 
@@ -209,6 +211,15 @@ class GroupClosedError(CommError):
 
 class ProtocolError(CommError):
     """Ranks are not doing the same thing at the same time."""
+
+
+def readable(text: str) -> str:
+    """Return a text that every message and file can hold: names on a disk may be bytes that no text has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode(errors="backslashreplace").decode()
+    return text
 
 
 def shown(value: Any) -> str:

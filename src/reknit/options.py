@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from reknit.errors import UsageError, shown
-from reknit.events import Events, check_events
 from reknit.keywords import checked_call
+from reknit.locations import Events, check_events, is_location
 
 MIB = 1 << 20
 LEAST_INFLIGHT_NBYTES = 16 * MIB
@@ -126,7 +126,7 @@ class PromotionTarget:
 
     def __post_init__(self) -> None:
         _require(
-            isinstance(self.path, (str, os.PathLike)) and self.path != "",
+            is_location(self.path) and self.path != "",
             f"promote_to is a path or a URL, or several, not {self.path!r}",
         )
         check_rate(self.bytes_per_s)
@@ -285,8 +285,7 @@ class LoadOptions:
             "gap_nbytes means something with verify='off' only: blocks that are checked are read whole",
         )
         _require(
-            isinstance(self.replicas, (tuple, list))
-            and all(isinstance(replica, (str, os.PathLike)) for replica in self.replicas),
+            isinstance(self.replicas, (tuple, list)) and all(map(is_location, self.replicas)),
             f"replicas is a tuple of paths or URLs, not {self.replicas!r}",
         )
 

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from reknit.errors import UsageError, shown
-from reknit.events import check_events
 from reknit.keywords import checked_call
+from reknit.locations import check_events
 from reknit.monitor.own_phase import ACTION, around, own_phase
 from reknit.monitor.phase import Recorder
 from reknit.monitor.sinks.choosing import outlets_for
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import _GeneratorContextManager
 
-    from reknit.events import Events
+    from reknit.locations import Events
     from reknit.monitor.phase import Running
 
 

@@ -6,7 +6,7 @@ import operator
 import os
 import sys
 import weakref
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 from urllib.parse import urlsplit
@@ -14,6 +14,7 @@ from urllib.request import url2pathname
 
 from reknit.comm.base import SoloGroup, barrier
 from reknit.comm.meeting.rendezvous import FolderStore
+from reknit.comm.round_errors import forked
 from reknit.environment import launch, quiet_grpc, store_token
 from reknit.errors import UsageError
 from reknit.frameworks.jax import job as jax_job
@@ -72,6 +73,20 @@ def _alone_as(generation: int | None) -> SoloGroup:
 
 
 _trees: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
+
+
+_inherited: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The identities of jobs that this process was forked into: it is none of their ranks."""
+
+
+def _after_fork() -> None:
+    with suppress(Exception):  # whatever torch was doing then, the child goes on
+        if (job := current_job()) is not None:
+            _inherited.add(job.identity)
+    _inherited.update(_trees)
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class Ranks(NamedTuple):
@@ -145,6 +160,8 @@ def _of_all(of_torch: Job | None, of_jax: Job | None) -> Job | None:
 
 def _joined(job: Job, options: CommOptions) -> Group:
     """Return the tree of a job's ranks, joined once for as long as torch's group lives."""
+    if job.identity in _inherited:
+        raise forked(job.rank)
     group = _trees.get(job.identity)
     if group is None:
         group = _tree(job.store, job.rank, job.size, "reknit", options)

@@ -5,8 +5,8 @@ method `take(records)` can take its place.
 """
 
 from reknit.errors import UsageError, shown
-from reknit.events import Sink
 from reknit.keywords import checked_call
+from reknit.locations import Sink
 from reknit.monitor.outlet import flush_all
 from reknit.monitor.sinks.clickhouse import ClickHouse
 from reknit.monitor.sinks.duckdb import DuckDB

@@ -9,10 +9,11 @@ import mmap
 import os
 import socket
 import subprocess
+import tempfile
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.util import Finalize
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from reknit.errors import ShortageError, shortage, typed_shortage
 
@@ -113,15 +114,53 @@ def output_of_child(fd: int) -> int | None:
     return None
 
 
+def umask() -> int:
+    """Return the permissions that new files of this process are made without.
+
+    `os.umask` returns it only by setting another, with which other threads would make their files meanwhile.
+    """
+    with suppress(OSError), open("/proc/self/status", "rb") as status:
+        for line in status:
+            if line.startswith(b"Umask:"):
+                return int(line[len(b"Umask:") :], 8)
+    with tempfile.TemporaryDirectory() as folder:
+        probe = os.path.join(folder, "probe")
+        os.mkdir(probe, 0o777)
+        return ~os.stat(probe).st_mode & 0o777
+
+
+class Identity(NamedTuple):
+    """As whom, and in which file system, this process opens files; none of it can be given to another."""
+
+    user: int
+    group: int
+    groups: tuple[int, ...]
+    root: tuple[int, int]
+    """Device and inode of the root folder."""
+    mounts: int | None
+    """Inode of the namespace of mounts, where the system has one."""
+
+
+def identity() -> Identity:
+    """Return the identity of this process."""
+    root, mounts = os.stat("/"), None
+    with suppress(OSError):
+        mounts = os.stat("/proc/self/ns/mnt").st_ino
+    groups = tuple(sorted(os.getgroups()))
+    return Identity(os.geteuid(), os.getegid(), groups, (root.st_dev, root.st_ino), mounts)
+
+
 class AtExit:
     """Calls `action` once when this process ends by itself, the last one made first; `cancel` takes it back.
 
     One that is `last` comes after all that are not.  Processes that `multiprocessing` forks, from this one or
-    from its fork server, end without the functions of `atexit`, but with finalizers of their own.
+    from its fork server, end without the functions of `atexit`, but with finalizers of their own.  A forked
+    process has to make one of its own: what it has from its parent does nothing there.
     """
 
     def __init__(self, action: Callable[[], object], *, last: bool = False) -> None:
         self._action: Callable[[], object] | None = action
+        self._process = os.getpid()
         if not last:  # the finalizers run later: `multiprocessing` was imported before
             atexit.register(self._run)
         self._finalizer = Finalize(None, self._run, exitpriority=-1 if last else 0)
@@ -135,5 +174,5 @@ class AtExit:
     def _run(self) -> None:
         action = self._action
         self.cancel()
-        if action is not None:
+        if action is not None and os.getpid() == self._process:
             action()

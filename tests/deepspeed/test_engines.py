@@ -144,7 +144,7 @@ STAGES = [(stage, precision) for stage in (1, 2, 3) for precision in ("fp32", "b
 @case
 def what_is_read_of_zero_1_and_2_is_where_deepspeed_itself_says() -> None:
     for stage, precision in STAGES[:4]:
-        for zero in ({}, {"parameter_alignment": True}):
+        for zero in ({}, *([{"parameter_alignment": True}] if precision == "bf16" else [])):
             made = engine(stage, precision, zero=zero)
             deepspeed_private.relink(made.optimizer)
             members = [m for group in deepspeed_private.flat_groups(made.optimizer) for m in group.members]

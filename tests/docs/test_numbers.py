@@ -71,7 +71,7 @@ NUMBERS: dict[str, list[tuple[str, str, float]]] = {
         ("blocks of 4 MiB", "format/checksum.py:BLOCK_NBYTES", 4 * MIB),
     ],
     "howto/load.md": [
-        ("shows the first 20 problems", "planner/assemble.py:SHOWN", 20),
+        ("shows the first 20 problems", "planner/gaps.py:SHOWN", 20),
         ("less than 1.5 GB/s, four below 2.25", "engine/sharing/share_out.py:_COPY_RATE", 1.5e9 * 2),
         ("and many below 3 GB/s", "engine/sharing/share_out.py:_COPY_RATE", 3e9),
         ("Less than 32 MiB per rank", "planner/sharing.py:WORTH_NBYTES", 32 * MIB),

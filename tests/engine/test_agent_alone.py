@@ -40,20 +40,22 @@ if TYPE_CHECKING:
 
 LIMIT_S = 30.0
 
-# The module of the store exists only in the trainer.
+# The module of the store is found by other processes, but cannot be imported there.
 SCRIPT = """
-import sys, types
+import pathlib, sys
 import numpy as np
 import reknit
 from reknit.storage.registry import register
 from reknit.storage.local.store import LocalStorage
 
-module = types.ModuleType("only_here")
-code = "def factory(url, durability): return made(url.removeprefix('odd://'), durability=durability)"
-exec(code, vars(module))
-module.made = LocalStorage
-sys.modules["only_here"] = module
-register("odd", module.factory)
+def made(url, durability):
+    return LocalStorage(url.removeprefix("odd://"), durability=durability)
+
+code = "from __main__ import made\\ndef factory(url, durability): return made(url, durability)"
+pathlib.Path(sys.argv[1], "only_here.py").write_text(code)
+sys.path.insert(0, sys.argv[1])
+import only_here
+register("odd", only_here.factory)
 options = reknit.SaveOptions(timeout_s=20, exit_wait_s=20)
 state = {"model": {"weight": np.zeros(9)}}
 try:
@@ -75,7 +77,7 @@ def test_a_store_that_the_agent_cannot_import_is_an_error_and_the_next_save_goes
     )
     assert done.returncode == 0, done.stderr
     first, *_, last = done.stdout.splitlines()
-    assert "only_here" in first, done.stdout
+    assert "cannot import name 'made'" in first, done.stdout
     assert last == "saved"
 
 

@@ -14,7 +14,7 @@ from tests.storage.process_memory import ProcessMemory
 if TYPE_CHECKING:
     import pytest
 
-MOST = 8
+MOST = 9
 
 
 def test_a_save_reaches_the_store_in_few_frames_and_none_of_comm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -300,7 +300,24 @@ def test_links_are_not_followed(committed: Path, tmp_path: Path) -> None:
     (root / "out").symlink_to(tmp_path / "elsewhere")
     (root / "up").symlink_to(root)
     (root / THINGS["index"]).symlink_to(tmp_path / "elsewhere" / THINGS["data"])
-    assert found(root) == []
+    os.utime(root / THINGS["index"], (OLD, OLD), follow_symlinks=False)
+    (left,) = found(root)
+    assert [each.path for each in left.found] == [THINGS["index"]]
+    assert clear(root) == [True]
+    assert sorted(os.listdir(root)) == ["out", "up"]
+    assert (tmp_path / "elsewhere" / THINGS["data"]).exists()
+
+
+@pytest.mark.parametrize("target", ["aside.json", "nothing"])
+def test_files_beside_a_manifest_that_is_a_link_stay(committed: Path, tmp_path: Path, target: str) -> None:
+    folder = copied(committed, tmp_path / "a")
+    (folder / "manifest.json").rename(tmp_path / "aside.json")
+    (folder / "manifest.json").symlink_to(tmp_path / target)
+    touch(folder / THINGS["marker"], OLD)
+    for path in folder.rglob("*"):
+        os.utime(path, (OLD, OLD), follow_symlinks=False)
+    clear(tmp_path)
+    assert files(folder) >= files(committed) - {"manifest.json"}
 
 
 def test_files_with_the_write_id_of_a_checkpoint_stay_also_when_it_does_not_name_them(

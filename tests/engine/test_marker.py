@@ -54,7 +54,9 @@ def test_what_a_newer_run_has_committed_keeps_an_older_one_out() -> None:
     assert (value_in(place), strays(place)) == (3, set())
 
 
-@pytest.mark.parametrize("damage", [b"", b"not JSON", b'{"format":"else","digest":"0000000000000000"}'])
+@pytest.mark.parametrize(
+    "damage", [b"", b"not JSON", b"{}", b'{"format":"reknit","digest":"0000000000000000"}']
+)
 def test_a_manifest_that_is_damaged_keeps_nobody_from_replacing_it(damage: bytes) -> None:
     place = Annals("damaged")
     assert save_as(place, 1, 5) is None
@@ -68,7 +70,7 @@ def test_a_save_that_may_not_overwrite_touches_nothing_where_a_checkpoint_is() -
     assert save_as(place, 1, 1) is None
     store = FaultyStorage(place)
     assert isinstance(save_as(store, 2, 2, overwrite=False), CheckpointExistsError)
-    assert {operation.name for operation in store.operations} == {"size"}
+    assert {operation.name for operation in store.operations} == {"size", "read_into"}
 
 
 def test_a_marker_that_cannot_be_put_or_looked_past_fails_the_save_and_is_taken_away() -> None:

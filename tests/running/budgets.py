@@ -38,7 +38,7 @@ BUDGETS: dict[str, Budget] = {
     "planner": Budget(15),
     "processes": Budget(20, 8),
     "running": Budget(20),
-    "runs": Budget(40, 16, ("s3",)),
+    "runs": Budget(40, 20, ("azure", "gcs", "hdfs", "s3")),
     "simulation": Budget(60, 4),
     "storage": Budget(250, 46, ("s3", "gcs", "azure", "hdfs", "rclone")),
     "testing": Budget(30, 11),

@@ -71,7 +71,10 @@ def test_a_run_goes_on_where_it_was_and_keeps_what_it_was_told_to(tmp_path: Path
         assert train(run, held, 23) == [5, 10, 15, 20]
         run.wait()
         assert numbers(tmp_path) == [10, 15, 20]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_{n:08d}" for n in (10, 15, 20)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".reknit",
+        *(f"step_{n:08d}" for n in (10, 15, 20)),
+    ]
     fresh = state()
     with Checkpointer(tmp_path, **how) as run:
         assert train(run, fresh, 32) == [25, 30]
@@ -181,7 +184,7 @@ def test_steps_that_others_named_are_taken_too(tmp_path: Path) -> None:
         assert run.resume(state()) == 101
         run.save(101, state())
         run.wait()
-    assert [path.name for path in tmp_path.iterdir()] == ["step_00000101"]
+    assert [path.name for path in tmp_path.glob("[!.]*")] == ["step_00000101"]
 
 
 def test_each_step_is_promoted_to_its_own_folder_and_read_from_there_if_damaged(

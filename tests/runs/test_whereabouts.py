@@ -41,15 +41,6 @@ def test_a_run_that_passed_over_damaged_steps_keeps_what_it_went_on_from(tmp_pat
     assert again["model"]["w"][0] == 12.0
 
 
-def test_a_run_that_did_not_resume_keeps_what_it_saves_beside_later_steps(tmp_path: Path) -> None:
-    for step in (500, 1000):
-        reknit.save(tmp_path / f"step_{step:08d}", state(), step=step)
-    with Checkpointer(tmp_path, keep=latest(1), wait=True) as run:
-        run.save(1, state())
-        run.save(2, state())
-    assert numbers(tmp_path) == [2, 500, 1000]
-
-
 def test_the_newest_step_stays_where_another_is_the_best(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, keep=best(1, "loss"), wait=True) as run:
         for step in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""Nothing below a store's root leads out of it: no link is followed, whatever is done to the files."""
+"""Links below a store's root lead out of it for reading a file only, whatever is done to the files."""
 
 from __future__ import annotations
 
@@ -90,16 +90,19 @@ def test_a_folder_that_is_a_link_is_not_entered(
     (elsewhere / "below" / "pending").touch()
     before = content(elsewhere)
     with pytest.raises(
-        StoragePermissionError, match="is a link, and reknit follows no links inside a checkpoint"
+        StoragePermissionError, match="is a link, and inside a checkpoint reknit follows links to files only"
     ):
         DEEDS[deed](storage, path)
     assert content(elsewhere) == before
     assert (root / "linked").is_symlink()
 
 
-@pytest.mark.parametrize("deed", ["get", "size", "read", "runs", "pending", "create", "put_absent"])
+READS = ("get", "size", "read", "runs")
+
+
+@pytest.mark.parametrize("deed", [*READS, "pending", "create", "put_absent"])
 @pytest.mark.parametrize("target", ["x", "nothing", "below"])
-def test_a_file_that_is_a_link_is_neither_read_nor_written(
+def test_a_link_to_a_file_is_read_and_no_other_link_and_none_is_written_through(
     storage: Storage, root: Path, elsewhere: Path, deed: str, target: str
 ) -> None:
     (root / "a").mkdir()
@@ -107,9 +110,13 @@ def test_a_file_that_is_a_link_is_neither_read_nor_written(
         link.symlink_to(elsewhere / target)
     before = content(elsewhere)
     for path in ("link", "a/link"):
+        if target == "x" and deed in READS:
+            DEEDS[deed](storage, path)
+            continue
         with pytest.raises(StorageError) as caught:
             DEEDS[deed](storage, path)
         assert not isinstance(caught.value, StorageNotFoundError)
+        assert target != "nothing" or deed not in READS or "is not there" in str(caught.value)
         assert os.path.islink(root / path)
     assert content(elsewhere) == before
     assert not (elsewhere / "nothing").exists()
@@ -129,14 +136,16 @@ def test_what_replaces_or_removes_a_link_leaves_alone_what_it_leads_to(
     assert content(elsewhere) == before
 
 
-def test_links_are_not_listed_and_those_of_users_stay(storage: Storage, root: Path, elsewhere: Path) -> None:
+def test_links_to_files_alone_are_listed_and_those_of_users_stay(
+    storage: Storage, root: Path, elsewhere: Path
+) -> None:
     write(storage, "a/x", b"1")
     (root / "a" / "up").symlink_to(root)
     (root / "a" / "self").symlink_to("self")
     (root / "a" / "file").symlink_to(elsewhere / "x")
     (root / "linked").symlink_to(elsewhere)
-    assert listed(storage) == {"a/x": 1}
-    assert [found.path for found in SweptFolder(str(root)).dated()] == ["a/x"]
+    assert listed(storage) == {"a/x": 1, "a/file": 3}
+    assert sorted(found.path for found in SweptFolder(str(root)).dated()) == ["a/file", "a/self", "a/x"]
     # a link directly below may be a checkpoint, which has a store of its own
     assert storage.folders() == ["a", "linked"]
     assert read(storage.sub("linked"), "x", 1, 2) == b"23"
@@ -256,19 +265,77 @@ def test_a_save_through_a_link_to_another_checkpoint_is_refused_and_loses_nothin
     assert loads(tmp_path / "two", 2)
 
 
-@pytest.mark.parametrize("target", ["one/manifest.json", "nothing"])
-def test_a_manifest_that_is_a_link_is_no_checkpoint_and_is_not_replaced(tmp_path: Path, target: str) -> None:
+def test_a_manifest_that_is_a_link_to_nothing_is_no_checkpoint_and_is_not_replaced(tmp_path: Path) -> None:
     saved(tmp_path / "one", 1)
     (tmp_path / "two").mkdir()
-    (tmp_path / "two" / "manifest.json").symlink_to(tmp_path / target)
+    (tmp_path / "two" / "manifest.json").symlink_to(tmp_path / "nothing")
     before = content(tmp_path)
     for overwrite in (False, True):
-        with pytest.raises(StoragePermissionError, match="is a link"):
+        with pytest.raises(StoragePermissionError, match="what it leads to is not there"):
             reknit.save(tmp_path / "two", {"n": 1}, overwrite=overwrite)
-    with pytest.raises(StoragePermissionError, match="is a link"):
+    with pytest.raises(StoragePermissionError, match="what it leads to is not there"):
         reknit.load(tmp_path / "two", {"n": 1})
     assert content(tmp_path) == before
     assert reknit.latest(tmp_path) == str(tmp_path / "one")
+
+
+@pytest.fixture
+def cached(tmp_path: Path) -> Path:
+    """Return a checkpoint whose files are links to `blobs`, as in the caches of hubs."""
+    path = tmp_path / "runs" / "snapshot"
+    saved(path, 1)
+    (tmp_path / "blobs").mkdir()
+    for number, file in enumerate(path for path in sorted(path.rglob("*")) if path.is_file()):
+        file.rename(tmp_path / "blobs" / str(number))
+        file.symlink_to(os.path.relpath(tmp_path / "blobs" / str(number), file.parent))
+    return path
+
+
+def test_a_checkpoint_whose_files_are_links_is_read_and_copied(cached: Path, tmp_path: Path) -> None:
+    blobs = content(tmp_path / "blobs")
+    assert loads(cached, 1)
+    assert reknit.verify(cached, "data").ok
+    assert reknit.latest(cached.parent) == str(cached)
+    with reknit.open(cached) as opened:
+        assert (opened.read("model", "w") == 1).all()
+    reknit.promote(cached, tmp_path / "copy")
+    assert not any(path.is_symlink() for path in (tmp_path / "copy").rglob("*"))
+    assert loads(tmp_path / "copy", 1)
+    assert content(tmp_path / "blobs") == blobs
+
+
+@pytest.mark.parametrize("deed", ["delete", "drop", "overwrite", "cool"])
+def test_what_removes_or_replaces_such_a_checkpoint_removes_the_links_alone(
+    cached: Path, tmp_path: Path, deed: str
+) -> None:
+    blobs = content(tmp_path / "blobs")
+    if deed == "delete":
+        assert reknit.delete(cached) > 0
+        assert not cached.exists()
+    elif deed == "drop":
+        reknit.delete(cached, items=["step"])
+        assert reknit.open(cached).items == ("model",)
+        assert not (cached / "step").exists()
+    elif deed == "overwrite":
+        saved_again: dict[str, Any] = {"model": {"w": np.full(1000, 2.0)}, "step": {"n": 2}}
+        reknit.save(cached, saved_again, overwrite=True)
+        assert loads(cached, 2)
+        assert not any(path.is_symlink() for path in cached.rglob("*"))
+    else:
+        reknit.cool(cached, tmp_path / "cold")
+        assert loads(cached, 1)
+        assert [path.name for path in cached.rglob("*") if path.is_symlink()] == []
+    assert content(tmp_path / "blobs") == blobs
+
+
+def test_a_file_whose_link_leads_nowhere_is_named_with_what_helps(cached: Path, tmp_path: Path) -> None:
+    (link,) = (path for path in cached.rglob("*.safetensors") if path.is_symlink())
+    os.remove(os.path.realpath(link))
+    with pytest.raises(StoragePermissionError, match=f"{link} is a link, and what it leads to") as caught:
+        loads(cached, 1)
+    assert "bring that back" in str(caught.value.remedy)
+    assert not reknit.verify(cached, "data").ok
+    assert reknit.delete(cached) > 0
 
 
 def test_links_and_files_of_users_beside_a_checkpoint_stay_when_it_is_replaced(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_plain_names_are_accepted(names: list[str]) -> None:
         ("a//b", "''"),
         ("a\0", "NUL"),
         ("a\\b", "backslash"),
-        ("\ud800", "encoded"),
+        ("\ud800", "Unicode"),
         (".a.tmp", "reserved"),
     ],
 )

@@ -76,7 +76,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if self.command == "PUT":
             return self.put(key, body), b""
         if "list-type" in query:
-            return 200, self.listing(key, query["prefix"][0])
+            return 200, self.listing(key, query.get("prefix", [""])[0], query.get("delimiter", [""])[0])
         if key not in files:
             return 404, b""
         if self.command == "DELETE":
@@ -102,12 +102,21 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         files[key] = body
         return 200
 
-    def listing(self, bucket: str, prefix: str) -> bytes:
-        found = "".join(
-            f"<Contents><Key>{escape(key[len(bucket) + 1 :])}</Key><Size>{len(data)}</Size>"
-            f"<LastModified>2026-11-21T00:00:00.000Z</LastModified><ETag>{escape(etag(data))}</ETag></Contents>"
-            for key, data in sorted(self.store.files.items())
-            if key.startswith(f"{bucket}/{prefix}")
+    def listing(self, bucket: str, prefix: str, delimiter: str) -> bytes:
+        found, folders = "", set()
+        for key, data in sorted(self.store.files.items()):
+            rest = key.removeprefix(f"{bucket}/{prefix}")
+            if rest == key:
+                continue
+            if delimiter and delimiter in rest:
+                folders.add(prefix + rest.partition(delimiter)[0] + delimiter)
+                continue
+            found += (
+                f"<Contents><Key>{escape(prefix + rest)}</Key><Size>{len(data)}</Size><LastModified>"
+                f"2026-11-21T00:00:00.000Z</LastModified><ETag>{escape(etag(data))}</ETag></Contents>"
+            )
+        found += "".join(
+            f"<CommonPrefixes><Prefix>{escape(each)}</Prefix></CommonPrefixes>" for each in sorted(folders)
         )
         return f"<ListBucketResult><IsTruncated>false</IsTruncated>{found}</ListBucketResult>".encode()
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reknit.errors import CommError, DeadlineError, GroupClosedError, ProtocolError, ReknitError, from_wire
+from reknit.errors import (
+    CommError,
+    DeadlineError,
+    GroupClosedError,
+    ProtocolError,
+    ReknitError,
+    UsageError,
+    from_wire,
+)
+from reknit.types.entry import REMEDY
 from reknit.types.rank_text import spelled
 
 if TYPE_CHECKING:
@@ -194,8 +203,26 @@ def wrong_topology(rank: int, here: int) -> ProtocolError:
     )
 
 
-def concurrent_rounds(rank: int) -> ProtocolError:
-    """Return the refusal of a second round of one rank while its first is under way."""
+def forked(rank: int) -> UsageError:
+    """Return the refusal of a process that was forked from a rank, and has its group."""
+    return UsageError(
+        f"this process was forked from rank {rank}, and is no rank of its group",
+        remedy="save and load in the rank itself; a process that is to do so alone, to a path of its own, "
+        "passes group=reknit.alone()",
+    )
+
+
+def concurrent_rounds(rank: int, *, inside: bool = False) -> ProtocolError:
+    """Return the refusal of a second round of one rank while its first is under way.
+
+    It is `inside` where the same thread holds both, as a signal handler does in what it interrupts.
+    """
+    if inside:
+        return ProtocolError(
+            f"a round of {spelled([rank])} was begun by the same thread that is inside another one of the "
+            "group, as a signal handler does that saves",
+            remedy=REMEDY,
+        )
     return ProtocolError(
         f"two threads of {spelled([rank])} hold a round of one group at the same time",
         remedy="give each thread a group of its own",

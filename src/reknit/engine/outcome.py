@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from reknit.engine.display import Shown, logged, ranks
 from reknit.engine.report import PromotionReport, SaveReport
-from reknit.errors import DeadlineError, SkippedError, UsageError
+from reknit.errors import AgentError, DeadlineError, ReknitError, SkippedError, UsageError
 from reknit.keywords import checked_call
+from reknit.locations import location_text
 from reknit.monitor.phase import Deadline
 from reknit.monitor.progress_text import amount
+from reknit.types.entry import refuse_inside
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,6 +48,19 @@ class Awaited(Generic[_Report]):
                 self.report = outcome
             self._ended.set()
             return True
+
+    def disown(self, error: ReknitError) -> None:
+        """End in a forked child with `error`, unless it had ended: there nobody else ends it.
+
+        A thread that the child does not have may have held the locks.
+        """
+        ended = self._ended.is_set()
+        self._ended, self._ending = threading.Event(), threading.Lock()
+        if ended:
+            self._ended.set()
+        else:
+            self.asked = True  # by no later save
+            Awaited.end(self, error)
 
     def done(self) -> bool:
         """Tell whether there is an outcome, good or bad."""
@@ -86,7 +101,7 @@ class SaveOutcome(Awaited[SaveReport]):
         """URL and writer: saves of one writer to one URL keep their order."""
         self.ranks = 1
         """How many ranks save together."""
-        self.places = [os.fspath(target.path) for target in promote_to]
+        self.places = [str(location_text(target.path)) for target in promote_to]
         self.promotions = [Awaited[PromotionReport](f"promotion to {place}") for place in self.places]
         """Those to each place."""
         self.promotion: Awaited[PromotionReport] | None = None
@@ -95,6 +110,26 @@ class SaveOutcome(Awaited[SaveReport]):
         if promote_to:
             self.promotion = Awaited(f"promotion to {self.promote_to}")
         self._staged = threading.Event()
+
+    def after_fork(self) -> None:
+        """End in a forked child: this is a save of its parent."""
+        error = AgentError(
+            f"the save to {self.path} is one of process {os.getppid()}, from which this one was forked",
+            remedy="ask for it there",
+        )
+        for awaited in (self, *self.promotions, self.promotion):
+            if awaited is not None:
+                awaited.disown(error)
+        self._staged = threading.Event()
+        self._staged.set()
+
+    @property
+    def unasked(self) -> bool:
+        """Whether it failed, and nobody has asked."""
+        if self.error is not None:
+            return not self.asked and not self.skipped
+        promotion = self.promotion
+        return promotion is not None and promotion.error is not None and not promotion.asked
 
     def note_staged(self) -> None:
         """Let `wait_staged` return: nothing more is copied from the state."""
@@ -185,10 +220,12 @@ class PendingSave(Shown):
 
         Raises `DeadlineError` after `timeout` seconds.
         """
+        self._refuse_inside("staged")
         self._outcome.wait_staged(timeout)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the save has ended, well or not.  Raises `DeadlineError` after `timeout` seconds."""
+        self._refuse_inside("wait")
         self._outcome.wait(timeout)
 
     def done(self) -> bool:
@@ -200,6 +237,7 @@ class PendingSave(Shown):
 
         Raises `DeadlineError` if it has not ended after `timeout` seconds; the save itself goes on.
         """
+        self._refuse_inside("result")
         return self._outcome.result(timeout)
 
     def wait_promoted(self, timeout: float | None = None) -> None:
@@ -207,6 +245,7 @@ class PendingSave(Shown):
 
         Raises `DeadlineError` after `timeout` seconds.
         """
+        self._refuse_inside("wait_promoted")
         self._outcome.wait_over(timeout)
 
     def promotion_done(self, place: int | None = None) -> bool:
@@ -226,10 +265,16 @@ class PendingSave(Shown):
         outcome = self._outcome
         if outcome.promotion is None:
             raise UsageError(f"the save to {self.path} was not asked to promote the checkpoint")
+        self._refuse_inside("promoted")
         outcome.promotion.wait(timeout)
         if outcome.error is not None:
             outcome.asked = True  # what is raised now is the failure of the save
         return outcome.promotion.result()
+
+    def _refuse_inside(self, wait: str) -> None:
+        """Raise `UsageError` where a signal handler would wait for what it interrupts."""
+        if not self._outcome.over():
+            refuse_inside(f"PendingSave.{wait}")
 
     @property
     def error(self) -> BaseException | None:

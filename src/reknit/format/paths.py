@@ -28,6 +28,8 @@ MANIFEST_PATH = "manifest.json"
 MAX_PLACE_NBYTES = 4096
 NOTES_FOLDER = ".notes"
 """Holds what is said of a checkpoint and is no part of it; no item has a folder of this name."""
+RUN_FOLDER = ".reknit"
+"""Holds the record of a run, beside the folders of its steps."""
 MAX_NAME_NBYTES = 4096
 """Longest item name or FQN, in UTF-8."""
 MAX_COMPONENT_NBYTES = 200
@@ -52,6 +54,7 @@ _NUMBER = r"(?:0|[1-9][0-9]{0,18})"
 _KEY = re.compile(rf"([^\[\]]*)(?:\[({_NUMBER}:{_NUMBER}(?:,{_NUMBER}:{_NUMBER})*)\])?")
 _RANK = r"([0-9]{5}|[1-9][0-9]{5,9})"
 _MARKER_PATH = re.compile(r"pending\.([0-9a-f]{16})\.([0-9a-f]{8})")
+_RUN_PATH = re.compile(r"\.reknit/run\.([0-9a-f]{16})\.[0-9a-f]{8}")
 _NOTE_PATH = re.compile(r"\.notes/(pin|lease|removal|metrics|copy)\.([0-9a-f]{8})\.([0-9a-f]{24})\.json")
 _INDEX_PATH = re.compile(r"index\.([0-9a-f]{8})\.parquet")
 _DATA_NAME = re.compile(rf"{_RANK}(?:\.([1-9][0-9]{{0,8}}))?\.([0-9a-f]{{8}})\.safetensors")
@@ -135,6 +138,20 @@ def marker_path(generation: int, write_id: str) -> str:
     if not 0 <= generation < 1 << 63:
         raise UsageError(f"a generation is a whole number from 0 on, of 63 bits, not {generation}")
     return f"pending.{generation:016x}.{short_id(write_id)}"
+
+
+def run_path(generation: int, identity: str) -> str:
+    """Return the path, below a folder of steps, of the record that a run has opened it.
+
+    `identity` is 8 hex digits: two runs may take one generation where a store cannot tell.
+    """
+    return f"{RUN_FOLDER}/run.{generation:016x}.{identity}"
+
+
+def run_generation(path: str) -> int | None:
+    """Return the generation of the run that `run_path` names, None for another path."""
+    match = _RUN_PATH.fullmatch(path)
+    return None if match is None else int(match[1], 16)
 
 
 def note_path(kind: NoteKind, write_id: str, identity: str) -> str:

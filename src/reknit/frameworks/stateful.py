@@ -13,6 +13,7 @@ from reknit.frameworks.neutral import conflict, is_renewable, record_of, to_neut
 from reknit.frameworks.torchdata import mismatched_workers
 from reknit.frameworks.walk.adapter import Adapter
 from reknit.frameworks.walk.effects import comes_last, has_effects, may_disturb
+from reknit.types.entry import own_code
 from reknit.types.shard import Tagged
 
 if TYPE_CHECKING:
@@ -94,7 +95,9 @@ class StatefulAdapter(Adapter):
 
     def collect(self, value: Any, place: Place, saving: Saving) -> None:
         """Collect the object's state."""
-        saving.blob(skeleton(value.state_dict(), place, saving), place.below(tree.SKELETON))
+        with own_code():
+            state = value.state_dict()
+        saving.blob(skeleton(state, place, saving), place.below(tree.SKELETON))
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
         """Ask for the object's state; it is handed over complete, in fresh memory."""
@@ -121,7 +124,8 @@ def present_state(value: Any, place: Place, loading: Loading) -> Any:
     """Return the object's present state; a note of the load says what asking for it may have done."""
     if may_disturb(value):
         loading.note(place, _CALLED)
-    return value.state_dict()
+    with own_code():
+        return value.state_dict()
 
 
 def hand_over(value: Any, action: Callable[[], None], loading: Loading) -> None:

@@ -6,7 +6,6 @@ has no trace of the stage and the number of ranks, and loads into engines with o
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from reknit import api
 from reknit.errors import UsageError
 from reknit.frameworks.deepspeed import private as deepspeed_private
 from reknit.frameworks.stateful import Accessors, Kept
+from reknit.locations import location_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -85,7 +85,7 @@ def load(
     if not load_lr_scheduler_states:
         state.pop("lr_scheduler", None)
     api.load(path, state, strict=strict, options=options, group=group)
-    return os.fspath(path), kept.values
+    return location_text(path), kept.values
 
 
 def _state(engine: Any, items: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from reknit.errors import UsageError
+from reknit.locations import location_text
 from reknit.storage.local.folders import sync_folder
-from reknit.storage.local.posix import translated
+from reknit.storage.local.os_errors import translated
 from reknit.storage.local.store import LocalStorage
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class ExportFolder:
     """The local folder `out`.  Raises `UsageError` when it is not empty and `overwrite` is false."""
 
     def __init__(self, out: str | os.PathLike[str], *, overwrite: bool) -> None:
-        text = os.fspath(out)
+        text = location_text(out)
         if not text or "://" in text:
             raise UsageError(
                 f"an export goes to a local folder, not to {text!r}", remedy="give the path of a folder"

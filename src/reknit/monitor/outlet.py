@@ -18,7 +18,7 @@ from reknit.system import AtExit, start_thread
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reknit.events import Sink
+    from reknit.locations import Sink
     from reknit.monitor.records import Record
 
 logger = logging.getLogger("reknit")

@@ -31,7 +31,8 @@ def untiled_error(
 
     Ranks that wrote tensors below the name of one with a gap have a tensor there that is made of others.
     """
-    parts, mixed = [], False
+    parts: list[str] = []
+    mixed = False
     for gap in gaps:
         entry = entries[gap.tensor]
         kind = "a hole" if gap.held < gap.numel else "an overlap"

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reknit.comm.base import Group
+    from reknit.engine.run_record import Run
     from reknit.monitor.outlet import Outlet
     from reknit.options import SaveOptions
     from reknit.policies.base import Policy
@@ -136,23 +137,34 @@ def _due(policy: Policy | None, candidates: list[_Candidate], last: int | None) 
 
 
 def late(
-    levels: Sequence[Level], steps: Sequence[Missing], options: SaveOptions, sinks: tuple[Outlet, ...] = ()
+    levels: Sequence[Level],
+    steps: Sequence[Missing],
+    options: SaveOptions,
+    sinks: tuple[Outlet, ...] = (),
+    runs: Sequence[Run | None] = (),
 ) -> dict[int, tuple[set[int], Callable[[], None]]]:
     """Return which steps have to be promoted to each tier, and what does so; together they take the memory of
-    one save.  `sinks` hear of it.
+    one save.  `sinks` hear of it.  `runs` are the run that promotes, as each tier knows it.
     """
     tiers = sorted({step.tier for step in steps})
     share = options.inflight_nbytes // max(1, len(tiers))
     options = replace(options, inflight_nbytes=max(share, LEAST_INFLIGHT_NBYTES))
     of_tier = {tier: [step for step in steps if step.tier == tier] for tier in tiers}
     return {
-        tier: ({step.number for step in mine}, partial(_promote_missing, levels, mine, options, sinks))
+        tier: (
+            {step.number for step in mine},
+            partial(_promote_missing, levels, mine, options, sinks, runs[tier] if runs else None),
+        )
         for tier, mine in of_tier.items()
     }
 
 
 def _promote_missing(
-    levels: Sequence[Level], steps: Sequence[Missing], options: SaveOptions, sinks: tuple[Outlet, ...]
+    levels: Sequence[Level],
+    steps: Sequence[Missing],
+    options: SaveOptions,
+    sinks: tuple[Outlet, ...],
+    run: Run | None,
 ) -> None:
     """Promote steps alone, from the fastest tier from which that works; what cannot be is logged."""
     for step in steps:
@@ -168,6 +180,7 @@ def _promote_missing(
                 options,
                 recorder,
                 Pace(target.bytes_per_s),
+                run,
             )
             try:
                 with recorder.whole() as promotion:

@@ -20,16 +20,17 @@ from reknit.monitor.sinks.choosing import outlets_for
 from reknit.options import LoadOptions, SaveOptions
 from reknit.policies.base import Facts, KeepRule, SaveRule
 from reknit.ranks import AnyGroup, acting
-from reknit.runs.agreement import Agreement, asked
+from reknit.runs.agreement import Agreement
 from reknit.runs.arguments import check_keep, check_one_root, policy_for, step_number
 from reknit.runs.cadence import Cadence, late, missing
 from reknit.runs.load_step import UNSOUND, load_step
 from reknit.runs.other_hosts import OtherHosts
+from reknit.runs.run_folder import LaterSteps, RunFolder
 from reknit.runs.tiers import FoundStep, Tier, below, opened, promoting
 from reknit.runs.under_way import UnderWay
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from os import PathLike
 
     from reknit.engine.outcome import PendingSave
@@ -52,6 +53,11 @@ class Checkpointer(Shown):
     saves go on in the background.  Step 500 is the checkpoint ``ROOT/step_00000500``, which all other calls
     take as well.
 
+    The last Checkpointer that opens a folder for writing, with `resume` or its first `save`, owns it: what
+    earlier ones have begun commits nothing there any more (`FencedError`).  Without `resume`, a run that
+    begins before steps which are there already is refused; `later_steps` may say ``"move"``, which puts these
+    aside in a folder beside them, or ``"replace"``, which removes them.
+
     `options.promote_to` and `load_options.replicas` are roots here too: each step is promoted to, and read
     from, the folder of its name there.  With `tiers`, a list of `Tier`, in the place of `root`, `save` and
     `keep`, saves write to the first; agents promote the steps that the others want, and all of them are
@@ -66,6 +72,7 @@ class Checkpointer(Shown):
         save: SaveRule | None = None,
         keep: KeepRule | None = None,
         cool: Cool | None = None,
+        later_steps: LaterSteps = "refuse",
         wait: bool = False,
         options: SaveOptions | None = None,
         load_options: LoadOptions | None = None,
@@ -74,7 +81,7 @@ class Checkpointer(Shown):
         self._wait, self._options, self._load_options, self._given = wait, options, load_options, group
         check_one_root(root, tiers, {"save": save, "keep": keep, "cool": cool}, options, load_options)
         options = self._used = options if isinstance(options, SaveOptions) else SaveOptions()
-        self._timeout_s = options.timeout_s
+        self._timeout_s, self._settle_s = options.timeout_s, min(_SETTLE_S, options.timeout_s / 2)
         self._group = acting(group, options.comm).group
         if root is not None:
             tiers = [Tier(root, None if save is None else policy_for("save", save), keep, cool=cool)]
@@ -82,6 +89,7 @@ class Checkpointer(Shown):
         first = self._tiers.levels[0]
         self._root = first.url
         self._agreement = None if first.when is None else Agreement(self._group, first.when, self._timeout_s)
+        self._folder = RunFolder(self._group, self._tiers, options, later_steps)
         self._cadence = Cadence(self._group, self._tiers.levels, self._timeout_s)
         self._other_hosts = OtherHosts(self._group, first, self._timeout_s)
         decides, sinks = self._group.rank == 0, outlets_for(options.events)
@@ -155,12 +163,16 @@ class Checkpointer(Shown):
         )
         begin = monotonic()
         tiers = self._cadence.due(step, self._under_way.busy_with, preempted=self.preempted is not None)
-        pending = api.save(
+        if not self._folder.is_open:
+            self._under_way.settle()  # promotions that this run has begun late are no saves of an earlier one
+            self._folder.open_at(step, state, self._settle_s, resumed=self._resumed)
+        pending = api.save_in_run(
             below(self._root, step_name(step)),
             state,
+            self._folder.records,
             step=step,
             wait=self._wait,
-            overwrite=self._resumed,
+            overwrite=self._resumed or self._folder.replaces,
             metadata={METRICS: numbers},
             options=self._save_options(step_name(step), tiers),
             group=self._given,
@@ -168,6 +180,7 @@ class Checkpointer(Shown):
         self._saved, self._saved_at = step, monotonic()
         self._stall_s = self._saved_at - begin
         self._under_way.add(step, pending, begin, tiers)
+        self._folder.saved(step, pending)
         self._under_way.clear(self._other_hosts)
         return pending
 
@@ -185,10 +198,10 @@ class Checkpointer(Shown):
         with all_told(self._group, "settle", self._timeout_s):
             check_state(state)
         self._under_way.settle()
-        self._ask("settle", partial(self._tiers.settle, min(_SETTLE_S, self._timeout_s / 2)))
+        self._folder.open_to_resume(self._settle_s)
         bad: list[str] = []
         before: Folder | None = None
-        while (found := self._find("newest", before=before)) is not None:
+        while (found := self._folder.find("newest", before=before)) is not None:
             before = found.number, found.name
             path = below(self._tiers.levels[found.tiers[0]].url, found.name)
             try:
@@ -227,7 +240,7 @@ class Checkpointer(Shown):
             for tier in found.tiers:
                 add_metrics(self._tiers.levels[tier].storage.sub(found.name), numbers)
 
-        self._ask("note", add, f"step {number}")
+        self._folder.ask("note", add, f"step {number}")
 
     def load(self, state: Mapping[str, Any], step: int | Literal["latest", "best"] = "latest") -> LoadReport:
         """Fill `state` from one step: a number, the newest, or the best by the metric that `keep` names.
@@ -235,7 +248,7 @@ class Checkpointer(Shown):
         Raises `CheckpointNotFoundError` where there is none, and what `reknit.load` does.
         """
         number = step if step in ("latest", "best") else step_number(step)
-        if (found := self._find("find", number)) is None:
+        if (found := self._folder.find("find", number)) is None:
             raise self._tiers.missing(f"step {number}" if isinstance(number, int) else f"{number} step")
         return self._load(found, state)[0]
 
@@ -287,6 +300,7 @@ class Checkpointer(Shown):
     def _leave(self, promoted: bool = True) -> None:
         if not self.preempted:
             self._under_way.end_pruning()
+            self._folder.close()
             if promoted:
                 self._tiers.close()
         if self._agreement is not None:
@@ -304,17 +318,6 @@ class Checkpointer(Shown):
             write_s=self._under_way.write_s,
         )
 
-    def _find(self, name: str, step: int | str = "latest", before: Folder | None = None) -> FoundStep | None:
-        """Return a step as rank 0 finds it."""
-        found = self._ask(
-            name, partial(self._tiers.find, step, before), f"step {step}" if before is None else ""
-        )
-        return None if found is None else FoundStep(*found)
-
-    def _ask(self, name: str, question: Callable[[], Any], subject: str = "") -> Any:
-        """Return what rank 0 finds; its errors are raised on all ranks."""
-        return asked(self._group, name, self._timeout_s, question, subject)
-
     def _load(self, found: FoundStep, state: Mapping[str, Any]) -> tuple[LoadReport, int]:
         """Load a step, and go on from it; also return its number, of which its manifest is sure."""
         report = load_step(self._tiers.levels, found, state, self._load_options, self._given, self._say)
@@ -324,14 +327,15 @@ class Checkpointer(Shown):
         self._resumed, self._saved, self._saved_at, self._decided = True, reached, monotonic(), None
         self._under_way.loaded(reached)
         if len(self._tiers.levels) > 1:
-            self._cadence.go_on(self._ask("tiers", partial(self._promote_missing, reached)))
+            self._cadence.go_on(self._folder.ask("tiers", partial(self._promote_missing, reached)))
         return report, reached
 
     def _promote_missing(self, reached: int) -> list[int | None]:
         """Let threads promote what an earlier run has left, and return the newest step of each tier then."""
         steps, newest = missing(self._tiers.levels, reached)
         steps = [step for step in steps if step.number not in self._under_way.needed()]
-        for tier, (numbers, work) in late(self._tiers.levels, steps, self._used, self._sinks).items():
+        runs = self._folder.runs()
+        for tier, (numbers, work) in late(self._tiers.levels, steps, self._used, self._sinks, runs).items():
             self._under_way.promote_late(tier, numbers, work)
         return newest
 

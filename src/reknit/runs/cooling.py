@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from reknit.engine.stored.moving import move
 from reknit.errors import ReknitError, UsageError, shown
 from reknit.format.paths import wrong_place
 from reknit.keywords import checked_call
+from reknit.locations import is_location
 from reknit.monitor.phase import Recorder, monotonic, now
 from reknit.options import SaveOptions, check_rate
 from reknit.runs.arguments import policy_for
@@ -21,6 +21,7 @@ from reknit.runs.retention import Retention
 from reknit.storage.registry import open_storage, recipe, recorded
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Container
 
     from reknit.monitor.outlet import Outlet
@@ -48,7 +49,7 @@ class Cool:
     bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.root, (str, os.PathLike)) or self.root == "":
+        if not is_location(self.root) or self.root == "":
             raise UsageError(f"the root of Cool is a path or a URL, not {shown(self.root)}")
         policy_for("keep", self.after)
         check_rate(self.bytes_per_s)

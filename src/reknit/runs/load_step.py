@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from reknit import api
 from reknit.errors import CheckpointNotFoundError, DroppedError, FormatError, VersionError
+from reknit.locations import location_text
 from reknit.options import LoadOptions
 from reknit.runs.tiers import below
 
@@ -37,7 +37,7 @@ def load_step(
     """
     places = [below(levels[tier].url, found.name) for tier in found.tiers]
     if isinstance(options, LoadOptions):
-        places += [below(os.fspath(replica), found.name) for replica in options.replicas]
+        places += [below(location_text(replica), found.name) for replica in options.replicas]
     elif options is not None:  # which the load says
         return api.load(places[0], state, options=options, group=group)
     for at in range(1, len(found.tiers) + 1):

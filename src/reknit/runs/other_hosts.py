@@ -45,7 +45,8 @@ class OtherHosts:
             return []
 
         def stay() -> list[str]:
-            committed = [n for n in self._storage.folders() if manifest_exists(self._storage.sub(n))]
+            names = filter(is_step_name, self._storage.folders())
+            committed = [name for name in names if manifest_exists(self._storage.sub(name))]
             return [*committed, *map(step_name, needed())]
 
         stays = set(asked(self._group, "hosts", self._timeout_s, stay))

@@ -9,6 +9,7 @@ import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.errors import UsageError
+from reknit.locations import local_path
 from reknit.monitor.phase import monotonic
 from reknit.runs.cloud_notices import CloudNotices
 
@@ -40,7 +41,7 @@ class Notices:
         try:
             for policy in policies:
                 if policy.file is not None:
-                    self._files[os.fspath(policy.file)] = policy.grace_s
+                    self._files[local_path(policy.file, "notice is given by")] = policy.grace_s
                 for number in policy.signals:
                     self._graces[number] = policy.grace_s
                     self._watch(number)

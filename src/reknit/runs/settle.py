@@ -25,13 +25,8 @@ It may also be one of another run, and stand still.
 """
 
 
-def settle(root: Storage, timeout_s: float) -> None:
-    """Let no save of an earlier run commit a newer step than those that are there when this returns.
-
-    Agents of this host are waited for; those of other hosts cannot be seen.  Then the markers of steps that
-    are newer than the newest committed one are removed, without which a save cannot commit.  Older steps are
-    left alone: they are not what a run resumes from.
-    """
+def wait_for_agents(root: Storage, timeout_s: float) -> None:
+    """Wait for agents of this host that are at work below a folder; those of other hosts cannot be seen."""
     deadline, reading = Deadline(timeout_s), Deadline(min(timeout_s, _READ_S))
     while working := at_work(root.url):
         writing = sorted({agent.pid for agent in working if agent.path is not None})
@@ -40,9 +35,20 @@ def settle(root: Storage, timeout_s: float) -> None:
         time.sleep(_PAUSE_S)
     if working and writing:
         logger.warning("agents are still writing below %s: processes %s", root.url, writing)
+
+
+def forbid_markers(root: Storage, since: int | None = None) -> None:
+    """Let no save that has put up its marker commit a newer step than those that are there then.
+
+    Without its marker a save cannot commit.  Those of steps older than the newest committed one are left
+    alone, because a run does not resume from them; but none is left from the step `since` on, where a run
+    begins that did not resume.
+    """
     for number, name in numbered(root):
         folder = root.sub(name)
-        if manifest_exists(folder):
+        if since is None and manifest_exists(folder):
+            return
+        if since is not None and number < since:
             return
         for begun in begun_in(folder):
             folder.delete(begun.path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,7 +10,7 @@ from reknit.engine.stored.newest import refuse_other
 from reknit.engine.stored.steps import numbered, steps_below
 from reknit.errors import CheckpointNotFoundError, CorruptError, UsageError, shown
 from reknit.keywords import checked_call
-from reknit.monitor.phase import Deadline
+from reknit.locations import is_location, location_text
 from reknit.options import PromotionTarget, check_rate
 from reknit.policies.keeping import ranked
 from reknit.policies.saving import OnPreemption
@@ -19,10 +18,10 @@ from reknit.policies.stretches import every
 from reknit.runs.arguments import policy_for
 from reknit.runs.cooling import Cool, Cooling
 from reknit.runs.retention import Retention
-from reknit.runs.settle import settle
 from reknit.storage.registry import open_storage, recipe
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Sequence
 
     from reknit.monitor.outlet import Outlet
@@ -52,7 +51,7 @@ class Tier:
     cool: Cool | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.root, (str, os.PathLike)) or self.root == "":
+        if not is_location(self.root) or self.root == "":
             raise UsageError(f"the root of a tier is a path or a URL, not {shown(self.root)}")
         check_rate(self.bytes_per_s)
         if not isinstance(self.cool, (Cool, type(None))):
@@ -176,12 +175,6 @@ class Tiers:
             whole = whole | keep
         return next(iter(ranked(whole, self.steps())), None)
 
-    def settle(self, timeout_s: float) -> None:
-        """Let no save of an earlier run commit a newer step than those that each tier has then."""
-        deadline = Deadline(timeout_s)
-        for level in self.levels:
-            settle(level.storage, deadline.remaining())
-
     def retentions(self, sinks: tuple[Outlet, ...], *, apart: bool) -> dict[int, Retention]:
         """Return what keeps the steps of each tier, by its number; all steps of the others stay.
 
@@ -241,7 +234,7 @@ def promoting(options: SaveOptions, levels: Sequence[Level], name: str) -> SaveO
     Without tiers, these are below the roots that `promote_to` names.
     """
     targets = [PromotionTarget(level.url, level.bytes_per_s) for level in levels] or options.promotions
-    places = tuple(replace(target, path=below(os.fspath(target.path), name)) for target in targets)
+    places = tuple(replace(target, path=below(location_text(target.path), name)) for target in targets)
     return replace(options, promote_to=places or None)
 
 

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("reknit")
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_UNREACHED = "check the endpoint and the network, then try again"
+_LIBRARY = "see what the library says that serves it; if the problem is temporary, try again"
 _PIECE_NBYTES = 16 << 20
 
 warned: set[str] = set()
@@ -236,13 +239,22 @@ class FsspecStorage:
         except FileNotFoundError as error:
             raise missing(where) from error
         except PermissionError as error:
-            raise StoragePermissionError(f"cannot {action} {where}: {error}", path=where) from error
+            raise StoragePermissionError(
+                f"cannot {action} {where}: {error}",
+                remedy="check the credentials that fsspec has for this file system, and that they may list, "
+                "read, write and delete there",
+                path=where,
+            ) from error
         except (ConnectionError, TimeoutError) as error:
-            raise StorageUnavailableError(f"cannot {action} {where}: {error!r}", path=where) from error
+            raise StorageUnavailableError(
+                f"cannot {action} {where}: {error!r}", remedy=_UNREACHED, path=where
+            ) from error
         except Exception as error:  # libraries behind fsspec have errors of their own, of any type
-            full = getattr(error, "errno", None) == errno.ENOSPC
-            kind = StorageFullError if full else StorageError
-            raise shortage(error) or kind(f"cannot {action} {where}: {error!r}", path=where) from error
+            full = getattr(error, "errno", None) in _FULL
+            kind, remedy = (StorageFullError, "free space there") if full else (StorageError, _LIBRARY)
+            raise shortage(error) or kind(
+                f"cannot {action} {where}: {error!r}", remedy=remedy, path=where
+            ) from error
 
 
 class FsspecWriter:
@@ -253,7 +265,7 @@ class FsspecWriter:
         self._url = f"{storage.url}/{path}"
         self._progress = Progress(self._url, nbytes)
         self._lock = threading.Lock()
-        with self._gathering(StorageError, "set TMPDIR to a writable folder"):
+        with self._gathering("set TMPDIR to a writable folder"):
             self._file = tempfile.TemporaryFile(prefix="reknit-")  # noqa: SIM115 - closed by finish or abort
 
     def write(self, start: int, data: memoryview) -> None:
@@ -261,7 +273,7 @@ class FsspecWriter:
         data = data.cast("B")
         with self._lock:
             self._progress.check(start, data.nbytes)
-            with self._gathering(StorageFullError, "free space there, or set TMPDIR to another disk"):
+            with self._gathering("set TMPDIR to a folder of another disk"):
                 self._file.seek(start)
                 self._file.write(data)
             self._progress.add(data.nbytes)
@@ -280,11 +292,14 @@ class FsspecWriter:
                 self._storage.names.free(self._full, self)
 
     @contextmanager
-    def _gathering(self, kind: type[StorageError], remedy: str) -> Iterator[None]:
+    def _gathering(self, remedy: str) -> Iterator[None]:
         """Raise what the temporary file raises as such an error."""
         try:
             yield
         except OSError as error:
+            kind: type[StorageError] = StorageError
+            if error.errno in _FULL:
+                kind, remedy = StorageFullError, f"free space in {tempfile.gettempdir()}, or {remedy}"
             message = f"cannot write {self._url} to a temporary file: {error}"
             raise shortage(error) or kind(message, remedy=remedy, path=self._url) from error
 
@@ -309,7 +324,8 @@ def open_fsspec(url: str, durability: Durability = "power") -> Storage:
     except (ImportError, ValueError):  # nothing serves this protocol
         raise
     except Exception as error:  # some connect at once
-        raise StorageUnavailableError(f"cannot open {url}: {error!r}", path=url) from error
+        remedy = "check the URL with its options, and the credentials and the network of this process"
+        raise StorageUnavailableError(f"cannot open {url}: {error!r}", remedy=remedy, path=url) from error
     if isinstance(system, fsspec.get_filesystem_class("file")):
         return LocalStorage(root, durability=durability)
     scheme = url.partition(":")[0]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 from typing import Literal
 
-from reknit.errors import StorageError
+from reknit.errors import StorageError, UsageError
 
 _LOCKED = r"(?:manifest\.json|pending\.[0-9a-f]{16}\.[0-9a-f]{8})\.lock"
 _OWN_TEMPORARY = re.compile(rf"\.(?:[0-9a-f]{{32}}(?:-[0-9]+-[0-9]+)?|{_LOCKED})\.tmp")
@@ -26,6 +25,27 @@ def check_path(path: str, url: str) -> str:
         remedy="use a relative path with forward slashes, such as 'model/00000.safetensors'",
         path=url,
     )
+
+
+def check_readable(place: str) -> str:
+    """Return the path or URL of a root unchanged.  Raises `UsageError` for one that is no text.
+
+    Names on a disk may be any bytes, but manifests, messages and events hold texts.
+    """
+    if _is_text(place):
+        return place
+    raise UsageError(
+        f"{place!r} is not valid Unicode, so no checkpoint can be there",
+        remedy="rename the folder, or pass a link to it that has a name in UTF-8: ln -s",
+    )
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def is_temporary(name: str) -> bool:
@@ -54,10 +74,8 @@ def _fault(path: str) -> str | None:
         return "it holds a NUL"
     if "\\" in path:
         return "it holds a backslash, which separates folders on some stores"
-    try:
-        os.fsencode(path)
-    except UnicodeEncodeError:
-        return "it cannot be encoded"
+    if not _is_text(path):
+        return "it is not valid Unicode"
     for name in path.split("/"):
         if name in ("", ".", ".."):
             return f"it holds the component {name!r}"

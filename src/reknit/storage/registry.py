@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import sys
@@ -10,11 +11,14 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote
 
+from reknit.environment import fsspec_config
 from reknit.errors import MissingExtraError, UnknownSchemeError, UsageError, shown
+from reknit.locations import is_location, location_text
 from reknit.options import Durability
 from reknit.storage.base import Storage
 from reknit.storage.local.memory import MemoryStorage
 from reknit.storage.local.store import LocalStorage
+from reknit.storage.paths import check_readable
 from reknit.storage.wrappers.moved import MovedStorage as MovedStorage
 from reknit.storage.wrappers.recording import RecordingStorage
 from reknit.storage.wrappers.retrying import with_retries
@@ -28,6 +32,8 @@ ENTRY_POINTS = "reknit.storage"
 _OF_OBSTORE = (3, 11)
 """The oldest Python that obstore is made for."""
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
+_PROTOCOL = re.compile(r"[a-z]+")
+"""Links of a chain of fsspec that are protocols without a path; others without slashes are paths."""
 
 
 def open_storage(url: str | os.PathLike[str], *, durability: Durability = "power") -> Storage:
@@ -59,8 +65,8 @@ def recorded(storage: Storage, recorder: Recorder) -> Storage:
 class StoreRecipe(NamedTuple):
     """How another process of this machine opens the same store; `elsewhere` is False when none can.
 
-    `url` names it in whatever folder that process is, `factory` is ``module:function`` of what only this
-    process has registered.
+    `url` names it in whatever folder that process is.  `factory` is what only this process has registered,
+    for `adopt`: ``module:function``, or ``protocol=module:class`` for each protocol of fsspec in the URL.
     """
 
     url: str
@@ -73,22 +79,70 @@ def recipe(url: str | os.PathLike[str]) -> StoreRecipe:
     text = _text(url)
     scheme = _scheme(text)
     if scheme is None:
-        return StoreRecipe(os.path.abspath(_expand(text)), elsewhere=True)
+        return StoreRecipe(check_readable(os.path.abspath(_expand(text))), elsewhere=True)
     factory = factories.get(scheme)
-    if factory is None or getattr(factory, "__module__", "") == __name__:
+    if factory is None:
+        return _recipe_of_fsspec(scheme, text)
+    if getattr(factory, "__module__", "") == __name__:
         return StoreRecipe(text, elsewhere=True)
-    module, name = getattr(factory, "__module__", ""), getattr(factory, "__qualname__", "")
-    found = getattr(sys.modules.get(module), name, None)
-    if module == "__main__" or found is not factory:
-        return StoreRecipe(text, elsewhere=False)
-    return StoreRecipe(text, elsewhere=True, factory=f"{module}:{name}")
+    reference = _reference(factory)
+    elsewhere = reference is not None and fsspec_config() is not None
+    return StoreRecipe(text, elsewhere=elsewhere, factory=reference if elsewhere else None)
+
+
+def adopt(url: str, factory: str) -> None:
+    """Open the stores of this URL, from now on, with the `factory` of its recipe in another process."""
+    for maker in factory.split():
+        protocol, _, reference = maker.rpartition("=")
+        module, _, name = reference.partition(":")
+        made = getattr(importlib.import_module(module), name)
+        if protocol:
+            from fsspec import register_implementation
+
+            register_implementation(protocol, made, clobber=True)
+        else:
+            factories[url.partition(":")[0].lower()] = made
+
+
+def _recipe_of_fsspec(scheme: str, url: str) -> StoreRecipe:
+    """Return the recipe of a URL of fsspec, in which ``::`` may chain several protocols."""
+    if _of_fsspec(scheme) is None:
+        return StoreRecipe(url, elsewhere=True)  # an entry point opens it, or nothing
+    from fsspec import get_filesystem_class
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    makers, elsewhere = [], fsspec_config() is not None
+    for link in url.split("::"):
+        head, slashes, _ = link.partition("://")
+        protocol = head if slashes or _PROTOCOL.fullmatch(head) else "file"
+        system = get_filesystem_class(protocol)
+        reference = _reference(system)
+        elsewhere = elsewhere and reference is not None and not issubclass(system, MemoryFileSystem)
+        makers.append(f"{protocol}={reference}")
+    if not elsewhere and _installed(scheme) is None:
+        return StoreRecipe(url, elsewhere=False)
+    return StoreRecipe(url, elsewhere=True, factory=" ".join(makers) if elsewhere else None)
+
+
+def _reference(maker: object) -> str | None:
+    """Return ``module:name`` by which another process imports the same object, None if none can."""
+    module, name = getattr(maker, "__module__", ""), getattr(maker, "__qualname__", "")
+    loaded = sys.modules.get(module)
+    spec = getattr(loaded, "__spec__", None)
+    if module == "__main__" or getattr(loaded, name, None) is not maker or spec is None:
+        return None
+    parent = sys.modules.get(module.rpartition(".")[0])
+    path = getattr(parent, "__path__", None)
+    found = (finder.find_spec(module, path) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+    first = next((one for one in found if one is not None), None)
+    return None if first is None or first.origin != spec.origin else f"{module}:{name}"
 
 
 def _text(url: object) -> str:
     """Return a place as text.  Raises `UsageError` for what is none."""
-    text = os.fspath(url) if isinstance(url, os.PathLike) else url
+    text = location_text(url) if is_location(url) else url
     if isinstance(text, str) and text:
-        return text
+        return check_readable(text)
     remedy = "give a path or a URL"
     if isinstance(text, bytes):
         remedy = "give a path or a URL as text: os.fsdecode makes it of bytes"

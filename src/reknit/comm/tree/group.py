@@ -8,6 +8,7 @@ other is gone.  Nothing here knows what a round is about.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from dataclasses import replace
 from functools import cache
@@ -100,6 +101,7 @@ class TreeGroup:
         """The connection to the rank above, once there is one."""
         self._joined = False
         self._closed = threading.Event()
+        self._process = os.getpid()
         with typed_shortage():
             self.server = Server(self.rounds, self._hello, topology, options, master) if children else None
         self.address = self.server.address if self.server is not None else ""
@@ -185,6 +187,8 @@ class TreeGroup:
         opens: bool = False,
     ) -> bytes:
         """Hold one round, as `Group.exchange` says; errors may take up to 5 s longer than `timeout_s`."""
+        if os.getpid() != self._process:
+            raise round_errors.forked(self.rank)
         try:
             return self.rounds.hold(Call(name, request, timeout_s, subject, merge, opens), decide)
         except CommError:
@@ -222,6 +226,8 @@ class TreeGroup:
         Returns once the ranks below have heard that, and the outcome of their last round; one that is stopped
         or cut off is waited for no longer than 2 s.
         """
+        if os.getpid() != self._process:  # a forked process leaves its parent's connections alone
+            return
         with self._lock:
             if self._closed.is_set():
                 return

@@ -81,6 +81,7 @@ class Rounds:
         self._processes = processes or {}
         self._above: Above | None = None
         self._turn = threading.Lock()
+        self._holder: int | None = None
         self.changed = threading.Condition()  # guards all from here on
         self._noted = -1  # the last round of which this rank's absence was logged
         self._visits: dict[int, Visit] = {}
@@ -99,10 +100,12 @@ class Rounds:
     def hold(self, call: Call, decide: Decision) -> bytes:
         """Hold the next round, as `Group.exchange` says."""
         if not self._turn.acquire(blocking=False):
-            raise round_errors.concurrent_rounds(self.rank)
+            raise round_errors.concurrent_rounds(self.rank, inside=self._holder == threading.get_ident())
+        self._holder = threading.get_ident()
         try:
             outcome = self._held(call, decide)
         finally:
+            self._holder = None
             self._turn.release()
         if outcome.error is not None:
             raise from_wire(outcome.error)

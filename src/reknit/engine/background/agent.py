@@ -25,7 +25,7 @@ from reknit.comm.topology import Topology
 from reknit.engine.background import messages as say
 from reknit.engine.background.lanes import Lanes, work
 from reknit.engine.stored.running_agents import Note
-from reknit.environment import quiet_grpc, take_store_variables
+from reknit.environment import quiet_grpc
 from reknit.errors import AgentError, GroupClosedError, ReknitError, from_wire, typed
 from reknit.options import CommOptions, SaveOptions
 from reknit.processes.channel import Channel, Message
@@ -74,7 +74,6 @@ class Agent:
             say.GiveArena: self._take_arena,
             say.DropArenas: self._drop,
             say.Lend: self._borrow,
-            say.Variables: lambda request: take_store_variables(request.values),
             say.Begin: self._begin,
             say.Planned: self._plan,
             say.Filled: self._fill,
@@ -215,7 +214,7 @@ class Agent:
             begin.claims.blobs[number].data = cast("bytes", view)  # as good as bytes for everyone who gets it
         options = SaveOptions(**begin.options)
         try:
-            save = self._maker.save(begin, options, self._group)
+            save = self._maker.save(begin, options, self._group, list(self.saves.values()))
         except ReknitError as error:
             self._refuse(begin.number, error, options.timeout_s)
         else:

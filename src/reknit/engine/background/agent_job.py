@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 import json
+import threading
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from reknit.engine.background import messages as say
 from reknit.engine.memory.arena import SPAN_NBYTES, lay_out
+from reknit.engine.run_record import Run, folder_above
 from reknit.engine.saving.job import SaveJob
 from reknit.engine.stored.promote import Target
 from reknit.errors import AgentError, ReknitError, shortage
 from reknit.monitor.outlet import Outlet
 from reknit.monitor.phase import Recorder
 from reknit.monitor.sinks.choosing import outlets_for
-from reknit.storage.registry import open_storage, recorded, register
+from reknit.storage.registry import adopt, open_storage, recorded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -56,12 +58,41 @@ def agent_job(
         sinks += (Outlet(to_trainer, "the trainer does not hear of them", idle_s=1.0),)
     recorder = Recorder("save", group.rank, step, storage.url, sinks, "agent", begin.coordinate)
     storage = recorded(storage, recorder)
+    extra["run"] = run_of(begin.url, begin.factory, begin.record, options)
     return SaveJob(_collect_nothing, group, storage, options, recorder, step, begin.overwrite, **extra)
 
 
-def target_of(url: str, factory: str | None, bytes_per_s: float | None, options: SaveOptions) -> Target:
-    """Return a store to promote to, which is opened when that begins."""
-    return Target(partial(open_store, url, factory, options), bytes_per_s, recorded)
+def run_of(url: str, factory: str | None, record: str | None, options: SaveOptions) -> Run | None:
+    """Return the run that has a record in the folder above a place, None without one."""
+    return None if record is None else Run(partial(open_store, folder_above(url), factory, options), record)
+
+
+class TargetStore:
+    """A store to promote to, which is opened when that begins, or ahead of it."""
+
+    def __init__(self, place: tuple[str, str | None, float | None, str | None], options: SaveOptions) -> None:
+        url, factory, self._bytes_per_s, record = place
+        self._open = partial(open_store, url, factory, options)
+        self._run = run_of(url, factory, record, options)
+        self._lock = threading.Lock()
+        self._begun = False
+        self._storage: Storage | None = None
+
+    def open_ahead(self) -> None:
+        """Open the store unless it was opened before."""
+        with self._lock, suppress(Exception):  # raised when the promotion opens it again
+            if not self._begun and self._storage is None:
+                self._storage = self._open()
+
+    def target(self) -> Target:
+        """Return the store for a promotion that begins."""
+        return Target(self._opened, self._bytes_per_s, recorded, self._run)
+
+    def _opened(self) -> Storage:
+        with self._lock:
+            self._begun = True
+            storage, self._storage = self._storage, None
+            return storage or self._open()
 
 
 class _ToTrainer:
@@ -76,10 +107,9 @@ class _ToTrainer:
 
 
 def open_store(url: str, factory: str | None, options: SaveOptions) -> Storage:
-    """Open a store; `factory` makes those of its scheme, where only the trainer's program registered that."""
+    """Open a store; `factory` says how where that is not known here, as `registry.recipe` does."""
     if factory is not None:
-        module, _, name = factory.partition(":")
-        register(url.partition(":")[0], getattr(importlib.import_module(module), name))
+        adopt(url, factory)
     return open_storage(url, durability=options.durability)
 
 

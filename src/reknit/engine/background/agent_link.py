@@ -12,19 +12,26 @@ from typing import TYPE_CHECKING, Any
 
 from reknit.engine.background import messages as say
 from reknit.engine.stored.running_agents import MODULE
-from reknit.environment import store_variables
 from reknit.errors import AgentError, DeadlineError, ReknitError, ShortageError, from_wire, typed
 from reknit.monitor.phase import Deadline
 from reknit.processes.channel import Channel, Message
 from reknit.processes.child import start_child
-from reknit.system import socket_pair, start_thread
+from reknit.system import identity, socket_pair, start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reknit.processes.channel import ReceivedMessage
+    from reknit.processes.circumstances import Circumstances
 
 _REAP_S = 10.0
+_IDENTITY = {
+    "user": "effective user",
+    "group": "effective group",
+    "groups": "supplementary groups",
+    "root": "root folder (device and inode)",
+    "mounts": "mount namespace",
+}
 
 
 class AgentLink:
@@ -45,8 +52,10 @@ class AgentLink:
         """Whether that is because another rank's trainer ended, or closed its agent."""
         self._quitting = False
         self._process: subprocess.Popen[bytes] | None = None
-        self._variables = store_variables()
-        """What the agent has of the variables by which stores are reached."""
+        self.in_process = in_process
+        self.circumstances: Circumstances | None = None
+        """Those of the last save that the agent received."""
+        self._identity = identity()
         self._answered = threading.Condition()
         self._answers: list[say.Listening | say.Joined] = []
         self.gone: ReknitError | None = None
@@ -78,20 +87,31 @@ class AgentLink:
     def send(self, message: Message, fd: int | None = None) -> None:
         """Send a message.  Raises `AgentError` when the agent is gone."""
         try:
-            if isinstance(message, say.Begin):
-                self._refresh()
             self.channel.send(message, fd)
         except OSError as error:
             self.broken = True
             gone = AgentError(f"the other end of the agent's socket is gone: {error}")
             raise (self.gone or gone) from error
+        if isinstance(message, say.Begin):
+            self.circumstances = message.circumstances or self.circumstances
 
-    def _refresh(self) -> None:
-        """Let the agent have credentials that were renewed since it was told of them."""
-        variables = store_variables()
-        if self._process is not None and variables != self._variables:
-            self.channel.send(say.Variables(variables))
-            self._variables = variables
+    def require_same_identity(self) -> None:
+        """Raise `AgentError` where this process is no longer the user, or in the root, that its agent is."""
+        now = identity()
+        if self.in_process or now == self._identity:
+            return
+        name, old, new = next(
+            (name, old, new)
+            for name, old, new in zip(now._fields, self._identity, now, strict=True)
+            if old != new
+        )
+        raise AgentError(
+            f"the {_IDENTITY[name]} of this process changed from {old} to {new} after its agent was started, "
+            "and the agent would write with the old one",
+            rank=self.rank,
+            remedy="let every rank call reknit.close() after the change, so that the next save starts new "
+            "agents; or save with wait=True",
+        )
 
     def ask(self, message: Message, timeout_s: float) -> say.Listening | say.Joined:
         """Send a message and return the answer.  Raises what kept the agent from giving one."""

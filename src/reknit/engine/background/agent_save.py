@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from reknit.engine import messages
 from reknit.engine.background import messages as say
-from reknit.engine.background.agent_job import ArenaImage, target_of
+from reknit.engine.background.agent_job import ArenaImage, TargetStore
 from reknit.engine.saving.claims import claims
 from reknit.engine.saving.copies import EQUAL, split
 from reknit.engine.saving.reuse import Reuse
@@ -71,8 +71,9 @@ class AgentSave:
         self._may_write = not begin.overwrite
         self._over = threading.Event()
         self._promotable: list[Written] | None = None
-        self.targets = [url for url, _, _ in begin.promote_to]
+        self.targets = [url for url, *_ in begin.promote_to]
         """Where the checkpoint is to be promoted to."""
+        self.stores = [TargetStore(place, job.options) for place in begin.promote_to]
         self.to_promote = set(range(len(self.targets)))
         """Numbers of the targets to which it still is."""
         self._copies = EQUAL
@@ -123,6 +124,11 @@ class AgentSave:
         """Whether the trainer is needed no more."""
         with self._changed:
             return self.promotes or (self.image is not None and not self.image.to_fill)
+
+    def wait(self, timeout_s: float, *, promoted: bool) -> bool:
+        """Wait until the save is committed, and `promoted` if asked for, or has failed; tell which."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.is_over or (self.promotes and not promoted), timeout_s)
 
     # Called by the thread that writes.
 
@@ -251,6 +257,7 @@ class AgentSave:
         with self._changed:
             self._promotable = written
             self.image = None
+            self._changed.notify_all()
         claimed = self.begin.claims
         self.begin.claims = messages.RankClaims(claimed.write_id, claimed.step, claimed.plan, None, [])
 
@@ -293,7 +300,9 @@ class AgentSave:
 
     def _end(self) -> None:
         """Let a later save to the same place begin to write."""
-        self._over.set()
+        with self._changed:
+            self._over.set()
+            self._changed.notify_all()
         close_quietly(self.job.storage)
 
     # Called by the threads that promote, and by the one that commits.
@@ -306,7 +315,7 @@ class AgentSave:
         assert self._promotable is not None
         share = max(self.job.options.inflight_nbytes // num_lanes, LEAST_INFLIGHT_NBYTES)
         job = replace(self.job, options=replace(self.job.options, inflight_nbytes=share))
-        to = target_of(*self.begin.promote_to[target], job.options)
+        to = self.stores[target].target()
         try:
             report = promote_saved(job, self.begin.claims.write_id, self._promotable, group, to)
         except BaseException as error:  # whatever it is, the trainer must hear of it

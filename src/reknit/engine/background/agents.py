@@ -15,6 +15,7 @@ from reknit.engine.background.trainer_save import TrainerSave
 from reknit.engine.saving.coordinator import PLANS_KEPT
 from reknit.engine.saving.plan_cache import keep_latest
 from reknit.format import paths
+from reknit.processes.circumstances import Circumstances, here
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -123,6 +124,20 @@ class Agents:
         save = TrainerSave(number, paths.numbered_write_id(self._seed, number), pending, self.link)
         self.saves[number] = save
         return save
+
+    def new_circumstances(self, save: TrainerSave, timeout_s: float) -> Circumstances | None:
+        """Return the circumstances of a save if its agent has others.
+
+        The agent sets them when all earlier saves are committed.  Until then it receives no message, so the
+        earlier saves are staged first.  Raises `AgentError` for what cannot be handed over.
+        """
+        self.link.require_same_identity()
+        if self.link.in_process or (now := here()) == self.link.circumstances:
+            return None
+        for other in list(self.saves.values()):
+            if other is not save:
+                other.pending.wait_staged(timeout_s)
+        return now
 
     def plan(self, save: TrainerSave, key: bytes) -> Plan | None:
         """Return the plan for the layout `key` of a save, if there is one, as the one used last."""

@@ -19,6 +19,7 @@ from reknit.errors import AgentError, DeadlineError, ShortageError, typed
 from reknit.monitor.phase import Deadline
 from reknit.options import SaveOptions
 from reknit.system import AtExit, start_thread
+from reknit.types.entry import OneAtATime
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,7 +50,6 @@ class Background:
         self._exit_wait_s = 0.0
         self._options = SaveOptions()
         self.begin_anew()
-        self._exit = AtExit(self.at_exit)
         _all.add(self)
 
     def begin_anew(self) -> None:
@@ -65,13 +65,17 @@ class Background:
         self._given_up: list[int] = []
         self.arenas: Arenas | None = None
         self.pending: list[SaveOutcome] = []
+        self._exit: AtExit | None = None
         self._lock = threading.Condition()
-        self._saving = threading.Lock()
+        self._saving = OneAtATime("a save that does not wait")
+        self._begun: SaveOutcome | None = None
 
     def after_fork(self) -> None:
-        """Begin anew in a forked child.  Its copy of the arenas must not keep the parent's memory alive."""
-        arenas = self.arenas
+        """Begin anew in a forked child; its copy of the arenas must not keep the parent's memory alive."""
+        arenas, theirs = self.arenas, self.pending
         self.begin_anew()
+        for pending in theirs:
+            pending.after_fork()
         if arenas is not None:
             arenas.forget()
 
@@ -81,7 +85,7 @@ class Background:
         What goes wrong is told by the `SaveOutcome`, on every rank; only what is no `Exception` is raised.
         """
         pending = SaveOutcome(url, promote_to=options.promotions)
-        with self._saving:
+        with self._saving.taken(options.timeout_s):
             self._carry_out(stage_for_agent, "copy", pending, group, make, options)
         return pending
 
@@ -92,7 +96,7 @@ class Background:
         """
         pending = SaveOutcome(url, logged=False)
         pending.asked = True  # raised here, and by no later save
-        with self._saving:
+        with self._saving.taken(options.timeout_s):
             self._carry_out(warm_up, "arena", pending, group, make, options)
         pending.result(2 * options.timeout_s)  # each of the two rounds ends within its own time
 
@@ -106,12 +110,15 @@ class Background:
         options: SaveOptions,
     ) -> None:
         """Let this rank go through the story of its next number, as far as it is the trainer's."""
+        if self._exit is None:  # once in each process: `multiprocessing` takes what a parent registered away
+            self._exit = AtExit(self.at_exit)
         with self._lock:
             keep = options.on_error == "raise"
-            self.pending = [p for p in self.pending if not p.over() or (keep and _unasked(p))]
+            self.pending = [p for p in self.pending if not p.over() or (keep and p.unasked)]
             self.pending.append(pending)
             number, self.count = self.count, self.count + 1
             self._waiting.add(number)
+            self._begun = pending
         self._exit_wait_s = max(self._exit_wait_s, options.exit_wait_s)
         self._options = options
         if self.arenas is None:
@@ -151,8 +158,7 @@ class Background:
     def wait_for(self, url: str, timeout_s: float, but: object = None) -> None:
         """Wait until no save to a place is under way, but those of one writer, which keep their order.
 
-        Of two that commit at the same time one may clear away what the other has written.  Raises
-        `DeadlineError`.
+        Of two that commit at once one may clear away what the other has written.  Raises `DeadlineError`.
         """
         for pending in self._unfinished():
             if pending.place is not None and pending.place[0] == url and pending.place[1] is not but:
@@ -161,16 +167,17 @@ class Background:
     def surface(self, but: SaveOutcome) -> None:
         """Raise the error of a save, `but` excepted, or of a promotion, that nobody has asked for."""
         with self._lock:
-            failed = [pending for pending in self.pending if _unasked(pending) and pending is not but]
+            failed = [pending for pending in self.pending if pending.unasked and pending is not but]
         for pending in failed:
             pending.result()
             if pending.promotion is not None:
                 pending.promotion.result()
 
-    def under_way(self) -> list[SaveOutcome]:
-        """Return the saves that have not ended."""
-        with self._lock:
-            return [pending for pending in self.pending if not pending.done()]
+    def wait_staged(self, timeout_s: float) -> None:
+        """Wait until the states of all saves may be changed, but for that which this thread is inside of."""
+        for pending in self._unfinished():
+            if not (self._saving.mine and pending is self._begun):
+                pending.wait_staged(timeout_s)
 
     def _unfinished(self) -> list[SaveOutcome]:
         """Return the saves of which not even the promotion has ended."""
@@ -199,7 +206,9 @@ class Background:
         if self.arenas is not None:
             self.arenas.close()
             self.arenas = None
-        self._exit.cancel()
+        if self._exit is not None:
+            self._exit.cancel()
+            self._exit = None
         self.when_closed()
         return all(save.over() for save in pending)
 
@@ -328,14 +337,6 @@ class Background:
             self._lock.notify_all()
         if agents.link.broken and not agents.link.ended_on_purpose:
             self.form_anew(agents)  # lost already, before anybody listened
-
-
-def _unasked(pending: SaveOutcome) -> bool:
-    """Tell whether a save failed and nobody has been told."""
-    if pending.error is not None:
-        return not pending.asked and not pending.skipped
-    promotion = pending.promotion
-    return promotion is not None and promotion.error is not None and not promotion.asked
 
 
 _all: weakref.WeakSet[Background] = weakref.WeakSet()

@@ -10,6 +10,7 @@ import msgspec
 
 from reknit.engine.messages import ArrayColumns, RankClaims  # noqa: TC001 (msgspec looks them up)
 from reknit.processes.channel import Message
+from reknit.processes.circumstances import Circumstances  # noqa: TC001 (msgspec looks them up)
 
 
 class AgentMessage(Message):
@@ -62,25 +63,14 @@ class Lend(AgentMessage):
     blobs: list[tuple[int, int, int]]
 
 
-class Variables(AgentMessage):
-    """To the agent, before `Begin`: the variables by which stores are reached, where some have changed.
-
-    They are the secrets of this user, on their way to another process of this user; nothing may log them.
-    """
-
-    values: dict[str, str]
-
-    def __repr__(self) -> str:
-        return f"Variables({sorted(self.values)})"
-
-
 class Begin(AgentMessage):
     """To the agent: a save begins.
 
-    `factory` is ``module:function`` of a store that only the trainer's program registered.  `extra` is what
-    only the root's manifest needs, as JSON.  A `warm_up` is no save: it ends with `Ready` instead of
+    `factory` says how its store is opened, as `storage.registry.recipe` does.  `extra` is what only the
+    root's manifest needs, as JSON.  A `warm_up` is no save: it ends with `Ready` instead of
     `Planned`, and nothing is written.  `promote_to` are URL, factory and rate of each store that is to
-    have the checkpoint too.
+    have the checkpoint too, and the record that the run has there.  `record` is that of the run that the
+    checkpoint is a step of, if it is one.
     """
 
     number: int
@@ -91,10 +81,13 @@ class Begin(AgentMessage):
     extra: bytes
     claims: RankClaims
     warm_up: bool = False
-    promote_to: list[tuple[str, str | None, float | None]] = msgspec.field(default_factory=list)
+    promote_to: list[tuple[str, str | None, float | None, str | None]] = msgspec.field(default_factory=list)
     coordinate: dict[str, int] = msgspec.field(default_factory=dict)
+    record: str | None = None
     tell_events: bool = False
     """Whether the trainer has sinks that the agent cannot open."""
+    circumstances: Circumstances | None = None
+    """Those of this save, where they differ from those of the one before."""
 
 
 class Planned(AgentMessage):

@@ -16,13 +16,19 @@ from reknit.engine.memory.tuning import Tuner
 from reknit.engine.saving.coordinator import Coordinator
 from reknit.engine.saving.reuse import Committed
 from reknit.engine.saving.rounds import ASSIGN
+from reknit.errors import DeadlineError
+from reknit.monitor.phase import Deadline
+from reknit.processes import circumstances
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from reknit.engine.background import messages as say
     from reknit.engine.small_files import Written
     from reknit.errors import ReknitError
     from reknit.options import SaveOptions
     from reknit.processes.channel import Channel
+    from reknit.processes.circumstances import Circumstances
 
 ROUND = "prepare"
 """The round in which all ranks learn that each of them is ready, or why one is not."""
@@ -77,6 +83,40 @@ class WarmUp(AgentSave):
                 raise self.error
 
 
+class Adapting:
+    """The circumstances of an agent's process, which become those of each save that begins."""
+
+    def __init__(self) -> None:
+        self._current: Circumstances | None = None
+        self._due: Circumstances | None = None
+
+    def adapt(self, due: Circumstances | None, earlier: Sequence[AgentSave], timeout_s: float) -> None:
+        """Set the circumstances of a save that begins, None for those of the save before it.
+
+        `earlier` are the saves under way.  They are committed first, and another umask waits for their
+        promotions, too.  Other promotions need only what their stores were opened with.  Raises
+        `DeadlineError`, and then the next save tries it again.
+        """
+        self._due = due or self._due
+        if self._due is None:
+            return
+        promoted = self._current is not None and self._current.umask != self._due.umask
+        deadline = Deadline(timeout_s)
+        for save in earlier:
+            if not save.wait(deadline.remaining(), promoted=promoted):
+                changed = "umask" if promoted else "environment"
+                raise DeadlineError(
+                    f"the {changed} has changed, and save {save.number} to {save.url}, which needs the old "
+                    f"one, was not over within {timeout_s:g} s",
+                    remedy="change it when no save or promotion is under way, or raise timeout_s",
+                )
+        for save in earlier:
+            for store in save.stores if save.promotes else ():  # while this process has what they need
+                store.open_ahead()
+        circumstances.take(self._due, self._current)
+        self._current, self._due = self._due, None
+
+
 class SaveMaker:
     """Makes the saves of one agent."""
 
@@ -84,10 +124,14 @@ class SaveMaker:
         self.coordinator = Coordinator()
         self._channel = channel
         self._committed = Committed()
+        self._adapting = Adapting()
         self._tuners: dict[tuple[str, int | None, int | None], Tuner] = {}
 
-    def save(self, begin: say.Begin, options: SaveOptions, group: comm.Group) -> AgentSave:
-        """Return a save that the trainer has begun.  Raises `ReknitError`."""
+    def save(
+        self, begin: say.Begin, options: SaveOptions, group: comm.Group, earlier: Sequence[AgentSave]
+    ) -> AgentSave:
+        """Return a save that the trainer has begun, after the `earlier` ones.  Raises `ReknitError`."""
+        self._adapting.adapt(begin.circumstances, earlier, options.timeout_s)
         job = agent_job(begin, options, group, self._channel.tell)
         return (WarmUp if begin.warm_up else AgentSave)(begin, job, self._channel, self._committed)
 

@@ -160,7 +160,9 @@ def _begin(
         ),
         promote_to=list(job.promote_to),
         coordinate=job.recorder.coordinate,
+        record=None if job.run is None else job.run.record,
         tell_events=not all(sink.everywhere for sink in job.recorder.sinks),
+        circumstances=agents.new_circumstances(save, job.options.timeout_s),
     )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from reknit.comm.base import SoloGroup
 from reknit.engine import messages
+from reknit.engine.recognising import find_manifest, is_of_others, manifest_bytes, not_ours
 from reknit.engine.saving.manifest_content import list_files
 from reknit.engine.saving.marker import Marker, fenced_off, is_last, put_up, take_down
 from reknit.engine.small_files import discard, write_bytes
@@ -20,7 +21,7 @@ from reknit.errors import (
 )
 from reknit.format import paths
 from reknit.format.checksum import BLOCK_NBYTES
-from reknit.format.manifest_file import MAX_MANIFEST_NBYTES, decode_record, encode_manifest
+from reknit.format.manifest_file import decode_record, encode_manifest
 from reknit.format.versions import FORMAT_VERSION
 from reknit.monitor.phase import now
 from reknit.storage.base import PerHost
@@ -43,6 +44,16 @@ def begin(job: SaveJob, write_id: str) -> Marker:
     better said now than after hours of writing.
     """
     check_manifest(job)
+    if job.run is not None:
+        mine = Marker(job.run.generation, write_id, run=job.run)
+        try:  # its record decides which run is newer, and not what was saved to this path before
+            return claim(job.storage, mine, overwrite=job.overwrite, newest=True)
+        except CheckpointExistsError as error:
+            error.remedy = (
+                "number the steps of a run upwards; to replace later ones, go on from a step with "
+                "resume(state) or load(state, step), or pass Checkpointer(..., later_steps='replace')"
+            )
+            raise
     # Nobody tells a process that is alone which run it is; its clock may have been set back since.
     alone = isinstance(job.group, SoloGroup) and job.group.given is None
     mine = Marker(job.group.generation, write_id)
@@ -52,12 +63,13 @@ def begin(job: SaveJob, write_id: str) -> Marker:
 def claim(storage: Storage, mine: Marker, *, overwrite: bool, newest: bool = False) -> Marker:
     """Put up a marker and return it, as `put_up` does.
 
-    Raises `CheckpointExistsError` where there is a checkpoint that has to stay.
+    Raises as `check_absent` where there is something that has to stay.
     """
     check_absent(storage, overwrite)  # also before, so that nothing is touched where there is a checkpoint
     mine = put_up(storage, mine, newest=newest)
     try:
-        check_absent(storage, overwrite)
+        if not overwrite:
+            check_absent(storage, overwrite)
     except BaseException:
         take_down(storage, mine)
         raise
@@ -65,13 +77,22 @@ def claim(storage: Storage, mine: Marker, *, overwrite: bool, newest: bool = Fal
 
 
 def check_absent(storage: Storage, overwrite: bool) -> None:
-    """Raise `CheckpointExistsError` where there is a checkpoint and none may be."""
-    if not overwrite and manifest_exists(storage):
+    """Raise `CheckpointExistsError` where there is a checkpoint and none may be.
+
+    Never replaced is what cannot be shown to be one (`UsageError`), nor one of a newer version
+    (`VersionError`): nobody here knows which files are part of it.
+    """
+    if (found := find_manifest(storage)) is None:
+        return
+    if not found.ours:
+        raise not_ours(storage)
+    if not overwrite:
         raise CheckpointExistsError(
             "there is a committed checkpoint at this path already",
             path=storage.url,
             remedy="save to another path, or pass overwrite=True to replace it safely",
         )
+    found.check_version()
 
 
 def check_manifest(job: SaveJob) -> None:
@@ -111,17 +132,18 @@ def commit(
 
 
 def manifest_exists(storage: Storage) -> bool:
-    """Tell whether a checkpoint is committed here."""
-    return size_of(storage, paths.MANIFEST_PATH) is not None
+    """Tell whether a checkpoint is committed here; it may be damaged."""
+    found = find_manifest(storage)
+    return found is not None and found.ours
 
 
 def is_committed(storage: Storage, write_id: str) -> bool | None:
     """Tell whether the manifest here is that of this save, with its files; None when that cannot be told."""
     try:
-        manifest = decode_record(storage.get(paths.MANIFEST_PATH, limit=MAX_MANIFEST_NBYTES))
+        if (data := manifest_bytes(storage)) is None:
+            return False
+        manifest = decode_record(data)
         return manifest.write_id == write_id and manifest.moved_to is None
-    except StorageNotFoundError:
-        return False
     except ReknitError:
         return None
 
@@ -193,7 +215,14 @@ def size_of(storage: Storage, path: str) -> int | None:
 
 
 def put_manifest(storage: Storage, mine: Marker, data: bytes, *, overwrite: bool) -> None:
-    """Commit, or raise; after an error only `is_committed` knows."""
+    """Commit, or raise; after an error only `is_committed` knows.
+
+    Another program may have put a file of that name there since the save began: it is looked just before.
+    """
+    if mine.run is not None:  # one that began since may have left this marker, at a step that it passed over
+        mine.run.check()
+    if overwrite:
+        check_absent(storage, overwrite)
     try:
         placed = _placed(storage, mine, data, if_absent=not overwrite)
     except ReknitError:
@@ -201,6 +230,7 @@ def put_manifest(storage: Storage, mine: Marker, data: bytes, *, overwrite: bool
             raise
         placed = _commit_again(storage, mine, data)
     if not placed and not is_committed(storage, mine.write_id):
+        check_absent(storage, overwrite=True)
         raise CheckpointExistsError(
             "another save committed to this path meanwhile",
             path=storage.url,
@@ -239,8 +269,9 @@ def clear_own_host(storage: Storage, group: comm.Group, write_id: str) -> None:
         own = paths.short_id(write_id)
         for listed in list(storage.list()):
             name = paths.parse_path(listed.path)
-            if name is not None and name.write_id8 != own:
-                discard(storage, listed.path)
+            if name is None or name.write_id8 == own or (name.kind == "manifest" and is_of_others(storage)):
+                continue
+            discard(storage, listed.path)
 
 
 def clear_out(storage: Storage, mine: Marker, manifest: bytes, needed: Container[str] = ()) -> list[str]:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from reknit.comm.base import Group
+    from reknit.engine.run_record import Run
     from reknit.monitor.phase import Recorder
     from reknit.options import SaveOptions
     from reknit.storage.base import Storage
@@ -21,8 +22,10 @@ class SaveJob:
 
     `step`, `origin` and `metadata` go into the manifest.  An agent opens storage again by its `url`, with the
     `factory` that only the trainer's program knows, if there is one (`storage.registry.recipe`).
-    `promote_to` are URL, factory and rate of each store that is to have the checkpoint too.  An agent does
-    not `collect`: it gets what its trainer staged.
+    `promote_to` are URL, factory and rate of each store that is to have the checkpoint too, and the record
+    that the run has there.  An agent does
+    not `collect`: it gets what its trainer staged.  `run` is the run that the checkpoint is a step of, if it
+    is one.
     """
 
     collect: Callable[[], Holdings]
@@ -36,7 +39,8 @@ class SaveJob:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     url: str = ""
     factory: str | None = None
-    promote_to: Sequence[tuple[str, str | None, float | None]] = ()
+    promote_to: Sequence[tuple[str, str | None, float | None, str | None]] = ()
+    run: Run | None = None
 
     def holdings(self) -> Holdings:
         """Collect what this rank holds; the recorder learns its place in the parallel grid."""

@@ -16,6 +16,7 @@ from reknit.format.manifest_file import MAX_MANIFEST_NBYTES, decode_generation
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from reknit.engine.run_record import Run
     from reknit.storage.base import Storage
 
 
@@ -26,6 +27,8 @@ class Marker(NamedTuple):
     write_id: str
     met_others: bool = False
     """Whether it took markers of other saves away; one at the same moment may have done likewise."""
+    run: Run | None = None
+    """The run that the save belongs to, which no newer one may have followed."""
 
     @property
     def path(self) -> str:
@@ -37,12 +40,15 @@ def put_up(storage: Storage, mine: Marker, *, newest: bool = False) -> Marker:
     """Put this save's marker there, and see to it that no save which began here before can commit any more.
 
     Returns the marker.  Where a higher generation is here, a save that is the `newest` whatever clocks say
-    takes that; any other raises `FencedError`: a newer run of the job is at work here, or has been.  After
-    any error the marker is gone again, as far as the store still does what it is asked.
+    takes that; any other raises `FencedError`: a newer run of the job is at work here, or has been.  So it
+    does where a newer run has opened the folder above.  After any error the marker is gone again, as far as
+    the store still does what it is asked.
     """
     while True:
         try:
             others, outrun = _placed_among(storage, mine)
+            if mine.run is not None:
+                mine.run.check()
             if outrun is None:
                 return mine._replace(met_others=bool(others))
             if not newest:

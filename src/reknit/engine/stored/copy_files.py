@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reknit.engine.memory.arena import Arena
+    from reknit.engine.run_record import Run
     from reknit.monitor.phase import Recorder
     from reknit.options import SaveOptions
     from reknit.storage.base import Storage
@@ -47,6 +48,7 @@ class Promotion:
     options: SaveOptions
     recorder: Recorder
     pace: Pace = field(default_factory=Pace)
+    run: Run | None = None
 
     def report(self, step: int | None, write_id: str, copied: Sequence[FileEntry]) -> PromotionReport:
         """Return what was done here."""

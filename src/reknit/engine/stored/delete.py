@@ -36,7 +36,7 @@ from reknit.engine.stored.notes import Removal, check_same, committed, held_by, 
 from reknit.engine.stored.opening import read_manifest, unknown_items
 from reknit.engine.stored.pending import begun_in, named
 from reknit.engine.stored.running_agents import at_work
-from reknit.errors import FormatError, StorageNotFoundError, StoragePermissionError, UsageError
+from reknit.errors import FormatError, StorageNotFoundError, StoragePermissionError, UsageError, VersionError
 from reknit.format import paths
 from reknit.format.file_table import table_of
 from reknit.format.index.file import decode_index, encode_index
@@ -62,7 +62,8 @@ def delete(
     With `dry_run`, only say what it would free.  Pins for the reason `but` do not keep it.  Notes about
     copies elsewhere stay.
 
-    Raises `CheckpointNotFoundError`, and `UsageError` for a link and where somebody writes to it.
+    Raises `CheckpointNotFoundError`, also where the manifest is not shown to be of reknit, `VersionError`,
+    and `UsageError` for a link and where somebody writes to it.
     """
     if not manifest_exists(storage):
         raise absent(storage)
@@ -234,9 +235,15 @@ def _delete_notes(storage: Storage, notes: list[Listed]) -> None:
 
 
 def _manifest(storage: Storage) -> Manifest | None:
-    """Return the manifest, maybe without its table; None where it is damaged."""
+    """Return the manifest, maybe without its table; None where it is damaged.
+
+    Raises `VersionError` for one of a newer version: which files are part of it is not known.
+    """
     try:
         return decode_record(read_manifest(storage))
+    except VersionError as error:
+        error.path = f"{storage.url}/{paths.MANIFEST_PATH}"
+        raise
     except FormatError:
         return None
 

@@ -26,10 +26,12 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from reknit.engine.recognising import is_of_others
 from reknit.engine.stored.file_checks import whole_manifest
 from reknit.engine.stored.moving import remove_noted
+from reknit.engine.stored.newest import folder_in
 from reknit.engine.stored.opening import manifest_in
-from reknit.errors import FormatError
+from reknit.errors import FormatError, StoragePermissionError
 from reknit.format import paths
 
 if TYPE_CHECKING:
@@ -161,16 +163,20 @@ def _in_folder(storage: Storage, name: str, folder: _Folder, before: float) -> l
     saves, kept = dict(folder.saves), None
     if folder.has_manifest:
         try:
-            here = storage.sub(name) if name else storage
+            if (here := folder_in(storage, name) if name else storage) is None:
+                return []
             manifest = manifest_in(here)
             if manifest is not None and manifest.moved_to is None:
                 manifest = whole_manifest(here, manifest)
-        except FormatError as error:
+        except (FormatError, StoragePermissionError) as error:
             kept = f"the manifest there cannot be read: {error.message}"
         else:
-            if manifest is None:
+            if manifest is not None:
+                saves = _not_of(manifest, name, saves)
+            elif is_of_others(here):
+                kept = "the manifest there cannot be read: nothing shows that it is of reknit"
+            else:
                 return []  # the checkpoint is being removed
-            saves = _not_of(manifest, name, saves)
     if not any(saves.values()):
         return []
     if kept is None and max(each.modified for save in saves.values() for each in save) > before:

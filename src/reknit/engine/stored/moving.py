@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from reknit.engine.recognising import is_of_others, not_ours
 from reknit.engine.saving.commit import is_committed
 from reknit.engine.saving.marker import Marker
 from reknit.engine.stored.delete import delete, refuse_busy, remove_empty, replace_manifest
@@ -77,6 +78,8 @@ def move(job: Promotion, place: str, open_at: Callable[[str], Storage]) -> int:
     if manifest.moved_to is None:
         if (why := paths.wrong_place(place)) is not None:
             raise UsageError(f"a checkpoint cannot move to {place!r}, which {why}")
+        if is_of_others(cold):
+            raise not_ours(cold)
         # No save has this marker: only an earlier try, which was killed.
         mine = Marker(manifest.generation or 0, manifest.write_id)
         hot.delete(mine.path)

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reknit.engine.saving.commit import manifest_exists
 from reknit.engine.stored.opening import manifest_in
-from reknit.engine.stored.other_formats import elsewhere, foreign, foreign_inside, own_files
+from reknit.engine.stored.other_formats import (
+    elsewhere,
+    foreign,
+    foreign_inside,
+    foreign_manifest,
+    own_files,
+)
 from reknit.engine.stored.pending import begun_in, named
 from reknit.errors import (
     CheckpointNotFoundError,
@@ -70,10 +76,13 @@ def folder_in(root: Storage, name: str) -> Storage | None:
 def absent(root: Storage, what: str = "is no checkpoint at") -> CheckpointNotFoundError:
     """Return the error of a place without what is looked for there.  Raises as `refuse_other`."""
     refuse_other(root)
+    message = f"there {what} {root.url}"
+    if (other := foreign_manifest(root)) is not None:
+        return CheckpointNotFoundError(f"{message}: it is {other.what}", path=root.url, remedy=other.remedy)
     remedy = elsewhere(
         root, "pass the folder that holds the checkpoints, such as runs for runs/step_00000010"
     )
-    return CheckpointNotFoundError(f"there {what} {root.url}", path=root.url, remedy=remedy)
+    return CheckpointNotFoundError(message, path=root.url, remedy=remedy)
 
 
 def refuse_other(root: Storage) -> None:

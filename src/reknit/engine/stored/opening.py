@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from reknit.engine import messages
 from reknit.engine.memory.workers import run_jobs
+from reknit.engine.recognising import manifest_bytes
 from reknit.engine.saving.commit import manifest_exists
 from reknit.engine.stored.file_checks import first_sound, read_checked
-from reknit.engine.stored.other_formats import foreign, suggestion
+from reknit.engine.stored.other_formats import no_checkpoint
 from reknit.engine.stored.renaming import Naming, Renamed, names_in, renamed
 from reknit.errors import (
     CheckpointNotFoundError,
@@ -26,7 +27,7 @@ from reknit.errors import (
 from reknit.format import paths
 from reknit.format.file_table import with_table
 from reknit.format.index.checks import check_extents
-from reknit.format.manifest_file import MAX_MANIFEST_NBYTES, decode_record
+from reknit.format.manifest_file import decode_record
 from reknit.format.values.blob_codec import decode_blobs
 from reknit.types.manifest import Catalog
 from reknit.types.wanted import Terms
@@ -331,20 +332,12 @@ def _decoded(data: bytes, storage: Storage) -> Manifest:
 
 def manifest_in(storage: Storage) -> Manifest | None:
     """Return the manifest of the checkpoint at a place, maybe without a table; None where there is none."""
-    try:
-        return decode_record(storage.get(paths.MANIFEST_PATH, limit=MAX_MANIFEST_NBYTES))
-    except StorageNotFoundError:
-        return None
+    data = manifest_bytes(storage)
+    return None if data is None else decode_record(data)
 
 
 def read_manifest(storage: Storage) -> bytes:
     """Return the bytes of the manifest.  Raises `CheckpointNotFoundError` that says what is there instead."""
-    try:
-        return storage.get(paths.MANIFEST_PATH, limit=MAX_MANIFEST_NBYTES)
-    except StorageNotFoundError:
-        message = f"there is no committed checkpoint at {storage.url}"
-        if (other := foreign(storage)) is not None:
-            message, remedy = f"{message}: it is {other.what}", other.remedy
-        else:
-            remedy = suggestion(storage)
-        raise CheckpointNotFoundError(message, path=storage.url, remedy=remedy) from None
+    if (data := manifest_bytes(storage)) is None:
+        raise no_checkpoint(storage)
+    return data

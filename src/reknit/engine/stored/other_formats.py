@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
-from reknit.errors import StorageError, did_you_mean
+from reknit.engine.recognising import find_manifest, is_of_others
+from reknit.errors import CheckpointNotFoundError, StorageError, did_you_mean
 from reknit.format import paths
 from reknit.monitor.phase import Deadline
 
@@ -72,6 +73,26 @@ def foreign(storage: Storage) -> Foreign | None:
         )
         return Foreign(f"{what}, which reknit cannot read", remedy)
     return _known(storage, _CHECKPOINTS)
+
+
+def foreign_manifest(storage: Storage) -> Foreign | None:
+    """Return what a folder is in which something has the name of a manifest that reknit did not write."""
+    if not is_of_others(storage):
+        return None
+    return Foreign(
+        f"a folder with a {paths.MANIFEST_PATH} that nothing shows to be of reknit",
+        "pass the folder of a checkpoint of reknit; if this one was that, restore its manifest from a copy",
+    )
+
+
+def no_checkpoint(storage: Storage) -> CheckpointNotFoundError:
+    """Return the error of a place without a checkpoint, which says what is there instead."""
+    message = f"there is no committed checkpoint at {storage.url}"
+    if (other := foreign(storage) or foreign_manifest(storage)) is not None:
+        message, remedy = f"{message}: it is {other.what}", other.remedy
+    else:
+        remedy = suggestion(storage)
+    return CheckpointNotFoundError(message, path=storage.url, remedy=remedy)
 
 
 def foreign_inside(storage: Storage) -> str | None:
@@ -167,7 +188,8 @@ def own_files(storage: Storage, deadline: Deadline | None = None) -> OwnFiles:
     """
     files: list[Listed] = []
     for number, listed in enumerate(storage.list()):
-        if paths.parse_path(listed.path) is not None:
+        name = paths.parse_path(listed.path)
+        if name is not None and name.write_id8 is not None:  # a manifest may be of anybody
             files.append(listed)
         elif not files and (number >= MOST_FOREIGN or (deadline is not None and deadline.passed())):
             return OwnFiles(files, is_whole=False)
@@ -216,7 +238,8 @@ def _missing(url: str) -> str | None:
 def _is_checkpoint(storage: Storage, folder: str) -> bool:
     """Tell whether a folder holds a checkpoint, as far as it can be looked into."""
     try:
-        return _has(storage.sub(folder), paths.MANIFEST_PATH)
+        found = find_manifest(storage.sub(folder))
+        return found is not None and found.ours
     except StorageError:  # a name that no store takes
         return False
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from reknit.comm import base as comm
 from reknit.engine.memory.pace import Pace
+from reknit.engine.recognising import find_manifest
 from reknit.engine.saving.commit import (
     claim,
     clear_out,
     is_committed,
-    manifest_exists,
     put_manifest,
     size_of,
 )
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reknit.engine.report import PromotionReport
+    from reknit.engine.run_record import Run
     from reknit.engine.saving.job import SaveJob
     from reknit.engine.small_files import Written
     from reknit.storage.base import Storage
@@ -53,12 +54,14 @@ _MOST_OPEN = 64
 class Target(NamedTuple):
     """A store that is to have a checkpoint too: what opens it, and the rate of all ranks together.
 
-    `recorded` makes of it one that tells a recorder of its operations.
+    `recorded` makes of it one that tells a recorder of its operations.  `run` is the run as it is known
+    there, where the checkpoint is a step of one.
     """
 
     open: Callable[[], Storage]
     bytes_per_s: float | None
     recorded: Callable[[Storage, Recorder], Storage]
+    run: Run | None = None
 
 
 class _Commit:
@@ -68,7 +71,7 @@ class _Commit:
         self._job = job
         self._data = _unmoved(read_manifest(job.source))
         self.manifest: Manifest = whole_manifest(job.source, decode_record(self._data), [job.target])
-        self._mine = Marker(self.manifest.generation or 0, self.manifest.write_id)
+        self._mine = Marker(self.manifest.generation or 0, self.manifest.write_id, run=job.run)
 
     def claim(self) -> None:
         """Put up the marker.  Raises `CheckpointExistsError`, `FencedError`."""
@@ -174,7 +177,7 @@ def promote_saved(
         )
         rate = None if to.bytes_per_s is None else to.bytes_per_s / group.size
         told = to.recorded(target, recorder)
-        promotion = Promotion(job.storage, told, job.overwrite, job.options, recorder, Pace(rate))
+        promotion = Promotion(job.storage, told, job.overwrite, job.options, recorder, Pace(rate), to.run)
         with recorder.whole():
             return promote(promotion, group, job.step, write_id, written)
     finally:
@@ -253,7 +256,7 @@ def promote_alone(job: Promotion) -> PromotionReport:
 
 def _copy_and_commit(job: Promotion, begun: _Commit, copied: list[FileEntry]) -> None:
     manifest, lacking = begun.manifest, list[FileEntry]()
-    if manifest_exists(job.target):
+    if find_manifest(job.target) is not None:
         begun.claim()  # whether this may replace what is there is better said now than after hours of copying
         begun.give_up()
     for first in range(0, len(manifest.files), _MOST_OPEN):

@@ -11,6 +11,7 @@ from reknit.engine.stored.newest import folder_in, refuse_other
 from reknit.engine.stored.notes import metrics_of
 from reknit.engine.stored.opening import manifest_in
 from reknit.errors import FormatError, StoragePermissionError
+from reknit.format.paths import RUN_FOLDER
 from reknit.types.saved_step import SavedStep
 
 if TYPE_CHECKING:
@@ -37,6 +38,11 @@ def is_step_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
+def folders_of_steps(root: Storage) -> list[str]:
+    """Return the names of the folders that may hold steps."""
+    return [name for name in root.folders() if name != RUN_FOLDER]
+
+
 def numbered(root: Storage) -> list[tuple[int, str]]:
     """Return the numbers and names of the folders that may hold steps, the newest first.
 
@@ -44,7 +50,7 @@ def numbered(root: Storage) -> list[tuple[int, str]]:
     any other name the manifest tells the step.
     """
     found, others = [], []
-    for name in root.folders():
+    for name in folders_of_steps(root):
         if match := _NAME.fullmatch(name):
             found.append((int(match[1]), name))
         else:
@@ -62,7 +68,7 @@ def steps_below(root: Storage) -> list[SavedStep]:
 
     Raises `UsageError` where the folder is a checkpoint itself, or another program's.
     """
-    found = [step for step in described(root, root.folders()) if step is not None]
+    found = [step for step in described(root, folders_of_steps(root)) if step is not None]
     if not found:
         refuse_other(root)
     return sorted(found, key=lambda step: (-1 if step.step is None else step.step, step.created, step.path))

@@ -56,6 +56,6 @@ def _other_scheduler(value: Any, saved: Mapping[str, Any]) -> str | None:
 
 
 def _settings(state: Mapping[str, Any]) -> set[str]:
-    """Return the names that tell one class from another: releases differ in the private ones, and one more."""
+    """Return the names that tell classes apart; releases differ in the private ones, and in one more."""
     told = {name for name in state if not name.startswith("_")} - {"verbose"}
     return told | (state.keys() & {"_schedulers"})

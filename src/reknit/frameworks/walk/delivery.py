@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.errors import ReknitError, StateError, shortage
 from reknit.frameworks.walk.own_code import cause
+from reknit.types.entry import own_code
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -27,7 +28,8 @@ class Delivery(NamedTuple):
         `others` says in the error what has happened to other objects.
         """
         try:
-            self.action()
+            with own_code():
+                self.action()
         except ReknitError as error:
             if not error.message.startswith(str(self.place)):  # that of a load inside of its own code
                 error.message = f"{self.place} ({self.kind}): {error.message}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 import weakref
@@ -11,8 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from reknit.errors import UsageError, shown
-from reknit.events import Sink
 from reknit.keywords import checked_call
+from reknit.locations import Sink, local_path
 from reknit.monitor.alerts.base import AlertRule
 from reknit.monitor.alerts.following import Following
 from reknit.monitor.alerts.grouping import Grouping
@@ -24,6 +23,7 @@ from reknit.monitor.sinks.files import absolute
 from reknit.system import start_thread
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Sequence
 
     from reknit.monitor.records import Record
@@ -74,7 +74,7 @@ class Alerts:
             for way in to or (Log(),)
         ]
         self._grouping = Grouping(wait_s, cool_off_s)
-        self._following = None if folder is None else Following(absolute(os.fspath(folder)))
+        self._following = None if folder is None else Following(absolute(local_path(folder, "alerts read")))
         self._every_s, self._clock = every_s, clock
         self._lock = threading.Lock()
         self._looking = False

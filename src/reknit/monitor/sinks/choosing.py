@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from reknit.events import Sink, listed
+from reknit.locations import Sink, listed, local_path
 from reknit.monitor.outlet import CallingSink, Outlet, outlet_of
 from reknit.monitor.sinks.files import absolute
 from reknit.monitor.sinks.jsonl import JsonLines
 
 if TYPE_CHECKING:
-    from reknit.events import Events
+    from reknit.locations import Events
 
 
 def outlets_for(events: Events) -> tuple[Outlet, ...]:
@@ -27,11 +27,15 @@ def outlets_for(events: Events) -> tuple[Outlet, ...]:
 
 def everywhere(events: Events) -> tuple[str, ...]:
     """Return those of `events` that an agent can open itself, as texts that mean the same in any folder."""
-    return tuple(absolute(os.fspath(one)) for one in listed(events) if isinstance(one, (str, os.PathLike)))
+    return tuple(
+        absolute(local_path(one, "events go to"))
+        for one in listed(events)
+        if isinstance(one, (str, os.PathLike))
+    )
 
 
 def _of_path(path: str | os.PathLike[str]) -> Outlet | None:
-    place = absolute(os.fspath(path))
+    place = absolute(local_path(path, "events go to"))
 
     def make() -> Outlet:
         sink = JsonLines(place)

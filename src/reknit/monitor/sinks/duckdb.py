@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from reknit.errors import MissingExtraError
 from reknit.keywords import checked_call
+from reknit.locations import local_path
 from reknit.monitor.outlet import ending
 from reknit.monitor.phase import Deadline
 from reknit.monitor.sinks.columns import TABLES, by_table
 from reknit.monitor.sinks.files import absolute, file_of_process
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Sequence
 
     from reknit.monitor.records import Record
@@ -51,7 +52,7 @@ class DuckDB:
             ) from None
         self._duckdb = duckdb
         self._connection: Any = None
-        self.path = file_of_process(absolute(os.fspath(path)), "duckdb")
+        self.path = file_of_process(absolute(local_path(path, "events go to")), "duckdb")
 
     def take(self, records: Sequence[Record]) -> None:
         """Append records, all or none."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
+from reknit.locations import local_path
 from reknit.monitor.records import HOST
 
 
 def file_of_process(path: str | os.PathLike[str], suffix: str) -> str:
     """Return `path`, or the file of this process in it if it is a folder; make folders that are missing."""
-    text = os.fspath(path)
+    text = local_path(path, "events go to")
     file = os.path.join(text, f"{HOST}-{os.getpid()}.{suffix}") if is_folder(text) else text
     with suppress(FileNotFoundError):
         os.stat(file)  # a path that is too long fails here, before its folders are made

@@ -10,6 +10,7 @@ import msgspec
 
 from reknit.errors import StorageError
 from reknit.keywords import checked_call
+from reknit.locations import local_path
 from reknit.monitor.sinks.files import file_of_process
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class JsonLines:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._lock = threading.Lock()
         self._torn = False
+        path = local_path(path, "events go to")
         try:
             self.path = file_of_process(path, "jsonl")
             self._append(b"")
@@ -37,7 +39,7 @@ class JsonLines:
             why = error.strerror if isinstance(error, OSError) else error
             raise StorageError(
                 f"cannot append to the event file {path}: {why}",
-                path=os.fspath(path),
+                path=path,
                 remedy="name a writable file in `events`, or leave it out",
             ) from error
 

@@ -90,6 +90,14 @@ def _threads_here() -> _CallThreads:
         return _threads
 
 
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()  # a thread that the child does not have may have held it
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def begin(work: Callable[[], object]) -> None:
     """Run work in another thread.  Raises `OverdueError` if too many earlier calls have not returned."""
     _threads_here().begin(work)

@@ -105,7 +105,7 @@ class ReadCache:
                 self._open.move_to_end(full)
         if known is not None and known.acquire():
             try:
-                same = identity(known.fd) == identity(full)
+                same = identity(known.fd) == identity(full, links=True)
             except OSError:
                 known.release()
                 raise

@@ -8,7 +8,9 @@ import threading
 from contextlib import suppress
 
 from reknit.monitor.phase import now
+from reknit.storage.errors import FaultError
 from reknit.storage.local.nofollow import inside
+from reknit.storage.local.os_errors import denied
 from reknit.storage.paths import is_own_temporary
 
 STALE_S = 3600.0
@@ -88,16 +90,29 @@ def _missing(folder: str) -> list[str]:
 
 
 def sync_folder(folder: str) -> None:
-    """Make the entries of one folder durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    """Make the entries of one folder durable.  An `OSError` names the folder, not the file in it."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise _unsynced(error, folder) from error
     try:
         os.fsync(fd)
     except OSError as error:
         # Some network file systems cannot sync a folder and say so; their entries are durable on return.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
+            raise _unsynced(error, folder) from error
     finally:
         os.close(fd)
+
+
+def _unsynced(error: OSError, folder: str) -> OSError:
+    """Return the error of a folder whose entries may not survive a power cut."""
+    number = error.errno or errno.EIO
+    fault = f"the folder {folder} cannot be synced, which makes its entries durable: {error.strerror}"
+    if number not in (errno.EACCES, errno.EPERM):
+        return OSError(number, fault, folder)
+    remedy = denied(number, "read this folder, which a sync needs (chmod u+r)")
+    return FaultError(number, fault, folder, f"{remedy}; or SaveOptions(durability='process') syncs nothing")
 
 
 def sweep(folder: str) -> None:

@@ -10,8 +10,8 @@ from reknit.environment import memory_folder
 from reknit.errors import StorageFullError, StoragePermissionError, UsageError
 from reknit.monitor.host_memory import available_nbytes
 from reknit.storage.base import Reading
-from reknit.storage.local.posix import NEW_FILE, translated
-from reknit.storage.local.space import making_room
+from reknit.storage.local.os_errors import translated
+from reknit.storage.local.posix import NEW_FILE
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.paths import check_path
 
@@ -61,7 +61,8 @@ class MemoryStorage(LocalStorage):
         if nbytes > available:
             raise StorageFullError(
                 f"cannot create {full}: it needs {nbytes:,} bytes of memory, and {available:,} are available",
-                remedy=making_room(full),
+                remedy="remove old checkpoints from it, give the host or the container more memory, or save "
+                "to a disk",
                 path=full,
             )
         return super().create(path, nbytes)
@@ -98,17 +99,18 @@ def _make_own(folder: str) -> None:
             found = os.lstat(folder)
         else:
             return
-    user = os.geteuid()
+    user, remedy = os.geteuid(), f"remove it or fix it (chmod 700 {folder}), or set"
     if not stat.S_ISDIR(found.st_mode):
         fault = "is a link, or no folder"
     elif found.st_uid != user:
         fault = f"belongs to user {found.st_uid}, not to {user}"
+        remedy = f"let user {found.st_uid} remove it, or set"
     elif found.st_mode & 0o022:
         fault = "lets others write"
     else:
         return
     raise StoragePermissionError(
         f"mem:// cannot use {folder}: it {fault}",
-        remedy=f"remove it or fix it (chmod 700 {folder}), or set REKNIT_MEMORY to a folder of your own",
+        remedy=f"{remedy} REKNIT_MEMORY to a folder of your own",
         path=folder,
     )

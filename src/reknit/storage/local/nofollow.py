@@ -1,8 +1,11 @@
-"""Open files below a root without following any symbolic link.
+"""Open files below a root without following a symbolic link, but for links to files that are only read.
 
 The root itself is whatever a user calls it, links and all.  Below it a link would lead a save into another
 checkpoint, whose files it then clears away.  So names below are looked up one by one, each relative to a
 descriptor of the folder before: nobody can put a link in between what was looked at and what is used.
+
+Caches (of the Hugging Face Hub, of DVC) put links in the place of files.  Those are read.  What writes or
+removes a file replaces or removes the link, and never what it leads to.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ import os
 import stat
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
+
+from reknit.storage.errors import FaultError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,10 +59,20 @@ def _step(name: str, above: int, make: bool) -> int:
         return os.open(name, _NO_LINK, dir_fd=above)
 
 
-def open_below(root: str, path: str, flags: int) -> int:
-    """Open the file `path` below a root; where it is to be created, with its folders."""
+class LinkError(FaultError):
+    """A link is in the way."""
+
+    def __init__(self, full: str, fault: str, remedy: str) -> None:
+        super().__init__(errno.ELOOP, f"{full} {fault}", full, remedy)
+
+
+def open_below(root: str, path: str, flags: int, *, links: bool = False) -> int:
+    """Open the file `path` below a root; where it is to be created, with its folders.
+
+    Raises `LinkError` for a link, unless with `links` it leads to something.
+    """
     folder, _, name = path.rpartition("/")
-    flags |= os.O_NOFOLLOW
+    flags |= 0 if links else os.O_NOFOLLOW
     full = os.path.join(root, path)
     try:
         if not folder:
@@ -65,24 +80,45 @@ def open_below(root: str, path: str, flags: int) -> int:
         with inside(root, folder, make=bool(flags & os.O_CREAT)) as fd:
             return os.open(name, flags, 0o666, dir_fd=fd)
     except OSError as error:
-        if error.errno == errno.ELOOP and error.filename in (name, full):
+        if error.errno == errno.ELOOP and error.filename in (name, full) and not isinstance(error, LinkError):
             raise _a_link(full) from error
         if error.filename == name:
             error.filename = full
         raise
 
 
-def status_below(root: str, path: str) -> os.stat_result:
-    """Return what is at `path` below a root.  Raises `OSError` (ELOOP) for a link."""
+def status_below(root: str, path: str, *, links: bool = False) -> os.stat_result:
+    """Return what is at `path` below a root; with `links`, for a link to a file what that is.
+
+    Raises `LinkError` for any other link.
+    """
     folder, _, name = path.rpartition("/")
     if folder:
         with inside(root, folder) as fd:
             found = os.stat(name, dir_fd=fd, follow_symlinks=False)
     else:
         found = os.stat(os.path.join(root, path), follow_symlinks=False)
-    if stat.S_ISLNK(found.st_mode):
-        raise _a_link(os.path.join(root, path))
-    return found
+    if not stat.S_ISLNK(found.st_mode):
+        return found
+    full = os.path.join(root, path)
+    if links and stat.S_ISREG((there := target_of(full)).st_mode):
+        return there
+    raise _a_link(full)
+
+
+def target_of(link: str) -> os.stat_result:
+    """Return what a link leads to.  Raises `LinkError` where that is not there."""
+    try:
+        return os.stat(link)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
+        raise LinkError(
+            link,
+            "is a link, and what it leads to is not there",
+            "bring that back, such as by a new download into the cache that made the link; or load another "
+            "checkpoint",
+        ) from None
 
 
 def unlink_below(root: str, path: str) -> None:
@@ -101,11 +137,14 @@ def link_below(root: str, path: str, new_root: str, new_path: str) -> None:
 
 
 def open_regular(root: str, path: str) -> int:
-    """Open a file for reading.  Raises `FileNotFoundError` also for what is no regular file."""
+    """Open a file, or that a link leads to, for reading.
+
+    Raises `FileNotFoundError` also for what is no regular file.
+    """
     # Looked at first: a device may do something when it is opened, and a socket cannot be.
-    if stat.S_ISREG(status_below(root, path).st_mode):
+    if stat.S_ISREG(status_below(root, path, links=True).st_mode):
         # Without O_NONBLOCK, opening a named pipe waits for a writer that may never come.
-        fd = open_below(root, path, os.O_RDONLY | os.O_NONBLOCK)
+        fd = open_below(root, path, os.O_RDONLY | os.O_NONBLOCK, links=True)
         if stat.S_ISREG(os.fstat(fd).st_mode):
             return fd
         os.close(fd)
@@ -120,4 +159,8 @@ def _in_the_way(name: str, folder: int, full: str) -> OSError:
 
 
 def _a_link(full: str) -> OSError:
-    return OSError(errno.ELOOP, f"{full} is a link, and reknit follows no links inside a checkpoint", full)
+    return LinkError(
+        full,
+        "is a link, and inside a checkpoint reknit follows links to files only, to read them",
+        "replace the link with its target, then verify the checkpoint",
+    )

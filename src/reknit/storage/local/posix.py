@@ -6,27 +6,18 @@ import errno
 import os
 import stat
 from collections import deque
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
-from reknit.errors import (
-    ShortageError,
-    StorageError,
-    StorageFullError,
-    StorageNotFoundError,
-    StoragePermissionError,
-    shortage,
-)
-from reknit.storage.errors import SPELLING, shorter, too_large
+from reknit.storage.errors import shorter, too_large
 from reknit.storage.local.nofollow import open_regular
-from reknit.storage.local.space import making_room
+from reknit.storage.local.os_errors import translated
 from reknit.storage.paths import is_temporary
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-    from reknit.errors import ReknitError
 
 _T = TypeVar("_T")
 
@@ -35,18 +26,6 @@ _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _BUFFERS_PER_CALL = 1024  # IOV_MAX of Linux and macOS
 _STALE_TRIES = 8
-
-
-@contextmanager
-def translated(action: str, full: str) -> Iterator[None]:
-    """Turn an `OSError` into a `StorageError` that says what was done, to which file, and what may help.
-
-    Or into a `ShortageError`, where it is not the store that is at fault.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise _typed(error, action, full) from None  # which says all that the error does
 
 
 def found_anew(full: str, look: Callable[[], _T]) -> _T:
@@ -96,10 +75,13 @@ def expect_sequence(fd: int) -> None:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
 
-def identity(file: str | int) -> tuple[int, int] | None:
-    """Return what tells a file (a path or a descriptor) from all others; None when nothing is there."""
+def identity(file: str | int, *, links: bool = False) -> tuple[int, int] | None:
+    """Return what tells a file (a path or a descriptor) from all others; None when nothing is there.
+
+    With `links`, a link stands for what it leads to.
+    """
     try:
-        found = os.stat(file, follow_symlinks=False) if isinstance(file, str) else os.fstat(file)
+        found = os.stat(file, follow_symlinks=links) if isinstance(file, str) else os.fstat(file)
     except OSError as error:
         if error.errno not in _GONE:
             raise
@@ -258,30 +240,3 @@ def entries(folder: str, *, links: bool = False) -> list[tuple[str, os.stat_resu
                 if error.errno not in (*_GONE, errno.ELOOP):
                     raise
     return found
-
-
-def _typed(error: OSError, action: str, full: str) -> ReknitError:
-    code = errno.errorcode.get(error.errno or 0, "no code")
-    message = f"cannot {action} {full}: {error.strerror or error} ({code})"
-    if short := shortage(error):
-        return ShortageError(message, remedy=short.remedy, path=full)
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return StorageFullError(message, remedy=making_room(full), path=full)
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        remedy = f"let user {os.geteuid()} do this, or choose another path"
-        return StoragePermissionError(message, remedy=remedy, path=full)
-    if error.errno == errno.ELOOP:
-        remedy = "replace the link with its target, then verify the checkpoint"
-        return StoragePermissionError(message, remedy=remedy, path=full)
-    if error.errno == errno.ENOTDIR:
-        remedy = "a checkpoint is a folder, and a file has this path or one above it: choose another path"
-        return StorageNotFoundError(message, remedy=remedy, path=full)
-    if error.errno == errno.ENOENT:
-        return StorageNotFoundError(message, remedy=SPELLING, path=full)
-    if error.errno == errno.EEXIST:
-        remedy = "files are never written twice: use another name, or delete the old one first"
-        return StorageError(message, remedy=remedy, path=full)
-    if error.errno == errno.EFBIG:
-        remedy = "raise the limit (ulimit -f), or write smaller files: SaveOptions(max_file_nbytes=...)"
-        return StorageError(message, remedy=remedy, path=full)
-    return StorageError(message, path=full)

@@ -47,6 +47,8 @@ def free_nbytes(path: str) -> int | None:
 
 def making_room(path: str) -> str:
     """Return what helps where there is no room for `path`."""
+    if _has_no_inodes(path):
+        return "the file system can hold no further file (inodes, see df -i): remove some, or save elsewhere"
     free = free_nbytes(path)
     room = "" if free is None else f" ({free:,} bytes are free there)"
     if not in_memory(path):
@@ -55,6 +57,14 @@ def making_room(path: str) -> str:
         f"this is host memory: remove old checkpoints from it, or enlarge it (mount -o remount,size=...; in "
         f"Docker --shm-size), or save to a disk{room}"
     )
+
+
+def _has_no_inodes(path: str) -> bool:
+    try:
+        found = os.statvfs(_standing(path))
+    except OSError:
+        return False  # it only explains another error
+    return found.f_files > 0 and found.f_favail == 0
 
 
 def in_memory(path: str) -> bool:

@@ -18,7 +18,8 @@ from reknit.storage.errors import shorter
 from reknit.storage.local.descriptors import ReadCache
 from reknit.storage.local.folders import Folders, sweep, sync_folder
 from reknit.storage.local.linking import linked
-from reknit.storage.local.nofollow import open_below, status_below, unlink_below
+from reknit.storage.local.nofollow import open_below, status_below, target_of, unlink_below
+from reknit.storage.local.os_errors import translated
 from reknit.storage.local.posix import (
     NEW_FILE,
     entries,
@@ -30,11 +31,10 @@ from reknit.storage.local.posix import (
     preadv_runs,
     pwrite_all,
     read_whole,
-    translated,
 )
 from reknit.storage.local.space import reserve
 from reknit.storage.local.writer import LocalWriter
-from reknit.storage.paths import check_path
+from reknit.storage.paths import check_path, check_readable
 from reknit.storage.runs import check_size, check_start, checked_runs, near, read_runs
 from reknit.storage.wrappers.forwarding import innermost
 from reknit.system import aside
@@ -63,7 +63,7 @@ class LocalStorage:
             raise UsageError(f"durability is 'process' or 'power', not {durability!r}")
         if not hasattr(os, "preadv"):
             raise UsageError("local storage needs a Unix system", remedy="run on Linux or macOS")
-        self._root = os.path.abspath(os.fspath(root))
+        self._root = check_readable(os.path.abspath(os.fspath(root)))
         if "\0" in self._root:
             raise UsageError(f"a folder name cannot hold a NUL: {self._root!r}")
         self._durability = durability
@@ -171,7 +171,7 @@ class LocalStorage:
         """Return the size of a file in bytes."""
         full = self._full(path)
         with translated("find", full):
-            found = found_anew(full, lambda: status_below(self._root, path))
+            found = found_anew(full, lambda: status_below(self._root, path, links=True))
         if not stat.S_ISREG(found.st_mode):
             raise StorageNotFoundError(f"{full} is not a regular file", path=full)
         return found.st_size
@@ -261,7 +261,12 @@ class LocalStorage:
         # Files first: those of a checkpoint are not deep, so a reader that looks for them sees them early.
         for name, found in sorted(entries(folder), key=lambda entry: stat.S_ISDIR(entry[1].st_mode)):
             path = f"{prefix}/{name}" if prefix else name
-            if stat.S_ISREG(found.st_mode):
+            if stat.S_ISLNK(found.st_mode):
+                with suppress(OSError):  # one that leads nowhere
+                    found = target_of(os.path.join(folder, name))
+                    if stat.S_ISREG(found.st_mode):
+                        yield Listed(path, found.st_size)
+            elif stat.S_ISREG(found.st_mode):
                 yield Listed(path, found.st_size)
             elif stat.S_ISDIR(found.st_mode):
                 yield from self._walk(os.path.join(folder, name), path)

@@ -12,7 +12,7 @@ from reknit.storage.base import Dated, Sweepable
 from reknit.storage.local.folders import prune
 from reknit.storage.local.memory import MemoryStorage
 from reknit.storage.local.nofollow import unlink_below
-from reknit.storage.local.posix import translated
+from reknit.storage.local.os_errors import translated
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.paths import kind_of
 from reknit.storage.wrappers.forwarding import innermost
@@ -40,7 +40,10 @@ def sweepable(storage: Storage) -> Sweepable | None:
 
 
 class SweptFolder:
-    """All that is below a folder; no link is followed, neither out of it nor around in it."""
+    """All that is below a folder; no link is followed, neither out of it nor around in it.
+
+    A link to anything but a folder is a file here: it may be part of a checkpoint, and can be removed.
+    """
 
     unseen = None
 
@@ -77,5 +80,14 @@ class SweptFolder:
                 continue
             if stat.S_ISDIR(status.st_mode):
                 yield from self._walk(entry.path, f"{path}/")
-            elif stat.S_ISREG(status.st_mode) and (kind := kind_of(path)) is not None:
+            elif (stat.S_ISREG(status.st_mode) or _is_file_link(entry)) and (
+                kind := kind_of(path)
+            ) is not None:
                 yield Dated(kind, path, status.st_size, status.st_mtime)
+
+
+def _is_file_link(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_symlink() and not entry.is_dir()
+    except OSError:  # a link that leads to itself
+        return True

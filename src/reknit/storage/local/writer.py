@@ -11,7 +11,8 @@ from reknit.errors import StorageError
 from reknit.storage.local.descriptors import Descriptor
 from reknit.storage.local.direct import DirectFile, start_write_back
 from reknit.storage.local.nofollow import unlink_below
-from reknit.storage.local.posix import identity, pwrite_all, translated
+from reknit.storage.local.os_errors import translated
+from reknit.storage.local.posix import identity, pwrite_all
 from reknit.storage.runs import check_inside
 
 if TYPE_CHECKING:

@@ -31,6 +31,7 @@ _FULL = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 _DENIED = re.compile(r"status code: 40[13]|AccessDenied|token request", re.IGNORECASE)
+_CLOCK = re.compile(r"RequestTimeTooSkewed|RequestExpired|request time and the current time", re.IGNORECASE)
 _BUSY = re.compile(r"status code: (429|503)|SlowDown|TooManyRequests|ServerBusy", re.IGNORECASE)
 _NO_RANGES = re.compile(r"non-partial response", re.IGNORECASE)
 _UNREACHED = re.compile(r"HTTP error|error sending request|connect|timed? ?out|connection", re.IGNORECASE)
@@ -102,6 +103,11 @@ def _kind(error: BaseException, text: str) -> tuple[type[StorageError], str]:
     denied = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
     if _FULL.search(text):
         return StorageFullError, "free space: delete old checkpoints, or raise the quota"
+    if _CLOCK.search(text):
+        return (
+            StoragePermissionError,
+            "the clock of this host is wrong: set it (NTP), then try again",
+        )
     if isinstance(error, denied) or _DENIED.search(text):
         return StoragePermissionError, (
             "check the credentials of the process (environment, role of the machine), and that they may "

@@ -1,0 +1,155 @@
+"""Whose is the ``manifest.json`` of a folder?  Only what can be shown to be of reknit counts as a checkpoint.
+
+A name shows nothing: web sites, data sets and extensions of browsers have a file of that name, too.  One
+bounded look decides for all calls:
+
+- A manifest of reknit begins with ``{"format":"reknit"``, in every version and whatever is damaged behind.
+- Where that is not so, it may be one whose beginning was lost.  Then files that a save has written are beside
+  it, with a write id in their names.  If the file says something of its own, it also has to name that write:
+  a document of another program stays, also among files of reknit.
+
+Everything else is not a checkpoint to anybody, and no call replaces or removes it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from reknit.errors import (
+    StorageError,
+    StorageNotFoundError,
+    StoragePermissionError,
+    StorageUnavailableError,
+    UsageError,
+)
+from reknit.format import paths
+from reknit.format.manifest_file import MAX_MANIFEST_NBYTES
+from reknit.format.versions import check_version
+
+if TYPE_CHECKING:
+    from reknit.storage.base import Storage
+
+HEAD_NBYTES = 4096
+MOST_BESIDE = 10_000
+"""Files of a folder that are looked at for names that a save gives."""
+_TRIES = 5
+
+_OURS = re.compile(rb'\s*\{\s*"format"\s*:\s*"reknit"\s*[,}]')
+_VERSION = re.compile(
+    rb'\s*\{\s*"format"\s*:\s*"reknit"\s*,\s*"format_version"\s*:\s*([0-9]{1,18})\s*,'
+    rb'\s*"requires"\s*:\s*(\[[^\[\]]*\])'
+)
+_SAYS = re.compile(rb"(?:\xef\xbb\xbf)?\s*[\[{]\s*[^\s\]}]")
+"""A JSON document with something in it."""
+
+
+class FoundManifest(NamedTuple):
+    """What has the name of a manifest: whether it is one of reknit, whole or damaged, and how it begins."""
+
+    ours: bool
+    head: bytes
+
+    def check_version(self) -> None:
+        """Raise `VersionError` for one of a version that this reknit does not know."""
+        if match := _VERSION.match(self.head):
+            try:
+                requires = msgspec.json.decode(match[2], type=list[str])
+            except msgspec.MsgspecError:  # damaged
+                requires = []
+            check_version(int(match[1]), requires)
+
+
+def find_manifest(storage: Storage) -> FoundManifest | None:
+    """Return what has the name of the manifest in a folder, None for nothing.  Raises `StorageError`."""
+    for _ in range(_TRIES):
+        if (head := _head(storage)) is not None:
+            return FoundManifest(_OURS.match(head) is not None or _is_damaged(storage, head), head)
+        if not _in_the_way(storage):
+            return None
+        if not os.path.isfile(os.path.join(storage.url, paths.MANIFEST_PATH)):
+            break  # a folder, a pipe; or else one was committed between the two looks
+    return FoundManifest(ours=False, head=b"")
+
+
+def is_of_others(storage: Storage) -> bool:
+    """Tell whether something has the name of the manifest that cannot be shown to be one."""
+    found = find_manifest(storage)
+    return found is not None and not found.ours
+
+
+def manifest_bytes(storage: Storage) -> bytes | None:
+    """Return all bytes of a manifest, maybe a damaged one; None where there is none of reknit."""
+    try:
+        data = storage.get(paths.MANIFEST_PATH, limit=MAX_MANIFEST_NBYTES)
+    except StorageNotFoundError:
+        return None
+    except (StoragePermissionError, StorageUnavailableError):
+        raise
+    except StorageError:  # such as that of a file with more bytes
+        if is_of_others(storage):
+            return None
+        raise
+    return data if _OURS.match(data) or not is_of_others(storage) else None
+
+
+def not_ours(storage: Storage) -> UsageError:
+    """Return the error of a save to a place that something else has."""
+    return UsageError(
+        f"{storage.url}/{paths.MANIFEST_PATH} is there already, and nothing shows that reknit wrote it, so "
+        "it is not replaced",
+        path=storage.url,
+        remedy="save to another path; or move that file away if nobody needs it",
+    )
+
+
+def _head(storage: Storage) -> bytes | None:
+    """Return how a manifest begins, None where there is no such file."""
+    for _ in range(_TRIES):
+        try:
+            buffer = bytearray(min(storage.size(paths.MANIFEST_PATH), HEAD_NBYTES))
+        except StorageNotFoundError:
+            return None
+        try:
+            storage.read_into(paths.MANIFEST_PATH, 0, [memoryview(buffer)])
+        except StorageNotFoundError:
+            return None
+        except StorageError:
+            if not _is_shorter(storage, len(buffer)):
+                raise
+        else:
+            return bytes(buffer)
+    raise StorageError(
+        f"{storage.url}/{paths.MANIFEST_PATH} is replaced again and again",
+        path=storage.url,
+        remedy="let only one job save to a path, then try again",
+    )
+
+
+def _is_shorter(storage: Storage, nbytes: int) -> bool:
+    """Tell whether another manifest has taken the place of one that had so many bytes at least."""
+    try:
+        return storage.size(paths.MANIFEST_PATH) < nbytes
+    except StorageNotFoundError:
+        return True
+
+
+def _in_the_way(storage: Storage) -> bool:
+    """Tell whether something that is no file has the name of the manifest, where a look can show it."""
+    return "://" not in storage.url and os.path.lexists(os.path.join(storage.url, paths.MANIFEST_PATH))
+
+
+def _is_damaged(storage: Storage, head: bytes) -> bool:
+    """Tell whether a file is what is left of a manifest: by files of a save that are beside it."""
+    says = _SAYS.match(head) is not None
+    for number, listed in enumerate(storage.list()):
+        name = paths.parse_path(listed.path)
+        short_id = None if name is None or name.kind in paths.NOTE_KINDS else name.write_id8
+        if short_id is not None and (not says or short_id.encode() in head):
+            return True
+        if number == MOST_BESIDE:
+            return False
+    return False

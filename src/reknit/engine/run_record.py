@@ -1,0 +1,135 @@
+"""The record of a run: which run owns a folder of steps, the last that opened it for writing?
+
+Each run that opens the folder puts a file there whose name has its generation, higher than those before, and
+deletes theirs.  A save of a run puts its marker up before it reads the records (`saving.marker`), and who
+opens the folder deletes markers after it has put its own there.  So of two runs that meet, either the older
+one finds the record, or the newer one its marker (docs/decisions/0021).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import time
+import uuid
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING, NamedTuple
+
+from reknit.errors import CommitError, FencedError, FormatError, StorageError
+from reknit.format import paths
+from reknit.monitor.phase import now
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reknit.storage.base import Storage
+
+_MOST_NBYTES = 4096
+_TRIES = 50
+"""How often a run puts its record where others do so at the same moment."""
+_PAUSE_S = 0.05
+
+
+class Run(NamedTuple):
+    """A run, as its saves carry it: what opens the store of its folder, and the path of its record there."""
+
+    open: Callable[[], Storage]
+    record: str
+
+    @property
+    def generation(self) -> int:
+        """Its generation."""
+        return _generation(self.record)
+
+    def check(self) -> None:
+        """Raise `FencedError` where a newer run has opened the folder."""
+        with closing(self.open()) as root:
+            records = _recorded(root)
+            if (
+                self.record not in records
+            ):  # a listing may lack what was put, for one that was deleted, meanwhile
+                records += _recorded(root)
+            newest = max((each for each in records if each != self.record), key=_generation, default=None)
+            if newest is None or _generation(newest) < self.generation:
+                return
+            raise FencedError(
+                f"a newer run (generation {_generation(newest)}{_who(root, newest)}) has opened {root.url}; "
+                f"this process belongs to generation {self.generation} and commits nothing there any more",
+                path=f"{root.url}/{newest}",
+                remedy="end this process if that run has taken its place; if not, give each run a folder of "
+                "its own (an evaluation reads with `load`, which does not open the folder for writing)",
+            )
+
+
+def folder_above(url: str) -> str:
+    """Return the place of the folder of a run, of whose steps one is at `url`."""
+    place, mark, options = url.partition("?") if "://" in url else (url, "", "")
+    scheme, separator, path = place.rpartition("://")
+    above = path.rstrip("/").rpartition("/")[0]
+    if not above and path.startswith("/"):
+        above = "/"
+    return f"{scheme}{separator}{above}{mark}{options}"
+
+
+def open_run(root: Storage, at_least: int) -> str:
+    """Open a folder of steps for writing, as the newest run there, and return the path of its record.
+
+    Its generation is `at_least` so high, and higher than those of the runs before, whatever clocks say.  From
+    then on no save of an earlier run can put up a marker there.  Raises `StorageError`, and `CommitError`
+    where others open it all the time.
+    """
+    about = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "opened": now()}).encode()
+    for _ in range(_TRIES):
+        older = _recorded(root)
+        generation = max([at_least, *(_generation(each) + 1 for each in older)])
+        mine = paths.run_path(generation, uuid.uuid4().hex[:8])
+        root.put(mine, about, if_absent=True)
+        _share(root)
+        others = [each for each in _recorded(root) if each != mine and each not in older]
+        if not any(_generation(each) >= generation for each in others):
+            for each in older:
+                with suppress(StorageError):  # its generation is lower, and says nothing any more
+                    root.delete(each)
+            return mine
+        root.delete(mine)  # another run opens the folder at this moment
+        time.sleep(random.random() * _PAUSE_S)
+    raise CommitError(
+        f"other runs open {root.url} all the time, and none can have it",
+        path=root.url,
+        remedy="give each run a folder of its own",
+    )
+
+
+def newest_run(root: Storage) -> int:
+    """Return the generation of the run that has opened a folder last, -1 if none has."""
+    return max(map(_generation, _recorded(root)), default=-1)
+
+
+def _recorded(root: Storage) -> list[str]:
+    """Return the records that are there."""
+    found = [listed.path for listed in root.list(paths.RUN_FOLDER)]
+    return [path for path in found if paths.run_generation(path) is not None]
+
+
+def _generation(record: str) -> int:
+    generation = paths.run_generation(record)
+    assert generation is not None
+    return generation
+
+
+def _share(root: Storage) -> None:
+    """Let who may write to a folder of this host open it too: the record's folder gets its permissions."""
+    if "://" not in root.url:
+        with suppress(OSError):
+            os.chmod(os.path.join(root.url, paths.RUN_FOLDER), os.stat(root.url).st_mode & 0o7777)
+
+
+def _who(root: Storage, record: str) -> str:
+    """Return who opened a run, for messages."""
+    try:
+        about = json.loads(root.get(record, limit=_MOST_NBYTES))
+        return f", process {int(about['pid'])} of {str(about['host'])[:64]}"
+    except (StorageError, FormatError, ValueError, KeyError, TypeError):
+        return ""

@@ -1,0 +1,297 @@
+"""The folder of a run, in all its tiers: opened for writing by one run at a time, the last that did."""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import ExitStack, closing
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from reknit.arguments import check_state, following
+from reknit.calls import all_told
+from reknit.engine.run_record import Run, folder_above, newest_run, open_run
+from reknit.engine.saving.commit import size_of
+from reknit.engine.stored.copy_files import Promotion
+from reknit.engine.stored.moving import delete_moved
+from reknit.engine.stored.newest import refuse_other
+from reknit.engine.stored.notes import add_metrics, held_by, metrics_of
+from reknit.engine.stored.opening import manifest_in
+from reknit.engine.stored.promote import promote_alone
+from reknit.engine.stored.steps import is_step_name, numbered
+from reknit.errors import (
+    CheckpointExistsError,
+    FencedError,
+    FormatError,
+    ReknitError,
+    StorageError,
+    UsageError,
+    shown,
+)
+from reknit.monitor.phase import Deadline, Recorder
+from reknit.runs.agreement import asked
+from reknit.runs.settle import forbid_markers, wait_for_agents
+from reknit.runs.tiers import FoundStep, below
+from reknit.storage.registry import open_storage, recipe
+from reknit.system import start_thread
+from reknit.types.rank_text import named
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Sequence
+
+    from reknit.comm.base import Group
+    from reknit.engine.outcome import PendingSave
+    from reknit.options import SaveOptions
+    from reknit.runs.tiers import Folder, Tiers
+    from reknit.storage.base import Storage
+
+logger = logging.getLogger("reknit")
+
+LaterSteps = Literal["refuse", "move", "replace"]
+"""What becomes of steps that an earlier run has saved, where a new one begins before them."""
+
+
+class _Later(NamedTuple):
+    """A committed step of an earlier run: its number, its folder, one to put it aside, and which save it is.
+
+    `problem` is what keeps it from giving way.
+    """
+
+    step: int
+    here: Storage
+    aside: Storage
+    save_id: str
+    problem: str | None
+
+
+class RunFolder:
+    """What rank 0 finds and does in the folder of a run, for all ranks.
+
+    `records` are those of this run in each root, by its URL, once it has opened the folder for writing: at
+    `resume`, or before the first save.
+    """
+
+    def __init__(self, group: Group, tiers: Tiers, options: SaveOptions, later_steps: LaterSteps) -> None:
+        if later_steps not in ("refuse", "move", "replace"):
+            raise UsageError(f"later_steps is 'refuse', 'move' or 'replace', not {shown(later_steps)}")
+        self._group, self._tiers, self._options, self._later_steps = group, tiers, options, later_steps
+        self.records: dict[str, str] = {}
+        self.is_open = False
+        """Whether this run may save: the folder is open, and what was there later is settled."""
+        self._later: Sequence[_Later] = ()
+        self._clearing: threading.Thread | None = None
+
+    @property
+    def replaces(self) -> bool:
+        """Whether steps of an earlier run give way, although this one did not go on from one."""
+        return self._later_steps != "refuse"
+
+    def ask(self, name: str, question: Callable[[], Any], subject: str = "") -> Any:
+        """Return what rank 0 finds; its errors are raised on all ranks."""
+        return asked(self._group, name, self._options.timeout_s, question, subject)
+
+    def find(self, name: str, step: int | str = "latest", before: Folder | None = None) -> FoundStep | None:
+        """Return a step as rank 0 finds it."""
+        found = self.ask(
+            name, partial(self._tiers.find, step, before), f"step {step}" if before is None else ""
+        )
+        return None if found is None else FoundStep(*found)
+
+    def open_to_resume(self, timeout_s: float) -> None:
+        """Wait for agents of an earlier run on this host, open the folder, and let no other save commit.
+
+        Where that cannot be written to, it is read, and the first save tries again.
+        """
+        self.records = self.ask("settle", partial(self._settle, timeout_s))
+
+    def open_at(self, step: int, state: Any, timeout_s: float, *, resumed: bool) -> None:
+        """Open the folder before the first save of a run, of a state at a step.
+
+        Raises `CheckpointExistsError` where this or a later step is there, of an earlier run, unless this one
+        has `resumed` from one, or `later_steps` says otherwise; `UsageError` for what is no state.
+        """
+        if not (resumed and self.records):
+            with all_told(self._group, "open run", self._options.timeout_s):
+                check_state(state)
+            self.records = self.ask("open run", partial(self._open, step, timeout_s, resumed))
+        self.is_open = True
+
+    def saved(self, step: int, pending: PendingSave) -> None:
+        """Let a thread remove later steps of an earlier run once a save of this one is committed."""
+        if self._later and (self._clearing is None or not self._clearing.is_alive()):
+            self._clearing = start_thread("reknit-clears", partial(self._clear, step, pending))
+
+    def close(self) -> None:
+        """Wait until that is done."""
+        if self._clearing is not None:
+            self._clearing.join()
+
+    def runs(self) -> list[Run | None]:
+        """Return this run, as promotions to each tier carry it; None where it has not opened that."""
+        found = [(level.url, self.records.get(_key(level.url))) for level in self._tiers.levels]
+        return [None if record is None else Run(partial(open_storage, url), record) for url, record in found]
+
+    # What rank 0 does.
+
+    def _settle(self, timeout_s: float) -> dict[str, str]:
+        for level in self._tiers.levels:
+            if not numbered(level.storage):
+                refuse_other(level.storage)
+        self._wait(timeout_s)
+        records = self.records
+        if not records or self._is_overtaken():
+            try:
+                records = self._take()
+            except StorageError as error:
+                where = self._tiers.where
+                logger.warning("%s is read, and not opened for writing: %s", where, error.message)
+                return {}
+        self._forbid(None)
+        return records
+
+    def _open(self, step: int, timeout_s: float, resumed: bool) -> dict[str, str]:
+        refuses = not resumed and not self.replaces
+        if refuses:  # before the run that may be at work here is shut out
+            self._refuse_later(step)
+        self._wait(timeout_s)
+        records = self.records or self._take()
+        self._forbid(step if not resumed and self.replaces else None)
+        if refuses:
+            self._refuse_later(step)
+        elif not resumed:
+            self._later = self._give_way(step)
+        return records
+
+    def _wait(self, timeout_s: float) -> None:
+        deadline = Deadline(timeout_s)
+        for level in self._tiers.levels:
+            wait_for_agents(level.storage, deadline.remaining())
+
+    def _is_overtaken(self) -> bool:
+        try:
+            for run in filter(None, self.runs()):
+                run.check()
+        except FencedError:
+            return True
+        return False
+
+    def _forbid(self, since: int | None) -> None:
+        for tier, level in enumerate(self._tiers.levels):
+            try:
+                forbid_markers(level.storage, since)
+            except StorageError as error:
+                if not tier:
+                    raise
+                logger.warning("saves of an earlier run to %s may go on: %s", level.url, error.message)
+
+    def _take(self) -> dict[str, str]:
+        """Open the tiers, or else the root and those of `promote_to`, with generations above all known ones.
+
+        One that cannot be reached gets no record, except the first, to which the run saves.
+        """
+        records: dict[str, str] = {}
+        with ExitStack() as opened:
+            roots = [(level.url, level.storage) for level in self._tiers.levels]
+            for target in self._options.promotions:
+                storage = opened.enter_context(closing(open_storage(target.path)))
+                roots.append((recipe(target.path).url, storage))
+            at_least = self._group.generation
+            for tier, (url, root) in enumerate(roots):
+                try:
+                    at_least = max(at_least, newest_run(root) + 1, _newest_generation(root) + 1)
+                    records[_key(url)] = record = open_run(root, at_least)
+                except StorageError as error:
+                    if not tier:
+                        raise
+                    logger.warning("%s is not opened for this run: %s", url, error.message)
+                    continue
+                if tier and size_of(roots[0][1], record) is not None:
+                    raise UsageError(f"two roots of this run are one folder: {roots[0][0]} and {url}")
+        return records
+
+    def _look(self, step: int) -> list[_Later]:
+        """Return the committed steps from one on, in folders that a run has named."""
+        found = []
+        for level in self._tiers.levels:
+            aside = None  # named by what is newest, also where an earlier try went half the way
+            for number, name in numbered(level.storage):
+                here = level.storage.sub(name)
+                if number < step or not is_step_name(name) or not level.committed((number, name)):
+                    continue
+                try:
+                    manifest = manifest_in(here)
+                except FormatError as error:
+                    found.append(_Later(number, here, here, "", error.message))
+                    continue
+                if manifest is None:  # gone meanwhile
+                    continue
+                problem = held_by(here, manifest.save_id)
+                if "://" not in here.url and os.path.islink(here.url):
+                    problem = "it is a link"
+                aside = aside or level.storage.sub(f"aside-{manifest.generation or 0}")
+                found.append(_Later(number, here, aside.sub(name), manifest.save_id, problem))
+        return found
+
+    def _refuse_later(self, step: int) -> None:
+        if found := sorted({each.step for each in self._look(step)}):
+            raise CheckpointExistsError(
+                f"{self._tiers.where} has {named(found, 'step')} of an earlier run, and this one would begin "
+                f"with step {step}",
+                path=self._tiers.levels[0].url,
+                remedy=f"call resume(state) first, to go on after step {found[-1]}, or load(state, step) to "
+                "go on after an earlier one; or give this run a folder of its own; or pass "
+                "Checkpointer(..., later_steps='move'), which puts those steps aside, or 'replace', which "
+                "removes them",
+            )
+
+    def _give_way(self, step: int) -> list[_Later]:
+        """Return the steps to remove once this run has saved one, each copied if it is to be put aside."""
+        later = self._look(step)
+        if problems := [f"{each.here.url}: {each.problem}" for each in later if each.problem]:
+            raise UsageError(
+                f"steps of an earlier run cannot give way to this one, and nothing was changed: "
+                f"{'; '.join(problems)}",
+                remedy="unpin or remove them (reknit unpin, reknit rm), or give this run a folder of its own",
+            )
+        if self._later_steps == "move":
+            for each in later:
+                recorder = Recorder("promote", step=each.step, path=each.aside.url)
+                promote_alone(Promotion(following(each.here), each.aside, False, self._options, recorder))
+                if metrics := metrics_of(each.here, each.save_id):
+                    add_metrics(each.aside, metrics)
+                logger.warning("step %d of an earlier run is put aside: %s", each.step, each.aside.url)
+        return later
+
+    def _clear(self, step: int, pending: PendingSave) -> None:
+        """Remove steps of an earlier run once a step is committed; if that fails, the next one may be."""
+        pending.wait()
+        if pending.error is not None:
+            return
+        later, self._later = [each for each in self._later if each.step != step], ()
+        for each in later:
+            self._remove(each)
+
+    def _remove(self, each: _Later) -> None:
+        try:
+            delete_moved(each.here, open_storage, each.save_id)
+            logger.warning("step %d of an earlier run is removed: %s", each.step, each.here.url)
+        except ReknitError as error:
+            logger.warning("step %d of an earlier run stays at %s: %s", each.step, each.here.url, error)
+
+
+def _newest_generation(root: Storage) -> int:
+    """Return the generation of the newest step in a root, -1 without one."""
+    for _, name in numbered(root):
+        try:
+            manifest = manifest_in(root.sub(name))
+        except FormatError:
+            continue
+        if manifest is not None:
+            return -1 if manifest.generation is None else manifest.generation
+    return -1
+
+
+def _key(url: str) -> str:
+    """Return the place of a root as that of one of its steps names it."""
+    return folder_above(below(url, "step"))

@@ -1,0 +1,36 @@
+"""A run of a job that is killed while its agents stand still, and the next one, which resumes (in forks)."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import numpy as np
+
+import reknit
+from reknit.runs import checkpointer
+from reknit.runs.checkpointer import Checkpointer
+
+OPTIONS = reknit.SaveOptions(durability="process", timeout_s=60, host_nbytes=256 << 20, on_error="warn")
+NBYTES = 1 << 20
+
+
+def train(log: str, url: str, run: int, num_steps: int, pause_s: float, environ: dict[str, str]) -> None:
+    """Resume, and save steps which say that they are of `run`; write what was done to the log."""
+    os.environ.update(environ)
+    setattr(checkpointer, "_SETTLE_S", 0.05)  # noqa: B010 - its agents stand still, which no run can wait for
+    state: dict[str, Any] = {"run": {"of": np.zeros(1), "data": np.zeros(NBYTES // 8)}}
+    with open(log, "a", buffering=1) as told:
+        one = Checkpointer(url, options=OPTIONS)
+        first = one.resume(state)
+        told.write(f"resumed {first} {int(state['run']['of'][0])}\n")
+        for step in range(first, first + num_steps):
+            state["run"]["of"][:] = run
+            state["run"]["data"][:] = step
+            one.save(step, state)
+            told.write(f"saved {step}\n")
+            time.sleep(pause_s)
+        told.write("over\n")
+        one.close()
+        told.write("closed\n")
