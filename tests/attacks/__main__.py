@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import resource
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from reknit.errors import FormatError
+from reknit.errors import FormatError, ShortageError
 from reknit.format.data_file import decode_header
 from reknit.format.file_table import with_table
 from reknit.format.index.checks import check_extents
 from reknit.format.index.file import decode_index, encode_index
 from reknit.format.manifest_file import decode_record
 from reknit.format.values.blob_codec import decode_blobs
+from reknit.types.box import Box
+from reknit.types.shard import TensorSpec
 from tests.attacks import hostile_documents, hostile_index, hostile_table
-from tests.format.samples import sample_index
+from tests.format.samples import index_of, sample_index
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -89,5 +93,26 @@ def _report_mutations() -> None:
     print(json.dumps({"tried": tried, "refused": refused}))
 
 
+def _report_shortage() -> None:
+    """Decode an index in processes that may have only so much more memory, from none to plenty."""
+    spec, box = TensorSpec((1,), "int8"), Box((0,), (1,))
+    rows = [("m", f"{i:0100}", spec, box, "m/00000.01234567.safetensors", i) for i in range(30_000)]
+    data = encode_index(index_of(rows))
+    for mib in range(0, 132, 12):
+        child = os.fork()
+        if not child:
+            limit = _memory("VmSize") + (mib << 20)
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+            try:
+                decode_index(data)
+                os._exit(0)
+            except (ShortageError, MemoryError):
+                os._exit(1)
+            finally:
+                os._exit(2)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print(json.dumps({"mib": mib, "code": code}), flush=True)
+
+
 if __name__ == "__main__":
-    _report_memory() if sys.argv[1] == "memory" else _report_mutations()
+    {"memory": _report_memory, "mutate": _report_mutations, "shortage": _report_shortage}[sys.argv[1]]()

@@ -75,3 +75,10 @@ def test_no_changed_index_crashes_the_interpreter() -> None:
     (report,) = run_alone("mutate")
     assert report["tried"] >= 1000
     assert report["refused"] > report["tried"] // 2
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux to limit memory")
+def test_an_index_is_read_or_refused_with_any_amount_of_memory_and_never_ends_the_process() -> None:
+    codes = [report["code"] for report in run_alone("shortage")]
+    assert set(codes) == {0, 1}
+    assert codes[-1] == 0

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reknit.errors import FormatError
+from reknit.format.index import parquet_bounds
 from reknit.format.index.file import encode_index
 from reknit.format.index.parquet_bounds import check_parquet
 from tests.attacks.hostile_index import attacks
@@ -110,6 +111,17 @@ def places(fields: Struct) -> list[tuple[Struct, int]]:
         for member in inner:
             found += places(member)
     return found
+
+
+def test_a_flood_of_empty_pages_is_refused_before_the_last_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    number = check_parquet(GOOD, num_columns=9, num_nodes=16).pages
+    monkeypatch.setattr(parquet_bounds, "MAX_PAGES", number)
+    check_parquet(GOOD, num_columns=9, num_nodes=16)
+    monkeypatch.setattr(parquet_bounds, "MAX_PAGES", number - 1)
+    with pytest.raises(FormatError, match="pages, which is the limit"):
+        check_parquet(GOOD, num_columns=9, num_nodes=16)
 
 
 @settings(max_examples=examples(500))

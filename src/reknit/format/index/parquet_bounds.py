@@ -20,6 +20,7 @@ MAX_VALUES = 1 << 30
 FREE_VALUES, VALUES_PER_BYTE = 1 << 21, 256
 FREE_NBYTES, NBYTES_PER_BYTE = 64 << 20, 1024
 MAX_PAGE_NBYTES = 64 << 20
+MAX_PAGES = 1 << 17
 MAX_FOOTER_NBYTES = 1 << 20
 MAX_GROUP_ROWS = 1 << 20
 
@@ -54,9 +55,10 @@ _PAGE: _Fields = {
 
 
 class Work(NamedTuple):
-    """The work of reading a file or a column: rows, values, bytes after decompression of texts and others."""
+    """The work of reading a file or a column: rows, pages, values, unpacked bytes of texts and of others."""
 
     rows: int = 0
+    pages: int = 0
     values: int = 0
     text_nbytes: int = 0
     other_nbytes: int = 0
@@ -87,7 +89,7 @@ def check_parquet(data: bytes, *, num_columns: int, num_nodes: int) -> Work:
             _refuse("a row group has other columns than an index has")
         counted += _limit("rows of a row group", group.get(3), MAX_GROUP_ROWS)
         for chunk in chunks:
-            position, more = _check_chunk(data, chunk, position, columns_end)
+            position, more = _check_chunk(data, chunk, position, columns_end, MAX_PAGES - work.pages)
             work = Work(counted, *map(sum, zip(work[1:], more[1:], strict=True)))
             _limit("values", work.values, min(MAX_VALUES, FREE_VALUES + VALUES_PER_BYTE * len(data)))
             _limit("bytes after decompression", work.nbytes, FREE_NBYTES + NBYTES_PER_BYTE * len(data))
@@ -116,7 +118,7 @@ def with_section(data: bytes, section: bytes) -> tuple[bytes, int]:
     return b"".join((memoryview(data)[:start], section, memoryview(data)[start:])), start
 
 
-def _check_chunk(data: bytes, chunk: _Fields, position: int, end: int) -> tuple[int, Work]:
+def _check_chunk(data: bytes, chunk: _Fields, position: int, end: int, most_pages: int) -> tuple[int, Work]:
     """Walk the pages of one column of one row group; return where it ends, and the work it is."""
     meta = chunk.get(3)
     if not isinstance(meta, dict) or 1 in chunk or 8 in chunk:
@@ -129,26 +131,28 @@ def _check_chunk(data: bytes, chunk: _Fields, position: int, end: int) -> tuple[
         _refuse("its columns overlap")
     if start + nbytes > end:
         _refuse("a column lies outside the file")
-    values, found = _check_pages(data, start, start + nbytes)
+    pages, values, found = _check_pages(data, start, start + nbytes, most_pages)
     unpacked = meta.get(6)
     if values != meta.get(5) or type(unpacked) is not int or found > unpacked:
         _refuse("the pages of a column have other sizes than its footer says")
     texts = meta.get(1) == _BYTE_ARRAY
-    return start + nbytes, Work(0, values, *((found, 0) if texts else (0, found)))
+    return start + nbytes, Work(0, pages, values, *((found, 0) if texts else (0, found)))
 
 
-def _check_pages(data: bytes, position: int, end: int) -> tuple[int, int]:
-    """Walk the pages of a column; return their values, and their bytes after decompression."""
-    values = nbytes = 0
-    first = True
+def _check_pages(data: bytes, position: int, end: int, most_pages: int) -> tuple[int, int, int]:
+    """Walk the pages of a column; return their number, their values, their bytes after decompression."""
+    pages = values = nbytes = 0
     while position < end:
+        pages += 1
+        if pages > most_pages:
+            raise FormatError(f"the Parquet file has more than {MAX_PAGES} pages, which is the limit")
         reader = _Thrift(data, position, end)
         page = reader.struct(_PAGE)
         header_nbytes = reader.position - position
         kind = page.get(1)
         number = _PAGE_FIELDS.get(kind) if type(kind) is int else None
         fields = page.get(number) if number is not None else None
-        if not isinstance(fields, dict) or (kind == _DICTIONARY and not first):
+        if not isinstance(fields, dict) or (kind == _DICTIONARY and pages > 1):
             _refuse("a page is of an unknown kind, or in the wrong place")
         unpacked = _limit("bytes of a page", page.get(2), MAX_PAGE_NBYTES)
         packed = _limit("bytes of a compressed page", page.get(3), end - reader.position)
@@ -160,8 +164,7 @@ def _check_pages(data: bytes, position: int, end: int) -> tuple[int, int]:
         values += 0 if kind == _DICTIONARY else count
         nbytes += unpacked + header_nbytes
         position = reader.position + packed
-        first = False
-    return values, nbytes
+    return pages, values, nbytes
 
 
 def _limit(what: str, found: Any, limit: int) -> int:
