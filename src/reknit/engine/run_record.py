@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import socket
 import time
 import uuid
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from reknit.errors import CommitError, FencedError, FormatError, StorageError
 from reknit.format import paths
 from reknit.monitor.phase import now
+from reknit.system import dice
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,7 +94,7 @@ def open_run(root: Storage, at_least: int) -> str:
                     root.delete(each)
             return mine
         root.delete(mine)  # another run opens the folder at this moment
-        time.sleep(random.random() * _PAUSE_S)
+        time.sleep(dice.random() * _PAUSE_S)
     raise CommitError(
         f"other runs open {root.url} all the time, and none can have it",
         path=root.url,
