@@ -16,8 +16,21 @@ REPOSITORY = Path(__file__).parents[2]
 MODULE = "tests.faults.process_kinds"
 CASES = [f"{store}-{wait}" for store in STORES for wait in ("wait", "no-wait")]
 
-DAY = [(kind, "") for kind in (*KINDS, "python -c")]
-NIGHT = [*DAY, *((kind, case) for kind, _ in DAY for case in CASES)]
+RARE = (
+    "thread",
+    "daemonic spawn",
+    "daemonic forkserver",
+    "terminated spawn",
+    "pool of spawn",
+    "os.fork",
+    "loop of a thread",
+    "handler during write",
+    "at exit",
+)
+"""Kinds that differ little from others, and are tried at night only."""
+
+DAY = [(kind, "") for kind in (*KINDS, "python -c") if kind not in RARE]
+NIGHT = [(kind, case) for kind in (*KINDS, "python -c") for case in ("", *CASES)]
 """Each case in a process of its own: what the first save of a process does, later ones need not do."""
 
 KILLED = ("terminated", "pool")
