@@ -7,7 +7,8 @@ import socket
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from itertools import count
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ pytest.importorskip("hdfs_native", reason="HDFS needs hdfs-native")
 import reknit
 from reknit.errors import StorageError, StorageNotFoundError, StorageUnavailableError
 from reknit.options import MIB
+from reknit.storage.hdfs.errors import of_class
 from reknit.storage.hdfs.store import HdfsStorage, open_hdfs
 from reknit.storage.registry import open_storage
 from reknit.testing.storage_suite import StorageSuite, listed, pattern, read, write
@@ -128,6 +130,28 @@ def test_sub_files_become_one_file_in_whatever_order_they_come(way: str) -> None
     assert everything(server("hdfs"), place(storage, "a")) == ["b"]
     assert raw_get(server("hdfs"), storage, "a/b") == data
     assert read(storage, "a/b", MIB - 5, 3 * MIB) == data[MIB - 5 : 4 * MIB - 5]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 5])
+def test_one_stream_goes_on_after_a_refusal_that_passes(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = open_hdfs(new_url("?part_mib=2&block_mib=2&concat=none"))
+    data = pattern(11 * MIB + 77)
+    feed, calls = storage.client.feed, count()
+
+    def refused_once(path: str, writer: Any, piece: bytes) -> None:
+        if next(calls) == number:
+            feed(path, writer, piece[: len(piece) // 2])
+            raise of_class("write", path, "org.NotReplicatedYetException", "Not replicated yet")
+        feed(path, writer, piece)
+
+    monkeypatch.setattr(storage.client, "feed", refused_once)
+    writer = storage.create("a/b", len(data))
+    for start in range(0, len(data), MIB):
+        writer.write(start, memoryview(data)[start : start + MIB])
+    writer.finish()
+    assert writer.upload.attempts == 1
+    assert everything(server("hdfs"), place(storage, "a")) == ["b"]
+    assert raw_get(server("hdfs"), storage, "a/b") == data
 
 
 def test_many_files_are_joined_at_once() -> None:

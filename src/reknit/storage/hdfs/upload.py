@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from reknit.errors import StorageError, StorageNotFoundError, StorageUnavailableError
+from reknit.monitor.phase import Deadline
 from reknit.storage.hdfs.client import PIECE_NBYTES
 from reknit.storage.hdfs.errors import unreached
 from reknit.storage.hdfs.threads import OverdueError, begin
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from reknit.storage.hdfs.placement import BlockPlacement
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 4.0
+_PAUSES_OF_RECOVERY = 2
+"""The NameNode closes a file within seconds: it is asked after about one each time."""
 
 
 @dataclass
@@ -52,7 +55,8 @@ class SubFiles:
     while `concurrency` sub-files are complete: if pieces arrive about in order, memory holds those, and one
     more for each thread.
 
-    Without `split` all parts are appended to one file, and none is written twice.
+    Without `split` all parts are appended to one file.  Where that fails, it is closed, and opened again at
+    its end, which has to lie in the part that is being written: the bytes before are gone from memory.
     """
 
     def __init__(
@@ -197,21 +201,65 @@ class SubFiles:
                 self._client.discard(path)
                 if attempt + 1 == self._client.options.tries:
                     raise
-            with self._changed:
-                pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**attempt) * dice.uniform(0.5, 1.5)
-                self._changed.wait_for(lambda: self._given_up, timeout=pause_s)
-                self._check_wanted()
+            self._pause(attempt)
         raise AssertionError("there is at least one try")
 
+    def _pause(self, attempt: int) -> None:
+        """Wait before a further attempt, the longer the more there were."""
+        with self._changed:
+            pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**attempt) * dice.uniform(0.5, 1.5)
+            self._changed.wait_for(lambda: self._given_up, timeout=pause_s)
+            self._check_wanted()
+
     def _go_on(self, number: int, content: list[bytes]) -> None:
-        """Append a part to the only file."""
-        if self._stream is None or self._stream_name is None:
-            self._stream_name = self._new_path(number)
-            self._stream = self._client.begin(self._stream_name)
+        """Append a part to the only file; where that fails for a while, as often as a sub-file is written."""
+        for attempt in range(self._client.options.tries):
+            try:
+                rest = self._reopened(number, content) if self._stream is None else content
+                self._append(number, rest, empty=not content)
+                return
+            except StorageUnavailableError:
+                self._stream = None
+                if attempt + 1 == self._client.options.tries:
+                    raise
+            self._pause(attempt)
+
+    def _append(self, number: int, content: list[bytes], *, empty: bool) -> None:
+        assert self._stream is not None
+        assert self._stream_name is not None
         for piece in content:
             self._client.feed(self._stream_name, self._stream, piece)
         if number + 1 == len(self.parts):
-            self._client.end(self._stream_name, self._stream, empty=not content)
+            self._client.end(self._stream_name, self._stream, empty=empty)
+
+    def _reopened(self, number: int, content: list[bytes]) -> list[bytes]:
+        """Open the only file at its end; return the bytes of a part that it lacks."""
+        if self._stream_name is None:
+            path = self._new_path(number)
+            try:
+                self._stream = self._client.begin(path)
+            except StorageUnavailableError:
+                self._client.discard(path)
+                raise
+            self._stream_name = path
+            return content
+        path, url = self._stream_name, self._client.url(self._stream_name)
+        deadline = Deadline(self._client.options.timeout_s)
+        while not self._client.recover(path):
+            if deadline.passed():
+                raise unreached("write", url, "it is still open from a failed attempt")
+            self._pause(_PAUSES_OF_RECOVERY)
+        length, nbytes = self._client.stat(path).length, sum(map(len, content))
+        there = length - number * self._size
+        synced = self._client.place.durability != "power" or number + 1 < len(self.parts)
+        if not 0 <= there <= nbytes or (there == nbytes > 0 and not synced):
+            raise StorageError(
+                f"cannot write {url}: a failed attempt left {length} bytes, which cannot be continued",
+                path=url,
+                remedy="repeat the save; with concat=rpc or concat=webhdfs, more failures are survived",
+            )
+        self._stream = self._client.reopen(path)
+        return _after(content, there)
 
     def _new_path(self, number: int) -> str:
         # Such names are never listed; sub-files have to be in one folder to become one file.
@@ -229,3 +277,13 @@ class SubFiles:
     def _check_wanted(self) -> None:
         if self._given_up:
             raise StorageError(f"cannot write into {self._client.url(self._folder)}: the file is aborted")
+
+
+def _after(content: list[bytes], nbytes: int) -> list[bytes]:
+    """Return what follows the first bytes of some pieces."""
+    rest = []
+    for piece in content:
+        if nbytes < len(piece):
+            rest.append(piece[nbytes:])
+        nbytes = max(nbytes - len(piece), 0)
+    return rest

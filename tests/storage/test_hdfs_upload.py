@@ -1,0 +1,98 @@
+"""One stream into HDFS, without a cluster: what it survives, and what it refuses to repeat."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("hdfs_native", reason="HDFS needs hdfs-native")
+
+from reknit.errors import StorageError, StorageUnavailableError
+from reknit.storage.hdfs import upload
+from reknit.storage.hdfs.upload import SubFiles
+
+PART = 8
+
+
+class OneStream:
+    """A client whose calls to `feed` fail as told: after so many bytes of the piece, or with all lost."""
+
+    def __init__(self, failures: dict[int, int], durability: str = "process", tries: int = 4) -> None:
+        self.place = SimpleNamespace(durability=durability)
+        self.options = SimpleNamespace(part_nbytes=PART, concurrency=4, tries=tries, timeout_s=10)
+        self.failures, self.calls, self.open, self.data = failures, 0, False, b""
+        self.deleted: list[str] = []
+        self.ended = 0
+
+    def url(self, path: str) -> str:
+        return f"hdfs://host{path}"
+
+    def begin(self, path: str) -> Any:
+        self.open = True
+        return object()
+
+    reopen = begin
+
+    def feed(self, path: str, writer: Any, piece: bytes) -> None:
+        assert self.open
+        self.calls += 1
+        if (kept := self.failures.get(self.calls)) is not None:
+            self.data = self.data + piece[:kept] if kept >= 0 else self.data[:kept]
+            raise StorageUnavailableError("Not replicated yet")
+        self.data += piece
+
+    def end(self, path: str, writer: Any, *, empty: bool) -> None:
+        assert self.open
+        self.open, self.ended = False, self.ended + 1
+
+    def recover(self, path: str) -> bool:
+        closed, self.open = not self.open, False
+        return closed
+
+    def stat(self, path: str) -> Any:
+        return SimpleNamespace(length=len(self.data))
+
+    def delete(self, path: str) -> None:
+        self.deleted.append(path)
+
+    discard = delete
+
+
+def written(client: Any, data: bytes) -> SubFiles:
+    files = SubFiles(client, client, "/folder", len(data), split=False)
+    for start in range(0, len(data), 4):
+        files.write(start, memoryview(data)[start : start + 4])
+    files.finish()
+    return files
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upload, "_FIRST_PAUSE_S", 0.0)
+
+
+@pytest.mark.parametrize(
+    "failures", [{1: 0}, {1: 3}, {2: 0}, {2: 7}, {3: 2, 4: 3}, {2: 0, 3: 0, 4: 0}, {2: 8}], ids=str
+)
+def test_a_stream_goes_on_where_the_file_ends_after_a_refusal_that_passes(failures: dict[int, int]) -> None:
+    data = bytes(range(21))
+    client = OneStream(failures)
+    files = written(client, data)
+    assert client.data == data
+    assert (files.attempts, client.ended, client.open) == (1, 1, False)
+
+
+def test_as_many_refusals_as_there_are_tries_fail_the_stream() -> None:
+    with pytest.raises(StorageUnavailableError, match="Not replicated yet"):
+        written(OneStream({1: 0, 2: 0}, tries=2), bytes(21))
+
+
+@pytest.mark.parametrize(
+    ("failures", "durability"), [({2: -1}, "process"), ({3: 5}, "power")], ids=["bytes lost", "not synced"]
+)
+def test_what_cannot_be_continued_fails_the_stream(failures: dict[int, int], durability: str) -> None:
+    with pytest.raises(StorageError, match="cannot be continued") as caught:
+        written(OneStream(failures, durability), bytes(21))
+    assert not isinstance(caught.value, StorageUnavailableError)
