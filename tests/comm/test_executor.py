@@ -106,7 +106,7 @@ def test_where_no_thread_can_be_started_a_job_waits_for_one_that_is_busy(
     busy = executor.submit(go_on.wait, 30)
     request.getfixturevalue("ending")
     late = executor.submit(divmod, 8, 7)
-    assert "are waiting for a free thread: can't create new thread" in caplog.text
+    assert "are waiting for a free thread: this process is about to end" in caplog.text
     assert not late.done()
     go_on.set()
     assert busy.result(30)

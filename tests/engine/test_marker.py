@@ -70,7 +70,7 @@ def test_a_save_that_may_not_overwrite_touches_nothing_where_a_checkpoint_is() -
     assert save_as(place, 1, 1) is None
     store = FaultyStorage(place)
     assert isinstance(save_as(store, 2, 2, overwrite=False), CheckpointExistsError)
-    assert {operation.name for operation in store.operations} == {"size", "read_into"}
+    assert {operation.name for operation in store.operations} == {"size", "get"}
 
 
 def test_a_marker_that_cannot_be_put_or_looked_past_fails_the_save_and_is_taken_away() -> None:

@@ -17,7 +17,7 @@ class Budget(NamedTuple):
 
 
 BUDGETS: dict[str, Budget] = {
-    ".": Budget(50, 80),
+    ".": Budget(60, 95),
     "attacks": Budget(20),
     "benchmarks": Budget(50, 20),
     "cli": Budget(50, 25, ("s3", "gcs", "azure", "hdfs")),
