@@ -22,7 +22,7 @@ from reknit.format.index import file as index_file
 from reknit.format.values import blob_codec
 from reknit.format.values.blob_codec import decode_blobs, encode_blobs
 from reknit.monitor.phase import Recorder
-from reknit.storage.local.posix import translated
+from reknit.storage.local.os_errors import translated
 from reknit.testing.world import run_ranks
 from tests import ranks
 from tests.format.samples import sample_index

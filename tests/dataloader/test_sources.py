@@ -186,15 +186,14 @@ def _cycle(loader: Any) -> Iterator[int]:
 @pytest.mark.filterwarnings("ignore:'set_vital'")
 def test_a_source_that_does_not_take_its_state_is_named_with_what_helps() -> None:
     torchdata = installed("torchdata.stateful_dataloader")
-    one, other = (
-        SourceLoader(
-            lambda n, workers=workers: torchdata.StatefulDataLoader(
-                numbers(n), batch_size=None, num_workers=workers
-            ),
-            1,
-        )
-        for workers in (0, 2)
-    )
+
+    def opened(num_workers: int) -> SourceLoader:
+        def source(n: int) -> Any:
+            return torchdata.StatefulDataLoader(numbers(n), batch_size=None, num_workers=num_workers)
+
+        return SourceLoader(source, 1)
+
+    one, other = opened(0), opened(2)
     next(one)
     load({"data": other}, assemble([collect({"data": one}, 0, 1)]))
     with pytest.raises(StateError, match=r"source 0, a StatefulDataLoader, .*: AssertionError") as caught:

@@ -54,9 +54,15 @@ def _masked(mask: bool) -> Any:
     return np.ma.masked_array(np.arange(2), [mask, False])
 
 
+def _two(one: torch.Tensor, other: torch.Tensor) -> Any:
+    kind: Any = TwoTensor
+    return kind(one, other)
+
+
 def _rows(*rows: list[float]) -> Any:
     """Return a sparse tensor that lists its elements by rows; torch warns that such are in beta."""
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         return torch.tensor(rows).to_sparse_csr()
 
 
@@ -83,7 +89,7 @@ SAME: list[Any] = [
     lambda: torch.ones(2, 3).t(),
     lambda: torch.tensor([[0, _NAN], [-0.0, 2]]).to_sparse(),
     lambda: _rows([1, _NAN], [0, 1]),
-    lambda: TwoTensor(torch.ones(2), torch.tensor([_NAN, -0.0])),
+    lambda: _two(torch.ones(2), torch.tensor([_NAN, -0.0])),
     lambda: torch.Size([1]),
     lambda: torch.float32,
     lambda: to_neutral({"a": torch.ones(2)}, "here"),
@@ -154,7 +160,7 @@ def test_a_value_is_the_same_as_one_made_alike(make: Any) -> None:
         (torch.eye(2).to_sparse(), 2 * torch.eye(2).to_sparse()),
         (torch.eye(2).to_sparse(), _rows([1, 0], [0, 1])),
         (_rows([0, 1], [1, 0]), _rows([1, 0], [0, 1])),
-        (TwoTensor(torch.ones(2), torch.ones(2)), TwoTensor(torch.ones(2), torch.zeros(2))),
+        (_two(torch.ones(2), torch.ones(2)), _two(torch.ones(2), torch.zeros(2))),
         (torch.float32, torch.float64),
         (to_neutral(torch.ones(2), "here"), to_neutral(torch.zeros(2), "here")),
         (Odd(), Odd()),
