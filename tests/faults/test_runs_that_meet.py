@@ -56,6 +56,7 @@ def committed(url: str) -> dict[int, int]:
     return found
 
 
+@pytest.mark.timeout(1200)
 def test_agents_of_a_killed_run_that_wake_later_commit_nothing_into_the_next_run(
     nursery: Nursery, tmp_path: Path, place: dict[str, str] | None
 ) -> None:
