@@ -223,7 +223,7 @@ class Checkpointer(Shown):
             raise self._tiers.unsound(bad)
         recorder = Recorder("resume", 0, None, self._root, self._sinks)
         recorder.end(now(), 0.0, 0, detail="there is no checkpoint yet")
-        self._resumed, where = bool(self._folder.records), self._tiers.where  # what appears now is of a fenced run
+        self._resumed, where = bool(self._folder.records), self._tiers.where  # a fenced run may slip in
         self._say(logging.WARNING, "there is no checkpoint below %s yet: starting with step 0", where)
         return 0
 
