@@ -9,9 +9,11 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
+import numpy as np
 import psutil
 import pytest
 
+import reknit
 from reknit.comm.base import SoloGroup
 from reknit.engine.background import agent_link
 from reknit.engine.background import messages as say
@@ -22,10 +24,11 @@ from reknit.engine.memory.tuning import Tuner
 from reknit.engine.messages import RankClaims
 from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.reuse import Committed
+from reknit.engine.stored.running_agents import at_work
 from reknit.errors import AgentError, ShortageError
 from reknit.monitor.phase import Recorder
 from reknit.options import SaveOptions
-from reknit.processes.channel import Channel
+from reknit.processes.channel import Channel, Message
 from reknit.system import socket_pair, start_thread
 from tests.engine.runs import nothing_held
 from tests.faults.nursery import wait_until
@@ -200,6 +203,41 @@ def test_a_save_that_ends_while_the_next_is_taken_up_disturbs_nobody() -> None:
         trainers_end.close()
         worker.join(LIMIT_S)
     assert not worker.is_alive()
+
+
+def test_a_trainer_that_knows_the_end_of_a_save_sees_no_agent_at_work_on_it() -> None:
+    seen: list[list[int]] = []
+
+    class Told(Channel):
+        """The agent's end, which keeps what the agent is at work on when it tells of an end."""
+
+        def tell(self, message: Message) -> bool:
+            if isinstance(message, say.SaveDone):
+                seen.append(list(agent.saves))
+            return super().tell(message)
+
+    ours, theirs = socket_pair()
+    trainers_end, agents_end = Channel(ours, say.decode), Told(theirs, say.decode)
+    agent = Agent(agents_end, None)
+    worker = start_thread("reknit-agent-test", agent.run)
+    agent_save = AgentSave(*begun(0), agents_end, Committed())
+    agent_save.fail(AgentError("it was given up"))
+    agent.take_up(agent_save, Tuner(), LIMIT_S)
+    wait_until(lambda: seen != [], LIMIT_S)
+    trainers_end.close()
+    worker.join(LIMIT_S)
+    assert seen == [[]]
+
+
+@pytest.mark.parametrize("num_targets", [0, 1, 3])
+def test_nobody_is_at_work_when_a_save_and_its_promotions_are_over(num_targets: int, tmp_path: Path) -> None:
+    for step in range(20):
+        promote_to = [tmp_path / f"{step}_{number}" for number in range(num_targets)] or None
+        options = SaveOptions(durability="process", promote_to=promote_to)
+        saved = reknit.save(tmp_path / f"step_{step}", {"x": np.zeros(9)}, wait=False, options=options)
+        saved.result(LIMIT_S)
+        saved.wait_promoted(LIMIT_S)
+        assert at_work(str(tmp_path)) == []
 
 
 def lost_by(link: agent_link.AgentLink) -> ReknitError:

@@ -236,15 +236,14 @@ class Agent:
         # A commit to a path clears out what else is there, so nothing of a later save may be.
         earlier = [e for e in list(self.saves.values()) if e.url == save.url]
         self.saves[save.number] = save
-        self._tell()
+        save.note_end = partial(self._note_end, save)
+        self._note_saves()
         self._longest_s = max(self._longest_s, timeout_s)
 
         def commit() -> None:
             save.commit(self._maker.coordinator)
             if save.promotes and save.targets:
                 self._promote(save, group, timeout_s)
-            else:
-                self._tell_end(save)
 
         before = earlier[-1] if earlier else None
         self._to_write.put(lambda: save.write(tuner, before))
@@ -255,12 +254,10 @@ class Agent:
 
         def promote(target: int, lane: Lane) -> None:
             save.promote(target, lane.group, len(self._lanes))
-            self._tell_end(save)
 
         def give_up(targets: Iterable[int], error: BaseException) -> None:
             for target in targets:
                 save.not_promoted(target, error)
-                self._tell_end(save)
 
         try:
             numbers = self._lanes.agree(save.targets, group, timeout_s)
@@ -292,16 +289,16 @@ class Agent:
         self._channel.tell(say.ArenaFree(number))
         self._to_commit.put(tell_all)
 
-    def _tell(self) -> None:
+    def _note_saves(self) -> None:
         """Let those who look at this process know what it works on."""
         if self._note is not None:
             self._note.tell(self._rank, self.saves)
 
-    def _tell_end(self, save: AgentSave) -> None:
+    def _note_end(self, save: AgentSave) -> None:
         """Let them know that a save, or one of its promotions, has ended."""
         if save.is_over:
             self.saves.pop(save.number, None)
-        self._tell()
+        self._note_saves()
 
     def _plan(self, planned: say.Planned) -> None:
         if (save := self.saves.get(planned.number)) is not None:

@@ -25,7 +25,7 @@ from reknit.monitor.phase import now
 from reknit.options import LEAST_INFLIGHT_NBYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     import numpy as np
     from numpy.typing import NDArray
@@ -76,6 +76,8 @@ class AgentSave:
         self.stores = [TargetStore(place, job.options) for place in begin.promote_to]
         self.to_promote = set(range(len(self.targets)))
         """Numbers of the targets to which it still is."""
+        self.note_end: Callable[[], None] = lambda: None
+        """Called before the trainer can know that the save, or one of its promotions, has ended."""
         self._copies = EQUAL
 
     @property
@@ -214,28 +216,23 @@ class AgentSave:
             coordinator.give_up()
             self._discard()
             self.job.recorder.flush()
-            self._channel.tell(
-                say.SaveDone(self.number, typed(error).to_wire(), records=_plain(self.job.recorder.records))
-            )
-            self._end()
+            records = _plain(self.job.recorder.records)
+            self._tell_end(say.SaveDone(self.number, typed(error).to_wire(), records=records), last=True)
             return
         if self.targets:
             self._keep_for_promotion(written)
         self.job.recorder.flush()
-        self._channel.tell(
-            say.SaveDone(
-                self.number,
-                None,
-                sum(file.nbytes for file in written),
-                len(written),
-                outcome.total_nbytes,
-                0 if self._reuse is None else self._reuse.nbytes,
-                outcome.warnings,
-                _plain(self.job.recorder.records),
-            )
+        done = say.SaveDone(
+            self.number,
+            None,
+            sum(file.nbytes for file in written),
+            len(written),
+            outcome.total_nbytes,
+            0 if self._reuse is None else self._reuse.nbytes,
+            outcome.warnings,
+            _plain(self.job.recorder.records),
         )
-        if not self.promotes:
-            self._end()
+        self._tell_end(done, last=not self.promotes)
 
     def _hold_rounds(self, coordinator: Coordinator) -> tuple[list[Written], messages.CommitOutcome]:
         """Assign, and commit what was written; return that and the outcome."""
@@ -298,12 +295,20 @@ class AgentSave:
             with suppress(Exception):  # a store of somebody else's; what stays is no part of anything
                 discard(self.job.storage, file.path)
 
-    def _end(self) -> None:
-        """Let a later save to the same place begin to write."""
-        with self._changed:
-            self._over.set()
-            self._changed.notify_all()
-        close_quietly(self.job.storage)
+    def _tell_end(self, end: say.SaveDone | say.Promoted, *, last: bool) -> bool:
+        """Tell the trainer what has ended; the last end lets a later save to the same place begin to write.
+
+        By then nobody who looks at this process sees it at work on that.  Tells whether it was heard.
+        """
+        if last:
+            with self._changed:
+                self._over.set()
+                self._changed.notify_all()
+        self.note_end()
+        heard = self._channel.tell(end)
+        if last:
+            close_quietly(self.job.storage)
+        return heard
 
     # Called by the threads that promote, and by the one that commits.
 
@@ -323,26 +328,21 @@ class AgentSave:
             return
         records = _plain(report.phases)
         job.recorder.flush()
-        self._channel.tell(
-            say.Promoted(self.number, target, None, report.path, report.nbytes, report.num_files, records)
-        )
-        self._promoted(target)
+        nbytes, files = report.nbytes, report.num_files
+        self._tell_promoted(say.Promoted(self.number, target, None, report.path, nbytes, files, records))
 
     def not_promoted(self, target: int, error: BaseException) -> None:
         """Tell the trainer, or the log where that is gone, what kept the checkpoint from where it lasts."""
         failure = typed(error)
         failure.sign(rank=self.job.group.rank)
-        if not self._channel.tell(say.Promoted(self.number, target, failure.to_wire())):
+        if not self._tell_promoted(say.Promoted(self.number, target, failure.to_wire())):
             logger.error("promotion of %s to %s failed: %s", self.url, self.targets[target], failure)
-        self._promoted(target)
 
-    def _promoted(self, target: int) -> None:
-        """Note that one of the promotions has ended; the last ends the save."""
+    def _tell_promoted(self, end: say.Promoted) -> bool:
         with self._changed:
-            self.to_promote.discard(target)
+            self.to_promote.discard(end.target)
             last = not self.to_promote
-        if last:
-            self._end()
+        return self._tell_end(end, last=last)
 
 
 def _plain(phases: Iterable[PhaseRecord]) -> list[dict[str, object]]:
