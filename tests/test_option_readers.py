@@ -25,7 +25,7 @@ from reknit.transforms import names, rename
 from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Mapping
+    from collections.abc import Callable, Container, Iterator, Mapping
 
     from reknit.comm.base import Group
 
@@ -191,6 +191,10 @@ def test_a_promotion_by_itself_sees_each_option_that_it_takes(monkeypatch: pytes
     check(seen, chosen)
 
 
+def load_in(load: Callable[..., object], group: Group) -> None:
+    load(state("a"), group=group)
+
+
 def test_a_load_sees_each_option(monkeypatch: pytest.MonkeyPatch) -> None:
     for path in ("optional://a", "optional://b"):
         reknit.save(path, state())
@@ -200,7 +204,7 @@ def test_a_load_sees_each_option(monkeypatch: pytest.MonkeyPatch) -> None:
         with reading(monkeypatch, LoadOptions) as seen:
             load = partial(reknit.load, "optional://a", options=LoadOptions(**chosen))
             load(state("a"))
-            run_ranks(2, lambda group, load=load: load(state("a"), group=group))
+            run_ranks(2, partial(load_in, load))
         check(seen, chosen, unread)
 
 
@@ -208,9 +212,11 @@ def test_a_checkpoint_that_is_opened_sees_each_option_that_it_takes(monkeypatch:
     for path in ("optional://a", "optional://b"):
         reknit.save(path, state())
     chosen = less(LOAD, NOT_FOR_OPEN) | {"transforms": (names({"model/old": "model/a"}),)}
-    with reading(monkeypatch, LoadOptions) as seen:
-        with reknit.open("optional://a", options=LoadOptions(**chosen)) as checkpoint:
-            assert checkpoint.read("model", "a").all()
+    with (
+        reading(monkeypatch, LoadOptions) as seen,
+        reknit.open("optional://a", options=LoadOptions(**chosen)) as checkpoint,
+    ):
+        assert checkpoint.read("model", "a").all()
     check(seen, chosen)
 
 
@@ -222,6 +228,7 @@ def test_a_checkpoint_that_is_verified_sees_each_option_that_it_takes(
     with reading(monkeypatch, LoadOptions) as seen:
         assert reknit.verify("optional://a", "data", options=LoadOptions(**chosen)).ok
     check(seen, chosen)
+    assert reknit.sinks.flush(10)
     assert '"action":"verify"' in (tmp_path / "events.jsonl").read_text().replace(" ", "")
 
 
