@@ -34,11 +34,11 @@ _Options = TypeVar("_Options", "SaveOptions", "LoadOptions")
 
 BACKGROUND_ONLY = ("stage", "when_busy", "host_nbytes", "piece_nbytes", "priority", "exit_wait_s")
 NOT_FOR_PROMOTE = (
-    *("check_replicas", "allow_pickle", "max_file_nbytes", "on_error", "promote_to", "comm"),
-    *BACKGROUND_ONLY,
+    *("check_replicas", "allow_pickle", "max_file_nbytes", "timeout_s", "on_error", "reuse", "promote_to"),
+    *("progress", "comm", *BACKGROUND_ONLY),
 )
-NOT_FOR_OPEN = ("only", "cast", "allow_shape_mismatch", "share", "comm")
-NOT_FOR_VERIFY = (*NOT_FOR_OPEN, "transforms", "verify", "replicas", "gap_nbytes")
+NOT_FOR_OPEN = ("only", "cast", "allow_shape_mismatch", "share", "progress", "comm")
+NOT_FOR_VERIFY = (*NOT_FOR_OPEN, "transforms", "verify", "replicas", "timeout_s", "gap_nbytes")
 
 
 def options_of(options: object, kind: type[_Options], call: str, unused: Sequence[str] = ()) -> _Options:

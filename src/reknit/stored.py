@@ -86,7 +86,9 @@ def verify(
         raise UsageError(f"level is 'metadata' or 'data', not {shown(level)}")
     options = options_of(options, LoadOptions, "reknit.verify", NOT_FOR_VERIFY)
     with closing(open_checkpoint(path)) as storage:
-        return verify_story(storage, level, options)
+        recorder = Recorder("verify", path=storage.url, sinks=outlets_for(options.events))
+        with recorder.whole():
+            return verify_story(recorded(storage, recorder), level, options)
 
 
 @checked_call
