@@ -30,9 +30,10 @@ _DEQUE, _DEQUE_EXTRA = 19, 640
 # numbers: one tag after another, from 0xCA on
 _KINDS = {0xCA + place: kind for place, kind in enumerate("fdBHIQbhiq")}
 _FIXED = {tag: struct.Struct(f">{kind}") for tag, kind in _KINDS.items()}
-_SINGLE: dict[int, Any] = {0xC0: None, 0xC2: False, 0xC3: True}
 _ONE_BYTE: dict[int, Any] = (
-    {tag: tag for tag in range(0x80)} | {tag: tag - 0x100 for tag in range(0xE0, 0x100)} | _SINGLE
+    {tag: tag for tag in range(0x80)}
+    | {tag: tag - 0x100 for tag in range(0xE0, 0x100)}
+    | {0xC0: None, 0xC2: False, 0xC3: True}
 )
 """Values of which one byte is all."""
 # Long lists hold runs of values of one kind, which are read at once: that takes a tenth of the time.
@@ -97,43 +98,43 @@ class _Reader:
         position = self.position
         if position >= self._end:
             raise _cut(position)
-        self.position = position + 1
         tag = self._data[position]
-        if tag < 0x80:
-            return tag
-        if tag >= 0xE0:
-            return tag - 0x100
-        if tag in _FIXED:
-            kind = _FIXED[tag]
-            return kind.unpack_from(self._data, self._take(kind.size))[0]
-        if tag in _SINGLE:
-            return _SINGLE[tag]
-        if 0xA0 <= tag < 0xC0 or tag in _STR:
-            return self._str(self._number(_STR[tag]) if tag in _STR else tag & 0x1F)
-        return self._compound(tag, depth)
+        self.position = position + 1
+        return self.BY_TAG[tag](self, tag, depth)
 
-    def _compound(self, tag: int, depth: int) -> Any:
-        if tag in _BIN:
-            nbytes = self._number(_BIN[tag])
-            self._charge(_TEXT)
-            start = self._take(nbytes)
-            return self._data[start : start + nbytes]
+    def _one_byte(self, tag: int, depth: int) -> Any:
+        return _ONE_BYTE[tag]
+
+    def _fixed(self, tag: int, depth: int) -> Any:
+        kind = _FIXED[tag]
+        return kind.unpack_from(self._data, self._take(kind.size))[0]
+
+    def _text(self, tag: int, depth: int) -> str:
+        nbytes = tag & 0x1F if tag < 0xC0 else self._number(_STR[tag])
+        self._charge(_TEXT)
+        start = self._take(nbytes)
+        try:
+            return self._data[start : start + nbytes].decode()
+        except UnicodeDecodeError as error:
+            raise _no_text(start) from error
+
+    def _binary(self, tag: int, depth: int) -> bytes:
+        nbytes = self._number(_BIN[tag])
+        self._charge(_TEXT)
+        start = self._take(nbytes)
+        return self._data[start : start + nbytes]
+
+    def _array(self, tag: int, depth: int) -> list[Any]:
         if depth >= MAX_DEPTH:
-            raise FormatError(f"the values are nested deeper than {MAX_DEPTH} levels")
-        if 0x80 <= tag < 0x90 or tag in _MAP:
-            return self._map(self._number(_MAP[tag]) if tag in _MAP else tag & 0x0F, depth + 1)
-        if 0x90 <= tag < 0xA0 or tag in _ARRAY:
-            return self._array(self._number(_ARRAY[tag]) if tag in _ARRAY else tag & 0x0F, depth + 1)
-        if tag in _EXT or tag in _FIXEXT:
-            return self._extension(self._number(_EXT[tag]) if tag in _EXT else _FIXEXT[tag], depth)
-        raise CorruptError(f"byte {self.position - 1} begins no msgpack value")
-
-    def _array(self, count: int, depth: int) -> list[Any]:
+            raise _too_deep()
+        count = tag & 0x0F if tag < 0xA0 else self._number(_ARRAY[tag])
         # every member takes at least one byte, so a short file cannot claim a long list
         if count > self._end - self.position:
             raise _cut(self.position)
         self._charge(_LIST + _SLOT * count)
-        return self._members(count, depth)
+        if count > 1:
+            return self._members(count, depth + 1)
+        return [self.value(depth + 1)] if count else []
 
     def _members(self, count: int, depth: int) -> list[Any]:
         members: list[Any] = []
@@ -145,6 +146,8 @@ class _Reader:
         """Read at least one value, and at most so many."""
         data, position = self._data, self.position
         tag = data[position] if position < self._end else -1
+        if 0x80 <= tag < 0xA0:
+            return (self.value(depth),)
         if tag in _ONE_BYTE:
             return map(_ONE_BYTE.__getitem__, self._run(_RUN_OF_BYTES, min(most, _MOST_OF_RUN)))
         if (row := _ROWS.get(tag)) is not None:
@@ -155,9 +158,6 @@ class _Reader:
                 return values
         if 0xA0 <= tag < 0xC0:
             return self._short_texts(most)
-        if 0x80 <= tag < 0xA0 and depth < MAX_DEPTH:
-            self.position += 1
-            return ((self._map if tag < 0x90 else self._array)(tag & 0x0F, depth + 1),)
         return (self.value(depth),)
 
     def _short_texts(self, most: int) -> list[str]:
@@ -192,10 +192,16 @@ class _Reader:
                 remedy=self.remedy,
             )
 
-    def _map(self, count: int, depth: int) -> dict[str, Any]:
+    def _map(self, tag: int, depth: int) -> dict[str, Any]:
+        if depth >= MAX_DEPTH:
+            raise _too_deep()
+        count = tag & 0x0F if tag < 0x90 else self._number(_MAP[tag])
         if count > (self._end - self.position) // 2:
             raise _cut(self.position)
         self._charge(_MAP_BASE + _PAIR * count)
+        return self._pairs(count, depth + 1) if count else {}
+
+    def _pairs(self, count: int, depth: int) -> dict[str, Any]:
         members: dict[str, Any] = {}
         for _ in range(count):
             key = self.value(depth)
@@ -206,29 +212,24 @@ class _Reader:
             members[key] = self.value(depth)
         return members
 
-    def _extension(self, nbytes: int, depth: int) -> Any:
+    def _extension(self, tag: int, depth: int) -> Any:
+        if depth >= MAX_DEPTH:
+            raise _too_deep()
+        nbytes = _FIXEXT.get(tag) or self._number(_EXT[tag])
         code = self._data[self._take(1)]
         self._charge(_EXTENSION + (_DEQUE_EXTRA if code == _DEQUE else 0))
         start = self._take(nbytes)
         outer, self._end, self.position = self._end, start + nbytes, start
+        inner = self._data[start] if nbytes else 0
         # the payload of a container is an array, which is not one more level
-        payload = self.value(depth if self._is_array() else depth + 1)
+        payload = self.value(depth if 0x90 <= inner < 0xA0 or inner in _ARRAY else depth + 1)
         if self.position != self._end:
             raise CorruptError(f"an extension of type {code} holds more than one value, at byte {start}")
         self._end = outer
         return self._unpack(code, payload)
 
-    def _is_array(self) -> bool:
-        tag = self._data[self.position] if self.position < self._end else 0
-        return 0x90 <= tag < 0xA0 or tag in _ARRAY
-
-    def _str(self, nbytes: int) -> str:
-        self._charge(_TEXT)
-        start = self._take(nbytes)
-        try:
-            return self._data[start : start + nbytes].decode()
-        except UnicodeDecodeError as error:
-            raise _no_text(start) from error
+    def _nothing(self, tag: int, depth: int) -> Any:
+        raise CorruptError(f"byte {self.position - 1} begins no msgpack value")
 
     def _number(self, nbytes: int) -> int:
         start = self._take(nbytes)
@@ -242,6 +243,20 @@ class _Reader:
         self.position = start + nbytes
         return start
 
+    BY_TAG = [_nothing] * 256
+    """What reads a value, by its first byte."""
+    for _tags, _read in (
+        (_ONE_BYTE, _one_byte),
+        (_FIXED, _fixed),
+        (_BIN, _binary),
+        ([*range(0x80, 0x90), *_MAP], _map),
+        ([*range(0x90, 0xA0), *_ARRAY], _array),
+        ([*range(0xA0, 0xC0), *_STR], _text),
+        ([*_EXT, *_FIXEXT], _extension),
+    ):
+        for _tag in _tags:
+            BY_TAG[_tag] = _read
+
 
 class _Weigher(_Reader):
     """Reads without keeping what it reads."""
@@ -253,9 +268,9 @@ class _Weigher(_Reader):
             count -= len(list(self._next(count, depth)))
         return []
 
-    def _map(self, count: int, depth: int) -> dict[str, Any]:
-        self._charge(_MAP_BASE + _PAIR * count)
-        self._members(2 * count, depth)
+    def _pairs(self, count: int, depth: int) -> dict[str, Any]:
+        for _ in range(2 * count):
+            self.value(depth)
         return {}
 
 
@@ -265,3 +280,7 @@ def _no_text(position: int) -> CorruptError:
 
 def _cut(position: int) -> CorruptError:
     return CorruptError(f"the msgpack value is truncated at byte {position}")
+
+
+def _too_deep() -> FormatError:
+    return FormatError(f"the values are nested deeper than {MAX_DEPTH} levels")
