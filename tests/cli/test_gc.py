@@ -17,7 +17,7 @@ import pytest
 
 import reknit
 from reknit.cli.gc import age
-from reknit.errors import MissingExtraError
+from reknit.errors import FencedError, MissingExtraError
 from reknit.storage.local.sweep import sweepable
 from reknit.storage.registry import open_storage
 from tests.servers import environment, new_url, server, uploads_left
@@ -122,6 +122,30 @@ def rows(command: Command, where: Where, *arguments: str) -> list[dict[str, Any]
     assert ran.code == 0, ran.err
     found: list[dict[str, Any]] = ran.json["leftovers"]
     return found
+
+
+def test_what_runs_left_goes_and_the_records_of_who_owns_the_folder_stay(
+    command: Command, where: Where
+) -> None:
+    state = {"x": np.arange(9)}
+    old = reknit.Checkpointer(where.url, wait=True)
+    old.save(1, state)
+    killed(where)
+    with reknit.Checkpointer(where.url, wait=True) as new:
+        assert new.resume(state) == 2
+        with pytest.raises(FencedError):
+            old.save(2, state)
+        kept = [path for path in where.held()["file"] if not path.startswith("b/")]
+        assert any(path.startswith(".reknit/run.") for path in kept)
+        assert {row["name"] for row in rows(command, where, "--older-than", "0", "--delete")} <= {
+            "b",
+            "step_00000002",
+        }
+        assert where.held()["file"] == kept
+        with pytest.raises(FencedError):
+            old.save(2, state)
+        new.save(2, state)
+    assert [step.step for step in reknit.steps(where.url)] == [1, 2]
 
 
 def test_what_a_killed_save_left_is_listed_and_goes_and_readers_notice_nothing(
