@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import getpass
 import os
+import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from reknit.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 _LAUNCHED = {
     "WORLD_SIZE": "torchrun or a launcher like it",
@@ -116,6 +118,17 @@ def completing() -> bool:
 def quiet_grpc() -> None:
     """Keep gRPC, before its first import, from telling users that a peer ended."""
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+
+@contextmanager
+def programs_beside_python() -> Iterator[None]:
+    """Find the programs that lie beside Python too, within the block: those of its environment."""
+    before = os.environ.get("PATH", os.defpath)
+    os.environ["PATH"] = os.pathsep.join([before, os.path.dirname(sys.executable)])
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before
 
 
 def store_variables() -> dict[str, str]:

@@ -1,0 +1,20 @@
+"""Which process group do ranks with the simulated device have?  "simccl": gloo, in streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+
+def register_group(library: Any, device_type: str) -> None:
+    """Let `init_process_group` know "simccl", such as in "cpu:gloo,cuda:simccl"."""
+
+    def made(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        from torch.distributed import distributed_c10d as torch_dist
+
+        host = torch_dist.ProcessGroupGloo(dist.PrefixStore("simccl", store), rank, size, timeout)
+        return library.process_group(host, rank, size)
+
+    if dist.is_available():
+        dist.Backend.register_backend("simccl", made, devices=[device_type])
