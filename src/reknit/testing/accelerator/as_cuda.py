@@ -95,6 +95,7 @@ def _functions(library: Any) -> dict[str, Any]:
     """Return what torch's Python calls as `torch._C._cuda_*`."""
 
     def init() -> None:
+        library.initialize()
         _cuda.default_generators = tuple(library.generator(device) for device in range(library.NUM_DEVICES))
 
     def stats(device: int) -> dict[str, Any]:

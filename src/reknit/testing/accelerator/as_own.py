@@ -21,6 +21,7 @@ def register(library: Any) -> None:
     torch._register_device_module(NAME, module)
     sys.modules[f"torch.{NAME}"] = module
     torch.utils.generate_methods_for_privateuse1_backend()
+    library.initialize()
     register_group(library, NAME)
 
 

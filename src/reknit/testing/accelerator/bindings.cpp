@@ -1,4 +1,5 @@
 // What does Python use of the device?
+#include <ATen/Context.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -15,6 +16,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using release = py::call_guard<py::gil_scoped_release>;
   m.attr("NUM_DEVICES") = sim::NUM_DEVICES;
   m.def("install", &sim::install, py::arg("as_cuda"));
+  m.def("initialize", [] { at::globalContext().lazyInitDevice(sim::type()); });  // what `is_pinned` asks for
   m.def("stop", &sim::stop, release());
 
   m.def("current_device", &sim::current_device);
@@ -48,7 +50,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     auto used = sim::usage(device);
     return std::make_tuple(used.now, used.peak, used.limit);
   });
-  m.def("host_register", [](uintptr_t address, size_t nbytes) { return sim::host_register(pointer(address), nbytes); });
+  m.def("host_register", [](uintptr_t address, size_t nbytes) {
+    sim::enter(sim::current_device());
+    return sim::host_register(pointer(address), nbytes);
+  });
   m.def("host_unregister", [](uintptr_t address) { return sim::host_unregister(pointer(address)); });
   m.def("resize", [](const at::Tensor& tensor, size_t nbytes) { sim::resize_storage(tensor.storage(), nbytes); });
 

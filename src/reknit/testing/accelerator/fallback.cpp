@@ -46,6 +46,12 @@ at::Tensor as_kernel_sees(const at::Tensor& tensor) {
   return on_device(tensor) ? kernel_view(tensor) : numbered_like(tensor.detach().clone(), tensor);
 }
 
+// Kernels for other devices warn of what they are not asked for here, in the wrong thread or twice.
+struct Silent final : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+Silent g_silent;
+
 // ---------------------------------------------------------------- one call of an operator
 class Call {
  public:
@@ -113,6 +119,7 @@ class Call {
   bool shapes_known() {
     metas_ = arguments(c10::kMeta, as_meta);
     shapes_ = metas_;
+    c10::WarningUtils::WarningHandlerGuard quiet(&g_silent);
     try {
       op_.callBoxed(&shapes_);
     } catch (const std::exception&) {  // the kernel itself says what is wrong
@@ -132,6 +139,7 @@ class Call {
     Values kernel = arguments(c10::kCPU, as_kernel_sees), results = new_results();
     stream_->submit([op = op_, kernel, finish = copies_to(results)]() mutable {
       at::AutoDispatchBelowADInplaceOrView below;
+      c10::WarningUtils::WarningHandlerGuard quiet(&g_silent);
       op.callBoxed(&kernel);
       finish(kernel);
     });
