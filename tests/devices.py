@@ -5,7 +5,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import pytest
+
+from reknit.testing.accelerator import why_not
+from tests.ranks import run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 on_cuda = pytest.mark.device("cuda")
 """Needs CUDA: a real one, or the simulated device in its place."""
@@ -22,9 +30,21 @@ every_device = pytest.mark.parametrize(
 """Runs on CUDA, real or simulated, and on a device type of its own."""
 
 every_simulated_device = pytest.mark.parametrize(
-    "device_type", [pytest.param("cuda", marks=on_simulated_cuda), pytest.param("sim", marks=on_simulated_own)]
+    "device_type",
+    [pytest.param("cuda", marks=on_simulated_cuda), pytest.param("sim", marks=on_simulated_own)],
 )
 """Runs on both kinds of the simulated device."""
 
 WARM = {"cuda": "simulated_cuda", "simulated cuda": "simulated_cuda", "simulated own": "simulated_own"}
 """For each argument of the mark, the module of `tests.warm` that installs the simulated device."""
+
+
+def run_simulated(
+    world: int, fn: Callable[..., Any], *args: Any, device_type: str = "cuda", **options: Any
+) -> list[Any]:
+    """Call a function on ranks as `tests.ranks.run` does, each of which has simulated devices of its own."""
+    if reason := why_not():
+        pytest.skip(reason)
+    return run(
+        world, fn, *args, warm={"cuda": "simulated_cuda", "sim": "simulated_own"}[device_type], **options
+    )

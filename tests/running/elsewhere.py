@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from reknit.testing.accelerator import Accelerator
 
 _TIMEOUT_S = 250.0
+_FIRST_TIMEOUT_S = 900
+"""Of a test, since the first one may have to build the device while other tests take the cores."""
 
 _REPORTS = pytest.StashKey[dict[str, list[pytest.TestReport]]]()
 
@@ -48,6 +50,13 @@ def _at_rest() -> Iterator[None]:
 def pytest_configure(config: pytest.Config) -> None:
     """Have a place for reports from elsewhere."""
     config.stash[_REPORTS] = {}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give tests that run elsewhere the time that the device may take to be built."""
+    for item in items:
+        if item.get_closest_marker("device") is not None:
+            item.add_marker(pytest.mark.timeout(_FIRST_TIMEOUT_S))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -85,7 +94,9 @@ def _reports(item: pytest.Item, warm: str) -> list[pytest.TestReport]:
 
 
 def _report(item: pytest.Item, outcome: Any, text: Any) -> pytest.TestReport:
-    return pytest.TestReport(item.nodeid, item.location, dict.fromkeys(item.keywords, 1), outcome, text, "setup")
+    return pytest.TestReport(
+        item.nodeid, item.location, dict.fromkeys(item.keywords, 1), outcome, text, "setup"
+    )
 
 
 def _run(items: list[pytest.Item], warm: str) -> None:
@@ -157,5 +168,12 @@ def in_fork(names: list[str], folder: str) -> int:
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
     # The module of `tests.warm` has imported what pytest would rewrite.
-    options = ["-o", "faulthandler_timeout=0", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    options = [
+        "-o",
+        "faulthandler_timeout=0",
+        "-p",
+        "no:cacheprovider",
+        "-W",
+        "ignore::pytest.PytestAssertRewriteWarning",
+    ]
     return int(pytest.main([*names, *options], plugins=[Recorder(folder)]))

@@ -39,7 +39,11 @@ class Event(torch.Event):
     """An event, as `torch.cuda.Event`."""
 
     def __new__(
-        cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
+        cls,
+        enable_timing: bool = False,
+        blocking: bool = False,
+        interprocess: bool = False,
+        external: bool = False,
     ) -> Event:
         """Return a new event."""
         return super().__new__(cls, device="cuda", enable_timing=enable_timing, blocking=blocking)

@@ -38,7 +38,9 @@ class Stream(torch.Stream):
 class Event(torch.Event):
     """An event of the device, as `torch.cuda.Event`."""
 
-    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
+    def __new__(
+        cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> Event:
         """Return a new event."""
         return super().__new__(cls, device=NAME, enable_timing=enable_timing, blocking=blocking)
 

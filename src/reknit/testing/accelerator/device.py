@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 DeviceType = Literal["cuda", "sim"]
 
 _DELAY_US = 300
+_NBYTES = 1 << 30
 
 
 class Accelerator:
@@ -36,7 +37,7 @@ class Accelerator:
             if self._library.has_context(device):
                 with suppress(RuntimeError):  # of work that a test let fail
                     self._library.synchronize(device)
-            self._library.limit(device, 1 << 30)
+            self._library.limit(device, _NBYTES)
         self.forget_errors()
         self._library.configure(seed, max_delay_us)
         self.fail_copy(None)
@@ -65,7 +66,7 @@ class Accelerator:
         return [device for device in range(self.num_devices) if self._library.has_context(device)]
 
     def limit(self, nbytes: int, device: int = 0) -> None:
-        """Let a device have so much memory: 1 GiB if nothing is said, and at most 4."""
+        """Let a device have so much memory; it has 1 GiB, and never more."""
         self._library.limit(device, nbytes)
 
     def in_use(self, device: int = 0) -> int:

@@ -15,7 +15,7 @@ namespace sim {
 namespace {
 constexpr unsigned char PATTERN = 0xDB;  // a large negative float, not a NaN, which would equal nothing
 constexpr size_t ROUND = 512;
-constexpr size_t SIZE = size_t(4) << 30;  // of the mappings; pages that are not used take no memory
+constexpr size_t SIZE = size_t(1) << 30;  // of the mappings; pages that are not used take no memory
 
 struct Block {
   char* pointer = nullptr;
@@ -27,7 +27,7 @@ struct Block {
 class Memory {
  public:
   std::mutex lock;
-  size_t limit = size_t(1) << 30, now = 0, peak = 0;
+  size_t limit = SIZE, now = 0, peak = 0;
 
   bool has(const void* pointer) const {
     auto* at = static_cast<const char*>(pointer);
@@ -92,6 +92,7 @@ class Memory {
     void* seen = mmap(nullptr, SIZE, PROT_NONE, MAP_SHARED | MAP_NORESERVE, fd, 0);
     close(fd);
     if (seen == MAP_FAILED || kernels == MAP_FAILED) throw std::runtime_error("simulated device: no addresses for it");
+    for (void* mapping : {kernels, seen}) madvise(mapping, SIZE, MADV_DONTDUMP);  // a core would have all of it
     kernels_ = static_cast<char*>(kernels);
     seen_ = static_cast<char*>(seen);
   }
