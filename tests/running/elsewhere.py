@@ -1,7 +1,7 @@
-"""Where do tests that need a device run?  Here if there is a real one, else in a process with a simulated one.
+"""Where do tests that need a device run?  Here if there is a real one, else beside a simulated one.
 
-The simulated device changes torch for the rest of a process.  So all such tests of a file run in one fork of a
-process that has it (`tests.ranks`), and their reports are those of the tests here.
+The simulated device changes torch for the rest of a process.  So all such tests of a file run in one fork of
+a process that has it (`tests.ranks`), and their reports are those of the tests here.
 """
 
 from __future__ import annotations

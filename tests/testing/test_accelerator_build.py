@@ -75,8 +75,13 @@ def test_a_build_that_fails_leaves_nothing_and_shows_the_error(
 def test_programs_of_the_environment_of_python_are_found_during_the_build(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = []
-    monkeypatch.setattr(cpp_extension, "is_ninja_available", lambda: seen.append(os.environ["PATH"]) or True)
+    seen: list[str] = []
+
+    def is_ninja_available() -> bool:
+        seen.append(os.environ["PATH"])
+        return True
+
+    monkeypatch.setattr(cpp_extension, "is_ninja_available", is_ninja_available)
     before = os.environ["PATH"]
     assert why_not() is None
     assert os.path.dirname(sys.executable) in seen[0].split(os.pathsep)

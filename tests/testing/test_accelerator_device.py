@@ -225,7 +225,8 @@ def test_a_copy_fails_where_a_test_wants_it_and_the_device_stays_broken(
 @on_simulated_cuda
 def test_a_driver_that_refuses_to_pin_leaves_an_error_for_the_next_kernel(accelerator: Accelerator) -> None:
     torch.cuda.init()  # type: ignore[no-untyped-call]
-    runtime, memory = torch.cuda.cudart(), np.zeros(8192, np.uint8)
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    memory = np.zeros(8192, np.uint8)
     place = memory.ctypes.data
     accelerator.refuse_to_pin()
     answers = [runtime.cudaHostRegister(place, 8192, 0), runtime.cudaHostRegister(place, 0, 0)]

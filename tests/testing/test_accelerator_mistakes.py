@@ -1,4 +1,4 @@
-"""Does the simulated device show the mistakes that destroy checkpoints?  Each gives wrong bytes, or an error."""
+"""Does the simulated device show the mistakes that destroy checkpoints, by wrong bytes or an error?"""
 
 from __future__ import annotations
 

@@ -15,13 +15,13 @@ _CYCLES_PER_US = 2000
 
 # Torch's own names, of which many are private and none is known to type checkers of a torch for CPUs.
 _cuda: Any = torch.cuda
-_C: Any = torch._C
+CORE: Any = torch._C
 
 
-class Stream(torch.Stream):
+class CudaStream(torch.Stream):
     """A stream, as `torch.cuda.Stream`."""
 
-    def __new__(cls, device: Any = None, priority: int = 0, **ids: Any) -> Stream:
+    def __new__(cls, device: Any = None, priority: int = 0, **ids: Any) -> CudaStream:
         """Return a new stream of a device, or the one that `ids` name."""
         _cuda._lazy_init()
         if "stream_id" in ids:
@@ -35,7 +35,7 @@ class Stream(torch.Stream):
         return self.stream_id
 
 
-class Event(torch.Event):
+class CudaEvent(torch.Event):
     """An event, as `torch.cuda.Event`."""
 
     def __new__(
@@ -44,7 +44,7 @@ class Event(torch.Event):
         blocking: bool = False,
         interprocess: bool = False,
         external: bool = False,
-    ) -> Event:
+    ) -> CudaEvent:
         """Return a new event."""
         return super().__new__(cls, device="cuda", enable_timing=enable_timing, blocking=blocking)
 
@@ -81,14 +81,14 @@ class Runtime:
 def take_place_of_cuda(library: Any) -> None:
     """Let `torch.cuda` use the device."""
     for name, function in _functions(library).items():
-        setattr(_C, f"_cuda_{name}", function)
+        setattr(CORE, f"_cuda_{name}", function)
     _cuda._is_in_bad_fork = library.forked
     _cuda._exchange_device = library.exchange_device
     _cuda._maybe_exchange_device = library.maybe_exchange_device
     _cuda._cudart = Runtime(library)
     _cuda._get_device_properties = lambda device: Properties(library.usage(device)[2])
-    _cuda.Stream = _cuda.streams.Stream = Stream
-    _cuda.Event = _cuda.streams.Event = Event
+    _cuda.Stream = _cuda.streams.Stream = CudaStream
+    _cuda.Event = _cuda.streams.Event = CudaEvent
     _cuda.is_current_stream_capturing = lambda: False
     torch.backends.cuda.is_built = lambda: True
     _make_storages(library)

@@ -1,4 +1,4 @@
-"""How does the simulated device become a device type of its own?  As other makers' do: `torch.sim`, PrivateUse1."""
+"""How is the simulated device a device type of its own?  As other makers' are: `torch.sim`, PrivateUse1."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ NAME = "sim"
 
 def register(library: Any) -> None:
     """Let torch have the device type "sim" and the module `torch.sim`."""
-    torch.utils.rename_privateuse1_backend(NAME)
+    known: Any = torch  # these functions are not among its typed names
+    known.utils.rename_privateuse1_backend(NAME)
     module = _module(library)
-    torch._register_device_module(NAME, module)
+    known._register_device_module(NAME, module)
     sys.modules[f"torch.{NAME}"] = module
-    torch.utils.generate_methods_for_privateuse1_backend()
+    known.utils.generate_methods_for_privateuse1_backend()
     library.initialize()
     register_group(library, NAME)
 
 
-class Stream(torch.Stream):
+class SimStream(torch.Stream):
     """A stream of the device, as `torch.cuda.Stream`."""
 
-    def __new__(cls, device: Any = None, priority: int = 0, **ids: Any) -> Stream:
+    def __new__(cls, device: Any = None, priority: int = 0, **ids: Any) -> SimStream:
         """Return a new stream of a device, or the one that `ids` name."""
         if ids:
             return super().__new__(cls, **ids)
         return super().__new__(cls, device=torch.device(NAME, _index(device)), priority=priority)
 
 
-class Event(torch.Event):
+class SimEvent(torch.Event):
     """An event of the device, as `torch.cuda.Event`."""
 
     def __new__(
         cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
-    ) -> Event:
+    ) -> SimEvent:
         """Return a new event."""
         return super().__new__(cls, device=NAME, enable_timing=enable_timing, blocking=blocking)
 
@@ -56,8 +57,8 @@ def _module(library: Any) -> types.ModuleType:
     """Return `torch.sim`, with what torch and libraries for training use of such a module."""
     every = range(library.NUM_DEVICES)
     functions: dict[str, Any] = {
-        "Stream": Stream,
-        "Event": Event,
+        "Stream": SimStream,
+        "Event": SimEvent,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "is_current_stream_capturing": lambda: False,

@@ -29,7 +29,7 @@ def why_not() -> str | None:
         return "the simulated device needs torch"
     if _library(_folder()).exists():
         return None
-    compiler = cpp_extension.get_cxx_compiler()
+    compiler = _compiler()
     with programs_beside_python():
         if shutil.which(compiler) is None:
             return f"the simulated device needs a C++ compiler, and there is no {compiler!r} here"
@@ -59,11 +59,17 @@ def _folder() -> Path:
     import torch
     from torch.utils import cpp_extension
 
-    parts = [torch.__version__, sys.version, " ".join(_FLAGS), cpp_extension.get_cxx_compiler()]
+    parts = [torch.__version__, sys.version, " ".join(_FLAGS), _compiler()]
     digest = hashlib.sha256("\n".join(parts).encode())
     for path in sorted([*_HERE.glob("*.cpp"), *_HERE.glob("*.h")]):
         digest.update(path.name.encode() + b"\n" + path.read_bytes())
     return Path(cpp_extension.get_default_build_root(), f"{_NAME}-{digest.hexdigest()[:16]}")
+
+
+def _compiler() -> str:
+    from torch.utils import cpp_extension
+
+    return str(cpp_extension.get_cxx_compiler())  # type: ignore[no-untyped-call]
 
 
 def _library(folder: Path) -> Path:
@@ -71,7 +77,7 @@ def _library(folder: Path) -> Path:
 
 
 def _compiled(folder: Path) -> Any:
-    """Build beside the folder and rename at the end, so that a killed build leaves nothing that looks whole."""
+    """Build beside the folder and rename at the end, so that a build that is killed leaves no folder."""
     from torch.utils import cpp_extension
 
     scratch = tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent)

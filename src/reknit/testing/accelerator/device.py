@@ -1,4 +1,4 @@
-"""What can a test do with the simulated device?  Install it, decide the order of its work, and make it fail."""
+"""What can a test do with the simulated device?  Install it, order its work, and make its work fail."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Accelerator:
         return int(self._library.NUM_DEVICES)
 
     def reset(self, *, seed: int = 0, max_delay_us: int = _DELAY_US) -> None:
-        """Let all work end, forget errors and refusals, and draw delays of up to `max_delay_us` from a seed."""
+        """Let all work end, forget errors and refusals, and draw delays below `max_delay_us` from a seed."""
         self.forget_errors()
         for device in range(self.num_devices):
             if self._library.has_context(device):
@@ -115,7 +115,7 @@ def installed() -> Accelerator | None:
 
 
 def install(device_type: DeviceType) -> Accelerator:
-    """Return the device, built and made known to torch first; once in a process, before torch uses any device."""
+    """Return the device, built and registered with torch first; once in a process, before torch uses any."""
     import torch
 
     if _installed:

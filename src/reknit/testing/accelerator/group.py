@@ -11,9 +11,10 @@ def register_group(library: Any, device_type: str) -> None:
     """Let `init_process_group` know "simccl", such as in "cpu:gloo,cuda:simccl"."""
 
     def made(store: Any, rank: int, size: int, timeout: Any) -> Any:
-        from torch.distributed import distributed_c10d as torch_dist
+        from torch.distributed import distributed_c10d
 
-        host = torch_dist.ProcessGroupGloo(dist.PrefixStore("simccl", store), rank, size, timeout)
+        torch_dist: Any = distributed_c10d
+        host = torch_dist.ProcessGroupGloo(torch_dist.PrefixStore("simccl", store), rank, size, timeout)
         return library.process_group(host, rank, size)
 
     if dist.is_available():
