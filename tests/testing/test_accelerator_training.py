@@ -9,8 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 from reknit.testing.accelerator import install
 from tests.devices import every_device, every_simulated_device, run_simulated
@@ -171,3 +174,65 @@ def test_fsdp2_gives_the_same_parameters_with_every_seed(device_type: str) -> No
     for other in others:
         assert all(torch.equal(*pair) for pair in zip(other, others[0], strict=True))
         assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(other, host, strict=True))
+
+
+def parallel(device_type: str) -> dict[str, dict[str, list[float]]]:
+    """Return the losses of three steps of each kind of parallel training, on the host and on the device."""
+    _, place, _ = joined(device_type)
+    found = {where: {kind.__name__: kind(where) for kind in KINDS} for where in ("cpu", place)}
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def two_layers(where: str) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)).to(where)
+
+
+def losses(model: nn.Module, where: str) -> list[float]:
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 8, device=where)).square().mean()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def ddp(where: str) -> list[float]:
+    return losses(DistributedDataParallel(two_layers(where)), where)
+
+
+def fsdp1(where: str) -> list[float]:
+    device = torch.device(where)
+    return losses(FullyShardedDataParallel(two_layers(where), use_orig_params=True, device_id=device), where)
+
+
+def tensor_parallel(where: str) -> list[float]:
+    mesh = init_device_mesh(where.partition(":")[0], (2,))
+    plan: Any = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    return losses(parallelize_module(two_layers(where), mesh, plan), where)
+
+
+def pipeline(where: str) -> list[float]:
+    rank, found = dist.get_rank(), []
+    stage = PipelineStage(two_layers(where), rank, 2, torch.device(where))
+    schedule = ScheduleGPipe(stage, 2, loss_fn=lambda out, _: out.square().mean())
+    for _ in range(3):
+        parts: list[torch.Tensor] = []
+        batch = torch.ones(4, 8, device=where)
+        schedule.step(*([batch] if rank == 0 else []), target=batch, losses=parts)
+        found += [part.item() for part in parts]
+    return found
+
+
+KINDS = (ddp, fsdp1, tensor_parallel, pipeline)
+
+
+@pytest.mark.parametrize("device_type", ["cuda", "sim"])
+def test_each_kind_of_parallel_training_loses_as_much_as_on_the_host(device_type: str) -> None:
+    for answer in run_simulated(2, parallel, device_type, device_type=device_type, joined=False):
+        here, there = answer.values()
+        assert {kind: pytest.approx(found, abs=1e-5) for kind, found in here.items()} == there

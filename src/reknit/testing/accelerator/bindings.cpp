@@ -58,5 +58,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("resize", [](const at::Tensor& tensor, size_t nbytes) { sim::resize_storage(tensor.storage(), nbytes); });
 
   m.def("generator", &sim::default_generator);
+  m.def("register_timer", &sim::register_timer);
   m.def("process_group", &sim::process_group);
 }

@@ -18,4 +18,5 @@ def register_group(library: Any, device_type: str) -> None:
         return library.process_group(host, rank, size)
 
     if dist.is_available():
+        library.register_timer()
         dist.Backend.register_backend("simccl", made, devices=[device_type])
