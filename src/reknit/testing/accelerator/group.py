@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 
 def register_group(library: Any, device_type: str) -> None:
-    """Let `init_process_group` know "simccl", such as in "cpu:gloo,cuda:simccl"."""
+    """Register "simccl" for `init_process_group`, as in "cpu:gloo,cuda:simccl"."""
 
     def made(store: Any, rank: int, size: int, timeout: Any) -> Any:
         from torch.distributed import distributed_c10d
