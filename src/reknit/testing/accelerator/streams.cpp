@@ -110,12 +110,13 @@ double Mark::reached_at_ms() const {
 
 // ---------------------------------------------------------------- streams
 namespace {
-// One entry of a queue: a job, a wait for a mark of any stream, or a sleep.
+// One entry of a queue: a job, a wait for a mark of any stream, a sleep, or a mark that is reached here.
 struct Entry {
-  Stream::Job job;
+  Stream::Job job{};
   bool delayed = false;
-  std::optional<Mark> mark;
+  std::optional<Mark> mark{};
   int64_t sleep_us = 0;
+  Stream::Job reach{};
 };
 }  // namespace
 
@@ -163,6 +164,7 @@ struct Stream::State {
       if (entry.mark) await(guard, *entry.mark);
       if (entry.job) work(guard, entry);
       busy = false;
+      if (entry.reach) entry.reach();  // whoever waited finds the stream idle
       changed.notify_all();
     }
   }
@@ -201,16 +203,16 @@ Stream::Stream(int device, int64_t id) : device(device), id(id), state_(new Stat
   reseed();
   state_->thread = std::thread([state = state_] { state->run(); });
 }
-void Stream::submit(Job job, bool delayed) { state_->push(Entry{std::move(job), delayed, {}, 0}); }
-void Stream::sleep(int64_t microseconds) { state_->push(Entry{nullptr, false, {}, std::max<int64_t>(microseconds, 1)}); }
-void Stream::wait(const Mark& mark) { state_->push(Entry{nullptr, false, mark, 0}); }
+void Stream::submit(Job job, bool delayed) { state_->push(Entry{std::move(job), delayed}); }
+void Stream::sleep(int64_t microseconds) { state_->push(Entry{{}, false, {}, std::max<int64_t>(microseconds, 1)}); }
+void Stream::wait(const Mark& mark) { state_->push(Entry{{}, false, mark}); }
 Mark Stream::mark() {
   Mark mark;
   mark.state_ = std::make_shared<Mark::State>();
   mark.state_->stream = this;
   std::lock_guard<std::mutex> guard(state_->lock);
   mark.state_->place = state_->submitted++;
-  state_->queue.push_back(Entry{[state = mark.state_] { state->finish(); }, false, {}, 0});
+  state_->queue.push_back(Entry{{}, false, {}, 0, [state = mark.state_] { state->finish(); }});
   state_->changed.notify_all();
   return mark;
 }
