@@ -21,7 +21,7 @@ from tests.storage.process_memory import open_process_memory
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytest_plugins = ["tests.running.budget", "tests.running.lanes"]
+pytest_plugins = ["tests.running.budget", "tests.running.lanes", "tests.running.elsewhere"]
 
 # How many examples a property is tried with, unless `examples` of tests.running.examples says more or less.
 # By day they are always the same, so that no change is refused for what only chance brought up; at night they

@@ -135,6 +135,7 @@ ROOMS = {
             "integrations/",
             "interop/",
             "dataloader/",
+            "testing/accelerator/",
         ),
     ),
     "jax": Room(

@@ -6,12 +6,13 @@ import getpass
 import json
 import os
 import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from reknit.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 _GRPC, _QUIET = "GRPC_VERBOSITY", "ERROR"
 """What gRPC reads when it is imported, and only then."""
@@ -136,6 +137,17 @@ def restore_grpc(changed: bool) -> None:
     """Remove the variable again, for the processes that this one starts."""
     if changed and os.environ.get(_GRPC) == _QUIET:
         del os.environ[_GRPC]
+
+
+@contextmanager
+def programs_beside_python() -> Iterator[None]:
+    """Find the programs that lie beside Python too, within the block: those of its environment."""
+    before = os.environ.get("PATH", os.defpath)
+    os.environ["PATH"] = os.pathsep.join([before, os.path.dirname(sys.executable)])
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before
 
 
 def all_variables() -> dict[bytes, bytes]:

@@ -13,6 +13,7 @@ from torch import nn
 import reknit
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import register
+from tests.devices import on_cuda
 from tests.ranks import run
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def test_tensors_are_made_where_they_are_asked_for(path: Path) -> None:
         assert tensors["model"]["embed.weight"].device.type == "cpu"
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@on_cuda
 def test_tensors_are_made_on_a_gpu(path: Path) -> None:
     checkpoint = reknit.open(path)
     here = checkpoint.read_all(["model"])["model"]

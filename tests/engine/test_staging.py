@@ -23,6 +23,7 @@ from reknit.types.box import Box
 from reknit.types.dtype import ITEMSIZE, numpy_dtype
 from reknit.types.shard import Shard as Held
 from reknit.types.shard import Strided, TensorSpec
+from tests.devices import on_cuda
 from tests.engine.queued_device import Away, install
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from tests.engine.queued_device import Queues
 
 TORCH_DTYPES = [name for name in ITEMSIZE if hasattr(torch, name)]
-
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def strides_of(lengths: tuple[int, ...], itemsize: int) -> list[int]:
@@ -489,7 +488,7 @@ def test_nothing_is_known_about_what_counts_no_changes() -> None:
     assert changes(SimpleNamespace(_version=1)) is None
 
 
-# On a real device.
+# On a device.
 
 
 @pytest.fixture
@@ -507,7 +506,7 @@ SLEEP_CYCLES = 2_000_000_000
 """A second or more of nothing, on any GPU."""
 
 
-@needs_gpu
+@on_cuda
 def test_registered_memory_is_pinned_for_torch_until_it_is_unregistered() -> None:
     torch.cuda.init()  # type: ignore[no-untyped-call]
     memory = np.zeros(1 << 20, np.uint8)
@@ -518,13 +517,13 @@ def test_registered_memory_is_pinned_for_torch_until_it_is_unregistered() -> Non
     assert not torch.from_numpy(memory).is_pinned()
 
 
-@needs_gpu
+@on_cuda
 def test_kernels_go_on_after_the_driver_refused_to_pin(pinned: NDArray[np.uint8]) -> None:
     assert pin(pinned) is None  # it is registered already
     assert torch.ones(3, device="cuda").sum().item() == 3
 
 
-@needs_gpu
+@on_cuda
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("name", TORCH_DTYPES)
@@ -546,7 +545,7 @@ def test_every_dtype_passes_from_a_gpu_unchanged(
     assert np.array_equal(pageable, expected[7 * itemsize :][: numel * itemsize])
 
 
-@needs_gpu
+@on_cuda
 def test_a_gpu_is_copied_after_earlier_work_and_beside_later_work(pinned: NDArray[np.uint8]) -> None:
     live, other = torch.zeros(1000, device="cuda"), torch.zeros(1, device="cuda")
     torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
@@ -562,7 +561,7 @@ def test_a_gpu_is_copied_after_earlier_work_and_beside_later_work(pinned: NDArra
     assert not later.query()  # type: ignore[no-untyped-call]
 
 
-@needs_gpu
+@on_cuda
 def test_memory_of_a_gpu_that_is_freed_too_early_is_not_given_away(pinned: NDArray[np.uint8]) -> None:
     live = torch.ones(1000, device="cuda")
     address, save = live.data_ptr(), Staging([bits(live)])
@@ -575,7 +574,7 @@ def test_memory_of_a_gpu_that_is_freed_too_early_is_not_given_away(pinned: NDArr
     assert (pinned[:4000].view(np.float32) == 1).all()
 
 
-@needs_gpu
+@on_cuda
 def test_steps_on_a_gpu_are_noticed_as_on_the_host() -> None:
     for mode, noticed in (({"foreach": True}, True), ({"fused": True}, False)):
         parameter = torch.nn.Parameter(torch.ones(4, device="cuda"))

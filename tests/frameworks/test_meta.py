@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import reknit
+from tests.devices import on_cuda
 from tests.ranks import run
 from tests.torchrun import pieces
 
@@ -152,7 +153,7 @@ def test_tensors_by_themselves_get_memory_on_the_default_device(tmp_path: Path) 
     assert not state["empty"].is_meta
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@on_cuda
 def test_a_model_gets_memory_on_the_gpu_where_that_is_the_default_device(path: Path, model: Tied) -> None:
     target = on_meta()
     torch.set_default_device("cuda")

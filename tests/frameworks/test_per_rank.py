@@ -14,6 +14,7 @@ from reknit.errors import StateError, UsageError
 from reknit.frameworks.per_rank import PerRank, RngState
 from reknit.frameworks.registry import collect, wanted
 from reknit.frameworks.walk.walk import World
+from tests.devices import on_cuda
 from tests.frameworks.checkpoint import Checkpoint, assemble, fill, load, save
 from tests.ranks import run
 
@@ -192,8 +193,9 @@ def test_the_state_of_a_gpu_is_noted_where_there_is_none() -> None:
     fill(want, checkpoint)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@on_cuda
 def test_random_numbers_of_a_gpu_go_on() -> None:
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     torch.cuda.manual_seed(3)
     state = RngState().state_dict()
     expected = torch.rand(3, device="cuda").tolist()

@@ -41,7 +41,7 @@ BUDGETS: dict[str, Budget] = {
     "runs": Budget(40, 20, ("azure", "gcs", "hdfs", "s3")),
     "simulation": Budget(60, 4),
     "storage": Budget(250, 46, ("s3", "gcs", "azure", "hdfs", "rclone")),
-    "testing": Budget(30, 11),
+    "testing": Budget(60, 60),
     "torchrun": Budget(150, 340, ("s3", "gcs", "azure", "hdfs")),
     "types": Budget(5),
     "vescale": Budget(20, 30),

@@ -1,0 +1,22 @@
+"""Which process group do ranks with the simulated device have?  "simccl": gloo, in streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+
+def register_group(library: Any, device_type: str) -> None:
+    """Register "simccl" for `init_process_group`, as in "cpu:gloo,cuda:simccl"."""
+
+    def made(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        from torch.distributed import distributed_c10d
+
+        torch_dist: Any = distributed_c10d
+        host = torch_dist.ProcessGroupGloo(torch_dist.PrefixStore("simccl", store), rank, size, timeout)
+        return library.process_group(host, rank, size)
+
+    if dist.is_available():
+        library.register_timer()
+        dist.Backend.register_backend("simccl", made, devices=[device_type])

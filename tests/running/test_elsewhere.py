@@ -1,0 +1,102 @@
+"""Tests that need a device have their own outcomes, whatever happens in the process where they run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from reknit.testing.accelerator import why_not
+
+ROOT = Path(__file__).parents[2]
+
+CONFTEST = """
+pytest_plugins = ["tests.running.elsewhere"]
+"""
+
+NEED_A_DEVICE = """
+import ctypes
+import pytest
+import torch
+from tests.devices import on_simulated_cuda
+
+@pytest.fixture(scope="module")
+def opened():
+    yield 1
+
+def test_before(opened):
+    assert not torch.cuda.is_available()
+
+@on_simulated_cuda
+def test_works(opened, accelerator):
+    assert torch.ones(1, device="cuda").is_cuda
+
+@on_simulated_cuda
+def test_fails():
+    assert torch.ones(1, device="cuda").item() == 2
+
+@on_simulated_cuda
+def test_leaves_an_error(accelerator):
+    accelerator.fail_copy()
+    torch.ones(1, device="cuda").add_(torch.ones(1, device="cuda")).clone()
+    torch.empty(1, pin_memory=True).copy_(torch.ones(1, device="cuda"), non_blocking=True)
+
+@on_simulated_cuda
+def test_crashes():
+    ctypes.string_at(torch.ones(1, device="cuda").data_ptr(), 1)
+
+@on_simulated_cuda
+def test_goes_on():
+    assert torch.ones(1, device="cuda").item() == 1
+
+@on_simulated_cuda
+def test_is_skipped():
+    pytest.skip("for a reason")
+
+def test_after(opened):
+    assert not torch.cuda.is_available()
+"""
+
+
+def outcomes(folder: Path, *arguments: str, **variables: str) -> dict[str, str]:
+    """Run the tests above, and return what became of each."""
+    (folder / "conftest.py").write_text(CONFTEST)
+    for name in ("first", "second"):
+        (folder / f"test_{name}.py").write_text(NEED_A_DEVICE)
+    (folder / "pytest.ini").write_text(
+        "[pytest]\nmarkers = device: device\naddopts = --import-mode=importlib\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")]), **variables}
+    command = [sys.executable, "-m", "pytest", "-rA", "-o", "faulthandler_timeout=0", *arguments]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, text=True, capture_output=True, check=False, timeout=250
+    )
+    found = re.findall(r"^(PASSED|FAILED|ERROR) test_first\.py::(\w+)", done.stdout, re.MULTILINE)
+    skipped = re.findall(r"^SKIPPED \[\d+\] (?:test_first\.py:\d+: )?(.*)", done.stdout, re.MULTILINE)
+    assert found, done.stdout + done.stderr
+    return {name: outcome for outcome, name in found} | {"skipped": " ".join(skipped)}
+
+
+def test_each_test_elsewhere_has_its_own_outcome_and_a_crash_ends_only_one(tmp_path: Path) -> None:
+    assert why_not() is None
+    found = outcomes(tmp_path)
+    assert "for a reason" in found.pop("skipped")
+    assert found == {
+        "test_before": "PASSED",
+        "test_works": "PASSED",
+        "test_fails": "FAILED",
+        "test_leaves_an_error": "PASSED",
+        "test_crashes": "ERROR",
+        "test_goes_on": "PASSED",
+        "test_after": "PASSED",
+    }
+
+
+def test_without_a_compiler_tests_that_need_the_simulated_device_are_skipped_with_the_reason(
+    tmp_path: Path,
+) -> None:
+    found = outcomes(tmp_path, CXX="no-such-compiler", HOME=str(tmp_path))
+    assert "needs a C++ compiler" in found.pop("skipped")
+    assert found == {"test_before": "PASSED", "test_after": "PASSED"}

@@ -1,0 +1,210 @@
+"""Does the simulated device show the mistakes that destroy checkpoints, by wrong bytes or an error?"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import signal
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from reknit.testing.accelerator import install
+from tests.devices import every_simulated_device, run_simulated
+from tests.ranks import Died
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reknit.testing.accelerator import Accelerator
+
+NUMEL = 1000
+
+
+def side(device_type: str, index: int = 0) -> Any:
+    return torch.get_device_module(device_type).Stream(torch.device(device_type, index))
+
+
+def current(device_type: str, index: int = 0) -> Any:
+    return torch.get_device_module(device_type).current_stream(torch.device(device_type, index))
+
+
+@every_simulated_device
+@pytest.mark.parametrize("recorded", [True, False])
+def test_memory_that_is_freed_under_a_copy_is_overwritten_unless_the_stream_is_recorded(
+    accelerator: Accelerator, device_type: str, recorded: bool
+) -> None:
+    live = torch.full((NUMEL,), 7.0, device=device_type)
+    stream, out = side(device_type), torch.zeros(NUMEL, pin_memory=True)
+    stream.wait_stream(current(device_type))
+    with accelerator.held(stream):
+        with stream:
+            out.copy_(live, non_blocking=True)
+        if recorded:
+            live.record_stream(stream)
+        address = live.data_ptr()
+        del live
+        other = torch.full((NUMEL,), 9.0, device=device_type)
+        current(device_type).synchronize()
+    stream.synchronize()
+    assert (other.data_ptr() == address) is not recorded
+    assert out.eq(7 if recorded else 9).all()
+
+
+@every_simulated_device
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_side_stream_that_does_not_wait_copies_what_is_not_yet_written(
+    accelerator: Accelerator, device_type: str, waits: bool
+) -> None:
+    live = torch.zeros(NUMEL, device=device_type)
+    stream, training, out = (
+        side(device_type),
+        current(device_type),
+        torch.full((NUMEL,), 5.0, pin_memory=True),
+    )
+    training.synchronize()
+    with accelerator.held(training):
+        live.fill_(1)
+        if waits:
+            stream.wait_stream(training)
+        with stream:
+            out.copy_(live, non_blocking=True)
+        if not waits:
+            stream.synchronize()
+    stream.synchronize()
+    assert out.eq(1 if waits else 0).all()
+
+
+@every_simulated_device
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_host_reads_old_bytes_before_the_event_of_a_copy(
+    accelerator: Accelerator, device_type: str, waits: bool
+) -> None:
+    live, out = torch.ones(NUMEL, device=device_type), torch.full((NUMEL,), 5.0, pin_memory=True)
+    done, stream = torch.Event(device=device_type), current(device_type)
+    with accelerator.held(stream):
+        out.copy_(live, non_blocking=True)
+        done.record(stream)
+        seen = out.clone()
+        assert not done.query()
+    if waits:
+        done.synchronize()
+        seen = out.clone()
+    assert seen.eq(1 if waits else 5).all()
+
+
+@every_simulated_device
+@pytest.mark.parametrize("early", [False, True])
+def test_memory_that_is_unpinned_under_a_copy_breaks_the_device(
+    accelerator: Accelerator, device_type: str, early: bool
+) -> None:
+    live, memory = torch.ones(NUMEL, device=device_type), np.zeros(NUMEL, np.float32)
+    assert accelerator.pin(memory.ctypes.data, memory.nbytes) == 0
+    stream = current(device_type)
+    with accelerator.held(stream):
+        torch.from_numpy(memory).copy_(live, non_blocking=True)
+        if early:
+            assert accelerator.unpin(memory.ctypes.data) == 0
+    if early:
+        with pytest.raises(RuntimeError, match="pinned no longer"):
+            stream.synchronize()
+    else:
+        stream.synchronize()
+        assert accelerator.unpin(memory.ctypes.data) == 0
+    assert memory[0] == (0 if early else 1)
+
+
+@every_simulated_device
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_the_stream_of_the_wrong_device_orders_nothing_on_device_1(
+    accelerator: Accelerator, device_type: str, forgotten: bool
+) -> None:
+    live, out = torch.zeros(NUMEL, device=f"{device_type}:1"), torch.full((NUMEL,), 5.0, pin_memory=True)
+    training = current(device_type, 1)
+    training.synchronize()
+    # Without an index it is the current device's: device 0 here.
+    stream = torch.get_device_module(device_type).Stream() if forgotten else side(device_type, 1)
+    with accelerator.held(training):
+        live.fill_(1)
+        stream.wait_stream(current(device_type) if forgotten else training)
+        with stream:
+            out.copy_(live, non_blocking=True)
+        end = stream.record_event()
+        if forgotten:
+            end.synchronize()
+            seen = out.clone()
+    if not forgotten:
+        end.synchronize()
+        seen = out.clone()
+    assert seen.eq(5 if forgotten else 1).all()
+
+
+@every_simulated_device
+@pytest.mark.parametrize("pinned", [False, True])
+def test_bytes_that_go_up_from_pinned_memory_are_read_when_the_stream_is_there(
+    accelerator: Accelerator, device_type: str, pinned: bool
+) -> None:
+    source = torch.ones(NUMEL, pin_memory=pinned)
+    target = torch.empty(NUMEL, device=device_type)
+    with accelerator.held(current(device_type)):
+        target.copy_(source, non_blocking=True)
+        source.fill_(2)  # too early for pinned memory; other memory was staged during the call
+    assert target.cpu().eq(2 if pinned else 1).all()
+
+
+@every_simulated_device
+def test_a_copy_to_memory_that_is_not_pinned_has_ended_when_the_call_returns(
+    accelerator: Accelerator, device_type: str
+) -> None:
+    accelerator.reset(max_delay_us=20_000)
+    live, out = torch.ones(NUMEL, device=device_type), torch.zeros(NUMEL)
+    for value in range(5):
+        live.fill_(value)
+        out.copy_(live, non_blocking=True)
+        assert out.eq(value).all()
+
+
+@every_simulated_device
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_a_load_returns_before_a_target_that_is_not_contiguous_is_filled(
+    accelerator: Accelerator, device_type: str, contiguous: bool
+) -> None:
+    target = torch.zeros(10, 20, device=device_type)
+    source = torch.ones(10, 20)
+    if not contiguous:
+        target, source = target.t(), source.t().contiguous()
+    accelerator.reset(max_delay_us=20_000)
+    ended = []
+    for _ in range(5):
+        target.copy_(source)
+        ended.append(current(device_type).query())
+    assert all(ended) is contiguous
+
+
+def touch(device_type: Any) -> None:
+    install(device_type)
+    live = torch.ones(NUMEL, device=device_type)
+    torch.accelerator.synchronize()
+    ctypes.string_at(live.data_ptr(), 4)
+
+
+def unmap_early(device_type: Any) -> None:
+    device = install(device_type)
+    live, memory = torch.ones(NUMEL, device=device_type), mmap.mmap(-1, NUMEL * 4)
+    out = np.frombuffer(memory, np.float32)
+    assert device.pin(out.ctypes.data, out.nbytes) == 0
+    with device.held(current(device_type)):
+        torch.from_numpy(out).copy_(live, non_blocking=True)
+        ctypes.CDLL(None).munmap(ctypes.c_void_p(out.ctypes.data), ctypes.c_size_t(out.nbytes))
+    torch.accelerator.synchronize()
+
+
+@pytest.mark.parametrize("device_type", ["cuda", "sim"])
+@pytest.mark.parametrize("mistake", [touch, unmap_early])
+def test_a_process_dies_that_touches_the_device_or_unmaps_what_is_copied_to(
+    mistake: Callable[[str], None], device_type: str
+) -> None:
+    answer = run_simulated(1, mistake, device_type, device_type=device_type, some_die=True, joined=False)
+    assert answer == [Died(-signal.SIGSEGV)]

@@ -1,0 +1,6 @@
+"""What `plain` imports, and the simulated device in the place of CUDA; also for `pytest -p`."""
+
+import tests.warm.plain  # noqa: F401
+from reknit.testing.accelerator import install
+
+install("cuda")
