@@ -1,0 +1,159 @@
+"""Devices of torch, of whatever kind: streams, events, the current device, pinned memory.
+
+`torch.accelerator` and the module of a kind (`torch.cuda`, `torch.xpu`, …) have what all kinds share.  What only
+CUDA has, ROCm among it, is in this module alone: events that let a thread sleep, and pinning of mapped memory.
+A kind without streams of its own (MPS, XLA) copies at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from contextlib import nullcontext
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    from numpy.typing import NDArray
+
+logger = logging.getLogger("reknit")
+
+CUDA = "cuda"
+
+_PORTABLE = 1
+"""Flag of cudaHostRegister: pinned for every device of the process."""
+
+
+def device_of(array: Any) -> Any:
+    """Return the `torch.device` of a tensor that is not in host memory; None for all else."""
+    if isinstance(array, np.ndarray) or array.device.type == "cpu":
+        return None
+    return array.device
+
+
+def module_of(device: Any) -> Any:
+    """Return what torch has for a kind of device, as `torch.cuda`; None if it has nothing."""
+    try:
+        return sys.modules["torch"].get_device_module(device)
+    except RuntimeError:
+        return None
+
+
+@cache
+def has_streams(device: Any) -> bool:
+    """Tell whether work can be queued on a device beside what it does already."""
+    return _stream(device) is not None
+
+
+def is_queued(array: Any) -> bool:
+    """Tell whether a copy of a `bits` array can be queued: it is on a device that has streams."""
+    device = device_of(array)
+    return device is not None and has_streams(device)
+
+
+@cache
+def side_stream(device: Any) -> Any:
+    """Return the stream of a device on which this process copies beside its training."""
+    return _stream(device)
+
+
+def current_stream(device: Any) -> Any:
+    """Return the stream of a device on which this thread queues what it does."""
+    return module_of(device).current_stream(device)
+
+
+def on_device(device: Any) -> AbstractContextManager[Any]:
+    """Make a device the current one of this thread within the block.
+
+    Whatever a thread asks a driver is asked of its current device, and takes some 500 MB of it on CUDA if the
+    process has not used it before.
+    """
+    module = module_of(device)
+    return nullcontext() if device.index is None or not hasattr(module, "device") else module.device(device)
+
+
+def on_stream(stream: Any) -> AbstractContextManager[Any]:
+    """Queue within the block what this thread does on the stream, on whose device it is meanwhile."""
+    context: AbstractContextManager[Any] = module_of(stream.device).stream(stream)
+    return context
+
+
+def new_event(device: Any) -> Any:
+    """Return an event of a device.  The thread that waits for it sleeps, where a device knows how."""
+    if device.type == CUDA:
+        return module_of(device).Event(blocking=True)
+    return sys.modules["torch"].Event(device)
+
+
+def wait_for(event: Any, device: Any) -> None:
+    """Return when an event of a device has come, and all that was queued before it.  Raises torch's error."""
+    with on_device(device):
+        event.synchronize()
+
+
+def is_captured() -> bool:
+    """Tell whether what this thread queues now becomes part of a graph, instead of being done."""
+    accelerator = sys.modules["torch"].accelerator.current_accelerator()
+    module = None if accelerator is None else module_of(accelerator)
+    if not hasattr(module, "is_current_stream_capturing") or not module.is_initialized():
+        return False
+    return bool(module.is_current_stream_capturing())
+
+
+def pin(memory: NDArray[np.uint8]) -> Callable[[], None] | None:
+    """Register host memory with the CUDA driver, so that devices copy to it on their own and at full speed.
+
+    Returns what takes that back, to be called before the memory is unmapped, or None where nothing was
+    registered: CUDA is not in use in this process, or the driver refused, which is logged once.  Call it in
+    the thread that trains, since the driver works on the current device of the thread.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not memory.nbytes or not torch.cuda.is_initialized():
+        return None
+    # One call for all of it: a copy that crosses from one registered range into another is refused.
+    runtime, address = torch.cuda.cudart(), memory.ctypes.data
+    if code := int(runtime.cudaHostRegister(address, memory.nbytes, _PORTABLE)):
+        _forget_error()
+        log_refused("could not pin the memory that saves are staged in, so copies to it are slower", code)
+        return None
+
+    def unpin() -> None:
+        if code := int(runtime.cudaHostUnregister(address)):
+            _forget_error()
+            log_refused("could not unpin the memory that saves were staged in", code)
+
+    return unpin
+
+
+def _forget_error() -> None:
+    """Take back the error that a refused call leaves behind, which the next kernel would raise as its own.
+
+    torch shows no way to read it except by launching a kernel.  An error that breaks the device for good is
+    raised again by whatever uses it next, so nothing is lost here.
+    """
+    try:
+        sys.modules["torch"].ones(1, device=CUDA)
+    except RuntimeError as error:
+        logger.debug("left behind by the CUDA driver: %s", error)
+
+
+@cache
+def log_refused(what: str, code: int) -> None:
+    """Log once what the CUDA driver refused."""
+    logger.warning("%s: the CUDA driver answered with error %d", what, code)
+
+
+def _stream(device: Any) -> Any:
+    """Return a new stream of a device; None where its kind has none."""
+    module = module_of(device)
+    if not hasattr(module, "Stream") or not hasattr(module, "stream"):
+        return None
+    try:
+        return module.Stream(device)
+    except RuntimeError:
+        return None
