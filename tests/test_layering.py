@@ -136,6 +136,7 @@ ROOMS = {
             "interop/",
             "dataloader/",
             "testing/accelerator/",
+            "types/devices.py",
         ),
     ),
     "jax": Room(

@@ -1,8 +1,8 @@
 """Devices of torch, of whatever kind: streams, events, the current device, pinned memory.
 
-`torch.accelerator` and the module of a kind (`torch.cuda`, `torch.xpu`, …) have what all kinds share.  What only
-CUDA has, ROCm among it, is in this module alone: events that let a thread sleep, and pinning of mapped memory.
-A kind without streams of its own (MPS, XLA) copies at once.
+`torch.accelerator` and the module of a kind (`torch.cuda`, `torch.xpu`, …) have what all kinds share.  What
+only CUDA has, and ROCm as CUDA, is in this module alone: events for which a thread sleeps, and pinning of
+memory that is mapped already.  A kind without streams of its own (MPS, XLA) copies at once.
 """
 
 from __future__ import annotations
@@ -99,10 +99,9 @@ def wait_for(event: Any, device: Any) -> None:
 def is_captured() -> bool:
     """Tell whether what this thread queues now becomes part of a graph, instead of being done."""
     accelerator = sys.modules["torch"].accelerator.current_accelerator()
-    module = None if accelerator is None else module_of(accelerator)
-    if not hasattr(module, "is_current_stream_capturing") or not module.is_initialized():
-        return False
-    return bool(module.is_current_stream_capturing())
+    module: Any = None if accelerator is None else module_of(accelerator)
+    captures = getattr(module, "is_current_stream_capturing", None)
+    return captures is not None and bool(module.is_initialized() and captures())
 
 
 def pin(memory: NDArray[np.uint8]) -> Callable[[], None] | None:
