@@ -21,9 +21,10 @@ from reknit.engine.saving import save as save_story
 from reknit.engine.saving.reuse import Committed
 from reknit.engine.saving.rounds import ASSIGN
 from reknit.engine.stored.promote import Target, promote_saved
-from reknit.errors import ReknitError, typed, typed_shortage
+from reknit.errors import ReknitError, UsageError, typed, typed_shortage
 from reknit.storage.registry import open_storage, recorded
 from reknit.system import without_collections
+from reknit.types.devices import is_captured
 from reknit.types.entry import entered
 
 if TYPE_CHECKING:
@@ -98,6 +99,11 @@ def _promote_now(outcome: SaveOutcome, job: SaveJob, report: SaveReport, written
 def entering(call: str) -> Iterator[None]:
     """Be in a call of a user: the only one of its thread, without collections, and with typed shortages."""
     with entered(call), typed_shortage(), without_collections():
+        if is_captured():
+            raise UsageError(
+                f"{call} was called while a graph is captured, of which its copies would become a part",
+                remedy="call it before or after the capture",
+            )
         yield
 
 

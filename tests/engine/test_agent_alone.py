@@ -232,8 +232,8 @@ def test_a_trainer_that_knows_the_end_of_a_save_sees_no_agent_at_work_on_it() ->
 @pytest.mark.parametrize("num_targets", [0, 1, 3])
 def test_nobody_is_at_work_when_a_save_and_its_promotions_are_over(num_targets: int, tmp_path: Path) -> None:
     for step in range(20):
-        promote_to = [tmp_path / f"{step}_{number}" for number in range(num_targets)] or None
-        options = SaveOptions(durability="process", promote_to=promote_to)
+        places = tuple(tmp_path / f"{step}_{number}" for number in range(num_targets))
+        options = SaveOptions(durability="process", promote_to=places or None)
         saved = reknit.save(tmp_path / f"step_{step}", {"x": np.zeros(9)}, wait=False, options=options)
         saved.result(LIMIT_S)
         saved.wait_promoted(LIMIT_S)

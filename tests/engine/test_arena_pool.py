@@ -221,6 +221,30 @@ def test_a_lease_that_is_released_twice_does_not_free_the_next_one() -> None:
         assert arenas.acquire(40 * MIB, 0) is None
 
 
+def test_an_arena_that_a_device_may_still_write_to_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arenas_module, "_LOOK_S", 0.01)
+    with arenas_of(64 * MIB) as arenas:
+        late = acquire(arenas, 40 * MIB)
+        looks = iter([True] * 5)
+        late.under_way = lambda: next(looks, False)
+        arenas.release(late)
+        assert arenas.acquire(40 * MIB, 0) is None
+        again = arenas.acquire(40 * MIB, 60)
+        assert again is not None
+        assert next(looks, None) is None, "it was lent while the device wrote to it"
+
+
+def test_an_arena_that_is_in_use_by_a_device_is_not_closed() -> None:
+    arenas = Arenas(64 * MIB)
+    late = acquire(arenas, 8 * MIB)
+    late.under_way = lambda: True
+    late.arena.bytes[:] = 6
+    arenas.release(late)
+    arenas.close()
+    assert (late.arena.bytes == 6).all()
+    late.arena.discard()
+
+
 def test_an_arena_is_released_while_another_is_in_the_making(monkeypatch: pytest.MonkeyPatch) -> None:
     with arenas_of(64 * MIB) as arenas:
         first = acquire(arenas, 8 * MIB)

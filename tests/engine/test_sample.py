@@ -10,19 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reknit.engine.memory import sample as sample_module
 from reknit.engine.memory.elements import bits
 from reknit.engine.memory.sample import LINE_NBYTES, STRIDE_NBYTES, Range, Sample
-from tests.engine.queued_device import install
+from tests.devices import every_simulated_device
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.engine.queued_device import Queues
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Queues]:
-    yield from install(monkeypatch)
+    from reknit.testing.accelerator import Accelerator
 
 
 @given(st.data(), st.sampled_from(["uint8", "int16", "float32", "float64", "complex128"]))
@@ -61,14 +55,65 @@ def test_a_run_of_changes_as_long_as_the_stride_and_a_line_is_noticed_wherever_i
         assert list(sample.changed()) == [0]
 
 
-def test_on_a_device_the_sample_is_taken_before_what_is_queued_later(device: Queues) -> None:
-    live = [torch.zeros(20_000) for _ in range(3)]
-    sources: list[Any] = [device.away(one) for one in live]
-    device.send(lambda: live[0].fill_(1))
+@every_simulated_device
+def test_on_a_device_the_sample_is_taken_before_what_is_queued_later(
+    accelerator: Accelerator, device_type: str
+) -> None:
+    live: list[Any] = [torch.zeros(20_000, device=device_type) for _ in range(3)]
+    live[0].fill_(1)
     host = np.zeros(20_000, np.float32)
-    sample = Sample([Range(source, 5, 19_000) for source in (*sources, bits(host))])
+    sample = Sample([Range(bits(one), 5, 19_000) for one in (*live, host)])
     assert list(sample.changed()) == [], "what was queued before the sample is no change"
-    device.send(lambda: live[1].fill_(2))
-    device.compute.drain()
+    live[1].fill_(2)
+    torch.get_device_module(device_type).synchronize()
     host[5] = 1
     assert sorted(sample.changed()) == [1, 3]
+    live[1].zero_()
+    torch.get_device_module(device_type).synchronize()
+    assert sorted(sample.changed()) == [3]
+
+
+@every_simulated_device
+def test_on_a_device_every_change_of_a_line_is_noticed_however_ranges_are_cut(
+    accelerator: Accelerator, device_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator.reset(max_delay_us=0)
+    for lot_lines in (1, 2, 3, 100):
+        monkeypatch.setattr(sample_module, "LOT_LINES", lot_lines)
+        live = torch.zeros(9 * STRIDE_NBYTES, dtype=torch.uint8, device=device_type)
+        cuts = [(0, LINE_NBYTES), (64, 5 * STRIDE_NBYTES), (6 * STRIDE_NBYTES, 2 * STRIDE_NBYTES + 64)]
+        sample = Sample([Range(bits(live), first, numel) for first, numel in cuts])
+        assert list(sample.changed()) == []
+        lines = [(0, 0), (1, 64), (1, 64 + 4 * STRIDE_NBYTES), (2, 6 * STRIDE_NBYTES), (2, 8 * STRIDE_NBYTES)]
+        for number, first in lines:
+            for at, bit in ((first, 1), (first + 7, 128), (first + LINE_NBYTES - 1, 64)):
+                live[at] ^= bit
+                torch.get_device_module(device_type).synchronize()
+                assert list(sample.changed()) == [number], (lot_lines, at)
+                live[at] ^= bit
+    torch.get_device_module(device_type).synchronize()
+    assert list(sample.changed()) == []
+
+
+@every_simulated_device
+@pytest.mark.parametrize("value", [1.0, 2.0, -2.0, 2.0**64, float("inf")])
+def test_a_fill_with_a_round_number_is_noticed(
+    accelerator: Accelerator, device_type: str, value: float
+) -> None:
+    live = torch.zeros(1 << 20, device=device_type)
+    sample = Sample([Range(bits(live), 0, live.numel())])
+    live.fill_(value)
+    torch.get_device_module(device_type).synchronize()
+    assert list(sample.changed()) == [0]
+
+
+@every_simulated_device
+def test_a_sample_keeps_little_on_the_device(accelerator: Accelerator, device_type: str) -> None:
+    live = torch.zeros(32 << 20, dtype=torch.uint8, device=device_type)
+    before = accelerator.in_use()
+    accelerator.reset_peak()
+    sample = Sample([Range(bits(live), first, 1 << 20) for first in range(0, 32 << 20, 1 << 20)])
+    torch.get_device_module(device_type).synchronize()
+    assert accelerator.in_use() - before <= 64 << 10
+    assert accelerator.peak() - before <= 4 * LINE_NBYTES * (live.numel() // STRIDE_NBYTES)
+    assert list(sample.changed()) == []

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 from math import prod
@@ -18,20 +17,16 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from reknit.engine.memory import staging
 from reknit.engine.memory.elements import bits, contiguous_bytes, convert, deliver, stage
 from reknit.engine.memory.sources import Sources
-from reknit.engine.memory.staging import Staging, changes, pin
+from reknit.engine.memory.staging import Staging, changes
 from reknit.types.box import Box
 from reknit.types.dtype import ITEMSIZE, numpy_dtype
 from reknit.types.shard import Shard as Held
 from reknit.types.shard import Strided, TensorSpec
 from tests.devices import on_cuda
-from tests.engine.queued_device import Away, install
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from numpy.typing import NDArray
-
-    from tests.engine.queued_device import Queues
 
 TORCH_DTYPES = [name for name in ITEMSIZE if hasattr(torch, name)]
 
@@ -173,233 +168,23 @@ def test_nothing_is_staged_of_an_empty_tensor_that_is_no_host_array() -> None:
     stage(torch.zeros((0, 3), dtype=torch.int32), 0, 0, np.empty(0, np.uint8))
 
 
-# A CUDA device in a queue: what is sent to it runs when something waits for it, and not before.
+def test_bytes_from_the_host_are_there_at_once_and_nothing_imports_torch() -> None:
+    code = (
+        "import sys, numpy; from reknit.engine.memory.staging import Staging, changes;"
+        "data = numpy.arange(4, dtype='u1'); out = numpy.zeros(2, 'u1');"
+        "save = Staging([data]); save.add(data, 1, 2, out); assert out.tolist() == [1, 2]; save.wait(1);"
+        "assert not save.under_way() and changes(data) is None and 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Queues]:
-    yield from install(monkeypatch)
-
-
-def nbytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    return np.zeros(tensor.nbytes, np.uint8)
-
-
-def test_bytes_from_a_device_are_there_after_the_wait_and_not_before(device: Queues) -> None:
-    live = torch.arange(1, 7, dtype=torch.float32)
-    out, save = nbytes_of(live), Staging()
-    save.add(device.away(live), 0, 6, out)
-    assert not out.any()
-    save.wait()
-    assert out.view(np.float32).tolist() == live.tolist()
-
-
-def test_bytes_from_the_host_are_there_at_once() -> None:
-    save, out = Staging(), np.empty(8, np.uint8)
-    save.add(bits(np.arange(4, dtype=np.int32)), 1, 2, out)
-    assert out.view(np.int32).tolist() == [1, 2]
-    save.wait()
-
-
-def test_other_accelerators_are_staged_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The meta device stands for any that is neither the host nor CUDA.
+def test_devices_without_streams_are_staged_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The meta device stands for any that has none.
     staged: list[Any] = []
     monkeypatch.setattr(staging, "stage", lambda *call: staged.append(call))
     source, out = torch.empty(4, dtype=torch.int32, device="meta"), np.empty(8, np.uint8)
     Staging([source]).add(source, 1, 2, out)
     assert staged == [(source, 1, 2, out)]
-
-
-def test_a_copy_has_what_was_queued_before_the_save_and_nothing_later(device: Queues) -> None:
-    live = torch.zeros(3)
-    source, out = device.away(live), nbytes_of(live)
-    device.send(lambda: live.fill_(1))
-    save = Staging([source])
-    device.send(lambda: live.fill_(2))
-    save.add(source, 0, 3, out)
-    save.wait()
-    assert out.view(np.float32).tolist() == [1, 1, 1]
-    assert len(device.compute.work) == 1  # what came later was not waited for
-
-
-def test_a_source_that_was_not_named_is_copied_after_what_was_queued_before_its_first_copy(
-    device: Queues,
-) -> None:
-    live = torch.zeros(3)
-    device.send(lambda: live.fill_(1))
-    out, save = nbytes_of(live), Staging()
-    save.add(device.away(live), 0, 3, out)
-    save.wait()
-    assert out.view(np.float32).tolist() == [1, 1, 1]
-
-
-def test_saves_share_the_stream_of_a_device_and_wait_for_their_own_copies_only(device: Queues) -> None:
-    live = torch.ones(2)
-    source, outs, saves = device.away(live), [nbytes_of(live), nbytes_of(live)], [Staging(), Staging()]
-    for save, out in zip(saves, outs, strict=True):
-        save.add(source, 0, 2, out)
-    saves[0].wait()
-    assert [out.any() for out in outs] == [True, False]
-    assert len({stream for _, stream in device.kept}) == 1
-
-
-def test_the_waiting_thread_sleeps_and_freed_memory_is_kept_until_it_was_copied(device: Queues) -> None:
-    live = torch.ones(2)
-    save = Staging()
-    save.add(device.away(live), 0, 2, nbytes_of(live))
-    assert device.kept == [(live.data_ptr(), staging.side_stream(device.away(live).device))]
-    save.wait()
-    assert device.current is device.compute
-
-
-@given(
-    st.lists(st.integers(1, 5), max_size=4).map(tuple),
-    st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.complex64, torch.complex128]),
-    st.integers(1, 200),
-    st.data(),
-)
-def test_any_flat_range_of_any_strided_tensor_on_a_device_is_staged_in_row_major_order(
-    shape: tuple[int, ...], dtype: torch.dtype, budget: int, data: st.DataObject
-) -> None:
-    axes = data.draw(st.permutations(range(len(shape))))
-    live = torch.arange(prod(shape)).reshape(shape).to(dtype).permute(axes)
-    first = data.draw(st.integers(0, live.numel() - 1))
-    numel = data.draw(st.integers(1, live.numel() - first))
-    out = np.empty(live.element_size() * numel, np.uint8)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(staging, "GATHER_NBYTES", budget)
-        queues = next(device.__wrapped__(patch))  # type: ignore[attr-defined]
-        save = Staging()
-        save.add(queues.away(live), first, numel, out)
-        save.wait()
-    expected = live.reshape(-1)[first : first + numel].contiguous()
-    assert out.tobytes() == bytes(expected.view(torch.uint8).tolist())
-    assert all(nbytes <= max(budget, live.element_size()) for nbytes, _ in queues.taken)
-    assert all(stream is not queues.compute for _, stream in queues.taken)
-
-
-def test_a_range_of_a_contiguous_tensor_is_one_copy_without_memory_on_the_device(device: Queues) -> None:
-    source = device.away(torch.arange(60).reshape(3, 4, 5))
-    save = Staging([source])
-    stream = staging.side_stream(source.device)
-    before = len(stream.work)
-    save.add(source, 7, 40, out := np.zeros(320, np.uint8))
-    assert len(stream.work) - before == 2  # the copy and its mark
-    assert device.taken == []
-    save.wait()
-    assert out.view(np.int64).tolist() == list(range(7, 47))
-
-
-def test_copies_that_were_queued_before_an_error_are_waited_for(
-    device: Queues, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    live = torch.arange(1, 7, dtype=torch.int32).reshape(2, 3).t()
-    out, save = nbytes_of(live), Staging()
-    monkeypatch.setattr(staging, "GATHER_NBYTES", 8)
-    contiguous, calls = torch.Tensor.contiguous, iter([1])
-
-    def full(tensor: Any) -> Any:
-        if next(calls, None) is None:
-            raise torch.OutOfMemoryError
-        return contiguous(tensor)
-
-    monkeypatch.setattr(Away, "contiguous", full)
-    with pytest.raises(torch.OutOfMemoryError):
-        save.add(device.away(live), 0, 6, out)
-    save.wait()
-    assert out.view(np.int32).tolist() == [1, 4, 0, 0, 0, 0]
-    assert device.current is device.compute
-
-
-# Pinning.
-
-
-class Runtime:
-    """The CUDA runtime, with the answers that it gives."""
-
-    def __init__(self, register: int = 0, unregister: int = 0) -> None:
-        self.answers = {"register": register, "unregister": unregister}
-        self.calls: list[tuple[Any, ...]] = []
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        self.calls.append((address, nbytes))
-        return self.answers["register"]
-
-    def cudaHostUnregister(self, address: int) -> int:
-        self.calls.append((address,))
-        return self.answers["unregister"]
-
-
-def in_use(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> list[str]:
-    """Let CUDA look as if it were in use; return what is launched on it."""
-    launched: list[str] = []
-
-    def ones(numel: int, *, device: str) -> None:
-        launched.append(device)
-        raise RuntimeError("CUDA error: the one that was left behind")
-
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch, "ones", ones)
-    staging.log_refused.cache_clear()
-    return launched
-
-
-def test_memory_is_registered_whole_and_unregistered_where_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime, memory = Runtime(), np.zeros(1000, np.uint8)
-    launched = in_use(monkeypatch, runtime)
-    unpin = pin(memory)
-    assert unpin is not None
-    assert runtime.calls == [(memory.ctypes.data, 1000)]
-    unpin()
-    assert runtime.calls[1:] == [(memory.ctypes.data,)]
-    assert launched == []
-
-
-def test_a_driver_that_refuses_is_told_once_and_its_error_reaches_no_kernel(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    launched = in_use(monkeypatch, Runtime(register=2))
-    with caplog.at_level(logging.WARNING, "reknit"):
-        assert pin(np.zeros(8, np.uint8)) is None
-        assert pin(np.zeros(8, np.uint8)) is None
-    assert launched == ["cuda", "cuda"]
-    assert [record.message for record in caplog.records] == [
-        "could not pin the memory that saves are staged in, so copies to it are slower: "
-        "the CUDA driver answered with error 2"
-    ]
-
-
-def test_memory_that_cannot_be_unpinned_is_told(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    launched = in_use(monkeypatch, Runtime(unregister=713))
-    unpin = pin(np.zeros(8, np.uint8))
-    assert unpin is not None
-    with caplog.at_level(logging.WARNING, "reknit"):
-        unpin()
-    assert launched == ["cuda"]
-    assert "could not unpin" in caplog.text
-
-
-def test_no_memory_is_never_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = Runtime(register=1)
-    in_use(monkeypatch, runtime)
-    assert pin(np.zeros(0, np.uint8)) is None
-    assert runtime.calls == []
-
-
-def test_pinning_neither_imports_torch_nor_starts_cuda() -> None:
-    code = (
-        "import sys, numpy; from reknit.engine.memory.staging import Staging, changes, pin;"
-        "data = numpy.zeros(4, 'u1'); save = Staging([data]); save.add(data, 0, 4, data.copy()); save.wait();"
-        "assert pin(data) is None and changes(data) is None and 'torch' not in sys.modules;"
-        "import torch; assert pin(data) is None and not torch.cuda.is_initialized()"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-# What torch notices of changes in place.
 
 
 def test_a_change_is_noticed_through_every_view_of_a_tensor() -> None:
@@ -486,92 +271,6 @@ def test_nothing_is_known_about_what_counts_no_changes() -> None:
     assert changes(tensor.detach()) is None
     assert changes(np.zeros(3)) is None
     assert changes(SimpleNamespace(_version=1)) is None
-
-
-# On a device.
-
-
-@pytest.fixture
-def pinned() -> Iterator[NDArray[np.uint8]]:
-    torch.cuda.init()  # type: ignore[no-untyped-call]
-    memory = np.zeros(1 << 20, np.uint8)
-    unpin = pin(memory)
-    assert unpin is not None
-    yield memory
-    torch.cuda.synchronize()
-    unpin()
-
-
-SLEEP_CYCLES = 2_000_000_000
-"""A second or more of nothing, on any GPU."""
-
-
-@on_cuda
-def test_registered_memory_is_pinned_for_torch_until_it_is_unregistered() -> None:
-    torch.cuda.init()  # type: ignore[no-untyped-call]
-    memory = np.zeros(1 << 20, np.uint8)
-    unpin = pin(memory)
-    assert unpin is not None
-    assert torch.from_numpy(memory[4096:8192]).is_pinned()
-    unpin()
-    assert not torch.from_numpy(memory).is_pinned()
-
-
-@on_cuda
-def test_kernels_go_on_after_the_driver_refused_to_pin(pinned: NDArray[np.uint8]) -> None:
-    assert pin(pinned) is None  # it is registered already
-    assert torch.ones(3, device="cuda").sum().item() == 3
-
-
-@on_cuda
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("name", TORCH_DTYPES)
-def test_every_dtype_passes_from_a_gpu_unchanged(
-    pinned: NDArray[np.uint8], name: str, transposed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(staging, "GATHER_NBYTES", 1000)
-    itemsize = ITEMSIZE[name]
-    raw = torch.randint(0, 2 if name == "bool" else 255, (32 * 24 * itemsize,), dtype=torch.uint8)
-    host = raw.view(getattr(torch, name)).view(32, 24)
-    live = host.cuda().t() if transposed else host.cuda()
-    expected = (host.t() if transposed else host).contiguous().view(torch.uint8).flatten().numpy()
-    save, numel = Staging(), live.numel() - 30
-    pageable = np.zeros(numel * itemsize, np.uint8)
-    save.add(bits(live), 7, numel, pinned[: numel * itemsize])
-    save.add(bits(live), 7, numel, pageable)
-    save.wait()
-    assert np.array_equal(pinned[: numel * itemsize], expected[7 * itemsize :][: numel * itemsize])
-    assert np.array_equal(pageable, expected[7 * itemsize :][: numel * itemsize])
-
-
-@on_cuda
-def test_a_gpu_is_copied_after_earlier_work_and_beside_later_work(pinned: NDArray[np.uint8]) -> None:
-    live, other = torch.zeros(1000, device="cuda"), torch.zeros(1, device="cuda")
-    torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
-    live.fill_(1)
-    save = Staging([bits(live)])
-    torch.cuda._sleep(4 * SLEEP_CYCLES)  # type: ignore[no-untyped-call]
-    other.fill_(1)
-    later = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    later.record()
-    save.add(bits(live), 0, 1000, pinned[:4000])
-    save.wait()
-    assert (pinned[:4000].view(np.float32) == 1).all()
-    assert not later.query()  # type: ignore[no-untyped-call]
-
-
-@on_cuda
-def test_memory_of_a_gpu_that_is_freed_too_early_is_not_given_away(pinned: NDArray[np.uint8]) -> None:
-    live = torch.ones(1000, device="cuda")
-    address, save = live.data_ptr(), Staging([bits(live)])
-    with torch.cuda.stream(staging.side_stream(live.device)):
-        torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
-    save.add(bits(live), 0, 1000, pinned[:4000])
-    del live
-    assert torch.full((1000,), 2.0, device="cuda").data_ptr() != address
-    save.wait()
-    assert (pinned[:4000].view(np.float32) == 1).all()
 
 
 @on_cuda

@@ -43,7 +43,7 @@ BUDGETS: dict[str, Budget] = {
     "storage": Budget(250, 46, ("s3", "gcs", "azure", "hdfs", "rclone")),
     "testing": Budget(60, 60),
     "torchrun": Budget(150, 340, ("s3", "gcs", "azure", "hdfs")),
-    "types": Budget(5),
+    "types": Budget(10, 8),
     "vescale": Budget(20, 30),
     "world": Budget(60),
 }

@@ -143,6 +143,11 @@ class SharedMemory:
         """Call `release` before the pages are given up: someone else, such as a driver, uses them, too."""
         self._release = release
 
+    @property
+    def is_held(self) -> bool:
+        """Whether someone else has to let go of the pages first."""
+        return self._release is not None
+
     def discard(self) -> None:
         """Give the pages back to the kernel now, for all processes that map them; all bytes become zero.
 

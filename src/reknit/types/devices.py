@@ -1,22 +1,24 @@
 """Devices of torch, of whatever kind: streams, events, the current device, pinned memory.
 
 `torch.accelerator` and the module of a kind (`torch.cuda`, `torch.xpu`, …) have what all kinds share.  What
-only CUDA has, and ROCm as CUDA, is in this module alone: events for which a thread sleeps, and pinning of
-memory that is mapped already.  A kind without streams of its own (MPS, XLA) copies at once.
+only CUDA has, and ROCm as CUDA, is in this module alone: pinning of memory that is mapped already.  A kind
+without streams of its own (MPS, XLA) copies at once.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from reknit.errors import ReknitError, shortage
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
@@ -77,66 +79,78 @@ def on_device(device: Any) -> AbstractContextManager[Any]:
     return nullcontext() if device.index is None or not hasattr(module, "device") else module.device(device)
 
 
-def on_stream(stream: Any) -> AbstractContextManager[Any]:
+@contextmanager
+def on_stream(stream: Any) -> Iterator[None]:
     """Queue within the block what this thread does on the stream, on whose device it is meanwhile."""
-    context: AbstractContextManager[Any] = module_of(stream.device).stream(stream)
-    return context
+    # On its device first: to leave the stream of another one would begin to use the current one.
+    with on_device(stream.device), module_of(stream.device).stream(stream):
+        yield
 
 
 def new_event(device: Any) -> Any:
-    """Return an event of a device.  The thread that waits for it sleeps, where a device knows how."""
-    if device.type == CUDA:
-        return module_of(device).Event(blocking=True)
+    """Return an event of a device."""
     return sys.modules["torch"].Event(device)
 
 
-def wait_for(event: Any, device: Any) -> None:
-    """Return when an event of a device has come, and all that was queued before it.  Raises torch's error."""
-    with on_device(device):
-        event.synchronize()
+def is_under_way(event: Any, device: Any) -> bool:
+    """Tell whether an event of a device is yet to come; nothing more comes from a device that has failed."""
+    with on_device(device), suppress(RuntimeError):
+        return not event.query()
+    return False
+
+
+def failed(error: RuntimeError, device: Any) -> ReknitError:
+    """Return a typed error for what torch raises when a copy from or to a device fails."""
+    return shortage(error) or ReknitError(
+        f"a copy from or to {device} failed: {error}",
+        remedy="an earlier kernel may be the cause; start a process whose device has failed again",
+    )
 
 
 def is_captured() -> bool:
     """Tell whether what this thread queues now becomes part of a graph, instead of being done."""
-    accelerator = sys.modules["torch"].accelerator.current_accelerator()
+    torch = sys.modules.get("torch")
+    accelerator = None if torch is None else torch.accelerator.current_accelerator()
     module: Any = None if accelerator is None else module_of(accelerator)
     captures = getattr(module, "is_current_stream_capturing", None)
     return captures is not None and bool(module.is_initialized() and captures())
 
 
-def pin(memory: NDArray[np.uint8]) -> Callable[[], None] | None:
-    """Register host memory with the CUDA driver, so that devices copy to it on their own and at full speed.
+def pin(memory: NDArray[np.uint8], device: Any) -> Callable[[], None] | None:
+    """Register host memory with the driver of a device, for copies at full speed beside all else.
 
-    Returns what takes that back, to be called before the memory is unmapped, or None where nothing was
-    registered: CUDA is not in use in this process, or the driver refused, which is logged once.  Call it in
-    the thread that trains, since the driver works on the current device of the thread.
+    The driver does so for every device of its kind.  Returns what takes that back, to be called before the
+    memory is unmapped, or None where nothing was registered: torch lets no kind but CUDA do it, or the driver
+    refused, which is logged once.
     """
-    torch = sys.modules.get("torch")
-    if torch is None or not memory.nbytes or not torch.cuda.is_initialized():
+    if device.type != CUDA or not memory.nbytes:
         return None
     # One call for all of it: a copy that crosses from one registered range into another is refused.
-    runtime, address = torch.cuda.cudart(), memory.ctypes.data
-    if code := int(runtime.cudaHostRegister(address, memory.nbytes, _PORTABLE)):
-        _forget_error()
-        log_refused("could not pin the memory that saves are staged in, so copies to it are slower", code)
-        return None
+    runtime, address = module_of(device).cudart(), memory.ctypes.data
+    with on_device(device):
+        code = int(runtime.cudaHostRegister(address, memory.nbytes, _PORTABLE))
+        if code:
+            _forget_error(device)
+            log_refused("could not pin the memory that saves are staged in, so copies are slower", code)
+            return None
 
     def unpin() -> None:
-        if code := int(runtime.cudaHostUnregister(address)):
-            _forget_error()
-            log_refused("could not unpin the memory that saves were staged in", code)
+        with on_device(device):
+            if code := int(runtime.cudaHostUnregister(address)):
+                _forget_error(device)
+                log_refused("could not unpin the memory that saves were staged in", code)
 
     return unpin
 
 
-def _forget_error() -> None:
+def _forget_error(device: Any) -> None:
     """Take back the error that a refused call leaves behind, which the next kernel would raise as its own.
 
     torch shows no way to read it except by launching a kernel.  An error that breaks the device for good is
     raised again by whatever uses it next, so nothing is lost here.
     """
     try:
-        sys.modules["torch"].ones(1, device=CUDA)
+        sys.modules["torch"].ones(1, device=device)
     except RuntimeError as error:
         logger.debug("left behind by the CUDA driver: %s", error)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
+from functools import cache
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,8 @@ import numpy as np
 from reknit.engine.memory.elements import address, itemsize
 from reknit.engine.memory.sample import Range, Sample
 from reknit.engine.memory.sources import Sources
-from reknit.engine.memory.staging import changes, copied_later, on_cuda
+from reknit.engine.memory.staging import changes, copied_later
+from reknit.types.devices import device_of, is_queued
 from reknit.types.shard import full_name
 
 if TYPE_CHECKING:
@@ -21,8 +24,13 @@ if TYPE_CHECKING:
     from reknit.types.barrier import Barrier
     from reknit.types.shard import Holdings, Shard
 
+logger = logging.getLogger("reknit")
+
 SMALL_NBYTES = 64 << 10
 """Up to this size entries are copied at once: to watch them would take as long."""
+
+_CLONES_NBYTES = 64 << 20
+"""Most device memory that copies of such entries take, per process."""
 
 
 class Deferred:
@@ -38,19 +46,24 @@ class Deferred:
         self._watched: list[tuple[Shard, Barrier, int | None]] = []
         ranges: list[Range] = []
         sources, clones = images[0].sources if images else Sources(()), dict[int, Any]()
+        room = _CLONES_NBYTES
 
         def part(entry: EntryRow) -> str:
+            nonlocal room
             source = sources[entry.shard]
             barrier = guard.before(source, entry)
             if barrier is None:
-                if on_cuda(source) and source.nbytes <= SMALL_NBYTES:
+                if is_queued(source) and source.nbytes <= min(SMALL_NBYTES, room):
+                    room -= source.nbytes
                     clones[entry.shard] = source.clone()  # quicker than to wait for what the device does
                     return "queued"
+                if device_of(source) is not None and not is_queued(source):
+                    _log_at_once(source.device.type)
                 return "now"
             shard = holdings.shards[entry.shard]
             self._watched.append((shard, barrier, changes(shard.data)))
             ranges.append(Range(source, entry.first, entry.numel))
-            return "queued" if on_cuda(source) else "later"
+            return "queued" if is_queued(source) else "later"
 
         parts = [np.array([part(entry) for entry in image.entries.rows()]) for image in images]
         sources = sources.instead(clones)
@@ -78,6 +91,14 @@ class Deferred:
         for _, barrier, _ in found:
             barrier.distrust()
         return list(dict.fromkeys(full_name(shard.item, shard.fqn) for shard, _, _ in found))
+
+
+@cache
+def _log_at_once(device_type: str) -> None:
+    logger.info(
+        "torch has no streams for %s, so what is there is copied before save returns, also with stage='lazy'",
+        device_type,
+    )
 
 
 class _Guard:

@@ -33,7 +33,7 @@ class Snapshot:
     def __init__(
         self, images: Sequence[Image], lease: Lease, save: TrainerSave | None, options: SaveOptions
     ) -> None:
-        self._memory = lease.arena.bytes
+        self._lease, self._memory = lease, lease.arena.bytes
         self._save = save
         self._options = options
         self._images = images
@@ -43,7 +43,7 @@ class Snapshot:
     def take(self) -> None:
         """Copy everything; when this returns the live memory may be changed."""
         if self.spans:  # a replica that owns nothing has none
-            self._copy_all(self._images, Staging(self._images[0].sources.on_devices), tell=True)
+            self._copy_all(self._images, self._staging(), tell=True)
             self._complete()
 
     def tell_taken(self) -> None:
@@ -59,7 +59,7 @@ class Snapshot:
         """Copy what may change at any time, and begin to copy what is deferred; `settle` finishes that."""
         assert self._save is not None
         deferred.hold(self._save.pending.wait_staged)
-        staging = Staging(deferred.queued[0].sources.on_devices)
+        staging = self._staging()
         self._copy_all(deferred.now, staging, tell=False)
         self._queue(deferred.queued, staging)
         return staging
@@ -69,7 +69,7 @@ class Snapshot:
 
         Raises `StateError` when memory was changed before its copy was made.
         """
-        staging.wait()
+        self._wait(staging)
         self.copy_on_host(deferred.later, tell=True)
         if changed := deferred.changed():
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
@@ -106,9 +106,15 @@ class Snapshot:
             self.copy_on_host(images, tell=tell)
             return
         self._queue(images, staging)
-        staging.wait()
+        self._wait(staging)
         for number in range(len(self.spans) - 1) if tell and not self.streamed else ():
             self._tell(number)
+
+    def _staging(self) -> Staging:
+        """Return what copies from devices, which wait for what was queued before."""
+        sources = self._images[0].sources.on_devices
+        self._lease.pin(sources)
+        return Staging(sources)
 
     def _queue(self, images: Sequence[Image], staging: Staging) -> None:
         """Queue all copies from devices, to go on beside what the devices do; a ring waits for each."""
@@ -116,10 +122,18 @@ class Snapshot:
             for number in range(len(self.spans)):
                 self._copy(number, images, staging.add)
                 if self.streamed and number < len(self.spans) - 1:
-                    staging.wait()
+                    self._wait(staging)
                     self._tell(number)
         except BaseException:
-            staging.wait()  # the arena is somebody else's next
+            self._lease.under_way = staging.under_way
+            raise
+
+    def _wait(self, staging: Staging) -> None:
+        """Wait until all that was queued is copied; else the arena is nobody's as long as that goes on."""
+        try:
+            staging.wait(self._options.timeout_s)
+        except BaseException:
+            self._lease.under_way = staging.under_way
             raise
 
     def _copy(self, number: int, images: Sequence[Image], copy: Copy = stage) -> None:

@@ -119,6 +119,7 @@ def warm_up(ahead: Ahead, agents: Agents, save: TrainerSave) -> None:
         lease = ahead.lease or (ahead.arenas.acquire(nbytes, 0.0) if nbytes else None)
         if lease is not None:  # else saves under way have them all
             try:
+                lease.pin(ahead.sources.on_devices)
                 _share(agents, lease)
             finally:
                 ahead.arenas.release(lease)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from reknit.engine.memory.arena import PAGE_NBYTES, SPAN_NBYTES
-from reknit.engine.memory.staging import pin
 from reknit.engine.memory.workers import run_jobs
 from reknit.environment import local_ranks, num_threads
 from reknit.errors import UsageError
 from reknit.monitor.host_memory import available_nbytes
 from reknit.monitor.phase import Deadline
 from reknit.processes.shared_memory import SharedMemory
+from reknit.types.devices import device_of, pin
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
 
 logger = logging.getLogger("reknit")
 
@@ -22,19 +26,27 @@ LEAST_NBYTES = 2 * SPAN_NBYTES
 """Less than this is not settled for: with two spans, one is filled while the other is written."""
 
 _ROUND_NBYTES = 2 << 20  # a huge page
+_LOOK_S = 1.0
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Lease:
     """An arena that is the caller's until `Arenas.release`.
 
     `number` names the arena for as long as it exists, and is never given again.  `dropped`: numbers of arenas
-    that were lent before and are closed since the last lease.
+    that were lent before and are closed since the last lease.  As long as `under_way` tells so a device may
+    still write to the arena, and nobody gets it.
     """
 
     number: int
     arena: SharedMemory
     dropped: tuple[int, ...]
+    under_way: Callable[[], bool] = lambda: False
+
+    def pin(self, sources: Iterable[Any]) -> None:
+        """Let the devices of some `bits` arrays copy to the arena on their own, if their kind can."""
+        if not self.arena.is_held and (device := next(filter(None, map(device_of, sources)), None)):
+            self.arena.hold(pin(self.arena.bytes, device) or (lambda: None))
 
     @property
     def nbytes(self) -> int:
@@ -52,6 +64,12 @@ class _Slot:
     arena: SharedMemory | None = None
     lease: Lease | None = None
     was_lent: bool = False
+    under_way: Callable[[], bool] = lambda: False
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the arena is there and nobody's."""
+        return self.arena is not None and self.lease is None and not self.under_way()
 
 
 class Arenas:
@@ -111,7 +129,7 @@ class Arenas:
             slot = next((slot for slot in self._slots if slot.lease is lease), None)
             if slot is None:
                 return
-            slot.lease = None
+            slot.lease, slot.under_way = None, lease.under_way
             unwanted = self._take_unwanted()
         _dispose(unwanted)
 
@@ -134,7 +152,7 @@ class Arenas:
         self._changed.notify_all()
         if not self._closed:
             return []
-        free = [slot for slot in self._slots if slot.arena is not None and slot.lease is None]
+        free = [slot for slot in self._slots if slot.is_free]
         self._slots = [slot for slot in self._slots if slot not in free]
         return [slot.arena for slot in free if slot.arena is not None]
 
@@ -156,18 +174,18 @@ class Arenas:
             if self._closed:
                 raise UsageError("these arenas are closed")
             want = self._capacity(nbytes)
-            free = [slot for slot in self._slots if slot.arena is not None and slot.lease is None]
+            free = [slot for slot in self._slots if slot.is_free]
             if fitting := [slot for slot in free if slot.nbytes >= want]:
                 return min(fitting, key=lambda slot: slot.nbytes)  # the larger may be needed for another
             if slot := self._reserve(want):
                 return slot
             if deadline.passed():
                 return None
-            self._changed.wait(deadline.remaining())
+            self._changed.wait(min(deadline.remaining(), _LOOK_S))  # no device says when it is done
 
     def _reserve(self, want: int) -> _Slot | None:
         """Return a new slot in place of the free ones, which are too small, if there is room for it."""
-        kept = [slot for slot in self._slots if slot.arena is None or slot.lease is not None]
+        kept = [slot for slot in self._slots if not slot.is_free]
         if len(kept) >= self._most or sum(slot.nbytes for slot in kept) + want > self._limit():
             return None
         gone = [slot for slot in self._slots if slot not in kept]
@@ -186,7 +204,6 @@ class Arenas:
         try:
             _dispose(slot.replaces)
             arena = _prefaulted(slot.nbytes)
-            arena.hold(pin(arena.bytes))
         except MemoryError as error:
             failure = error
         finally:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from reknit.engine.memory.elements import contiguous_bytes, itemsize
-from reknit.engine.memory.staging import on_cuda, side_stream
 from reknit.format.checksum import digest
+from reknit.types.devices import current_stream, device_of, on_stream, side_stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -21,6 +21,12 @@ STRIDE_NBYTES = 4096
 """The sample has one line of each so many bytes, from the first on."""
 
 LINE_NBYTES = 64
+
+LOT_LINES = 1 << 16
+"""So many lines of a device are looked at at once: those of 256 MiB of state, with 12 MiB beside it."""
+
+_FACTORS = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
+"""Odd, with bits of no pattern."""
 
 
 class Range(NamedTuple):
@@ -35,36 +41,75 @@ class Sample:
     """One line of 64 bytes of each 4 KiB of ranges of memory, as they are now.
 
     What takes longest is the way to the memory, and a line is what comes along with one byte.  A change that
-    leaves these lines as they are is not noticed.
+    leaves these lines as they are is not noticed.  Of the lines on a device only sums are kept there.
     """
 
     def __init__(self, ranges: Sequence[Range]) -> None:
         self._ranges = ranges
-        devices: dict[Any, list[int]] = {}
+        on_devices: dict[Any, list[int]] = {}
         for number, one in enumerate(ranges):
-            if on_cuda(one.source):
-                devices.setdefault(one.source.device, []).append(number)
-        self._devices = devices
-        self._digests = {n: _digest(one) for n, one in enumerate(ranges) if not on_cuda(one.source)}
+            if device_of(one.source) is not None:
+                on_devices.setdefault(one.source.device, []).append(number)
+        self._digests = {n: _digest(one) for n, one in enumerate(ranges) if device_of(one.source) is None}
+        self._lots = {device: list(_lots(ranges, numbers)) for device, numbers in on_devices.items()}
         # On the stream of whoever changes the memory later, so that this comes first.
-        self._lines = {device: self._taken(numbers) for device, numbers in devices.items()}
-        for device in devices:
-            side_stream(device).wait_stream(sys.modules["torch"].cuda.current_stream(device))
+        self._sums = {device: self._summed(lots) for device, lots in self._lots.items()}
+        for device in self._lots:
+            side_stream(device).wait_stream(current_stream(device))
 
     def changed(self) -> Iterator[int]:
         """Yield the numbers of the ranges that are not as they were."""
         for number, before in self._digests.items():
             if _digest(self._ranges[number]) != before:
                 yield number
-        for device, numbers in self._devices.items():
-            with sys.modules["torch"].cuda.stream(side_stream(device)):
-                rows = (self._lines[device] != self._taken(numbers)).any(1).cpu().nonzero().flatten().tolist()
-            ends = list(accumulate(_num_lines(self._ranges[number]) for number in numbers))
-            yield from sorted({numbers[int(np.searchsorted(ends, row, "right"))] for row in rows})
+        for device, lots in self._lots.items():
+            with on_stream(side_stream(device)):
+                differ = (self._sums[device] != self._summed(lots)).cpu().nonzero().flatten().tolist()
+            numbers = [part.number for lot in lots for part in lot]
+            yield from sorted({numbers[place] for place in differ})
 
-    def _taken(self, numbers: Sequence[int]) -> Any:
-        """Return the lines of ranges on one device, as rows."""
-        return sys.modules["torch"].cat([_rows(self._ranges[number]) for number in numbers])
+    def _summed(self, lots: Sequence[Sequence[_Lines]]) -> Any:
+        """Return a number for each part: any change of one word of its lines makes it another one."""
+        torch, sums = sys.modules["torch"], []
+        for lot in lots:
+            words = torch.cat([_rows(self._ranges[part.number], part) for part in lot]).view(torch.int64)
+            lines = _mixed(words.view(-1)).view_as(words).sum(1).cumsum(0)
+            ends = accumulate(part.num_lines for part in lot)
+            upto = torch.cat([lines[end - 1 : end] for end in ends])  # nothing is sent to the device for it
+            sums.append(torch.cat([upto[:1], upto[1:] - upto[:-1]]))
+        return torch.cat(sums)
+
+
+def _mixed(words: Any) -> Any:
+    """Return another word for each value of a word, and at each place, so that sums tell them apart."""
+    torch = sys.modules["torch"]
+    mixed = torch.arange(len(words), dtype=torch.int64, device=words.device).mul_(_FACTORS[0]).add_(words)
+    mixed ^= (mixed >> 32).bitwise_and_(0xFFFFFFFF)
+    return mixed.mul_(_FACTORS[1])
+
+
+class _Lines(NamedTuple):
+    """Lines of a range, by its number."""
+
+    number: int
+    first: int
+    num_lines: int
+
+
+def _lots(ranges: Sequence[Range], numbers: Sequence[int]) -> Iterator[list[_Lines]]:
+    """Yield all lines of some ranges, so many at a time as one lot may have."""
+    lot, room = list[_Lines](), LOT_LINES
+    for number in numbers:
+        first, left = 0, _num_lines(ranges[number])
+        while left:
+            taken = min(left, room)
+            lot.append(_Lines(number, first, taken))
+            first, left, room = first + taken, left - taken, room - taken
+            if not room:
+                yield lot
+                lot, room = [], LOT_LINES
+    if lot:
+        yield lot
 
 
 def _num_lines(one: Range) -> int:
@@ -79,7 +124,8 @@ def _digest(one: Range) -> int:
     return digest(lines.copy().view(np.uint8))
 
 
-def _rows(one: Range) -> Any:
+def _rows(one: Range, part: _Lines) -> Any:
     torch = sys.modules["torch"]
     flat = one.source.view(-1)[one.first : one.first + one.numel].view(torch.uint8)
-    return flat.as_strided((_num_lines(one), LINE_NBYTES), (STRIDE_NBYTES, 1), flat.storage_offset())
+    start = flat.storage_offset() + part.first * STRIDE_NBYTES
+    return flat.as_strided((part.num_lines, LINE_NBYTES), (STRIDE_NBYTES, 1), start)

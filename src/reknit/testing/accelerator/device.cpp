@@ -137,9 +137,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void* event, const c10::Stream& stream) const override {
     if (event) of(stream)->wait(*static_cast<Mark*>(event));
   }
+  // Who asks for an event is about to wait for it, and asks again.
   bool queryEvent(void* event) const override {
     enter(t_device);
-    return !event || static_cast<Mark*>(event)->done();
+    if (event && !static_cast<Mark*>(event)->ask()) return false;
+    check();
+    return true;
   }
   void synchronizeEvent(void* event) const override {
     enter(t_device);

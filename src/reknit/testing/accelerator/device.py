@@ -54,7 +54,7 @@ class Accelerator:
             self._library.hold(stream.device.index, stream.stream_id, False)
 
     def sleep(self, stream: Any, seconds: float) -> None:
-        """Queue nothing, for some seconds: less if the host waits for work behind it, see `waited_s`."""
+        """Queue nothing for some seconds: less if the host waits or asks for what follows (`waited_s`)."""
         self._library.sleep(stream.device.index, stream.stream_id, int(seconds * 1e6))
 
     def waited_s(self) -> float:

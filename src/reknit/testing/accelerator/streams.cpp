@@ -220,6 +220,10 @@ void Mark::wait() const {
   state_->stream->state_->hurry(state_->place, waited());
   state_->wait();
 }
+bool Mark::ask() const {
+  state_->stream->state_->hurry(state_->place, waited());
+  return done();
+}
 bool Stream::idle() const {
   std::lock_guard<std::mutex> guard(state_->lock);
   return state_->queue.empty() && !state_->busy;

@@ -18,6 +18,7 @@ class Mark {
  public:
   void wait() const;  // on the host
   bool done() const;
+  bool ask() const;  // whether it is done; a host that asks is about to wait
   double reached_at_ms() const;
 
  private:

@@ -1,0 +1,278 @@
+"""Copies from devices hold what was queued before the save, and run beside what comes later."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reknit.engine.memory import staging
+from reknit.engine.memory.elements import bits
+from reknit.engine.memory.sample import Range, Sample
+from reknit.engine.memory.staging import Staging
+from reknit.errors import DeadlineError, ReknitError
+from reknit.testing.accelerator import installed
+from reknit.types import devices
+from reknit.types.dtype import ITEMSIZE
+from tests.devices import every_device, every_simulated_device, run_simulated
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from reknit.testing.accelerator import Accelerator
+
+LIMIT_S = 30.0
+NUMEL = 10_000
+TORCH_DTYPES = [name for name in ITEMSIZE if hasattr(torch, name)]
+
+
+def current(device_type: str, index: int = 0) -> Any:
+    return devices.current_stream(torch.device(device_type, index))
+
+
+def nbytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    return np.zeros(tensor.nbytes, np.uint8)
+
+
+def pinned(numel: int) -> tuple[torch.Tensor, NDArray[np.uint8]]:
+    """Return pinned memory, as a tensor and as bytes."""
+    memory = torch.zeros(numel, pin_memory=True)
+    return memory, memory.numpy().view(np.uint8)
+
+
+@every_simulated_device
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_copy_has_what_was_queued_before_the_save_and_runs_beside_what_comes_later(
+    accelerator: Accelerator, device_type: str, num_devices: int
+) -> None:
+    waited_s = accelerator.waited_s()
+    live = [torch.zeros(NUMEL, device=f"{device_type}:{index}") for index in range(num_devices)]
+    others = [torch.zeros(1, device=one.device) for one in live]
+    for index, one in enumerate(live):
+        accelerator.sleep(current(device_type, index), 100)
+        one.fill_(1)
+    save = Staging(map(bits, live))
+    for index, other in enumerate(others):
+        accelerator.sleep(current(device_type, index), 1000)
+        other.fill_(1)
+    memories, outs = zip(*(pinned(NUMEL) for _ in live), strict=True)
+    for one, out in zip(live, outs, strict=True):
+        save.add(bits(one), 0, NUMEL, out)
+    save.wait(LIMIT_S)
+    assert all(memory.eq(1).all() for memory in memories)
+    assert accelerator.waited_s() - waited_s < 1000, "what was queued later was waited for"
+    assert not save.under_way()
+
+
+@every_simulated_device
+def test_a_source_that_was_not_named_is_copied_after_what_was_queued_before_its_first_copy(
+    accelerator: Accelerator, device_type: str
+) -> None:
+    live = torch.zeros(NUMEL, device=device_type)
+    accelerator.sleep(current(device_type), 100)
+    live.fill_(1)
+    save, (memory, out) = Staging(), pinned(NUMEL)
+    save.add(bits(live), 0, NUMEL, out)
+    save.wait(LIMIT_S)
+    assert memory.eq(1).all()
+
+
+@every_simulated_device
+def test_memory_that_is_freed_before_its_copy_has_run_is_not_given_away(
+    accelerator: Accelerator, device_type: str
+) -> None:
+    live = torch.ones(NUMEL, device=device_type)
+    save, (memory, out) = Staging([bits(live)]), pinned(NUMEL)
+    address = live.data_ptr()
+    with accelerator.held(devices.side_stream(live.device)):
+        save.add(bits(live), 0, NUMEL, out)
+        del live
+        other = torch.full((NUMEL,), 2.0, device=device_type)
+    save.wait(LIMIT_S)
+    assert memory.eq(1).all()
+    assert other.data_ptr() != address
+
+
+@every_simulated_device
+def test_saves_share_the_stream_of_a_device_and_wait_for_their_own_copies_only(
+    accelerator: Accelerator, device_type: str
+) -> None:
+    waited_s, live = accelerator.waited_s(), torch.ones(NUMEL, device=device_type)
+    first, second = Staging(), Staging()
+    (memory, out), (_, other) = pinned(NUMEL), pinned(NUMEL)
+    first.add(bits(live), 0, NUMEL, out)
+    accelerator.sleep(devices.side_stream(live.device), 1000)
+    second.add(bits(live), 0, NUMEL, other)
+    first.wait(LIMIT_S)
+    assert memory.eq(1).all()
+    assert accelerator.waited_s() - waited_s < 1000
+    assert second.under_way()
+    second.wait(LIMIT_S)
+
+
+@every_simulated_device
+def test_a_device_that_does_not_come_to_the_copies_is_named_after_the_deadline(
+    accelerator: Accelerator, device_type: str
+) -> None:
+    live = [torch.ones(NUMEL, device=f"{device_type}:{index}") for index in range(2)]
+    save, (memory, out) = Staging(map(bits, live)), pinned(2 * NUMEL)
+    with accelerator.held(devices.side_stream(live[0].device)):
+        for index, one in enumerate(live):
+            save.add(bits(one), 0, NUMEL, out[4 * NUMEL * index :][: 4 * NUMEL])
+        with pytest.raises(DeadlineError, match=f"{device_type}:0 had not copied what is saved within 0.2 s"):
+            save.wait(0.2)
+        assert memory[NUMEL:].eq(1).all(), "the other device was waited for"
+        assert save.under_way()
+    save.wait(LIMIT_S)
+    assert memory.eq(1).all()
+    assert not save.under_way()
+
+
+@every_simulated_device
+def test_a_copy_that_fails_is_an_error_that_names_the_device(
+    accelerator: Accelerator, device_type: str
+) -> None:
+    live = torch.ones(NUMEL, device=f"{device_type}:1")
+    save, (_, out) = Staging(), pinned(NUMEL)
+    accelerator.fail_copy()
+    save.add(bits(live), 0, NUMEL, out)
+    with pytest.raises(ReknitError, match=f"a copy from or to {device_type}:1 failed"):
+        save.wait(LIMIT_S)
+    assert not save.under_way()
+
+
+@every_simulated_device
+def test_copies_that_were_queued_before_an_error_are_waited_for(
+    accelerator: Accelerator, device_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "GATHER_NBYTES", 8)
+    live = torch.arange(1, 7, dtype=torch.int32, device=device_type).reshape(2, 3).t()
+    memory = torch.zeros(6, dtype=torch.int32, pin_memory=True)
+    save, before = Staging(), current(device_type)
+    accelerator.refuse_memory(1)
+    with pytest.raises(torch.OutOfMemoryError):
+        save.add(bits(live), 0, 6, memory.numpy().view(np.uint8))
+    save.wait(LIMIT_S)
+    assert memory.tolist() == [1, 4, 0, 0, 0, 0]
+    assert current(device_type) == before
+
+
+def contexts_after_copies_in_a_thread(device_type: str) -> list[int]:
+    """Return the devices in use when a process whose current device is 0 has copied from device 1."""
+    live = torch.ones(NUMEL, device=f"{device_type}:1")
+    memory = np.zeros(live.nbytes, np.uint8)
+    unpin = devices.pin(memory, live.device)
+    save, sample = Staging([bits(live)]), Sample([Range(bits(live), 0, NUMEL)])
+    save.add(bits(live), 0, NUMEL, memory)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(save.wait, LIMIT_S).result()
+        assert pool.submit(lambda: list(sample.changed())).result() == []
+        assert not pool.submit(save.under_way).result()
+        if unpin is not None:
+            pool.submit(unpin).result()
+    assert (memory.view(np.float32) == 1).all()
+    device = installed()
+    assert device is not None
+    return device.contexts()
+
+
+@pytest.mark.parametrize("device_type", ["cuda", "sim"])
+def test_only_the_devices_of_sources_are_used_by_whichever_thread(device_type: str) -> None:
+    assert run_simulated(1, contexts_after_copies_in_a_thread, device_type, device_type=device_type) == [[1]]
+
+
+@every_simulated_device
+def test_any_flat_range_of_any_strided_tensor_on_a_device_is_staged_in_row_major_order(
+    accelerator: Accelerator, device_type: str
+) -> None:
+    @settings(max_examples=30)
+    @given(
+        st.lists(st.integers(1, 5), max_size=4).map(tuple),
+        st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.complex64, torch.complex128]),
+        st.integers(1, 200),
+        st.data(),
+    )
+    def check(shape: tuple[int, ...], dtype: torch.dtype, budget: int, data: st.DataObject) -> None:
+        axes = data.draw(st.permutations(range(len(shape))))
+        live = torch.arange(prod(shape)).reshape(shape).to(dtype).permute(axes)
+        first = data.draw(st.integers(0, live.numel() - 1))
+        numel = data.draw(st.integers(1, live.numel() - first))
+        out = np.empty(live.element_size() * numel, np.uint8)
+        there = torch.empty_strided(live.shape, live.stride(), dtype=dtype, device=device_type).copy_(live)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(staging, "GATHER_NBYTES", budget)
+            save = Staging()
+            save.add(bits(there), first, numel, out)
+            save.wait(LIMIT_S)
+        expected = live.reshape(-1)[first : first + numel].contiguous()
+        assert out.tobytes() == bytes(expected.view(torch.uint8).tolist())
+
+    accelerator.reset(max_delay_us=0)
+    check()
+
+
+@every_simulated_device
+@pytest.mark.parametrize("transposed", [False, True])
+def test_memory_on_the_device_is_bounded_and_none_is_taken_for_what_is_contiguous(
+    accelerator: Accelerator, device_type: str, transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "GATHER_NBYTES", 4096)
+    live = torch.arange(4e4, device=device_type).reshape(200, 200)
+    source, out = bits(live.t() if transposed else live), nbytes_of(live)
+    accelerator.reset_peak()
+    before = accelerator.in_use()
+    save = Staging([source])
+    save.add(source, 7, 39_000, out[: 4 * 39_000])
+    save.wait(LIMIT_S)
+    # The rest of a row is a piece too, and one more may be given back only when the copy of it has run.
+    assert accelerator.peak() - before <= (3 * 4096 if transposed else 0)
+    expected = (live.t() if transposed else live).cpu().flatten()[7 : 7 + 39_000]
+    assert np.array_equal(out[: 4 * 39_000].view(np.float32), expected.numpy())
+
+
+@every_device
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_every_dtype_passes_from_a_device_unchanged(
+    device_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "GATHER_NBYTES", 1000)
+    for name in TORCH_DTYPES:
+        itemsize = ITEMSIZE[name]
+        raw = torch.randint(0, 2 if name == "bool" else 255, (32 * 24 * itemsize,), dtype=torch.uint8)
+        host = raw.view(getattr(torch, name)).view(32, 24)
+        there = host.to(device_type)
+        save, expected, outs = Staging(), [], []
+        for live, same in ((there, host), (there.t(), host.t())):
+            for memory in (np.zeros, lambda n, _: torch.zeros(n, dtype=torch.uint8, pin_memory=True).numpy()):
+                outs.append(out := memory(host.nbytes - 30 * itemsize, np.uint8))
+                save.add(bits(live), 7, live.numel() - 30, out)
+                whole = same.contiguous().view(torch.uint8).flatten().numpy()
+                expected.append(whole[7 * itemsize :][: out.size])
+        save.wait(LIMIT_S)
+        assert all(map(np.array_equal, outs, expected)), name
+
+
+@every_simulated_device
+def test_seeds_of_timing_change_nothing(accelerator: Accelerator, device_type: str) -> None:
+    for seed in range(20):
+        accelerator.reset(seed=seed)
+        live, (memory, out) = torch.zeros(NUMEL, device=device_type), pinned(NUMEL)
+        for value in range(3):
+            live.fill_(value)
+        save = Staging([bits(live)])
+        save.add(bits(live), 0, NUMEL, out)
+        side = torch.get_device_module(device_type).Stream(live.device)
+        with ExitStack() as stack:
+            stack.enter_context(side)
+            other = torch.full((NUMEL,), 9.0, device=device_type)
+        del live
+        save.wait(LIMIT_S)
+        assert memory.eq(2).all(), seed
+        assert other.numel() == NUMEL
