@@ -10,6 +10,7 @@ from msgspec import structs
 
 from reknit.errors import StateError
 from reknit.frameworks.torch import dtensor
+from reknit.types.devices import memory_remedy
 
 if TYPE_CHECKING:
     from reknit.frameworks.walk.walk import Arrays, Place, View, World
@@ -41,7 +42,7 @@ def _require_swappable(tensor: Any, place: Place) -> None:
     if weakref.getweakrefs(tensor):
         raise StateError(
             f"{place} is on the meta device, and something holds a weak reference to it",
-            remedy='give it memory first, for example with module.to_empty(device="cuda")',
+            remedy=memory_remedy("it"),
         )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reknit.types import devices
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
@@ -204,10 +206,8 @@ def drop_gathered_copy(unit: FlatUnit) -> None:
     unit.handle.post_reshard()
     unit.handle._prefetched = False
     for copy in _gathered_copies(unit):
-        if copy.is_cuda:
-            import torch
-
-            copy.record_stream(torch.cuda.current_stream(copy.device))
+        if devices.is_queued(copy):
+            copy.record_stream(devices.current_stream(copy.device))
         copy.untyped_storage().resize_(0)
 
 

@@ -17,6 +17,7 @@ from reknit.frameworks.torch.modules import ddp, fsdp
 from reknit.frameworks.torch.modules.names import ModuleNames
 from reknit.frameworks.torch.modules.states import EXTRA, SplitStates, module_state
 from reknit.frameworks.walk.walk import Place
+from reknit.types.devices import memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -179,7 +180,7 @@ def _identity(tensor: torch.Tensor) -> Any:
         return id(tensor)
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
         return id(tensor)
-    return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return (*memory_of(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 def parameters(walk: Walk) -> dict[int, tuple[NamedParameter, ...]]:
