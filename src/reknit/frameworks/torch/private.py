@@ -218,6 +218,20 @@ def _gathered_copies(unit: FlatUnit) -> list[Any]:
     return [copy for name in names if (copy := getattr(unit.flat, name, None)) is not None]
 
 
+def offloaded(module: Any) -> list[Any]:
+    """Return the parameters of a module and those inside it whose shards FSDP2 wants in host memory."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kind = None if fsdp is None else getattr(fsdp, "FSDPModule", None)
+    states = [one._get_fsdp_state() for one in module.modules() if kind is not None and isinstance(one, kind)]
+    groups = [
+        group
+        for state in states  # before torch 2.13 a state had one group
+        for group in getattr(state, "_fsdp_param_groups", [getattr(state, "_fsdp_param_group", None)])
+    ]
+    parameters = [one for group in groups if group is not None for one in group.fsdp_params]
+    return [one.sharded_param for one in parameters if one.offload_to_cpu]
+
+
 def zero_owners(optimizer: Any) -> dict[Any, int]:
     """Return which rank of its group has the states of each parameter of a ZeroRedundancyOptimizer."""
     owners: dict[Any, int] = optimizer._param_to_rank

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from reknit.errors import StateError
+from reknit.frameworks.torch import meta, subclasses
 from reknit.frameworks.torch import private as torch_private
-from reknit.frameworks.torch import subclasses
 from reknit.frameworks.torch.dtensor import is_dtensor
 from reknit.frameworks.torch.modules import ddp, fsdp
 from reknit.frameworks.torch.modules.names import ModuleNames
@@ -90,6 +90,8 @@ def _read(module: nn.Module, place: Place, walk: Walk) -> ModuleHoldings:
     parted = tuple(_partitioned(states, names, place, walk))
     # After the state dict was read, which puts parameters that FSDP2 has gathered back into their shards.
     parameters = tuple(module.named_parameters(remove_duplicate=False))
+    if walk.fills and any(parameter.is_meta for _, parameter in parameters):
+        meta.keep_on_host(torch_private.offloaded(module), walk.world)
     members = tuple(_members(module, parameters, states, names, walk.world))
     if parted:
         members = tuple(_whole_ones(members, place, walk))
