@@ -43,7 +43,10 @@ def test_the_device_of_each_rank_comes_back_as_the_device_of_each_rank(
     def rank(group: Group) -> None:
         here = torch.device(device_type, group.rank)
         with module.device(group.rank):
-            state = {"average": Average(here), "options": {"device": here, "host": torch.device("cpu")}}
+            state: dict[str, Any] = {
+                "average": Average(here),
+                "options": {"device": here, "host": torch.device("cpu")},
+            }
             reknit.save(tmp_path / "x", state, group=group)
         with module.device(1 - group.rank):
             state = {"average": Average(None), "options": {"device": None, "host": None}}

@@ -231,8 +231,11 @@ class PerRankAdapter(Adapter):
                 return
             if left:
                 loading.note(place, left)
-            # Not early: code of other objects may draw numbers while they are loaded.
-            loading.later(lambda: value._restore(state))
+
+            def restore() -> None:
+                value._restore(state)
+
+            loading.later(restore)  # not early: code of other objects may draw numbers while they are loaded
         elif is_stateful(value.value):
             hand_over(value.value, lambda: value.value.load_state_dict(state), loading)
         else:

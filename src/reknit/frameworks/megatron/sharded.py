@@ -140,10 +140,10 @@ def _require_parts(factory: Any, built: list[Any], place: Place) -> None:
 
 def _has_elements(part: torch.Tensor, local: torch.Tensor, numbers: torch.Tensor) -> bool:
     """Tell whether a part has the elements of a tensor that have these numbers, in their order."""
-    flat, wanted = local.reshape(-1), numbers.reshape(-1)
-    pieces = zip(part.reshape(-1).split(_PIECE), wanted.split(_PIECE), strict=True)
-    return part.numel() == wanted.numel() and all(
-        _bytes(flat[places.to(flat.device)]).equal(_bytes(piece)) for piece, places in pieces
+    flat, held, wanted = local.reshape(-1), part.reshape(-1), numbers.reshape(-1)
+    pieces = [slice(first, first + _PIECE) for first in range(0, wanted.numel(), _PIECE)]
+    return held.numel() == wanted.numel() and all(
+        _bytes(flat[wanted[piece].to(flat.device)]).equal(_bytes(held[piece])) for piece in pieces
     )
 
 

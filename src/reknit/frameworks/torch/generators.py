@@ -13,15 +13,18 @@ if TYPE_CHECKING:
 
 
 class Saved(NamedTuple):
-    """A saved state of the generator of a device; `current` tells whether that was the current device."""
+    """A saved state of the generator of a device.
+
+    That was the current device, or the one of this `number` while the current one had the number `beside`.
+    """
 
     kind: str
-    index: int
-    current: bool
     state: torch.Tensor
+    number: int | None = None
+    beside: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.kind}:{self.index}"
+        return self.kind if self.number is None else f"{self.kind}:{self.number}"
 
 
 class Restored(NamedTuple):
@@ -32,40 +35,41 @@ class Restored(NamedTuple):
 
 
 def states(takes: Callable[[str], bool]) -> dict[str, Any]:
-    """Return the state of the host's generator, and those of devices in use whose kind `takes` accepts."""
-    return {
-        "torch": torch.get_rng_state(),
-        "devices": [
-            {
-                "device": f"{kind}:{index}",
-                "current": index == devices.current_index(kind),
-                "state": devices.module_of(kind).get_rng_state(index),
-            }
-            for kind in _kinds_in_use(takes)
-            for index in sorted({devices.current_index(kind), *devices.indices_with_memory(kind)})
-        ],
-    }
+    """Return the state of the host's generator, and those of devices in use whose kind `takes` accepts.
+
+    That of a current device has no number, so that ranks with equal states on different devices agree.
+    """
+    records = []
+    for kind in _kinds_in_use(takes):
+        state_of, here = devices.module_of(kind).get_rng_state, devices.current_index(kind)
+        records.append({"device": kind, "state": state_of(here)})
+        records += [
+            {"device": f"{kind}:{number}", "beside": here, "state": state_of(number)}
+            for number in devices.indices_with_memory(kind)
+            if number != here
+        ]
+    return {"torch": torch.get_rng_state(), "devices": records}
 
 
 def assign(state: Mapping[str, Any], takes: Callable[[str], bool]) -> Restored:
     """Decide for which device each saved state is.
 
-    The state of what was the current device is for the current one, whatever their numbers: launchers differ
+    The state of the device that was current is for the current one, whatever their numbers: launchers differ
     in whether a process sees the devices of others.  Those of further devices are for devices of the same
     number, if the current one has the same number too.  Initialises the kinds that were saved and are here.
 
     Raises `KeyError`, `TypeError` or `ValueError` for what `states` never returns.
     """
-    saved = [one for one in _saved(state) if takes(one.kind)]
-    current = {one.kind: one.index for one in saved if one.current}
     targets: list[tuple[torch.device, torch.Tensor]] = []
     absent, moved = [], []
-    for one in saved:
+    for one in _saved(state):
+        if not takes(one.kind):
+            continue
         here = devices.current_index(one.kind) if devices.is_here(one.kind) else None
-        if here is None or not (one.current or one.index < devices.num_devices(one.kind)):
+        if here is None or (one.number or 0) >= devices.num_devices(one.kind):
             absent.append(str(one))
-        elif one.current or current.get(one.kind) == here:
-            targets.append((torch.device(one.kind, here if one.current else one.index), one.state))
+        elif one.number is None or one.beside == here:
+            targets.append((torch.device(one.kind, here if one.number is None else one.number), one.state))
         else:
             moved.append(str(one))
     filled = {device for device, _ in targets}
@@ -108,10 +112,10 @@ def _kinds_in_use(takes: Callable[[str], bool]) -> Iterator[str]:
 
 def _saved(state: Mapping[str, Any]) -> Iterator[Saved]:
     if devices.CUDA in state:  # as reknit saved the current device's before it saved those of all devices
-        yield Saved(devices.CUDA, 0, True, state[devices.CUDA])
+        yield Saved(devices.CUDA, state[devices.CUDA])
     for record in state.get("devices", ()):
-        kind, _, index = record["device"].partition(":")
-        yield Saved(kind, int(index), bool(record["current"]), record["state"])
+        kind, _, number = record["device"].partition(":")
+        yield Saved(kind, record["state"], int(number) if number else None, record.get("beside"))
 
 
 def _line(names: Iterable[str], what: str) -> str:
