@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import reknit
-from tests.devices import on_cuda, run_simulated
+from tests.devices import every_device, on_cuda, run_simulated
 from tests.ranks import run
 from tests.torchrun import pieces
 
@@ -174,6 +174,15 @@ def test_a_tensor_that_cannot_change_is_refused_before_anything_changes(path: Pa
     assert target.embed.weight.is_meta
 
 
+@every_device
+def test_the_remedy_names_the_accelerator_that_is_there(path: Path, device_type: str) -> None:
+    target = on_meta()
+    held = weakref.ref(target.frozen)
+    with pytest.raises(reknit.errors.StateError, match=rf'to_empty\(device="{device_type}"\)'):
+        reknit.load(path, {"model": target})
+    assert held() is target.frozen
+
+
 class Copying(nn.Linear):
     """A module whose state dict shows copies."""
 
@@ -185,7 +194,7 @@ def test_a_module_that_does_not_show_its_tensors_is_refused_with_the_remedy(tmp_
     reknit.save(tmp_path / "x", {"m": Copying(2, 2)})
     with torch.device("meta"):
         target = Copying(2, 2)
-    with pytest.raises(reknit.errors.StateError, match="to_empty"):
+    with pytest.raises(reknit.errors.StateError, match=r'to_empty\(device="(cpu|cuda)"\)'):
         reknit.load(tmp_path / "x", {"m": target})
 
 
