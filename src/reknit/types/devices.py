@@ -123,10 +123,9 @@ def module_of(device: Any) -> Any:
         return None
 
 
-@cache
 def has_streams(device: Any) -> bool:
     """Tell whether work can be queued on a device beside what it does already."""
-    return _stream(device) is not None
+    return side_stream(device) is not None
 
 
 def is_queued(array: Any) -> bool:
@@ -137,8 +136,14 @@ def is_queued(array: Any) -> bool:
 
 @cache
 def side_stream(device: Any) -> Any:
-    """Return the stream of a device on which this process copies beside its training."""
-    return _stream(device)
+    """Return the stream of a device on which this process copies beside its training; None if it has none."""
+    module = module_of(device)
+    if not hasattr(module, "Stream") or not hasattr(module, "stream"):
+        return None
+    try:
+        return module.Stream(device)
+    except RuntimeError:
+        return None
 
 
 def current_stream(device: Any) -> Any:
@@ -237,13 +242,3 @@ def log_refused(what: str, code: int) -> None:
     """Log once what the CUDA driver refused."""
     logger.warning("%s: the CUDA driver answered with error %d", what, code)
 
-
-def _stream(device: Any) -> Any:
-    """Return a new stream of a device; None where its kind has none."""
-    module = module_of(device)
-    if not hasattr(module, "Stream") or not hasattr(module, "stream"):
-        return None
-    try:
-        return module.Stream(device)
-    except RuntimeError:
-        return None
