@@ -202,4 +202,6 @@ def queue(source: Any, first: int, numel: int, out: NDArray[np.uint8]) -> None:
     try:
         stage(source, first, numel, out, non_blocking=True)
     except RuntimeError as error:
-        raise devices.failed(error, source.device) from error
+        failure = devices.failed(error, source.device)
+        failure.message += f"; it was to come from {source.device}"
+        raise failure from error
