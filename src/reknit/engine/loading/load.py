@@ -15,9 +15,9 @@ from reknit.engine.columns import unpacked
 from reknit.engine.loading.collect import collect, request_items
 from reknit.engine.loading.coordinator import LoadCoordinator
 from reknit.engine.loading.effects import MOST_LACKING
+from reknit.engine.loading.job import LoadPart
 from reknit.engine.loading.load_report import load_report
 from reknit.engine.loading.metadata import ReceivedMetadata
-from reknit.engine.loading.read import LoadPart
 from reknit.engine.loading.ties import unequal
 from reknit.engine.sharing.fetch_tracker import StoppedError
 from reknit.engine.stored.opening import REPLACED, REPLACED_TRIES

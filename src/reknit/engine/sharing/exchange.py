@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
+from reknit.engine.memory.arena import borrowed
 from reknit.engine.memory.workers import run_jobs
 from reknit.engine.sharing.fetch_tracker import FetchTracker, StoppedError
 from reknit.engine.sharing.host_exchange import HostExchange
@@ -19,10 +20,12 @@ from reknit.system import start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
-    from reknit.engine.memory.arena import Arena
+    from reknit.engine.memory.arena import Arena, Arenas
+    from reknit.engine.memory.transfer import Transfer
     from reknit.engine.sharing.fetch_tracker import Arrival
     from reknit.engine.sharing.host_exchange import Carrier
     from reknit.engine.sharing.host_link import HostLink
@@ -73,6 +76,11 @@ class PlanReader(FetchReader, Protocol):
     plan: LoadPlan
     cell_nbytes: int
     block_nbytes: int
+    arena_nbytes: int
+    transfer: Transfer
+
+    def arenas(self, nbytes: int, /) -> AbstractContextManager[Arena]:
+        """Have an arena of a worker."""
 
     def jobs(self, reads: Iterable[int], /) -> Sequence[int]:
         """Return the numbers of some reads of the plan and of all strided reads."""
@@ -114,7 +122,7 @@ class Exchange:
 
     # The caller's thread.
 
-    def run(self, threads: int, arena_nbytes: int, budget_nbytes: int) -> None:
+    def run(self, threads: int, arena_nbytes: int, budget_nbytes: int, arenas: Arenas = borrowed) -> None:
         """Carry out everything within this much memory, or the least that it takes.
 
         Raises `StoppedError` when another rank left, or its own error.
@@ -132,6 +140,7 @@ class Exchange:
                     threads=threads,
                     arena_nbytes=arena_nbytes,
                     budget_nbytes=budget_nbytes - self._nbytes,
+                    arenas=arenas,
                     timeout_s=fetches.deadline.seconds,
                     what=fetches.doing,
                     stop=fetches.failed,

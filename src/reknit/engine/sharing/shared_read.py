@@ -106,7 +106,9 @@ class SharedRead:
         # One thread may wait for storage, while another copies what others have read.
         try:
             threads = max(2, num_threads(self.options.threads))
-            exchange.run(threads, self.reader.cell_nbytes, self.options.inflight_nbytes)
+            with self.reader.transfer:
+                budget, arenas = self.options.inflight_nbytes, self.reader.arenas
+                exchange.run(threads, self.reader.arena_nbytes, budget, arenas)
         finally:
             self.reader.record(recorder)
         return exchange.nbytes_received
