@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import reknit
-from reknit.engine.sharing import fetch_tracker
+from reknit.engine.sharing import fetch_tracker, share_out
 from reknit.testing.accelerator import Accelerator, installed
 from reknit.types import devices
 from tests.devices import run_simulated
@@ -20,7 +21,7 @@ from tests.faults.test_ranks import Answer, attempt
 from tests.ranks import run
 
 if TYPE_CHECKING:
-    import logging
+    from collections.abc import Iterator
     from pathlib import Path
 
 NBYTES = 4 * NUMEL
@@ -62,9 +63,9 @@ def is_right(target: torch.Tensor) -> bool:
 # Which device.
 
 
-def load_on_device(path: str, backend: str, hosts: str, bound: bool, share: str) -> Any:
-    accelerator, _, device = joined(backend, hosts, bound)
-    target = torch.zeros(NUMEL, device=device)
+def load_over_device(path: str, backend: str, hosts: str, bound: bool, share: str) -> Any:
+    accelerator, _, _ = joined(backend, hosts, bound)
+    target = torch.zeros(NUMEL)
     report = load(path, target, share=share)
     return is_right(target), report.nbytes_received, accelerator.contexts()
 
@@ -74,7 +75,7 @@ def load_on_device(path: str, backend: str, hosts: str, bound: bool, share: str)
 def test_hosts_exchange_through_the_group_of_a_device_and_each_rank_uses_its_own(
     path: str, device_type: str, bound: bool
 ) -> None:
-    call = load_on_device, path, "{}:simccl", "ab", bound, "always"
+    call = load_over_device, path, "{}:simccl", "ab", bound, "always"
     for rank, (right, received, used) in enumerate(
         run_simulated(2, *call, device_type=device_type, joined=False)
     ):
@@ -94,3 +95,109 @@ def load_on_host(path: str, hosts: str) -> Any:
 def test_ranks_of_one_host_share_without_a_device(path: str, device_type: str) -> None:
     answers = run_simulated(2, load_on_host, path, "aa", device_type=device_type, joined=False)
     assert answers == [(True, True, True)] * 2
+
+
+# What goes wrong on the way.
+
+
+def load_badly(path: str, hosts: str, fault: str) -> tuple[Answer, bool, Answer]:
+    """Load with a fault on rank 1, and once more without one."""
+    accelerator, rank, _ = joined("{}:simccl", hosts)
+    target = torch.full((NUMEL,), -1.0)
+    with FAULTS[fault](accelerator, rank):
+        answer = attempt(lambda: load(path, target, timeout_s=2))
+    untouched = bool((target == -1).all())
+    wrong = (target != -1) & (target != torch.from_numpy(whole("a")))
+    assert not wrong.any(), "what is delivered is what was saved"
+    return answer, untouched, attempt(lambda: is_right(target) if fault == "hangs" else reload(path, target))
+
+
+def reload(path: str, target: torch.Tensor) -> bool:
+    load(path, target)
+    return is_right(target)
+
+
+@contextmanager
+def out_of_memory(accelerator: Accelerator, rank: int) -> Iterator[None]:
+    """Have no memory on the device of a rank when it wants some."""
+    accelerator.refuse_memory(0 if rank == 1 else None)
+    yield
+    accelerator.refuse_memory(None)
+
+
+@contextmanager
+def silent(accelerator: Accelerator, rank: int) -> Iterator[None]:
+    """Lose what is sent, as an operation that has failed and looks done."""
+    real = dist.all_to_all_single
+
+    def lost(received: torch.Tensor, sent: torch.Tensor, *args: Any, **more: Any) -> Any:
+        return real(received if rank == 0 else received.clone(), sent, *args, **more)
+
+    with mock.patch.object(dist, "all_to_all_single", lost):
+        yield
+
+
+@contextmanager
+def hung(accelerator: Accelerator, rank: int) -> Iterator[None]:
+    """Let nothing that is queued on a stream of the carrier be done."""
+    stream = devices.side_stream(torch.device(accelerator.type, rank))
+    with mock.patch.object(fetch_tracker, "_GRACE_S", 0.5), ExitStack() as last:
+        if rank == 1:
+            last.enter_context(accelerator.held(stream))
+        yield
+
+
+FAULTS: dict[str, Any] = {"no memory": out_of_memory, "silent": silent, "hangs": hung}
+
+
+@each_kind
+def test_a_rank_without_memory_on_its_device_is_an_error_on_all_before_anything_changes(
+    path: str, device_type: str
+) -> None:
+    answers = run_simulated(2, load_badly, path, "ab", "no memory", device_type=device_type, joined=False)
+    for answer, untouched, again in answers:
+        assert (answer["type"], answer["rank"]) == ("ShortageError", 1)
+        assert f"{device_type}:1 has no " in answer["message"]
+        assert untouched
+        assert again == {"type": "ok", "answer": True}
+
+
+@each_kind
+def test_bytes_that_a_device_lost_are_an_error_that_names_file_and_rank(path: str, device_type: str) -> None:
+    answers = run_simulated(2, load_badly, path, "ab", "silent", device_type=device_type, joined=False)
+    for answer, _, again in answers:
+        assert (answer["type"], answer["rank"]) == ("CommError", 1)
+        assert ".safetensors came from rank 0 by simccl on " in answer["message"]
+        assert again == {"type": "ok", "answer": True}
+
+
+def test_a_device_that_does_nothing_ends_the_load_in_time_on_all(path: str) -> None:
+    for answer, *_ in run_simulated(2, load_badly, path, "ab", "hangs", joined=False):
+        assert answer["type"] == "DeadlineError"
+        assert "exchange 1 of " in answer["message"]
+        assert "with other hosts by simccl on cuda:" in answer["message"]
+
+
+# Groups of other kinds.
+
+
+def load_without_a_backend(path: str) -> Any:
+    def made(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        return dist.ProcessGroupGloo(store, rank, size, timeout)  # type: ignore[attr-defined]
+
+    dist.Backend.register_backend("odd", made, devices=["xpu"])
+    dist.init_process_group("xpu:odd")
+    become("ab")
+    target, said = torch.zeros(NUMEL), []
+    with mock.patch.object(share_out.logger, "warning", lambda text, *values: said.append(text % values)):
+        report = load(path, target)
+    return is_right(target), report.nbytes_received, said
+
+
+def test_hosts_whose_group_has_no_usable_backend_read_by_themselves_and_the_log_says_so(path: str) -> None:
+    answers = run(2, load_without_a_backend, path, joined=False)
+    said = (
+        "ranks of different hosts do not share what they read, and each host reads it: the process group has "
+        "no backend for a device that is there"
+    )
+    assert answers == [(True, 0, [said]), (True, 0, [])]

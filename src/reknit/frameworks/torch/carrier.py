@@ -137,10 +137,11 @@ class TorchCarrier:
             # Each thread has a mode of its own, and what one makes in inference mode no other may change.
             last.enter_context(torch.inference_mode(False))
             last.enter_context(torch.no_grad())
+            if self.kind != _CPU:
+                # First the device: a stream that is left sets the one before, if it is of another device.
+                last.enter_context(devices.on_device(self._device))
             if self._stream is not None:
                 last.enter_context(devices.on_stream(self._stream))
-            elif self.kind != _CPU:
-                last.enter_context(devices.on_device(self._device))
             yield
 
     def _await(self, work: Any, check: Callable[[], None]) -> None:
