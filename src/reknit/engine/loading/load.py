@@ -97,6 +97,12 @@ def _load(job: LoadJob, root: LoadCoordinator) -> LoadReport:
         ):
             if name == "objects" and not decision.early:
                 continue
+            if share is not None and share.num_turns:
+                # A rank without memory for exchanges with other hosts would keep these waiting in them.
+                with comm.turn(group, "reserve", timeout_s) as turn:
+                    if part is not None and part.shared is not None:
+                        part.shared.reserve(share)
+                    turn.arrive()
             stopped = b""
             with comm.turn(group, name, timeout_s) as turn:
                 try:

@@ -162,6 +162,18 @@ class RangeReader:
         """
         self._fill(path, start, [ReadSpan(start, buffer)])
 
+    def wrong(self, path: str, start: int, data: NDArray[np.uint8]) -> list[tuple[int, int]]:
+        """Return the ranges of a file's bytes whose digests are not those of the checkpoint.
+
+        `data` are the bytes from `start` on, as `fetch` returns them.  Without verification there are none.
+        """
+        if self._options.verify == "off":
+            return []
+        with self._clocks["verify"].lap(len(data)):
+            blocks = self._damaged(path, start, [ReadSpan(start, data)])
+        end, size = start + len(data), self.block_nbytes
+        return [(block * size, min((block + 1) * size, end)) for block in blocks]
+
     def deliver(self, number: int, start: int, data: NDArray[np.uint8]) -> None:
         """Copy what read `number` is for out of `data`: the file's bytes from `start` on, at least the read.
 
