@@ -1,9 +1,9 @@
 """What a background save stores of a model on a device is what was there at the call, whatever the timing.
 
-Real ranks train on simulated devices, whose streams take their time as a seed says.  Each save is called while
-writes are queued, and after the call all that was saved is overwritten at once: by a step, on the current stream,
-and on a side stream.  The save before is under way until then.  Each checkpoint is loaded into another model,
-whose own writes are queued, and compared with what the rank had.
+Real ranks train on simulated devices, whose streams take their time as a seed says.  Each save is called
+while writes are queued, and after the call all that was saved is overwritten at once: by a step, on the
+current stream, and on a side stream.  The save before is under way until then.  Each checkpoint is loaded
+into another model, whose own writes are queued, and compared with what the rank had.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def save_and_load(layouts: tuple[str, ...], folder: str, device_type: str, num_s
     device, place, rank = joined(device_type)
     deferred.SMALL_NBYTES = 64  # all that can be watched is copied later, however small the model
     lengths = lengths_of_deferred()
-    found = {}
+    found = dict[str, Any]()
     for layout in layouts:
         trained, target = (models.build(layout, steps=1, seed=seed, device=place) for seed in (0, 1))
         for stage in STAGES:
