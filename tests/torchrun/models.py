@@ -153,10 +153,10 @@ class Trained:
     progress: dict[str, Any] = field(default_factory=lambda: {"step": 0, "losses": []})
 
 
-def build(layout: str, *, steps: int = 2, seed: int = 0) -> Trained:
-    """Build the model in a layout on this rank, and train it."""
+def build(layout: str, *, steps: int = 2, seed: int = 0, device: str = "cpu") -> Trained:
+    """Build the model in a layout on this rank and a device of it, and train it."""
     torch.manual_seed(seed)
-    trained = _BUILDERS[layout.removeprefix("1group-").split("-")[0]](layout, Tiny())
+    trained = _BUILDERS[layout.removeprefix("1group-").split("-")[0]](layout, Tiny().to(device))
     for number in range(steps):
         train_step(trained, number)
     return trained
@@ -165,7 +165,7 @@ def build(layout: str, *, steps: int = 2, seed: int = 0) -> Trained:
 def train_step(trained: Trained, number: int) -> None:
     """Take one step on the batch of this replica and this number."""
     generator = torch.Generator().manual_seed(100 * trained.replica + number)
-    ids = torch.randint(0, VOCABULARY, (4, 5), generator=generator)
+    ids = torch.randint(0, VOCABULARY, (4, 5), generator=generator).to(device_of(trained.parts[0]))
     for optimizer in trained.optimizers:
         optimizer.zero_grad()
     if trained.schedule is None:
@@ -210,12 +210,17 @@ def _finished(layout: str, model: nn.Module, replica: int, **more: Any) -> Train
     return Trained(layout, [model], [optimizer], [scheduler], replica, **more)
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device that a model is on."""
+    return next(model.parameters()).device
+
+
 def _sizes(layout: str) -> list[int]:
     return [int(size) for size in layout.rsplit("-", 1)[1].split("x")]
 
 
-def _mesh(sizes: Sequence[int], *names: str) -> DeviceMesh:
-    return init_device_mesh("cpu", tuple(sizes), mesh_dim_names=names)
+def _mesh(model: nn.Module, sizes: Sequence[int], *names: str) -> DeviceMesh:
+    return init_device_mesh(device_of(model).type, tuple(sizes), mesh_dim_names=names)
 
 
 def _single(layout: str, model: Tiny) -> Trained:
@@ -232,7 +237,7 @@ def _shard_blocks(model: Tiny, mesh: DeviceMesh) -> None:
 
 
 def _fsdp2(layout: str, model: Tiny) -> Trained:
-    mesh = _mesh(_sizes(layout), "dp")
+    mesh = _mesh(model, _sizes(layout), "dp")
     _shard_blocks(model, mesh)
     assert model.experts is not None
     fully_shard(model.experts.weights, mesh=mesh)
@@ -241,7 +246,7 @@ def _fsdp2(layout: str, model: Tiny) -> Trained:
 
 
 def _hsdp(layout: str, model: Tiny) -> Trained:
-    mesh = _mesh(_sizes(layout), "replicate", "shard")
+    mesh = _mesh(model, _sizes(layout), "replicate", "shard")
     _shard_blocks(model, mesh)
     fully_shard(model, mesh=mesh)
     return _finished(layout, model, dist.get_rank(), mesh=mesh)
@@ -259,13 +264,13 @@ def _tensor_parallel(model: Tiny, mesh: DeviceMesh) -> None:
 
 
 def _tp(layout: str, model: Tiny) -> Trained:
-    mesh = _mesh(_sizes(layout), "tp")
+    mesh = _mesh(model, _sizes(layout), "tp")
     _tensor_parallel(model, mesh)
     return _finished(layout, model, 0, mesh=mesh)
 
 
 def _fsdp2xtp(layout: str, model: Tiny) -> Trained:
-    mesh = _mesh(_sizes(layout), "dp", "tp")
+    mesh = _mesh(model, _sizes(layout), "dp", "tp")
     _tensor_parallel(model, mesh["tp"])
     _shard_blocks(model, mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
@@ -275,7 +280,7 @@ def _fsdp2xtp(layout: str, model: Tiny) -> Trained:
 def _pp(layout: str, model: Tiny) -> Trained:
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-    mesh = _mesh((2, 2), "pp", "dp")
+    mesh = _mesh(model, (2, 2), "pp", "dp")
     stage = mesh["pp"].get_local_rank()
     half = LAYERS // 2
     kept = range(half) if stage == 0 else range(half, LAYERS)
@@ -286,15 +291,15 @@ def _pp(layout: str, model: Tiny) -> Trained:
         model.emb = None
     _shard_blocks(model, mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
-    pipe = PipelineStage(model, stage, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+    pipe = PipelineStage(model, stage, 2, device_of(model), group=mesh["pp"].get_group())
     schedule = ScheduleGPipe(pipe, n_microbatches=2, loss_fn=loss_of)
     return _finished(layout, model, mesh["dp"].get_local_rank(), mesh=mesh, schedule=schedule)
 
 
 def _ep(layout: str, model: Tiny) -> Trained:
     sizes = _sizes(layout)
-    mesh = _mesh(sizes, "efsdp", "ep")
-    everyone = _mesh([sizes[0] * sizes[1]], "dp")
+    mesh = _mesh(model, sizes, "efsdp", "ep")
+    everyone = _mesh(model, [sizes[0] * sizes[1]], "dp")
     assert model.experts is not None
     weights = model.experts.weights
     for name in ("w1", "w2"):
@@ -316,7 +321,7 @@ def _fsdp1(layout: str, model: Tiny) -> Trained:
         "none": ShardingStrategy.NO_SHARD,
         "xtp": ShardingStrategy.FULL_SHARD,
     }[kind.removeprefix("flat")]
-    mesh = _mesh(sizes, *(("replicate", "shard") if "hybrid" in kind else ("dp", "tp"))[: len(sizes)])
+    mesh = _mesh(model, sizes, *(("replicate", "shard") if "hybrid" in kind else ("dp", "tp"))[: len(sizes)])
     if kind.endswith("xtp"):
         _tensor_parallel(model, mesh["tp"])
         replica, mesh = mesh["dp"].get_local_rank(), mesh["dp"]
@@ -328,7 +333,7 @@ def _fsdp1(layout: str, model: Tiny) -> Trained:
         use_orig_params=not kind.startswith("flat"),
         sharding_strategy=strategy,
         device_mesh=mesh,
-        device_id=torch.device("cpu"),
+        device_id=device_of(model),
     )
     return _finished(layout, wrapped, replica, mesh=mesh)
 

@@ -96,7 +96,7 @@ class TrainerSave:
         failure.sign(rank=self.link.rank, phase="assign" if unbegun else None)  # as the round does elsewhere
         with suppress(ReknitError):  # whoever misses the agent says so
             self.link.send(say.Abandon(self.number, unbegun, failure.to_wire(), timeout_s))
-        self._end(error)
+        self._end(failure if isinstance(error, Exception) else error)
         self.staged()
 
     def hear(self, message: Any) -> None:

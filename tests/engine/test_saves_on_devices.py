@@ -1,0 +1,265 @@
+"""Background saves of what is on devices store what was there at the call, whatever training does next."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import reknit
+from reknit.engine.background import deferred
+from reknit.testing.accelerator import install, installed
+from reknit.types import devices
+from tests.devices import every_simulated_device, on_simulated_cuda, run_simulated
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from reknit.testing.accelerator import Accelerator
+
+LIMIT_S = 60.0
+NUMEL = 20_000
+"""More bytes than are copied at once."""
+
+every_stage = pytest.mark.parametrize("stage", ["eager", "lazy"])
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    yield
+    if installed() is not None:
+        assert reknit.close(LIMIT_S)
+
+
+class Parts(nn.Module):
+    """Weights on several devices."""
+
+    def __init__(self, places: list[str]) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([torch.randn(NUMEL, device=place) for place in places])
+
+    def loss(self) -> torch.Tensor:
+        return torch.stack([part.square().mean().cpu() for part in self.parts]).sum()
+
+
+class Training:
+    """A model that is trained without its loss being looked at, and what it has."""
+
+    def __init__(self, *places: str, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.model = Parts(list(places))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.step()
+
+    def step(self, num_backward: int = 1) -> None:
+        self.optimizer.zero_grad()
+        for _ in range(num_backward):
+            self.model.loss().backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        states = [state["momentum_buffer"] for state in self.optimizer.state.values()]
+        return [*(part.detach() for part in self.model.parameters()), *states]
+
+    def copies(self) -> list[torch.Tensor]:
+        return [tensor.to("cpu", copy=True) for tensor in self.tensors]
+
+    def forget(self) -> None:
+        for tensor in self.tensors:
+            tensor.fill_(7)
+
+    def save(self, path: Path, stage: Any, **options: Any) -> reknit.PendingSave:
+        """Save while each element is being made one larger."""
+        for tensor in self.tensors:
+            tensor.add_(1)
+        options = {"durability": "process", "timeout_s": 60, "stage": stage} | options
+        return reknit.save(
+            path, self.state, wait=False, overwrite=True, options=reknit.SaveOptions(**options)
+        )
+
+
+def one_larger(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor + 1 for tensor in tensors]
+
+
+def is_stored(path: Path, into: Training, expected: list[torch.Tensor]) -> bool:
+    """Tell whether a checkpoint has tensors; it is loaded over writes that are queued."""
+    into.forget()
+    reknit.load(path, into.state)
+    return all(map(torch.equal, into.copies(), expected))
+
+
+@every_simulated_device
+@every_stage
+def test_what_is_on_two_devices_is_stored_as_it_was_with_each_seed(
+    accelerator: Accelerator, device_type: str, stage: str, tmp_path: Path
+) -> None:
+    places = [f"{device_type}:{index}" for index in (1, 2)]
+    one, other = Training(*places), Training(*places, seed=1)
+    for seed in range(4):
+        torch.accelerator.set_device_index(seed % 3)
+        accelerator.reset(seed=seed)
+        expected = one_larger(one.copies())
+        pending = one.save(tmp_path / "saved", stage)
+        one.step()
+        one.forget()
+        pending.result(LIMIT_S)
+        assert is_stored(tmp_path / "saved", other, expected), seed
+    torch.accelerator.set_device_index(0)
+
+
+@every_simulated_device
+@every_stage
+def test_gradients_go_on_to_be_added_up_while_a_save_copies(
+    accelerator: Accelerator, device_type: str, stage: str, tmp_path: Path
+) -> None:
+    one, other, alone = (Training(device_type, seed=seed) for seed in (0, 1, 0))
+    for number in range(3):
+        one.optimizer.zero_grad()
+        one.model.loss().backward()  # type: ignore[no-untyped-call]
+        expected = one_larger(one.copies())
+        pending = one.save(tmp_path / "saved", stage)
+        one.model.loss().backward()  # type: ignore[no-untyped-call]
+        one.optimizer.step()
+        pending.result(LIMIT_S)
+        assert is_stored(tmp_path / "saved", other, expected), number
+        alone.optimizer.zero_grad()
+        alone.model.loss().backward()  # type: ignore[no-untyped-call]
+        for tensor in alone.tensors:
+            tensor.add_(1)
+        alone.model.loss().backward()  # type: ignore[no-untyped-call]
+        alone.optimizer.step()
+    assert all(map(torch.equal, one.copies(), alone.copies())), "training went on as if nothing was saved"
+
+
+@every_simulated_device
+@every_stage
+def test_saves_under_way_at_the_same_time_have_each_what_was_there(
+    accelerator: Accelerator, device_type: str, stage: str, tmp_path: Path
+) -> None:
+    one, other = Training(device_type), Training(device_type, seed=1)
+    pending, expected = [], []
+    for number in range(4):
+        accelerator.reset(seed=number)
+        expected.append(one_larger(one.copies()))
+        pending.append(one.save(tmp_path / str(number), stage))
+        one.step()
+    for number, save in enumerate(pending):
+        save.result(LIMIT_S)
+        assert is_stored(tmp_path / str(number), other, expected[number]), number
+
+
+@on_simulated_cuda
+def test_what_is_larger_than_the_host_memory_is_stored_as_it_was(
+    accelerator: Accelerator, tmp_path: Path
+) -> None:
+    live, other = (torch.zeros(20 << 20, device="cuda") for _ in range(2))
+    live.fill_(1)
+    options = reknit.SaveOptions(durability="process", host_nbytes=64 << 20)
+    pending = reknit.save(tmp_path / "x", {"x": live}, wait=False, options=options)
+    live.fill_(9)
+    pending.result(LIMIT_S)
+    reknit.load(tmp_path / "x", {"x": other})
+    assert other.eq(1).all().item()
+
+
+@every_simulated_device
+@every_stage
+def test_a_save_that_is_called_on_another_stream_waits_for_that_stream(
+    accelerator: Accelerator, device_type: str, stage: str, tmp_path: Path
+) -> None:
+    one, other = Training(device_type), Training(device_type, seed=1)
+    one.save(tmp_path / "saved", stage).result(LIMIT_S)  # from now on lazy saves copy later
+    one.step()
+    expected = one_larger(one.copies())
+    module = torch.get_device_module(device_type)
+    side = module.Stream()
+    side.wait_stream(module.current_stream())
+    with module.stream(side):
+        accelerator.sleep(side, 100)
+        pending = one.save(tmp_path / "saved", stage)
+        one.step()
+    module.current_stream().wait_stream(side)
+    pending.result(LIMIT_S)
+    assert is_stored(tmp_path / "saved", other, expected)
+
+
+@on_simulated_cuda
+def test_a_lazy_save_neither_waits_for_the_device_nor_for_what_is_queued_after_it(
+    accelerator: Accelerator, tmp_path: Path
+) -> None:
+    one, other = Training("cuda"), Training("cuda", seed=1)
+    one.save(tmp_path / "saved", "lazy").result(LIMIT_S)
+    one.step()
+    expected, waited_s = one_larger(one.copies()), accelerator.waited_s()
+    training = devices.current_stream(torch.device("cuda", 0))
+    accelerator.sleep(training, 100)
+    pending = one.save(tmp_path / "saved", "lazy")
+    assert accelerator.waited_s() == waited_s
+    accelerator.sleep(training, 1000)
+    pending.staged(LIMIT_S)
+    pending.result(LIMIT_S)
+    assert accelerator.waited_s() == waited_s
+    assert not training.query(), "the stream of the training was waited for"
+    one.step()
+    assert is_stored(tmp_path / "saved", other, expected)
+
+
+@every_simulated_device
+def test_an_eager_save_waits_for_no_other_stream(
+    accelerator: Accelerator, device_type: str, tmp_path: Path
+) -> None:
+    live, other = (torch.zeros(NUMEL, device=device_type) for _ in range(2))
+    busy: Any = torch.get_device_module(device_type).Stream()
+    options = reknit.SaveOptions(durability="process")
+    live.fill_(1)
+    accelerator.sleep(busy, 1000)
+    pending = reknit.save(tmp_path / "x", {"x": live}, wait=False, options=options)
+    assert not busy.query()
+    live.fill_(2)
+    pending.result(LIMIT_S)
+    reknit.load(tmp_path / "x", {"x": other})
+    assert other.eq(1).all().item()
+    assert not busy.query()
+
+
+def saved_from_device_1(device_type: Any, folder: str, chosen: bool) -> list[int]:
+    """Save in all ways what is on device 1, and load it; return the devices in use."""
+    device = install(device_type)
+    if chosen:
+        torch.accelerator.set_device_index(1)
+    threads, changed = set[str](), deferred.Deferred.changed
+
+    def recorded(self: deferred.Deferred) -> list[str]:
+        if len(self):
+            threads.add(threading.current_thread().name)
+        return changed(self)
+
+    setattr(deferred.Deferred, "changed", recorded)  # noqa: B010
+    one = Training(f"{device_type}:1")
+    reknit.prepare(folder, one.state, options=reknit.SaveOptions(durability="process", stage="lazy"))
+    for number, stage in enumerate(("eager", "lazy", "lazy")):
+        one.save(Path(folder, str(number)), stage).result(LIMIT_S)
+        one.step()
+    assert threads == {"reknit-stages"}
+    reknit.save(f"{folder}/now", one.state)
+    for name in (*range(3), "now"):
+        reknit.load(f"{folder}/{name}", one.state)
+    assert reknit.close(LIMIT_S)
+    return device.contexts()
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+@pytest.mark.parametrize("device_type", ["cuda", "sim"])
+def test_a_job_on_device_1_uses_no_other(device_type: str, chosen: bool, tmp_path: Path) -> None:
+    call = (saved_from_device_1, device_type, str(tmp_path), chosen)
+    assert run_simulated(1, *call, device_type=device_type) == [[1]]
