@@ -11,8 +11,10 @@ import pytest
 
 from reknit.comm import base as comm
 from reknit.engine.sharing import exchange as exchange_module
+from reknit.engine.sharing import fetch_tracker
 from reknit.engine.sharing.exchange import Exchange, Sharing
 from reknit.engine.sharing.fetch_tracker import StoppedError
+from reknit.engine.sharing.host_exchange import largest
 from reknit.engine.sharing.host_link import HostLink
 from reknit.errors import CommError, DeadlineError, ShortageError, StorageError
 from reknit.planner.sharing import Reads, divide
@@ -55,6 +57,9 @@ class Work:
         self.fetched.append(start)
         buffer[:] = contents(start, len(buffer))
 
+    def wrong(self, path: str, start: int, data: Bytes) -> list[tuple[int, int]]:
+        return [] if np.array_equal(data, contents(start, len(data))) else [(start, start + len(data))]
+
     def deliver(self, number: int, start: int, data: Bytes) -> None:
         assert not self.abandoned
         self.delivered[start : start + len(data)] = data
@@ -76,6 +81,8 @@ def exchanges(
     timeout_s: Sequence[float] = (WAIT_S,) * 4,
     hub: Hub | None = None,
     private: dict[int, list[Callable[[Arena], None]]] | None = None,
+    num_steps: int = 1,
+    carried_by: Callable[[Hub, int], ThreadCarrier] = ThreadCarrier,
 ) -> Callable[[Group], int]:
     """Return what each rank has to run, given the reads (start, size) of each."""
     wanted = [
@@ -93,13 +100,16 @@ def exchanges(
         sharing = Sharing(
             part,
             division.num_turns,
+            num_steps,
             [[row] for row in range(len(part.number))],
             ["file"] * len(part.number),
             peers,
             CELL,
             num_slots,
         )
-        carrier = ThreadCarrier(hall, me) if division.num_turns else None
+        carrier = carried_by(hall, me) if division.num_turns else None
+        if carrier is not None:
+            carrier.reserve(*largest(me, part, num_steps)[:2])
         jobs = (private or {}).get(me, [])
         exchange = Exchange(me, sharing, works[me], jobs, link, carrier, lambda: group.broken, timeout_s[me])
         try:
@@ -150,6 +160,80 @@ def test_with_few_places_and_many_exchanges_everything_arrives(
     assert sorted(start for work in works for start in work.fetched) == [k * CELL for k in range(30)]
     for work, nbytes in zip(works, received, strict=True):
         assert nbytes == (30 - len(work.fetched)) * CELL
+
+
+@pytest.mark.parametrize("hosts", [[0, 1], [0, 0, 1], [0, 1, 2]])
+@pytest.mark.parametrize("num_steps", [2, 70])
+def test_exchanges_in_steps_bring_the_same_bytes(hosts: list[int], num_steps: int) -> None:
+    reads = [cells(9) + [(9 * CELL, 7)]] * len(hosts)
+    works = [Work(10 * CELL) for _ in hosts]
+    run_ranks(len(hosts), exchanges(works, hosts, reads, num_steps=num_steps))
+    assert all_delivered(works, reads)
+
+
+class Wrong(ThreadCarrier):
+    """Brings other bytes to rank 1 from its second exchange on."""
+
+    num_swaps = 0
+
+    def swap(
+        self,
+        sent: Bytes,
+        send_nbytes: list[int],
+        received: Bytes,
+        receive_nbytes: list[int],
+        check: Callable[[], None],
+    ) -> None:
+        super().swap(sent, send_nbytes, received, receive_nbytes, check)
+        self.num_swaps += 1
+        if self._rank == 1 and self.num_swaps >= 2 and len(received):
+            received[-1] ^= 1
+
+
+@pytest.mark.parametrize("hosts", [[0, 1], [0, 1, 1]])
+@pytest.mark.parametrize("bucket", [CELL, 2 * CELL])
+def test_bytes_that_change_between_hosts_are_delivered_to_nobody_and_their_reader_is_named(
+    hosts: list[int], bucket: int
+) -> None:
+    reads, hub = [cells(16)] * len(hosts), Hub(len(hosts))
+    works = [Work(16 * CELL) for _ in hosts]
+    outcomes = run_ranks(
+        len(hosts), errors_of(exchanges(works, hosts, reads, bucket=bucket, hub=hub, carried_by=Wrong))
+    )
+    assert type(outcomes[1]) is CommError
+    assert "of file came from rank 0 by a queue of the test with other values" in outcomes[1].message
+    for work in works:
+        is_new = work.delivered != 0
+        assert np.array_equal(work.delivered[is_new], contents(0, 16 * CELL)[is_new])
+    assert hub.is_in_step
+
+
+class Deaf(ThreadCarrier):
+    """Hangs in a call, on rank 1, as a driver does that looks at no deadline."""
+
+    let_go = threading.Event()
+
+    def all_well(self, well: bool, check: Callable[[], None]) -> bool:
+        if self._rank == 1:
+            self.let_go.wait(WAIT_S)
+        return super().all_well(well, check)
+
+
+def test_a_call_between_hosts_that_hangs_ends_with_the_deadline_of_the_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fetch_tracker, "_GRACE_S", 0.2)
+    works = [Work(8 * CELL) for _ in range(2)]
+    try:
+        outcomes = run_ranks(
+            2,
+            errors_of(exchanges(works, [0, 1], [cells(8)] * 2, timeout_s=(0.5, 0.5), carried_by=Deaf)),
+        )
+    finally:
+        Deaf.let_go.set()
+    for outcome in outcomes:
+        assert isinstance(outcome, DeadlineError)
+        assert "exchange 1 of 1 with other hosts by a queue of the test, waiting for" in outcome.message
 
 
 @pytest.mark.parametrize("hosts", [[0, 0, 0], [0, 1, 1], [0, 1, 2]])

@@ -12,6 +12,7 @@ import reknit
 from reknit.engine.memory.arena import Arena
 from reknit.engine.memory.file_image import Entries, Image
 from reknit.engine.memory.sources import Sources
+from reknit.engine.memory.transfer import Transfer
 from reknit.engine.memory.tuning import PIECES, Settings, Tuner
 from reknit.engine.saving.write import Outgoing, live, staged, write_files
 from reknit.engine.small_files import Written, discard, write_bytes
@@ -485,7 +486,7 @@ def write_images(storage: ProcessMemory, images: list[Image], recorder: Recorder
     return write_files(
         storage,
         [Outgoing(image.path, image.nbytes) for image in images],
-        staged(images),
+        staged(images, Transfer([], "what is saved", 30)),
         tuner=Tuner(threads=3, piece_nbytes=8 * MIB),
         recorder=recorder,
         phase="stage",
@@ -532,7 +533,7 @@ def test_a_range_of_an_image_lies_in_live_memory_or_is_copied_and_is_the_same(
     whole = np.empty(image.nbytes, np.uint8)
     image.fill(0, whole)
     arena = Arena(nbytes)
-    found = live([image])(0, start, nbytes, arena)
+    found = live([image], Transfer([], "what is saved", 30))(0, start, nbytes, arena)
     assert found.tobytes() == whole[start : start + nbytes].tobytes()
     in_one = [(64, 2464, vector), (2864, 3464, matrix)]  # the other one is no single run
     memory = [array for low, high, array in in_one if low <= start and start + nbytes <= high]

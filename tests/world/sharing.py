@@ -65,7 +65,19 @@ class ThreadCarrier:
 
     def __init__(self, hub: Hub, rank: int) -> None:
         self.size, self._hub, self._rank = hub.size, hub, rank
+        self.kind = "threads"
         self._number = 0
+        self._reserved: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        return "a queue of the test"
+
+    def reserve(self, send_nbytes: int, receive_nbytes: int) -> None:
+        """Note the largest swap."""
+        self._reserved = send_nbytes, receive_nbytes
+
+    def release(self) -> None:
+        """Need nothing any more."""
 
     def all_well(self, well: bool, check: Callable[[], None]) -> bool:
         """Tell whether all say so."""
@@ -81,6 +93,9 @@ class ThreadCarrier:
     ) -> None:
         """Cut what is sent, and put together what is received."""
         assert sum(send_nbytes) == len(sent)
+        assert self._reserved is not None, "ranks reserve memory before they wait for each other"
+        assert len(sent) <= self._reserved[0]
+        assert len(received) <= self._reserved[1]
         cut = np.split(sent, np.cumsum(send_nbytes)[:-1])
         parts = [brought[self._rank] for brought in self._meet("swap", cut, check)]
         assert [len(part) for part in parts] == receive_nbytes

@@ -188,14 +188,15 @@ class Answer(msgspec.Struct, array_like=True):
 class Offer(msgspec.Struct, array_like=True):
     """Before a load's reading: what a rank would read alone, and how it could share that with others.
 
-    Ranks with equal `host` reach each other by `link`; `carries` tells whether bytes can go to other hosts.
+    Ranks with equal `host` reach each other by `link`.  `carries` says by what bytes can go to other hosts:
+    a type of device, or nothing if the process group has no backend for one that is there; None without one.
     Reads do not cross multiples of `cell` bytes, and are verified as `verify` says.  `read_rate` is measured,
     in bytes per second, and 0 where it was not.  `columns` are file (a number of `files`), start and size.
     """
 
     host: str
     link: str
-    carries: bool
+    carries: str | None
     cell: int
     verify: str
     read_rate: float
@@ -206,10 +207,12 @@ class Offer(msgspec.Struct, array_like=True):
 class SharePlan(msgspec.Struct, array_like=True):
     """The root's answer to `Offer`: a `planner.sharing.FetchTable`, by the rank's own numbers of files.
 
-    `peers` are the links of the ranks that take something from this one.
+    `peers` are the links of the ranks that take something from this one.  There are `num_turns` exchanges
+    between hosts, each in `num_steps` steps.
     """
 
     num_turns: int
+    num_steps: int
     columns: list[bytes]
     peers: dict[int, str]
 

@@ -30,6 +30,8 @@ CUDA = "cuda"
 _PORTABLE = 1
 """Flag of cudaHostRegister: pinned for every device of the process."""
 
+_PAGE_NBYTES = 4096
+
 
 def device_of(array: Any) -> Any:
     """Return the `torch.device` of a tensor that is not in host memory; None for all else."""
@@ -223,6 +225,38 @@ def pin(memory: NDArray[np.uint8], device: Any) -> Callable[[], None] | None:
                 log_refused("could not unpin the memory that saves were staged in", code)
 
     return unpin
+
+
+def pinned(nbytes: int, device: Any) -> NDArray[np.uint8] | None:
+    """Return new host memory, from a page on, that a device copies from and to beside all else.
+
+    torch keeps it for later copies when it is free again.  None where torch has no such memory for the kind
+    of device, or gets none, which is logged once.
+    """
+    torch = sys.modules["torch"]
+
+    def taken(nbytes: int) -> NDArray[np.uint8]:
+        memory: NDArray[np.uint8] = torch.empty(
+            max(nbytes, 1), dtype=torch.uint8, device="cpu", pin_memory=True
+        ).numpy()
+        return memory
+
+    try:
+        with on_device(device):
+            memory = taken(nbytes)
+            if memory.ctypes.data % _PAGE_NBYTES:
+                memory = taken(nbytes + _PAGE_NBYTES)
+    except RuntimeError as error:
+        log_unpinned(device.type, str(error))
+        return None
+    begin = -memory.ctypes.data % _PAGE_NBYTES
+    return memory[begin : begin + nbytes]
+
+
+@cache
+def log_unpinned(kind: str, why: str) -> None:
+    """Log once that there is no pinned memory for a kind of device."""
+    logger.warning("there is no pinned memory for copies from and to %s, so they are slower: %s", kind, why)
 
 
 def _forget_error(device: Any) -> None:

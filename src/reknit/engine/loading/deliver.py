@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from reknit.engine.memory.elements import bits, contiguous_bytes, convert, deliver
+from reknit.types import devices
 from reknit.types.box import Box, flat_range_boxes
 from reknit.types.shard import full_name
 
@@ -74,6 +75,13 @@ class Deliverer:
             None if w in cast else bits(target) for w, target in enumerate(self._targets)
         ]
         self._pieces = self._make_pieces([box.numel for _, box, _ in boxes])
+
+    @property
+    def on_devices(self) -> list[Any]:
+        """The targets that are not in host memory."""
+        pairs = zip(self._bits, self._targets, strict=True)
+        arrays = (target if bits is None else bits for bits, target in pairs)
+        return [array for array in arrays if devices.device_of(array) is not None]
 
     def pieces(self, number: int) -> list[ReadPart]:
         """Return the pieces that a read touches, ordered by where they begin."""
@@ -203,11 +211,19 @@ class Deliverer:
     def _copy(self, at: Rectangle, box: Box, source: NDArray[np.uint8], strides: Sequence[int]) -> None:
         """Copy a box (in the chunk's coordinates) that begins at `source` to its place in the target."""
         place = _place(box.relative_to(at.in_chunk).shifted(at.in_wanted))
-        if at.wanted in self._cast:
-            dtype = self._index.tensors[self._tensors[at.wanted]].spec.dtype
-            convert(source, dtype, box.lengths, strides, self._targets[at.wanted][place])
-        else:
-            deliver(source, box.lengths, strides, self._bits[at.wanted][place])
+        item, fqn, spec = self._index.tensors[self._tensors[at.wanted]]
+        try:
+            if at.wanted in self._cast:
+                convert(source, spec.dtype, box.lengths, strides, self._targets[at.wanted][place])
+            else:
+                deliver(source, box.lengths, strides, self._bits[at.wanted][place])
+        except RuntimeError as error:
+            device = devices.device_of(self._targets[at.wanted])
+            if device is None:
+                raise
+            failure = devices.failed(error, device)
+            failure.message += f"; it was to fill {full_name(item, fqn)} on {device}"
+            raise failure from error
 
 
 def _place(box: Box) -> tuple[Any, ...]:

@@ -1,17 +1,23 @@
-"""What one rank is given to load."""
+"""What one rank is given to load, and what of it is read at once."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from reknit.engine.loading.read import RangeReader
 from reknit.engine.memory.workers import within
+from reknit.engine.sharing.shared_read import SharedRead
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import ExitStack
 
     from reknit.comm.base import Group
+    from reknit.engine import messages
+    from reknit.engine.loading.match import Fill
     from reknit.engine.sharing.host_exchange import Carrier
+    from reknit.engine.stored.opening import OpenCheckpoint
     from reknit.monitor.phase import Recorder
     from reknit.options import LoadOptions
     from reknit.storage.base import Storage
@@ -42,3 +48,36 @@ class LoadJob:
     def within_deadline(self, what: str, work: Callable[[], _Result]) -> _Result:
         """Ask the storage for something, and wait no longer than other ranks would wait for this one."""
         return within(self.options.timeout_s, lambda: f"{what} {self.storage.url}", work)
+
+
+@dataclass
+class LoadPart:
+    """Boxes that are filled together, what reads them, and how many bytes came from other ranks."""
+
+    fills: Sequence[Fill]
+    reader: RangeReader
+    nbytes_received: int = 0
+    shared: SharedRead | None = None
+
+    @classmethod
+    def of(cls, job: LoadJob, checkpoint: OpenCheckpoint, fills: Sequence[Fill]) -> LoadPart:
+        """Plan the reads for some boxes; the checkpoint has the rows of the index that they need."""
+        reader = RangeReader(
+            checkpoint,
+            [(fill.tensor, fill.box, fill.target) for fill in fills],
+            job.options,
+            cast=frozenset(number for number, fill in enumerate(fills) if fill.cast),
+            replicas=job.replicas,
+            moved=job.recorder.advance,
+        )
+        return cls(fills, reader)
+
+    def share(self, job: LoadJob, last: ExitStack) -> None:
+        """Begin this rank's side of a shared read, which ends with `last`."""
+        files = self.reader.checkpoint.index.files
+        self.shared = SharedRead.begin(job.group, job.carrier, self.reader, files, job.options)
+        last.callback(self.shared.close)
+
+    def offer(self) -> messages.Offer | None:
+        """Return what this rank would read, if that may be shared."""
+        return None if self.shared is None else self.shared.offer()

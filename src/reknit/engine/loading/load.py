@@ -15,9 +15,9 @@ from reknit.engine.columns import unpacked
 from reknit.engine.loading.collect import collect, request_items
 from reknit.engine.loading.coordinator import LoadCoordinator
 from reknit.engine.loading.effects import MOST_LACKING
+from reknit.engine.loading.job import LoadPart
 from reknit.engine.loading.load_report import load_report
 from reknit.engine.loading.metadata import ReceivedMetadata
-from reknit.engine.loading.read import LoadPart
 from reknit.engine.loading.ties import unequal
 from reknit.engine.sharing.fetch_tracker import StoppedError
 from reknit.engine.stored.opening import REPLACED, REPLACED_TRIES
@@ -97,6 +97,12 @@ def _load(job: LoadJob, root: LoadCoordinator) -> LoadReport:
         ):
             if name == "objects" and not decision.early:
                 continue
+            if share is not None and share.num_turns:
+                # A rank without memory for exchanges with other hosts would keep these waiting in them.
+                with comm.turn(group, "reserve", timeout_s) as turn:
+                    if part is not None and part.shared is not None:
+                        part.shared.reserve(share)
+                    turn.arrive()
             stopped = b""
             with comm.turn(group, name, timeout_s) as turn:
                 try:

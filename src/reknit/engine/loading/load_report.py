@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reknit.engine.loading.collect import Collected
-    from reknit.engine.loading.job import LoadJob
-    from reknit.engine.loading.read import LoadPart
+    from reknit.engine.loading.job import LoadJob, LoadPart
     from reknit.engine.messages import LoadDecision
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from reknit.engine.loading.deliver import Deliverer, ReadSpan, put, spans_of
 from reknit.engine.loading.repair import UNREADABLE, Repairer
+from reknit.engine.memory.transfer import Transfer
 from reknit.engine.memory.workers import Gate, run_jobs
-from reknit.engine.sharing.shared_read import SharedRead
 from reknit.engine.stored.file_checks import corrupt_block
 from reknit.environment import num_threads
 from reknit.errors import ReknitError, UsageError
@@ -23,13 +22,10 @@ from reknit.storage.base import Reading
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from contextlib import ExitStack
+    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
-    from reknit.engine import messages
-    from reknit.engine.loading.job import LoadJob
-    from reknit.engine.loading.match import Fill
     from reknit.engine.memory.arena import Arena
     from reknit.engine.stored.opening import OpenCheckpoint
     from reknit.errors import CorruptError
@@ -39,6 +35,9 @@ if TYPE_CHECKING:
     from reknit.types.box import Box
 
 LOCAL_DISK = Reading()
+
+_MOST_NAMES = 5
+"""Tensors that an error names."""
 
 
 def granularity(options: LoadOptions, block_nbytes: int, reading: Reading = LOCAL_DISK) -> Granularity:
@@ -80,6 +79,13 @@ class RangeReader:
         self.plan = plan_load(index, [(tensor, box) for tensor, box, _ in boxes], sizes, cut)
         self.checkpoint, self._options, self._moved = checkpoint, options, moved
         self._deliverer = Deliverer(index, self.plan, boxes, cast)
+        self.transfer = Transfer(self._deliverer.on_devices, "what is loaded", options.timeout_s)
+        """The copies to devices: whatever calls the other methods does so within this context."""
+        # A worker reads into one buffer while a device copies from the other, if there is room for two.
+        wide = self.transfer.is_needed and options.inflight_nbytes >= 2 * self.cell_nbytes
+        self._num_buffers = 2 if wide else 1
+        self.arena_nbytes = self.cell_nbytes * self._num_buffers
+        """Size of the arena of a worker that may carry out any read of the plan."""
         self._repairer = Repairer(checkpoint, replicas)
         self._clocks = {name: Stopwatch() for name in ("read", "verify", "deliver")}
         self._gate = Gate()
@@ -90,10 +96,14 @@ class RangeReader:
     def jobs(self, reads: Iterable[int]) -> Sequence[int]:
         """Return the numbers of some reads of the plan and of all strided reads, which no other rank can use.
 
-        `read` takes each, with an arena of at least `cell_nbytes`.
+        `read` takes each, with an arena of `arenas` that has at least `arena_nbytes`.
         """
         first = len(self.plan.read_file)
         return [*reads, *range(first, first + len(self.plan.strided.piece))]
+
+    def arenas(self, nbytes: int) -> AbstractContextManager[Arena]:
+        """Have an arena of a worker, of `arena_nbytes` or as many times less as its reads are smaller."""
+        return self.transfer.arenas(nbytes, self._num_buffers)
 
     @property
     def nbytes_read(self) -> int:
@@ -108,20 +118,25 @@ class RangeReader:
         still arrive there: that cannot be recalled.
         """
         plan = self.plan
+        largest = int(max(n.max(initial=1) for n in (plan.read_nbytes, plan.strided.nbytes)))
         try:
-            run_jobs(
-                self.jobs(range(len(plan.read_file))),
-                self.read,
-                threads=num_threads(self._options.threads),
-                arena_nbytes=int(max(n.max(initial=1) for n in (plan.read_nbytes, plan.strided.nbytes))),
-                budget_nbytes=self._options.inflight_nbytes,
-                timeout_s=timeout_s,
-                what=self.under_way,
-            )
-        except BaseException as error:
-            self.abandon()
-            if isinstance(error, ReknitError):
-                error.sign(phase="read")
+            with self.transfer:
+                try:
+                    run_jobs(
+                        self.jobs(range(len(plan.read_file))),
+                        self.read,
+                        threads=num_threads(self._options.threads),
+                        arena_nbytes=largest * self._num_buffers,
+                        budget_nbytes=self._options.inflight_nbytes,
+                        arenas=self.arenas,
+                        timeout_s=timeout_s,
+                        what=self.under_way,
+                    )
+                except BaseException:
+                    self.abandon()
+                    raise
+        except ReknitError as error:
+            error.sign(phase="read")
             raise
         finally:
             self.record(recorder)
@@ -135,7 +150,7 @@ class RangeReader:
         scratch = arena.view(nbytes)
         spans, indirect = spans_of(self._deliverer.pieces(number), start, scratch)
         self._fill(path, start, spans)
-        with self._clocks["deliver"].lap(), self._gate.passing():
+        with self._delivering(path, start, nbytes, arena):
             for piece in indirect:
                 self._deliverer.deliver(piece, start, scratch)
         self._moved(nbytes)
@@ -147,14 +162,26 @@ class RangeReader:
         """
         self._fill(path, start, [ReadSpan(start, buffer)])
 
+    def wrong(self, path: str, start: int, data: NDArray[np.uint8]) -> list[tuple[int, int]]:
+        """Return the ranges of a file's bytes whose digests are not those of the checkpoint.
+
+        `data` are the bytes from `start` on, as `fetch` returns them.  Without verification there are none.
+        """
+        if self._options.verify == "off":
+            return []
+        with self._clocks["verify"].lap(len(data)):
+            blocks = self._damaged(path, start, [ReadSpan(start, data)])
+        end, size = start + len(data), self.block_nbytes
+        return [(block * size, min((block + 1) * size, end)) for block in blocks]
+
     def deliver(self, number: int, start: int, data: NDArray[np.uint8]) -> None:
         """Copy what read `number` is for out of `data`: the file's bytes from `start` on, at least the read.
 
         Wherever these bytes come from, nothing is read or verified.
         """
-        _, first, nbytes = self._place(number)
+        path, first, nbytes = self._place(number)
         data = data[first - start : first - start + nbytes]
-        with self._clocks["deliver"].lap(), self._gate.passing():
+        with self._delivering(path, first, nbytes):
             for piece in self._deliverer.pieces(number):
                 self._deliverer.deliver(piece, first, data)
         self._moved(nbytes)
@@ -199,7 +226,7 @@ class RangeReader:
             self._reread_strided(number, path, error)
         else:
             if direct is None:
-                with self._clocks["deliver"].lap(), self._gate.passing():
+                with self._delivering(path, int(strided.start[number]), int(strided.nbytes[number]), arena):
                     self._deliverer.deliver_runs(number, buffer)
         self._moved(len(buffer))
 
@@ -261,7 +288,7 @@ class RangeReader:
         strided = self.plan.strided
         start, data = int(strided.start[number]), np.empty(int(strided.nbytes[number]), np.uint8)
         self._reread(path, start, [ReadSpan(start, data)], error)
-        with self._clocks["deliver"].lap(), self._gate.passing():
+        with self._delivering(path, start, len(data)):
             self._deliverer.deliver_strided(number, start, data)
 
     def _put(self, path: str, block: int, data: NDArray[np.uint8], spans: Sequence[ReadSpan]) -> None:
@@ -291,43 +318,29 @@ class RangeReader:
             if digest(*(buffer.data for buffer in buffers)) != file.digests[block]
         )
 
+    @contextmanager
+    def _delivering(self, path: str, start: int, nbytes: int, arena: Arena | None = None) -> Iterator[None]:
+        """Deliver bytes of a file from `start` on, which are in an arena of `arenas` or stay elsewhere."""
+
+        def name() -> str:
+            return ", ".join(self._names(path, start, start + nbytes)[:_MOST_NAMES]) or path
+
+        with (
+            self._clocks["deliver"].lap(),
+            self._signed("deliver", path),
+            self._gate.passing(),
+            self.transfer.copying(arena, name),
+        ):
+            yield
+
+    def _names(self, path: str, low: int, high: int) -> list[str]:
+        """Return the names of tensors in bytes `low` up to `high` of a file."""
+        files = self.checkpoint.index.files
+        names = self._deliverer.names(files.index(path), low, high) if path in files else []
+        return [self.checkpoint.shown(name) for name in names]
+
     def _corrupt(self, path: str, block: int) -> CorruptError:
         """Return the error of a block whose digest is wrong."""
-        block_nbytes, files = self.block_nbytes, self.checkpoint.index.files
-        low = block * block_nbytes
-        names = self._deliverer.names(files.index(path), low, low + block_nbytes) if path in files else []
-        names = [self.checkpoint.shown(name) for name in names]
-        return corrupt_block(self.checkpoint.files[path], block, block_nbytes, names)
-
-
-@dataclass
-class LoadPart:
-    """Boxes that are filled together, what reads them, and how many bytes came from other ranks."""
-
-    fills: Sequence[Fill]
-    reader: RangeReader
-    nbytes_received: int = 0
-    shared: SharedRead | None = None
-
-    @classmethod
-    def of(cls, job: LoadJob, checkpoint: OpenCheckpoint, fills: Sequence[Fill]) -> LoadPart:
-        """Plan the reads for some boxes; the checkpoint has the rows of the index that they need."""
-        reader = RangeReader(
-            checkpoint,
-            [(fill.tensor, fill.box, fill.target) for fill in fills],
-            job.options,
-            cast=frozenset(number for number, fill in enumerate(fills) if fill.cast),
-            replicas=job.replicas,
-            moved=job.recorder.advance,
-        )
-        return cls(fills, reader)
-
-    def share(self, job: LoadJob, last: ExitStack) -> None:
-        """Begin this rank's side of a shared read, which ends with `last`."""
-        files = self.reader.checkpoint.index.files
-        self.shared = SharedRead.begin(job.group, job.carrier, self.reader, files, job.options)
-        last.callback(self.shared.close)
-
-    def offer(self) -> messages.Offer | None:
-        """Return what this rank would read, if that may be shared."""
-        return None if self.shared is None else self.shared.offer()
+        low = block * self.block_nbytes
+        names = self._names(path, low, low + self.block_nbytes)
+        return corrupt_block(self.checkpoint.files[path], block, self.block_nbytes, names)

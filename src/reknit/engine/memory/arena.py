@@ -14,9 +14,13 @@ from reknit.format.checksum import BLOCK_NBYTES
 from reknit.processes.shared_memory import advise
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
+
+    Arenas = Callable[[int], AbstractContextManager["Arena"]]
+    """What workers have their arenas of, given the number of bytes."""
 
 PAGE_NBYTES = 4096
 """Every file begins at a multiple of this in an arena, so that it can be written with direct I/O."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+import threading
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reknit.types.box import flat_range_boxes
+from reknit.types import devices
+from reknit.types.box import Box, flat_range_boxes
 from reknit.types.dtype import numpy_dtype
 
 if TYPE_CHECKING:
@@ -30,6 +32,11 @@ ROUNDED = frozenset(
 
 SHORT_ROW_NBYTES = 128
 """Up to here a row of elements is slower to copy than a single element of its size, up to ten times."""
+
+LAID_NBYTES = 8 << 20
+"""Most memory of a device that is taken to lay out or convert there what comes from the host."""
+
+_laying = threading.Lock()
 
 
 def bits(data: Any) -> Any:
@@ -86,16 +93,22 @@ def address(source: Any) -> int:
     return int(source.data_ptr())
 
 
-def stage(source: Any, first: int, numel: int, out: NDArray[np.uint8]) -> None:
-    """Copy `numel` elements from element `first` (row-major) of a `bits` array to the bytes `out`."""
+def stage(source: Any, first: int, numel: int, out: NDArray[np.uint8], *, non_blocking: bool = False) -> None:
+    """Copy `numel` elements from element `first` (row-major) of a `bits` array to the bytes `out`.
+
+    With `non_blocking` a device may still be at it when this returns.
+    """
     if not numel:
         return
     if (flat := contiguous_bytes(source)) is not None:
         itemsize = source.dtype.itemsize
         np.copyto(out, flat[first * itemsize : (first + numel) * itemsize])
         return
+    if not isinstance(source, np.ndarray) and source.is_contiguous():
+        copy(source.view(-1)[first : first + numel], out, non_blocking=non_blocking)
+        return
     for rectangle, part in rectangles(source, first, numel, out):
-        copy(rectangle, part)
+        copy(rectangle, part, non_blocking=non_blocking)
 
 
 def rectangles(
@@ -121,15 +134,26 @@ def copy(source: Any, out: NDArray[np.uint8], *, non_blocking: bool = False) -> 
 def deliver(source: NDArray[np.uint8], lengths: Sequence[int], strides: Sequence[int], target: Any) -> None:
     """Copy a strided rectangle of bytes into a `bits` array of shape `lengths`.
 
-    `source` begins at the rectangle's first byte, `strides` are in bytes.
+    `source` begins at the rectangle's first byte, `strides` are in bytes.  A device that has streams may
+    still be at it when this returns, and `source` has to stay as it is until then.
     """
+    if devices.is_queued(target):
+        if target.is_contiguous() and _is_run(lengths, strides, target.element_size()):
+            with _mode_of(target):
+                target.view(-1).view(sys.modules["torch"].uint8).copy_(
+                    _on_host(source[: target.numel() * target.element_size()]), non_blocking=True
+                )
+        else:
+            _lay_out(source, target.dtype, lengths, strides, target)
+        return
     kind = np.dtype(BITS[target.dtype.itemsize])
     array: NDArray[Any] = np.ndarray(tuple(lengths), kind, source, 0, tuple(strides))
     if isinstance(target, np.ndarray):
         _copy_rows(array, target)
     else:
         torch = sys.modules["torch"]
-        target.copy_(torch.from_numpy(np.asarray(array, order="C")))
+        with _mode_of(target):
+            target.copy_(torch.from_numpy(np.asarray(array, order="C")))
 
 
 def _copy_rows(source: NDArray[Any], target: NDArray[Any]) -> None:
@@ -148,8 +172,13 @@ def convert(
 ) -> None:
     """Copy a strided rectangle into a live array of another dtype, rounding to nearest, ties to even.
 
-    Where `target` is a tensor torch converts, otherwise NumPy does, to the same bits for finite values.
+    Where `target` is a tensor torch converts, on its device, otherwise NumPy does, to the same bits for
+    finite values.  A device may still be at it when this returns, see `deliver`.
     """
+    if devices.is_queued(target):
+        dtype_there = getattr(sys.modules["torch"], dtype)
+        _lay_out(source, dtype_there, lengths, strides, target.detach())
+        return
     kind = numpy_dtype(dtype)
     # np.ascontiguousarray would give one dimension to what has none.
     array = np.asarray(np.ndarray(tuple(lengths), kind, source, 0, tuple(strides)), order="C")
@@ -158,8 +187,9 @@ def convert(
         return
     torch = sys.modules["torch"]
     raw = torch.from_numpy(array.reshape(-1).view(np.uint8).copy())
-    with torch.no_grad():
-        target.detach().copy_(raw.view(getattr(torch, dtype)).view(tuple(lengths)))
+    target = target.detach()
+    with _mode_of(target):
+        target.copy_(raw.view(getattr(torch, dtype)).view(tuple(lengths)))
 
 
 def _converted(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -170,3 +200,64 @@ def _converted(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
             if dtype.name == "float8_e4m3fn":  # it has no infinity: the largest number stands for more
                 array = np.clip(array, -448, 448)
         return array.astype(dtype)
+
+
+def _lay_out(
+    source: NDArray[np.uint8], dtype: Any, lengths: Sequence[int], strides: Sequence[int], target: Any
+) -> None:
+    """Copy a strided rectangle of elements of a dtype to a tensor, whose device lays it out and converts it.
+
+    For that the device has all bytes from the first to the last, at most `LAID_NBYTES` at a time.  Its memory
+    is taken and given back in the order of the stream, so what comes next has the same.
+    """
+    torch = sys.modules["torch"]
+    if not target.numel():
+        return
+    steps = [stride // dtype.itemsize for stride in strides]
+    for part in _cut(Box.whole(tuple(lengths)), strides, dtype.itemsize):
+        first = sum(o * s for o, s in zip(part.offsets, strides, strict=True))
+        nbytes = _reach(part, strides, dtype.itemsize)
+        place = (*part.slices(), ...)
+        with _laying, _mode_of(target):
+            there = torch.empty(nbytes, dtype=torch.uint8, device=target.device)
+            there.copy_(_on_host(source[first : first + nbytes]), non_blocking=True)
+            target[place].copy_(there.view(dtype).as_strided(part.lengths, steps))
+            del there
+
+
+def _cut(box: Box, strides: Sequence[int], itemsize: int) -> Iterator[Box]:
+    """Yield a box in parts that reach over at most `LAID_NBYTES` bytes each, or have one element."""
+    if _reach(box, strides, itemsize) <= LAID_NBYTES or box.numel <= 1:
+        yield box
+        return
+    axis = max(range(box.ndim), key=lambda d: (box.lengths[d] - 1) * strides[d])
+    half = box.lengths[axis] // 2
+    for start, length in ((0, half), (half, box.lengths[axis] - half)):
+        offsets, lengths = list(box.offsets), list(box.lengths)
+        offsets[axis], lengths[axis] = offsets[axis] + start, length
+        yield from _cut(Box(tuple(offsets), tuple(lengths)), strides, itemsize)
+
+
+def _reach(box: Box, strides: Sequence[int], itemsize: int) -> int:
+    """Return how many bytes lie from the first to the last of a box that is not empty."""
+    return itemsize + sum((n - 1) * stride for n, stride in zip(box.lengths, strides, strict=True))
+
+
+def _is_run(lengths: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
+    """Tell whether a rectangle is one run of bytes, in row-major order."""
+    for length, stride in zip(reversed(lengths), reversed(strides), strict=True):
+        if length != 1 and stride != itemsize:
+            return False
+        itemsize *= length
+    return True
+
+
+def _on_host(source: NDArray[np.uint8]) -> Any:
+    """Return bytes as a tensor."""
+    return sys.modules["torch"].from_numpy(source if source.flags.writeable else source.copy())
+
+
+def _mode_of(target: Any) -> Any:
+    """Let this thread write to a tensor: one that was made for inference, only threads of that mode may."""
+    torch = sys.modules["torch"]
+    return torch.inference_mode() if target.is_inference() else torch.no_grad()

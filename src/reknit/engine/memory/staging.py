@@ -100,6 +100,32 @@ def copied_later(source: Any) -> bool:
     return devices.is_queued(source) and bool(source.is_contiguous())
 
 
+def wait_for(event: Any, device: Any, deadline: Deadline, what: str) -> None:
+    """Return when an event of a device has come, after copies of `what`; sleeps meanwhile.
+
+    Raises `DeadlineError`, and what the device reports.
+    """
+    pause_s = _PAUSES_S[0]
+    with devices.on_device(device):
+        while not _has_come(event, device):
+            if deadline.passed():
+                raise DeadlineError(
+                    f"{device} had not copied {what} within {deadline.seconds:g} s: it is still at work on "
+                    "what was queued before",
+                    remedy="look for a collective that waits for a rank that is gone, or raise timeout_s",
+                )
+            sleep(min(pause_s, deadline.remaining()))
+            pause_s = min(_PAUSES_S[1], 2 * pause_s)
+
+
+def _has_come(event: Any, device: Any) -> bool:
+    # Asked for again and again: a wait for an event of torch has no deadline.
+    try:
+        return bool(event.query())
+    except RuntimeError as error:
+        raise devices.failed(error, device) from error
+
+
 class _Lane:
     """The copies of one save from one device; `event` is the end of those that were queued."""
 
@@ -111,24 +137,7 @@ class _Lane:
 
     def wait(self, deadline: Deadline) -> None:
         """Return when the event has come.  Raises `DeadlineError`, and what the device reports."""
-        pause_s = _PAUSES_S[0]
-        with devices.on_device(self.device):
-            while not self._has_come():
-                if deadline.passed():
-                    raise DeadlineError(
-                        f"{self.device} had not copied what is saved within {deadline.seconds:g} s: it is "
-                        "still at work on what was queued before",
-                        remedy="look for a collective that waits for a rank that is gone, or raise timeout_s",
-                    )
-                sleep(min(pause_s, deadline.remaining()))
-                pause_s = min(_PAUSES_S[1], 2 * pause_s)
-
-    def _has_come(self) -> bool:
-        # Asked for again and again: a wait for an event of torch has no deadline.
-        try:
-            return bool(self.event.query())
-        except RuntimeError as error:
-            raise devices.failed(error, self.device) from error
+        wait_for(self.event, self.device, deadline, "what is saved")
 
     def copy(self, source: Any, first: int, numel: int, out: NDArray[np.uint8]) -> None:
         # The source may be freed before the copy has run: its memory is not given away until then.
@@ -141,7 +150,8 @@ class _Lane:
                     self._gather(source, first, numel, out)
         finally:
             # Also after an error: what was queued before it still writes to `out`, and is to be waited for.
-            self.event.record(self._stream)
+            with devices.on_device(self.device):
+                self.event.record(self._stream)
 
     def _gather(self, source: Any, first: int, numel: int, out: NDArray[np.uint8]) -> None:
         """Lay out piece after piece on the device.

@@ -14,7 +14,7 @@ from reknit.system import start
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from reknit.engine.memory.arena import Arena
+    from reknit.engine.memory.arena import Arena, Arenas
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -109,6 +109,7 @@ def run_jobs(
     threads: int,
     arena_nbytes: int,
     budget_nbytes: int,
+    arenas: Arenas = borrowed,
     timeout_s: float | None = None,
     what: Callable[[], str] = lambda: "the work",
     stop: Callable[[BaseException], None] = lambda _: None,
@@ -116,12 +117,13 @@ def run_jobs(
 ) -> None:
     """Do all jobs, several at once, and return when the last is done.
 
-    Each worker owns one arena of `arena_nbytes`; there are at most `threads` workers, and no more than fit in
-    `budget_nbytes`, or can be started.  So memory is bounded, and while one worker waits for storage the
-    others copy and digest.  Where there is to be one, and no `timeout_s`, the caller does the work himself.
-    The first error stops the others after the job in their hands, and is raised; so does an interrupt of the
-    caller.  `stop` is called with it, before the others are waited for: let it end jobs that would wait.
-    `meanwhile` is what the caller himself does while they work, or after it where he is the worker.
+    Each worker owns one arena of `arena_nbytes`, which it has of `arenas`; there are at most `threads`
+    workers, and no more than fit in `budget_nbytes`, or can be started.  So memory is bounded, and while one
+    worker waits for storage the others copy and digest.  Where there is to be one, and no `timeout_s`, the
+    caller does the work himself.  The first error stops the others after the job in their hands, and is
+    raised; so does an interrupt of the caller.  `stop` is called with it, before the others are waited for:
+    let it end jobs that would wait.  `meanwhile` is what the caller himself does while they work, or after it
+    where he is the worker.
 
     After `timeout_s` the caller waits no longer: `DeadlineError` says that `what()` did not finish, or the
     first error is raised, if there was one.  A worker that hangs in a foreign call is left behind, and ends
@@ -132,7 +134,7 @@ def run_jobs(
 
     def loop(ended: threading.Event) -> None:
         try:
-            with borrowed(arena_nbytes) as arena:
+            with arenas(arena_nbytes) as arena:
                 while job := source.take():
                     work(job[0], arena)
         except BaseException as error:  # it is raised again by the caller's thread

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 SAMPLE_NBYTES = 8 << 10
 """Of a copy for which a framework vouches the first so many bytes are compared: all of what is small."""
-SHORT_NBYTES = 64 << 10
+SHORT_NBYTES = 4 << 20
 """Of shards up to this size many are copied from a device at once."""
 KEPT_NBYTES = 4 << 20
 """A rank hands on so many bytes of copies that it may have to keep as its own, of the smallest ones."""
@@ -162,9 +162,11 @@ def split(
 def first_bytes(sources: Sequence[Any], nbytes: Sequence[int]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
     """Yield places of `bits` arrays, in any order, and the first bytes (row-major) of each.
 
-    What is short is gathered on its device, and copied as one: a copy for each would take far longer.
+    What is short is gathered on its device, up to `GATHER_NBYTES` there, and copied as one: a copy for each
+    would take far longer.
     """
     lots: dict[Any, list[tuple[int, Any]]] = {}
+    room: dict[Any, int] = {}
     for place, (source, count) in enumerate(zip(sources, nbytes, strict=True)):
         if (flat := contiguous_bytes(source)) is not None:
             yield place, flat[:count]
@@ -173,9 +175,10 @@ def first_bytes(sources: Sequence[Any], nbytes: Sequence[int]) -> Iterator[tuple
             stage(source, 0, count // itemsize(source), out)
             yield place, out
         else:
-            lot = lots.setdefault(source.device, [])
-            lot.append((place, source))
-            if len(lot) * SHORT_NBYTES >= GATHER_NBYTES:
-                yield from gathered(lots.pop(source.device), nbytes)
+            device = source.device
+            if device in lots and count > room[device]:
+                yield from gathered(lots.pop(device), nbytes)
+            room[device] = (room[device] if device in lots else GATHER_NBYTES) - count
+            lots.setdefault(device, []).append((place, source))
     for lot in lots.values():
         yield from gathered(lot, nbytes)

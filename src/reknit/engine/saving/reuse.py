@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from reknit.engine.memory.arena import borrowed
 from reknit.engine.memory.workers import run_jobs
 from reknit.engine.small_files import Written, discard
 from reknit.environment import num_threads
@@ -24,7 +25,7 @@ from reknit.storage.base import CopiesFiles
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-    from reknit.engine.memory.arena import Arena
+    from reknit.engine.memory.arena import Arena, Arenas
     from reknit.engine.saving.job import SaveJob
     from reknit.engine.saving.write import Fetch, FetchPhase, Outgoing
     from reknit.storage.base import Storage
@@ -105,12 +106,13 @@ class Reuse:
         phase: FetchPhase,
         written: list[Written],
         *,
+        arenas: Arenas = borrowed,
         stop: Callable[[BaseException], None] = lambda _: None,
     ) -> list[int]:
         """Take over what did not change, add it to `written`, and return the numbers of the other files.
 
-        `fetch`, `phase` and `stop` are as for `write_files` and `run_jobs`; everything that is fetched here
-        may be fetched again.
+        `fetch`, `phase`, `arenas` and `stop` are as for `write_files` and `run_jobs`; everything that is
+        fetched here may be fetched again.
         """
         storage, last = self._job.storage, self._committed.beside(self._job.storage)
         if self._job.options.reuse and isinstance(storage, CopiesFiles) and last is not None:
@@ -118,7 +120,7 @@ class Reuse:
                 known = last.files.get(place)
                 if known is not None and known.file.nbytes == self._files[number].nbytes:
                     self._equal[number] = known
-            self._compare(fetch, phase, stop)
+            self._compare(fetch, phase, arenas, stop)
             self._copy(storage, last.storage, written, stop)
         return [n for n in range(len(self._files)) if n not in self._taken]
 
@@ -133,7 +135,13 @@ class Reuse:
         }
         self._committed.keep(self._job.storage, known)
 
-    def _compare(self, fetch: Fetch, phase: FetchPhase, stop: Callable[[BaseException], None]) -> None:
+    def _compare(
+        self,
+        fetch: Fetch,
+        phase: FetchPhase,
+        arenas: Arenas,
+        stop: Callable[[BaseException], None],
+    ) -> None:
         """Leave in `_equal` only the files whose digests are those of the earlier ones."""
         recorder, threads = self._job.recorder, num_threads(self._job.options.threads)
         clocks = {name: Stopwatch() for name in (phase, "digest")}
@@ -161,6 +169,7 @@ class Reuse:
                     threads=threads,
                     arena_nbytes=BLOCK_NBYTES,
                     budget_nbytes=self._job.options.inflight_nbytes,
+                    arenas=arenas,
                     stop=stop,
                 )
         finally:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from reknit.engine import messages
 from reknit.engine.columns import unpacked
 from reknit.engine.memory.sources import Sources
+from reknit.engine.memory.transfer import Transfer
 from reknit.engine.memory.tuning import Tuner
 from reknit.engine.report import SaveReport
 from reknit.engine.saving.claims import claims, encode_holdings
@@ -70,19 +71,23 @@ def save(job: SaveJob, committed: Committed | None = None) -> tuple[SaveReport, 
                 # 4 stage, digest and write, but for what the last checkpoint has
                 files = [Outgoing(image.path, image.nbytes) for image in images]
                 reuse = Reuse(job, committed or Committed(), assigned.write_id, files, outlined.frozen)
-                left = reuse.take_over(live(images), "stage", commit.written)
                 alone = job.group.size == 1
-                outgoing = [files[n] for n in left]
-                commit.written += write_files(
-                    job.storage,
-                    outgoing,
-                    staged([images[n] for n in left]),
-                    tuner=Tuner(threads=num_threads(options.threads), piece_nbytes=_piece_nbytes(outgoing)),
-                    recorder=recorder,
-                    phase="stage",
-                    budget_nbytes=options.inflight_nbytes,
-                    meanwhile=partial(coordinator.encode_ahead, outlined.columns) if alone else None,
-                )
+                with Transfer(sources.on_devices, "what is saved", options.timeout_s) as transfer:
+                    fetch = live(images, transfer)
+                    left = reuse.take_over(fetch, "stage", commit.written, arenas=transfer.arenas)
+                    outgoing = [files[n] for n in left]
+                    threads, piece_nbytes = num_threads(options.threads), _piece_nbytes(outgoing)
+                    commit.written += write_files(
+                        job.storage,
+                        outgoing,
+                        staged([images[n] for n in left], transfer),
+                        tuner=Tuner(threads=threads, piece_nbytes=piece_nbytes),
+                        recorder=recorder,
+                        phase="stage",
+                        budget_nbytes=options.inflight_nbytes,
+                        arenas=transfer.arenas,
+                        meanwhile=partial(coordinator.encode_ahead, outlined.columns) if alone else None,
+                    )
                 # 5 write values; receipts up; the root commits; the outcome comes down (one round)
                 chunks = None if alone else outlined.columns
                 commit.commit(mine, assigned, differing, holdings.items, chunks)

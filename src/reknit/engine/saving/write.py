@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from reknit.engine.memory.arena import borrowed
+from reknit.engine.memory.transfer import queue
 from reknit.engine.memory.tuning import PIECES, Tuner
 from reknit.engine.memory.workers import run_jobs
 from reknit.engine.small_files import Written, discard
@@ -23,8 +25,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reknit.engine.memory.arena import Arena
+    from reknit.engine.memory.arena import Arena, Arenas
     from reknit.engine.memory.file_image import Image
+    from reknit.engine.memory.transfer import Transfer
     from reknit.engine.memory.tuning import Settings
     from reknit.monitor.phase import Recorder
     from reknit.storage.base import Storage, Writer
@@ -224,6 +227,7 @@ def write_files(
     recorder: Recorder,
     phase: FetchPhase = "wait",
     budget_nbytes: int | None = None,
+    arenas: Arenas = borrowed,
     written: Callable[[int, int, int], None] | None = None,
     failed: Callable[[BaseException], None] | None = None,
     busy: Callable[[], bool] | None = None,
@@ -242,12 +246,12 @@ def write_files(
     spent in `fetch` is recorded as `phase`: ``"stage"`` when it copies, ``"wait"`` when it waits for others,
     ``"read"`` when it reads another store.
 
-    `budget_nbytes` limits the memory that all workers copy to, for a `fetch` that does.  `written(file,
-    start, nbytes)` is called when the memory of a piece is free again.  `failed(error)` is called by the
-    worker that met an error, before the others have ended: let it wake those that wait in `fetch`.  While
-    `busy()` holds, the core has better things to do: pieces go to the disk, which takes hardly any of it, and
-    their digests wait; what `fetch` returns must then stay as it is until this call returns.  The caller's
-    thread calls `meanwhile()` once while workers write.
+    `budget_nbytes` limits the memory that all workers copy to, for a `fetch` that does; they have it of
+    `arenas`.  `written(file, start, nbytes)` is called when the memory of a piece is free again.
+    `failed(error)` is called by the worker that met an error, before the others have ended: let it wake those
+    that wait in `fetch`.  While `busy()` holds, the core has better things to do: pieces go to the disk,
+    which takes hardly any of it, and their digests wait; what `fetch` returns must then stay as it is until
+    this call returns.  The caller's thread calls `meanwhile()` once while workers write.
     """
     writing = _Writing(storage, fetch, recorder, phase, written, failed, busy)
     recorder.expect(sum(file.nbytes for file in files))
@@ -260,6 +264,7 @@ def write_files(
                 threads=threads,
                 arena_nbytes=piece_nbytes,
                 budget_nbytes=threads * piece_nbytes if budget_nbytes is None else budget_nbytes,
+                arenas=arenas,
                 meanwhile=partial(writing.once_begun, meanwhile) if meanwhile and threads > 1 else meanwhile,
             )
             meanwhile = None
@@ -272,23 +277,28 @@ def write_files(
     return [Written(file.path, file.nbytes, file.digests) for file in writing.files]
 
 
-def staged(images: Sequence[Image]) -> Fetch:
+def staged(images: Sequence[Image], transfer: Transfer) -> Fetch:
     """Return what copies a piece of these files from live memory, in the worker that writes it."""
 
     def fetch(file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
-        piece = arena.view(nbytes)
-        images[file].fill(start, piece)
+        piece, image = arena.view(nbytes), images[file]
+        try:
+            with transfer.copying(name=lambda: f"a part of {image.path}"):
+                image.fill(start, piece, queue)
+        except ReknitError as error:
+            error.sign(phase="stage", path=image.path)
+            raise
         return piece
 
     return fetch
 
 
-def live(images: Sequence[Image]) -> Fetch:
+def live(images: Sequence[Image], transfer: Transfer) -> Fetch:
     """Return what finds a piece of these files in live memory, and copies it where it lies in several places.
 
     This is for looking at bytes, not for writing them: they may lie at any address, and may change.
     """
-    copied = staged(images)
+    copied = staged(images, transfer)
 
     def fetch(file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
         data = images[file].in_place(start, nbytes)

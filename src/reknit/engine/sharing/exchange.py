@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
+from reknit.engine.memory.arena import borrowed
 from reknit.engine.memory.workers import run_jobs
-from reknit.engine.sharing.fetch_tracker import FetchTracker, StoppedError
+from reknit.engine.sharing.fetch_tracker import LOOK_S, FetchTracker, StoppedError
 from reknit.engine.sharing.host_exchange import HostExchange
 from reknit.engine.sharing.ring import OTHER_HOSTS, HeldFetch, Slot, aligned, batches_of, num_slots
 from reknit.errors import CommError, ReknitError
@@ -19,10 +20,12 @@ from reknit.system import start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
-    from reknit.engine.memory.arena import Arena
+    from reknit.engine.memory.arena import Arena, Arenas
+    from reknit.engine.memory.transfer import Transfer
     from reknit.engine.sharing.fetch_tracker import Arrival
     from reknit.engine.sharing.host_exchange import Carrier
     from reknit.engine.sharing.host_link import HostLink
@@ -39,11 +42,13 @@ class Sharing(NamedTuple):
 
     `rows[k]` are the reads (numbers of the plan) that row `k` of `part` contains, `paths[k]` is its file.
     `peers` are the addresses of those that take from this rank's ring.  `cell_nbytes` is the size of the
-    largest fetch, and `num_slots` says how many of that size the ring should have.
+    largest fetch, and `num_slots` says how many of that size the ring should have.  There are `num_turns`
+    exchanges with other hosts, each in `num_steps` steps.
     """
 
     part: FetchTable
     num_turns: int
+    num_steps: int
     rows: Sequence[Sequence[int]]
     paths: Sequence[str]
     peers: Mapping[int, str]
@@ -56,6 +61,9 @@ class FetchReader(Protocol):
 
     def fetch(self, path: str, start: int, buffer: Bytes, /) -> None:
         """Read and verify."""
+
+    def wrong(self, path: str, start: int, data: Bytes, /) -> list[tuple[int, int]]:
+        """Return the ranges of a file's bytes that are not as they were saved; none if nothing is verified."""
 
     def deliver(self, number: int, start: int, data: Bytes, /) -> None:
         """Copy to the targets what read `number` is for."""
@@ -73,6 +81,11 @@ class PlanReader(FetchReader, Protocol):
     plan: LoadPlan
     cell_nbytes: int
     block_nbytes: int
+    arena_nbytes: int
+    transfer: Transfer
+
+    def arenas(self, nbytes: int, /) -> AbstractContextManager[Arena]:
+        """Have an arena of a worker."""
 
     def jobs(self, reads: Iterable[int], /) -> Sequence[int]:
         """Return the numbers of some reads of the plan and of all strided reads."""
@@ -110,18 +123,22 @@ class Exchange:
         self._private: deque[Job] = deque(private)
         self._to_read = deque(batches_of(part, rank, sharing.cell_nbytes))
         self._ring: SharedMemory | None = None
-        self._hosts = None if carrier is None else HostExchange(rank, part, carrier, self._fetches)
+        self._hosts: HostExchange | None = None
+        if carrier is not None:
+            self._hosts = HostExchange(
+                rank, part, carrier, self._fetches, sharing.num_steps, sharing.paths, work.wrong
+            )
 
     # The caller's thread.
 
-    def run(self, threads: int, arena_nbytes: int, budget_nbytes: int) -> None:
+    def run(self, threads: int, arena_nbytes: int, budget_nbytes: int, arenas: Arenas = borrowed) -> None:
         """Carry out everything within this much memory, or the least that it takes.
 
         Raises `StoppedError` when another rank left, or its own error.
         """
         fetches = self._fetches
         with ExitStack() as last:
-            join_hosts: Callable[[], None] | None = None
+            join_hosts: Callable[[float], None] | None = None
             try:
                 if self._hosts is not None:
                     join_hosts = start_thread("reknit-exchange", self._hold_exchanges).join
@@ -132,6 +149,7 @@ class Exchange:
                     threads=threads,
                     arena_nbytes=arena_nbytes,
                     budget_nbytes=budget_nbytes - self._nbytes,
+                    arenas=arenas,
                     timeout_s=fetches.deadline.seconds,
                     what=fetches.doing,
                     stop=fetches.failed,
@@ -151,7 +169,7 @@ class Exchange:
     @property
     def _nbytes(self) -> int:
         """Memory of the ring, and of what is packed for other hosts."""
-        sent = 0 if self._hosts is None else self._hosts.sent_nbytes
+        sent = 0 if self._hosts is None else self._hosts.packed_nbytes
         return sent if self._ring is None else sent + self._ring.nbytes
 
     def _open(self, last: ExitStack) -> None:
@@ -179,12 +197,23 @@ class Exchange:
         if self._hosts is not None:
             self._hosts.run(self._sharing.num_turns)
 
-    def _leave(self, join_hosts: Callable[[], None] | None) -> None:
-        """Tell ranks of this host that this one has ended, then those of others, in step with them."""
+    def _leave(self, join_hosts: Callable[[float], None] | None) -> None:
+        """Tell ranks of this host that this one has ended, then those of others, in step with them.
+
+        A thread that hangs in a call of the process group or of a driver is left behind when its time is up.
+        """
         if self._link is not None:
             self._link.close()
-        # A rank that could not start the thread holds the exchanges here, since other hosts wait for it.
-        (join_hosts or self._hold_exchanges)()
+        fetches, hosts = self._fetches, self._hosts
+        if hosts is not None and join_hosts is not None:
+            while not hosts.ended and not fetches.is_late():
+                join_hosts(LOOK_S)
+            join_hosts(LOOK_S)
+            if not hosts.ended:
+                fetches.failed(fetches.late())
+        else:
+            # A rank that could not start the thread holds the exchanges here, since other hosts wait for it.
+            self._hold_exchanges()
         self._hosts = None
 
     # Workers.

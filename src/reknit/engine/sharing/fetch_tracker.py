@@ -68,6 +68,8 @@ class FetchTracker:
         self.to_come = set(part.number[part.reader != rank].tolist())
         self.num_reading = 0
         """Workers that are reading from storage."""
+        self.in_exchange = ""
+        """The exchange with other hosts in which this rank is waiting for them, or for a device."""
         self.deadline, self._latest = Deadline(timeout_s), Deadline(timeout_s + _GRACE_S)
         self._rank, self._part, self._paths = rank, part, paths
         self._link, self._under_way, self._broken = link, under_way, broken
@@ -164,6 +166,10 @@ class FetchTracker:
             raise self.error
         self._check(self.deadline)
 
+    def is_late(self) -> bool:
+        """Tell whether not even other hosts are waited for any longer."""
+        return self._latest.passed()
+
     def check_other_hosts(self) -> None:
         """Raise what keeps this rank from going on in step with other hosts; no error of its own does.
 
@@ -175,19 +181,23 @@ class FetchTracker:
         if self._broken():
             raise StoppedError("the group of ranks is broken")
         if deadline.passed():
-            raise DeadlineError(f"{self.doing()} did not finish within {self.deadline.seconds:g} s")
+            raise self.late()
+
+    def late(self) -> DeadlineError:
+        """Return the error that says what was not there in time."""
+        return DeadlineError(f"{self.doing()} did not finish within {self.deadline.seconds:g} s")
 
     def doing(self) -> str:
         """Say what this rank is reading, or else what it waits for."""
         if self.num_reading:
             return self._under_way()
-        part = self._part
+        part, within = self._part, f"{self.in_exchange}, " if self.in_exchange else ""
         with self.changed:
             rows = [self._row[number] for number in sorted(self.to_come)]
             waiting = {rank for held in self.held.values() for rank in held.waiting}
         if rows:
             readers = ", ".join(map(str, sorted(set(part.reader[rows].tolist()))[:8]))
             first = self._paths[rows[0]]
-            return f"waiting for {len(rows)} ranges, such as of {first}, that rank {readers} reads"
+            return f"{within}waiting for {len(rows)} ranges, such as of {first}, that rank {readers} reads"
         takers = ", ".join(map(str, sorted(waiting - {self._rank, OTHER_HOSTS})[:8])) or "of another host"
-        return f"waiting for rank {takers} to take what was read for it"
+        return f"{within}waiting for rank {takers} to take what was read for it"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from reknit.engine.sharing.ring import OTHER_HOSTS, HeldFetch, Slot
 from reknit.errors import CommError, DeadlineError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -23,17 +24,25 @@ if TYPE_CHECKING:
     Bytes = NDArray[np.uint8]
 
 BUCKET_NBYTES = 32 << 20
-"""Most bytes that a rank sends, or receives, in one exchange."""
+"""Most bytes that a rank sends, or receives, in one step of an exchange; or one fetch, if that is larger."""
 
 
 class Carrier(Protocol):
     """The transport of bytes to ranks of other hosts: the process group that the training has already.
 
     All ranks make the same calls in the same order.  A call that waits calls `check` now and then, whose
-    error ends it.  Raises `CommError` when a rank is gone.
+    error ends it.  Raises `CommError` when a rank is gone.  As text it says what it is.
     """
 
     size: int
+    kind: str
+    """How bytes are carried, which must be the same on all ranks; empty if this rank has nothing for it."""
+
+    def reserve(self, send_nbytes: int, receive_nbytes: int) -> None:
+        """Take memory for the largest swap, before ranks wait for each other.  Raises `ShortageError`."""
+
+    def release(self) -> None:
+        """Give the memory back; no call follows."""
 
     def all_well(self, well: bool, check: Callable[[], None]) -> bool:
         """Tell whether all ranks say that all is well."""
@@ -49,25 +58,55 @@ class Carrier(Protocol):
         """Send and receive bytes, both packed in the order of ranks: so many to, and from, each rank."""
 
 
+class Sizes(NamedTuple):
+    """Most bytes that a rank sends and receives in one step, and receives in one exchange."""
+
+    sent: int
+    received: int
+    in_exchange: int
+
+
+def largest(rank: int, part: FetchTable, num_steps: int) -> Sizes:
+    """Return the sizes of what a rank sends and receives."""
+    copies = np.diff(part.remote_first)
+    came = (part.reader != rank) & (part.source == rank)
+    turn = np.maximum(part.turn, 0)
+    sent = np.bincount(turn, -(-part.nbytes // num_steps) * copies, minlength=1)
+    received = np.bincount(turn, -(-part.nbytes // num_steps) * came, minlength=1)
+    whole = np.bincount(turn, part.nbytes * came, minlength=1)
+    return Sizes(int(sent.max()), int(received.max()), int(whole.max()))
+
+
 class HostExchange:
     """One rank's part in the exchanges between hosts, which one thread holds in order.
 
-    What comes lies in one half of an area in every other exchange, so that ranks of this host can copy out of
-    one half while the other is filled.
+    Each has the same number of steps on all ranks, and a part of each fetch travels in each step: so the
+    memory is bounded, to however many hosts a fetch goes.  What comes lies in one half of an area in every
+    other exchange, so that ranks of this host can copy out of one half while the other is filled.
+    `paths` has the file of each row of `part`; `wrong` returns the ranges of the bytes of a file, from a byte
+    on, that are not those of the checkpoint.
     """
 
-    def __init__(self, rank: int, part: FetchTable, carrier: Carrier, fetches: FetchTracker) -> None:
+    def __init__(
+        self,
+        rank: int,
+        part: FetchTable,
+        carrier: Carrier,
+        fetches: FetchTracker,
+        num_steps: int,
+        paths: Sequence[str],
+        wrong: Callable[[str, int, Bytes], list[tuple[int, int]]],
+    ) -> None:
         self._rank, self._part, self._carrier, self._fetches = rank, part, carrier, fetches
+        self._num_steps, self._paths, self._wrong = num_steps, paths, wrong
+        self.ended = False
         self._incoming = (part.reader != rank) & (part.source == rank)
         self._outgoing = (part.reader == rank) & (part.turn >= 0)
-        came = self._incoming
-        per_turn = np.bincount(part.turn[came], part.nbytes[came], minlength=1)
-        self._half = -(-int(per_turn.max()) // 4096) * 4096
+        sizes = largest(rank, part, num_steps)
+        self._half = -(-sizes.in_exchange // 4096) * 4096
         self.area_nbytes = 2 * self._half
-        copies = np.diff(part.remote_first)
-        leaving = np.bincount(np.maximum(part.turn, 0), part.nbytes * copies, minlength=1)
-        self.sent_nbytes = int(leaving.max())
-        """Most bytes that are packed for one exchange."""
+        self.packed_nbytes = sizes.sent + (sizes.received if num_steps > 1 else 0)
+        """Most bytes that are packed for, and out of, one step."""
         self._ring: Bytes = np.empty(0, np.uint8)
         self._area_at = 0
 
@@ -79,13 +118,12 @@ class HostExchange:
         """Hold all exchanges; what fails them fails the fetches."""
         try:
             for turn in range(num_exchanges):
-                self._hold(turn)
+                self._hold(turn, f"exchange {turn + 1} of {num_exchanges} with other hosts")
         except BaseException as error:  # whatever it is, the workers must not wait for more to come
-            if isinstance(error, CommError) and not isinstance(error, DeadlineError):
-                error = StoppedError(error.message)  # the group of ranks knows better who is gone
             self._fetches.failed(error)
+        self.ended = True
 
-    def _hold(self, turn: int) -> None:
+    def _hold(self, turn: int, what: str) -> None:
         """Hold one exchange, when what this rank sends is read and there is room for what comes."""
         fetches, numbers = self._fetches, self._part.number
         sending: list[int] = (self._outgoing & (self._part.turn == turn)).nonzero()[0].tolist()
@@ -104,11 +142,13 @@ class HostExchange:
             fetches.check()
         except BaseException as error:  # the others must not wait for this rank's bytes
             failure = error
-        if not self._carrier.all_well(failure is None, fetches.check_other_hosts):
+        with self._carrying(what):
+            all_well = self._carrier.all_well(failure is None, fetches.check_other_hosts)
+        if not all_well:
             raise failure or StoppedError("a rank of another host has left the exchange")
-        self._swap(turn, {row: fetches.held[int(numbers[row])].memory for row in sending})
+        self._swap(turn, {row: fetches.held[int(numbers[row])].memory for row in sending}, what)
 
-    def _swap(self, turn: int, sent: Mapping[int, Bytes]) -> None:
+    def _swap(self, turn: int, sent: Mapping[int, Bytes], what: str) -> None:
         """Send rows, given with their bytes, and hand what comes to the workers of this host."""
         part, fetches = self._part, self._fetches
         outgoing = sorted(
@@ -118,28 +158,93 @@ class HostExchange:
         )
         rows = (self._incoming & (part.turn == turn)).nonzero()[0]
         incoming = sorted((int(part.reader[row]), int(row)) for row in rows)
-        packed = [sent[row][: part.nbytes[row]] for _, row in outgoing]
-        received = [int(part.nbytes[row]) for _, row in incoming]
-        at = self._area_at + turn % 2 * self._half
-        self._carrier.swap(
-            np.concatenate(packed) if packed else np.empty(0, np.uint8),
-            self._per_rank(outgoing),
-            self._ring[at : at + sum(received)],
-            self._per_rank(incoming),
-            fetches.check_other_hosts,
-        )
+        places, at = [], self._area_at + turn % 2 * self._half
+        for _, row in incoming:
+            places.append(at)
+            at += int(part.nbytes[row])
+        for step in range(self._num_steps):
+            self._carry(step, outgoing, sent, incoming, places, what)
         for row in sent:
             fetches.taken(int(part.number[row]), OTHER_HOSTS)
-        for (_, row), nbytes in zip(incoming, received, strict=True):
-            memory = self._ring[at : at + nbytes]
+        for (reader, row), at in zip(incoming, places, strict=True):
+            memory = self._ring[at : at + int(part.nbytes[row])]
+            if (error := self._found_wrong(reader, row, memory)) is not None:
+                # This rank goes on to the next exchange, in which all learn that it is not well.
+                fetches.failed(error)
+                return
             fetches.hold(row, HeldFetch(Slot(at, memory, turn), at, memory, set()))
             done = partial(fetches.taken, int(part.number[row]), self._rank)
             fetches.arrive(Arrival(row, memory, done))
-            at += nbytes
 
-    def _per_rank(self, rows: list[tuple[int, int]]) -> list[int]:
+    def _carry(
+        self,
+        step: int,
+        outgoing: Sequence[tuple[int, int]],
+        sent: Mapping[int, Bytes],
+        incoming: Sequence[tuple[int, int]],
+        places: Sequence[int],
+        what: str,
+    ) -> None:
+        """Send and receive a part of each row."""
+        cuts = {row: self._cut(step, row) for _, row in (*outgoing, *incoming)}
+        packed = [sent[row][slice(*cuts[row])] for _, row in outgoing]
+        received = sum(cuts[row][1] - cuts[row][0] for _, row in incoming)
+        straight = self._num_steps == 1 and incoming
+        into = self._ring[places[0] : places[0] + received] if straight else np.empty(received, np.uint8)
+        with self._carrying(what):
+            self._carrier.swap(
+                np.concatenate(packed) if packed else np.empty(0, np.uint8),
+                self._per_rank(outgoing, cuts),
+                into,
+                self._per_rank(incoming, cuts),
+                self._fetches.check_other_hosts,
+            )
+        if not straight:
+            position = 0
+            for (_, row), at in zip(incoming, places, strict=True):
+                first, end = cuts[row]
+                self._ring[at + first : at + end] = into[position : position + end - first]
+                position += end - first
+
+    def _cut(self, step: int, row: int) -> tuple[int, int]:
+        """Return which bytes of a row travel in a step."""
+        nbytes = int(self._part.nbytes[row])
+        size = -(-nbytes // self._num_steps)
+        return min(step * size, nbytes), min((step + 1) * size, nbytes)
+
+    def _per_rank(
+        self, rows: Sequence[tuple[int, int]], cuts: Mapping[int, tuple[int, int]]
+    ) -> list[int]:
         """Return how many bytes go to, or come from, each rank."""
         counts = [0] * self._carrier.size
         for rank, row in rows:
-            counts[rank] += int(self._part.nbytes[row])
+            first, end = cuts[row]
+            counts[rank] += end - first
         return counts
+
+    def _found_wrong(self, reader: int, row: int, memory: Bytes) -> CommError | None:
+        """Return the error of a row that did not arrive as it was read; None if it did, or none can say."""
+        path = self._paths[row]
+        wrong = self._wrong(path, int(self._part.start[row]), memory)
+        if not wrong:
+            return None
+        first, end = wrong[0]
+        return CommError(
+            f"bytes {first}:{end} of {path} came from rank {reader} by {self._carrier} with other values than "
+            f"that rank has read and verified",
+            remedy='the file is whole, its way between hosts is not: look at the network and the devices of '
+            'both ranks; LoadOptions(share="never") reads without it',
+        )
+
+    @contextmanager
+    def _carrying(self, what: str) -> Iterator[None]:
+        """Say what this rank is in the middle of; a lost rank is better known to the group of ranks."""
+        self._fetches.in_exchange = f"{what} by {self._carrier}"
+        try:
+            yield
+        except DeadlineError:
+            raise
+        except CommError as error:
+            raise StoppedError(error.message) from error
+        finally:
+            self._fetches.in_exchange = ""

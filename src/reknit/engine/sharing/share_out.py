@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,6 +11,7 @@ from reknit.engine import messages
 from reknit.engine.columns import packed, unpacked
 from reknit.engine.sharing.host_exchange import BUCKET_NBYTES
 from reknit.planner.sharing import Costs, Division, FetchTable, Reads, divide
+from reknit.types.rank_text import spelled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reknit.options import LoadOptions
+
+logger = logging.getLogger("reknit")
 
 _COPY_RATE = 3e9
 """Estimate: bytes per second that a rank copies out of another rank's ring, while all ranks copy."""
@@ -39,6 +43,7 @@ def share_out(
     own = [np.array([numbers[path] for path in offer.files], np.int64) for offer in there]
     reads = [_reads(offer, files) for offer, files in zip(there, own, strict=True)]
     division = _divide(there, reads, options)
+    num_steps = _num_steps(division, _bucket_nbytes(there, options))
     answers = alone
     for rank, part in enumerate(division.parts):
         if not len(part.number) and not division.num_turns:
@@ -48,6 +53,7 @@ def share_out(
         columns = part._replace(file=local[part.file])
         answers[rank] = messages.SharePlan(
             division.num_turns,
+            num_steps,
             [packed(column, "i8") for column in columns],
             {int(taker): there[taker].link for taker in np.unique(part.taker)},
         )
@@ -66,12 +72,10 @@ def _divide(offers: Sequence[messages.Offer], reads: Sequence[Reads], options: L
     hosts = [names.index(offer.host) for offer in offers]
 
     def divided(reads: Sequence[Reads]) -> Division:
-        cell = offers[0].cell
-        # Of what may be in flight a rank needs two buckets to receive, and one or two to send from.
-        bucket = max(min(BUCKET_NBYTES, options.inflight_nbytes // 8), cell)
+        cell, bucket = offers[0].cell, _bucket_nbytes(offers, options)
         return divide(reads, hosts, cell_nbytes=cell, bucket_nbytes=bucket, costs=costs)
 
-    if all(offer.carries for offer in offers) or len(names) == 1:
+    if len(names) == 1 or _carried([offer.carries for offer in offers]):
         return divided(reads)
     none = Reads(*(np.zeros(0, np.int64) for _ in range(3)))
     parts = [_no_part()] * len(offers)
@@ -81,6 +85,40 @@ def _divide(offers: Sequence[messages.Offer], reads: Sequence[Reads], options: L
             if hosts[rank] == host:
                 parts[rank] = part
     return Division(tuple(parts), 0)
+
+
+def _bucket_nbytes(offers: Sequence[messages.Offer], options: LoadOptions) -> int:
+    # Of what may be in flight a rank needs two buckets to receive, and one or two to send from.
+    return max(min(BUCKET_NBYTES, options.inflight_nbytes // 8), offers[0].cell)
+
+
+def _carried(kinds: Sequence[str | None]) -> bool:
+    """Tell whether all ranks can send bytes to other hosts, in the same way; log what is in the way."""
+    if len(set(kinds)) == 1:
+        if kinds[0]:
+            return True
+        if kinds[0] is None:
+            return False
+        why = "the process group has no backend for a device that is there"
+    else:
+        shown = {kind: spelled(r for r, k in enumerate(kinds) if k == kind) for kind in kinds}
+        ways = ", ".join(f"{kind or 'none'} on {ranks}" for kind, ranks in shown.items())
+        why = f"the process group has backends for different devices: {ways}"
+    logger.warning("ranks of different hosts do not share what they read, and each host reads it: %s", why)
+    return False
+
+
+def _num_steps(division: Division, bucket_nbytes: int) -> int:
+    """Return in how many steps each exchange is held, so that no rank sends more than a bucket in one.
+
+    A fetch that goes to many hosts has more bytes, since each of them gets a copy.
+    """
+    most = 1
+    for part in division.parts:
+        leaving = part.nbytes * np.diff(part.remote_first)
+        sent = np.bincount(np.maximum(part.turn, 0), leaving, minlength=1)
+        most = max(most, -(-int(sent.max()) // bucket_nbytes))
+    return most
 
 
 def _no_part() -> FetchTable:

@@ -16,6 +16,7 @@ from reknit.engine import messages
 from reknit.engine.columns import packed, unpacked
 from reknit.engine.memory.workers import within
 from reknit.engine.sharing.exchange import Exchange, Sharing
+from reknit.engine.sharing.host_exchange import largest
 from reknit.engine.sharing.host_link import HostLink
 from reknit.environment import host_name, num_threads
 from reknit.monitor.phase import Stopwatch
@@ -66,7 +67,7 @@ class SharedRead:
         return messages.Offer(
             host=(self.link and host_id()) or secrets.token_hex(8),
             link="" if self.link is None else self.link.address,
-            carries=self.carrier is not None,
+            carries=None if self.carrier is None else self.carrier.kind,
             cell=self.reader.cell_nbytes,
             verify=self.options.verify,
             read_rate=self._read_rate() if self.options.share == "auto" else 0.0,
@@ -74,12 +75,21 @@ class SharedRead:
             columns=[packed(column, "i8") for column in self._reads()],
         )
 
+    def reserve(self, share: messages.SharePlan) -> None:
+        """Take the memory that exchanges with other hosts need, while no rank waits for this one in them.
+
+        Raises `ShortageError` where a device does not have it.
+        """
+        if self.carrier is not None and share.num_turns:
+            sizes = largest(self.group.rank, _part(share), share.num_steps)
+            self.carrier.reserve(sizes.sent, sizes.received)
+
     def run(self, share: messages.SharePlan, recorder: Recorder, timeout_s: float) -> int:
         """Read together with the others, as the root decided; return the bytes that came from them.
 
         Raises `StoppedError` when another rank gave up, which then says why.
         """
-        part = FetchTable(*(unpacked(c, "i8") for c in share.columns))
+        part = _part(share)
         rows: list[list[int]] = [[] for _ in part.number]
         private: list[int] = []
         for number, row in enumerate(fetch_of(self._reads(), part).tolist()):
@@ -87,6 +97,7 @@ class SharedRead:
         sharing = Sharing(
             part,
             share.num_turns,
+            share.num_steps,
             rows,
             [self.files[file] for file in part.file.tolist()],
             share.peers,
@@ -106,15 +117,21 @@ class SharedRead:
         # One thread may wait for storage, while another copies what others have read.
         try:
             threads = max(2, num_threads(self.options.threads))
-            exchange.run(threads, self.reader.cell_nbytes, self.options.inflight_nbytes)
+            with self.reader.transfer:
+                budget, arenas = self.options.inflight_nbytes, self.reader.arenas
+                exchange.run(threads, self.reader.arena_nbytes, budget, arenas)
         finally:
             self.reader.record(recorder)
+            if self.carrier is not None:
+                self.carrier.release()
         return exchange.nbytes_received
 
     def close(self) -> None:
-        """Refuse further connections."""
+        """Refuse further connections, and give memory back."""
         if self.link is not None:
             self.link.close()
+        if self.carrier is not None:
+            self.carrier.release()
 
     def _reads(self) -> Reads:
         """Return the reads that others may want as well: not strided reads, which are many and small."""
@@ -140,6 +157,10 @@ class SharedRead:
 
         within(self.options.timeout_s, self.reader.under_way, fetch)
         return len(memory) / max(reading.seconds, 1e-9)
+
+
+def _part(share: messages.SharePlan) -> FetchTable:
+    return FetchTable(*(unpacked(column, "i8") for column in share.columns))
 
 
 def host_id() -> str | None:

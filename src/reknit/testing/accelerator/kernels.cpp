@@ -114,7 +114,10 @@ at::Tensor& fill(at::Tensor& self, const at::Scalar& value) {
   at::AutoDispatchBelowADInplaceOrView below;
   check_launch();
   if (!self.numel()) return self;
-  current(self.device().index())->submit([to = kernel_view(self), value]() mutable { to.fill_(value); });
+  current(self.device().index())->submit([to = kernel_view(self), value]() mutable {
+    at::AutoDispatchBelowADInplaceOrView below;
+    to.fill_(value);
+  });
   return self;
 }
 at::Tensor& zero(at::Tensor& self) { return fill(self, 0); }

@@ -1,0 +1,207 @@
+"""Copies between devices and host memory by worker threads, in order with the thread that calls."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import ExitStack, contextmanager, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reknit.engine.memory.arena import Arena, borrowed
+from reknit.engine.memory.elements import stage
+from reknit.engine.memory.staging import wait_for
+from reknit.errors import DeadlineError, ReknitError
+from reknit.monitor.phase import Deadline
+from reknit.types import devices
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from types import TracebackType
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+_kept: list[object] = []
+"""Buffers that a device which did not finish in time may still use."""
+
+
+class _Mark(NamedTuple):
+    """A place in the work of a device."""
+
+    event: Any
+    device: Any
+
+
+class Transfer:
+    """The copies of one save or load between host memory and the devices of some `bits` arrays.
+
+    It is a context that the thread which saves or loads enters.  Copies that any thread makes `copying` come
+    after all that the entering thread had queued by then on its current streams of these devices.  They are
+    made when the context has ended: whatever is queued later, on any stream, comes after them, and nothing
+    that was queued earlier does.  `what` says in errors what is copied; a device has `timeout_s` for all.
+
+    Without arrays on devices that have streams it does nothing.
+    """
+
+    def __init__(self, arrays: Iterable[Any], what: str, timeout_s: float) -> None:
+        self._what, self._timeout_s, self._is_late = what, timeout_s, False
+        self._arrays = [array for array in arrays if devices.is_queued(array)]
+        self._streams = [devices.side_stream(d) for d in dict.fromkeys(a.device for a in self._arrays)]
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether any of the arrays is on a device that has streams."""
+        return bool(self._streams)
+
+    def __enter__(self) -> Transfer:
+        for stream in self._streams:
+            with devices.on_device(stream.device):
+                stream.wait_stream(devices.current_stream(stream.device))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Without an error, workers have waited for all their copies.
+        if error is None or self._are_made():
+            return
+        for array in self._arrays:
+            # Its memory must not be given away as long as it is copied.
+            with suppress(RuntimeError):
+                array.record_stream(devices.side_stream(array.device))
+
+    @contextmanager
+    def copying(self, arena: Arena | None = None, name: Callable[[], str] | None = None) -> Iterator[None]:
+        """Copy within the block, in order; the copies are made when it has ended.
+
+        With an `arena` of `arenas` they may be under way until its memory comes to be used again: then only
+        the bytes of that arena may be copied from.  `name()` says in errors what is copied.
+        """
+        if not self._streams:
+            yield
+            return
+        held = arena if isinstance(arena, _Ring) else None
+        try:
+            with ExitStack() as streams:
+                for stream in self._streams:
+                    streams.enter_context(devices.on_stream(stream))
+                try:
+                    yield
+                finally:  # also after an error: what was queued before it still uses the memory
+                    marks = self._marks()
+        except BaseException:
+            self._are_made()
+            raise
+        if held is None:
+            self._wait(marks, name)
+        else:
+            held.hold(marks, name)
+
+    @contextmanager
+    def arenas(self, nbytes: int, num_buffers: int = 1) -> Iterator[Arena]:
+        """Have an arena for `copying`: `num_buffers` parts in turn, which are pinned if torch can."""
+        if not self._streams:
+            with borrowed(nbytes) as arena:
+                yield arena
+            return
+        device = self._streams[0].device
+        buffers = [devices.pinned(nbytes // num_buffers, device) for _ in range(num_buffers)]
+        pinned = [buffer for buffer in buffers if buffer is not None]
+        if len(pinned) < num_buffers:
+            with borrowed(nbytes // num_buffers) as arena:
+                yield arena
+            return
+        ring = _Ring(pinned, self._wait)
+        try:
+            yield ring
+            ring.settle()
+        except BaseException:
+            if not self._are_made():
+                _kept.append(ring)
+            raise
+
+    def _marks(self) -> list[_Mark]:
+        """Return where all devices are when they have made the copies that are queued by now."""
+        marks = []
+        for stream in self._streams:
+            with devices.on_device(stream.device):
+                try:
+                    event = devices.new_event(stream.device)
+                    event.record(stream)
+                except RuntimeError as error:
+                    raise devices.failed(error, stream.device) from error
+            marks.append(_Mark(event, stream.device))
+        return marks
+
+    def _wait(self, marks: Sequence[_Mark], name: Callable[[], str] | None = None) -> None:
+        """Wait for all marks.  Raises the first error of a device when the others are waited for too."""
+        deadline, failure = Deadline(0.0 if self._is_late else self._timeout_s), None
+        for event, device in marks:
+            try:
+                wait_for(event, device, deadline, self._what)
+            except ReknitError as error:
+                self._is_late |= isinstance(error, DeadlineError)
+                failure = failure or error
+        if failure is not None:
+            if name is not None:
+                failure.message += f"; it copied {name()}"
+            raise failure
+
+    def _are_made(self) -> bool:
+        """Tell, after an error, whether all copies are made or never will be; wait for that in time."""
+        with suppress(ReknitError):
+            self._wait(self._marks())
+        return not self._is_late
+
+
+class _Ring(Arena):
+    """Buffers of one worker in turn: the next is filled while devices copy from the last."""
+
+    def __init__(
+        self,
+        buffers: Sequence[NDArray[np.uint8]],
+        wait: Callable[[Sequence[_Mark], Callable[[], str] | None], None],
+    ) -> None:
+        self.nbytes, self.bytes = len(buffers[0]), buffers[0]
+        self._wait = wait
+        self._buffers = deque(_Buffer(buffer) for buffer in buffers)
+
+    def view(self, nbytes: int) -> NDArray[np.uint8]:
+        """Return the first `nbytes` bytes of the next buffer, once no device copies from it."""
+        self._buffers.rotate(-1)
+        self._release(self._buffers[0])
+        self.bytes = self._buffers[0].memory
+        return self.bytes[:nbytes]
+
+    def hold(self, marks: Sequence[_Mark], name: Callable[[], str] | None) -> None:
+        """Keep the buffer that was returned last as it is until the marks."""
+        self._buffers[0].held.append((marks, name))
+
+    def settle(self) -> None:
+        """Wait until no device copies from any buffer."""
+        for buffer in list(self._buffers):
+            self._release(buffer)
+
+    def _release(self, buffer: _Buffer) -> None:
+        while buffer.held:
+            self._wait(*buffer.held.pop())
+
+
+class _Buffer:
+    """A buffer of a ring, and what has to come before it is used again."""
+
+    def __init__(self, memory: NDArray[np.uint8]) -> None:
+        self.memory = memory
+        self.held: list[tuple[Sequence[_Mark], Callable[[], str] | None]] = []
+
+
+def queue(source: Any, first: int, numel: int, out: NDArray[np.uint8]) -> None:
+    """Copy as `stage` does; from a device that has streams, it is for `Transfer.copying` to wait."""
+    if not devices.is_queued(source):
+        stage(source, first, numel, out)
+        return
+    try:
+        stage(source, first, numel, out, non_blocking=True)
+    except RuntimeError as error:
+        failure = devices.failed(error, source.device)
+        failure.message += f"; it was to come from {source.device}"
+        raise failure from error
