@@ -193,15 +193,15 @@ def test_a_save_that_is_called_on_another_stream_waits_for_that_stream(
     assert is_stored(tmp_path / "saved", other, expected)
 
 
-@on_simulated_cuda
+@every_simulated_device
 def test_a_lazy_save_neither_waits_for_the_device_nor_for_what_is_queued_after_it(
-    accelerator: Accelerator, tmp_path: Path
+    accelerator: Accelerator, device_type: str, tmp_path: Path
 ) -> None:
-    one, other = Training("cuda"), Training("cuda", seed=1)
+    one, other = Training(device_type), Training(device_type, seed=1)
     one.save(tmp_path / "saved", "lazy").result(LIMIT_S)
     one.step()
     expected, waited_s = one_larger(one.copies()), accelerator.waited_s()
-    training = devices.current_stream(torch.device("cuda", 0))
+    training = devices.current_stream(torch.device(device_type, 0))
     accelerator.sleep(training, 100)
     pending = one.save(tmp_path / "saved", "lazy")
     assert accelerator.waited_s() == waited_s

@@ -1,0 +1,92 @@
+"""Which tests are skipped for want of a device?  None: what needs one runs on the simulated one."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TESTS = Path(__file__).parents[1]
+SUITES = TESTS.parent / "src" / "reknit" / "testing"
+
+EXCUSED = {
+    "devices.py: run_simulated": "without a C++ compiler there is no simulated device",
+    "frameworks/test_generators.py: test_the_state_of_a_gpu_is_noted_where_there_is_none": "there is one",
+}
+"""The places that may skip a test because of a device, and why."""
+
+_SKIPS = {"skip", "skipif", "importorskip", "xfail"}
+_DEVICES = re.compile(r"gpu|cuda|accelerator|device|nvidia|rocm|\bxpu|\bnpu|\bhpu|\bmps", re.IGNORECASE)
+
+
+def skips(source: str) -> Iterator[tuple[str, str]]:
+    """Yield each place that may skip a test, and what is said there: the call, with the condition if any."""
+    for node in ast.parse(source).body:
+        name = getattr(node, "name", "the module")
+        for inside in ast.walk(node):
+            if isinstance(inside, ast.If):
+                if any(map(_is_skip, map(_call, inside.body))):
+                    yield name, ast.unparse(inside)
+            elif isinstance(inside, ast.Call) and _is_skip(inside):
+                yield name, ast.unparse(inside)
+
+
+def _call(statement: ast.stmt) -> ast.expr | None:
+    return getattr(statement, "value", None)
+
+
+def _is_skip(node: ast.AST | None) -> bool:
+    if not isinstance(node, ast.Call):
+        return False
+    return getattr(node.func, "attr", getattr(node.func, "id", None)) in _SKIPS
+
+
+def for_want_of_a_device(source: str) -> set[str]:
+    """Return the places that may skip a test and name a device."""
+    asks = "accelerator import" in source  # whether the simulated device can be built
+    return {name for name, said in skips(source) if _DEVICES.search(said) or (asks and "why_not" in said)}
+
+
+def test_no_test_is_skipped_for_want_of_a_device() -> None:
+    files = [(path, root) for root in (TESTS, SUITES) for path in sorted(root.rglob("*.py"))]
+    found = {
+        f"{path.relative_to(root)}: {name}"
+        for path, root in files
+        if path != Path(__file__)
+        for name in for_want_of_a_device(path.read_text())
+    }
+    assert found == set(EXCUSED)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def test_a():\n    if not torch.cuda.is_available():\n        pytest.skip('not here')",
+        "def test_a():\n    pytest.skip('needs a GPU')",
+        "@pytest.mark.skipif(not torch.cuda.is_available(), reason='not here')\ndef test_a(): pass",
+        "from reknit.testing.accelerator import why_not\n"
+        "class TestA:\n    def test_a(self):\n        if reason := why_not():\n            skip(reason)",
+        "pytest.importorskip('cuda.bindings')",
+        "needs = pytest.mark.skipif(find_spec('torch_npu') is None or no_device(), reason='')",
+    ],
+)
+def test_a_skip_for_want_of_a_device_is_noticed(source: str) -> None:
+    assert len(for_want_of_a_device(source)) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def test_a():\n    if not root():\n        pytest.skip('only root can')",
+        "def test_a():\n    device = torch.device('cuda')\n    pytest.importorskip('duckdb')",
+        "@on_cuda\ndef test_a(): pass",
+    ],
+)
+def test_other_skips_and_tests_on_devices_are_none(source: str) -> None:
+    assert not for_want_of_a_device(source)
