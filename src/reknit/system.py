@@ -5,23 +5,29 @@ from __future__ import annotations
 import atexit
 import fcntl
 import gc
+import logging
 import mmap
 import os
 import socket
 import subprocess
 import tempfile
 import threading
+from collections import deque
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
 from multiprocessing.util import Finalize
 from random import SystemRandom
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from reknit.errors import ShortageError, shortage, typed_shortage
+from reknit.errors import ShortageError, says_end, shortage, typed_shortage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+logger = logging.getLogger("reknit")
+
 _State = TypeVar("_State")
+_Result = TypeVar("_Result")
 
 _STANDARD = 3  # input, output and error have the numbers below this
 
@@ -131,6 +137,98 @@ def start(thread: threading.Thread) -> None:
     require_memory(_THREAD_NBYTES)
     with typed_shortage():
         thread.start()
+
+
+class DaemonExecutor(Executor):
+    """A bounded pool of threads that never keeps the interpreter from ending.
+
+    The executors of the standard library join their threads when the interpreter ends, before any function of
+    `atexit` runs.  A thread that waits for a rank or a server would then keep the process alive.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        most: int,
+        *,
+        ready: int = 0,
+        on_shortage: Callable[[ShortageError], object] | None = None,
+    ) -> None:
+        """Make a pool of at most `most` threads, and start `ready` of them.  Raises `ShortageError`.
+
+        `on_shortage` is called if a job needs a new thread and none can be started; the job then waits for a
+        busy thread.  Without `on_shortage`, `submit` raises the `ShortageError`.
+        """
+        self._name, self._most, self._on_shortage = name, most, on_shortage
+        self._changed = threading.Condition()  # guards all below
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._threads: list[threading.Thread] = []
+        self._num_idle = 0
+        """Number of threads that take the next job: each waits for one, or is about to."""
+        self._num_ended = 0
+        self._closed = False
+        with self._changed:
+            self._start(ready)
+
+    def submit(self, fn: Callable[..., _Result], /, *args: Any, **kwargs: Any) -> Future[_Result]:
+        """Run ``fn(*args, **kwargs)`` in one of the threads."""
+        future: Future[_Result] = Future()
+
+        def job() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:  # the future raises it where its result is asked for
+                future.set_exception(error)
+
+        try:
+            with self._changed:
+                self._jobs.append(job)
+                self._changed.notify()
+                self._start(len(self._jobs) - self._num_idle)
+        except ShortageError as error:
+            if self._on_shortage is None:
+                future.cancel()
+                raise
+            self._on_shortage(error)
+        return future
+
+    def _start(self, number: int) -> None:
+        """Start up to `number` threads, within the bound.  Raises `ShortageError`."""
+        for _ in range(min(number, self._most - len(self._threads))):
+            try:
+                self._threads.append(start_thread(self._name, self._work))
+            except (RuntimeError, ShortageError) as error:
+                if isinstance(error, ShortageError) and not (self._threads and says_end(error)):
+                    raise
+                # An interpreter that ends starts no threads, and gRPC must not get an error for that.
+                logger.warning("jobs of %s are waiting for a free thread: %s", self._name, error)
+                return
+            self._num_idle += 1
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False, timeout_s: float = 5.0) -> None:
+        """Let each thread end when the jobs are done, and wait up to `timeout_s` for all threads."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            ended = self._changed.wait_for(lambda: self._num_ended == len(self._threads), timeout_s * wait)
+        for thread in self._threads if ended else ():
+            thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or self._closed)
+                self._num_idle -= 1
+                if not self._jobs:
+                    self._num_ended += 1
+                    self._changed.notify_all()
+                    return
+                job = self._jobs.popleft()
+            job()
+            with self._changed:
+                self._num_idle += 1
 
 
 def aside(fd: int) -> int:

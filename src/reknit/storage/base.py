@@ -155,14 +155,6 @@ class CopiesFiles(Protocol):
         """
 
 
-@runtime_checkable
-class Cacheable(Protocol):
-    """A store whose reads may come from a cache that can be dropped, for cold measurements."""
-
-    def evict(self, path: str) -> None:
-        """Drop cached bytes of a file, so that the next read reaches the device."""
-
-
 class Dated(NamedTuple):
     """Something that a store holds, and when it was last changed: seconds since the epoch, by its own clock.
 

@@ -9,7 +9,6 @@ import time
 from typing import TYPE_CHECKING
 
 from reknit.comm import tls
-from reknit.comm.executor import DaemonExecutor
 from reknit.comm.meeting.address_store import (
     LONGEST_WAIT_S,
     MOST_KEY_LETTERS,
@@ -28,6 +27,7 @@ from reknit.comm.messages import Reply
 from reknit.comm.serving import replying, server_settings, token_server
 from reknit.errors import CommError, DeadlineError, ReknitError, from_wire, typed_shortage
 from reknit.monitor.phase import Deadline
+from reknit.system import DaemonExecutor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,7 +67,9 @@ class ServedStore:
         self._closed = False
         self._waiting = threading.BoundedSemaphore(_MOST_WAITING)
         self._shortage: ShortageError | None = None
-        self._executor = DaemonExecutor(_MOST_WAITING + 8, ready=1, on_shortage=self._fall_short)
+        self._executor = DaemonExecutor(
+            "reknit-comm", _MOST_WAITING + 8, ready=1, on_shortage=self._fall_short
+        )
         methods = {
             SERVICE + "set": replying(StoreRequest, self._set, MOST_MESSAGE_NBYTES),
             SERVICE + "get": replying(StoreRequest, self._get, MOST_MESSAGE_NBYTES),

@@ -11,12 +11,12 @@ import grpc
 
 from reknit.comm import round_errors
 from reknit.comm.chunks import FIRST_NBYTES, divided, joined
-from reknit.comm.executor import DaemonExecutor
 from reknit.comm.messages import OVERHEAD_NBYTES, News, Outcome, Reply, decode, encode
 from reknit.comm.serving import TOKEN, channel_settings
 from reknit.comm.tls import channel
 from reknit.comm.tree.server import SERVICE, WATCHING
 from reknit.errors import CommError, DeadlineError, ReknitError, from_wire
+from reknit.system import DaemonExecutor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +38,7 @@ class Uplink:
         self.above, self._hello, self._limit = above, hello, options.max_message_nbytes
         self._metadata = ((TOKEN, token),)
         self.channel = channel(address, options, channel_settings())
-        self._readers = DaemonExecutor(_READERS)
+        self._readers = DaemonExecutor("reknit-comm", _READERS)
         self._lock = threading.Lock()
         self._asking: Any = None
         self._sending: Any = None

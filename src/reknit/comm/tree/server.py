@@ -12,13 +12,13 @@ import grpc
 
 from reknit.comm import round_errors
 from reknit.comm.chunks import divided, joined
-from reknit.comm.executor import DaemonExecutor
 from reknit.comm.meeting.addresses import PrivateSocket, addresses
 from reknit.comm.messages import OVERHEAD_NBYTES, Heading, Hello, News, Reply, Report, decode, encode
 from reknit.comm.serving import replying, server_settings, token_server
 from reknit.comm.tls import open_port
 from reknit.errors import ReknitError, UsageError, from_wire
 from reknit.options import UNIX
+from reknit.system import DaemonExecutor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -73,7 +73,9 @@ class Server:
         self.num_open = 0
         self._staying: set[int] = set()
         # For each child a round, a watch and a stay may wait here; the others return at once.
-        self._executor = DaemonExecutor(3 * len(self._children) + 4, ready=1, on_shortage=self._fall_short)
+        self._executor = DaemonExecutor(
+            "reknit-comm", 3 * len(self._children) + 4, ready=1, on_shortage=self._fall_short
+        )
         token = secrets.token_hex(32)
         self._server = token_server(
             f"rank {hello.rank}", token, methods, self._executor, server_settings(len(self._children))

@@ -74,7 +74,8 @@ class SubFiles:
         """Whether somebody has been told of what failed: who comes back then wants it to be tried again."""
         self._stream: RawFileWriter | None = None
         self._stream_name: str | None = None
-        self._names: set[str] = set()
+        self.created: set[str] = set()
+        """The paths of all files that were begun, also of those that failed."""
         self._given_up = False
         if not nbytes:
             self._waiting.append(0)
@@ -85,11 +86,6 @@ class SubFiles:
         if not self._split:
             return [] if self._stream_name is None else [self._stream_name]
         return [part.name for part in self.parts if part.name is not None]
-
-    @property
-    def attempts(self) -> int:
-        """How many files were created."""
-        return len(self._names)
 
     def write(self, start: int, data: memoryview) -> None:
         """Copy bytes, as soon as there is room for them."""
@@ -130,7 +126,7 @@ class SubFiles:
             self._changed.wait_for(lambda: not self._sending, timeout=self._client.options.timeout_s)
             for part in self.parts:
                 part.pieces.clear()
-        for name in sorted(self._names):
+        for name in sorted(self.created):
             try:
                 self._client.delete(name)
             except StorageError:  # an abort never raises, and other names would fail for the same reason
@@ -263,8 +259,8 @@ class SubFiles:
 
     def _new_path(self, number: int) -> str:
         # Such names are never listed; sub-files have to be in one folder to become one file.
-        path = f"{self._folder}/.{self._mark}-{number}-{len(self._names)}.tmp"
-        self._names.add(path)
+        path = f"{self._folder}/.{self._mark}-{number}-{len(self.created)}.tmp"
+        self.created.add(path)
         return path
 
     def _check(self) -> None:

@@ -207,15 +207,6 @@ class LocalStorage:
         with translated("read", full):
             found_anew(full, read)
 
-    def evict(self, path: str) -> None:
-        """Write back what is dirty of a file, and drop its pages from the page cache."""
-        full = self._full(path)
-        if not hasattr(os, "posix_fadvise"):
-            raise StorageError("this system cannot drop a file from its cache", path=full)
-        with translated("evict", full), self._cache.reading(self._root, path) as fd:
-            os.fsync(fd)  # a dirty page would stay
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
     def delete(self, path: str) -> None:
         """Remove a file durably, and folders that become empty by it, but no root that was there before."""
         full = self._full(path)
