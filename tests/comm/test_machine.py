@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from reknit.comm import round_errors
-from reknit.comm.messages import Heading, Parcel
+from reknit.comm.rank_messages import Heading, Parcel
 from reknit.comm.topology import Topology
 from reknit.comm.tree.effects import Call, Decide, Refuse, RoundDone, SendOutcome, SendReport, Tell
 from reknit.comm.tree.machine import RoundMachine
@@ -22,7 +22,7 @@ from tests.running.examples import examples
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reknit.comm.messages import Outcome, Report
+    from reknit.comm.rank_messages import Outcome, Report
     from reknit.comm.tree.effects import Effect
 
 LATEST_S = 30.0 + 3 * round_errors.GRACE_S

@@ -7,7 +7,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from reknit.comm import round_errors
-from reknit.comm.messages import Outcome, Report, decode, encode
+from reknit.comm.rank_messages import Outcome, Report, decode, encode
 from reknit.comm.tree.effects import Call, Decide, RoundDone, SendOutcome, SendReport, Tell, Warn
 from reknit.comm.tree.machine import RoundMachine
 from reknit.errors import from_wire
@@ -16,7 +16,7 @@ from tests.simulation.network import Broken, Left, Message, ending
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reknit.comm.base import Merge
+    from reknit.comm.group import Merge
     from reknit.comm.topology import Topology
     from reknit.comm.tree.effects import Effect
     from reknit.errors import ReknitError
@@ -30,7 +30,7 @@ MAX_NBYTES = 1 << 30
 
 
 class SimGroup:
-    """The group of one rank of one incarnation (`run`) of a job, as `comm.base.Group`."""
+    """The group of one rank of one incarnation (`run`) of a job, as `comm.group.Group`."""
 
     def __init__(
         self, process: Process, network: Network, topology: Topology, rank: int, *, run: int, generation: int

@@ -39,7 +39,7 @@ from tests.simulation.storage import Disk, SimStorage, SimWriter
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reknit.comm.messages import Outcome
+    from reknit.comm.rank_messages import Outcome
     from reknit.comm.tree.effects import Effect
 
 

@@ -19,7 +19,7 @@ from reknit.types.rank_text import spelled
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from reknit.comm.messages import Heading, Hello, News
+    from reknit.comm.rank_messages import Heading, Hello, News
 
 GRACE_S = 2.0
 """Seconds past a rank's own deadline that bad news may take up the tree, and as many down again."""

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, cast
 import grpc
 
 from reknit.comm.chunks import CHUNK_NBYTES
-from reknit.comm.messages import Reply, decode, encode
+from reknit.comm.rank_messages import Reply, decode, encode
 from reknit.errors import ReknitError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from concurrent.futures import Executor, ThreadPoolExecutor
 
-    from reknit.comm.messages import Message
+    from reknit.comm.rank_messages import Message
 
     _Handler = grpc.GenericRpcHandler[bytes, bytes]
     Method = grpc.RpcMethodHandler[bytes, bytes]

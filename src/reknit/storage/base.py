@@ -111,7 +111,7 @@ class Storage(Protocol):
         """Fill the writable 1-d byte `buffer` with runs of `nbytes` bytes each, one after another.
 
         Run `k` begins at byte `starts[k]`; they ascend and do not overlap.  Made for many small runs, so it
-        pays to do little for each.  Where nothing better is to be had, `reknit.storage.runs.read_runs` does
+        pays to do little for each.  Where nothing better is to be had, `reknit.storage.ranges.read_runs` does
         it by means of `read_into`.  Raises as that does.
         """
 

@@ -24,7 +24,7 @@ from reknit.storage.base import Listed, Reading
 from reknit.storage.errors import existing, missing, removed, shorter, too_large
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.paths import check_path, is_temporary
-from reknit.storage.runs import filled, read_runs, spread
+from reknit.storage.ranges import filled, read_runs, spread
 from reknit.storage.writing import Progress, TakenNames
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from reknit.errors import StorageError
-from reknit.storage.runs import check_inside, check_size
+from reknit.storage.ranges import check_inside, check_size
 
 
 class TakenNames:

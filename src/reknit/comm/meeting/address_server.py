@@ -23,7 +23,7 @@ from reknit.comm.meeting.address_store import (
     store_settings,
 )
 from reknit.comm.meeting.addresses import addresses, bracketed, is_loopback, own_addresses
-from reknit.comm.messages import Reply
+from reknit.comm.rank_messages import Reply
 from reknit.comm.serving import replying, server_settings, token_server
 from reknit.errors import CommError, DeadlineError, ReknitError, from_wire, typed_shortage
 from reknit.monitor.phase import Deadline

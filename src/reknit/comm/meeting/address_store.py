@@ -17,7 +17,7 @@ import msgspec
 from reknit.comm import tls
 from reknit.comm.backoff import doubling
 from reknit.comm.meeting.addresses import bracketed
-from reknit.comm.messages import Reply, decode, encode
+from reknit.comm.rank_messages import Reply, decode, encode
 from reknit.comm.serving import TOKEN, channel_settings
 from reknit.errors import CommError, DeadlineError, UsageError, from_wire
 from reknit.monitor.phase import Deadline

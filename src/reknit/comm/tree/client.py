@@ -11,7 +11,7 @@ import grpc
 
 from reknit.comm import round_errors
 from reknit.comm.chunks import FIRST_NBYTES, divided, joined
-from reknit.comm.messages import OVERHEAD_NBYTES, News, Outcome, Reply, decode, encode
+from reknit.comm.rank_messages import OVERHEAD_NBYTES, News, Outcome, Reply, decode, encode
 from reknit.comm.serving import TOKEN, channel_settings
 from reknit.comm.tls import channel
 from reknit.comm.tree.server import SERVICE, WATCHING
@@ -21,7 +21,7 @@ from reknit.system import DaemonExecutor
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reknit.comm.messages import Hello, Report
+    from reknit.comm.rank_messages import Hello, Report
     from reknit.comm.tree.rounds import OnEnd
     from reknit.options import CommOptions
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
-    from reknit.comm.base import Merge
-    from reknit.comm.messages import Outcome, Report
+    from reknit.comm.group import Merge
+    from reknit.comm.rank_messages import Outcome, Report
     from reknit.errors import ReknitError
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from reknit.comm import round_errors
-from reknit.comm.messages import Heading, Hello, too_large
+from reknit.comm.rank_messages import Heading, Hello, too_large
 from reknit.comm.tree.effects import Decide, Refuse, RoundDone, SendOutcome, SendReport, Tell, Warn
 from reknit.comm.tree.subtree import Subtree
 from reknit.comm.tree.visits import Visits, agree, astray
@@ -23,7 +23,7 @@ from reknit.errors import ProtocolError, ReknitError, from_wire
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reknit.comm.messages import Outcome, Parcel, Report
+    from reknit.comm.rank_messages import Outcome, Parcel, Report
     from reknit.comm.topology import Topology
     from reknit.comm.tree.effects import Call, Effect
 

@@ -17,7 +17,7 @@ from reknit.monitor.phase import monotonic
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from reknit.comm.messages import Outcome, Report
+    from reknit.comm.rank_messages import Outcome, Report
     from reknit.comm.tree.effects import Call, Effect
     from reknit.comm.tree.machine import RoundMachine
 

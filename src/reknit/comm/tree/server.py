@@ -13,7 +13,7 @@ import grpc
 from reknit.comm import round_errors
 from reknit.comm.chunks import divided, joined
 from reknit.comm.meeting.addresses import PrivateSocket, addresses
-from reknit.comm.messages import OVERHEAD_NBYTES, Heading, Hello, News, Reply, Report, decode, encode
+from reknit.comm.rank_messages import OVERHEAD_NBYTES, Heading, Hello, News, Reply, Report, decode, encode
 from reknit.comm.serving import replying, server_settings, token_server
 from reknit.comm.tls import open_port
 from reknit.errors import ReknitError, UsageError, from_wire
@@ -23,7 +23,7 @@ from reknit.system import DaemonExecutor
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from reknit.comm.messages import Outcome
+    from reknit.comm.rank_messages import Outcome
     from reknit.comm.topology import Topology
     from reknit.comm.tree.rounds import Rounds
     from reknit.errors import ShortageError

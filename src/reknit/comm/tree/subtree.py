@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reknit.comm.messages import Parcel
+from reknit.comm.rank_messages import Parcel
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from reknit.comm.base import Merge
-    from reknit.comm.messages import Heading, Report
+    from reknit.comm.group import Merge
+    from reknit.comm.rank_messages import Heading, Report
     from reknit.comm.topology import Topology
 
 

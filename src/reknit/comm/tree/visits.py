@@ -11,7 +11,7 @@ from reknit.errors import from_wire
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reknit.comm.messages import Heading, Report
+    from reknit.comm.rank_messages import Heading, Report
     from reknit.errors import ReknitError
 
 

@@ -10,7 +10,7 @@ from reknit.engine.memory.workers import within
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
     from reknit.engine.sharing.host_exchange import Carrier
     from reknit.monitor.phase import Recorder
     from reknit.options import LoadOptions

@@ -13,7 +13,7 @@ from reknit.errors import StorageError, StorageNotFoundError
 from reknit.monitor.phase import Deadline
 from reknit.storage.errors import shorter, too_large
 from reknit.storage.hdfs.client import PIECE_NBYTES
-from reknit.storage.runs import spread, take_runs
+from reknit.storage.ranges import spread, take_runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -20,7 +20,7 @@ from reknit.storage.hdfs.reading import GAP_NBYTES, BlockReaders
 from reknit.storage.hdfs.web import requests_of
 from reknit.storage.hdfs.writer import HdfsWriter
 from reknit.storage.paths import check_path, is_temporary, kind_of
-from reknit.storage.runs import checked_runs, filled
+from reknit.storage.ranges import checked_runs, filled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

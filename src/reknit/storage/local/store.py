@@ -35,7 +35,7 @@ from reknit.storage.local.posix import (
 from reknit.storage.local.space import reserve
 from reknit.storage.local.writer import LocalWriter
 from reknit.storage.paths import check_path, check_readable
-from reknit.storage.runs import check_size, check_start, checked_runs, near, read_runs
+from reknit.storage.ranges import check_size, check_start, checked_runs, near, read_runs
 from reknit.storage.wrappers.forwarding import innermost
 from reknit.system import aside
 

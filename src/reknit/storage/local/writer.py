@@ -13,7 +13,7 @@ from reknit.storage.local.direct import DirectFile, start_write_back
 from reknit.storage.local.nofollow import unlink_below
 from reknit.storage.local.os_errors import translated
 from reknit.storage.local.posix import identity, pwrite_all
-from reknit.storage.runs import check_inside
+from reknit.storage.ranges import check_inside
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -21,7 +21,7 @@ from reknit.storage.object.copying import copied
 from reknit.storage.object.errors import as_ours, translated
 from reknit.storage.object.writer import ObjectWriter
 from reknit.storage.paths import check_path
-from reknit.storage.runs import checked_runs, filled, near, read_runs, spread
+from reknit.storage.ranges import checked_runs, filled, near, read_runs, spread
 from reknit.storage.writing import TakenNames
 
 if TYPE_CHECKING:

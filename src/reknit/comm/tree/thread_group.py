@@ -17,7 +17,7 @@ from reknit.monitor.phase import monotonic
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reknit.comm.base import Group, Merge
+    from reknit.comm.group import Group, Merge
     from reknit.comm.tree.effects import Effect
 
     Decision = Callable[[list[bytes]], Sequence[bytes]]

@@ -32,7 +32,7 @@ from reknit.system import AtExit, start_thread
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from reknit.comm.base import Merge
+    from reknit.comm.group import Merge
     from reknit.comm.meeting.rendezvous import Store
     from reknit.comm.topology import Topology
     from reknit.options import CommOptions
