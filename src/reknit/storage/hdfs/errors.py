@@ -35,7 +35,7 @@ _BUSY = (
 
 
 def as_ours(action: str, url: str, error: BaseException) -> ReknitError:
-    """Return the `StorageError`, or `ShortageError`, that says what an error of the client means."""
+    """Return the `StorageError` or `ShortageError` for an error of the client."""
     text, plain_text = str(error), plain(error)
     found = _RPC.match(text)
     if found is None and (short := shortage(error) or shortage(RuntimeError(plain_text))):
@@ -68,7 +68,7 @@ def unreached(action: str, url: str, why: object) -> ReknitError:
 
 
 def plain(error: BaseException) -> str:
-    """Return what an error says, without the stack of a server."""
+    """Return the text of an error, without the stack of a server."""
     text = str(error) or type(error).__name__
     if found := _RPC.match(text):
         plain_text = found[2].removesuffix('")')

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("reknit")
 
 _AVOIDED_S = 600.0
-"""How long a DataNode that fell silent is given nothing; Java's client does the same."""
+"""How long new files avoid a silent DataNode; Java's client does the same."""
 
 _PATIENCE_S = 2.0
-"""How long a DataNode may take to answer when it is asked whether it is there."""
+"""How long a DataNode may take to answer a probe."""
 
 
 class BlockPlacement:
-    """Writes whole files, past the DataNodes that were silent when earlier ones failed."""
+    """A writer of whole files that avoids the DataNodes that were silent when earlier files failed."""
 
     def __init__(self, client: HdfsClient, requests: Requests | None) -> None:
         self._client, self._requests = client, requests
@@ -79,7 +79,7 @@ class BlockPlacement:
             logger.debug("writing %s: its block may go to DataNodes that did not answer: %s", url, error)
 
     def find_silent(self, path: str) -> None:
-        """Avoid those DataNodes of a file that do not answer: they probably caused its failure."""
+        """Avoid the DataNodes of a file that do not answer: they probably caused its failure."""
         url = self._client.url(path)
         try:
             nodes = [] if self._requests is None else self._requests.nodes_of(path, url)
@@ -105,7 +105,7 @@ class BlockPlacement:
 
 
 def answers(node: DataNode) -> bool:
-    """Tell whether a DataNode is there: it hangs up when something comes that it does not know."""
+    """Return whether a DataNode answers: it closes the connection after bytes that it cannot read."""
     deadline = Deadline(_PATIENCE_S)
     try:
         connection = socket.create_connection(node.address, _PATIENCE_S)

@@ -27,7 +27,7 @@ GAP_NBYTES = 1 << 20
 """Holes up to this size are read over: a request costs as much."""
 _MOST_OPEN = 64
 _KEPT_S = 5.0
-"""How long it is remembered where the blocks of a file are."""
+"""How long the locations of a file's blocks are cached."""
 
 
 class BlockReaders:

@@ -51,11 +51,11 @@ _PRUNED_TRIES = 64
 
 
 class LocalStorage:
-    """Files below the folder `root`, which is made when the first file is.
+    """Files below the folder `root`, which is made with the first file.
 
     With `durability="power"` a file that is finished, put or deleted stays so when the machine loses power at
     the next instant; with ``"process"`` it survives the death of every process, and the kernel writes it back
-    in its own time.
+    later.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, durability: Durability = "power") -> None:
@@ -77,14 +77,14 @@ class LocalStorage:
 
     @property
     def reading(self) -> Reading:
-        """Small holes are read over: a disk is as quick with the next bytes as with none."""
+        """Small holes are read over: a disk reads the next bytes at no cost."""
         return Reading()
 
     def create(self, path: str, nbytes: int) -> LocalWriter:
         """Start a new file under its final name.
 
-        No temporary name is needed: a data file means nothing to anybody until a manifest names it.
-        Raises `StorageFullError` before a byte is written when the file cannot fit.
+        No temporary name is needed: no reader uses a data file before a manifest names it.  Raises
+        `StorageFullError` before a byte is written when the file cannot fit.
         """
         check_size(nbytes)
         full = self._full(path)
@@ -135,9 +135,9 @@ class LocalStorage:
     def commit(self, path: str, data: bytes, *, pending: str, if_absent: bool) -> bool:
         """Write into the file `pending`, and then give it the name `path`, by `rename` or `link`.
 
-        So look and write are one step of the file system, also on NFS, where the server takes it: a process
-        that was stopped in between finds the name gone, and what it wrote was never to be seen.  Only with
-        `if_absent`, on file systems without links, it is looked first whether `path` is free.
+        So look and write are one step of the file system, also on NFS, where the server takes it.  A process
+        that was stopped in between finds the name gone, and no reader ever sees its bytes.  Only with
+        `if_absent`, on file systems without links, a look whether `path` is free comes first.
         """
         full, marker = self._full(path), self._full(pending)
         with translated(f"make {path} of", marker):
@@ -160,8 +160,8 @@ class LocalStorage:
     def get(self, path: str, *, limit: int) -> bytes:
         """Return a whole small file.
 
-        Its folder is opened first, and it is opened anew each time: on NFS, 4.2 more than 3, it takes both to
-        make another machine's `put` visible.
+        Its folder is opened first, and the file is opened anew each time: on NFS, 4.2 more than 3, only both
+        together make another machine's `put` visible.
         """
         full = self._full(path)
         with translated("read", full):
@@ -191,7 +191,7 @@ class LocalStorage:
             found_anew(full, read)
 
     def read_runs(self, path: str, starts: NDArray[np.int64], nbytes: int, buffer: memoryview) -> None:
-        """Fill the buffer with a call for each run, or, where runs are near each other, with larger ones."""
+        """Fill the buffer with a call for each run, or with larger calls for runs near each other."""
         out = checked_runs(starts, nbytes, buffer)
         if not out.size or near(starts):
             read_runs(self.read_into, path, starts, nbytes, buffer)
@@ -208,7 +208,7 @@ class LocalStorage:
             found_anew(full, read)
 
     def delete(self, path: str) -> None:
-        """Remove a file durably, and folders that become empty by it, but no root that was there before."""
+        """Remove a file durably, and the folders that become empty, but not a root that existed before."""
         full = self._full(path)
         folder = os.path.dirname(full)
         with translated("delete", full):
@@ -241,7 +241,7 @@ class LocalStorage:
         return sorted(name for name, found in entries(self._root, links=True) if stat.S_ISDIR(found.st_mode))
 
     def list(self, prefix: str = "") -> Iterator[Listed]:
-        """Yield every file below a folder, also those that are still being written."""
+        """Yield every file below a folder, also files under way."""
         folder = self._full(prefix) if prefix else self._root
         with translated("list", folder), suppress(FileNotFoundError, NotADirectoryError):
             if prefix:
@@ -297,7 +297,7 @@ class LocalStorage:
     def _fill(self, fd: int, data: bytes) -> None:
         """Make `data` all that a file holds, and close it.
 
-        It is not emptied first: where a commit was cut short, these bytes may be before readers already.
+        It is not emptied first: after an interrupted commit, readers may see these bytes already.
         """
         fd = aside(fd)
         try:

@@ -67,7 +67,7 @@ class LocalWriter:
         self._whole = True
 
     def abort(self) -> None:
-        """Remove the file, unless it is finished; harmless to repeat."""
+        """Remove the file, unless it is finished; may be repeated."""
         if self._whole:
             return
         # Nothing is lost when a store that is failing keeps an unfinished file: no manifest will name it.

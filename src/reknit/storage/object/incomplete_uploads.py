@@ -1,4 +1,4 @@
-"""Find and remove unfinished uploads and what dead writers left in a bucket."""
+"""Find and remove unfinished uploads and other remains of dead writers in a bucket."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _ENVIRONMENT = {
 
 
 def unseen(place: Bucket) -> str | None:
-    """Return what this kind of store keeps to itself, and what removes it."""
+    """Return the remains of writers that this kind of store does not list, with their remedy."""
     reason = _UNSEEN[place.scheme]
     return None if reason is None else reason.format(url=place.url, bucket=place.bucket)
 
 
 def dated(client: Client, place: Bucket, options: ObjectOptions) -> Iterator[Dated]:
-    """Yield objects below the prefix, also temporary ones, and, where it is S3, uploads in parts."""
+    """Yield the objects below the prefix, also temporary objects, and on S3 uploads in parts."""
     uploads = Uploads(place, options) if place.scheme == "s3" else None  # a missing package is told first
     yield from objects(client, place, place.prefix.rstrip("/"), place.url)
     if uploads is not None:
@@ -49,7 +49,7 @@ def dated(client: Client, place: Bucket, options: ObjectOptions) -> Iterator[Dat
 
 
 def objects(client: Client, place: Bucket, folder: str, url: str) -> Iterator[Dated]:
-    """Yield the objects below a folder, as the bucket lists them while it is asked."""
+    """Yield the objects below a folder while the bucket lists them."""
     with translated("list", url):
         for chunk in obstore.list(client, folder or None, chunk_size=1000):
             for found in chunk:
@@ -69,10 +69,10 @@ def discard(client: Client, place: Bucket, options: ObjectOptions, found: Dated)
 
 
 class Uploads:
-    """Uploads in parts, neither finished nor aborted, to a bucket of S3 or of what is compatible with it.
+    """Uploads in parts, neither finished nor aborted, to a bucket of S3 or a compatible store.
 
-    The client that reads and writes objects cannot list them; this one, botocore, is asked with the same
-    endpoint, region and credentials.
+    The client that reads and writes objects cannot list them.  So botocore does, with the same endpoint,
+    region and credentials.
     """
 
     def __init__(self, place: Bucket, options: ObjectOptions) -> None:
@@ -80,7 +80,7 @@ class Uploads:
         self.client = _connect(place, options)
 
     def under_way(self) -> Iterator[Dated]:
-        """Yield all of them below the prefix, with the bytes that are up, and when the last of these came."""
+        """Yield all uploads below the prefix, with their uploaded bytes and the date of the last part."""
         query = {"Bucket": self._place.bucket, "Prefix": self._place.prefix}
         with self._answering("list uploads in", self._place.url):
             for page in self.client.get_paginator("list_multipart_uploads").paginate(**query):
@@ -89,7 +89,7 @@ class Uploads:
                         yield from self._measured(found)
 
     def abort(self, found: Dated) -> None:
-        """Remove the parts of an upload; that there is no such upload any more is no error."""
+        """Remove the parts of an upload; a missing upload is not an error."""
         key = self._place.prefix + found.path
         with self._answering("abort the upload of", f"s3://{self._place.bucket}/{key}"):
             try:
@@ -116,7 +116,7 @@ class Uploads:
 
     @contextmanager
     def _answering(self, action: str, url: str) -> Iterator[None]:
-        """Raise what botocore raises as a `StorageError` about `url`."""
+        """Translate the errors of botocore to a `StorageError` about `url`."""
         from botocore.exceptions import BotoCoreError, ClientError  # type: ignore[import-untyped]
 
         try:
@@ -140,7 +140,7 @@ def _is_gone(error: Any) -> bool:
 
 
 def _connect(place: Bucket, options: ObjectOptions) -> Any:
-    """Return a client of botocore that asks whom the client of objects asks.  Nothing is sent yet."""
+    """Return a client of botocore for the endpoint of the client of objects.  Nothing is sent yet."""
     try:
         from botocore.config import Config  # type: ignore[import-untyped]
         from botocore.session import Session  # type: ignore[import-untyped]
