@@ -49,7 +49,7 @@ class RankAbove:
     def drop(self) -> None:
         self.did.append("drop")
 
-    def tell(self, error: ReknitError) -> None:
+    def notify(self, error: ReknitError) -> None:
         self.did.append(f"tell {error.message}")
 
 

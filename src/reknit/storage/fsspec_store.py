@@ -185,7 +185,7 @@ class FsspecStorage:
     def place(self, writer: FsspecWriter, path: str, full: str, source: Any) -> None:
         """Upload a file that is whole."""
         with self._translated("write", path):
-            self._require_own(writer, path, full)  # what was put in its place meanwhile is not touched
+            self._require_own(writer, path, full)  # a file put in its place meanwhile stays
             self._make_folder(full)
             try:
                 with self.system.open(full, "wb") as target:
@@ -195,7 +195,7 @@ class FsspecStorage:
                     self._require_own(writer, path, full)
                     self.names.free(full)
             except BaseException:
-                with suppress(Exception):  # the first error is the one to be told
+                with suppress(Exception):  # the first error is the one to raise
                     if self.system.exists(full):
                         self.system.rm_file(full)
                 raise

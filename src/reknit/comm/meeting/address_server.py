@@ -40,16 +40,16 @@ if TYPE_CHECKING:
 _MOST_NBYTES = 256 << 20
 
 _MOST_WAITING = 64
-"""Calls that may wait in the server for a value, each in a thread; the others ask again."""
+"""Calls that may wait in the server for a value, each in a thread; further calls are repeated."""
 
 _LINGER_S = 1.5
-"""How long rank 0 serves on after it failed, for those who ask again to hear why."""
+"""How long rank 0 continues to serve after its failure, so that repeated calls receive the error."""
 
 _END_S = 0.5
 
 
 class ServedStore:
-    """The store of rank 0: its values, and the server by which others see them."""
+    """The store of rank 0: its values, and the server by which other ranks read them."""
 
     def __init__(self, point: Point, size: int, token: str, options: CommOptions) -> None:
         """Serve the store at `point`; raises `CommError` when nothing can listen there.
@@ -123,10 +123,10 @@ class ServedStore:
         self.close()
 
     def close(self) -> None:
-        """End the server; the values are gone for everyone.  Closing twice does nothing."""
+        """End the server; the values are gone for all ranks.  Closing twice does nothing."""
         with self._changed:
             self._closed = True
-            self._changed.notify_all()  # those who wait are answered within the time that calls get to end
+            self._changed.notify_all()  # waiting calls are answered while the server stops
         self._server.stop(_END_S).wait()
         self._executor.shutdown()
 
@@ -188,7 +188,7 @@ def _listen_address(point: Point, options: CommOptions) -> str:
 
 
 def _occupied(host: str, port: int) -> OSError | None:
-    """Return what keeps a server from listening, since gRPC does not say."""
+    """Return the error that keeps a server from listening, since gRPC does not report it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.create_server((host, port), family=family, dualstack_ipv6=host == "::").close()

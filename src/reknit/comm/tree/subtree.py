@@ -23,7 +23,7 @@ class Subtree:
         self.below = {child: topology.subtree(child) for child in topology.children(rank)}
 
     def fits(self, report: Report) -> bool:
-        """Tell whether a child's report is one of as many payloads as it has ranks, or of a merged one."""
+        """Return whether a child's report has one payload for each of its ranks, or one merged payload."""
         count = len(report.requests.which)
         return not report.whole or count in (1, len(self.below[report.sender]))
 

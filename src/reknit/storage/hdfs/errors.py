@@ -89,6 +89,6 @@ def _kind(error: BaseException, text: str, *, from_namenode: bool) -> tuple[type
             "?principal= and ?keytab= in the URL), and that user's permissions on this folder"
         )
     if _PASSING.search(text) or isinstance(error, OverdueError) or not from_namenode:
-        # What is no answer of the NameNode comes from a connection: to it, or to a DataNode.
+        # Any error but an answer of the NameNode comes from a connection: to it, or to a DataNode.
         return StorageUnavailableError, _BUSY
     return StorageError, "see the NameNode's message"

@@ -75,7 +75,7 @@ class BlockPlacement:
         url = self._client.url(path)
         try:
             self._requests.place(path, avoided, url)
-        except StorageError as error:  # no others are left, say: then those will have to do
+        except StorageError as error:  # such as without other nodes: then the avoided ones are used
             logger.debug("writing %s: its block may go to DataNodes that did not answer: %s", url, error)
 
     def find_silent(self, path: str) -> None:
@@ -84,7 +84,7 @@ class BlockPlacement:
         try:
             nodes = [] if self._requests is None else self._requests.nodes_of(path, url)
             there = together(2 * _PATIENCE_S, [partial(answers, node) for node in nodes], len(nodes))
-        except (StorageError, OverdueError):  # it is the NameNode that is silent, likely
+        except (StorageError, OverdueError):  # the NameNode is probably silent
             return
         self.avoid([node for node, answers in zip(nodes, there, strict=True) if not answers], url)
 
@@ -109,7 +109,7 @@ def answers(node: DataNode) -> bool:
     deadline = Deadline(_PATIENCE_S)
     try:
         connection = socket.create_connection(node.address, _PATIENCE_S)
-    except (OSError, ValueError, OverflowError):  # the others: of what is no address
+    except (OSError, ValueError, OverflowError):  # the last two: of an invalid address
         return False
     with connection:
         try:

@@ -144,7 +144,7 @@ class RpcRequests:
         first = self._active
         for number in range(first, first + len(nodes)):
             share = Deadline(deadline.remaining() / (first + len(nodes) - number))
-            try:  # one that is silent leaves time for the others
+            try:  # a silent one leaves time for the others
                 connection, new = self._connection(number % len(nodes), share)
             except OSError as failed:
                 error, standby = failed, None
@@ -154,7 +154,7 @@ class RpcRequests:
             except OSError as failed:
                 connection.close()
                 if not new:
-                    self.close()  # the others were cut too, likely
+                    self.close()  # the other connections were probably cut, too
                 self._active = (number + 1) % len(nodes)
                 raise unreached(action, url, failed or "the connection was cut") from failed
             if not isinstance(answer, bytes) and "StandbyException" in answer[0]:
@@ -219,7 +219,7 @@ class _Connection:
         """Return whether the connection is still open at the other end."""
         try:
             self._socket.setblocking(False)
-            self._socket.recv(1, socket.MSG_PEEK)  # nothing comes unasked, unless it is the end
+            self._socket.recv(1, socket.MSG_PEEK)  # only the end of the connection comes unasked
             return False
         except BlockingIOError:
             return True

@@ -97,7 +97,7 @@ class SubFiles:
                 lambda: (
                     self._failed
                     or self._given_up
-                    or not self._sending  # what is complete waits for what somebody has yet to write
+                    or not self._sending  # complete parts wait for an earlier part
                     or len(self._waiting) + len(self._sending) < at_most
                 )
             )
@@ -174,7 +174,7 @@ class SubFiles:
             else:
                 self._go_on(number, part.content())
             part.pieces.clear()
-        except BaseException as failed:  # it is raised again by those who wait for the part
+        except BaseException as failed:  # the threads that wait for the part raise it again
             error = failed
         finally:
             with self._changed:

@@ -67,7 +67,7 @@ class ReadCache:
         self._limit = limit
         self._open: OrderedDict[str, Descriptor] = OrderedDict()
         self._lock = threading.Lock()
-        # A store that nobody closed leaves no open files behind: some programs can have no more than 1024.
+        # A store that was not closed leaves no open files behind: some programs can have at most 1024.
         weakref.finalize(self, _retire_all, self._open).atexit = False
 
     @contextmanager

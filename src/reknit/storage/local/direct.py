@@ -95,6 +95,6 @@ def start_write_back(fd: int, start: int, nbytes: int) -> None:
     only advice, and a failed write shows at the sync.
     """
     if nbytes >= LARGE_NBYTES and hasattr(os, "posix_fadvise"):
-        # On Linux, pages that shall leave the cache are first written back, and nobody waits for that.
+        # On Linux, pages that leave the cache are first written back, and no thread waits for that.
         with suppress(OSError):
             os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_DONTNEED)

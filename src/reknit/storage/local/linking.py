@@ -36,7 +36,7 @@ def linked(root: str, path: str, new_root: str, new_path: str, nbytes: int, fold
         # NFS repeats a request whose answer was lost, and then finds the link that it has made.
         if identity(full) != identity(old):
             raise
-    except OSError:  # whatever refuses it: who writes the file instead is told, or needs no link
+    except OSError:  # the file is written instead, with an error of its own or without one
         folders.prune(new_root, new_path)
         return False
     try:
@@ -59,7 +59,7 @@ def _is_whole(root: str, path: str, nbytes: int, folders: Folders) -> bool:
     if folders.durable:
         fd = open_regular(root, path)
         try:
-            os.fsync(fd)  # whoever wrote it may have asked for less
+            os.fsync(fd)  # its writer may have asked for less
         finally:
             os.close(fd)
     folders.sync(os.path.dirname(full))

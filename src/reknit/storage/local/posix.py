@@ -58,7 +58,7 @@ def ask_server(folder: str) -> None:
         above = os.path.dirname(folder)
         if above != folder:
             ask_server(above)
-            with suppress(OSError):  # what is wrong with it is told by the look that follows
+            with suppress(OSError):  # the look that follows raises its error
                 os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
     except OSError:
         return  # as above

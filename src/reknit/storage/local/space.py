@@ -26,7 +26,7 @@ def reserve(fd: int, folder: str, nbytes: int) -> None:
         try:
             os.posix_fallocate(fd, 0, nbytes)
         except OSError as error:
-            # What a system cannot do, or a sandbox refuses, is no reason to stop: the file then grows.
+            # An unable system, or a sandbox that refuses, does not stop the save: the file then grows.
             if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EACCES):
                 raise
         else:

@@ -142,10 +142,10 @@ class LocalStorage:
         full, marker = self._full(path), self._full(pending)
         with translated(f"make {path} of", marker):
             try:
-                # O_NONBLOCK, as what has taken the marker's name may be a pipe that nobody reads.
+                # O_NONBLOCK, as the marker's name may now be that of a pipe without a reader.
                 self._fill(open_below(self._root, pending, os.O_WRONLY | os.O_NONBLOCK), data)
             except OSError as error:
-                if error.errno == errno.ESTALE:  # how NFS tells that it was removed after it was opened
+                if error.errno == errno.ESTALE:  # the answer of NFS for a file removed since
                     raise FileNotFoundError(errno.ENOENT, "it was removed meanwhile", marker) from error
                 raise
             if if_absent:
@@ -253,7 +253,7 @@ class LocalStorage:
         for name, found in sorted(entries(folder), key=lambda entry: stat.S_ISDIR(entry[1].st_mode)):
             path = f"{prefix}/{name}" if prefix else name
             if stat.S_ISLNK(found.st_mode):
-                with suppress(OSError):  # one that leads nowhere
+                with suppress(OSError):  # a link without a target
                     found = target_of(os.path.join(folder, name))
                     if stat.S_ISREG(found.st_mode):
                         yield Listed(path, found.st_size)
@@ -269,7 +269,7 @@ class LocalStorage:
         """Create a file with its folders, again where a delete elsewhere has just removed an empty folder."""
         full = missing = os.path.join(self._root, path)
         for tries in range(_PRUNED_TRIES):
-            time.sleep(tries * 1e-4)  # in step with who removes them it would go on for ever
+            time.sleep(tries * 1e-4)  # in step with the remover it would never end
             try:
                 self._folders.make(self._root)
                 return open_below(self._root, path, flags)
@@ -282,7 +282,7 @@ class LocalStorage:
                 reason = f"the folder {error.filename} cannot be created: {error.strerror}"
                 raise OSError(error.errno, reason, full) from error
         above = os.path.dirname(missing)
-        if os.path.isdir(above):  # nobody removed it: this is how the kernel's own folders say no
+        if os.path.isdir(above):  # it exists: the kernel's own folders refuse like this
             fault = f"{missing} cannot be created: {above} exists, but accepts no new entry (ENOENT)"
             raise StorageError(fault, remedy="choose a path where folders can be created", path=missing)
         fault = f"{missing} cannot be created: {above} is removed repeatedly"

@@ -30,7 +30,7 @@ _LONGEST_S = 180.0
 _BACKOFF: Any = {
     "init_backoff": timedelta(seconds=0.1),
     # Each pause is random, up to four times the one before, but on the average only twice: with less the
-    # client would be through with all its tries in two seconds, where nobody is there to answer.
+    # client would use up all its tries in two seconds while no server answers.
     "base": 4,
     "max_backoff": timedelta(seconds=10),
 }
@@ -117,7 +117,7 @@ def connect(place: Bucket, options: ObjectOptions, *, uploading: bool = False) -
     and it waits for them forever.
     """
     client_options: dict[str, Any] = {
-        "allow_http": True,  # whoever writes http:// into the endpoint means it
+        "allow_http": True,  # a user who writes http:// into the endpoint wants it
         "timeout": timedelta(seconds=options.request_s),
     }
     given: dict[str, Any] = {
@@ -129,7 +129,7 @@ def connect(place: Bucket, options: ObjectOptions, *, uploading: bool = False) -
         },
     }
     if place.scheme == "s3":
-        # Objects are deleted one by one here, and not every endpoint knows how to delete many.
+        # Objects are deleted one by one here, and not every endpoint can delete many.
         given |= {"unsigned_payload": options.unsigned, "disable_bulk_delete": True}
     elif options.region is not None:
         raise UsageError(f"region is an option of s3:// alone, not of {place.url}")

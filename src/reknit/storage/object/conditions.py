@@ -84,7 +84,7 @@ class Conditions:
             mark = found.attributes.get(_NONCE)
             if mark is not None:
                 return bool(mark == nonce[_NONCE])
-            # Some endpoints drop what they do not know.
+            # Some endpoints drop unknown metadata.
             return data != b"" and found.meta["size"] == len(data) and bytes(found.bytes()) == data
 
     def _are_kept(self) -> bool:
@@ -144,7 +144,7 @@ class Conditions:
         except (exceptions.BaseError, FileNotFoundError) as error:
             raise as_ours("write to", self._url, error) from None
         finally:
-            with suppress(exceptions.BaseError, FileNotFoundError):  # it is never listed, and in nobody's way
+            with suppress(exceptions.BaseError, FileNotFoundError):  # it is never listed, and does no harm
                 obstore.delete(self._client, key)
         return None
 
@@ -178,7 +178,7 @@ class Conditions:
                     there = bytes(obstore.get(self._client, key).bytes())
                 except FileNotFoundError:
                     if not data:
-                        return True  # a marker, which a save that began later has removed: it needs no lock
+                        return True  # a marker, which a later save has removed: it needs no lock
                     there = None
             if there is None:
                 raise StorageError(

@@ -26,7 +26,7 @@ _UNSEEN = {
     "az": "Blocks that killed saves have left in {url} are not listed; Azure removes them by itself, a week "
     "after the last one of a blob was written",
 }
-# What the client of objects reads, under all the names that it knows.
+# The variables that the client of objects reads, under all their names.
 _ENVIRONMENT = {
     "region": ("region", ["AWS_REGION", "AWS_DEFAULT_REGION"], None, None),
     "reknit_endpoint": (None, ["AWS_ENDPOINT_URL", "AWS_ENDPOINT"], None, None),
@@ -42,7 +42,9 @@ def unseen(place: Bucket) -> str | None:
 
 def dated(client: Client, place: Bucket, options: ObjectOptions) -> Iterator[Dated]:
     """Yield the objects below the prefix, also temporary objects, and on S3 uploads in parts."""
-    uploads = Uploads(place, options) if place.scheme == "s3" else None  # a missing package is told first
+    uploads = (
+        Uploads(place, options) if place.scheme == "s3" else None
+    )  # first, since a package may be missing
     yield from objects(client, place, place.prefix.rstrip("/"), place.url)
     if uploads is not None:
         yield from uploads.under_way()
@@ -129,7 +131,7 @@ class Uploads:
                     path=url,
                 ) from error
             status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-            failure = OSError(f"{error} (status code: {status})")  # as the client of objects puts it
+            failure = OSError(f"{error} (status code: {status})")  # in the form of the client of objects
             raise as_ours(action, url, failure) from None
         except BotoCoreError as error:
             raise as_ours(action, url, error) from None

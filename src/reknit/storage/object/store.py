@@ -123,7 +123,7 @@ class ObjectStorage:
         self._check_place(path)
         data = bytes(data)
         if if_absent:
-            with self._lock(key):  # servers keep those waiting for seconds who come at the same moment
+            with self._lock(key):  # servers delay simultaneous requests for seconds
                 return key not in self.bucket.names and self.bucket.conditions.put(key, url, data, None)
         with translated("write", url):
             obstore.put(self._client, key, data, use_multipart=False)
@@ -150,8 +150,8 @@ class ObjectStorage:
                     self.bucket.names.free(key)
                     self._delete(marker, marker_url)
                     return True
-                # Somebody else has committed since: begin again, with the look for the marker, which he may
-                # have taken away.  With `if_absent` that is the end of it.
+                # Another process has committed since: begin again, with the look for the marker, which it may
+                # have removed.  With `if_absent` that ends the commit.
                 if look(self._client, key, url) == seen:
                     raise StorageError(
                         f"{url} is unchanged, but the endpoint reports that it was changed",

@@ -151,7 +151,7 @@ class MultipartUpload:
                     return
                 before = self._next
                 if not self._changed.wait(_PATIENCE_S) and self._next == before:
-                    # Nothing goes on, and perhaps nothing will: somebody writes alone, and from the end.
+                    # Nothing goes on, and perhaps nothing will: a single thread may write, from the end.
                     stuck = {part for part in mine if part in self._ready}
                     for part in stuck:
                         self._ready[part] = self._ready[part].copy()
@@ -176,7 +176,7 @@ class MultipartUpload:
                 chunk_size=self._part_nbytes,
                 max_concurrency=self._concurrency,
             )
-        except BaseException as error:  # it is raised again by those who wait for their parts
+        except BaseException as error:  # the threads that wait for their parts raise it again
             with self._changed:
                 self._error = error
                 self._changed.notify_all()

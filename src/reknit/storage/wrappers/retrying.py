@@ -223,7 +223,7 @@ class RetryingStorage(ForwardingStorage):
         return self.again("copy_from", work)
 
     def commit(self, path: str, data: bytes, *, pending: str, if_absent: bool) -> bool:
-        """Write a small file in one step, while another file exists; it is done once the file has the bytes."""
+        """Write a small file in one step, while another file exists; done once the file has the bytes."""
 
         def work(tries: int) -> bool:
             if tries and self.has(path, data):
