@@ -206,7 +206,7 @@ def wrong_topology(rank: int, here: int) -> ProtocolError:
 def forked(rank: int) -> UsageError:
     """Return the refusal of a process that was forked from a rank, and has its group."""
     return UsageError(
-        f"this process was forked from rank {rank}, and is no rank of its group",
+        f"this process was forked from rank {rank}, and is not a rank of its group",
         remedy="save and load in the rank itself; a process that is to do so alone, to a path of its own, "
         "passes group=reknit.alone()",
     )

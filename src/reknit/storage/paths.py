@@ -21,7 +21,7 @@ def check_path(path: str, url: str) -> str:
     if fault is None:
         return path
     raise StorageError(
-        f"{path!r} is no path below {url}: {fault}",
+        f"{path!r} is not a path below {url}: {fault}",
         remedy="use a relative path with forward slashes, such as 'model/00000.safetensors'",
         path=url,
     )

@@ -54,7 +54,7 @@ def open_storage(url: str | os.PathLike[str], *, durability: Durability = "power
     if factory is None:
         raise _unknown(scheme, text)
     if "://" not in text and scheme != "file":
-        raise UsageError(f"{text!r} is no URL", remedy=f"write {scheme}://... with two slashes")
+        raise UsageError(f"{text!r} is not a URL", remedy=f"write {scheme}://... with two slashes")
     return factory(text, durability)
 
 

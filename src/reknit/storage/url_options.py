@@ -39,7 +39,7 @@ def url_options(url: str, query: str, options: type[Any], **special: Callable[[s
         try:
             found[key.replace("_mib", "_nbytes")] = convert[key](text)
         except (ValueError, KeyError) as error:
-            raise UsageError(f"{url!r}: {text!r} is no value of {key}", remedy=remedy) from error
+            raise UsageError(f"{url!r}: {text!r} is not a value of {key}", remedy=remedy) from error
     return found
 
 

@@ -101,7 +101,7 @@ def _make_own(folder: str) -> None:
             return
     user, remedy = os.geteuid(), f"remove it or fix it (chmod 700 {folder}), or set"
     if not stat.S_ISDIR(found.st_mode):
-        fault = "is a link, or no folder"
+        fault = "is a link, or not a folder"
     elif found.st_uid != user:
         fault = f"belongs to user {found.st_uid}, not to {user}"
         remedy = f"let user {found.st_uid} remove it, or set"

@@ -104,6 +104,6 @@ def denied(number: int, what: str = "do this") -> str:
     if user:
         return f"let user {user} {what}, or choose another path"
     return (
-        f"not even user {user} may: a network file system may take root for nobody (root_squash), or a "
+        f"not even user {user} may: a network file system may map root to another user (root_squash), or a "
         f"sandbox or security module forbids it: let the owner of the folder {what}, or choose another path"
     )
