@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import threading
 from collections import deque
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from multiprocessing.util import Finalize
 from random import SystemRandom
@@ -139,7 +139,7 @@ def start(thread: threading.Thread) -> None:
         thread.start()
 
 
-class DaemonExecutor(Executor):
+class DaemonExecutor:
     """A bounded pool of threads that never keeps the interpreter from ending.
 
     The executors of the standard library join their threads when the interpreter ends, before any function of
@@ -207,12 +207,12 @@ class DaemonExecutor(Executor):
                 return
             self._num_idle += 1
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False, timeout_s: float = 5.0) -> None:
+    def shutdown(self, timeout_s: float = 5.0) -> None:
         """Let each thread end when the jobs are done, and wait up to `timeout_s` for all threads."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            ended = self._changed.wait_for(lambda: self._num_ended == len(self._threads), timeout_s * wait)
+            ended = self._changed.wait_for(lambda: self._num_ended == len(self._threads), timeout_s)
         for thread in self._threads if ended else ():
             thread.join()
 

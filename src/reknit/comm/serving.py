@@ -14,9 +14,10 @@ from reknit.errors import ReknitError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from concurrent.futures import Executor, ThreadPoolExecutor
+    from concurrent.futures import ThreadPoolExecutor
 
     from reknit.comm.rank_messages import Message
+    from reknit.system import DaemonExecutor
 
     _Handler = grpc.GenericRpcHandler[bytes, bytes]
     Method = grpc.RpcMethodHandler[bytes, bytes]
@@ -86,7 +87,11 @@ def replying(
 
 
 def token_server(
-    name: str, token: str, methods: Mapping[str, Method], executor: Executor, settings: list[tuple[str, int]]
+    name: str,
+    token: str,
+    methods: Mapping[str, Method],
+    executor: DaemonExecutor,
+    settings: list[tuple[str, int]],
 ) -> grpc.Server:
     """Return a server that answers calls with the token only; `name` names its owner in errors and logs."""
     handler = _TokenHandler(name, token, methods)

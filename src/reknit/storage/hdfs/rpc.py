@@ -99,7 +99,9 @@ class RpcRequests:
             last = _inner(answer, 1, 4)
             by_name = self._cluster.datanodes_by_name
             return (
-                [] if last is None else [_node(encoded, by_name) for n, encoded in _messages(last) if n == 3]
+                []
+                if last is None
+                else [_node(encoded, by_name=by_name) for n, encoded in _messages(last) if n == 3]
             )
         except OSError as error:
             raise unreached(action, url, error) from error
@@ -340,7 +342,7 @@ def _inner(data: bytes, *path: int) -> bytes | None:
     return data
 
 
-def _node(encoded: bytes, by_name: bool) -> DataNode:
+def _node(encoded: bytes, *, by_name: bool) -> DataNode:
     """Decode the NameNode's description of a DataNode.  Raises `OSError`."""
     ident = dict(_fields(_inner(encoded, 1) or b""))
     host, key, port = ident.get(2 if by_name else 1), ident.get(3), ident.get(4)

@@ -71,7 +71,13 @@ class HdfsStorage:
         """Start a new file; no other thread of this process gets its name meanwhile."""
         full = self._full(path)
         writer = HdfsWriter(
-            self.client, self.requests, self.placement, self._names, full, nbytes, self._prune
+            self.client,
+            full,
+            nbytes,
+            requests=self.requests,
+            placing=self.placement,
+            names=self._names,
+            prune=self._prune,
         )
         if not self._names.take(full, writer):
             raise existing(self.client.url(full))

@@ -27,11 +27,12 @@ class HdfsWriter:
     def __init__(
         self,
         client: HdfsClient,
+        path: str,
+        nbytes: int,
+        *,
         requests: Requests | None,
         placing: BlockPlacement,
         names: HdfsNames,
-        path: str,
-        nbytes: int,
         prune: Callable[[str], None],
     ) -> None:
         self._client, self._requests, self._names = client, requests, names

@@ -16,7 +16,7 @@ _TRIES = 8
 """How often a link is tried while its folder vanishes: other ranks may remove the folder at that moment."""
 
 
-def linked(root: str, path: str, new_root: str, new_path: str, nbytes: int, folders: Folders) -> bool:
+def linked(root: str, path: str, new_root: str, new_path: str, *, nbytes: int, folders: Folders) -> bool:
     """Link the file `path` below a root to a new name below `new_root`, and return whether it is linked.
 
     The file has `nbytes` bytes, and `folders` are the folders of the new name.  A failed link leaves nothing

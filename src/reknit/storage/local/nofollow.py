@@ -36,7 +36,7 @@ def inside(root: str, folder: str, *, make: bool = False) -> Iterator[int]:
         for name in folder.split("/") if folder else ():
             full = os.path.join(full, name)
             try:
-                below = _step(name, fd, make)
+                below = _step(name, fd, make=make)
             except OSError as error:
                 if error.errno in (errno.ENOTDIR, errno.ELOOP):
                     raise _in_the_way(name, fd, full) from error
@@ -48,7 +48,7 @@ def inside(root: str, folder: str, *, make: bool = False) -> Iterator[int]:
         os.close(fd)
 
 
-def _step(name: str, above: int, make: bool) -> int:
+def _step(name: str, above: int, *, make: bool) -> int:
     try:
         return os.open(name, _NO_LINK, dir_fd=above)
     except FileNotFoundError:

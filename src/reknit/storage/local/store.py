@@ -105,7 +105,7 @@ class LocalStorage:
             return False
         check_path(source_path, source.url)
         with translated("link", full):
-            return linked(source._root, source_path, self._root, path, nbytes, self._folders)
+            return linked(source._root, source_path, self._root, path, nbytes=nbytes, folders=self._folders)
 
     def put(self, path: str, data: bytes, *, if_absent: bool) -> bool:
         """Write a temporary file and give it the name in one step, by `link` or `rename`."""

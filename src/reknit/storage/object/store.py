@@ -89,7 +89,9 @@ class ObjectStorage:
         """Start a new file; no other thread of this process gets its name meanwhile."""
         key, url = self._full(path)
         names, conditions = self.bucket.names, self.bucket.conditions
-        writer = ObjectWriter(self._uploading, key, url, nbytes, self.options, names, conditions)
+        writer = ObjectWriter(
+            self._uploading, key, url, nbytes, options=self.options, names=names, conditions=conditions
+        )
         if not names.take(key, writer):
             raise existing(url)
         try:

@@ -69,6 +69,7 @@ class MultipartUpload:
         key: str,
         url: str,
         nbytes: int,
+        *,
         part_nbytes: int,
         concurrency: int,
     ) -> None:

@@ -29,6 +29,7 @@ class ObjectWriter:
         key: str,
         url: str,
         nbytes: int,
+        *,
         options: ObjectOptions,
         names: TakenNames,
         conditions: Conditions,
@@ -42,7 +43,9 @@ class ObjectWriter:
         if nbytes <= part_nbytes:
             self._small = np.empty(nbytes, np.uint8)
         else:
-            self._upload = MultipartUpload(client, key, url, nbytes, part_nbytes, options.concurrency)
+            self._upload = MultipartUpload(
+                client, key, url, nbytes, part_nbytes=part_nbytes, concurrency=options.concurrency
+            )
 
     def write(self, start: int, data: memoryview) -> None:
         """Copy `data` of a small file; of a large file, upload the filled parts straight from `data`."""
