@@ -96,13 +96,9 @@ class RpcRequests:
         request = text_field(1, path) + number_field(2, 0) + number_field(3, 1)
         answer = self._call("getBlockLocations", request, action, url, _QUICK_S)
         try:
-            last = _inner(answer, 1, 4)
+            found = _messages(_inner(answer, 1, 4) or b"")
             by_name = self._cluster.datanodes_by_name
-            return (
-                []
-                if last is None
-                else [_node(encoded, by_name=by_name) for n, encoded in _messages(last) if n == 3]
-            )
+            return [_node(encoded, by_name=by_name) for number, encoded in found if number == 3]
         except OSError as error:
             raise unreached(action, url, error) from error
 
