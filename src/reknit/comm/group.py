@@ -39,7 +39,7 @@ class Group(Protocol):
 
     @property
     def generation(self) -> int:
-        """A number that is higher than those of all earlier runs of this job; the same on all ranks."""
+        """A number that is higher than in all earlier runs of this job; the same on all ranks."""
 
     @property
     def broken(self) -> bool:

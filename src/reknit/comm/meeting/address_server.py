@@ -85,7 +85,7 @@ class ServedStore:
             raise
 
     def set(self, key: str, value: bytes) -> None:
-        """Put `value` under `key`; raises `CommError` for one, or for values in all, beyond the limits."""
+        """Put `value` under `key`.  Raises `CommError` if it, or all values together, exceed the limits."""
         with self._changed:
             nbytes = self._nbytes + len(value) - len(self._values.get(key, b""))
             if len(value) > MOST_VALUE_NBYTES or nbytes > _MOST_NBYTES or len(key) > MOST_KEY_LETTERS:
