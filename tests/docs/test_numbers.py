@@ -67,6 +67,13 @@ NUMBERS: dict[str, list[tuple[str, str, float]]] = {
     "howto/export-to-hugging-face.md": [
         ("default 5 GB", "interop/safetensors_export.py:MAX_SHARD_NBYTES", 5e9),
     ],
+    "howto/gpus.md": [
+        ("| 64 MiB: they are laid out", "engine/memory/staging.py:GATHER_NBYTES", 64 * MIB),
+        ("of up to 64 KiB that no", "engine/background/deferred.py:SMALL_NBYTES", 64 << 10),
+        ("in total at most 64 MiB", "engine/background/deferred.py:_CLONES_NBYTES", 64 * MIB),
+        ("about 12 MiB for a moment", "engine/memory/sample.py:LOT_LINES", 1 << 16),
+        ("two buffers of up to 32 MiB", "engine/sharing/host_exchange.py:BUCKET_NBYTES", 32 * MIB),
+    ],
     "howto/load-into-another-layout.md": [
         ("blocks of 4 MiB", "format/checksum.py:BLOCK_NBYTES", 4 * MIB),
     ],

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import reknit
-from tests.devices import on_cuda
+from tests.devices import every_device, on_cuda, run_simulated
 from tests.ranks import run
 from tests.torchrun import pieces
 
@@ -174,6 +174,15 @@ def test_a_tensor_that_cannot_change_is_refused_before_anything_changes(path: Pa
     assert target.embed.weight.is_meta
 
 
+@every_device
+def test_the_remedy_names_the_accelerator_that_is_there(path: Path, device_type: str) -> None:
+    target = on_meta()
+    held = weakref.ref(target.frozen)
+    with pytest.raises(reknit.errors.StateError, match=rf'to_empty\(device="{device_type}"\)'):
+        reknit.load(path, {"model": target})
+    assert held() is target.frozen
+
+
 class Copying(nn.Linear):
     """A module whose state dict shows copies."""
 
@@ -185,7 +194,7 @@ def test_a_module_that_does_not_show_its_tensors_is_refused_with_the_remedy(tmp_
     reknit.save(tmp_path / "x", {"m": Copying(2, 2)})
     with torch.device("meta"):
         target = Copying(2, 2)
-    with pytest.raises(reknit.errors.StateError, match="to_empty"):
+    with pytest.raises(reknit.errors.StateError, match=r'to_empty\(device="(cpu|cuda)"\)'):
         reknit.load(tmp_path / "x", {"m": target})
 
 
@@ -227,3 +236,44 @@ def test_a_model_sharded_without_memory_gets_its_shards(tmp_path: Path) -> None:
         assert kinds == ["DTensor"] * 4
         assert equal
         assert trains
+
+
+def offloaded(path: str, device_type: str) -> list[str]:
+    """Load into a model on the meta device whose shards FSDP2 keeps in host memory, and train it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    torch.distributed.init_process_group(f"cpu:gloo,{device_type}:simccl")
+    mesh = init_device_mesh(device_type, (torch.distributed.get_world_size(),))
+
+    def build(device: str) -> nn.Linear:
+        model = nn.Linear(5, 7, device=device)
+        fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy())
+        return model
+
+    model = build(device_type)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, foreach=False)
+    ones = torch.ones(2, 5, device=device_type)
+    model(ones).sum().backward()
+    optimizer.step()
+    reknit.save(path, {"model": model, "optimizer": optimizer})
+    target = build("meta")
+    other = torch.optim.AdamW(target.parameters(), foreach=False)
+    reknit.load(path, {"optimizer": other, "model": target})
+    states = [state for each in other.state.values() for state in each.values()]
+    places = [tensor.device.type for tensor in (*target.parameters(), *states)]
+    for each, by in ((model, optimizer), (target, other)):
+        by.zero_grad()
+        each(ones).sum().backward()
+        by.step()
+    for one, two in zip(model.parameters(), target.parameters(), strict=True):
+        assert torch.equal(one.to_local(), two.to_local())  # type: ignore[attr-defined]
+    torch.distributed.destroy_process_group()
+    return places
+
+
+@pytest.mark.parametrize("device_type", ["cuda", "sim"])
+def test_a_model_that_is_offloaded_gets_memory_of_the_host(tmp_path: Path, device_type: str) -> None:
+    path = str(tmp_path / "x")
+    for places in run_simulated(2, offloaded, path, device_type, device_type=device_type, joined=False):
+        assert places == ["cpu"] * 8

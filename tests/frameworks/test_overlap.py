@@ -25,6 +25,7 @@ from reknit.frameworks.walk import overlap
 from reknit.testing.world import run_ranks
 from reknit.types.box import Box
 from reknit.types.shard import Shard, Strided, TensorSpec
+from tests.devices import every_device
 from tests.frameworks.checkpoint import load, save
 from tests.ranks import run
 from tests.running.examples import examples
@@ -146,6 +147,29 @@ def test_tensors_that_share_memory_and_contradict_each_other_are_refused(parts: 
     with pytest.raises(StateError, match=r"[abc].* and .*[bc].* share memory in the target, and diff"):
         load(state, checkpoint)
     assert torch.equal(BASE, kept)
+
+
+@every_device
+def test_tensors_of_devices_share_memory_only_where_their_storages_do(
+    device_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = f"{device_type}:{torch.get_device_module(device_type).device_count() - 1}"
+    target = {
+        "m": {n: torch.zeros(4, 6, device=d) for n, d in (("a", device_type), ("b", last), ("c", last))}
+    }
+    checkpoint = save({"m": {name: torch.full((4, 6), float(n)) for n, name in enumerate("abc")}})
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda _: 64)  # as MPS, where an address is an object's
+    load(target, checkpoint)
+    assert [tensor[3, 5].item() for tensor in target["m"].values()] == [0, 1, 2]
+    base = torch.zeros(4, 6, device=last)
+    shared = {"m": {"a": base[:, :4], "b": base[:, 3:]}}
+    apart = save({"m": {name: torch.full(tensor.shape, 5.0) for name, tensor in shared["m"].items()}})
+    load(shared, apart)
+    assert base.eq(5).all()
+    apart.tensors["m", "b"] = torch.zeros(4, 3)
+    with pytest.raises(StateError, match="m/a and m/b share memory in the target, and differ"):
+        load(shared, apart)
+    assert base.eq(5).all()
 
 
 class Tied(nn.Module):

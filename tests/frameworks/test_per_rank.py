@@ -14,7 +14,6 @@ from reknit.errors import StateError, UsageError
 from reknit.frameworks.per_rank import PerRank, RngState
 from reknit.frameworks.registry import collect, wanted
 from reknit.frameworks.walk.walk import World
-from tests.devices import on_cuda
 from tests.frameworks.checkpoint import Checkpoint, assemble, fill, load, save
 from tests.ranks import run
 
@@ -178,30 +177,6 @@ def test_a_coordinate_is_names_and_integers(coordinate: Any) -> None:
 def test_a_coordinate_and_a_mesh_exclude_each_other() -> None:
     with pytest.raises(UsageError):
         PerRank(1, coordinate={"a": 1}, mesh=object())
-
-
-def test_the_state_of_a_gpu_is_noted_where_there_is_none() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU here")
-    checkpoint = save_as(1, lambda rank: {"rng": RngState()})
-    state = checkpoint.own["rng", (("rank", 0),)][""]
-    state["cuda"] = state["torch"]
-    want = wanted({"rng": RngState()}, checkpoint.catalog(), 0, 1)
-    assert [what for _, _, what in want.notes] == [
-        "the random state of a GPU is not restored: this process uses none"
-    ]
-    fill(want, checkpoint)
-
-
-@on_cuda
-def test_random_numbers_of_a_gpu_go_on() -> None:
-    torch.cuda.init()  # type: ignore[no-untyped-call]
-    torch.cuda.manual_seed(3)
-    state = RngState().state_dict()
-    expected = torch.rand(3, device="cuda").tolist()
-    RngState().load_state_dict(state)
-    assert torch.rand(3, device="cuda").tolist() == expected
-    assert "cuda" not in RngState(cuda=False).state_dict()
 
 
 @pytest.mark.parametrize(

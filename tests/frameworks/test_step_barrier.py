@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from reknit.frameworks.optimizer.step_barrier import barriers
+from tests.devices import every_device
 
 
 def made(kind: Any = torch.optim.SGD, **options: Any) -> torch.optim.Optimizer:
@@ -55,9 +57,9 @@ def test_a_step_waits_and_waits_again_after_an_interrupt() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, while it compiles
-@pytest.mark.parametrize("how", ["compiled", "captured", "capturable"])
+@pytest.mark.parametrize("how", ["compiled", "capturable"])
 def test_steps_that_can_run_without_their_hooks_are_not_trusted_ever(
-    how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     optimizer = made()
     (barrier,) = barriers(optimizer)
@@ -65,15 +67,11 @@ def test_steps_that_can_run_without_their_hooks_are_not_trusted_ever(
     step: Any = optimizer.step
     if how == "compiled":
         step = torch.compile(optimizer.step, backend="eager")
-    elif how == "captured":
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     else:
         optimizer.param_groups[0]["capturable"] = True
-    barrier.hold(lambda: pytest.fail("this runs inside of what is compiled or captured"))
+    barrier.hold(lambda: pytest.fail("this runs inside of what is compiled"))
     if how != "capturable":
         step()
-    monkeypatch.undo()
     caplog.clear()
     assert not barrier.stands()
     optimizer.param_groups[0]["capturable"] = False
@@ -92,7 +90,43 @@ def test_a_barrier_has_the_memory_of_parameters_and_states_that_is_one_run() -> 
     (barrier,) = barriers(optimizer)
     have = [optimizer.param_groups[0]["params"][0]]
     have += [s for states in optimizer.state.values() for s in states.values() if s.is_contiguous()]
-    assert sorted(barrier.memory()) == sorted((t.data_ptr(), t.nbytes) for t in have)
+    assert sorted(barrier.memory()) == sorted(("cpu", t.data_ptr(), t.nbytes) for t in have)
+
+
+@every_device
+def test_steps_that_a_device_captures_are_not_trusted(
+    device_type: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.ones(1, device=device_type)
+    optimizer = made()
+    (barrier,) = barriers(optimizer)
+    barrier.stands()
+    barrier.hold(lambda: pytest.fail("this runs inside of what is captured"))
+    monkeypatch.setattr(torch.get_device_module(device_type), "is_current_stream_capturing", lambda: True)
+    optimizer.step()
+    monkeypatch.undo()
+    with caplog.at_level(logging.WARNING, "reknit"):
+        assert not barrier.stands()
+        assert not barrier.stands()
+    assert sum("cannot be made to wait" in record.message for record in caplog.records) == 1
+
+
+@every_device
+def test_memory_of_devices_is_told_apart_where_addresses_do_not(
+    device_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer = made()
+    whole = torch.ones(4, 3, device=device_type)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(row) for row in whole]})
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda _: 64)
+    (barrier,) = barriers(optimizer)
+    on_host, *rows = barrier.memory()
+    assert on_host == ("cpu", 64, 12)
+    assert len({memory for memory, _, _ in rows}) == 1
+    assert [(start, nbytes) for _, start, nbytes in rows] == [(0, 12), (12, 12), (24, 12), (36, 12)]
+    other = torch.nn.Parameter(torch.ones(3, device=device_type))
+    optimizer.add_param_group({"params": [other]})
+    assert [*barrier.memory()][-1][0] not in {memory for memory, _, _ in rows}
 
 
 def test_wrappers_lists_and_circles_of_optimizers_are_looked_into() -> None:

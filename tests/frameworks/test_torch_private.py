@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,10 +16,13 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import reknit
 from reknit.frameworks.torch import private as torch_private
+from tests.devices import every_simulated_device
 from tests.ranks import run
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from reknit.testing.accelerator import Accelerator
 
 
 def look() -> Any:
@@ -91,3 +95,25 @@ def test_only_types_that_handle_operations_themselves_hide_data() -> None:
 
     assert not any(map(torch_private.hides_data, (torch.Tensor, nn.Parameter, Named, Counting)))
     assert torch_private.hides_data(DTensor)
+
+
+@every_simulated_device
+def test_memory_of_a_gathered_copy_is_not_used_again_before_the_stream_has_read_it(
+    accelerator: Accelerator, device_type: str
+) -> None:
+    gathered, out = torch.full((1000,), 7.0, device=device_type), torch.zeros(1000, pin_memory=True)
+    handle = SimpleNamespace(reshard=lambda _: None, post_reshard=lambda: None)
+    flat = SimpleNamespace(_full_param_padded=gathered)
+    unit: Any = SimpleNamespace(handle=handle, flat=flat, sharded=True)
+    stream = torch.Stream(torch.device(device_type))
+    stream.wait_stream(torch.accelerator.current_stream())
+    with accelerator.held(stream):
+        with stream:
+            out.copy_(gathered, non_blocking=True)
+            torch_private.drop_gathered_copy(unit)
+        other = torch.full((1000,), 9.0, device=device_type)
+        torch.accelerator.current_stream().synchronize()
+    stream.synchronize()
+    assert not gathered.untyped_storage().nbytes()
+    assert other.eq(9).all()
+    assert out.eq(7).all()

@@ -1,12 +1,19 @@
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+import reknit
+from reknit.errors import StateError
 from reknit.frameworks.torch.tensor import local_memory, plain_dtype
 from reknit.frameworks.walk.walk import Place
+from tests.ranks import run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class Odd(torch.Tensor):
@@ -49,3 +56,39 @@ def test_memory_to_save_is_detached_and_holds_what_the_tensor_says() -> None:
         assert not memory.is_conj()
         assert not memory.is_neg()
         assert torch.equal(memory, tensor)
+
+
+def without_memory(folder: str) -> list[str]:
+    """Save and load tensors of a device that shows no memory, as XLA; return what is said to each."""
+    import torch._lazy.ts_backend
+
+    torch._lazy.ts_backend.init()  # type: ignore[no-untyped-call]
+    here: Any = {"m": {"x": torch.ones(2, 3, device="lazy"), "y": torch.ones(2, 3, device="lazy")}}
+    model = torch.nn.Linear(2, 2).to("lazy")
+    path = Path(folder)
+    reknit.save(
+        path / "x", {"m": {"x": torch.zeros(2, 3), "y": torch.zeros(2, 3)}, "n": torch.nn.Linear(2, 2)}
+    )
+    calls: list[Callable[[], object]] = [
+        lambda: reknit.save(path / "y", here),
+        lambda: reknit.save(path / "y", here, wait=False).result(),
+        lambda: reknit.save(path / "y", {"m": model}),
+        lambda: reknit.load(path / "x", here),
+        lambda: reknit.load(path / "x", {"n": model}),
+    ]
+    told = []
+    for call in calls:
+        with pytest.raises(StateError) as caught:
+            call()
+        told.append(str(caught.value).partition(" [")[0])
+    assert not list(path.glob("y/**/manifest*"))
+    assert here["m"]["x"].cpu().eq(1).all()
+    return told
+
+
+def test_a_device_that_shows_no_memory_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    (told,) = run(1, without_memory, str(tmp_path), joined=False)
+    assert told == [
+        f"{name} is on lazy:0, where torch shows no memory of it"
+        for name in ("m/x", "m/x", "m/weight", "m/x", "n/weight")
+    ]

@@ -18,6 +18,7 @@ from reknit.frameworks.registry import collect
 from reknit.frameworks.walk.walk import Place, World
 from reknit.types.box import Box
 from tests import ranks
+from tests.devices import run_simulated
 from tests.frameworks.checkpoint import Checkpoint, assemble, load, portable
 from tests.frameworks.silence import Silence
 from tests.megatron.layouts import Layout
@@ -502,3 +503,37 @@ def hooks(layout: Layout, folder: str) -> None:
 
 def test_a_load_hook_in_a_megatron_model_runs(tmp_path: Path) -> None:
     run(2, hooks, Layout(2, tp=2, bf16=True, distributed=True, layers=2), str(tmp_path / "x"))
+
+
+def factories_on_a_device() -> list[float]:
+    """Read a tensor on a device that a factory copies; return the peaks of memory there, in its sizes."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    from reknit.testing.accelerator import installed
+
+    device = installed()
+    assert device is not None
+    weight = torch.arange(1 << 21, dtype=torch.float32).reshape(1024, -1).to("cuda")
+
+    def turned(key: str, t: torch.Tensor, replica: Any, _: Any) -> Any:
+        return [leaf(f"{key}.{n}", part.contiguous(), replica) for n, part in enumerate(t.t().chunk(2))]
+
+    def joined(made: Any) -> Any:
+        return torch.cat(made).t()
+
+    peaks = []
+    for own in (True, False):
+        factory = ShardedTensorFactory("k", weight, turned, joined)
+        with pytest.MonkeyPatch.context() as patch:
+            if not own:
+                patch.setattr(megatron_sharded, "_is_megatrons", lambda _: True)
+            device.reset_peak()
+            found = megatron_sharded.entries(factory, HERE)
+        assert [(one.start, one.strides) for one in found] == [(0, (1, 2048)), (1024, (1, 2048))]
+        peaks.append(device.peak() / weight.nbytes)
+    return peaks
+
+
+def test_a_factory_on_a_device_is_read_without_numbers_there() -> None:
+    (peaks,) = run_simulated(1, factories_on_a_device)
+    assert max(peaks) < 3

@@ -19,7 +19,7 @@ class Budget(NamedTuple):
 BUDGETS: dict[str, Budget] = {
     ".": Budget(60, 95),
     "attacks": Budget(20),
-    "benchmarks": Budget(50, 20),
+    "benchmarks": Budget(50, 22),
     "cli": Budget(50, 25, ("s3", "gcs", "azure", "hdfs")),
     "comm": Budget(80, 100),
     "dataloader": Budget(40, 60),

@@ -11,6 +11,7 @@ import numpy as np
 
 from reknit.errors import FormatError, MissingExtraError, StateError, shortage
 from reknit.frameworks import tree
+from reknit.types import devices
 from reknit.types.dtype import ITEMSIZE
 from reknit.types.shard import Tagged
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 COMPOSITE = "composite"
 """Tag of the record of a tensor that is made of others."""
+
+_CURRENT = ":current"
+"""Stands for the number of a device of torch that was the current one."""
 
 _JAX = "jax"
 _JAX_VALUES = "reknit.frameworks.jax.values"
@@ -50,10 +54,29 @@ def _neutral_leaf(torch: ModuleType, leaf: Any, where: str) -> Any:
     if isinstance(leaf, torch.dtype):
         return Tagged("torch.dtype", str(leaf).removeprefix("torch."))
     if isinstance(leaf, torch.device):
-        return Tagged("torch.device", str(leaf))
+        return Tagged("torch.device", _device_name(leaf))
     if isinstance(leaf, torch.Size):
         return Tagged("torch.Size", list(leaf))
     return tree.DESCEND
+
+
+def _device_name(device: Any) -> str:
+    """Return how a device is saved: the current one of a rank is no other value than those of other ranks.
+
+    So it comes back as the current device of the process that loads.
+    """
+    kind = device.type
+    if device.index is not None and kind in devices.kinds_in_use():
+        return kind + _CURRENT if device.index == devices.current_index(kind) else str(device)
+    return str(device)
+
+
+def _device(torch: ModuleType, name: str) -> Any:
+    kind = name.removesuffix(_CURRENT)
+    if kind == name:
+        return torch.device(name)
+    # Without a number it stands for the current device, should there come to be one.
+    return torch.device(kind, devices.current_index(kind)) if devices.is_here(kind) else torch.device(kind)
 
 
 def _neutral_tensor(torch: ModuleType, tensor: Any, where: str) -> dict[str, Any]:
@@ -196,7 +219,7 @@ def _live(library: ModuleType, tagged: Tagged) -> Any:
     if tagged.tag == "torch.dtype":
         return _dtype(library, tagged.value)
     if tagged.tag == "torch.device":
-        return library.device(str(tagged.value))
+        return _device(library, str(tagged.value))
     if tagged.tag == "torch.Size":
         return library.Size([int(length) for length in tagged.value])
     raise ValueError("this version of reknit does not know the type")

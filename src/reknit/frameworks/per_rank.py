@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
-from collections.abc import Mapping
+from importlib import import_module
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +21,19 @@ from reknit.frameworks.walk.effects import has_effects
 from reknit.frameworks.walk.own_code import cause
 from reknit.frameworks.walk.writable import may_fill
 from reknit.keywords import checked_call
+from reknit.types.devices import CUDA
 from reknit.types.dtype import ITEMSIZE, numpy_dtype
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from numpy.typing import NDArray
 
     from reknit.frameworks.walk.loading import Loading
     from reknit.frameworks.walk.saving import Saving
     from reknit.frameworks.walk.walk import Assign, Place, World
+
+logger = logging.getLogger("reknit")
 
 
 @checked_call
@@ -104,18 +110,27 @@ def _key(coordinate: Mapping[str, int]) -> frozenset[tuple[str, int]]:
 
 @checked_call
 class RngState(PerRank):
-    """The random generators of this process: Python's, NumPy's global one, torch's, and the current GPU's.
+    """The random generators of this process: Python's, NumPy's global one, torch's, and those of devices.
 
-    The GPU's generator is saved once CUDA is in use, unless `cuda` is false.
+    Those of devices are the current device's and those of all others that have had tensors of this process,
+    from when the process first uses one.  The current device's state is restored on the current one, whatever
+    its number, and the others' on devices of the same numbers.  The load report names each device whose state
+    is not restored or was not saved.  `devices=False` leaves all of them out, and `cuda=False` those of CUDA.
     """
 
     def __init__(
-        self, *, coordinate: Mapping[str, int] | None = None, mesh: Any = None, cuda: bool = True
+        self,
+        *,
+        coordinate: Mapping[str, int] | None = None,
+        mesh: Any = None,
+        devices: bool = True,
+        cuda: bool = True,
     ) -> None:
         super().__init__(self, coordinate=coordinate, mesh=mesh)
-        if not isinstance(cuda, bool):
-            raise UsageError(f"cuda is True or False, not {shown(cuda)}")
-        self._cuda = cuda
+        for name, value in (("devices", devices), ("cuda", cuda)):
+            if not isinstance(value, bool):
+                raise UsageError(f"{name} is True or False, not {shown(value)}")
+        self._devices, self._cuda = devices, cuda
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the generators."""
@@ -124,23 +139,49 @@ class RngState(PerRank):
             "python": random.getstate(),
             "numpy": [str(kind), np.asarray(keys), int(position), int(has_gauss), float(cached)],
         }
-        if torch := sys.modules.get("torch"):
-            state["torch"] = torch.get_rng_state()
-            if self._cuda and torch.cuda.is_initialized():
-                state["cuda"] = torch.cuda.get_rng_state()
+        if "torch" in sys.modules:
+            state |= _of_torch().states(self._takes)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the generators; those that this process does not have stay out."""
+        """Set the generators, and log a warning for the devices of which none or another state was saved."""
+        if left := self._restore(state):
+            logger.warning("%s", left)
+
+    def _restore(self, state: Mapping[str, Any]) -> str:
+        """Set the generators, and return in words which are left as they are."""
         version, words, cached = state["python"]
         random.setstate((version, tuple(words), cached))
         np.random.set_state(tuple(state["numpy"]))
-        if "torch" in state:
-            import torch
+        if "torch" not in state:
+            return ""
+        restored = _of_torch().assign(state, self._takes)
+        _of_torch().put(state, restored)
+        return str(restored.left)
 
-            torch.set_rng_state(state["torch"])
-            if "cuda" in state and self._cuda and torch.cuda.is_available():
-                torch.cuda.set_rng_state(state["cuda"])
+    def _refused(self, state: Any) -> tuple[str | None, str]:
+        """Say why generators cannot take a saved state, if so, and which are left as they are.
+
+        It is tried on other generators than those of this process.
+        """
+        left = ""
+        try:
+            version, words, cached = state["python"]
+            random.Random().setstate((version, tuple(words), cached))
+            np.random.RandomState().set_state(tuple(state["numpy"]))
+            if "torch" in state:
+                restored = _of_torch().assign(state, self._takes)
+                _of_torch().require_fitting(state, restored)
+                left = restored.left
+        except Exception as error:
+            if short := shortage(error):
+                raise short from error
+            return f"what was saved is no state of random generators: {cause(error)}", ""
+        return None, left
+
+    def _takes(self, kind: str) -> bool:
+        """Tell whether the generators of a kind of device are part of this."""
+        return self._devices and (self._cuda or kind != CUDA)
 
 
 class PerRankAdapter(Adapter):
@@ -183,14 +224,18 @@ class PerRankAdapter(Adapter):
         if why := _conflict(value.value, state, place, loading):
             loading.report_mismatched(place, why)
             return
-        if isinstance(value, RngState) and _lost_gpu(state):
-            loading.note(place, "the random state of a GPU is not restored: this process uses none")
         if isinstance(value, RngState):
-            if why := _refused(state):
+            why, left = value._refused(state)
+            if why is not None:
                 loading.report_mismatched(place, why)
                 return
-            # Not early: code of other objects may draw numbers while they are loaded.
-            loading.later(lambda: value.load_state_dict(state))
+            if left:
+                loading.note(place, left)
+
+            def restore() -> None:
+                value._restore(state)
+
+            loading.later(restore)  # not early: code of other objects may draw numbers while they are loaded
         elif is_stateful(value.value):
             hand_over(value.value, lambda: value.value.load_state_dict(state), loading)
         else:
@@ -254,21 +299,6 @@ def _as_tensor(array: NDArray[Any], present: Any) -> Any:
     return made
 
 
-def _refused(state: Any) -> str | None:
-    """Say why generators cannot take a saved state, tried on others than those of this process."""
-    try:
-        version, words, cached = state["python"]
-        random.Random().setstate((version, tuple(words), cached))
-        np.random.RandomState().set_state(tuple(state["numpy"]))
-        if "torch" in state and (torch := sys.modules.get("torch")):
-            torch.Generator().set_state(state["torch"])
-    except Exception as error:
-        if short := shortage(error):
-            raise short from error
-        return f"what was saved is no state of random generators: {cause(error)}"
-    return None
-
-
 def _was_saved(place: Place, loading: Loading) -> bool:
     """Tell whether some rank saved its own value here; looks at one rank of each kind of coordinate."""
     first = {
@@ -286,9 +316,9 @@ def _left(value: PerRank, num_saved: int, loading: Loading) -> str:
     return f"{what} of {saved} cannot be restored on {here}: each rank keeps its present value"
 
 
-def _lost_gpu(state: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return isinstance(state, Mapping) and "cuda" in state and not (torch and torch.cuda.is_available())
+def _of_torch() -> Any:
+    """Return what knows the generators of torch, which is imported for it."""
+    return import_module("reknit.frameworks.torch.generators")
 
 
 def _refill(value: PerRank, state: Any) -> None:

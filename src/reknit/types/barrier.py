@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -17,8 +17,8 @@ class Barrier(Protocol):
     def stands(self) -> bool:
         """Put the barrier up if it is not, and tell whether it is known to be passed before each change."""
 
-    def memory(self) -> Iterable[tuple[int, int]]:
-        """Return the ranges of memory whose changes it keeps back: address and size in bytes."""
+    def memory(self) -> Iterable[tuple[Any, int, int]]:
+        """Return the ranges whose changes it keeps back: memory and first byte as in `devices`, and size."""
 
     def hold(self, wait: Callable[[], object]) -> None:
         """Let whoever comes to the barrier wait until `wait` returns."""

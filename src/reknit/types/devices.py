@@ -38,6 +38,83 @@ def device_of(array: Any) -> Any:
     return array.device
 
 
+def memory_of(array: Any) -> tuple[Any, int]:
+    """Return the memory that an array is in, and the byte there at which the array begins.
+
+    Memory on a device is a storage of torch, since an address alone says little there: MPS has no addresses,
+    and devices may each have the same ones.
+    """
+    if isinstance(array, np.ndarray):
+        return "cpu", int(array.__array_interface__["data"][0])
+    if array.is_cpu:
+        return "cpu", array.data_ptr()
+    try:
+        space = array.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # of what shows no memory
+        return (array.device, id(array)), 0
+    return (array.device, space), array.storage_offset() * array.element_size()
+
+
+def shows_memory(tensor: Any) -> bool:
+    """Tell whether torch shows the memory of a tensor; XLA keeps that of its tensors to itself."""
+    if tensor.is_cpu or not tensor.numel():
+        return True
+    try:
+        return bool(tensor.data_ptr())
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+def kinds_in_use() -> list[str]:
+    """Return the kinds of devices that this process has used: torch's accelerator, and CUDA beside it.
+
+    Of a kind that is not in use, the driver is asked nothing: that could break processes forked later.
+    """
+    accelerator = sys.modules["torch"].accelerator.current_accelerator()
+    kinds = dict.fromkeys([CUDA] if accelerator is None else [accelerator.type, CUDA])
+    return [kind for kind in kinds if _asked(kind, "is_initialized", True) and is_here(kind)]
+
+
+def is_here(kind: str) -> bool:
+    """Tell whether this process can use devices of a kind, of which a forked one may be unable."""
+    module = module_of(kind)
+    return (
+        module is not None
+        and _asked(kind, "is_available", False)
+        and not _asked(kind, "_is_in_bad_fork", False)
+    )
+
+
+def num_devices(kind: str) -> int:
+    """Return how many devices of a kind this process sees."""
+    return int(_asked(kind, "device_count", 1))
+
+
+def current_index(kind: str) -> int:
+    """Return the number of the current device of a kind, which is initialised for that."""
+    return int(_asked(kind, "current_device", 0))
+
+
+def indices_with_memory(kind: str) -> list[int]:
+    """Return the numbers of the devices of a kind on which this process has had tensors, if that is known."""
+    peak = getattr(module_of(kind), "max_memory_allocated", None)
+    return [index for index in range(num_devices(kind)) if peak is not None and peak(index)]
+
+
+def _asked(kind: str, name: str, unknown: Any) -> Any:
+    """Return the answer of torch's module of a kind to a question, or `unknown` if it has none."""
+    question = getattr(module_of(kind), name, None)
+    return unknown if question is None else question()
+
+
+def memory_remedy(what: str) -> str:
+    """Return what to do about something on the meta device: give it memory where this process computes."""
+    torch = sys.modules["torch"]
+    device = torch.accelerator.current_accelerator()
+    here = "cpu" if device is None or not torch.accelerator.is_available() else device.type
+    return f'give {what} memory first, for example with module.to_empty(device="{here}")'
+
+
 def module_of(device: Any) -> Any:
     """Return what torch has for a kind of device, as `torch.cuda`; None if it has nothing."""
     try:
@@ -46,10 +123,9 @@ def module_of(device: Any) -> Any:
         return None
 
 
-@cache
 def has_streams(device: Any) -> bool:
     """Tell whether work can be queued on a device beside what it does already."""
-    return _stream(device) is not None
+    return side_stream(device) is not None
 
 
 def is_queued(array: Any) -> bool:
@@ -60,8 +136,14 @@ def is_queued(array: Any) -> bool:
 
 @cache
 def side_stream(device: Any) -> Any:
-    """Return the stream of a device on which this process copies beside its training."""
-    return _stream(device)
+    """Return the stream of a device on which this process copies beside its training; None if it has none."""
+    module = module_of(device)
+    if not hasattr(module, "Stream") or not hasattr(module, "stream"):
+        return None
+    try:
+        return module.Stream(device)
+    except RuntimeError:
+        return None
 
 
 def current_stream(device: Any) -> Any:
@@ -160,13 +242,3 @@ def log_refused(what: str, code: int) -> None:
     """Log once what the CUDA driver refused."""
     logger.warning("%s: the CUDA driver answered with error %d", what, code)
 
-
-def _stream(device: Any) -> Any:
-    """Return a new stream of a device; None where its kind has none."""
-    module = module_of(device)
-    if not hasattr(module, "Stream") or not hasattr(module, "stream"):
-        return None
-    try:
-        return module.Stream(device)
-    except RuntimeError:
-        return None

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reknit.engine.memory.elements import address, itemsize
+from reknit.engine.memory.elements import itemsize
 from reknit.engine.memory.sample import Range, Sample
 from reknit.engine.memory.sources import Sources
 from reknit.engine.memory.staging import changes, copied_later
-from reknit.types.devices import device_of, is_queued
+from reknit.types.devices import device_of, is_queued, memory_of
 from reknit.types.shard import full_name
 
 if TYPE_CHECKING:
@@ -105,17 +105,22 @@ class _Guard:
     """Which barrier is before some memory?"""
 
     def __init__(self, barriers: Iterable[Barrier]) -> None:
-        found = [(start, nbytes, barrier) for barrier in barriers for start, nbytes in barrier.memory()]
-        self._ranges = sorted(found, key=itemgetter(0, 1))
-        self._starts = [start for start, _, _ in self._ranges]
+        self._ranges: dict[Any, list[tuple[int, int, Barrier]]] = {}
+        for barrier in barriers:
+            for memory, start, nbytes in barrier.memory():
+                self._ranges.setdefault(memory, []).append((start, nbytes, barrier))
+        for ranges in self._ranges.values():
+            ranges.sort(key=itemgetter(0, 1))
 
     def before(self, source: Any, entry: EntryRow) -> Barrier | None:
         """Return the barrier that is before all that an entry has of a source, if it can be copied later."""
         if not self._ranges or entry.nbytes <= SMALL_NBYTES or not copied_later(source):
             return None
-        start = address(source) + entry.first * itemsize(source)
-        number = bisect_right(self._starts, start) - 1
+        memory, first_byte = memory_of(source)
+        start = first_byte + entry.first * itemsize(source)
+        ranges = self._ranges.get(memory, [])
+        number = bisect_right(ranges, start, key=itemgetter(0)) - 1
         if number < 0:
             return None
-        first, nbytes, barrier = self._ranges[number]
+        first, nbytes, barrier = ranges[number]
         return barrier if start + entry.nbytes <= first + nbytes else None

@@ -56,19 +56,19 @@ class Snapshot:
             self._tell(number)
 
     def begin(self, deferred: Deferred) -> Staging:
-        """Copy what may change at any time, and begin to copy what is deferred; `settle` finishes that."""
+        """Copy what may change at any time; `settle` copies what is deferred, as it is now."""
         assert self._save is not None
         deferred.hold(self._save.pending.wait_staged)
         staging = self._staging()
         self._copy_all(deferred.now, staging, tell=False)
-        self._queue(deferred.queued, staging)
         return staging
 
     def settle(self, deferred: Deferred, staging: Staging) -> None:
-        """Finish what was begun, in whatever thread.
+        """Copy what is deferred, in whatever thread: a copy to memory that is not pinned may take it long.
 
         Raises `StateError` when memory was changed before its copy was made.
         """
+        self._queue(deferred.queued, staging)
         self._wait(staging)
         self.copy_on_host(deferred.later, tell=True)
         if changed := deferred.changed():

@@ -14,6 +14,7 @@ from reknit.frameworks.jax.filling import Filling, box_of, is_reduced, require_r
 from reknit.frameworks.jax.tree import Into, JaxNodeAdapter, leaves
 from reknit.frameworks.walk.adapter import Adapter
 from reknit.frameworks.walk.walk import Place, View
+from reknit.types.devices import memory_of
 from reknit.types.dtype import numpy_dtype
 
 if TYPE_CHECKING:
@@ -165,9 +166,9 @@ class Unchanging:
         """Tell that there is nothing to wait for."""
         return True
 
-    def memory(self) -> Iterable[tuple[int, int]]:
-        """Return address and size of each array."""
-        return [(array.__array_interface__["data"][0], array.nbytes) for array in self.arrays]
+    def memory(self) -> Iterable[tuple[Any, int, int]]:
+        """Return memory, first byte and size of each array."""
+        return [(*memory_of(array), array.nbytes) for array in self.arrays]
 
     def hold(self, wait: Callable[[], object]) -> None:
         """Let nobody wait."""

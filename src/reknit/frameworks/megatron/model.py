@@ -20,6 +20,7 @@ from reknit.frameworks.torch.tensor import local_memory, spec_of
 from reknit.frameworks.walk.adapter import Adapter
 from reknit.frameworks.walk.walk import Place, View
 from reknit.types.box import Box
+from reknit.types.devices import memory_of
 from reknit.types.shard import TensorSpec
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ def view(tensor: Any, one: HeldPart, place: Place, replicas: Replicas, *, fill: 
     dtype = spec_of(memory, place).dtype
     # In the order of memory: a transposed one has no flat view, and is its own order.
     flat = memory.as_strided((memory.numel(),), (1,), memory.storage_offset())
-    key = ("megatron", memory.device, memory.data_ptr(), tuple(memory.shape), memory.stride(), one.name)
+    key = ("megatron", *memory_of(memory), tuple(memory.shape), memory.stride(), one.name)
     return View(TensorSpec(one.part.shape, dtype), one.part.parts(flat), replicas, key, settle)
 
 

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 _MAPPING = "megatron.core.dist_checkpointing.mapping"
 
+_PIECE = 1 << 18
+"""How many elements are compared at a time."""
+
 
 def tensor_types() -> Any:
     """Return the types that say where a tensor lies: ShardedTensor, and the factory of several."""
@@ -93,8 +96,11 @@ def entries(sharded: Any, place: Place) -> list[Entry]:
 
 
 def _numbers(local: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same shape whose elements are their numbers in memory."""
-    return torch.arange(local.numel(), device=local.device).reshape(local.shape)
+    """Return a tensor of the same shape whose elements are their numbers in memory.
+
+    It is on the host: it is larger than the tensor, and devices have less room.
+    """
+    return torch.arange(local.numel(), device="cpu").reshape(local.shape)
 
 
 def _tensors(factory: Any, local: torch.Tensor) -> list[Any]:
@@ -121,8 +127,7 @@ def _require_parts(factory: Any, built: list[Any], place: Place) -> None:
         made = factory.build_fn(factory.key, numbers, factory.replica_id, None)
         copies = list(filter(is_tensor, nested(made)))
         parts = len(copies) == len(built) and all(
-            _bytes(local.reshape(-1)[copy.data]).equal(_bytes(part.data))
-            for part, copy in zip(built, copies, strict=True)
+            _has_elements(part.data, local, copy.data) for part, copy in zip(built, copies, strict=True)
         )
         whole = factory.merge_fn(unwrapped(made))
         merges = whole.dtype == numbers.dtype and torch.equal(whole, numbers)
@@ -131,6 +136,15 @@ def _require_parts(factory: Any, built: list[Any], place: Place) -> None:
     if not merges:
         merge = f"{_called(factory.merge_fn)} (merge_fn) does not put the parts together as they were"
         raise _computes(merge, factory, place)
+
+
+def _has_elements(part: torch.Tensor, local: torch.Tensor, numbers: torch.Tensor) -> bool:
+    """Tell whether a part has the elements of a tensor that have these numbers, in their order."""
+    flat, held, wanted = local.reshape(-1), part.reshape(-1), numbers.reshape(-1)
+    pieces = [slice(first, first + _PIECE) for first in range(0, wanted.numel(), _PIECE)]
+    return held.numel() == wanted.numel() and all(
+        _bytes(flat[wanted[piece].to(flat.device)]).equal(_bytes(held[piece])) for piece in pieces
+    )
 
 
 def _computes(what: str, factory: Any, place: Place) -> StateError:

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from reknit.frameworks import tree
 from reknit.frameworks.optimizer import flat_states as optimizer_flat
-from reknit.frameworks.torch import dtensor, subclasses
+from reknit.frameworks.torch import dtensor, meta, subclasses
 from reknit.frameworks.torch import private as torch_private
 from reknit.frameworks.torch.tensor import torch_dtype
 from reknit.types.dtype import converts
@@ -123,9 +123,17 @@ def memory_for(
     """Return the tensor for a saved state: the present one, or one such as the optimizer would make."""
     if isinstance(current, torch.Tensor) and fits(current, slot, spec):
         return current
-    parameter: Any = slot.parameter if slot else None
-    if slot is None or parameter is None:
+    if slot is None or slot.parameter is None:
         return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
+    made = _new_memory(spec, slot, at, loading, noted)
+    meta.follow(made, slot.parameter, loading.world)
+    return made
+
+
+def _new_memory(
+    spec: TensorSpec, slot: ParamSlot, at: Place, loading: Loading, noted: OptionNotes
+) -> torch.Tensor:
+    parameter: Any = slot.parameter
     with torch.no_grad():
         if dtensor.is_dtensor(parameter) and path_of(at, slot) in noted.plain:
             parameter = parameter.to_local()

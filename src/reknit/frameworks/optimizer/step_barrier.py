@@ -12,6 +12,7 @@ import torch
 
 from reknit.frameworks.torch import dtensor
 from reknit.frameworks.torch import private as torch_private
+from reknit.types import devices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -40,9 +41,9 @@ def barriers(optimizer: Any) -> Iterator[Barrier]:
 class StepBarrier:
     """Lets the steps of an optimizer wait: its parameters and states change in no other way.
 
-    A hook that runs before each step proves little by itself: what replays a CUDA graph or runs a compiled
-    step does not come by.  So the barrier counts only if a step came by since it was last asked for, and
-    none was ever captured or compiled.
+    A hook that runs before each step proves little by itself: what replays a graph of a device or runs a
+    compiled step does not come by.  So the barrier counts only if a step came by since it was last asked for,
+    and none was ever captured or compiled.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -68,8 +69,8 @@ class StepBarrier:
         passed, self._passed = self._passed, False
         return passed and not self._avoided
 
-    def memory(self) -> Iterator[tuple[int, int]]:
-        """Yield address and size of each parameter and state."""
+    def memory(self) -> Iterator[tuple[Any, int, int]]:
+        """Yield memory, first byte and size of each parameter and state."""
         optimizer = self._live()
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         states = (s for each in optimizer.state.values() if isinstance(each, dict) for s in each.values())
@@ -78,7 +79,7 @@ class StepBarrier:
                 continue
             local = torch_private.local_of(tensor) if dtensor.is_dtensor(tensor) else tensor
             if not torch_private.hides_data(type(local)) and local.is_contiguous():
-                yield local.data_ptr(), local.nbytes
+                yield *devices.memory_of(local), local.nbytes
 
     def hold(self, wait: Callable[[], object]) -> None:
         """Let the next step wait until `wait` returns."""
@@ -98,7 +99,7 @@ class StepBarrier:
         return optimizer
 
     def _wait(self, *_: object) -> None:
-        if torch.compiler.is_compiling() or _captures():
+        if torch.compiler.is_compiling() or devices.is_captured():
             # What is traced or captured now runs again without this, and must not break for it.
             self._avoided = True
             return
@@ -106,11 +107,6 @@ class StepBarrier:
         while self._waits:
             self._waits[0]()
             del self._waits[:1]
-
-
-def _captures() -> bool:
-    cuda: Any = torch.cuda
-    return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())
 
 
 _barriers: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepBarrier] = weakref.WeakKeyDictionary()

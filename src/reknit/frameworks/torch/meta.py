@@ -10,21 +10,24 @@ from msgspec import structs
 
 from reknit.errors import StateError
 from reknit.frameworks.torch import dtensor
+from reknit.types.devices import memory_remedy
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from reknit.frameworks.walk.walk import Arrays, Place, View, World
 
 
 def view(tensor: Any, arrays: Arrays, place: Place, world: World) -> View:
     """Look at a tensor on the meta device as new memory, which becomes the tensor's own when it is settled.
 
-    The memory is on the default device, or for a DTensor on that of its mesh.  All names of one tensor have
-    the same memory.
+    The memory is on the default device, or for a DTensor on that of its mesh, if it is not known to belong
+    in host memory.  All names of one tensor have the same memory.
     """
     _require_swappable(tensor, place)
 
     def look() -> View:
-        memory = _memory(tensor)
+        memory = _memory(tensor, on_host=_key(tensor) in world.memo)
         looked = arrays.view(memory, place, world, fill=True)
 
         def settle() -> None:
@@ -37,18 +40,35 @@ def view(tensor: Any, arrays: Arrays, place: Place, world: World) -> View:
     return world.once(("meta", id(tensor)), look, tensor)
 
 
+def keep_on_host(tensors: Iterable[Any], world: World) -> None:
+    """Let tensors on the meta device get memory of the host."""
+    for tensor in tensors:
+        if tensor.is_meta:
+            world.once(_key(tensor), lambda: True, tensor)
+
+
+def follow(tensor: Any, leader: Any, world: World) -> None:
+    """Let a tensor on the meta device get memory of the host if another one does."""
+    if _key(leader) in world.memo:
+        keep_on_host([tensor], world)
+
+
+def _key(tensor: Any) -> tuple[str, int]:
+    return "on host", id(tensor)
+
+
 def _require_swappable(tensor: Any, place: Place) -> None:
     if weakref.getweakrefs(tensor):
         raise StateError(
             f"{place} is on the meta device, and something holds a weak reference to it",
-            remedy='give it memory first, for example with module.to_empty(device="cuda")',
+            remedy=memory_remedy("it"),
         )
 
 
-def _memory(tensor: Any) -> torch.Tensor:
+def _memory(tensor: Any, *, on_host: bool) -> torch.Tensor:
     """Return new memory in the form of a tensor."""
     device: Any = tensor.device_mesh.device_type if dtensor.is_dtensor(tensor) else torch.get_default_device()
-    if torch.device(device).type == "meta":
+    if on_host or torch.device(device).type == "meta":
         device = "cpu"
     with torch.no_grad():
         return torch.empty_like(tensor.detach(), device=device)

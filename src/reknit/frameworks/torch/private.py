@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reknit.types import devices
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
@@ -204,10 +206,8 @@ def drop_gathered_copy(unit: FlatUnit) -> None:
     unit.handle.post_reshard()
     unit.handle._prefetched = False
     for copy in _gathered_copies(unit):
-        if copy.is_cuda:
-            import torch
-
-            copy.record_stream(torch.cuda.current_stream(copy.device))
+        if devices.is_queued(copy):
+            copy.record_stream(devices.current_stream(copy.device))
         copy.untyped_storage().resize_(0)
 
 
@@ -216,6 +216,20 @@ def _gathered_copies(unit: FlatUnit) -> list[Any]:
         return []
     names = ("_full_param_padded", "_full_prec_full_param_padded")
     return [copy for name in names if (copy := getattr(unit.flat, name, None)) is not None]
+
+
+def offloaded(module: Any) -> list[Any]:
+    """Return the parameters of a module and those inside it whose shards FSDP2 wants in host memory."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kind = None if fsdp is None else getattr(fsdp, "FSDPModule", None)
+    states = [one._get_fsdp_state() for one in module.modules() if kind is not None and isinstance(one, kind)]
+    groups = [
+        group
+        for state in states  # before torch 2.13 a state had one group
+        for group in getattr(state, "_fsdp_param_groups", [getattr(state, "_fsdp_param_group", None)])
+    ]
+    parameters = [one for group in groups if group is not None for one in group.fsdp_params]
+    return [one.sharded_param for one in parameters if one.offload_to_cpu]
 
 
 def zero_owners(optimizer: Any) -> dict[Any, int]:

@@ -11,6 +11,7 @@ import torch
 from reknit.frameworks.imported import imported
 from reknit.frameworks.torch import dtensor
 from reknit.frameworks.torch import private as torch_private
+from reknit.types.devices import memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -138,5 +139,5 @@ class LookedTensors:
 
 def _form(memory: Any) -> tuple[Any, ...]:
     """Return what tells memories apart; all without elements are as good as each other."""
-    address = memory.data_ptr() if memory.numel() else None
-    return address, memory.shape, memory.stride(), memory.dtype, memory.device
+    at = memory_of(memory) if memory.numel() else memory.device
+    return at, memory.shape, memory.stride(), memory.dtype

@@ -14,6 +14,7 @@ from reknit.errors import ReknitError, StateError
 from reknit.frameworks.torch import dtensor, inner_cuts
 from reknit.frameworks.torch import private as torch_private
 from reknit.frameworks.walk.walk import Composite
+from reknit.types.devices import memory_remedy
 from reknit.types.shard import MAX_DEPTH, TensorSpec
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def opened(tensor: Any, arrays: Arrays, place: Place, world: World, *, fill: boo
     if fill and local.is_meta:
         raise StateError(
             f"{place} is a {type(local).__name__} on the meta device and has no memory",
-            remedy='give it memory first, for example with module.to_empty(device="cuda")',
+            remedy=memory_remedy("it"),
         )
     cut = inner_cuts.of(tensor, local, place, world) if dtensor.is_dtensor(tensor) else None
     looked = _Looked(arrays, world, fill)

@@ -13,6 +13,7 @@ from reknit.frameworks.torch import private as torch_private
 from reknit.frameworks.walk import overlap
 from reknit.frameworks.walk.walk import View
 from reknit.types.box import Box
+from reknit.types.devices import memory_of, memory_remedy, shows_memory
 from reknit.types.dtype import ITEMSIZE
 from reknit.types.shard import TensorSpec
 
@@ -179,6 +180,8 @@ def plain_dtype(value: Any) -> str | None:
         return None
     if value.is_meta or value.is_nested or value.is_neg() or value.requires_grad:
         return None
+    if not (value.is_cpu or shows_memory(value)):
+        return None
     return _REAL.get(value.dtype)  # such a tensor is not quantized, and not to be conjugated
 
 
@@ -200,7 +203,12 @@ def _require_memory(tensor: Any, local: Any, place: Place) -> None:
     if local.is_meta:
         raise StateError(
             f"{place} is on the meta device and has no memory",
-            remedy='give it memory first, for example with module.to_empty(device="cuda")',
+            remedy=memory_remedy("it"),
+        )
+    if not shows_memory(local):
+        raise StateError(
+            f"{place} is on {local.device}, where torch shows no memory of it",
+            remedy="save what its cpu() returns, and copy that back with copy_() after a load",
         )
     if torch_private.hides_data(type(local)):
         raise StateError(
@@ -223,4 +231,4 @@ def _memory(tensor: Any, local: torch.Tensor, *form: Any) -> tuple[Any, ...]:
     """Return what is equal for two tensors that are the same memory in the same form."""
     if local.numel() == 0:
         return ("torch", id(tensor))
-    return ("torch", local.device, local.data_ptr(), tuple(local.shape), local.stride(), local.dtype, *form)
+    return ("torch", *memory_of(local), tuple(local.shape), local.stride(), local.dtype, *form)

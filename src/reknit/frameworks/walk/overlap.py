@@ -11,6 +11,7 @@ from msgspec import structs
 from numpy.lib.stride_tricks import as_strided
 
 from reknit.errors import StateError
+from reknit.types.devices import memory_of
 from reknit.types.shard import Strided, full_name
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def overlapping(shards: Sequence[Shard]) -> list[list[int]]:
     One sort; what lies apart (nearly all) is not looked at again.
     """
     spaces: dict[Any, tuple[list[int], list[int], list[int]]] = {}
-    flats: dict[int, tuple[int, int]] = {}
+    flats: dict[int, tuple[Any, int, int]] = {}
     for number, shard in enumerate(shards):
         space, low, high = _ends(shard.memory, flats)
         if low < high:
@@ -86,29 +87,23 @@ def ends(memory: Any) -> tuple[int, int]:
     return _ends(memory, {})[1:]
 
 
-def _ends(memory: Any, flats: dict[int, tuple[int, int]]) -> tuple[Any, int, int]:
+def _ends(memory: Any, flats: dict[int, tuple[Any, int, int]]) -> tuple[Any, int, int]:
     """Return where an array is, its first byte there, and the one behind its last; equal where it is empty.
 
-    `flats` has address and itemsize of flat memory that was seen, by its id.
+    `flats` has the place and itemsize of flat memory that was seen, by its id.
     """
     if isinstance(memory, Strided):
         flat = memory.memory
         if (known := flats.get(id(flat))) is None:
-            known = flats[id(flat)] = (flat.data_ptr(), flat.element_size())
-        low, size = known[0] + memory.first * known[1], known[1]
-        return _space(flat), *_reach(low, memory.lengths, memory.strides, size, size)
-    if isinstance(memory, np.ndarray):
-        return "cpu", *_reach(*_where(memory), 1)
-    if not hasattr(memory, "data_ptr"):
+            known = flats[id(flat)] = (*memory_of(flat), flat.element_size())
+        space, start, size = known
+        return space, *_reach(start + memory.first * size, memory.lengths, memory.strides, size, size)
+    if not isinstance(memory, np.ndarray) and not hasattr(memory, "data_ptr"):
         return None, 0, 0  # of a library whose arrays are not filled where they are
-    if memory.is_contiguous():
-        low = memory.data_ptr()
-        return _space(memory), low, low + memory.numel() * memory.element_size()
-    return _space(memory), *_reach(*_where(memory), 1)
-
-
-def _space(tensor: Any) -> Any:
-    return "cpu" if tensor.is_cpu else tensor.device
+    space, low = memory_of(memory)
+    if not isinstance(memory, np.ndarray) and memory.is_contiguous():
+        return space, low, low + memory.numel() * memory.element_size()
+    return space, *_reach(*_where(memory), 1)
 
 
 def _reach(
@@ -128,11 +123,12 @@ def _reach(
 
 def _where(memory: Any) -> _Where:
     """Return where an array lies, in whatever memory that is."""
+    _, start = memory_of(memory)
     if isinstance(memory, np.ndarray):
-        return _Where(memory.__array_interface__["data"][0], memory.shape, memory.strides, memory.itemsize)
+        return _Where(start, memory.shape, memory.strides, memory.itemsize)
     size = memory.element_size()
     steps = tuple(step * size for step in memory.stride())
-    return _Where(memory.data_ptr(), tuple(memory.shape), steps, size)
+    return _Where(start, tuple(memory.shape), steps, size)
 
 
 def _share(near: Sequence[int], shards: Sequence[Shard]) -> bool:

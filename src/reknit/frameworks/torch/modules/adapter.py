@@ -11,6 +11,7 @@ from reknit.frameworks.neutral import to_neutral
 from reknit.frameworks.torch.modules import own_load, signed
 from reknit.frameworks.torch.modules.members import read
 from reknit.frameworks.walk.adapter import Adapter
+from reknit.types.devices import memory_remedy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -124,7 +125,7 @@ def _require_not_meta(member: Member, at: Place) -> None:
     if member.value.is_meta:
         raise StateError(
             f"{at} is on the meta device, and the module's state_dict does not show the tensor itself",
-            remedy='give the module memory first, for example with module.to_empty(device="cuda")',
+            remedy=memory_remedy("the module"),
         )
 
 

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from reknit.errors import StateError
+from reknit.frameworks.torch import meta, subclasses
 from reknit.frameworks.torch import private as torch_private
-from reknit.frameworks.torch import subclasses
 from reknit.frameworks.torch.dtensor import is_dtensor
 from reknit.frameworks.torch.modules import ddp, fsdp
 from reknit.frameworks.torch.modules.names import ModuleNames
 from reknit.frameworks.torch.modules.states import EXTRA, SplitStates, module_state
 from reknit.frameworks.walk.walk import Place
+from reknit.types.devices import memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -89,6 +90,8 @@ def _read(module: nn.Module, place: Place, walk: Walk) -> ModuleHoldings:
     parted = tuple(_partitioned(states, names, place, walk))
     # After the state dict was read, which puts parameters that FSDP2 has gathered back into their shards.
     parameters = tuple(module.named_parameters(remove_duplicate=False))
+    if walk.fills and any(parameter.is_meta for _, parameter in parameters):
+        meta.keep_on_host(torch_private.offloaded(module), walk.world)
     members = tuple(_members(module, parameters, states, names, walk.world))
     if parted:
         members = tuple(_whole_ones(members, place, walk))
@@ -179,7 +182,7 @@ def _identity(tensor: torch.Tensor) -> Any:
         return id(tensor)
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
         return id(tensor)
-    return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return (*memory_of(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 def parameters(walk: Walk) -> dict[int, tuple[NamedParameter, ...]]:

@@ -1,0 +1,79 @@
+"""The benchmark of devices: it runs on whatever device there is, and says so where there is none."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks.gpu import run
+from benchmarks.gpu.measure import Bench
+from reknit.testing.accelerator import installed
+from tests.devices import every_device
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+TINY = ["--gib", "0.002", "--width", "128", "--batch", "8", "--rounds", "1"]
+
+
+@every_device
+def test_the_benchmark_runs_on_a_device_and_gives_no_speed_of_a_simulated_one(
+    device_type: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, out = tmp_path / "checkpoints", tmp_path / "out.json"
+    folder.mkdir()
+    assert run.main([*TINY, "--dir", str(folder), "--out", str(out)]) == 0
+    result = json.loads(out.read_text())
+    assert result["device"].startswith(f"{device_type}:0")
+    assert len(result["rows"]) == len(run.ROWS)
+    assert set(result["memory MiB"]) == {"kept from the first save on", "save eager", "save lazy", "load"}
+    assert result["simulated"] is (installed() is not None)
+    for row in result["rows"]:
+        assert ("s" in row) is not result["simulated"], row
+    assert list(folder.iterdir()) == []
+    table = capfd.readouterr().err
+    assert ("it has no speed" in table) is result["simulated"]
+
+
+def test_without_a_device_the_benchmark_says_so_and_measures_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert run.main([]) == 0
+    told = capsys.readouterr()
+    assert "nothing was measured: torch" in told.err
+    assert list(json.loads(told.out)) == ["skipped"]
+
+
+def test_ratios_are_those_of_each_round_to_the_slowest_limit() -> None:
+    bench = Bench.__new__(Bench)
+    bench.times = {"load": [3.0, 8.0, 5.0], "read": [1.0, 4.0, 1.0], "memcpy to device": [2.0, 1.0, 5.0]}
+    bench.window, bench.link = 7, SimpleNamespace(nbytes=10_000_000_000, is_pinned=False)  # type: ignore[assignment]
+    found = {row["what"]: row for row in run.rows(bench, simulated=False)}
+    load = found["load"]
+    assert (load["s"], load["GB/s"]) == (5.0, 2.0)
+    assert load["ratio"] == statistics.median([3 / 2, 8 / 4, 5 / 5])
+    assert "s" not in found["7 training steps"]
+    result: dict[str, Any] = {
+        "device": "cuda:0",
+        "gib": 9.3,
+        "tensors": 3,
+        "rounds": 3,
+        "simulated": False,
+        "pinned": False,
+        "machine": {"processor": "one", "cores": 2, "torch": "2", "reknit": "0"},
+        "rows": list(found.values()),
+        "memory MiB": {"load": {"device": None, "host": 256.4}},
+    }
+    lines = run.drawn(result).splitlines()
+    assert any(
+        " ".join(line.split()) == "load 5.0000 2.0 1.50 to memcpy to device and read" for line in lines
+    )
+    assert lines[-1].split() == ["load", "-", "256"]
+    assert any("pageable" in line for line in lines)
