@@ -165,7 +165,7 @@ def test_with_few_places_and_many_exchanges_everything_arrives(
 @pytest.mark.parametrize("hosts", [[0, 1], [0, 0, 1], [0, 1, 2]])
 @pytest.mark.parametrize("num_steps", [2, 70])
 def test_exchanges_in_steps_bring_the_same_bytes(hosts: list[int], num_steps: int) -> None:
-    reads = [cells(9) + [(9 * CELL, 7)]] * len(hosts)
+    reads = [[*cells(9), (9 * CELL, 7)]] * len(hosts)
     works = [Work(10 * CELL) for _ in hosts]
     run_ranks(len(hosts), exchanges(works, hosts, reads, num_steps=num_steps))
     assert all_delivered(works, reads)

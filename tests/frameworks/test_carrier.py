@@ -22,7 +22,6 @@ from tests.ranks import run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 NBYTES = 4 * NUMEL
 each_kind = pytest.mark.parametrize("device_type", ["cuda", "sim"])
@@ -139,10 +138,10 @@ def silent(accelerator: Accelerator, rank: int) -> Iterator[None]:
 
 @contextmanager
 def hung(accelerator: Accelerator, rank: int) -> Iterator[None]:
-    """Let nothing that is queued on a stream of the carrier be done."""
-    stream = devices.side_stream(torch.device(accelerator.type, rank))
+    """Let a device do nothing that is queued on its streams."""
+    device = torch.device(accelerator.type, rank)
     with mock.patch.object(fetch_tracker, "_GRACE_S", 0.5), ExitStack() as last:
-        if rank == 1:
+        for stream in (devices.side_stream(device), devices.current_stream(device)) if rank == 1 else ():
             last.enter_context(accelerator.held(stream))
         yield
 
@@ -183,7 +182,7 @@ def test_a_device_that_does_nothing_ends_the_load_in_time_on_all(path: str) -> N
 
 def load_without_a_backend(path: str) -> Any:
     def made(store: Any, rank: int, size: int, timeout: Any) -> Any:
-        return dist.ProcessGroupGloo(store, rank, size, timeout)  # type: ignore[attr-defined]
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
 
     dist.Backend.register_backend("odd", made, devices=["xpu"])
     dist.init_process_group("xpu:odd")

@@ -45,6 +45,10 @@ class Hub:
     def __init__(self, size: int) -> None:
         self.size = size
         self.changed = threading.Condition()
+        self.most_sent = 0
+        """The most bytes that a rank sent at once."""
+        self.spoiled_by: int | None = None
+        """A rank whose bytes come to others with other values."""
         self.calls: list[dict[int, tuple[str, Any]]] = []
 
     @property
@@ -96,6 +100,9 @@ class ThreadCarrier:
         assert self._reserved is not None, "ranks reserve memory before they wait for each other"
         assert len(sent) <= self._reserved[0]
         assert len(received) <= self._reserved[1]
+        self._hub.most_sent = max(self._hub.most_sent, len(sent))
+        if self._rank == self._hub.spoiled_by:
+            sent = sent ^ 1
         cut = np.split(sent, np.cumsum(send_nbytes)[:-1])
         parts = [brought[self._rank] for brought in self._meet("swap", cut, check)]
         assert [len(part) for part in parts] == receive_nbytes

@@ -63,7 +63,7 @@ class FetchReader(Protocol):
         """Read and verify."""
 
     def wrong(self, path: str, start: int, data: Bytes, /) -> list[tuple[int, int]]:
-        """Return the ranges of a file's bytes that are not as they were saved; none if nothing is verified."""
+        """Return the ranges of a file's bytes that are not those that were saved; none without `verify`."""
 
     def deliver(self, number: int, start: int, data: Bytes, /) -> None:
         """Copy to the targets what read `number` is for."""

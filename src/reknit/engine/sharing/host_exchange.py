@@ -212,9 +212,7 @@ class HostExchange:
         size = -(-nbytes // self._num_steps)
         return min(step * size, nbytes), min((step + 1) * size, nbytes)
 
-    def _per_rank(
-        self, rows: Sequence[tuple[int, int]], cuts: Mapping[int, tuple[int, int]]
-    ) -> list[int]:
+    def _per_rank(self, rows: Sequence[tuple[int, int]], cuts: Mapping[int, tuple[int, int]]) -> list[int]:
         """Return how many bytes go to, or come from, each rank."""
         counts = [0] * self._carrier.size
         for rank, row in rows:
@@ -230,9 +228,9 @@ class HostExchange:
             return None
         first, end = wrong[0]
         return CommError(
-            f"bytes {first}:{end} of {path} came from rank {reader} by {self._carrier} with other values than "
-            f"that rank has read and verified",
-            remedy='the file is whole, its way between hosts is not: look at the network and the devices of '
+            f"bytes {first}:{end} of {path} came from rank {reader} by {self._carrier} with other values than"
+            " that rank read and verified",
+            remedy="the file is whole, its way between hosts is not: look at the network and the devices of "
             'both ranks; LoadOptions(share="never") reads without it',
         )
 

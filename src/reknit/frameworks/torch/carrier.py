@@ -177,7 +177,7 @@ def _backends(group: Any) -> dict[str, str]:
 def _kind(backends: dict[str, str], bound: Any) -> str:
     """Return the type of device over which a group with these backends carries bytes, empty where none is."""
     own = bound is not None and backends.get(bound.type) != backends.get(_CPU)
-    known = [bound.type] if own and bound.type in backends else []
+    known: list[str] = [bound.type] if own and bound.type in backends else []
     for kind in (*known, _CPU, *backends):
         if kind in backends and (kind == _CPU or _is_there(kind)):
             return kind
