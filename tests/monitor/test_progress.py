@@ -197,6 +197,7 @@ def test_a_save_in_the_background_tells_of_its_end_alone(
 def test_a_save_counts_every_byte_of_its_data_files() -> None:
     from reknit.engine.memory.file_image import Entries, Image
     from reknit.engine.memory.sources import Sources
+    from reknit.engine.memory.transfer import Transfer
     from reknit.engine.memory.tuning import Tuner
     from reknit.engine.saving.write import Outgoing, staged, write_files
 
@@ -206,7 +207,8 @@ def test_a_save_counts_every_byte_of_its_data_files() -> None:
         Image(f"model/{k}", b"h" * n, Entries.of(()), n, Sources(())) for k, n in enumerate((0, 5, 20 << 20))
     ]
     files = [Outgoing(image.path, image.nbytes) for image in images]
-    write_files(ProcessMemory("counted"), files, staged(images), tuner=Tuner(threads=2), recorder=recorder)
+    fetch = staged(images, Transfer([], "it", 10))
+    write_files(ProcessMemory("counted"), files, fetch, tuner=Tuner(threads=2), recorder=recorder)
     assert recorder.standing()[:2] == (5 + (20 << 20),) * 2
 
 

@@ -163,22 +163,22 @@ class _Ring(Arena):
     ) -> None:
         self.nbytes, self.bytes = len(buffers[0]), buffers[0]
         self._wait = wait
-        self._buffers = deque(_Buffer(buffer) for buffer in buffers)
+        self._rooms = deque(_Buffer(buffer) for buffer in buffers)
 
     def view(self, nbytes: int) -> NDArray[np.uint8]:
         """Return the first `nbytes` bytes of the next buffer, once no device copies from it."""
-        self._buffers.rotate(-1)
-        self._release(self._buffers[0])
-        self.bytes = self._buffers[0].memory
+        self._rooms.rotate(-1)
+        self._release(self._rooms[0])
+        self.bytes = self._rooms[0].memory
         return self.bytes[:nbytes]
 
     def hold(self, marks: Sequence[_Mark], name: Callable[[], str] | None) -> None:
         """Keep the buffer that was returned last as it is until the marks."""
-        self._buffers[0].held.append((marks, name))
+        self._rooms[0].held.append((marks, name))
 
     def settle(self) -> None:
         """Wait until no device copies from any buffer."""
-        for buffer in list(self._buffers):
+        for buffer in list(self._rooms):
             self._release(buffer)
 
     def _release(self, buffer: _Buffer) -> None:
