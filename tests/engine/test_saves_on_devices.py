@@ -16,6 +16,7 @@ from torch import nn
 
 import reknit
 from reknit.engine.background import deferred
+from reknit.engine.memory import arena_pool
 from reknit.testing.accelerator import install, installed
 from reknit.types import devices
 from tests.devices import every_simulated_device, on_simulated_cuda, run_simulated
@@ -163,6 +164,45 @@ def test_saves_under_way_at_the_same_time_have_each_what_was_there(
     for number, save in enumerate(pending):
         save.result(LIMIT_S)
         assert is_stored(tmp_path / str(number), other, expected[number]), number
+
+
+@every_simulated_device
+def test_what_a_forward_pass_changes_is_stored_lazily_as_it_was(
+    accelerator: Accelerator, device_type: str, tmp_path: Path
+) -> None:
+    one, other = Training(device_type), Training(device_type, seed=1)
+    one.save(tmp_path / "first", "lazy").result(LIMIT_S)  # from now on lazy saves copy later
+    one.step()
+    expected = one_larger(one.copies())
+    with accelerator.held(devices.side_stream(torch.device(device_type, 0))):
+        pending = one.save(tmp_path / "saved", "lazy")
+        one.model.loss().item()
+    pending.result(LIMIT_S)
+    assert is_stored(tmp_path / "saved", other, expected)
+
+
+@on_simulated_cuda
+def test_memory_is_unpinned_before_its_pages_are_given_up(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ended = dict[int, bool]()
+
+    def recorded(memory: Any, device: torch.device) -> Any:
+        unpin = devices.pin(memory, device)
+        assert unpin is not None
+
+        def end() -> None:
+            ended[memory.ctypes.data] = bool(memory.any())
+            unpin()
+
+        return end
+
+    monkeypatch.setattr(arena_pool, "pin", recorded)
+    Training("cuda").save(tmp_path / "saved", "eager").result(LIMIT_S)
+    assert reknit.close(LIMIT_S)
+    ((address, was_there),) = ended.items()
+    assert was_there
+    assert accelerator.unpin(address) != 0
 
 
 @on_simulated_cuda
