@@ -15,7 +15,7 @@ from reknit.testing.world import run_ranks
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
 
 ROWS, WIDTH, BLOCK = 10, 3, 2
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import reknit
-from reknit.comm.base import SoloGroup
+from reknit.comm.group import SoloGroup
 from reknit.engine.small_files import write_bytes
 from reknit.errors import CorruptError
 from reknit.format import paths

@@ -16,7 +16,7 @@ import pytest
 import reknit
 from reknit import calls
 from reknit.calls import background_of
-from reknit.comm.base import SoloGroup
+from reknit.comm.group import SoloGroup
 from reknit.options import CommOptions
 from reknit.ranks import acting
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import trustme
 
 import reknit
-from reknit.comm import base
+from reknit.comm import group as comm
 from reknit.errors import CommError, DeadlineError, MissingExtraError, UsageError
 from tests.ports import free_port
 
@@ -237,7 +237,7 @@ def test_ranks_meet_in_a_store_of_torch() -> None:
         store = torch_dist.TCPStore("127.0.0.1", server.port, is_master=False)
         group = reknit.connect(rank, 2, at=store)
         try:
-            base.barrier(group, "once more", 30)
+            comm.barrier(group, "once more", 30)
             return group.generation
         finally:
             group.close()

@@ -43,7 +43,7 @@ def test_a_process_forked_from_a_rank_is_refused_as_that_rank_and_may_save_alone
 ) -> None:
     for rank, lines in enumerate(run(2, fork_and_save, str(tmp_path), joined)):
         assert lines == [
-            f"UsageError: this process was forked from rank {rank}, and is no rank of its group",
+            f"UsageError: this process was forked from rank {rank}, and is not a rank of its group",
             "saved",
         ]
         assert reknit.verify(tmp_path / str(rank)).ok

@@ -31,7 +31,7 @@ from tests.torchrun import pieces
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
 
 
 @pytest.mark.parametrize(

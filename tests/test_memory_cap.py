@@ -20,7 +20,7 @@ from reknit.testing.world import run_ranks
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
 
 RANKS, MODEL_MIB, INFLIGHT_MIB, SLACK_MIB = 4, 64, 16, 24
 

@@ -27,7 +27,7 @@ from tests.storage.process_memory import ProcessMemory
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Mapping
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
 
     Seen = dict[str, list[tuple[str, Any]]]
     """By option, the places that read it, and the values that they got."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
 
 LIMIT_S = 60.0
 NUMEL = 300_000
@@ -508,7 +508,7 @@ SCRIPT = """
 import gc, sys, threading
 import numpy as np
 import reknit
-from reknit.comm.base import SoloGroup
+from reknit.comm.group import SoloGroup
 from tests.storage.killpoint import register_faulty
 
 register_faulty()

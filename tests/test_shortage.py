@@ -13,7 +13,7 @@ import pytest
 
 import reknit
 from reknit.cli.main import main
-from reknit.comm import base as comm
+from reknit.comm import group as comm
 from reknit.engine.background import background, stage_for_agent
 from reknit.engine.background.background import Background
 from reknit.engine.sharing import shared_read
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
 
 MEMORY, THREADS, FILES = "too little memory", "no further thread or process", "no further file"
 END = "about to end"

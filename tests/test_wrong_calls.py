@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
 
 STATE: dict[str, Any] = {"model": {"w": np.ones(4)}}
 

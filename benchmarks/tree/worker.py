@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import reknit
-from reknit.comm.base import barrier
+from reknit.comm.group import barrier
 from reknit.errors import ReknitError
 from reknit.options import CommOptions, SaveOptions
 

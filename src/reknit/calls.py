@@ -13,7 +13,7 @@ from functools import cache, partial
 from importlib import metadata as distributions
 from typing import TYPE_CHECKING, Any
 
-from reknit.comm import base as comm
+from reknit.comm import group as comm
 from reknit.engine.background.background import Background
 from reknit.engine.outcome import SaveOutcome
 from reknit.engine.run_record import Run, folder_above
@@ -30,7 +30,7 @@ from reknit.types.entry import entered
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
     from reknit.engine.report import SaveReport
     from reknit.engine.saving.job import SaveJob
     from reknit.engine.small_files import Written

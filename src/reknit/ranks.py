@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from reknit.comm.base import SoloGroup, barrier
+from reknit.comm.group import SoloGroup, barrier
 from reknit.comm.meeting.rendezvous import FolderStore
 from reknit.comm.quiet import quietly
 from reknit.comm.round_errors import forked
@@ -28,7 +28,7 @@ from reknit.options import CommOptions
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
     from reknit.comm.meeting.rendezvous import Store
     from reknit.frameworks.job import Job
 
@@ -101,7 +101,7 @@ class Ranks(NamedTuple):
 def acting(group: AnyGroup | None, options: CommOptions) -> Ranks:
     """Return the ranks that act together.
 
-    `group` is a torch process group, a group of reknit's own (`comm.base.Group`), or None for all ranks of
+    `group` is a torch process group, a group of reknit's own (`comm.group.Group`), or None for all ranks of
     torch's job, for all processes of JAX's, or for a process that is alone.  Raises `UsageError` where torch
     and JAX have different jobs, and where a launcher started several processes that nothing connects: each
     would save alone, over what the others saved.
@@ -173,7 +173,9 @@ def _joined(job: Job, options: CommOptions) -> Group:
 
 def _tree(store: Store, rank: int, size: int, job: str, options: CommOptions) -> Group:
     with quietly():
-        from reknit.comm.tree.group import TreeGroup  # gRPC is loaded only when there is someone to talk to
+        from reknit.comm.tree.tree_group import (
+            TreeGroup,  # gRPC is loaded only when there is someone to talk to
+        )
 
     return TreeGroup.join(store, rank, size, job=job, options=options)
 

@@ -1,40 +1,46 @@
-"""What a system gives a process or refuses (memory, descriptors), its switches, and its last actions."""
+"""The resources of a process (memory, threads, descriptors), its switches, and its last actions."""
 
 from __future__ import annotations
 
 import atexit
 import fcntl
 import gc
+import logging
 import mmap
 import os
 import socket
 import subprocess
 import tempfile
 import threading
+from collections import deque
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from multiprocessing.util import Finalize
 from random import SystemRandom
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from reknit.errors import ShortageError, shortage, typed_shortage
+from reknit.errors import ShortageError, says_end, shortage, typed_shortage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+logger = logging.getLogger("reknit")
+
 _State = TypeVar("_State")
+_Result = TypeVar("_Result")
 
 _STANDARD = 3  # input, output and error have the numbers below this
 
 _THREAD_NBYTES = 16 << 20
-"""What a thread may take before its first line: a stack, and what allocators set apart for it."""
+"""The memory that a thread may take before its first line: a stack, and the arenas of allocators."""
 
 
 class Switch(Generic[_State]):
-    """A switch of the whole process that blocks of code turn: the first turns it, the last turns it back.
+    """A switch of the whole process for blocks of code: the first block turns it, the last turns it back.
 
-    Blocks may nest, and those of several threads overlap.  A forked process has only the blocks of the thread
-    that forked it; without any, its switch is turned back.  `turn` returns what `back` needs; `back` may be
-    called twice, and leaves alone what others have changed meanwhile.
+    Blocks may nest, and blocks of several threads may overlap.  A forked process has only the blocks of the
+    thread that forked it; without any, its switch is turned back.  `turn` returns the state that `back`
+    needs.  `back` may be called twice, and keeps a change that other code has made meanwhile.
     """
 
     def __init__(self, turn: Callable[[], _State], back: Callable[[_State], object]) -> None:
@@ -47,7 +53,7 @@ class Switch(Generic[_State]):
 
     @contextmanager
     def turned(self) -> Iterator[None]:
-        """Have the switch turned meanwhile."""
+        """Turn the switch during the block."""
         block = object()
         try:
             with self._lock:
@@ -80,7 +86,7 @@ def _pause_collector() -> tuple[int, int, int]:
 
 
 def _resume_collector(before: tuple[int, int, int]) -> None:
-    if gc.get_threshold()[0] == 0:  # else somebody else has set it meanwhile
+    if gc.get_threshold()[0] == 0:  # else other code has set it meanwhile
         gc.set_threshold(*before)
 
 
@@ -89,12 +95,12 @@ _collector = Switch(_pause_collector, _resume_collector)
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Keep the garbage collector of this process from running by itself meanwhile.
+    """Keep the garbage collector of this process from running by itself during the block.
 
-    A job has millions of objects, and a save or a load makes many more, all of which it needs: to look
-    through them again and again takes longer than all the rest.  What nobody refers to goes as always; only
-    objects that refer to each other in a circle stay until the end.  Whether it is enabled is left to others,
-    who may change it meanwhile: its threshold is changed instead.
+    A job has millions of objects, and a save or a load makes and needs many more: repeated searches of them
+    take longer than all the rest.  Objects without references are freed as always; only objects that refer to
+    each other in a circle stay until the end.  The collector stays enabled, since other code may change that
+    meanwhile: its threshold is changed instead.
     """
     with _collector.turned():
         yield
@@ -105,10 +111,10 @@ dice = SystemRandom()
 
 
 def require_memory(nbytes: int) -> None:
-    """Raise `ShortageError` unless this process could have so many more bytes now; it takes none of them.
+    """Raise `ShortageError` unless this process could have so many more bytes now; take none of them.
 
-    For what answers a refusal by ending the process, as libraries in C++ do, or by never coming back, as
-    Python's own start of a thread.
+    It is for calls that answer a refusal by ending the process, as libraries in C++ do, or that never return,
+    as Python's own start of a thread.
     """
     try:
         mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
@@ -124,7 +130,7 @@ def start_thread(name: str, work: Callable[[], object]) -> threading.Thread:
 
 
 def start(thread: threading.Thread) -> None:
-    """Start a thread.  Raises `ShortageError` where there may be no more, or there is too little memory.
+    """Start a thread.  Raises `ShortageError` if the system allows no more threads, or memory is too low.
 
     If memory runs out before the first line of a thread, Python would wait for that line for ever.
     """
@@ -133,11 +139,103 @@ def start(thread: threading.Thread) -> None:
         thread.start()
 
 
-def aside(fd: int) -> int:
-    """Return a descriptor that nobody takes for standard input, output or error, in the place of this one.
+class DaemonExecutor:
+    """A bounded pool of threads that never keeps the interpreter from ending.
 
-    A process may have those closed, as daemons do.  Then what is opened next gets their numbers, and what
-    anybody prints gets into it.
+    The executors of the standard library join their threads when the interpreter ends, before any function of
+    `atexit` runs.  A thread that waits for a rank or a server would then keep the process alive.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        most: int,
+        *,
+        ready: int = 0,
+        on_shortage: Callable[[ShortageError], object] | None = None,
+    ) -> None:
+        """Make a pool of at most `most` threads, and start `ready` of them.  Raises `ShortageError`.
+
+        `on_shortage` is called if a job needs a new thread and none can be started; the job then waits for a
+        busy thread.  Without `on_shortage`, `submit` raises the `ShortageError`.
+        """
+        self._name, self._most, self._on_shortage = name, most, on_shortage
+        self._changed = threading.Condition()  # guards all below
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._threads: list[threading.Thread] = []
+        self._num_idle = 0
+        """Number of threads that take the next job: each waits for one, or is about to."""
+        self._num_ended = 0
+        self._closed = False
+        with self._changed:
+            self._start(ready)
+
+    def submit(self, fn: Callable[..., _Result], /, *args: Any, **kwargs: Any) -> Future[_Result]:
+        """Run ``fn(*args, **kwargs)`` in one of the threads."""
+        future: Future[_Result] = Future()
+
+        def job() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:  # the future raises it where its result is asked for
+                future.set_exception(error)
+
+        try:
+            with self._changed:
+                self._jobs.append(job)
+                self._changed.notify()
+                self._start(len(self._jobs) - self._num_idle)
+        except ShortageError as error:
+            if self._on_shortage is None:
+                future.cancel()
+                raise
+            self._on_shortage(error)
+        return future
+
+    def _start(self, number: int) -> None:
+        """Start up to `number` threads, within the bound.  Raises `ShortageError`."""
+        for _ in range(min(number, self._most - len(self._threads))):
+            try:
+                self._threads.append(start_thread(self._name, self._work))
+            except (RuntimeError, ShortageError) as error:
+                if isinstance(error, ShortageError) and not (self._threads and says_end(error)):
+                    raise
+                # An interpreter that ends starts no threads, and gRPC must not get an error for that.
+                logger.warning("jobs of %s are waiting for a free thread: %s", self._name, error)
+                return
+            self._num_idle += 1
+
+    def shutdown(self, timeout_s: float = 5.0) -> None:
+        """Let each thread end when the jobs are done, and wait up to `timeout_s` for all threads."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            ended = self._changed.wait_for(lambda: self._num_ended == len(self._threads), timeout_s)
+        for thread in self._threads if ended else ():
+            thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or self._closed)
+                self._num_idle -= 1
+                if not self._jobs:
+                    self._num_ended += 1
+                    self._changed.notify_all()
+                    return
+                job = self._jobs.popleft()
+            job()
+            with self._changed:
+                self._num_idle += 1
+
+
+def aside(fd: int) -> int:
+    """Return a descriptor above those of standard input, output and error, in the place of this one.
+
+    A process may have those closed, as daemons do.  Then the next opened file gets their numbers, and printed
+    text would get into it.
     """
     if fd >= _STANDARD:
         return fd
@@ -154,7 +252,7 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def output_of_child(fd: int) -> int | None:
-    """Return what a new process is to have as its output or error: that of this one, if it is open."""
+    """Return the output or error for a new process: that of this process, if it is open."""
     try:
         os.fstat(fd)
     except OSError:
@@ -163,9 +261,9 @@ def output_of_child(fd: int) -> int | None:
 
 
 def umask() -> int:
-    """Return the permissions that new files of this process are made without.
+    """Return the permissions that new files of this process lack.
 
-    `os.umask` returns it only by setting another, with which other threads would make their files meanwhile.
+    `os.umask` returns it only by setting another, which would meanwhile hold for the files of other threads.
     """
     with suppress(OSError), open("/proc/self/status", "rb") as status:
         for line in status:
@@ -178,7 +276,7 @@ def umask() -> int:
 
 
 class Identity(NamedTuple):
-    """As whom, and in which file system, this process opens files; none of it can be given to another."""
+    """The user and the file system with which this process opens files; it cannot hand them over."""
 
     user: int
     group: int
@@ -199,11 +297,11 @@ def identity() -> Identity:
 
 
 class AtExit:
-    """Calls `action` once when this process ends by itself, the last one made first; `cancel` takes it back.
+    """An action at the end of this process, called once if the process ends by itself, the newest first.
 
-    One that is `last` comes after all that are not.  Processes that `multiprocessing` forks, from this one or
-    from its fork server, end without the functions of `atexit`, but with finalizers of their own.  A forked
-    process has to make one of its own: what it has from its parent does nothing there.
+    An action that is `last` comes after all that are not.  Processes that `multiprocessing` forks, from this
+    one or from its fork server, end without the functions of `atexit`, but with finalizers of their own.  A
+    forked process has to make actions of its own: those of its parent do nothing there.
     """
 
     def __init__(self, action: Callable[[], object], *, last: bool = False) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reknit.comm.base import turn
+from reknit.comm.group import turn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
     from reknit.errors import ReknitError
 
 

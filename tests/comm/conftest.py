@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from reknit.comm.tree.threads import thread_groups
+from reknit.comm.tree.thread_group import thread_groups
 from tests.comm.worlds import join_tree
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
     from tests.comm.worlds import Join
 
 

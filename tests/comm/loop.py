@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from reknit.comm import round_errors
-from reknit.comm.tree.effects import Call, Decide, Refuse, RoundDone, SendOutcome, SendReport, Tell, Warn
+from reknit.comm.tree.effects import Call, Decide, Notify, Refuse, RoundDone, SendOutcome, SendReport, Warn
 from reknit.comm.tree.machine import RoundMachine
 from reknit.errors import ReknitError, from_wire
 
@@ -23,7 +23,7 @@ class Delivery(NamedTuple):
     """A message under way: what it does to the machine of `rank` once it arrives."""
 
     rank: int
-    effect: SendReport | SendOutcome | Tell | Decide
+    effect: SendReport | SendOutcome | Notify | Decide
     origin: int
 
 
@@ -70,7 +70,7 @@ class Loop:
                 self.under_way.append(Delivery(above, effect, rank))
             elif isinstance(effect, SendOutcome):
                 self.under_way.append(Delivery(effect.child, effect, rank))
-            elif isinstance(effect, Tell):
+            elif isinstance(effect, Notify):
                 self.under_way.append(Delivery(effect.rank, effect, rank))
             elif isinstance(effect, Decide):
                 self.under_way.append(Delivery(rank, effect, rank))
@@ -91,10 +91,10 @@ class Loop:
         self.arrived.append(delivery)
         machine = self.machines[rank]
         if isinstance(effect, SendReport):
-            effects = machine.hear_report(effect.report, self.now)
+            effects = machine.receive_report(effect.report, self.now)
         elif isinstance(effect, SendOutcome):
-            effects = machine.hear_outcome(effect.outcome, self.now)
-        elif isinstance(effect, Tell):
+            effects = machine.receive_outcome(effect.outcome, self.now)
+        elif isinstance(effect, Notify):
             effects = machine.break_off(effect.error, self.now, origin)
         else:
             self.decisions.append(effect.requests)
@@ -129,7 +129,7 @@ class Loop:
         around = [self.topology.parent(rank), *self.topology.children(rank)]
         for other in around:
             if other is not None:
-                self.under_way.append(Delivery(other, Tell(other, round_errors.disconnected(rank)), rank))
+                self.under_way.append(Delivery(other, Notify(other, round_errors.disconnected(rank)), rank))
 
 
 def _ending(done: RoundDone) -> bytes | ReknitError:

@@ -26,7 +26,7 @@ from reknit.comm.meeting.address_store import (
     checked_token,
 )
 from reknit.comm.meeting.hosts import gather_shape
-from reknit.comm.messages import Reply, decode, encode
+from reknit.comm.rank_messages import Reply, decode, encode
 from reknit.errors import CommError, DeadlineError, ProtocolError, UsageError
 from reknit.options import CommOptions
 from tests.ports import free_port

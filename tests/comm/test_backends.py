@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reknit.comm.topology import Topology
-from reknit.comm.tree.threads import thread_groups
+from reknit.comm.tree.thread_group import thread_groups
 from reknit.errors import CommError, DeadlineError, GroupClosedError, ProtocolError, ReknitError
 from reknit.types.rank_text import spelled
 from tests.comm.worlds import ask, endings
@@ -20,7 +20,7 @@ from tests.running.examples import examples
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
     from tests.comm.worlds import Join
 
 

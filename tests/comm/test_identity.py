@@ -15,7 +15,7 @@ import pytest
 
 from reknit.comm.meeting import identity
 from reknit.comm.meeting.rendezvous import FolderStore
-from reknit.comm.tree.group import TreeGroup
+from reknit.comm.tree.tree_group import TreeGroup
 from reknit.errors import CommError
 from reknit.options import CommOptions
 from tests.comm.worlds import ask

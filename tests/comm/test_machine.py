@@ -10,9 +10,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from reknit.comm import round_errors
-from reknit.comm.messages import Heading, Parcel
+from reknit.comm.rank_messages import Heading, Parcel
 from reknit.comm.topology import Topology
-from reknit.comm.tree.effects import Call, Decide, Refuse, RoundDone, SendOutcome, SendReport, Tell
+from reknit.comm.tree.effects import Call, Decide, Notify, Refuse, RoundDone, SendOutcome, SendReport
 from reknit.comm.tree.machine import RoundMachine
 from reknit.errors import CommError, DeadlineError, MismatchError, ProtocolError, ReknitError, from_wire
 from reknit.types.rank_text import spelled
@@ -22,7 +22,7 @@ from tests.running.examples import examples
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reknit.comm.messages import Outcome, Report
+    from reknit.comm.rank_messages import Outcome, Report
     from reknit.comm.tree.effects import Effect
 
 LATEST_S = 30.0 + 3 * round_errors.GRACE_S
@@ -317,11 +317,11 @@ def test_messages_that_are_lost_fail_a_round_in_time_and_no_later_one(
 def test_a_round_brings_the_requests_below_together_and_divides_the_answers() -> None:
     machine = new_machine(rank=1, size=9)
     assert machine.enter(call(request=b"1"), 0) == []
-    assert machine.hear_report(place().report(3, Parcel.of([b"3", b"7", b"8"])), 0) == []
-    report = sent(machine.hear_report(whole(4, payload=b"4"), 0))
+    assert machine.receive_report(place().report(3, Parcel.of([b"3", b"7", b"8"])), 0) == []
+    report = sent(machine.receive_report(whole(4, payload=b"4"), 0))
     assert report.requests.payloads(5) == [b"1", b"3", b"4", b"7", b"8"]
     answers = Parcel.of([b"a1", b"a3", b"a4", b"a7", b"a8"])
-    effects = machine.hear_outcome(place().outcome(answers), 0)
+    effects = machine.receive_outcome(place().outcome(answers), 0)
     outcomes = told(effects)
     assert outcomes[3].answers.payloads(3) == [b"a3", b"a7", b"a8"]
     assert outcomes[4].answers.payloads(1) == [b"a4"]
@@ -330,12 +330,12 @@ def test_a_round_brings_the_requests_below_together_and_divides_the_answers() ->
 
 def test_a_report_that_repeats_one_under_way_is_refused_and_changes_nothing() -> None:
     machine = new_machine()
-    machine.hear_report(whole(1, payload=b"first"), 0)
+    machine.receive_report(whole(1, payload=b"first"), 0)
     assert (
         "rank 1 took part in it before"
-        in refusal(machine.hear_report(whole(1, payload=b"second"), 0)).message
+        in refusal(machine.receive_report(whole(1, payload=b"second"), 0)).message
     )
-    machine.hear_report(whole(2), 0)
+    machine.receive_report(whole(2), 0)
     assert machine.enter(call(), 0) == [Decide(0, [b"own", b"first", b"x"])]
 
 
@@ -343,13 +343,13 @@ def test_a_report_of_a_round_long_over_is_answered_and_one_of_the_last_hears_why
     machine = new_machine()
     for number in (0, 1):
         machine.enter(call(timeout_s=1), 0)
-        machine.hear_report(whole(1, number), 0)
+        machine.receive_report(whole(1, number), 0)
         assert type(raised(ended(machine.tick(1000)))) is DeadlineError
-    (late,) = told(machine.hear_report(whole(2, 0), 0)).values()
+    (late,) = told(machine.receive_report(whole(2, 0), 0)).values()
     assert "round 0 ('plan') is over" in raised(late).message
-    (late,) = told(machine.hear_report(whole(2, 1), 0)).values()
+    (late,) = told(machine.receive_report(whole(2, 1), 0)).values()
     assert "rank 2 did not come to round 1" in raised(late).message
-    assert "took part in it before" in refusal(machine.hear_report(whole(1, 1), 0)).message
+    assert "took part in it before" in refusal(machine.receive_report(whole(1, 1), 0)).message
 
 
 @pytest.mark.parametrize(
@@ -371,7 +371,7 @@ def test_a_report_that_does_not_belong_here_is_refused_and_changes_nothing(
 ) -> None:
     machine = new_machine(size=4)
     machine.enter(call(timeout_s=5), 0)
-    error = refusal(machine.hear_report(report, 0))
+    error = refusal(machine.receive_report(report, 0))
     assert type(error) is ProtocolError
     assert reason in error.message
     assert "ranks 1-3 did not come" in raised(ended(machine.tick(1000))).message
@@ -380,19 +380,19 @@ def test_a_report_that_does_not_belong_here_is_refused_and_changes_nothing(
 def test_requests_that_refer_to_nothing_fail_the_round() -> None:
     machine = new_machine(size=2)
     machine.enter(call(), 0)
-    effects = machine.hear_report(place().report(1, Parcel([b"x"], [1])), 0)
+    effects = machine.receive_report(place().report(1, Parcel([b"x"], [1])), 0)
     assert type(raised(ended(effects))) is ProtocolError
 
 
 def test_an_outcome_that_does_not_belong_here_changes_nothing() -> None:
     machine = new_machine(rank=1, size=2)
     answer = Parcel.of([b"answer"])
-    assert machine.hear_outcome(place().outcome(answer), 0) == []
+    assert machine.receive_outcome(place().outcome(answer), 0) == []
     machine.enter(call(), 0)
     for other in (place(1), place(job="other"), place(run=6)):
-        assert machine.hear_outcome(other.outcome(answer), 0) == []
-    assert ended(machine.hear_outcome(place().outcome(answer), 0)).answers == answer
-    assert machine.hear_outcome(place().outcome(answer), 0) == []
+        assert machine.receive_outcome(other.outcome(answer), 0) == []
+    assert ended(machine.receive_outcome(place().outcome(answer), 0)).answers == answer
+    assert machine.receive_outcome(place().outcome(answer), 0) == []
 
 
 @pytest.mark.parametrize(
@@ -403,12 +403,12 @@ def test_an_outcome_that_does_not_belong_here_changes_nothing() -> None:
 def test_answers_that_do_not_fit_fail_the_round(outcome: Outcome) -> None:
     machine = new_machine(rank=1, size=2)
     machine.enter(call(), 0)
-    assert type(raised(ended(machine.hear_outcome(outcome, 0)))) is ProtocolError
+    assert type(raised(ended(machine.receive_outcome(outcome, 0)))) is ProtocolError
 
 
 def test_a_child_that_is_a_round_ahead_fails_this_round_and_is_waited_for_in_its_own() -> None:
     machine = new_machine(size=2)
-    machine.hear_report(whole(1, 1, "commit"), 0)
+    machine.receive_report(whole(1, 1, "commit"), 0)
     message = raised(ended(machine.enter(call(), 0))).message
     assert "rank 1 is in round 1 ('commit') already, rank 0 in round 0 ('plan')" in message
     assert machine.enter(call("commit"), 0) == [Decide(1, [b"own", b"x"])]
@@ -418,7 +418,7 @@ def test_a_child_that_is_a_round_ahead_fails_this_round_and_is_waited_for_in_its
 
 def test_a_child_that_stops_waiting_before_the_end_fails_the_round_at_once() -> None:
     machine = new_machine()
-    machine.hear_report(whole(1), 0)
+    machine.receive_report(whole(1), 0)
     machine.child_left(1, 0, 0)
     effects = machine.enter(call(), 0)
     assert "rank 1 left round 0 ('plan')" in raised(ended(effects)).message
@@ -433,15 +433,15 @@ def test_a_rank_that_stops_waiting_while_rank_0_decides_is_an_objection_however_
     middle = new_machine(rank=1, size=4, fan_out=1)
     for machine in (root, middle, inner):
         machine.enter(call(), 0)
-    up = sent(inner.hear_report(whole(3), 0))
+    up = sent(inner.receive_report(whole(3), 0))
     requests = [b"own", b"own", b"own", b"x"]
-    assert root.hear_report(sent(middle.hear_report(up, 0)), 0) == [Decide(0, requests)]
+    assert root.receive_report(sent(middle.receive_report(up, 0)), 0) == [Decide(0, requests)]
     if by_word:
-        effects = inner.hear_report(place().report(3, error=round_errors.gave_up(place(), 3)), 1)
+        effects = inner.receive_report(place().report(3, error=round_errors.gave_up(place(), 3)), 1)
     else:
         effects = inner.child_left(3, 0, 1)
     assert inner.child_left(3, 0, 1) == [], "it is told once"
-    assert root.hear_report(sent(middle.hear_report(sent(effects), 1)), 1) == []
+    assert root.receive_report(sent(middle.receive_report(sent(effects), 1)), 1) == []
     ending = root.decided(0, requests, 1)
     assert "rank 3 left round 0" in raised(ended(ending)).message
     assert "rank 3 left round 0" in raised(told(ending)[1]).message
@@ -450,8 +450,8 @@ def test_a_rank_that_stops_waiting_while_rank_0_decides_is_an_objection_however_
 def test_that_a_round_must_fail_is_told_above_once_whoever_else_leaves() -> None:
     machine = new_machine(rank=1, size=5)
     machine.enter(call(), 0)
-    machine.hear_report(whole(3), 0)
-    sent(machine.hear_report(whole(4), 0))
+    machine.receive_report(whole(3), 0)
+    sent(machine.receive_report(whole(4), 0))
     assert machine.child_left(3, 1, 1) == [], "of another round"
     assert "rank 3 left" in raised(sent(machine.child_left(3, 0, 1))).message
     assert machine.child_left(4, 0, 2) == []
@@ -461,24 +461,24 @@ def test_that_a_round_must_fail_is_told_above_once_whoever_else_leaves() -> None
 def test_a_report_of_failure_that_arrives_twice_is_refused_the_second_time() -> None:
     machine = new_machine()
     failure = place().report(1, error=CommError("mine"))
-    assert machine.hear_report(failure, 0) == []
-    assert "took part in it before" in refusal(machine.hear_report(failure, 0)).message
+    assert machine.receive_report(failure, 0) == []
+    assert "took part in it before" in refusal(machine.receive_report(failure, 0)).message
 
 
 def test_a_child_that_hangs_up_after_its_answer_did_nothing_wrong() -> None:
     machine = new_machine(size=2)
-    machine.hear_report(whole(1), 0)
+    machine.receive_report(whole(1), 0)
     machine.enter(call(), 0)
     assert told(machine.decided(0, [b"", b"yes"], 0))[1].answers.payloads(1) == [b"yes"]
     assert machine.child_left(1, 0, 0) == []
-    machine.hear_report(whole(1, 1), 0)
+    machine.receive_report(whole(1, 1), 0)
     assert machine.enter(call(), 0) == [Decide(1, [b"own", b"x"])]
 
 
 def test_an_error_below_is_reported_above_without_waiting_for_the_others() -> None:
     machine = new_machine(rank=1, size=5)
     machine.enter(call(), 0)
-    effects = machine.hear_report(place().report(3, error=CommError("too large")), 0)
+    effects = machine.receive_report(place().report(3, error=CommError("too large")), 0)
     assert raised(sent(effects)).message == "too large"
 
 
@@ -486,7 +486,7 @@ def test_places_and_missing_ranks_below_are_added_to_those_here() -> None:
     machine = new_machine(size=7)
     machine.enter(call(), 0)
     below = place().report(1, places={"'plan'": [1], "'commit'": [3]}, missing=[4])
-    assert machine.hear_report(below, 1) == []
+    assert machine.receive_report(below, 1) == []
     assert machine.next_at == 1 + round_errors.SETTLE_S
     message = raised(ended(machine.tick(machine.next_at))).message
     assert "ranks 0-1 in 'plan'; rank 3 in 'commit'; ranks 2, 4-6 did not come" in message
@@ -494,44 +494,44 @@ def test_places_and_missing_ranks_below_are_added_to_those_here() -> None:
 
 def test_a_broken_machine_fails_this_and_every_later_round_with_its_first_error() -> None:
     machine = new_machine(rank=1, size=5)
-    machine.hear_report(whole(3), 0)
+    machine.receive_report(whole(3), 0)
     effects = machine.break_off(round_errors.disconnected(4), 0, origin=4)
-    assert [effect.rank for effect in effects if isinstance(effect, Tell)] == [0, 3]
+    assert [effect.rank for effect in effects if isinstance(effect, Notify)] == [0, 3]
     assert "rank 4 is gone" in raised(told(effects)[3]).message
     assert machine.break_off(round_errors.closed(0), 0) == []
     for _ in range(2):
         assert "rank 4 is gone" in raised(ended(machine.enter(call(), 0))).message
-    (late,) = told(machine.hear_report(whole(3, 5), 0)).values()
+    (late,) = told(machine.receive_report(whole(3, 5), 0)).values()
     assert "rank 4 is gone" in raised(late).message
 
 
 def test_a_rank_that_closes_takes_no_answer_from_those_below_the_ranks_above_it() -> None:
     machine = new_machine(rank=1, size=4)
-    machine.hear_report(whole(3), 0)
+    machine.receive_report(whole(3), 0)
     machine.enter(call(), 0)
     # Rank 0 decided, answered, and left; the news of that may overtake the answer.
     effects = machine.break_off(round_errors.closed(0), 5, origin=0)
-    assert effects == [Tell(3, effects[0].error)] if isinstance(effects[0], Tell) else False
+    assert effects == [Notify(3, effects[0].error)] if isinstance(effects[0], Notify) else False
     assert machine.next_at > 30, "the news tells nothing about the answer"
-    outcomes = told(machine.hear_outcome(place().outcome(Parcel.of([b"1", b"3"])), 6))
+    outcomes = told(machine.receive_outcome(place().outcome(Parcel.of([b"1", b"3"])), 6))
     assert outcomes[3].answers.payloads(1) == [b"3"]
 
 
 def test_a_child_that_comes_to_a_round_whose_end_is_awaited_hears_that_end_though_the_group_broke() -> None:
     machine = new_machine(rank=1, size=5)
     machine.enter(call(), 0)
-    machine.hear_report(place().report(3, error=MismatchError("mine")), 0)
+    machine.receive_report(place().report(3, error=MismatchError("mine")), 0)
     machine.break_off(round_errors.closed(0), 0, origin=0)
-    assert machine.hear_report(whole(4), 1) == []
-    outcomes = told(machine.hear_outcome(place().outcome(error=MismatchError("mine")), 1))
+    assert machine.receive_report(whole(4), 1) == []
+    outcomes = told(machine.receive_outcome(place().outcome(error=MismatchError("mine")), 1))
     assert [raised(outcomes[child]).message for child in (3, 4)] == ["mine", "mine"]
 
 
 def test_an_outcome_before_this_rank_has_reported_is_none() -> None:
     machine = new_machine(rank=1, size=5)
     machine.enter(call(), 0)
-    assert machine.hear_outcome(place().outcome(Parcel.of([b""] * 3)), 0) == []
-    assert machine.hear_outcome(place().outcome(error=CommError("too soon")), 0) == []
+    assert machine.receive_outcome(place().outcome(Parcel.of([b""] * 3)), 0) == []
+    assert machine.receive_outcome(place().outcome(error=CommError("too soon")), 0) == []
 
 
 def test_ranks_that_did_not_come_are_all_named_however_unlike_the_hosts_are() -> None:
@@ -562,10 +562,10 @@ def test_an_answer_that_can_never_come_is_not_waited_for() -> None:
 def test_what_is_being_decided_ends_with_the_decision_though_a_rank_is_gone_meanwhile() -> None:
     machine = new_machine(rank=0, size=3)
     machine.enter(call(), 0)
-    machine.hear_report(whole(1), 0)
-    machine.hear_report(whole(2), 0)
+    machine.receive_report(whole(1), 0)
+    machine.receive_report(whole(2), 0)
     effects = machine.break_off(round_errors.disconnected(1), 1, origin=1)
-    assert [type(effect) for effect in effects] == [Tell]
+    assert [type(effect) for effect in effects] == [Notify]
     outcomes = told(machine.decided(0, [b"0", b"1", b"2"], 2))
     assert "rank 1 is gone" in raised(outcomes[2]).message
 
@@ -586,7 +586,7 @@ def test_a_decision_that_fails_or_has_too_many_or_too_few_answers_fails_the_roun
     ends: list[Sequence[bytes] | ReknitError] = [MismatchError("no"), [b""] * 3, [b""]]
     for number, answers in enumerate(ends):
         machine.enter(call(), 0)
-        machine.hear_report(whole(1, number), 0)
+        machine.receive_report(whole(1, number), 0)
         effects = machine.decided(number, answers, 0)
         assert type(raised(ended(effects))) is type(raised(told(effects)[1]))
         assert type(raised(ended(effects))) is (ProtocolError if number else MismatchError)
@@ -605,21 +605,21 @@ def test_a_merge_that_fails_fails_the_round_for_all(error: Exception) -> None:
         raise error
 
     machine = new_machine(rank=1, size=4)
-    machine.hear_report(whole(3), 0)
+    machine.receive_report(whole(3), 0)
     report = sent(machine.enter(Call("plan", b"", 30.0, merge=refuse), 0))
     kind, text = (MismatchError, "unlike") if isinstance(error, ReknitError) else (CommError, "KeyError")
     assert type(raised(report)) is kind
     assert text in raised(report).message
     root = new_machine()
-    root.hear_report(whole(1), 0)
-    root.hear_report(whole(2), 0)
+    root.receive_report(whole(1), 0)
+    root.receive_report(whole(2), 0)
     assert type(raised(ended(root.enter(Call("plan", b"", 30.0, merge=refuse), 0)))) is kind
 
 
 def test_a_child_that_merges_where_its_parent_does_not_fails_the_round() -> None:
     machine = new_machine(size=4)
-    machine.hear_report(whole(1), 0)
-    machine.hear_report(whole(2), 0)
+    machine.receive_report(whole(1), 0)
+    machine.receive_report(whole(2), 0)
     assert type(raised(ended(machine.enter(call(), 0)))) is ProtocolError
 
 
@@ -630,12 +630,12 @@ def test_requests_and_answers_above_the_limit_fail_the_round_instead_of_being_se
     assert "max_message_nbytes (1000)" in raised(report).message
     root = new_machine(size=2, max_nbytes=1000)
     root.enter(call(), 0)
-    root.hear_report(whole(1), 0)
+    root.receive_report(whole(1), 0)
     effects = root.decided(0, [b"", bytes(1001)], 0)
     assert "the answers of 'plan' for rank 1" in raised(told(effects)[1]).message
     assert ended(effects).error is not None
     root.enter(call(), 0)
-    root.hear_report(whole(1, 1), 0)
+    root.receive_report(whole(1, 1), 0)
     assert ended(root.decided(1, [bytes(5000), b""], 0)).error is None, "its own answer goes nowhere"
 
 
@@ -667,6 +667,6 @@ def test_noise_in_reports_and_outcomes_ends_in_a_typed_error_or_nothing(rank: in
     which = [len(noise), *noise[:3]]
     heading = place(number=noise[0] if noise else 0)
     if rank == 0:
-        machine.hear_report(heading.report(1, Parcel([noise], which)), 0)
+        machine.receive_report(heading.report(1, Parcel([noise], which)), 0)
     else:
-        machine.hear_outcome(heading.outcome(Parcel([noise], which)), 0)
+        machine.receive_outcome(heading.outcome(Parcel([noise], which)), 0)

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from reknit.comm import serving
-from reknit.comm.base import barrier
+from reknit.comm.group import barrier
 from reknit.comm.meeting import identity
 from reknit.comm.meeting.addresses import check_owner
 from reknit.comm.topology import Topology
-from reknit.comm.tree import group as tree
-from reknit.comm.tree.group import TreeGroup
-from reknit.comm.tree.threads import thread_groups
+from reknit.comm.tree import tree_group as tree
+from reknit.comm.tree.thread_group import thread_groups
+from reknit.comm.tree.tree_group import TreeGroup
 from reknit.engine.background.side_group import side_group
 from reknit.errors import CommError, DeadlineError, UsageError
 from reknit.options import CommOptions
@@ -34,7 +34,7 @@ from tests.comm.worlds import ask, connect_rank, endings, listen_all, settled, t
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
 
 OPTIONS = CommOptions(fan_out=2, connect_timeout_s=30)
 

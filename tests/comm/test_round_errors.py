@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from reknit.comm import round_errors
-from reknit.comm.messages import Heading, Hello
+from reknit.comm.rank_messages import Heading, Hello
 from reknit.errors import DeadlineError, ProtocolError
 
 ROUND = Heading("job", 7, 4, "plan", "")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from reknit.comm import round_errors
-from reknit.comm.messages import Heading, Parcel
+from reknit.comm.rank_messages import Heading, Parcel
 from reknit.comm.topology import Topology
 from reknit.comm.tree.effects import Call
 from reknit.comm.tree.machine import RoundMachine
@@ -18,7 +18,7 @@ from reknit.errors import CommError, DeadlineError, GroupClosedError, ProtocolEr
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reknit.comm.messages import Outcome, Report
+    from reknit.comm.rank_messages import Outcome, Report
     from reknit.comm.tree.rounds import OnEnd
     from reknit.errors import ReknitError
     from tests.comm.conftest import Notices
@@ -49,7 +49,7 @@ class RankAbove:
     def drop(self) -> None:
         self.did.append("drop")
 
-    def tell(self, error: ReknitError) -> None:
+    def notify(self, error: ReknitError) -> None:
         self.did.append(f"tell {error.message}")
 
 

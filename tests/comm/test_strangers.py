@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from reknit.comm.base import barrier
+from reknit.comm.group import barrier
 from reknit.testing.world import run_ranks
 from tests.comm.worlds import ask, endings, tree_world
 
 if TYPE_CHECKING:
-    from reknit.comm.base import Group
-    from reknit.comm.tree.group import TreeGroup
+    from reknit.comm.group import Group
+    from reknit.comm.tree.tree_group import TreeGroup
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 """What every connection of HTTP/2 begins with."""

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from reknit.comm.base import barrier
+from reknit.comm.group import barrier
 from reknit.comm.meeting.rendezvous import FolderStore
 from reknit.comm.serving import channel_settings
 from reknit.comm.topology import Topology
-from reknit.comm.tree.group import TreeGroup
-from reknit.comm.tree.threads import thread_groups
+from reknit.comm.tree.thread_group import thread_groups
+from reknit.comm.tree.tree_group import TreeGroup
 from reknit.errors import CommError, DeadlineError, ProtocolError, UsageError
 from reknit.options import CommOptions
 from reknit.testing.world import run_ranks
@@ -35,7 +35,7 @@ from tests.resources import open_files, threads
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
 
 HERE = "127.0.0.1"
 MIB = 1 << 20
@@ -244,10 +244,10 @@ def test_a_rank_that_closes_alone_leaves_no_connection_open() -> None:
 
 def test_grpc_is_not_imported_before_a_tree_is_needed() -> None:
     script = (
-        "import sys, reknit.comm.base, reknit.comm.tree.threads, reknit.comm.meeting.rendezvous\n"
+        "import sys, reknit.comm.group, reknit.comm.tree.thread_group, reknit.comm.meeting.rendezvous\n"
         "import reknit.testing.world\n"
         "assert not {'grpc', 'torch'} & set(sys.modules)\n"
-        "import reknit.comm.tree.group\n"
+        "import reknit.comm.tree.tree_group\n"
         "assert 'grpc' in sys.modules and 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], timeout=60, check=True)

@@ -18,8 +18,8 @@ from tests.comm.worlds import ask, endings, listen_all
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from reknit.comm.base import Group
-    from reknit.comm.tree.group import TreeGroup
+    from reknit.comm.group import Group
+    from reknit.comm.tree.tree_group import TreeGroup
 
 _RESET = struct.pack("ii", 1, 0)
 

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from reknit.comm.messages import Reply, encode
+from reknit.comm.rank_messages import Reply, encode
 from reknit.comm.topology import Topology
-from reknit.comm.tree.group import TreeGroup
+from reknit.comm.tree.tree_group import TreeGroup
 from reknit.errors import CommError, DeadlineError, GroupClosedError, ProtocolError, UsageError
 from reknit.options import CommOptions
 from reknit.testing.world import run_ranks

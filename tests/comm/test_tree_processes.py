@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from reknit.comm.base import barrier
+from reknit.comm.group import barrier
 from reknit.comm.meeting.rendezvous import FolderStore
 from reknit.comm.topology import Topology
-from reknit.comm.tree.group import TreeGroup
+from reknit.comm.tree.tree_group import TreeGroup
 from reknit.errors import ReknitError
 from reknit.options import CommOptions
 
@@ -86,7 +86,7 @@ class Rank:
     def __init__(self, folder: Path | None, rank: int, fan_out: int) -> None:
         self.rank = rank
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["reknit.comm.tree.group", __name__])
+        context.set_forkserver_preload(["reknit.comm.tree.tree_group", __name__])
         self.connection, theirs = context.Pipe()
         arguments = (str(folder or ""), rank, fan_out, theirs)
         self.process = context.Process(target=be_rank, args=arguments, daemon=True)

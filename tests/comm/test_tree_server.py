@@ -9,11 +9,11 @@ import grpc
 import pytest
 
 from reknit.comm.chunks import CHUNK_NBYTES, divided, joined
-from reknit.comm.messages import Heading, Hello, News, Outcome, Parcel, Reply, decode, encode
+from reknit.comm.rank_messages import Heading, Hello, News, Outcome, Parcel, Reply, decode, encode
 from reknit.comm.serving import TOKEN
 from reknit.comm.topology import Topology
-from reknit.comm.tree.group import TreeGroup
-from reknit.comm.tree.threads import thread_groups
+from reknit.comm.tree.thread_group import thread_groups
+from reknit.comm.tree.tree_group import TreeGroup
 from reknit.errors import CommError, from_wire
 from reknit.options import CommOptions
 from tests.comm.memory_store import MemoryStore
@@ -22,8 +22,8 @@ from tests.comm.worlds import ask, endings, listen_all, tree_world
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from reknit.comm.base import Group
-    from reknit.comm.messages import Report
+    from reknit.comm.group import Group
+    from reknit.comm.rank_messages import Report
     from reknit.errors import ReknitError
 
 HERE = "127.0.0.1"

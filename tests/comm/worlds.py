@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from reknit.comm.base import turn
+from reknit.comm.group import turn
 from reknit.comm.topology import Topology
-from reknit.comm.tree.group import TreeGroup
+from reknit.comm.tree.tree_group import TreeGroup
 from reknit.errors import ReknitError
 from reknit.options import CommOptions
 from reknit.testing.world import run_ranks
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Iterator, Sequence
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
     from reknit.comm.meeting.rendezvous import Store
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from reknit.comm.base import SoloGroup
+from reknit.comm.group import SoloGroup
 from reknit.engine.loading.job import LoadJob
 from reknit.engine.loading.load import load
 from reknit.engine.saving.job import SaveJob

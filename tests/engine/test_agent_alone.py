@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 import reknit
-from reknit.comm.base import SoloGroup
+from reknit.comm.group import SoloGroup
 from reknit.engine.background import agent_link
 from reknit.engine.background import messages as say
 from reknit.engine.background.agent import Agent
@@ -94,7 +94,7 @@ def test_an_agent_starts_without_what_only_trainers_need() -> None:
     assert "reknit.engine.background.agent" in modules
     assert modules.isdisjoint({"reknit.api", "reknit.frameworks", "reknit.runs", "torch", "jax", "grpc"})
     joining = set(
-        printed("import reknit.engine.background.agent, reknit.comm.tree.group; print(*sys.modules)")
+        printed("import reknit.engine.background.agent, reknit.comm.tree.tree_group; print(*sys.modules)")
     )
     assert "grpc" in joining
     later = ("numpy", "pyarrow", "reknit.engine.saving", "reknit.format", "reknit.storage")

@@ -35,7 +35,7 @@ from tests.storage.process_memory import ProcessMemory
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
 
 LIMIT_S = 60.0
 MIB = 1 << 20

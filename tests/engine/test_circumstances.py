@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
     from reknit.engine.background.agent_save import AgentSave
     from reknit.engine.background.agents import Agents
     from reknit.engine.background.trainer_save import TrainerSave

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reknit.comm.base import SoloGroup
+from reknit.comm.group import SoloGroup
 from reknit.engine.columns import packed
 from reknit.engine.saving.claims import EncodedFile, blob_files, encode_holdings
 from reknit.engine.saving.job import SaveJob

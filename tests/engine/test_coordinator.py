@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.comm.tree.threads import thread_groups
+from reknit.comm.tree.thread_group import thread_groups
 from reknit.engine import messages
 from reknit.engine.columns import packed, unpacked
 from reknit.engine.memory.sources import Sources

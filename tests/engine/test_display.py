@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
 
 
 def state(value: float = 1) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from tests.at_operation import AtOperation
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
 
 
 def state(fill: float = 0.0) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from tests.storage.killpoint import faulty_url, register_faulty
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
 
 
 @pytest.mark.parametrize("there", [False, True])

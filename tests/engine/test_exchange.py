@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from reknit.comm import base as comm
+from reknit.comm import group as comm
 from reknit.engine.sharing import exchange as exchange_module
 from reknit.engine.sharing import fetch_tracker
 from reknit.engine.sharing.exchange import Exchange, Sharing
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
     from reknit.engine.memory.arena import Arena
 
     Bytes = NDArray[np.uint8]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.comm.base import SoloGroup
+from reknit.comm.group import SoloGroup
 from reknit.format.manifest_file import decode_generation
 from reknit.format.paths import parse_path
 from reknit.storage.registry import register

@@ -26,7 +26,7 @@ from reknit.testing.world import run_ranks
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
     from reknit.types.manifest import Manifest
 
 STATE: dict[str, Any] = {"model": {"w": np.arange(1000.0), "name": "x"}, "optimizer": {"m": np.ones(7)}}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from reknit.comm.base import SoloGroup
+from reknit.comm.group import SoloGroup
 from reknit.engine.loading.job import LoadJob
 from reknit.engine.loading.load import load
 from reknit.engine.stored.delete import delete
@@ -30,7 +30,7 @@ from tests.engine.runs import SPEC, pausing, save_as, whole
 from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
     from reknit.storage.base import Storage
 
 RANKS = 3

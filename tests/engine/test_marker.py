@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.comm import base as comm
+from reknit.comm import group as comm
 from reknit.engine.saving.commit import claim, is_committed, put_manifest
 from reknit.engine.saving.marker import Marker, fenced_off, is_last, put_up
 from reknit.errors import CheckpointExistsError, CommitError, FencedError, StorageError, from_wire

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.comm.base import SoloGroup
+from reknit.comm.group import SoloGroup
 from reknit.engine import messages
 from reknit.engine.columns import bitmaps, left_over, unpacked
 from reknit.engine.loading.index_part import Reach
@@ -33,7 +33,7 @@ from tests.storage.process_memory import ProcessMemory
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
     from reknit.engine.stored.opening import OpenCheckpoint
 
 SIZE = 4

@@ -36,7 +36,7 @@ from tests.runs.test_at_every_instant import SCHEME, life, open_mortal
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
     from reknit.storage.base import Storage
 
 

@@ -28,7 +28,7 @@ from tests.storage.process_memory import ProcessMemory
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
     from reknit.engine.background.agents import Agents
     from reknit.engine.background.background import Background
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.comm.base import SoloGroup
-from reknit.comm.tree.threads import thread_groups
+from reknit.comm.group import SoloGroup
+from reknit.comm.tree.thread_group import thread_groups
 from reknit.engine.report import PromotionReport
 from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.save import save
@@ -49,7 +49,7 @@ from tests.at_operation import AtOperation
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
     from reknit.storage.base import Storage
     from reknit.types.manifest import Manifest
 

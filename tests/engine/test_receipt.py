@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from reknit.comm.base import Group, SoloGroup
-from reknit.comm.tree.threads import thread_groups
+from reknit.comm.group import Group, SoloGroup
+from reknit.comm.tree.thread_group import thread_groups
 from reknit.engine.messages import Assignment, RankClaims
 from reknit.engine.saving.coordinator import Coordinator
 from reknit.engine.saving.copies import EQUAL

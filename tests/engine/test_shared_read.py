@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from reknit.comm.base import SoloGroup
+from reknit.comm.group import SoloGroup
 from reknit.engine.sharing import shared_read
 from reknit.engine.sharing.shared_read import SharedRead
 from reknit.options import LoadOptions

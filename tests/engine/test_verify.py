@@ -21,7 +21,7 @@ from tests.format.samples import index_of
 from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
     from reknit.storage.base import Storage
 
 SPEC = TensorSpec((50,), "float32")

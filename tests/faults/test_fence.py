@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.comm.base import SoloGroup
+from reknit.comm.group import SoloGroup
 from reknit.testing.faulty_storage import Fault
 from tests.faults.nursery import agents_of, is_running, send, wait_until
 from tests.storage.killpoint import faulty_url, register_faulty

@@ -17,7 +17,7 @@ import pyarrow.compute
 import pyarrow.parquet  # noqa: F401 - once here, and not in every fork
 
 import reknit
-from reknit.comm import base as comm
+from reknit.comm import group as comm
 from reknit.comm.meeting.rendezvous import FolderStore
 from reknit.comm.quiet import quietly
 from reknit.engine.memory.arena_pool import Arenas
@@ -30,7 +30,7 @@ from tests.storage.killpoint import faulty_url, register_faulty
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
     from reknit.testing.faulty_storage import FaultKind
 
 COMM = CommOptions(bind="127.0.0.1", connect_timeout_s=30)
@@ -94,7 +94,7 @@ class Trainer:
         self.group: Group | None = None
         if size > 1:
             with quietly():
-                from reknit.comm.tree.group import TreeGroup
+                from reknit.comm.tree.tree_group import TreeGroup
 
             self.group = TreeGroup.join(FolderStore(f"{root}/meet"), rank, size, job="test", options=COMM)
         self.state = state(0, size, nbytes, rank)

@@ -17,7 +17,7 @@ from tests.devices import every_simulated_device
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
 
 
 class Average:

@@ -33,7 +33,7 @@ from tests.running.examples import examples
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
 
 
 @settings(max_examples=examples(300))

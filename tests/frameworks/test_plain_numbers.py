@@ -20,7 +20,7 @@ from tests.storage.process_memory import ProcessMemory
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
 
 CAST = reknit.LoadOptions(cast=True)
 

@@ -29,7 +29,7 @@ from reknit.types.box import Box
 from reknit.types.shard import Alias, Blob, Holdings, Shard, TensorSpec
 
 if TYPE_CHECKING:
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
     from reknit.options import Durability
 
 RANKS = 2

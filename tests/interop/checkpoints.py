@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reknit.comm.base import SoloGroup
+from reknit.comm.group import SoloGroup
 from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.save import save
 from reknit.monitor.phase import Recorder

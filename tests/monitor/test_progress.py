@@ -25,7 +25,7 @@ from tests.storage.process_memory import ProcessMemory
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
 
 QUICK = Intervals(0.0, 0.001, 0.001)
 NEVER = Intervals(3600.0, 0.001, 0.001)

@@ -34,7 +34,7 @@ from tests.storage.process_memory import ProcessMemory
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
     from reknit.options import Durability
     from reknit.storage.base import Storage
     from reknit.storage.wrappers.forwarding import Half

@@ -34,7 +34,7 @@ from tests.runs.pieces import damage, numbers, state
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
 
 
 SOURCES = Path(reknit.__file__).parents[1]

@@ -20,7 +20,7 @@ from reknit.storage.registry import open_storage
 from reknit.testing.world import run_ranks
 
 if TYPE_CHECKING:
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
     from reknit.policies import Policy
 
 STATE: dict[str, Any] = {"model": {"w": np.arange(10.0)}}

@@ -12,7 +12,7 @@ import pytest
 
 import reknit
 from reknit import Checkpointer, CheckpointExistsError, Tier
-from reknit.comm.base import SoloGroup
+from reknit.comm.group import SoloGroup
 from reknit.engine.run_record import Run, folder_above, newest_run, open_run
 from reknit.engine.saving.commit import claim, put_manifest
 from reknit.engine.saving.marker import Marker

@@ -24,7 +24,7 @@ from tests.storage.process_memory import ProcessMemory
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
 
 QUICK = SaveOptions(durability="process", threads=1, timeout_s=60)
 

@@ -19,7 +19,7 @@ from reknit.testing.world import run_ranks
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
 
 STATE: dict[str, Any] = {"model": {"w": np.arange(10.0)}}
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
 
 
 def test_a_run_that_passed_over_damaged_steps_keeps_what_it_went_on_from(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from reknit.comm import round_errors
-from reknit.comm.messages import Outcome, Report, decode, encode
-from reknit.comm.tree.effects import Call, Decide, RoundDone, SendOutcome, SendReport, Tell, Warn
+from reknit.comm.rank_messages import Outcome, Report, decode, encode
+from reknit.comm.tree.effects import Call, Decide, Notify, RoundDone, SendOutcome, SendReport, Warn
 from reknit.comm.tree.machine import RoundMachine
 from reknit.errors import from_wire
 from tests.simulation.network import Broken, Left, Message, ending
@@ -16,7 +16,7 @@ from tests.simulation.network import Broken, Left, Message, ending
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reknit.comm.base import Merge
+    from reknit.comm.group import Merge
     from reknit.comm.topology import Topology
     from reknit.comm.tree.effects import Effect
     from reknit.errors import ReknitError
@@ -30,7 +30,7 @@ MAX_NBYTES = 1 << 30
 
 
 class SimGroup:
-    """The group of one rank of one incarnation (`run`) of a job, as `comm.base.Group`."""
+    """The group of one rank of one incarnation (`run`) of a job, as `comm.group.Group`."""
 
     def __init__(
         self, process: Process, network: Network, topology: Topology, rank: int, *, run: int, generation: int
@@ -108,11 +108,11 @@ class SimGroup:
     def _hear(self, sender: SimGroup, message: Message) -> None:
         machine, content, now = self._machine, message.content, self._now
         if isinstance(content, Report):
-            self._do(machine.hear_report(decode(encode(content), Report, MAX_NBYTES), now))
+            self._do(machine.receive_report(decode(encode(content), Report, MAX_NBYTES), now))
         elif isinstance(content, Outcome):
             if content.number == self._waits_for:
                 self._waits_for = None
-            self._do(machine.hear_outcome(decode(encode(content), Outcome, MAX_NBYTES), now))
+            self._do(machine.receive_outcome(decode(encode(content), Outcome, MAX_NBYTES), now))
         elif sender.run != self.run:
             return  # these belong to connections, which no stranger has
         elif isinstance(content, Left):
@@ -169,7 +169,7 @@ class SimGroup:
             self._network.send(self, self.parent, effect.report)
         elif isinstance(effect, SendOutcome):
             self._network.send(self, effect.child, effect.outcome)
-        elif isinstance(effect, Tell):
+        elif isinstance(effect, Notify):
             self._network.send(self, effect.rank, Broken(effect.error))
         elif isinstance(effect, Decide):
             self._asked = effect
@@ -193,7 +193,7 @@ def _label(effect: Effect) -> str:
         return f"sends {Message(effect.report).label}"
     if isinstance(effect, SendOutcome):
         return f"sends rank {effect.child} {Message(effect.outcome).label}"
-    if isinstance(effect, Tell):
+    if isinstance(effect, Notify):
         return f"tells rank {effect.rank} {Message(Broken(effect.error)).label}"
     if isinstance(effect, RoundDone):
         return f"done with {effect.outcome.label}: {ending(effect.outcome)}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from reknit.comm.messages import Outcome, Report
+from reknit.comm.rank_messages import Outcome, Report
 from tests.simulation.faults import Weather
 
 if TYPE_CHECKING:

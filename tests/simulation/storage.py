@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from reknit.errors import StorageError, StorageNotFoundError
 from reknit.storage.base import Listed, Reading
 from reknit.storage.paths import check_path
-from reknit.storage.runs import read_runs
+from reknit.storage.ranges import read_runs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -39,7 +39,7 @@ from tests.simulation.storage import Disk, SimStorage, SimWriter
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reknit.comm.messages import Outcome
+    from reknit.comm.rank_messages import Outcome
     from reknit.comm.tree.effects import Effect
 
 
@@ -180,7 +180,7 @@ def test_a_rank_that_waits_beyond_its_deadline_is_noticed(monkeypatch: pytest.Mo
 
 
 def test_an_answer_of_another_round_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    hear = RoundMachine.hear_outcome
+    hear = RoundMachine.receive_outcome
 
     def hear_any(self: RoundMachine, outcome: Outcome, now: float) -> list[Effect]:
         held = self._round
@@ -189,7 +189,7 @@ def test_an_answer_of_another_round_is_noticed(monkeypatch: pytest.MonkeyPatch) 
             outcome = replace(outcome, number=heading.number, name=heading.name, subject=heading.subject)
         return hear(self, outcome, now)
 
-    monkeypatch.setattr(RoundMachine, "hear_outcome", hear_any)
+    monkeypatch.setattr(RoundMachine, "receive_outcome", hear_any)
     with pytest.raises(Violation):
         simulate(1, ranks=5, fan_out=2, saves=9, faults=(Weather(doubled=0.8, slow_s=0.05),))
 

@@ -11,7 +11,7 @@ import numpy as np
 from reknit.errors import StorageError, StorageFullError, StorageNotFoundError, UsageError
 from reknit.storage.base import Listed, Reading
 from reknit.storage.paths import check_path
-from reknit.storage.runs import checked_runs, take_runs
+from reknit.storage.ranges import checked_runs, take_runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

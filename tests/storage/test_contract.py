@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from reknit.storage.local.memory import MemoryStorage
 from reknit.storage.local.store import LocalStorage
-from reknit.storage.runs import read_runs
+from reknit.storage.ranges import read_runs
 from reknit.testing.faulty_storage import FaultyStorage
 from reknit.testing.storage_suite import StorageSuite
 from tests.storage.process_memory import ProcessMemory

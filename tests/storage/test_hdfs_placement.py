@@ -255,7 +255,7 @@ def test_what_fails_on_a_silent_node_is_written_elsewhere_at_the_second_try(
         writer = write(storage, "x", data)
     assert read(storage, "x", 0, len(data)) == data
     assert ports(storage.placement.avoided) == [silent], "the others have done nothing"
-    assert 24 < writer.upload.attempts <= 24 + 4, "those that were under way when it was found out"
+    assert 24 < len(writer.upload.created) <= 24 + 4, "those that were under way when it was found out"
     assert f"no answer from 127.0.0.1:{silent}; for 600 s new files use other DataNodes" in caplog.text
 
 

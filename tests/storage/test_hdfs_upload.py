@@ -81,7 +81,7 @@ def test_a_stream_goes_on_where_the_file_ends_after_a_refusal_that_passes(failur
     client = OneStream(failures)
     files = written(client, data)
     assert client.data == data
-    assert (files.attempts, client.ended, client.open) == (1, 1, False)
+    assert (len(files.created), client.ended, client.open) == (1, 1, False)
 
 
 def test_as_many_refusals_as_there_are_tries_fail_the_stream() -> None:

@@ -24,7 +24,6 @@ from reknit.errors import (
     StoragePermissionError,
     UsageError,
 )
-from reknit.storage.base import Cacheable
 from reknit.storage.local.store import LocalStorage
 from reknit.testing.storage_suite import listed, pattern, read, write
 from tests.resources import open_files
@@ -437,24 +436,6 @@ def test_a_stale_handle_is_opened_anew_at_the_next_read(
             read(storage, "x", 0, 1)
     assert len(before - open_files()) == 1
     assert read(storage, "x", 0, 1) == b"1"
-    storage.close()
-
-
-def test_evicted_bytes_leave_the_page_cache(tmp_path: Path) -> None:
-    storage = LocalStorage(tmp_path, durability="process")
-    assert isinstance(storage, Cacheable)
-    write(storage, "x", bytes(4 * MIB))
-    try:
-        count = ["fincore", "--bytes", "--noheadings", "--output", "RES", str(tmp_path / "x")]
-        resident = int(subprocess.run(count, capture_output=True, check=True).stdout)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"fincore cannot say what is cached: {error}")
-    if "tmpfs" in Path("/proc/mounts").read_text() and os.stat(tmp_path).st_dev == os.stat("/dev/shm").st_dev:
-        pytest.skip("a file system in memory has nothing to drop")
-    assert resident == 4 * MIB
-    storage.evict("x")
-    assert int(subprocess.run(count, capture_output=True, check=True).stdout) < MIB
-    assert read(storage, "x", 0, 4 * MIB) == bytes(4 * MIB)
     storage.close()
 
 

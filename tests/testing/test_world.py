@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from reknit.comm.base import barrier
-from reknit.comm.tree.threads import thread_groups
+from reknit.comm.group import barrier
+from reknit.comm.tree.thread_group import thread_groups
 from reknit.errors import CommError, DeadlineError, MismatchError
 from reknit.testing.world import run_ranks
 from tests.comm.collectives import agree, gather
 
 if TYPE_CHECKING:
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
 
 
 def test_every_rank_runs_in_a_thread_of_its_own_and_results_come_by_rank() -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import reknit
-from reknit.comm.base import SoloGroup
+from reknit.comm.group import SoloGroup
 from reknit.errors import (
     CheckpointExistsError,
     FencedError,

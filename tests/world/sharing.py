@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
     from reknit.engine.report import LoadReport
     from reknit.types.shard import Shard
 

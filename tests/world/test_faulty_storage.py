@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from reknit.comm.base import SoloGroup
+from reknit.comm.group import SoloGroup
 from reknit.engine.loading.job import LoadJob
 from reknit.engine.loading.load import load
 from reknit.engine.saving.job import SaveJob
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
     from reknit.storage.base import Storage
 
 SIZE = 3

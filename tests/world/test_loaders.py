@@ -25,7 +25,7 @@ from tests.engine.saved import CountingStorage, fresh
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
     from reknit.dataloader import TokenLoader
     from reknit.storage.base import Storage
 

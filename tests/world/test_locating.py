@@ -23,7 +23,7 @@ from tests.world.layouts import Model, wants
 from tests.world.test_resharding import assert_equal, save_on
 
 if TYPE_CHECKING:
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
     from reknit.types.manifest import Index
     from reknit.types.shard import Shard
     from tests.world.layouts import Part

@@ -19,7 +19,7 @@ from tests.storage.process_memory import ProcessMemory
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
 
     Held = Callable[[int], Sequence[Blob | Witness]]
 

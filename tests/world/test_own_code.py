@@ -18,7 +18,7 @@ from tests.world.planted import AFTER_TENSORS, ON_LOAD, ON_SAVE, Bag, Bags, Keep
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
 
 
 def told(error: BaseException, *, own: bool) -> str:

@@ -16,7 +16,7 @@ from tests.storage.process_memory import ProcessMemory
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
 
 
 def test_different_values_under_one_coordinate_are_a_warning_and_equal_ones_are_not() -> None:

@@ -26,7 +26,7 @@ from tests.storage.process_memory import ProcessMemory
 from tests.world.layouts import Model, held, wants
 
 if TYPE_CHECKING:
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
     from reknit.engine.report import LoadReport, SaveReport
     from reknit.storage.base import Storage
     from reknit.types.manifest import Catalog

@@ -27,7 +27,7 @@ from tests.world.test_resharding import assert_equal, save_on
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
     from reknit.engine.report import SaveReport
     from tests.world.layouts import Part
 

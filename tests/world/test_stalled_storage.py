@@ -23,7 +23,7 @@ from tests.world.test_resharding import save_on
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
 
 TIMEOUT_S = 1.0
 SIZE = 2

@@ -1,1 +1,1 @@
-"""Talk between ranks: small messages only, every wait with a deadline."""
+"""Messages between ranks: only small messages, every wait with a deadline."""

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from reknit.errors import ReknitError
 
 MOST_OTHERS = 8
-"""How many ranks are named that failed besides the first; of all others only their number is kept."""
+"""The most failed ranks that are named besides the first; of all others only their number is kept."""
 
 
 class Envelope(msgspec.Struct, array_like=True, frozen=True):
-    """A payload; or the error of the lowest rank that failed, and who failed too, and how.
+    """A payload; or the error of the lowest failed rank, with the other failed ranks and their errors.
 
-    In an answer, `at` is when the root decided, in seconds since the epoch by its clock.
+    In an answer, `at` is the time of the root's decision, in seconds since the epoch by its clock.
     """
 
     payload: bytes = b""
@@ -46,7 +46,7 @@ _decoder = msgspec.msgpack.Decoder(Envelope)
 
 
 def decode(data: bytes) -> Envelope:
-    """Return the envelope in `data`; raises `ProtocolError` when there is none."""
+    """Return the envelope in `data`.  Raises `ProtocolError` for other data."""
     try:
         return _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -61,7 +61,7 @@ def failed(error: BaseException, rank: int, name: str) -> Envelope:
 
 
 def merged(envelopes: Sequence[Envelope], merge: Callable[[list[bytes]], bytes]) -> Envelope:
-    """Return what several envelopes say together: `merge` of the payloads, if no rank failed."""
+    """Return one envelope for several: `merge` of the payloads, or the errors if a rank failed."""
     failures = [envelope for envelope in envelopes if envelope.error is not None]
     if not failures:
         return Envelope(merge([envelope.payload for envelope in envelopes]))

@@ -19,16 +19,16 @@ from reknit.types.rank_text import spelled
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from reknit.comm.messages import Heading, Hello, News
+    from reknit.comm.rank_messages import Heading, Hello, News
 
 GRACE_S = 2.0
-"""Seconds past a rank's own deadline that bad news may take up the tree, and as many down again."""
+"""Seconds past a rank's own deadline that an error may take up the tree, and as many down again."""
 
 SETTLE_S = 0.5
 """Seconds that a round which must fail still waits for other ranks, so that its error names them all."""
 
 NOTICE_S = 5.0
-"""Seconds after which a rank that waits for others to make the same call says so in the log, once."""
+"""Seconds after which a rank that waits for other ranks to make the same call logs that, once."""
 
 FOREVER_S = 1e8
 """The longest wait that is passed to a lock or a call; more overflows their clocks."""
@@ -53,14 +53,14 @@ _LOGS = "look at the logs of the ranks named here: they stopped, fail elsewhere,
 
 
 def copied(error: ReknitError) -> ReknitError:
-    """Return an equal error of its own, since whoever raises one signs it and adds a traceback."""
+    """Return a copy of an error, since raising it signs it and adds a traceback."""
     return from_wire(error.to_wire())
 
 
 def failed_round(
     heading: Heading, places: Mapping[str, Iterable[int]], missing: Iterable[int], timeout_s: float
 ) -> CommError:
-    """Return the error of a round that ranks were elsewhere in, or did not enter in time.
+    """Return the error of a round that some ranks did not enter, or entered at another place.
 
     `places` maps the name and subject that ranks gave the round to those ranks.
     """
@@ -81,7 +81,7 @@ def failed_round(
 
 
 def awaited(heading: Heading, ranks: Sequence[int], absent: Mapping[int, int]) -> str:
-    """Return the notice that ranks wait for others in a round that opens a call of all ranks.
+    """Return the notice that ranks wait for other ranks in a round that opens a call of all ranks.
 
     `absent` maps each rank that did not report to the number of ranks below it, any of which may be absent.
     """
@@ -93,14 +93,14 @@ def awaited(heading: Heading, ranks: Sequence[int], absent: Mapping[int, int]) -
 
 
 def no_answer(heading: Heading, rank: int, timeout_s: float) -> DeadlineError:
-    """Return the error of a round that this rank reported, and did not hear the end of in time."""
+    """Return the error of a round that this rank reported, and whose outcome did not come in time."""
     return DeadlineError(
         f"{spelled([rank])} did not answer {heading.label} within {timeout_s:g} s", remedy=_LOGS
     )
 
 
 def decide_failed(heading: Heading, error: BaseException) -> CommError:
-    """Return what the other ranks hear when `decide` raised, or gave answers that do not fit, on rank 0."""
+    """Return the error for the other ranks if `decide` raised, or gave answers that do not fit, on rank 0."""
     return CommError(f"rank 0 failed to decide {heading.label}: {type(error).__name__}: {error}")
 
 
@@ -110,7 +110,7 @@ def wrong_answer_count(heading: Heading, num_answers: int, size: int) -> Protoco
 
 
 def merge_failed(heading: Heading, rank: int, error: Exception) -> CommError:
-    """Return what all ranks hear when the requests of some of them could not be made one."""
+    """Return the error for all ranks if the requests of some ranks could not be merged."""
     return CommError(f"{spelled([rank])} failed to merge {heading.label}: {type(error).__name__}: {error}")
 
 
@@ -206,7 +206,7 @@ def wrong_topology(rank: int, here: int) -> ProtocolError:
 def forked(rank: int) -> UsageError:
     """Return the refusal of a process that was forked from a rank, and has its group."""
     return UsageError(
-        f"this process was forked from rank {rank}, and is no rank of its group",
+        f"this process was forked from rank {rank}, and is not a rank of its group",
         remedy="save and load in the rank itself; a process that is to do so alone, to a path of its own, "
         "passes group=reknit.alone()",
     )
@@ -215,7 +215,7 @@ def forked(rank: int) -> UsageError:
 def concurrent_rounds(rank: int, *, inside: bool = False) -> ProtocolError:
     """Return the refusal of a second round of one rank while its first is under way.
 
-    It is `inside` where the same thread holds both, as a signal handler does in what it interrupts.
+    It is `inside` if the same thread holds both, as a signal handler in the code that it interrupts.
     """
     if inside:
         return ProtocolError(

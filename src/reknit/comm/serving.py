@@ -1,4 +1,4 @@
-"""What the gRPC servers of ranks share: bounded settings and the token check."""
+"""Code that the gRPC servers of ranks share: bounded settings and the token check."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, cast
 import grpc
 
 from reknit.comm.chunks import CHUNK_NBYTES
-from reknit.comm.messages import Reply, decode, encode
+from reknit.comm.rank_messages import Reply, decode, encode
 from reknit.errors import ReknitError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from concurrent.futures import Executor, ThreadPoolExecutor
+    from concurrent.futures import ThreadPoolExecutor
 
-    from reknit.comm.messages import Message
+    from reknit.comm.rank_messages import Message
+    from reknit.system import DaemonExecutor
 
     _Handler = grpc.GenericRpcHandler[bytes, bytes]
     Method = grpc.RpcMethodHandler[bytes, bytes]
@@ -29,7 +30,7 @@ TOKEN = "reknit-token"
 """The name under which a call carries the token of the server that it is for."""
 
 SPARE_CONNECTIONS = 64
-"""How many connections a server accepts beyond those that it needs."""
+"""The number of connections that a server accepts beyond the connections that it needs."""
 
 MOST_PEERS_LOGGED = 256
 HANDSHAKE_MS = 10_000
@@ -72,13 +73,13 @@ def server_settings(num_callers: int) -> list[tuple[str, int]]:
 
 
 def replying(
-    kind: type[Message], hear: Callable[[Message, grpc.ServicerContext], Reply], max_nbytes: int
+    kind: type[Message], receive: Callable[[Message, grpc.ServicerContext], Reply], max_nbytes: int
 ) -> Method:
-    """Return what answers calls with what `hear` returns to a message, or with the error that it raises."""
+    """Return a handler that answers a message with the reply of `receive`, or with its error."""
 
     def answer(data: bytes, context: grpc.ServicerContext) -> bytes:
         try:
-            return encode(hear(decode(data, kind, max_nbytes), context))
+            return encode(receive(decode(data, kind, max_nbytes), context))
         except ReknitError as error:
             return encode(Reply(error.to_wire()))
 
@@ -86,22 +87,26 @@ def replying(
 
 
 def token_server(
-    name: str, token: str, methods: Mapping[str, Method], executor: Executor, settings: list[tuple[str, int]]
+    name: str,
+    token: str,
+    methods: Mapping[str, Method],
+    executor: DaemonExecutor,
+    settings: list[tuple[str, int]],
 ) -> grpc.Server:
-    """Return a server that answers calls with the token only; `name` says in errors and logs whose it is."""
+    """Return a server that answers calls with the token only; `name` names its owner in errors and logs."""
     handler = _TokenHandler(name, token, methods)
     return grpc.server(cast("ThreadPoolExecutor", executor), handlers=[handler], options=settings)
 
 
 class _TokenHandler(_Handler):
-    """Serves calls that carry the token, and refuses all others without reading them."""
+    """A handler that serves calls with the token, and refuses all other calls without reading them."""
 
     def __init__(self, name: str, token: str, methods: Mapping[str, Method]) -> None:
         self._name, self._token, self._methods = name, token.encode(), methods
         self._refused: set[str] = set()
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Method | None:
-        """Return what serves a call: without the token, a refusal that reads nothing of it."""
+        """Return the method for a call: without the token, a refusal that reads nothing of it."""
         method = self._methods.get(handler_call_details.method)
         if method is None:
             return None

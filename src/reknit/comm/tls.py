@@ -27,7 +27,7 @@ def channel(address: str, options: CommOptions, settings: Sequence[tuple[str, in
         return grpc.insecure_channel(address, options=arguments)
     ca, certificate, key = _files(options.tls)
     if options.tls.server_name is not None:
-        # Ranks are reached by IP address, which certificates seldom name.  What matters is who signed them.
+        # Ranks are reached by IP address, which certificates seldom name.  Only the signature matters.
         arguments.append(("grpc.ssl_target_name_override", options.tls.server_name))
     credentials = grpc.ssl_channel_credentials(ca, key, certificate)
     return grpc.secure_channel(address, credentials, options=arguments)
@@ -43,7 +43,7 @@ def open_port(server: grpc.Server, address: str, options: CommOptions) -> int:
             port = server.add_insecure_port(address)
         else:
             ca, certificate, key = _files(options.tls)
-            # Without a certificate of the same CA nobody gets in.
+            # Without a certificate of the same CA, no rank can connect.
             credentials = grpc.ssl_server_credentials(
                 [(key, certificate)], root_certificates=ca, require_client_auth=True
             )
@@ -56,9 +56,9 @@ def open_port(server: grpc.Server, address: str, options: CommOptions) -> int:
 
 
 def _files(tls: Tls) -> tuple[bytes, bytes, bytes]:
-    """Return what the files of CA, certificate and key hold.
+    """Return the contents of the files of CA, certificate and key.
 
-    They are looked through here, since gRPC says no more of a bad one than that no connection came about.
+    They are checked here, since gRPC reports a bad file only as a failed connection.
     """
     texts = _read("ca", tls.ca), _read("certificate", tls.certificate), _read("key", tls.key)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -15,11 +15,10 @@ if TYPE_CHECKING:
 class Topology:
     """A tree over ranks ``0 .. size - 1``, within hosts first and then between them.
 
-    `hosts` says for each rank which host it is on, by any numbers.  The lowest rank of a host stands for it:
-    the other ranks of the host are below it, `fan_out` at each rank, and the lowest ranks of all hosts form a
-    tree of their own likewise, in ascending order.  Rank 0 is above all.  A rank has thus at most
-    ``2 * fan_out`` children, which all have higher numbers, and only one rank of a host talks to other hosts
-    above it.
+    `hosts` has the host of each rank, by any numbers.  The lowest rank of a host stands for it: the other
+    ranks of the host are below it, `fan_out` at each rank, and the lowest ranks of all hosts form a tree of
+    their own likewise, in ascending order.  Rank 0 is above all.  A rank has thus at most ``2 * fan_out``
+    children, which all have higher numbers, and only one rank of a host talks to other hosts above it.
     """
 
     def __init__(self, hosts: Sequence[int], fan_out: int) -> None:
@@ -72,7 +71,7 @@ class Topology:
         return self._depths[rank]
 
     def leads_host(self, rank: int) -> bool:
-        """Tell whether a rank is the lowest of its host."""
+        """Return whether a rank is the lowest of its host."""
         return self._leaders[self.hosts[rank]] == rank
 
     @lazy_property
@@ -88,7 +87,7 @@ class Topology:
 
     @lazy_property
     def _below(self) -> dict[int, list[int]]:
-        """The children of each rank that has some."""
+        """The children of each rank with children."""
         below: dict[int, list[int]] = {}
         for rank, parent in enumerate(self._parents[1:], 1):
             below.setdefault(parent, []).append(rank)

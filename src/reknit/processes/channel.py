@@ -75,7 +75,7 @@ class Channel:
                 sent = socket.send_fds(self._socket, [packet], fds) if fds else 0
                 if sent < len(packet):
                     self._socket.sendall(packet[sent:])
-            except BaseException:  # after half a message the other end cannot tell where the next one begins
+            except BaseException:  # after half a message the other end cannot find the next one
                 self.shut()
                 raise
             finally:
@@ -83,15 +83,15 @@ class Channel:
                     os.close(file)
 
     def tell(self, message: Message) -> bool:
-        """Send a message, and return whether the other end is still there, which is no error."""
+        """Send a message, and return whether the other end still exists, without an error if it does not."""
         with suppress(OSError):
             self.send(message)
             return True
         return False
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait until something can be received, or the other end is gone; tell whether that came to be."""
-        poll = select.poll()  # select.select knows no descriptor above 1023
+        """Wait until a message can be received, or the other end is gone; return False after `timeout_s`."""
+        poll = select.poll()  # select.select takes no descriptor above 1023
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
 
@@ -155,7 +155,7 @@ class Channel:
 def receive_with_fds(sock: socket.socket, nbytes: int, max_fds: int) -> tuple[bytes, list[int]]:
     """Return at most so many bytes, and the descriptors that came with them, which no child inherits.
 
-    `socket.recv_fds` is no help: it forgets the flags that it is given.
+    `socket.recv_fds` does not help: it ignores its flags.
     """
     found = array("i")
     data, ancillary, _, _ = sock.recvmsg(nbytes, socket.CMSG_LEN(max_fds * found.itemsize), _CLOEXEC)

@@ -13,10 +13,10 @@ from reknit.system import output_of_child
 def start_child(
     module: str, fd: int, *arguments: str, stdout: int | None, new_session: bool = False
 ) -> subprocess.Popen[bytes]:
-    """Run a module in a new process, with the number of a descriptor that it gets, and more, as arguments.
+    """Run a module in a new process, which inherits a descriptor; its number comes first in the arguments.
 
-    It finds modules where this process does, and its errors go where those of this process go.  Raises
-    `ShortageError` where there may be no more processes, `OSError`.
+    It finds modules in the same places as this process, and its errors go to the errors of this process.
+    Raises `ShortageError` where there may be no more processes, `OSError`.
     """
     with typed_shortage():
         return subprocess.Popen(

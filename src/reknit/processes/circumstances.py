@@ -1,4 +1,4 @@
-"""What is true of a whole process and can be handed over: umask, folder, variables, places of modules."""
+"""The properties of a whole process that can be handed over: umask, folder, variables, places of modules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from reknit.system import umask
 
 
 class Circumstances(msgspec.Struct, array_like=True):
-    """What decides, beside its arguments, what a save of this process writes and where.
+    """The properties of a process on which, beside its arguments, the result of a save depends.
 
     The variables are the secrets of this user, on their way to another process of this user; nothing may log
     them.  Names are bytes, as the system has them.
@@ -53,7 +53,7 @@ def here() -> Circumstances:
 
 
 def take(new: Circumstances, old: Circumstances | None) -> None:
-    """Make the circumstances of another process those of this one, an agent, which had `old` from there."""
+    """Adopt the circumstances of another process in this agent, which had `old` of them before."""
     os.umask(new.umask)
     if new.folder is not None:
         with suppress(OSError):  # removed since, or closed to this process: absolute paths need no folder

@@ -42,7 +42,7 @@ def nameless_file(name: str) -> int:
 def write_at(fd: int, start: int, data: bytes | memoryview) -> None:
     """Write all of `data` to a file, which grows if it has to.
 
-    Memory that cannot be had is an `OSError` here; in a mapping the kernel would answer with a signal.
+    Missing memory is an `OSError` here; in a mapping the kernel would answer with a signal.
     """
     rest = memoryview(data)
     while rest:
@@ -53,7 +53,7 @@ def write_at(fd: int, start: int, data: bytes | memoryview) -> None:
 def map_file(fd: int, nbytes: int) -> mmap.mmap:
     """Map the first bytes of a file, which need not stay open.
 
-    Raises `UsageError` if it has fewer than `nbytes`, for touching what is not there would kill this process,
+    Raises `UsageError` if it has fewer than `nbytes`, since touching missing bytes would kill this process,
     and `MemoryError` if it cannot be mapped.
     """
     require_size(fd, nbytes)
@@ -70,7 +70,7 @@ def require_size(fd: int, nbytes: int) -> None:
 
 @contextmanager
 def memory_errors(nbytes: int) -> Iterator[None]:
-    """Turn what the kernel says of too little memory into `MemoryError`."""
+    """Translate the kernel's errors about too little memory to `MemoryError`."""
     try:
         yield
     except (OSError, OverflowError) as error:

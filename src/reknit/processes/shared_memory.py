@@ -1,4 +1,4 @@
-"""Memory without a name that several processes map: whoever is handed its descriptor can attach."""
+"""Memory without a name that several processes map: a process that receives its descriptor can attach."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ if sys.platform == "linux":
 
 
 def _map_aligned(fd: int, nbytes: int) -> tuple[mmap.mmap, Any, int]:
-    """Map the first bytes of a file where huge pages can be, if the kernel lets choose the place.
+    """Map the first bytes of a file at an address that allows huge pages, if the kernel allows the choice.
 
     Returns the mapping, its memory as a buffer, and where in both the file begins.  Raises as `map_file`.
     """
@@ -69,7 +69,7 @@ class SharedMemory:
     """`nbytes` bytes of page-aligned memory that several processes map, and use as an array, `bytes`.
 
     The memory has no name, so nothing of it can be left behind: the kernel frees it when the last process
-    that has it open ends, however it ends.  On Linux the size of the /dev/shm mount is no limit to it.
+    that has it open ends, however it ends.  On Linux the size of the /dev/shm mount does not limit it.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
@@ -95,7 +95,7 @@ class SharedMemory:
     def create(cls, nbytes: int) -> SharedMemory:
         """Make new memory, all zeros; its pages are not there yet (see `populate`).
 
-        Raises `MemoryError` where there is no room for it; less may still be had.
+        Raises `MemoryError` if it does not fit; less memory may still be available.
         """
         if nbytes < 1:
             raise UsageError(f"shared memory has at least 1 byte, not {nbytes}")
@@ -128,8 +128,8 @@ class SharedMemory:
     def _make_huge(self, start: int, nbytes: int) -> None:
         """Make huge pages of a range; nothing depends on it.
 
-        They are there ten times sooner than small ones, which the kernel clears and maps one by one.  It
-        makes one (since Linux 6.1) of what is there in part, whatever the system's settings say.
+        They appear ten times sooner than small pages, which the kernel clears and maps one by one.  Since
+        Linux 6.1 the kernel makes a huge page of one that exists in part, despite the system's settings.
         """
         address = self.bytes.ctypes.data + start
         if _madvise is None or self._refused or (address | start | nbytes) % HUGE_NBYTES:
@@ -140,12 +140,12 @@ class SharedMemory:
         self._refused = _madvise(address, nbytes, _COLLAPSE) != 0
 
     def hold(self, release: Callable[[], None] | None) -> None:
-        """Call `release` before the pages are given up: someone else, such as a driver, uses them, too."""
+        """Call `release` before the pages are given up: other code, such as a driver, uses them, too."""
         self._release = release
 
     @property
     def is_held(self) -> bool:
-        """Whether someone else has to let go of the pages first."""
+        """Whether other code has to release the pages first."""
         return self._release is not None
 
     def discard(self) -> None:
@@ -178,7 +178,7 @@ class SharedMemory:
 
 
 def advise(memory: mmap.mmap, advice: str, start: int, nbytes: int) -> None:
-    """Give the kernel an advice that it may not know, or may refuse; nothing depends on it."""
+    """Give the kernel an advice that it may not support, or may refuse; nothing depends on it."""
     number = getattr(mmap, advice, None)
     if number is not None:
         with suppress(OSError):
@@ -191,6 +191,6 @@ def _allocate(fd: int, start: int, nbytes: int) -> None:
     except AttributeError:
         return  # no such call on this system: pages come as they are touched
     except OSError as error:
-        # A system that cannot or may not reserve is no reason to stop: pages come as they are touched.
+        # A system that cannot or may not reserve does not stop the save: pages come as they are touched.
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.EACCES):
             raise

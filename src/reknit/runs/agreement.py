@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from reknit.comm import base as comm
+from reknit.comm import group as comm
 from reknit.monitor.phase import monotonic
 from reknit.policies.base import Moment
 from reknit.policies.saving import OnPreemption
@@ -17,7 +17,7 @@ from reknit.runs.preemption import Notice, Notices
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
     from reknit.policies.base import Facts, Policy
 
 logger = logging.getLogger("reknit")

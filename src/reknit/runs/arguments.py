@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from reknit.arguments import checked_step
-from reknit.comm import base as comm
+from reknit.comm import group as comm
 from reknit.errors import UsageError, did_you_mean, shown
 from reknit.policies.base import policy_of
 from reknit.policies.keeping import named_items, named_metrics, require_items
@@ -16,7 +16,7 @@ from reknit.policies.keeping import named_items, named_metrics, require_items
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
     from reknit.policies.base import Policy
     from reknit.types.saved_step import SavedStep
 

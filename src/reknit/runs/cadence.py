@@ -22,7 +22,7 @@ from reknit.storage.registry import recorded
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
     from reknit.engine.run_record import Run
     from reknit.monitor.outlet import Outlet
     from reknit.options import SaveOptions

@@ -15,7 +15,7 @@ from reknit.storage.base import PerHost
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
     from reknit.runs.tiers import Level
 
 logger = logging.getLogger("reknit")

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Sequence
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
     from reknit.engine.outcome import PendingSave
     from reknit.options import SaveOptions
     from reknit.runs.tiers import Folder, Tiers

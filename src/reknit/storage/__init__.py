@@ -1,1 +1,1 @@
-"""Stores: read and write bytes; no other code knows what a store is."""
+"""Stores: read and write bytes; no other code depends on the kind of a store."""

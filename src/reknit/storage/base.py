@@ -19,7 +19,7 @@ class Listed(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """How a store likes to be read; as it stands, a local disk.
+    """The way in which a store is read best; the defaults are those of a local disk.
 
     Holes of up to `gap_nbytes` between wanted runs are read over, as long as the bytes wasted are at most
     `waste` times those wanted; a store in which a request costs more than bytes wants both large.  One read
@@ -48,7 +48,7 @@ class Writer(Protocol):
         """
 
     def abort(self) -> None:
-        """Give up and remove what was written; never raises for a store that is already failing."""
+        """Give up, and remove the bytes written; never raises for a store that is already failing."""
 
 
 class Storage(Protocol):
@@ -79,16 +79,16 @@ class Storage(Protocol):
         """
 
     def commit(self, path: str, data: bytes, *, pending: str, if_absent: bool) -> bool:
-        """Write a small file as `put` does, but only while the file `pending` is there, which it uses up.
+        """Write a small file as `put` does, but only while the file `pending` exists, which this removes.
 
-        `pending` is an empty file in the same folder, made with `put`.  It belongs to the caller alone, who
-        commits one content with it; whoever deletes it keeps him from ever writing `path`.  Raises
-        `StorageNotFoundError` when it is gone; nothing was changed then.  Where the answer is False, as with
-        `put`, it is still there, but holds anything.
+        `pending` is an empty file in the same folder, made with `put`.  It belongs to the caller alone, which
+        commits one content with it.  After another process has deleted it, the caller can never write `path`.
+        Raises `StorageNotFoundError` if it is gone, and then changes nothing.  If the result is False, as
+        with `put`, the file `pending` still exists, with any content.
 
-        After any other error, or one from a network that repeats requests, only reading `path` tells what
-        happened.  Where the store can, look and write are one atomic step; where it cannot, it looks, and
-        then puts, and its documentation says how far that carries.
+        After any other error, or on a network that repeats requests, only a read of `path` shows the outcome.
+        In stores that can, the look and the write are one atomic step.  Other stores look and then put, and
+        their documentation says how safe that is.
         """
 
     def get(self, path: str, *, limit: int) -> bytes:
@@ -103,16 +103,16 @@ class Storage(Protocol):
     def read_into(self, path: str, start: int, buffers: list[memoryview]) -> None:
         """Fill the writable 1-d byte `buffers`, one after another, from byte `start` on.
 
-        Nothing may be written to them once this has returned or raised: they then serve for other things.
-        Raises `StorageNotFoundError`, or `StorageError` when the file ends before the buffers are full.
+        Nothing may be written to them after this has returned or raised: the caller then reuses them.  Raises
+        `StorageNotFoundError`, or `StorageError` when the file ends before the buffers are full.
         """
 
     def read_runs(self, path: str, starts: NDArray[np.int64], nbytes: int, buffer: memoryview) -> None:
         """Fill the writable 1-d byte `buffer` with runs of `nbytes` bytes each, one after another.
 
-        Run `k` begins at byte `starts[k]`; they ascend and do not overlap.  Made for many small runs, so it
-        pays to do little for each.  Where nothing better is to be had, `reknit.storage.runs.read_runs` does
-        it by means of `read_into`.  Raises as that does.
+        Run `k` begins at byte `starts[k]`; they ascend and do not overlap.  It is made for many small runs,
+        so the work for each run has to be small.  A store without a better way calls
+        `reknit.storage.ranges.read_runs`, which uses `read_into`.  Raises the errors of `read_into`.
         """
 
     def folders(self) -> list[str]:
@@ -122,18 +122,18 @@ class Storage(Protocol):
         """Yield every file below the folder `prefix`, in any order; a missing folder yields nothing."""
 
     def delete(self, path: str) -> None:
-        """Remove a file; a missing one is no error.  Folders that become empty may vanish."""
+        """Remove a file; a missing file is not an error.  Folders that become empty may vanish."""
 
     def sub(self, path: str) -> Storage:
         """Return the store rooted at the folder `path` of this one."""
 
     def close(self) -> None:
-        """Release what the store holds open."""
+        """Release all connections and files that the store holds open."""
 
 
 @runtime_checkable
 class PerHost(Protocol):
-    """A store of which each host has one of its own: nobody sees what ranks of other hosts put there."""
+    """A store of which each host has its own: a rank sees only the files of its host."""
 
     @property
     def folder(self) -> str:
@@ -145,30 +145,22 @@ class CopiesFiles(Protocol):
     """A store that can make a file of another one without its bytes passing through this process."""
 
     def copy_from(self, source: Storage, source_path: str, path: str, nbytes: int) -> bool:
-        """Make the new file `path` of a finished file of `source`; that has `nbytes` bytes, and stays.
+        """Copy a finished file of `source`, which has `nbytes` bytes and stays, to the new file `path`.
 
         The file is then whole and durable as after `Writer.finish`, and later deletions of either leave the
         other as it is.  Damage done to one in place may be done to both.  `source` may be any store, also one
-        that is closed.  Returns False where this cannot be done, so that the file has to be written: the
-        source is gone, has another size, or is out of reach, or the store refuses.  Nothing is at `path`
-        then, and nothing will be, nor after an error; `StorageError` when the path already exists.
+        that is closed.  Returns False if the store cannot copy, so that the file has to be written: the
+        source is gone, has another size, or cannot be reached, or the store refuses.  Then, and after an
+        error, `path` does not exist and will not appear.  Raises `StorageError` if the path already exists.
         """
 
 
-@runtime_checkable
-class Cacheable(Protocol):
-    """A store whose reads may come from a cache that can be dropped, for cold measurements."""
-
-    def evict(self, path: str) -> None:
-        """Drop cached bytes of a file, so that the next read reaches the device."""
-
-
 class Dated(NamedTuple):
-    """Something that a store holds, and when it was last changed: seconds since the epoch, by its own clock.
+    """A content of a store with the time of its last change: seconds since the epoch, by the store's clock.
 
-    `kind` is ``"file"`` for what `Storage.list` yields; ``"temporary"`` for what has no name of its own, and
-    is part of no file yet; ``"upload"`` for parts that are up of a file that does not exist.  `path` is
-    relative to the store's root, that of an upload is where the file would be.
+    `kind` is ``"file"`` for a file that `Storage.list` yields; ``"temporary"`` for a file of a write that is
+    under way; ``"upload"`` for uploaded parts of a file that does not exist.  `path` is relative to the
+    store's root.  For an upload, it is the path that the file would have.
     """
 
     kind: Literal["file", "temporary", "upload"]
@@ -180,14 +172,14 @@ class Dated(NamedTuple):
 
 @runtime_checkable
 class Sweepable(Protocol):
-    """A store that can tell all it holds, also what no reader sees, and remove it."""
+    """A store that can list and remove all that it holds, also files that no reader sees."""
 
     @property
     def unseen(self) -> str | None:
-        """What killed processes leave here that `dated` does not tell, and what removes it; None if none."""
+        """The remains of killed processes that `dated` does not list, with their remedy; None without any."""
 
     def dated(self) -> Iterator[Dated]:
-        """Yield all that is below the root, in any order.  What comes or goes meanwhile may be missed."""
+        """Yield all files below the root, in any order; files that come or go meanwhile may be missed."""
 
     def discard(self, found: Dated) -> None:
-        """Remove a temporary file, or the parts of an upload; what is gone already is no error."""
+        """Remove a temporary file, or the parts of an upload; a missing file is not an error."""

@@ -6,7 +6,7 @@ from reknit.errors import StorageError, StorageNotFoundError
 
 
 class FaultError(OSError):
-    """An error of the system whose place knows what helps: `remedy`."""
+    """An error of the system with a remedy that its place in the code adds."""
 
     def __init__(self, number: int, fault: str, full: str, remedy: str) -> None:
         super().__init__(number, fault, full)

@@ -24,7 +24,7 @@ from reknit.storage.base import Listed, Reading
 from reknit.storage.errors import existing, missing, removed, shorter, too_large
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.paths import check_path, is_temporary
-from reknit.storage.runs import filled, read_runs, spread
+from reknit.storage.ranges import filled, read_runs, spread
 from reknit.storage.writing import Progress, TakenNames
 
 if TYPE_CHECKING:
@@ -48,14 +48,14 @@ warned: set[str] = set()
 class FsspecStorage:
     """The files below a URL of fsspec.
 
-    What it cannot promise, for fsspec has no word for it: that of several processes which write one name at
-    once only one succeeds, that a reader never sees half a small file, and that what was written survives a
-    loss of power.  Within a process it keeps all of them but the last.  A file is gathered in a temporary one
-    on the local disk until it is whole, and then uploaded in order.
+    fsspec has no operations for three promises: only one of several processes that write one name at once
+    succeeds; a reader never sees half a small file; and written files survive a loss of power.  Within one
+    process, the first two hold.  A file is collected in a temporary file on the local disk until it is whole,
+    and then uploaded in order.
     """
 
     def __init__(self, url: str, system: Any, root: str) -> None:
-        """Use `open_fsspec`; `root` is what `system` calls the folder that `url` means."""
+        """Use `open_fsspec`; `root` is the path of the folder in `system`."""
         self._url, self.system, self._root = url.rstrip("/"), system, root.rstrip("/")
         self.names, self._lock = TakenNames(), threading.RLock()
 
@@ -81,7 +81,7 @@ class FsspecStorage:
         return writer
 
     def put(self, path: str, data: bytes, *, if_absent: bool) -> bool:
-        """Write a small file; with `if_absent` it is looked first whether there is one."""
+        """Write a small file; with `if_absent`, look first whether it exists."""
         full = self._full(path)
         with self._lock, self._translated("write", path):
             self._check_place(path)
@@ -185,7 +185,7 @@ class FsspecStorage:
     def place(self, writer: FsspecWriter, path: str, full: str, source: Any) -> None:
         """Upload a file that is whole."""
         with self._translated("write", path):
-            self._require_own(writer, path, full)  # what was put in its place meanwhile is not touched
+            self._require_own(writer, path, full)  # a file put in its place meanwhile stays
             self._make_folder(full)
             try:
                 with self.system.open(full, "wb") as target:
@@ -195,7 +195,7 @@ class FsspecStorage:
                     self._require_own(writer, path, full)
                     self.names.free(full)
             except BaseException:
-                with suppress(Exception):  # the first error is the one to be told
+                with suppress(Exception):  # the first error is the one to raise
                     if self.system.exists(full):
                         self.system.rm_file(full)
                 raise
@@ -230,7 +230,7 @@ class FsspecStorage:
 
     @contextmanager
     def _translated(self, action: str, path: str) -> Iterator[None]:
-        """Turn the errors of whatever library serves this into ours."""
+        """Translate the errors of the library that serves the URL."""
         where = self._url_of(path)
         try:
             yield
@@ -293,7 +293,7 @@ class FsspecWriter:
 
     @contextmanager
     def _gathering(self, remedy: str) -> Iterator[None]:
-        """Raise what the temporary file raises as such an error."""
+        """Translate the errors of the temporary file."""
         try:
             yield
         except OSError as error:
@@ -312,10 +312,11 @@ class FsspecWriter:
 
 
 def open_fsspec(url: str, durability: Durability = "power") -> Storage:
-    """Return the store at a URL of fsspec, and warn once of what it cannot promise.
+    """Return the store at a URL of fsspec, and warn once of the missing guarantees.
 
     Folders of this machine have a store of their own, which promises more, and follows no link.  Raises
-    `ImportError` where fsspec, or what serves this protocol, is not installed; `StorageUnavailableError`.
+    `ImportError` if fsspec, or the package that serves this protocol, is not installed, and
+    `StorageUnavailableError`.
     """
     import fsspec
 

@@ -12,23 +12,23 @@ _OWN_TEMPORARY = re.compile(rf"\.(?:[0-9a-f]{{32}}(?:-[0-9]+-[0-9]+)?|{_LOCKED})
 
 
 def check_path(path: str, url: str) -> str:
-    """Return `path` unchanged when it names a place below the root of the store at `url`.
+    """Return `path` unchanged if it names a place below the root of the store at `url`.
 
-    Raises `StorageError` otherwise.  Every store refuses the same names, so that what one holds fits into any
-    other.
+    Raises `StorageError` otherwise.  Every store refuses the same names, so that the files of one store fit
+    into any other.
     """
     fault = _fault(path)
     if fault is None:
         return path
     raise StorageError(
-        f"{path!r} is no path below {url}: {fault}",
+        f"{path!r} is not a path below {url}: {fault}",
         remedy="use a relative path with forward slashes, such as 'model/00000.safetensors'",
         path=url,
     )
 
 
 def check_readable(place: str) -> str:
-    """Return the path or URL of a root unchanged.  Raises `UsageError` for one that is no text.
+    """Return the path or URL of a root unchanged.  Raises `UsageError` if it is not a text.
 
     Names on a disk may be any bytes, but manifests, messages and events hold texts.
     """
@@ -49,17 +49,17 @@ def _is_text(name: str) -> bool:
 
 
 def is_temporary(name: str) -> bool:
-    """Tell whether a file name belongs to a write under way, or to a removed file that NFS still holds."""
+    """Return whether a file name belongs to a write under way, or to a removed file that NFS still holds."""
     return name.startswith(".nfs") or (name.startswith(".") and name.endswith(".tmp"))
 
 
 def is_own_temporary(name: str) -> bool:
-    """Tell whether a file name is one that the stores here make for a write under way, or for a lock."""
+    """Return whether a file name was made by a store of reknit for a write under way, or for a lock."""
     return _OWN_TEMPORARY.fullmatch(name) is not None
 
 
 def kind_of(path: str) -> Literal["file", "temporary"] | None:
-    """Return what a path of a store is: part of it, a write of ours under way, or None for another's."""
+    """Return the kind of a path: a file, a write of reknit under way, or None for another program's write."""
     if is_own_temporary(path.rpartition("/")[2]):
         return "temporary"
     return None if any(map(is_temporary, path.split("/"))) else "file"

@@ -33,17 +33,18 @@ _OF_OBSTORE = (3, 11)
 """The oldest Python that obstore is made for."""
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
 _PROTOCOL = re.compile(r"[a-z]+")
-"""Links of a chain of fsspec that are protocols without a path; others without slashes are paths."""
+"""Links of a chain of fsspec that are protocols without a path; other links without slashes are paths."""
 
 
 def open_storage(url: str | os.PathLike[str], *, durability: Durability = "power") -> Storage:
     """Return the store at `url`: a folder's path, ``file://``, ``mem://``, or a registered scheme.
 
-    Stores over a network are asked again where they cannot be reached, see `storage.wrappers.retrying`; their
-    URLs have the option ``?retry_s=``.  What is registered is opened as it is.
+    Requests to stores over a network are repeated if the store cannot be reached, see
+    `storage.wrappers.retrying`; their URLs have the option ``?retry_s=``.  A registered store is opened
+    without retries.
 
-    Whatever looks like a URL of an unknown store raises `UnknownSchemeError` instead of becoming a folder of
-    that name; a folder whose name really begins like that is given by its absolute path.
+    A URL of an unknown store raises `UnknownSchemeError` and does not become a folder of that name.  A folder
+    whose name begins like a URL is given by its absolute path.
     """
     text = _text(url)
     scheme = _scheme(text)
@@ -53,20 +54,21 @@ def open_storage(url: str | os.PathLike[str], *, durability: Durability = "power
     if factory is None:
         raise _unknown(scheme, text)
     if "://" not in text and scheme != "file":
-        raise UsageError(f"{text!r} is no URL", remedy=f"write {scheme}://... with two slashes")
+        raise UsageError(f"{text!r} is not a URL", remedy=f"write {scheme}://... with two slashes")
     return factory(text, durability)
 
 
 def recorded(storage: Storage, recorder: Recorder) -> Storage:
-    """Return the store with each operation told to the recorder's sinks; as it is where there are none."""
+    """Return the store with its operations recorded in the recorder's sinks; unchanged without sinks."""
     return RecordingStorage(storage, recorder) if recorder.sinks else storage
 
 
 class StoreRecipe(NamedTuple):
-    """How another process of this machine opens the same store; `elsewhere` is False when none can.
+    """The way in which another process of this machine opens a store; `elsewhere` is False if none can.
 
-    `url` names it in whatever folder that process is.  `factory` is what only this process has registered,
-    for `adopt`: ``module:function``, or ``protocol=module:class`` for each protocol of fsspec in the URL.
+    `url` does not depend on the working folder.  `factory` names a factory that only this process has
+    registered, for `adopt`: ``module:function``, or ``protocol=module:class`` for each protocol of fsspec in
+    the URL.
     """
 
     url: str
@@ -125,7 +127,7 @@ def _recipe_of_fsspec(scheme: str, url: str) -> StoreRecipe:
 
 
 def _reference(maker: object) -> str | None:
-    """Return ``module:name`` by which another process imports the same object, None if none can."""
+    """Return ``module:name`` by which another process imports the same object, None if it cannot."""
     module, name = getattr(maker, "__module__", ""), getattr(maker, "__qualname__", "")
     loaded = sys.modules.get(module)
     spec = getattr(loaded, "__spec__", None)
@@ -139,7 +141,7 @@ def _reference(maker: object) -> str | None:
 
 
 def _text(url: object) -> str:
-    """Return a place as text.  Raises `UsageError` for what is none."""
+    """Return a place as text.  Raises `UsageError` for anything but a place."""
     text = location_text(url) if is_location(url) else url
     if isinstance(text, str) and text:
         return check_readable(text)
@@ -158,8 +160,8 @@ def _text(url: object) -> str:
 def register(scheme: str, factory: Factory) -> None:
     """Let `factory(url, durability)` open the URLs of a scheme in this process.
 
-    A package registers for good with an entry point: in the group ``reknit.storage``, named like the scheme,
-    naming the factory.  Raises `UsageError` when the scheme is taken.
+    A package registers permanently with an entry point for the factory, in the group ``reknit.storage``, with
+    the name of the scheme.  Raises `UsageError` when the scheme is taken.
     """
     if not _SCHEME.fullmatch(scheme) or scheme != scheme.lower():
         raise UsageError(f"{scheme!r} cannot be a scheme", remedy="use small letters and digits")
@@ -168,7 +170,7 @@ def register(scheme: str, factory: Factory) -> None:
 
 
 def _scheme(text: str) -> str | None:
-    """Return what stands before a colon in the first part of a path, where that could mean a store."""
+    """Return the text before a colon in the first part of a path, if it could be the scheme of a store."""
     head, colon, rest = text.partition(":")
     if not colon or "/" in head:
         return None
@@ -196,7 +198,7 @@ def _installed(scheme: str) -> Factory | None:
 
 
 def _of_fsspec(scheme: str) -> Factory | None:
-    """Return what opens a protocol of fsspec, where that is installed and knows it."""
+    """Return the factory for a protocol of fsspec, if fsspec is installed and supports it."""
     try:
         from fsspec.registry import get_filesystem_class, known_implementations, registry
     except ImportError:

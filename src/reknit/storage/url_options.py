@@ -17,13 +17,13 @@ _KINDS: dict[str, Callable[[str], Any]] = {
     "float": float,
     "bool": lambda text: {"true": True, "false": False}[text.lower()],
 }
-"""What makes a value of its text, by the type of its field; all others are texts."""
+"""Conversions from text, by the type of the field; all other fields are texts."""
 
 
 def url_options(url: str, query: str, options: type[Any], **special: Callable[[str], Any]) -> dict[str, Any]:
-    """Return the options that a query gives, by field; a key ``x_mib`` stands for the field ``x_nbytes``.
+    """Return the options in a query, by field; a key ``x_mib`` stands for the field ``x_nbytes``.
 
-    Their values are of the types of the fields, unless `special` makes them of their text, by key.  Raises
+    Their values have the types of the fields; `special` has conversions from text for some keys.  Raises
     `UsageError`.
     """
     convert: dict[str, Callable[[str], Any]] = {}
@@ -39,7 +39,7 @@ def url_options(url: str, query: str, options: type[Any], **special: Callable[[s
         try:
             found[key.replace("_mib", "_nbytes")] = convert[key](text)
         except (ValueError, KeyError) as error:
-            raise UsageError(f"{url!r}: {text!r} is no value of {key}", remedy=remedy) from error
+            raise UsageError(f"{url!r}: {text!r} is not a value of {key}", remedy=remedy) from error
     return found
 
 

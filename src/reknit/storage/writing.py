@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 
 from reknit.errors import StorageError
-from reknit.storage.runs import check_inside, check_size
+from reknit.storage.ranges import check_inside, check_size
 
 
 class TakenNames:
-    """The names of files that are being written by this process, and by whom."""
+    """The names of files that this process is writing, and their writers."""
 
     def __init__(self) -> None:
         self._writers: dict[str, object] = {}
@@ -20,23 +20,23 @@ class TakenNames:
             return name in self._writers
 
     def take(self, name: str, writer: object) -> bool:
-        """Give a name to a writer; tell whether it was free."""
+        """Give a name to a writer, and return whether it was free."""
         with self._lock:
             return self._writers.setdefault(name, writer) is writer
 
     def has(self, name: str, writer: object) -> bool:
-        """Tell whether a writer still has its name."""
+        """Return whether a writer still has its name."""
         with self._lock:
             return self._writers.get(name) is writer
 
     def free(self, name: str, writer: object | None = None) -> None:
-        """Take a name from this writer, or from whoever has it."""
+        """Take a name from this writer, or from any writer."""
         with self._lock:
             if writer is None or self._writers.get(name) is writer:
                 self._writers.pop(name, None)
 
     def below(self, folder: str) -> bool:
-        """Tell whether a name lies below a folder."""
+        """Return whether a name lies below a folder."""
         with self._lock:
             return any(name.startswith(f"{folder}/") for name in self._writers)
 
@@ -45,7 +45,7 @@ class Progress:
     """How much of a file of `nbytes` bytes is written, and whether it still may be; thread-safe."""
 
     def __init__(self, url: str, nbytes: int) -> None:
-        """Begin a file; raises `UsageError` for one that has less than no bytes."""
+        """Begin a file; raises `UsageError` for a negative size."""
         check_size(nbytes)
         self._url, self._nbytes = url, nbytes
         self._written = 0
@@ -75,7 +75,7 @@ class Progress:
             raise StorageError(f"cannot finish {self._url}: {fault}", path=self._url)
 
     def end(self) -> bool:
-        """Let no more be written; tell whether it was allowed until now."""
+        """End the writing, and return whether it was allowed until now."""
         with self._lock:
             was_open, self._open = self._open, False
             return was_open

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
     from reknit.frameworks.custom import CustomFramework
     from reknit.types.shard import Holdings, Shard, TensorSpec
 

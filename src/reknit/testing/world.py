@@ -7,7 +7,7 @@ import tempfile
 import threading
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from reknit.comm.tree.threads import thread_groups
+from reknit.comm.tree.thread_group import thread_groups
 from reknit.errors import DeadlineError
 from reknit.monitor.phase import Deadline
 from reknit.types.rank_text import spelled
@@ -15,7 +15,7 @@ from reknit.types.rank_text import spelled
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
 
 _Result = TypeVar("_Result")
 

@@ -275,4 +275,3 @@ def _forget_error(device: Any) -> None:
 def log_refused(what: str, code: int) -> None:
     """Log once what the CUDA driver refused."""
     logger.warning("%s: the CUDA driver answered with error %d", what, code)
-

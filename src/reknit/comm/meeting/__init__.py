@@ -1,1 +1,1 @@
-"""How ranks that cannot talk yet find each other."""
+"""How ranks without a connection find each other."""

@@ -9,7 +9,6 @@ import time
 from typing import TYPE_CHECKING
 
 from reknit.comm import tls
-from reknit.comm.executor import DaemonExecutor
 from reknit.comm.meeting.address_store import (
     LONGEST_WAIT_S,
     MOST_KEY_LETTERS,
@@ -24,10 +23,11 @@ from reknit.comm.meeting.address_store import (
     store_settings,
 )
 from reknit.comm.meeting.addresses import addresses, bracketed, is_loopback, own_addresses
-from reknit.comm.messages import Reply
+from reknit.comm.rank_messages import Reply
 from reknit.comm.serving import replying, server_settings, token_server
 from reknit.errors import CommError, DeadlineError, ReknitError, from_wire, typed_shortage
 from reknit.monitor.phase import Deadline
+from reknit.system import DaemonExecutor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,16 +40,16 @@ if TYPE_CHECKING:
 _MOST_NBYTES = 256 << 20
 
 _MOST_WAITING = 64
-"""Calls that may wait in the server for a value, each in a thread; the others ask again."""
+"""Calls that may wait in the server for a value, each in a thread; further calls are repeated."""
 
 _LINGER_S = 1.5
-"""How long rank 0 serves on after it failed, for those who ask again to hear why."""
+"""How long rank 0 continues to serve after its failure, so that repeated calls receive the error."""
 
 _END_S = 0.5
 
 
 class ServedStore:
-    """The store of rank 0: its values, and the server by which others see them."""
+    """The store of rank 0: its values, and the server by which other ranks read them."""
 
     def __init__(self, point: Point, size: int, token: str, options: CommOptions) -> None:
         """Serve the store at `point`; raises `CommError` when nothing can listen there.
@@ -67,7 +67,9 @@ class ServedStore:
         self._closed = False
         self._waiting = threading.BoundedSemaphore(_MOST_WAITING)
         self._shortage: ShortageError | None = None
-        self._executor = DaemonExecutor(_MOST_WAITING + 8, ready=1, on_shortage=self._fall_short)
+        self._executor = DaemonExecutor(
+            "reknit-comm", _MOST_WAITING + 8, ready=1, on_shortage=self._fall_short
+        )
         methods = {
             SERVICE + "set": replying(StoreRequest, self._set, MOST_MESSAGE_NBYTES),
             SERVICE + "get": replying(StoreRequest, self._get, MOST_MESSAGE_NBYTES),
@@ -83,7 +85,7 @@ class ServedStore:
             raise
 
     def set(self, key: str, value: bytes) -> None:
-        """Put `value` under `key`; raises `CommError` for one, or for values in all, beyond the limits."""
+        """Put `value` under `key`.  Raises `CommError` if it, or all values together, exceed the limits."""
         with self._changed:
             nbytes = self._nbytes + len(value) - len(self._values.get(key, b""))
             if len(value) > MOST_VALUE_NBYTES or nbytes > _MOST_NBYTES or len(key) > MOST_KEY_LETTERS:
@@ -121,10 +123,10 @@ class ServedStore:
         self.close()
 
     def close(self) -> None:
-        """End the server; the values are gone for everyone.  Closing twice does nothing."""
+        """End the server; the values are gone for all ranks.  Closing twice does nothing."""
         with self._changed:
             self._closed = True
-            self._changed.notify_all()  # those who wait are answered within the time that calls get to end
+            self._changed.notify_all()  # waiting calls are answered while the server stops
         self._server.stop(_END_S).wait()
         self._executor.shutdown()
 
@@ -186,7 +188,7 @@ def _listen_address(point: Point, options: CommOptions) -> str:
 
 
 def _occupied(host: str, port: int) -> OSError | None:
-    """Return what keeps a server from listening, since gRPC does not say."""
+    """Return the error that keeps a server from listening, since gRPC does not report it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.create_server((host, port), family=family, dualstack_ipv6=host == "::").close()

@@ -1,7 +1,7 @@
-"""A rendezvous store at a given address: rank 0 serves it while the group forms, the others connect.
+"""A rendezvous store at a given address: rank 0 serves it while the group forms, the other ranks connect.
 
-A call without the token is refused before anything of it is read.  A hash of the token travels with each
-call; whoever can listen in the network can take part, unless `CommOptions.tls` is set.
+A call without the token is refused before its content is read.  A hash of the token travels with each call,
+so an eavesdropper in the network can take part, unless `CommOptions.tls` is set.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 from reknit.comm import tls
 from reknit.comm.backoff import doubling
 from reknit.comm.meeting.addresses import bracketed
-from reknit.comm.messages import Reply, decode, encode
+from reknit.comm.rank_messages import Reply, decode, encode
 from reknit.comm.serving import TOKEN, channel_settings
 from reknit.errors import CommError, DeadlineError, UsageError, from_wire
 from reknit.monitor.phase import Deadline
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from reknit.options import CommOptions
 
 SERVICE = "/reknit.Store/"
-"""What the path of every call begins with."""
+"""The beginning of the path of every call."""
 
 MOST_VALUE_NBYTES = 1 << 20
 MOST_KEY_LETTERS = 1024
@@ -71,7 +71,7 @@ class Point(NamedTuple):
 class StoreRequest(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """A call of the store: set `key` to `value`, or get it, waiting up to `wait_s` for it.
 
-    The value comes in the `Reply`, or None where there is none yet.
+    The value comes in the `Reply`, or None before it is set.
     """
 
     key: str
@@ -80,10 +80,10 @@ class StoreRequest(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_
 
 
 class RemoteStore:
-    """The store of rank 0, as other ranks see it."""
+    """A client of the store of rank 0, for the other ranks."""
 
     def __init__(self, point: Point, token: str, options: CommOptions) -> None:
-        """Connect when it is first used: rank 0 may come later.  Raises `UsageError` for unusable `tls`."""
+        """Connect at the first call: rank 0 may come later.  Raises `UsageError` for unusable `tls`."""
         self.master = point.host
         self._point = point
         self._metadata = ((TOKEN, hashed(token)),)
@@ -96,7 +96,7 @@ class RemoteStore:
     def get(self, key: str, timeout_s: float) -> bytes:
         """Return the value of `key`, waiting up to `timeout_s` for it.
 
-        Raises `DeadlineError` when there is none, `CommError` when the store refuses or cannot be reached.
+        Raises `DeadlineError` without a value, `CommError` when the store refuses or cannot be reached.
         """
         deadline, pauses = Deadline(timeout_s), doubling(*PAUSES_S)
         patience = Deadline(max(timeout_s, _REPLY_S))
@@ -162,7 +162,7 @@ def checked_token(token: str | None) -> str:
 
 
 def hashed(token: str) -> str:
-    """Return what a call carries for a token, which may be any text: headers take only some letters."""
+    """Return the hash of a token, which a call carries: headers allow only some letters."""
     return hmac.new(token.encode(), b"reknit.Store", "sha256").hexdigest()
 
 

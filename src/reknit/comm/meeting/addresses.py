@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 _REMEDY = "set CommOptions.interface, or CommOptions.bind to an address of this host that the others reach"
 
-# A packet that nobody sends: connecting a UDP socket only asks for the route, and any port will do.
+# No packet is sent: connecting a UDP socket only asks for the route, and any port will do.
 _ANY_PORT = 9
 
 _PROBE_S = 2.0
 
 _UNIX_SCHEME = "unix:"
 _FITS_A_SOCKET = re.compile(r"/[A-Za-z0-9_./-]{0,70}")
-"""Folders whose names gRPC takes as they are, and that leave room in the 107 letters of a socket's name."""
+"""Folders whose names gRPC takes unchanged, and that leave room in the 107 letters of a socket's name."""
 
 _OF_CONTAINERS = ("docker", "br-", "veth", "virbr", "cni", "flannel", "cali", "lxc", "podman")
 
 
 class Address(NamedTuple):
-    """What other ranks are told, and what the server listens on; to be followed by a colon and a port."""
+    """The published address and the address of the server's socket; a colon and a port follow."""
 
     advertised: str
     listens: str
@@ -46,8 +46,8 @@ def addresses(options: CommOptions, *, one_host: bool, master: str | None = None
     """Return the address of this rank's server.
 
     `one_host`: all ranks of the group are on this host.  `master`: the host of the store in which they met,
-    if it has one.  Raises `UsageError` for an interface that this host does not have, `CommError` when there
-    is no address to be found.
+    if it has one.  Raises `UsageError` for an interface that this host does not have, `CommError` without an
+    address.
     """
     everywhere = options.bind in ANYWHERE
     if options.bind is not None and not everywhere:
@@ -63,9 +63,10 @@ def addresses(options: CommOptions, *, one_host: bool, master: str | None = None
 
 
 class PrivateSocket:
-    """A name for a server's socket that only processes of this user can connect to, or even see.
+    """The name of a server's socket that only processes of this user can connect to, or even see.
 
-    It is in a folder that nobody else may enter.  Once all have connected, nobody needs the name any more.
+    It is in a folder that other users may not enter.  Once all ranks have connected, the name is not needed
+    any more.
     """
 
     def __init__(self) -> None:
@@ -75,8 +76,8 @@ class PrivateSocket:
         self.address = f"{_UNIX_SCHEME}{self._path}"
 
     def remove(self) -> None:
-        """Remove the name; whoever is connected stays so.  Removing twice does nothing."""
-        with suppress(OSError):  # what is left is litter that nobody else can enter
+        """Remove the name; connections stay open.  Removing twice does nothing."""
+        with suppress(OSError):  # a remaining folder is closed to other users
             with suppress(FileNotFoundError):
                 os.unlink(self._path)
             os.rmdir(self._folder)
@@ -99,7 +100,7 @@ def _private_folder() -> str:
 
 
 def is_unix(address: str) -> bool:
-    """Tell whether an address is the name of a socket of this host."""
+    """Return whether an address is the name of a socket of this host."""
     return address.startswith(_UNIX_SCHEME)
 
 
@@ -110,7 +111,7 @@ def check_owner(address: str) -> None:
     try:
         folder = os.stat(os.path.dirname(address[len(_UNIX_SCHEME) :]))
     except OSError:
-        return  # whoever connects finds out
+        return  # the connection then fails
     if folder.st_uid != os.geteuid() or stat.S_IMODE(folder.st_mode) & 0o077:
         raise CommError(
             f"the socket {address} is not private to this user: another user has put it at the meeting place",
@@ -119,7 +120,7 @@ def check_owner(address: str) -> None:
 
 
 def deserted(address: str) -> bool:
-    """Tell whether nobody listens at an address, as this host or the other one says; false in doubt."""
+    """Return whether no server listens at an address, by the answer of its host; False in doubt."""
     try:
         if is_unix(address):
             with socket.socket(socket.AF_UNIX) as probe:
@@ -141,7 +142,7 @@ def bracketed(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether an address leads nowhere but to the host itself."""
+    """Return whether an address leads only to the host itself."""
     return _parsed(host).is_loopback
 
 
@@ -169,7 +170,7 @@ def _found(master: str | None) -> str:
 
 
 def _towards(host: str) -> str | None:
-    """Return the address of this host from which packets to another would come, None where none can go."""
+    """Return the address of this host from which packets to another host would come, None without a route."""
     try:
         ends = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
     except OSError:
@@ -235,7 +236,7 @@ def _is_up(interface: str) -> bool:
 
 
 def _usable(host: str) -> bool:
-    """Tell whether an address means something to other hosts."""
+    """Return whether other hosts can use an address."""
     address = _parsed(host)
     return not (address.is_loopback or address.is_link_local or address.is_unspecified)
 

@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from reknit.comm.topology import Topology
 
 _LEFT = b"left "
-"""What the message of a rank that leaves begins with; no address does."""
+"""The beginning of the message of a rank that leaves, and of no address."""
 
 
 class Shape(NamedTuple):
-    """What the ranks of a group are: the name of this run, who is where, and which generation it is.
+    """The ranks of a group: the name of this run, their places in the tree, and the generation.
 
     `together`: all ranks are on one host, belong to one user, and see the same files, so that they can meet
-    at a socket in a folder.  `processes`: those of the ranks below this one on its host, as
-    `identity.process` names them.
+    at a socket in a folder.  `processes`: the processes of the ranks below this rank on its host, by the
+    names of `identity.process`.
     """
 
     run: str
@@ -40,7 +40,7 @@ class Shape(NamedTuple):
 
 
 class RankEntry(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What a rank tells rank 0: where it is, what size it expects, who reaches its sockets, its process."""
+    """The entry of a rank for rank 0: its host, the expected size, the reach of its sockets, its process."""
 
     host: str
     size: int
@@ -49,7 +49,7 @@ class RankEntry(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fie
 
 
 class HostTable(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What rank 0 tells all: the number of each rank's host, as packed 32-bit integers; or an error."""
+    """The entry of rank 0 for all: the number of each rank's host, as packed 32-bit integers; or an error."""
 
     size: int = 0
     fan_out: int = 0
@@ -63,7 +63,7 @@ _Message = TypeVar("_Message", RankEntry, HostTable)
 
 
 def base(job: str) -> str:
-    """Return what the keys of a job begin with, before a slash: no other job has keys below it."""
+    """Return the beginning of the keys of a job, before a slash: no other job has keys below it."""
     return f"reknit/{quote(job, safe='')}"
 
 
@@ -73,12 +73,12 @@ def host_key(job: str, run: str, rank: int) -> str:
 
 
 def publish_address(store: Store, job: str, run: str, rank: int, address: str) -> None:
-    """Tell the ranks below where this one listens."""
+    """Publish the address of this rank for the ranks below."""
     store.set(_address_key(job, run, rank), address.encode())
 
 
 def publish_leaving(store: Store, job: str, run: str, rank: int, error: BaseException) -> None:
-    """Tell the ranks below why this one leaves the rendezvous, in the place of its address."""
+    """Publish the error with which this rank leaves the rendezvous, in the place of its address."""
     with suppress(CommError):  # of a store that is gone; they find out by themselves
         store.set(_address_key(job, run, rank), _LEFT + msgspec.msgpack.encode(error_to_wire(error, rank)))
 
@@ -111,7 +111,7 @@ def _address_key(job: str, run: str, rank: int) -> str:
 
 
 def error_to_wire(error: BaseException, rank: int = 0) -> dict[str, Any]:
-    """Return an error as the other ranks hear of it."""
+    """Return the form in which the other ranks receive an error."""
     known = error if isinstance(error, ReknitError) else shortage(error)
     left = f"rank {rank} left the rendezvous: {type(error).__name__}: {error}"
     return (known or CommError(left)).to_wire()

@@ -1,9 +1,9 @@
-"""Find which ranks share a host: each rank tells rank 0 through a store, rank 0 publishes the table.
+"""Find which ranks share a host: each rank puts its host into a store, rank 0 publishes the table.
 
-Stores keep what was put into them, and a job that was started again may find what a dead run of it left.  So
-rank 0 gives each run a new name, and all other keys of the run begin with it.  A rank that reads the name of
-an old run notices in one of two ways: the table of that run is there already, though this rank has not come
-yet; or the name changes while it waits.  Then it begins again.
+Stores keep their values, and a job that was started again may find values of a dead run.  So rank 0 gives
+each run a new name, and all other keys of the run begin with it.  A rank that reads the name of an old run
+notices it in one of two ways.  The table of that run exists already, though this rank has not come yet; or
+the name changes while the rank waits.  Then the rank begins again.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger("reknit.comm")
 
 _SLICES_S = (0.25, 4.0)
-"""The first and the longest wait for others before a look at whether the run has been replaced."""
+"""The first and the longest wait for other ranks before a look at whether the run has been replaced."""
 
 _PAUSES_S = (0.02, 1.0)
 
 _SPEAKERS = 8
-"""So many ranks say that rank 0 does not come: there may be thousands, which all know no more."""
+"""So many ranks log that rank 0 does not come: there may be thousands, with the same message."""
 
 _LONGEST_HOST = 1024
 
@@ -60,10 +60,10 @@ _STARTED = (
 def gather_shape(
     store: Store, rank: int, size: int, *, job: str, options: CommOptions, timeout_s: float
 ) -> Shape:
-    """Return what the group of `size` ranks that meet under the name `job` is, once all have come.
+    """Return the shape of the group of `size` ranks that meet under the name `job`, once all have come.
 
-    Raises `DeadlineError`, on every rank that came, naming those that did not within `timeout_s`;
-    `ProtocolError` when ranks take the group for different ones, `CommError` when the store fails.
+    Raises `DeadlineError`, on every rank that came, which names the ranks that did not come within
+    `timeout_s`.  Raises `ProtocolError` if ranks expect different groups, `CommError` if the store fails.
     """
     if not 0 <= rank < size:
         raise UsageError(f"rank must be within 0 .. size - 1, not {rank} of {size}")
@@ -86,7 +86,7 @@ class _Gathering:
     # Rank 0.
 
     def lead(self, options: CommOptions) -> Shape:
-        """Begin a run, and return its shape once all ranks have come; tell them too, and what went wrong."""
+        """Begin a run, and return its shape once all ranks have come; publish the shape, or the error."""
         run, before = secrets.token_hex(16), self._last_generation()
         if (forget := getattr(self._store, "forget", None)) is not None:
             forget(f"{self._base}/")
@@ -103,7 +103,7 @@ class _Gathering:
             packed = zlib.compress(struct.pack(f"<{len(numbers)}i", *numbers))
             table = HostTable(self._size, options.fan_out, generation, packed, together=together)
             self._store.set(self._table_key(run), msgspec.msgpack.encode(table))
-        except BaseException as error:  # Ctrl-C too: the ranks that came must not wait for it
+        except BaseException as error:  # Ctrl-C too: the ranks that came must not wait
             with suppress(CommError):  # of a store that is gone; they find out by themselves
                 table = HostTable(error=error_to_wire(error))
                 self._store.set(self._table_key(run), msgspec.msgpack.encode(table))
@@ -113,7 +113,7 @@ class _Gathering:
         return Shape(run, tree, generation, together, processes)
 
     def _last_generation(self) -> int:
-        """Return the generation of the run that the store still tells of, -1 where there is none."""
+        """Return the generation of the last run in the store, -1 without one."""
         with suppress(ProtocolError):  # of an earlier version, perhaps
             run = self._current_run()
             if run is not None and (table := self._found(self._table_key(run))) is not None:
@@ -121,7 +121,7 @@ class _Gathering:
         return -1
 
     def _entries(self, run: str) -> list[RankEntry]:
-        """Return what all ranks have published, when all have.  Raises `ProtocolError` where sizes differ."""
+        """Return the entries of all ranks, once all are there.  Raises `ProtocolError` if sizes differ."""
         keys = [host_key(self._job, run, rank) for rank in range(1, self._size)]
         here = [decoded(value, RankEntry) for value in (self._here, *self._gathered(keys, run))]
         wrong = [rank for rank, theirs in enumerate(here) if theirs.size != self._size]
@@ -134,7 +134,7 @@ class _Gathering:
         return here
 
     def _gathered(self, keys: list[str], run: str) -> list[bytes]:
-        """Return the values of all keys; raises `DeadlineError` that names the ranks missing."""
+        """Return the values of all keys.  Raises `DeadlineError`, which names the missing ranks."""
         noticed = False
         for slice_s in doubling(*_SLICES_S):
             until_notice_s = slice_s if noticed else self._notice.remaining()
@@ -159,7 +159,7 @@ class _Gathering:
         return [self._store.get(key, deadline.remaining()) for key in keys]
 
     def _note_absence(self, rank: int, absent: str) -> None:
-        """Log, long before the deadline, whom this rank waits for."""
+        """Log, long before the deadline, the ranks that this rank waits for."""
         _log.warning(
             "rank %d has waited %g s for %s at the rendezvous of job %r: %s",
             *(rank, NOTICE_S, absent, self._job, ALL_CALL),
@@ -199,7 +199,7 @@ class _Gathering:
     # All others.
 
     def join(self, rank: int, options: CommOptions) -> Shape:
-        """Tell rank 0 that this rank is here, and return what it says; begin again when it was an old run."""
+        """Publish this rank's entry, and return the shape from rank 0; begin again after an old run."""
         old: str | None = None
         why_old = ""
         while True:
@@ -225,7 +225,7 @@ class _Gathering:
         }
 
     def _why_over(self, value: bytes, rank: int) -> str:
-        """Say what kept a rank that came late out of a run, as far as that is known."""
+        """Return the reason why a late rank is not part of a run, as far as the table has it."""
         try:
             table = decoded(value, HostTable)
         except ProtocolError:
@@ -260,8 +260,8 @@ class _Gathering:
             time.sleep(min(next(pauses), self._deadline.remaining()))
 
     def _table(self, run: str) -> bytes | None:
-        """Return what rank 0 says about a run, None when that is not the current one any more."""
-        patience = Deadline(self._deadline.remaining() + GRACE_S)  # for rank 0 to say who is missing
+        """Return the table of a run, None if another run has replaced it."""
+        patience = Deadline(self._deadline.remaining() + GRACE_S)  # for rank 0 to name the missing ranks
         for slice_s in doubling(*_SLICES_S):
             with suppress(DeadlineError):
                 return self._store.get(self._table_key(run), min(slice_s, patience.remaining()))
@@ -272,7 +272,7 @@ class _Gathering:
         raise AssertionError("the pauses have no end")
 
     def _shape(self, table: HostTable, run: str, rank: int, options: CommOptions) -> Shape:
-        """Return what a table says.  Raises the error in it, or `ProtocolError`."""
+        """Return the shape in a table.  Raises the error in it, or `ProtocolError`."""
         if table.error is not None:
             raise from_wire(table.error)
         if table.size != self._size:

@@ -1,4 +1,4 @@
-"""Identify this host, who can reach its sockets, and whether another of its processes has ended."""
+"""Identify this host, the reach of its sockets, and whether another of its processes has ended."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def host() -> str:
-    """Return what the ranks of this host have in common, and those of others do not.
+    """Return the name of this host, which no other host has.
 
-    That is what REKNIT_HOST says; else the name of the machine, the id of its boot and its network namespace,
-    so that two containers of one machine are two hosts unless they share a network.
+    It is the value of REKNIT_HOST, or else the name of the machine, the id of its boot and its network
+    namespace.  So two containers of one machine are two hosts unless they share a network.
     """
     if (name := host_name()) is not None:
         return name
     parts = [socket.gethostname()]
-    with suppress(OSError):  # a system without these tells its hosts apart by name
+    with suppress(OSError):  # a system without these distinguishes its hosts by name
         parts.append(_BOOT_ID.read_text(encoding="ascii").strip())
         parts.append(_namespace("net"))
     return " ".join(parts)
 
 
 def reach() -> str:
-    """Return what processes of one host share that reach each other's sockets in private folders.
+    """Return the name that processes share if they reach each other's sockets in private folders.
 
-    That is their user and their mount namespace, which differs between containers that share a network.
-    Empty where it cannot be told.
+    It holds their user and their mount namespace, which differs between containers that share a network.  It
+    is empty if the system does not show these.
     """
     with suppress(OSError):
         return f"{os.geteuid()} {_namespace('mnt')}"
@@ -41,7 +41,7 @@ def reach() -> str:
 
 
 def process() -> str:
-    """Return what names this process to the others of its machine; empty where it cannot be told."""
+    """Return the name of this process for other processes of its machine; empty if the system has none."""
     with suppress(OSError):
         boot_id = _BOOT_ID.read_text(encoding="ascii").strip()
         return f"{boot_id} {_namespace('pid')} {os.getpid()}"
@@ -49,7 +49,7 @@ def process() -> str:
 
 
 def has_ended(other: str) -> bool:
-    """Tell whether the process that named itself so has ended; false where that cannot be seen from here."""
+    """Return whether the process with this name has ended; False if that is not visible from here."""
     space, _, number = other.rpartition(" ")
     if not space or space != process().rpartition(" ")[0]:
         return False

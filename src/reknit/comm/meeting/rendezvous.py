@@ -1,4 +1,4 @@
-"""Rendezvous: the small store through which ranks find each other before they can talk."""
+"""Rendezvous: the small store through which ranks find each other before they can connect."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ _POLLS_S = (0.005, 0.25)
 _LONGEST_NAME = 160
 _STALE_TRIES = 8
 _VALUE = b"="
-"""What the file of a value begins with; it tells an empty value from a file that waits for one."""
+"""The beginning of the file of a value, which distinguishes an empty value from a file without a value."""
 
 
 class Store(Protocol):
     """Named values that every rank of a job sees; used while a group forms, and not after.
 
-    What is more is optional.  ``get_many(keys, timeout_s)`` returns the values of many keys in less time than
-    one `get` each takes, and waits until all are there.  ``forget(prefix)`` deletes all keys that begin so.
-    ``master`` is the host where the values are, for stores that have one.  ``is_open`` is true for those that
-    whoever reaches their server can read.
+    The rest is optional.  ``get_many(keys, timeout_s)`` returns the values of many keys in less time than one
+    `get` each takes, and waits until all are there.  ``forget(prefix)`` deletes all keys with that prefix.
+    ``master`` is the host of the values, for stores that have a host.  ``is_open`` is true for stores that
+    any client of their server can read.
     """
 
     def set(self, key: str, value: bytes) -> None:
-        """Put `value` under `key`, over what was there."""
+        """Put `value` under `key`, and replace an earlier value."""
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        """Return the value of `key`; wait until there is one, and raise `DeadlineError` when none comes.
+        """Return the value of `key`; wait until it is set, and raise `DeadlineError` after `timeout_s`.
 
-        A value that is there is returned even if `timeout_s` is zero.  A store that cannot be reached raises
+        An existing value is returned even if `timeout_s` is zero.  A store that cannot be reached raises
         another `CommError`.
         """
 
@@ -47,7 +47,7 @@ class Store(Protocol):
 class FolderStore:
     """A store in a folder that all hosts share: one file per key, readable by its owner only.
 
-    It polls, since a shared folder tells nobody of a new file.  Where the framework has a store of its own
+    It polls, since a shared folder sends no notice of a new file.  Where the framework has a store of its own
     (torch's TCPStore, the coordination service of JAX), prefer that: it is quicker and needs no folder.
     """
 
@@ -58,7 +58,7 @@ class FolderStore:
             mode = self._folder.stat().st_mode
         except OSError as error:
             raise self._failure("made", error) from error
-        if mode & stat.S_IWOTH:  # with a sticky bit, too: who is first makes the file
+        if mode & stat.S_IWOTH:  # with a sticky bit, too: the first process makes the file
             raise UsageError(
                 f"every user of this host can write to the rendezvous folder {self._folder}, and so "
                 "impersonate a rank",
@@ -100,11 +100,10 @@ class FolderStore:
             time.sleep(min(next(pauses), deadline.remaining()))
 
     def _read(self, key: str) -> bytes:
-        """Return what the file of a key holds, nothing where there is none yet.
+        """Return the content of the file of a key, empty without a value.
 
-        It is made where it is missing, or else an NFS client that has looked in vain would go on to answer
-        for its server for up to a minute.  Whether the name leads to another file by now it asks when the
-        folder is opened.
+        A missing file is made.  Else an NFS client that has looked in vain would answer from its cache for up
+        to a minute.  The client asks its server about a new file of that name when the folder is opened.
         """
         for _ in range(_STALE_TRIES):
             try:
@@ -117,9 +116,9 @@ class FolderStore:
         return b""
 
     def forget(self, prefix: str) -> None:
-        """Delete the keys that begin with `prefix`, apart from very long ones, as far as they can be."""
+        """Delete the keys that begin with `prefix`, except very long keys, as far as possible."""
         beginning = f"key-{quote(prefix, safe='')}"
-        # What is left here is litter, and harms nobody.
+        # Remaining files are litter, and harmless.
         with suppress(OSError):
             for file in list(self._folder.iterdir()):
                 if file.name.startswith(beginning):

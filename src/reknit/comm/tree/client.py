@@ -11,21 +11,21 @@ import grpc
 
 from reknit.comm import round_errors
 from reknit.comm.chunks import FIRST_NBYTES, divided, joined
-from reknit.comm.executor import DaemonExecutor
-from reknit.comm.messages import OVERHEAD_NBYTES, News, Outcome, Reply, decode, encode
+from reknit.comm.rank_messages import OVERHEAD_NBYTES, News, Outcome, Reply, decode, encode
 from reknit.comm.serving import TOKEN, channel_settings
 from reknit.comm.tls import channel
 from reknit.comm.tree.server import SERVICE, WATCHING
 from reknit.errors import CommError, DeadlineError, ReknitError, from_wire
+from reknit.system import DaemonExecutor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reknit.comm.messages import Hello, Report
+    from reknit.comm.rank_messages import Hello, Report
     from reknit.comm.tree.rounds import OnEnd
     from reknit.options import CommOptions
 
-_TELL_S = 2.0
+_NOTIFY_S = 2.0
 
 _READERS = 2
 """Threads that wait for an outcome: one for this round's, one for that of a round that was just given up."""
@@ -38,18 +38,18 @@ class Uplink:
         self.above, self._hello, self._limit = above, hello, options.max_message_nbytes
         self._metadata = ((TOKEN, token),)
         self.channel = channel(address, options, channel_settings())
-        self._readers = DaemonExecutor(_READERS)
+        self._readers = DaemonExecutor("reknit-comm", _READERS)
         self._lock = threading.Lock()
         self._asking: Any = None
         self._sending: Any = None
-        self._telling: Any = None
+        self._notifying: Any = None
         self._staying: Any = None
         self._num_read = 0
         self._over = False
         self._closed = False
         self._lost: Callable[[ReknitError], object] | None = None
         self.refused = False
-        """Whether the rank above did not know the token."""
+        """Whether the rank above refused the token."""
 
     def greet(self, timeout_s: float) -> None:
         """Check that the parent answers and belongs to the same job and tree."""
@@ -91,7 +91,7 @@ class Uplink:
         call.add_done_callback(ended)
 
     def ask(self, report: Report, timeout_s: float, on_end: OnEnd) -> None:
-        """Send a report; `heard` is called once, with its outcome or the error that prevented one."""
+        """Send a report; `on_end` is called once, with its outcome or the error that prevented one."""
         message = encode(report)
         with self._lock:
             call = None if self._closed else self._stream("round", message, timeout_s)
@@ -114,14 +114,14 @@ class Uplink:
         message = encode(report)
         with self._lock:
             if not self._closed:  # a call that nothing refers to is cancelled
-                self._sending = self._stream("round", message, _TELL_S)
+                self._sending = self._stream("round", message, _NOTIFY_S)
 
-    def tell(self, error: ReknitError) -> None:
-        """Tell the parent that the group is broken; `close` waits up to 2 s for its answer."""
+    def notify(self, error: ReknitError) -> None:
+        """Send the parent the error that broke the group; `close` waits up to 2 s for its answer."""
         hello = self._hello
         news = encode(News(hello.job, hello.generation, hello.rank, error.to_wire()))
-        with contextlib.suppress(CommError):  # of a connection that is closed: its end tells as much
-            self._telling = self._unary("tell", news, _TELL_S)
+        with contextlib.suppress(CommError):  # of a closed connection: its end says the same
+            self._notifying = self._unary("tell", news, _NOTIFY_S)
 
     def close(self) -> None:
         """Cancel all calls and close the connection."""
@@ -131,10 +131,10 @@ class Uplink:
             return
         self.drop()
         try:
-            if self._telling is not None:
-                # Whoever does not hear it sees the connection break next.
+            if self._notifying is not None:
+                # A parent that does not receive it sees the connection break next.
                 with contextlib.suppress(grpc.RpcError, grpc.FutureCancelledError, grpc.FutureTimeoutError):
-                    self._telling.result(timeout=_TELL_S)
+                    self._notifying.result(timeout=_NOTIFY_S)
         finally:
             self.channel.close()
             self._readers.shutdown()
@@ -182,7 +182,7 @@ class Uplink:
         except grpc.RpcError:
             end = self._meaning(call, "did not answer in time")
             if call.code() is grpc.StatusCode.UNAVAILABLE and self._lost is not None:
-                # The call that watches ends too, but whoever hears of this round must not hear that later.
+                # The watching call ends too, but not before this: listeners come before the round's error.
                 self._lost(end)
         except CommError as error:
             call.cancel()

@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
-    from reknit.comm.base import Merge
-    from reknit.comm.messages import Outcome, Report
+    from reknit.comm.group import Merge
+    from reknit.comm.rank_messages import Outcome, Report
     from reknit.errors import ReknitError
 
 
 class Call(NamedTuple):
     """The input of a rank to a round.
 
-    `subject` says what the round is about, to tell ranks apart that are in rounds of one name about different
-    things.  `merge` makes one request of several, the rank's own first and then that of each child's subtree,
-    so that rank 0 gets a single one; it must be associative, and is not called for a request alone.
-    A round that `opens` is the first of a call that all ranks have to make: who waits there for long says so.
+    `subject` distinguishes rounds of one name about different things.  `merge` makes one request of several,
+    first the rank's own and then one of each child's subtree, so that rank 0 receives a single request.  It
+    must be associative, and is not called for a single request.  A round that `opens` is the first of a call
+    that all ranks have to make: a rank that waits there for long logs it.
     """
 
     name: str
@@ -34,16 +34,16 @@ class SendReport(NamedTuple):
 
 
 class SendOutcome(NamedTuple):
-    """To do: tell a child the end of a round, as the answer to its report of that round."""
+    """To do: send a child the outcome of a round, as the answer to its report of that round."""
 
     child: int
     outcome: Outcome
 
 
 class Refuse(NamedTuple):
-    """To do: answer the report that just arrived, if its sender waits: say why it changed nothing.
+    """To do: answer the report that just arrived, if its sender waits, with the reason for its refusal.
 
-    Where a message may arrive twice there is nothing to do, since the child's first report was taken.
+    If messages may arrive twice, there is nothing to do, since the child's first report was taken.
     """
 
     error: ReknitError
@@ -69,11 +69,11 @@ class Warn(NamedTuple):
     text: str
 
 
-class Tell(NamedTuple):
-    """To do: tell the parent or a child that the group is broken (its `RoundMachine.break_off`)."""
+class Notify(NamedTuple):
+    """To do: send the parent or a child the error that broke the group (its `RoundMachine.break_off`)."""
 
     rank: int
     error: ReknitError
 
 
-Effect: TypeAlias = SendReport | SendOutcome | Refuse | Decide | RoundDone | Warn | Tell
+Effect: TypeAlias = SendReport | SendOutcome | Refuse | Decide | RoundDone | Warn | Notify

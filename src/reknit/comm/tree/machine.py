@@ -1,10 +1,10 @@
 """The state machine of one rank in the rounds of a tree, without any input or output of its own.
 
-A `RoundMachine` has no threads, no clock and no network.  Its inputs are method calls; each returns the
-effects that it causes, in order, and whoever drives the machine carries them out: over gRPC, or in a
-simulated world.  Rounds are counted by every rank alone, so a rank that failed a round is in step again in
-the next.  A message that repeats or comes after the end of its round changes nothing, whatever order messages
-arrive in.  Once broken, a machine stays broken: no round can end well without the rank that is gone.
+A `RoundMachine` has no threads, no clock and no network.  Its inputs are method calls.  Each returns the
+effects that it causes, in order, and the driver of the machine carries them out: over gRPC, or in a simulated
+world.  Rounds are counted by every rank alone, so a rank that failed a round is in step again in the next.  A
+message that repeats or comes after the end of its round changes nothing, whatever order messages arrive in.
+Once broken, a machine stays broken: no round can succeed without the lost rank.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from reknit.comm import round_errors
-from reknit.comm.messages import Heading, Hello, too_large
-from reknit.comm.tree.effects import Decide, Refuse, RoundDone, SendOutcome, SendReport, Tell, Warn
+from reknit.comm.rank_messages import Heading, Hello, too_large
+from reknit.comm.tree.effects import Decide, Notify, Refuse, RoundDone, SendOutcome, SendReport, Warn
 from reknit.comm.tree.subtree import Subtree
 from reknit.comm.tree.visits import Visits, agree, astray
 from reknit.errors import ProtocolError, ReknitError, from_wire
@@ -23,7 +23,7 @@ from reknit.errors import ProtocolError, ReknitError, from_wire
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reknit.comm.messages import Outcome, Parcel, Report
+    from reknit.comm.rank_messages import Outcome, Parcel, Report
     from reknit.comm.topology import Topology
     from reknit.comm.tree.effects import Call, Effect
 
@@ -33,7 +33,7 @@ class _Round:
     """The round that this rank is in: it collects reports, then decides, or waits for the outcome.
 
     `until` is the deadline of that state, `notice_at` the time of a notice that ranks are missing; `settling`
-    is set once reports show that the round must fail, `hopeless` once the parent was told so.
+    is set once reports show that the round must fail, `hopeless` once the parent has received that.
     """
 
     heading: Heading
@@ -49,7 +49,7 @@ class _Round:
 class RoundMachine:
     """The rounds of one rank; `number` is that of its next round, or of the one it is in.
 
-    `hello` is what the rank says first to the one above it.
+    `hello` is the first message of the rank to its parent.
 
     `now`, in every input, is the time in seconds by any clock that never goes back, the same in all inputs.
     """
@@ -61,8 +61,8 @@ class RoundMachine:
         self._subtree = Subtree(rank, topology)
         self._parent = topology.parent(rank)
         self._max_nbytes = max_nbytes
-        # The deeper a rank, the sooner it reports who is missing below it, and the longer it waits to be
-        # told: the deadline of the rank above lies between, so it can name those that are to blame.
+        # The deeper a rank, the sooner it reports the missing ranks below, and the longer it waits for
+        # the outcome: the deadline of the rank above lies between, so it can name the guilty ranks.
         self._slack_s = min(round_errors.SETTLE_S, round_errors.GRACE_S / max(1, topology.height))
         self._above, self._beneath = topology.depth(rank), topology.height - topology.depth(rank)
         self._height = topology.height
@@ -103,7 +103,7 @@ class RoundMachine:
         return self._advance(now)
 
     def decided(self, number: int, answers: Sequence[bytes] | ReknitError, now: float) -> list[Effect]:
-        """Take the answers that `Decide` asked for; they come too late for a round that is over."""
+        """Take the answers to a `Decide`; for a round that is over, they are too late."""
         held = self._round
         if held is None or held.heading.number != number or held.state != "decide":
             return []
@@ -113,12 +113,12 @@ class RoundMachine:
             return self._finish(
                 held, round_errors.wrong_answer_count(held.heading, len(answers), len(self._subtree.ranks))
             )
-        # Perhaps someone did not wait for the answer.
+        # A rank may not have waited for the answer.
         objection = self.broken or self._visits.obstacle(held.heading, self.rank)
         return self._finish(held, answers if objection is None else objection)
 
     def leave(self, error: BaseException, now: float) -> list[Effect]:
-        """End this rank's round since it stopped waiting: Ctrl-C, a bug; all others are to hear of it."""
+        """End this rank's round since it stopped waiting (Ctrl-C, a bug), with an error for all ranks."""
         held = self._round
         if held is None:
             return []
@@ -132,8 +132,8 @@ class RoundMachine:
 
     # Inputs from the ranks below.
 
-    def hear_report(self, report: Report, now: float) -> list[Effect]:
-        """Take a child's report; refuse one that is repeated or does not fit this round."""
+    def receive_report(self, report: Report, now: float) -> list[Effect]:
+        """Take a child's report; refuse a report that is repeated or does not fit this round."""
         child, held = report.sender, self._round
         refusal = self._misfit(report)
         if refusal is not None:
@@ -149,7 +149,7 @@ class RoundMachine:
                 SendOutcome(child, report.outcome(error=last or round_errors.late_message(report, child)))
             ]
         # While this rank is in that round, only the end of the round counts: the rank above may have decided
-        # it, told this rank, and closed, and then the child is to have its answer too.
+        # it, sent the outcome here, and closed, and then the child is to have its answer too.
         if self.broken is not None and not in_it:
             return [SendOutcome(child, report.outcome(error=self.broken))]
         self._visits.begin(report)
@@ -161,7 +161,7 @@ class RoundMachine:
 
     # Inputs from the rank above.
 
-    def hear_outcome(self, outcome: Outcome, now: float) -> list[Effect]:
+    def receive_outcome(self, outcome: Outcome, now: float) -> list[Effect]:
         """Take the outcome of the round that this rank reported; any other changes nothing."""
         held = self._round
         if held is None or held.state != "wait" or outcome.number != held.heading.number:
@@ -194,11 +194,11 @@ class RoundMachine:
             return []
         self.broken = error
         around = [*(() if self._parent is None else (self._parent,)), *self._subtree.below]
-        effects: list[Effect] = [Tell(rank, error) for rank in around if rank != origin]
+        effects: list[Effect] = [Notify(rank, error) for rank in around if rank != origin]
         held = self._round
         for report in self._visits.end(lambda number: held is None or number != held.heading.number):
             effects.append(SendOutcome(report.sender, report.outcome(error=error)))
-        # What rank 0 is deciding, or has decided, may be a commit.  All ranks hear how it ended as long as
+        # The decision of rank 0 may be a commit.  All ranks receive its outcome as long as
         # the rank above them is there; if it is not, the end of the call to it says so.
         if held is not None and held.state == "collect":
             effects += self._finish(held, error)
@@ -254,7 +254,7 @@ class RoundMachine:
             requests = self._subtree.together(call.request, reports, call.merge)
         except ReknitError as error:
             return self._fail(held, error)
-        except Exception as error:  # a bug of whoever merges must reach all ranks, who wait for an answer
+        except Exception as error:  # a bug in `merge` must reach all ranks, which wait for an answer
             return self._fail(held, round_errors.merge_failed(heading, self.rank, error))
         if self._parent is None:
             held.state, held.until = "decide", math.inf
@@ -277,7 +277,7 @@ class RoundMachine:
         return [SendReport(report)]
 
     def _give_up(self, held: _Round, error: ReknitError) -> list[Effect]:
-        """Tell the rank above of an error that was not in the report, or comes before it."""
+        """Send the parent an error that was not in the report, or comes before it."""
         if self._parent is None or held.hopeless or self.broken is not None:
             return []
         held.hopeless = True

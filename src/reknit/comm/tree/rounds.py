@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from reknit.comm import round_errors
 from reknit.comm.meeting.identity import has_ended
-from reknit.comm.tree.effects import Decide, Refuse, RoundDone, SendOutcome, SendReport, Tell, Warn
+from reknit.comm.tree.effects import Decide, Notify, Refuse, RoundDone, SendOutcome, SendReport, Warn
 from reknit.errors import ProtocolError, ReknitError, from_wire, shortage
 from reknit.monitor.phase import monotonic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from reknit.comm.messages import Outcome, Report
+    from reknit.comm.rank_messages import Outcome, Report
     from reknit.comm.tree.effects import Call, Effect
     from reknit.comm.tree.machine import RoundMachine
 
@@ -32,7 +32,7 @@ class Above(Protocol):
     """The interface of the parent rank that rounds use; no method blocks."""
 
     def ask(self, report: Report, timeout_s: float, on_end: OnEnd) -> None:
-        """Send a report; `heard` is called once, in another thread, with its outcome or an error."""
+        """Send a report; `on_end` is called once, in another thread, with its outcome or an error."""
 
     def send(self, report: Report) -> None:
         """Send a report of failure without waiting for its outcome."""
@@ -40,13 +40,13 @@ class Above(Protocol):
     def drop(self) -> None:
         """Cancel the call of `ask` if it is still open."""
 
-    def tell(self, error: ReknitError) -> None:
-        """Tell the parent that the group is broken."""
+    def notify(self, error: ReknitError) -> None:
+        """Send the parent the error that broke the group."""
 
 
 @dataclass(eq=False, slots=True)
 class Visit:
-    """One call of a child that waits here: its report, and then what it is told, or that it hung up."""
+    """One call of a child that waits here: its report, and then its outcome, or that the child hung up."""
 
     report: Report
     outcome: Outcome | None = None
@@ -54,7 +54,7 @@ class Visit:
 
     @property
     def over(self) -> bool:
-        """Whether nobody waits any more."""
+        """Whether the child does not wait any more."""
         return self.outcome is not None or self.hung_up
 
     @property
@@ -74,7 +74,7 @@ class Rounds:
     def __init__(
         self, machine: RoundMachine, children: Sequence[int], processes: Mapping[int, str] | None = None
     ) -> None:
-        """Make the rounds of a machine; `processes` is what is known of the processes of its children."""
+        """Make the rounds of a machine; `processes` are the processes of its children, if they have names."""
         self.rank = machine.rank
         self._machine = machine
         self._children = frozenset(children)
@@ -89,11 +89,11 @@ class Rounds:
         self._due: deque[SendReport | Decide | Warn | RoundDone] = deque()
 
     def connect(self, above: Above) -> None:
-        """Take the connection to the rank above, which hears at once if the group is broken already."""
+        """Take the connection to the parent, and send it the error if the group is broken already."""
         with self.changed:
             self._above, broken = above, self._machine.broken
         if broken is not None:
-            above.tell(broken)
+            above.notify(broken)
 
     # Called by the rank itself.
 
@@ -130,7 +130,7 @@ class Rounds:
                     self._report(effect.report, again=asked)
                     asked = True
         except BaseException as error:
-            # Whatever it is, Ctrl-C too: the other ranks wait for an outcome.
+            # Any error, Ctrl-C too: the other ranks wait for an outcome.
             short = shortage(error)
             self._put(self._machine.leave, short or error)
             for effect in self._rest():
@@ -169,7 +169,7 @@ class Rounds:
             return rest
 
     def _report(self, report: Report, *, again: bool) -> None:
-        """Send a report; one that comes after another in its round only says that the round must fail."""
+        """Send a report; a second report in a round only says that the round must fail."""
         above = self._above
         assert above is not None
         if again:
@@ -178,7 +178,7 @@ class Rounds:
 
         def on_end(end: Outcome | ReknitError) -> None:
             if not isinstance(end, ReknitError):
-                self._put(self._machine.hear_outcome, end)
+                self._put(self._machine.receive_outcome, end)
                 wire = end.error
                 end = from_wire(wire) if wire else ProtocolError("the rank above answered something else")
             # No more can come: this has no effect when that was the outcome.
@@ -209,7 +209,7 @@ class Rounds:
         """Take a child's report; raises `ReknitError` and changes nothing if it does not fit this round."""
         visit = Visit(report)
         with self.changed:
-            effects = self._machine.hear_report(report, monotonic())
+            effects = self._machine.receive_report(report, monotonic())
             for effect in effects:
                 if isinstance(effect, Refuse):
                     raise effect.error
@@ -223,7 +223,7 @@ class Rounds:
         return visit
 
     def answer(self, visit: Visit) -> Outcome | None:
-        """Wait for the end of the visit's round, and return what the child is told; None if it hung up.
+        """Wait for the end of the visit's round, and return the child's outcome; None if the child hung up.
 
         Logs, once for all children, that they have waited for long and this rank has not made their call.
         """
@@ -250,17 +250,18 @@ class Rounds:
     # Called by anyone.
 
     def break_off(self, error: ReknitError, origin: int | None = None) -> None:
-        """Fail every round from now on with `error`, unless the group was broken before; tell those around.
+        """Fail every round from now on with `error`, unless the group is broken; notify the neighbours.
 
-        The ranks below are told by those who wait in `until_broken`; `origin` is the rank that told this one.
+        The ranks below receive the error from the threads in `until_broken`; `origin` is the rank that sent
+        it here.
         """
         with self.changed:
             effects = self._machine.break_off(error, monotonic(), origin)
             self._take(effects)
             above = self._above
-        tell_ranks = [effect.rank for effect in effects if isinstance(effect, Tell)]
-        if above is not None and not self._children.issuperset(tell_ranks):
-            above.tell(error)
+        notified = [effect.rank for effect in effects if isinstance(effect, Notify)]
+        if above is not None and not self._children.issuperset(notified):
+            above.notify(error)
 
     def until_broken(self) -> ReknitError:
         """Wait until the group is broken, and return the error that broke it."""
@@ -275,9 +276,9 @@ class Rounds:
         with self.changed:
             return self._machine.broken
 
-    def _put(self, hear: Callable[..., list[Effect]], *what: object) -> None:
+    def _put(self, receive: Callable[..., list[Effect]], *what: object) -> None:
         with self.changed:
-            self._take(hear(*what, monotonic()))
+            self._take(receive(*what, monotonic()))
 
     def _take(self, effects: list[Effect]) -> None:
         """Answer the children that wait, and leave the rest to the rank's own thread; with the lock held."""

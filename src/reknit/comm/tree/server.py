@@ -12,28 +12,28 @@ import grpc
 
 from reknit.comm import round_errors
 from reknit.comm.chunks import divided, joined
-from reknit.comm.executor import DaemonExecutor
 from reknit.comm.meeting.addresses import PrivateSocket, addresses
-from reknit.comm.messages import OVERHEAD_NBYTES, Heading, Hello, News, Reply, Report, decode, encode
+from reknit.comm.rank_messages import OVERHEAD_NBYTES, Heading, Hello, News, Reply, Report, decode, encode
 from reknit.comm.serving import replying, server_settings, token_server
 from reknit.comm.tls import open_port
 from reknit.errors import ReknitError, UsageError, from_wire
 from reknit.options import UNIX
+from reknit.system import DaemonExecutor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from reknit.comm.messages import Outcome
+    from reknit.comm.rank_messages import Outcome
     from reknit.comm.topology import Topology
     from reknit.comm.tree.rounds import Rounds
     from reknit.errors import ShortageError
     from reknit.options import CommOptions
 
 SERVICE = "/reknit.Tree/"
-"""What the path of every call begins with."""
+"""The beginning of the path of every call."""
 
 WATCHING = "reknit-watching"
-"""The name of the sign by which a server says that it notices a rank's end from then on."""
+"""The metadata by which a server announces that it notices a rank's end from then on."""
 
 _NOWHERE = Heading("", 0, -1, "", "")
 
@@ -49,9 +49,9 @@ def _named_socket(topology: Topology) -> PrivateSocket:
 
 
 class Server:
-    """The server of a rank: answers the ranks below it out of its rounds.
+    """The server of a rank: answers the ranks below from its rounds.
 
-    `host` is the address of this host that other ranks are told, `address` all that the ranks below need.
+    `host` is the published address of this host, `address` is all that the ranks below need.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Server:
         methods = {
             SERVICE + "hello": replying(Hello, self._greet, self._limit),
             SERVICE + "watch": replying(Hello, self._watch, self._limit),
-            SERVICE + "tell": replying(News, self._hear, self._limit),
+            SERVICE + "tell": replying(News, self._receive_news, self._limit),
             SERVICE + "stay": replying(Hello, self._stay, self._limit),
             SERVICE + "round": grpc.stream_stream_rpc_method_handler(self._round),
         }
@@ -73,7 +73,9 @@ class Server:
         self.num_open = 0
         self._staying: set[int] = set()
         # For each child a round, a watch and a stay may wait here; the others return at once.
-        self._executor = DaemonExecutor(3 * len(self._children) + 4, ready=1, on_shortage=self._fall_short)
+        self._executor = DaemonExecutor(
+            "reknit-comm", 3 * len(self._children) + 4, ready=1, on_shortage=self._fall_short
+        )
         token = secrets.token_hex(32)
         self._server = token_server(
             f"rank {hello.rank}", token, methods, self._executor, server_settings(len(self._children))
@@ -93,12 +95,12 @@ class Server:
         self.address = f"{where} {token}"
 
     def stop(self) -> None:
-        """Let calls that have their outcome end, and the ranks below hear it, then free port and threads.
+        """Wait until the ranks below have received their outcomes, then free port and threads.
 
-        That a call ended here says no more than that its reply was given to the kernel.  On a wire that loses
+        The end of a call here means only that its reply was given to the kernel.  On a network that loses
         packets the reply may have to be sent again, and a process that ends before resets the connection.
         The server's own grace period is not used: it needs a new thread, which an interpreter that ends
-        refuses, and a script may well end between its last round and the reply to the ranks below.
+        refuses.  A script may well end between its last round and the reply to the ranks below.
         """
         with self._ended:
             self._ended.wait_for(lambda: self.num_open == 0, round_errors.GRACE_S)
@@ -146,13 +148,13 @@ class Server:
             context.send_initial_metadata(((WATCHING, ""),))
         return Reply(self._rounds.until_broken().to_wire())
 
-    def _hear(self, news: News, _: object) -> Reply:
+    def _receive_news(self, news: News, _: object) -> Reply:
         self._check_job(news.sender, news)
         self._rounds.break_off(from_wire(news.error), news.sender)
         return Reply()
 
     def _stay(self, hello: Hello, context: grpc.ServicerContext) -> Reply:
-        """Wait until a child has got all outcomes and the end of the group, or has exited."""
+        """Wait until a child has received all outcomes and the end of the group, or has exited."""
         child = self._known(hello)
         with self._ended:
             if child not in self._children or child in self._staying:
@@ -167,7 +169,7 @@ class Server:
         yield from divided(encode(self._attended(chunks, context)))
 
     def _attended(self, chunks: Iterable[bytes], context: grpc.ServicerContext) -> Outcome:
-        """Take a report, and wait for what its sender is told."""
+        """Take a report, and wait for its outcome."""
         try:
             report = decode(joined(chunks, self._limit + OVERHEAD_NBYTES), Report, self._limit)
             visit = self._rounds.attend(report)
@@ -175,7 +177,7 @@ class Server:
             return _NOWHERE.outcome(error=error)
         self._open(context, functools.partial(self._rounds.leave, visit))
         outcome = self._rounds.answer(visit)
-        # A child that hung up hears nothing of this.
+        # A child that hung up does not receive this.
         return outcome or report.outcome(error=round_errors.gave_up(report, visit.child))
 
     def _known(self, theirs: Hello) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reknit.comm.messages import Parcel
+from reknit.comm.rank_messages import Parcel
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from reknit.comm.base import Merge
-    from reknit.comm.messages import Heading, Report
+    from reknit.comm.group import Merge
+    from reknit.comm.rank_messages import Heading, Report
     from reknit.comm.topology import Topology
 
 
@@ -23,7 +23,7 @@ class Subtree:
         self.below = {child: topology.subtree(child) for child in topology.children(rank)}
 
     def fits(self, report: Report) -> bool:
-        """Tell whether a child's report is one of as many payloads as it has ranks, or of a merged one."""
+        """Return whether a child's report has one payload for each of its ranks, or one merged payload."""
         count = len(report.requests.which)
         return not report.whole or count in (1, len(self.below[report.sender]))
 

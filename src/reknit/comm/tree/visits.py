@@ -11,13 +11,13 @@ from reknit.errors import from_wire
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reknit.comm.messages import Heading, Report
+    from reknit.comm.rank_messages import Heading, Report
     from reknit.errors import ReknitError
 
 
 @dataclass(eq=False, slots=True)
 class _Visit:
-    """A child's report, until its round is over here; `left` once the child does not wait for the end."""
+    """A child's report, until its round is over here; `left` is set once the child has stopped waiting."""
 
     report: Report
     left: ReknitError | None = None
@@ -31,7 +31,7 @@ class Visits:
         self._latest: dict[int, int] = {}
 
     def take_back(self, report: Report) -> bool:
-        """Tell whether a report takes back the one before it, since its sender does not wait any more."""
+        """Return whether a report withdraws the report before it, since its sender does not wait any more."""
         visit = self._open.get(report.sender)
         if visit is None or visit.left is not None or visit.report.number != report.number:
             return False
@@ -41,7 +41,7 @@ class Visits:
         return True
 
     def first(self, report: Report) -> bool:
-        """Tell whether this is the child's first report of its round, and of none before its last."""
+        """Return whether this is the child's first report of its round, and of no earlier round."""
         new = report.number > self._latest.get(report.sender, -1)
         if new:
             self._latest[report.sender] = report.number
@@ -52,7 +52,7 @@ class Visits:
         self._open[report.sender] = _Visit(report)
 
     def leave(self, child: int, number: int) -> bool:
-        """Note that a child does not wait any more; False when that is known, or it waits for nothing."""
+        """Note that a child does not wait any more, and return whether it was waiting."""
         visit = self._open.get(child)
         if visit is None or visit.left is not None or visit.report.number != number:
             return False
@@ -60,7 +60,7 @@ class Visits:
         return True
 
     def end(self, ends: Callable[[int], bool]) -> list[Report]:
-        """Return, and forget, the reports of rounds whose numbers end."""
+        """Remove and return the reports of rounds whose numbers `ends` selects."""
         ended = [visit.report for visit in self._open.values() if ends(visit.report.number)]
         for report in ended:
             del self._open[report.sender]
@@ -85,14 +85,14 @@ class Visits:
 
 
 def astray(heading: Heading, reports: dict[int, Report]) -> bool:
-    """Tell whether a rank that reported, or one below it, is in another round than that of `heading`.
+    """Return whether a rank that reported, or a rank below it, is in another round than that of `heading`.
 
-    A report that only lacks a rank does not count: it was sent at a deadline, and the others are near theirs.
+    A report that only lacks a rank does not count: it was sent at a deadline, and other deadlines are near.
     """
     here = heading.place
     return any(report.place != here or report.places.keys() - {here} for report in reports.values())
 
 
 def agree(heading: Heading, reports: dict[int, Report]) -> bool:
-    """Tell whether all who reported, and all below them, are in the place of `heading`."""
+    """Return whether all ranks that reported, and all ranks below them, are in the place of `heading`."""
     return all(report.whole and report.place == heading.place for report in reports.values())

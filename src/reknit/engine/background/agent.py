@@ -20,7 +20,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from reknit.comm.base import Group, SoloGroup
+from reknit.comm.group import Group, SoloGroup
 from reknit.comm.quiet import quietly
 from reknit.comm.topology import Topology
 from reknit.engine.background import messages as say
@@ -163,7 +163,9 @@ class Agent:
             self._channel.tell(say.Listening("", None))
             return
         with quietly():
-            from reknit.comm.tree.group import TreeGroup  # brings gRPC, for those who have someone to talk to
+            from reknit.comm.tree.tree_group import (
+                TreeGroup,  # brings gRPC, for those who have someone to talk to
+            )
 
         assert join.generation is not None
         self._comm = CommOptions(**join.comm)

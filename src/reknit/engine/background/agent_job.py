@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
     from reknit.monitor.records import Record
     from reknit.options import SaveOptions
     from reknit.processes.shared_memory import SharedMemory

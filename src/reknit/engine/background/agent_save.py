@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from reknit.comm import base as comm
+    from reknit.comm import group as comm
     from reknit.engine.memory.arena import Arena
     from reknit.engine.memory.tuning import Tuner
     from reknit.engine.saving.coordinator import Coordinator

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from reknit.comm import base as comm
+from reknit.comm import group as comm
 from reknit.engine import messages
 from reknit.engine.background import messages as say
 from reknit.engine.background.agent_link import AgentLink

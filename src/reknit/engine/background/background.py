@@ -24,7 +24,7 @@ from reknit.types.entry import OneAtATime
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
     from reknit.engine.background.ahead import Until
     from reknit.engine.background.trainer_save import TrainerSave
     from reknit.engine.saving.job import SaveJob

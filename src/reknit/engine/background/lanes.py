@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from typing import TYPE_CHECKING
 
-from reknit.comm import base as comm
+from reknit.comm import group as comm
 from reknit.engine.background.side_group import side_group
 from reknit.system import start_thread
 

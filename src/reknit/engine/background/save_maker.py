@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reknit.comm import base as comm
+from reknit.comm import group as comm
 from reknit.engine import messages
 from reknit.engine.background.agent_job import agent_job
 from reknit.engine.background.agent_save import AgentSave

@@ -6,7 +6,7 @@ import dataclasses
 import secrets
 from typing import TYPE_CHECKING
 
-from reknit.comm import base as comm
+from reknit.comm import group as comm
 from reknit.comm.quiet import quietly
 from reknit.engine import messages
 
@@ -24,7 +24,9 @@ def side_group(group: comm.Group, name: str, options: CommOptions, timeout_s: fl
     if group.size == 1:
         return comm.SoloGroup()
     with quietly():
-        from reknit.comm.tree.group import TreeGroup  # gRPC is loaded only when there is someone to talk to
+        from reknit.comm.tree.tree_group import (
+            TreeGroup,  # gRPC is loaded only when there is someone to talk to
+        )
 
     side: TreeGroup | None = None
     try:

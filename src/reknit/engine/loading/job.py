@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import ExitStack
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
     from reknit.engine import messages
     from reknit.engine.loading.match import Fill
     from reknit.engine.sharing.host_exchange import Carrier

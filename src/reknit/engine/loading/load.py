@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from reknit.comm import base as comm
+from reknit.comm import group as comm
 from reknit.engine import messages
 from reknit.engine.columns import unpacked
 from reknit.engine.loading.collect import collect, request_items

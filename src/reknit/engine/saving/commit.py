@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from reknit.comm.base import SoloGroup
+from reknit.comm.group import SoloGroup
 from reknit.engine import messages
 from reknit.engine.recognising import find_manifest, is_of_others, manifest_bytes, not_ours
 from reknit.engine.saving.manifest_content import list_files
@@ -30,7 +30,7 @@ from reknit.types.manifest import FileEntry, Manifest
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
 
-    from reknit.comm import base as comm
+    from reknit.comm import group as comm
     from reknit.engine.saving.job import SaveJob
     from reknit.engine.saving.manifest_content import ManifestContent
     from reknit.engine.small_files import Written

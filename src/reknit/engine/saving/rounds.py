@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from reknit.comm import base as comm
+from reknit.comm import group as comm
 from reknit.engine import messages
 from reknit.engine.saving.claims import blob_files
 from reknit.engine.saving.commit import clear_own_host, is_committed

@@ -25,7 +25,7 @@ from reknit.planner.sharing import WORTH_NBYTES, FetchTable, Reads, fetch_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
     from reknit.engine.sharing.exchange import PlanReader
     from reknit.engine.sharing.host_exchange import Carrier
     from reknit.monitor.phase import Recorder

@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from reknit.comm import base as comm
+from reknit.comm import group as comm
 from reknit.engine.memory.pace import Pace
 from reknit.engine.recognising import find_manifest
 from reknit.engine.saving.commit import (

@@ -62,7 +62,7 @@ class HdfsClient:
         self.ask("write", target, lambda client: client.rename(source, target, overwrite))
 
     def delete(self, path: str) -> bool:
-        """Remove a file or an empty folder; tell whether it existed."""
+        """Remove a file or an empty folder, and return whether it existed."""
         return self.ask("delete", path, lambda client: client.delete(path, False))
 
     def discard(self, path: str) -> None:
@@ -101,11 +101,11 @@ class HdfsClient:
         self.ask("finish", path, lambda _: writer.close())
 
     def reopen(self, path: str) -> RawFileWriter:
-        """Start to write at the end of a file that is there."""
+        """Start to write at the end of an existing file."""
         return self.ask("write", path, lambda client: client.append(path))
 
     def recover(self, path: str) -> bool:
-        """Recover the lease of a file that a dead writer left open; tell whether it is closed."""
+        """Recover the lease of a file that a dead writer left open, and return whether it is closed."""
         return self.ask("recover", path, lambda client: client.recover_lease(path))
 
     def open(self, path: str) -> RawFileReader:
@@ -113,7 +113,7 @@ class HdfsClient:
         return self.ask("read", path, lambda client: client.read(path))
 
     def ask(self, action: str, path: str, work: Callable[[RawClient], _Result]) -> _Result:
-        """Make a call of the client with a deadline, and return its result."""
+        """Call the client with a deadline, and return the result."""
         with self._answering(action, path) as client:
             return within(self.options.timeout_s, lambda: work(client))
 
@@ -124,7 +124,7 @@ class HdfsClient:
 
     @contextmanager
     def _answering(self, action: str, path: str) -> Iterator[RawClient]:
-        """Yield the client; raise what it raises as a `StorageError` about `path`."""
+        """Yield the client, and translate its errors to a `StorageError` about `path`."""
         client = self._client
         try:
             yield client
@@ -142,7 +142,8 @@ class HdfsClient:
     def _renew(self, client: RawClient) -> None:
         """Replace the client if its connections may be dead.
 
-        It asks another NameNode first: of one that is silent it would not get on to the next.
+        The new client asks another NameNode first: a client that waits for a silent NameNode never asks the
+        next.
         """
         with self._lock:
             if self._client is client:

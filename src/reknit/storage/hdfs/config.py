@@ -68,7 +68,7 @@ class HdfsOptions:
 
 @dataclass(frozen=True, slots=True)
 class HdfsPath:
-    """What a URL names: a cluster (``host:port``, or a nameservice), and an absolute folder."""
+    """The place in a URL: a cluster (``host:port``, or a nameservice), and an absolute folder."""
 
     authority: str
     folder: str
@@ -83,9 +83,9 @@ class HdfsPath:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The NameNodes of a cluster as (host, port), and whether it authenticates those who ask.
+    """The NameNodes of a cluster as (host, port), and whether it authenticates its clients.
 
-    `names` is what a nameservice calls its NameNodes, in the same order; empty where there is none.
+    `names` are the names of the NameNodes in a nameservice, in the same order; empty without a nameservice.
     `datanodes_by_name`: DataNodes are reached by their names, not by the addresses that the NameNode sees.
     """
 
@@ -97,7 +97,7 @@ class Cluster:
 
 
 def parse_url(url: str, durability: Durability = "power") -> HdfsPath:
-    """Return what ``hdfs://host:port/folder?option=value`` says.  Raises `UsageError`."""
+    """Return the place and the options of ``hdfs://host:port/folder?option=value``.  Raises `UsageError`."""
     head, _, query = url.partition("?")
     authority, _, folder = head.partition("://")[2].partition("/")
     if not authority:
@@ -118,7 +118,7 @@ def parse_url(url: str, durability: Durability = "power") -> HdfsPath:
 
 
 def cluster(place: HdfsPath) -> Cluster:
-    """Return where the NameNodes are, and how they are to be asked."""
+    """Return the NameNodes of a place, with the settings for requests to them."""
     known, authority = configuration(), place.authority
     setting = known.get(f"dfs.ha.namenodes.{authority}", "").strip()
     nodes = [node.strip() for node in setting.split(",")] if setting else []
@@ -135,7 +135,7 @@ def cluster(place: HdfsPath) -> Cluster:
 
 
 def configuration() -> dict[str, str]:
-    """Return what core-site.xml and hdfs-site.xml say, with their variables filled in."""
+    """Return the settings in core-site.xml and hdfs-site.xml, with their variables filled in."""
     found: dict[str, str] = {}
     if (folder := hadoop_conf_dir()) is not None:
         for name in ("core-site.xml", "hdfs-site.xml"):

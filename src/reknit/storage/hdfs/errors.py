@@ -35,7 +35,7 @@ _BUSY = (
 
 
 def as_ours(action: str, url: str, error: BaseException) -> ReknitError:
-    """Return the `StorageError`, or `ShortageError`, that says what an error of the client means."""
+    """Return the `StorageError` or `ShortageError` for an error of the client."""
     text, plain_text = str(error), plain(error)
     found = _RPC.match(text)
     if found is None and (short := shortage(error) or shortage(RuntimeError(plain_text))):
@@ -68,7 +68,7 @@ def unreached(action: str, url: str, why: object) -> ReknitError:
 
 
 def plain(error: BaseException) -> str:
-    """Return what an error says, without the stack of a server."""
+    """Return the text of an error, without the stack of a server."""
     text = str(error) or type(error).__name__
     if found := _RPC.match(text):
         plain_text = found[2].removesuffix('")')
@@ -89,6 +89,6 @@ def _kind(error: BaseException, text: str, *, from_namenode: bool) -> tuple[type
             "?principal= and ?keytab= in the URL), and that user's permissions on this folder"
         )
     if _PASSING.search(text) or isinstance(error, OverdueError) or not from_namenode:
-        # What is no answer of the NameNode comes from a connection: to it, or to a DataNode.
+        # Any error but an answer of the NameNode comes from a connection: to it, or to a DataNode.
         return StorageUnavailableError, _BUSY
     return StorageError, "see the NameNode's message"

@@ -1,4 +1,4 @@
-"""Names in HDFS: how paths are spelled there, and which ones this process knows to exist."""
+"""Names in HDFS: their spelling, and a cache of the existing names."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _MOST_FOLDERS = 256
 
 
 def encoded(path: str) -> str:
-    """Return a path as it stands in HDFS, which knows no colons: ``%3A`` stands for one."""
+    """Return a path as it stands in HDFS, which does not allow colons: ``%3A`` stands for a colon."""
     return _ESCAPED.sub("%25", path).replace(":", "%3A")
 
 
 def decoded(path: str) -> str:
-    """Return the path that stands in HDFS as `path`."""
+    """Return the path whose spelling in HDFS is `path`."""
     return re.sub(r"%((?:25)*)3A", lambda match: f"%{match[1][2:]}3A" if match[1] else ":", path)
 
 
 class HdfsNames(TakenNames):
-    """The files that this process is writing, and the names that are known to exist in each folder.
+    """The files that this process is writing, and a cache of the existing names in each folder.
 
-    So each folder is listed once, and no name is looked up by itself.  Files that others create meanwhile are
-    not known here; they are found when a file gets its name.
+    So each folder is listed once, and no name is looked up by itself.  Files that other processes create
+    meanwhile are not in the cache; they are found when a file gets its name.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class HdfsNames(TakenNames):
         self._folders: OrderedDict[str, set[str]] = OrderedDict()
 
     def knows(self, folder: str) -> bool:
-        """Tell whether a folder has been listed."""
+        """Return whether a folder has been listed."""
         with self._lock:
             return folder in self._folders
 
@@ -47,7 +47,7 @@ class HdfsNames(TakenNames):
                 self._folders.popitem(last=False)
 
     def taken(self, path: str) -> bool:
-        """Tell whether a name existed when last seen."""
+        """Return whether a name existed when it was last seen."""
         folder, _, name = path.rpartition("/")
         with self._lock:
             return name in self._folders.get(folder, ())

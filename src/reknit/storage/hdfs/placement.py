@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("reknit")
 
 _AVOIDED_S = 600.0
-"""How long a DataNode that fell silent is given nothing; Java's client does the same."""
+"""How long new files avoid a silent DataNode; Java's client does the same."""
 
 _PATIENCE_S = 2.0
-"""How long a DataNode may take to answer when it is asked whether it is there."""
+"""How long a DataNode may take to answer a probe."""
 
 
 class BlockPlacement:
-    """Writes whole files, past the DataNodes that were silent when earlier ones failed."""
+    """A writer of whole files that avoids the DataNodes that were silent when earlier files failed."""
 
     def __init__(self, client: HdfsClient, requests: Requests | None) -> None:
         self._client, self._requests = client, requests
@@ -75,16 +75,16 @@ class BlockPlacement:
         url = self._client.url(path)
         try:
             self._requests.place(path, avoided, url)
-        except StorageError as error:  # no others are left, say: then those will have to do
+        except StorageError as error:  # such as without other nodes: then the avoided ones are used
             logger.debug("writing %s: its block may go to DataNodes that did not answer: %s", url, error)
 
     def find_silent(self, path: str) -> None:
-        """Avoid those DataNodes of a file that do not answer: they probably caused its failure."""
+        """Avoid the DataNodes of a file that do not answer: they probably caused its failure."""
         url = self._client.url(path)
         try:
             nodes = [] if self._requests is None else self._requests.nodes_of(path, url)
             there = together(2 * _PATIENCE_S, [partial(answers, node) for node in nodes], len(nodes))
-        except (StorageError, OverdueError):  # it is the NameNode that is silent, likely
+        except (StorageError, OverdueError):  # the NameNode is probably silent
             return
         self.avoid([node for node, answers in zip(nodes, there, strict=True) if not answers], url)
 
@@ -105,11 +105,11 @@ class BlockPlacement:
 
 
 def answers(node: DataNode) -> bool:
-    """Tell whether a DataNode is there: it hangs up when something comes that it does not know."""
+    """Return whether a DataNode answers: it closes the connection after bytes that it cannot read."""
     deadline = Deadline(_PATIENCE_S)
     try:
         connection = socket.create_connection(node.address, _PATIENCE_S)
-    except (OSError, ValueError, OverflowError):  # the others: of what is no address
+    except (OSError, ValueError, OverflowError):  # the last two: of an invalid address
         return False
     with connection:
         try:

@@ -13,7 +13,7 @@ from reknit.errors import StorageError, StorageNotFoundError
 from reknit.monitor.phase import Deadline
 from reknit.storage.errors import shorter, too_large
 from reknit.storage.hdfs.client import PIECE_NBYTES
-from reknit.storage.runs import spread, take_runs
+from reknit.storage.ranges import spread, take_runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +27,7 @@ GAP_NBYTES = 1 << 20
 """Holes up to this size are read over: a request costs as much."""
 _MOST_OPEN = 64
 _KEPT_S = 5.0
-"""How long it is remembered where the blocks of a file are."""
+"""How long the locations of a file's blocks are cached."""
 
 
 class BlockReaders:

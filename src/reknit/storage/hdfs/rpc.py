@@ -1,4 +1,4 @@
-"""Hadoop RPC to a NameNode, without authentication, for what the HDFS client cannot do.
+"""Hadoop RPC to a NameNode, without authentication, for requests that the HDFS client lacks.
 
 A request is a length and three messages in the encoding of Protocol Buffers, each after its own length: a
 header, the name of the method, its arguments.  An answer is a length, a header, and the result.
@@ -32,13 +32,13 @@ _CONTEXT_CALL = -3
 _NO_RETRY = -1
 _FATAL = 2
 _HOLDER = re.compile(r" owned by (\S+) but is accessed by | is not the lease owner \(=([^:\s)]+)")
-"""How Hadoop 2 and 3 say whose file it is."""
+"""The texts in which Hadoop 2 and 3 name the holder of a file."""
 
 _MOST_NBYTES = 64 << 20
-"""A longer answer is none of a NameNode."""
+"""The largest answer of a NameNode."""
 
 _QUICK_S = 2.0
-"""How long what a file can do without may take."""
+"""How long an optional request may take."""
 
 
 class Requests(Protocol):
@@ -57,12 +57,12 @@ class Requests(Protocol):
         """Allocate the first block of a file, which must still be empty, on other DataNodes."""
 
     def close(self) -> None:
-        """Drop the connections; the next request makes new ones."""
+        """Close the connections; the next request makes a new connection."""
 
 
 @dataclass(frozen=True)
 class DataNode:
-    """A DataNode; `told` is the NameNode's encoded description of it."""
+    """A DataNode; `encoded` is its description by the NameNode."""
 
     key: str
     address: tuple[str, int]
@@ -96,19 +96,17 @@ class RpcRequests:
         request = text_field(1, path) + number_field(2, 0) + number_field(3, 1)
         answer = self._call("getBlockLocations", request, action, url, _QUICK_S)
         try:
-            last = _inner(answer, 1, 4)
+            found = _messages(_inner(answer, 1, 4) or b"")
             by_name = self._cluster.datanodes_by_name
-            return (
-                [] if last is None else [_node(encoded, by_name) for n, encoded in _messages(last) if n == 3]
-            )
+            return [_node(encoded, by_name=by_name) for number, encoded in found if number == 3]
         except OSError as error:
             raise unreached(action, url, error) from error
 
     def place(self, path: str, avoided: Sequence[DataNode], url: str) -> None:
-        """Add the first block in the name of the client that writes the file, which is told of it then.
+        """Add the first block in the name of the client that writes the file, which then receives it.
 
-        A client that asks for a block again gets the one that is there, as if the first answer had been
-        lost.  In whose name to ask the NameNode says to whoever asks in another.
+        A client that asks for a block again receives the existing block, as if the first answer had been
+        lost.  The NameNode names the holder of the file in its refusal of a request with another name.
         """
         action, stranger = "place a block of", f"reknit-{uuid.uuid4().hex}"
         refusal = self._ask("addBlock", text_field(1, path) + text_field(2, stranger), action, url, _QUICK_S)
@@ -134,9 +132,9 @@ class RpcRequests:
     def _ask(
         self, method: str, request: bytes, action: str, url: str, most_s: float
     ) -> bytes | tuple[str, str]:
-        """Ask one NameNode after another until one does not send us on; return what it says, or why not.
+        """Ask one NameNode after another, and return the answer of the active NameNode, or its refusal.
 
-        Only a request that cannot have been carried out is sent again; all else is for the caller to judge.
+        Only a request that cannot have been carried out is sent again; the caller judges all other failures.
         """
         deadline, nodes = Deadline(min(self._timeout_s, most_s)), self._cluster.namenodes
         error: BaseException = TimeoutError("no NameNode is active")
@@ -144,7 +142,7 @@ class RpcRequests:
         first = self._active
         for number in range(first, first + len(nodes)):
             share = Deadline(deadline.remaining() / (first + len(nodes) - number))
-            try:  # one that is silent leaves time for the others
+            try:  # a silent one leaves time for the others
                 connection, new = self._connection(number % len(nodes), share)
             except OSError as failed:
                 error, standby = failed, None
@@ -154,7 +152,7 @@ class RpcRequests:
             except OSError as failed:
                 connection.close()
                 if not new:
-                    self.close()  # the others were cut too, likely
+                    self.close()  # the other connections were probably cut, too
                 self._active = (number + 1) % len(nodes)
                 raise unreached(action, url, failed or "the connection was cut") from failed
             if not isinstance(answer, bytes) and "StandbyException" in answer[0]:
@@ -216,10 +214,10 @@ class _Connection:
         return encoded[0].decode(errors="replace"), encoded[1].decode(errors="replace")
 
     def alive(self) -> bool:
-        """Tell whether the connection is still open at the other end."""
+        """Return whether the connection is still open at the other end."""
         try:
             self._socket.setblocking(False)
-            self._socket.recv(1, socket.MSG_PEEK)  # nothing comes unasked, unless it is the end
+            self._socket.recv(1, socket.MSG_PEEK)  # only the end of the connection comes unasked
             return False
         except BlockingIOError:
             return True
@@ -227,7 +225,7 @@ class _Connection:
             return False
 
     def close(self) -> None:
-        """Close the connection; ignore errors of one that is no longer used."""
+        """Close the connection; ignore errors, because nothing uses it any more."""
         with suppress(OSError):
             self._socket.close()
 
@@ -289,7 +287,7 @@ def _delimited(message: bytes) -> bytes:
 
 
 def _varint(data: bytes, start: int) -> tuple[int, int]:
-    """Return a number and where it ends.  Raises `OSError` when it does not."""
+    """Return a number and the position of its end.  Raises `OSError` for a number without an end."""
     value = 0
     for place, byte in enumerate(data[start : start + 10]):
         value |= (byte & 0x7F) << 7 * place
@@ -340,7 +338,7 @@ def _inner(data: bytes, *path: int) -> bytes | None:
     return data
 
 
-def _node(encoded: bytes, by_name: bool) -> DataNode:
+def _node(encoded: bytes, *, by_name: bool) -> DataNode:
     """Decode the NameNode's description of a DataNode.  Raises `OSError`."""
     ident = dict(_fields(_inner(encoded, 1) or b""))
     host, key, port = ident.get(2 if by_name else 1), ident.get(3), ident.get(4)

@@ -20,7 +20,7 @@ from reknit.storage.hdfs.reading import GAP_NBYTES, BlockReaders
 from reknit.storage.hdfs.web import requests_of
 from reknit.storage.hdfs.writer import HdfsWriter
 from reknit.storage.paths import check_path, is_temporary, kind_of
-from reknit.storage.runs import checked_runs, filled
+from reknit.storage.ranges import checked_runs, filled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from reknit.options import Durability
 
 _STALE_S = 86_400.0
-"""Age at which a temporary file belongs to no living write."""
+"""Age above which a temporary file belongs to a dead write."""
 
 
 def open_hdfs(url: str, durability: Durability = "power") -> HdfsStorage:
@@ -40,13 +40,13 @@ def open_hdfs(url: str, durability: Durability = "power") -> HdfsStorage:
 
 
 class HdfsStorage:
-    """The files below a folder, which is made when the first file is.
+    """The files below a folder, which is made with the first file.
 
     Every atomic step is a rename, which the NameNode does atomically.  A file larger than a part is written
     as several sub-files in parallel, which the NameNode then joins without moving a byte.
 
     A folder is listed when the first file is created there.  A file of the same name that another process has
-    created since is found when ours is finished, and the first one stays.
+    created since is found at the end of the write, and stays.
     """
 
     def __init__(self, place: HdfsPath) -> None:
@@ -71,7 +71,13 @@ class HdfsStorage:
         """Start a new file; no other thread of this process gets its name meanwhile."""
         full = self._full(path)
         writer = HdfsWriter(
-            self.client, self.requests, self.placement, self._names, full, nbytes, self._prune
+            self.client,
+            full,
+            nbytes,
+            requests=self.requests,
+            placing=self.placement,
+            names=self._names,
+            prune=self._prune,
         )
         if not self._names.take(full, writer):
             raise existing(self.client.url(full))
@@ -107,7 +113,7 @@ class HdfsStorage:
         """Write into the file `pending`, and then rename it to `path`.
 
         The NameNode thus checks and commits atomically.  A writer that was suspended in between finds the
-        file gone, and no reader ever sees what it wrote.
+        file gone, and no reader ever sees its bytes.
         """
         full, marker = self._full(path), self._full(pending)
         if if_absent and full in self._names:
@@ -156,7 +162,7 @@ class HdfsStorage:
         return sorted(decoded(entry.path.rpartition("/")[2]) for entry in found if entry.isdir)
 
     def list(self, prefix: str = "") -> Iterator[Listed]:
-        """Yield the files below a folder, one folder after another; sub-files are none."""
+        """Yield the files below a folder, one folder after another, without sub-files."""
         folder = self._full(prefix) if prefix else self.place.folder
         return (Listed(found.path, found.nbytes) for found in self._walk(folder) if found.kind == "file")
 
@@ -182,11 +188,11 @@ class HdfsStorage:
 
     @property
     def unseen(self) -> str | None:
-        """Nothing: a file has its name from its first byte on."""
+        """None: every file in HDFS has a name and is listed."""
         return None
 
     def dated(self) -> Iterator[Dated]:
-        """Yield the files below the root, also sub-files; of what is being written, when it was begun."""
+        """Yield the files below the root, also sub-files; files under way have the date of their creation."""
         return self._walk(self.place.folder)
 
     def discard(self, found: Dated) -> None:
@@ -203,9 +209,9 @@ class HdfsStorage:
             self.requests.close()
 
     def set_storage_policy(self, folder: str, policy: str) -> None:
-        """Say on what disks new files of a folder belong, such as ``"COLD"``; a mover takes the old there.
+        """Set the storage policy for new files of a folder, such as ``"COLD"``; a mover moves older files.
 
-        Raises `StorageError` where the cluster cannot be asked, see ``concat`` in the options of the URL.
+        Raises `StorageError` if the cluster cannot be asked, see ``concat`` in the options of the URL.
         """
         full = self._full(folder)
         if self.requests is None:
@@ -237,7 +243,7 @@ class HdfsStorage:
         self._readers.drop(full)
 
     def _look_up(self, folder: str) -> None:
-        """Make a folder and list it, once; remove what dead writers have left there."""
+        """Make a folder and list it, once; remove the temporary files of dead writers."""
         if self._names.knows(folder):
             return
         if folder:

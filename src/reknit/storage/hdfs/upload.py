@@ -55,8 +55,9 @@ class SubFiles:
     while `concurrency` sub-files are complete: if pieces arrive about in order, memory holds those, and one
     more for each thread.
 
-    Without `split` all parts are appended to one file.  Where that fails, it is closed, and opened again at
-    its end, which has to lie in the part that is being written: the bytes before are gone from memory.
+    Without `split` all parts are appended to one file.  After a failure, the file is closed, and opened again
+    at its end.  The end has to lie in the part that is being written, because the earlier bytes are gone from
+    memory.
     """
 
     def __init__(
@@ -71,25 +72,21 @@ class SubFiles:
         self._sending: set[int] = set()
         self._failed: dict[int, BaseException] = {}
         self._raised = False
-        """Whether somebody has been told of what failed: who comes back then wants it to be tried again."""
+        """Whether a caller has received the error of a failed part: its next call tries the part again."""
         self._stream: RawFileWriter | None = None
         self._stream_name: str | None = None
-        self._names: set[str] = set()
+        self.created: set[str] = set()
+        """The paths of all files that were begun, also of failed ones."""
         self._given_up = False
         if not nbytes:
             self._waiting.append(0)
 
     @property
     def names(self) -> list[str]:
-        """The paths of the uploaded sub-files, in order; one path where all parts went into one file."""
+        """The paths of the uploaded sub-files, in order; a single path for a stream."""
         if not self._split:
             return [] if self._stream_name is None else [self._stream_name]
         return [part.name for part in self.parts if part.name is not None]
-
-    @property
-    def attempts(self) -> int:
-        """How many files were created."""
-        return len(self._names)
 
     def write(self, start: int, data: memoryview) -> None:
         """Copy bytes, as soon as there is room for them."""
@@ -100,7 +97,7 @@ class SubFiles:
                 lambda: (
                     self._failed
                     or self._given_up
-                    or not self._sending  # what is complete waits for what somebody has yet to write
+                    or not self._sending  # complete parts wait for an earlier part
                     or len(self._waiting) + len(self._sending) < at_most
                 )
             )
@@ -123,14 +120,14 @@ class SubFiles:
             self._check()
 
     def give_up(self) -> None:
-        """Stop, and remove the sub-files; a later sweep removes those that cannot be removed now."""
+        """Stop, and remove the sub-files; a later sweep removes the sub-files that remain."""
         with self._changed:
             self._given_up = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._sending, timeout=self._client.options.timeout_s)
             for part in self.parts:
                 part.pieces.clear()
-        for name in sorted(self._names):
+        for name in sorted(self.created):
             try:
                 self._client.delete(name)
             except StorageError:  # an abort never raises, and other names would fail for the same reason
@@ -146,7 +143,7 @@ class SubFiles:
                 self._start()
 
     def _again(self) -> None:
-        """Retry what failed, once its error has been raised to a caller."""
+        """Retry failed parts, once their error has been raised to a caller."""
         if self._raised and self._split:
             self._waiting = [*self._failed, *self._waiting]
             self._failed, self._raised = {}, False
@@ -177,7 +174,7 @@ class SubFiles:
             else:
                 self._go_on(number, part.content())
             part.pieces.clear()
-        except BaseException as failed:  # it is raised again by those who wait for the part
+        except BaseException as failed:  # the threads that wait for the part raise it again
             error = failed
         finally:
             with self._changed:
@@ -188,9 +185,9 @@ class SubFiles:
                 self._changed.notify_all()
 
     def _write_anew(self, number: int, content: list[bytes]) -> str:
-        """Write a sub-file, under a new name on each attempt, and return the name of the one that succeeded.
+        """Write a sub-file, under a new name on each attempt, and return the name that succeeded.
 
-        The client does not switch to other DataNodes when one fails; a new file may be placed on others.
+        The client does not switch to another DataNode after a failure; a new file may be placed elsewhere.
         """
         for attempt in range(self._client.options.tries):
             path = self._new_path(number)
@@ -205,14 +202,14 @@ class SubFiles:
         raise AssertionError("there is at least one try")
 
     def _pause(self, attempt: int) -> None:
-        """Wait before a further attempt, the longer the more there were."""
+        """Wait before a further attempt, longer after each attempt."""
         with self._changed:
             pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**attempt) * dice.uniform(0.5, 1.5)
             self._changed.wait_for(lambda: self._given_up, timeout=pause_s)
             self._check_wanted()
 
     def _go_on(self, number: int, content: list[bytes]) -> None:
-        """Append a part to the only file; where that fails for a while, as often as a sub-file is written."""
+        """Append a part to the only file; retry temporary failures as often as for a sub-file."""
         for attempt in range(self._client.options.tries):
             try:
                 rest = self._reopened(number, content) if self._stream is None else content
@@ -263,8 +260,8 @@ class SubFiles:
 
     def _new_path(self, number: int) -> str:
         # Such names are never listed; sub-files have to be in one folder to become one file.
-        path = f"{self._folder}/.{self._mark}-{number}-{len(self._names)}.tmp"
-        self._names.add(path)
+        path = f"{self._folder}/.{self._mark}-{number}-{len(self.created)}.tmp"
+        self.created.add(path)
         return path
 
     def _check(self) -> None:
@@ -280,7 +277,7 @@ class SubFiles:
 
 
 def _after(content: list[bytes], nbytes: int) -> list[bytes]:
-    """Return what follows the first bytes of some pieces."""
+    """Return the pieces that follow the first `nbytes` bytes."""
     rest = []
     for piece in content:
         if nbytes < len(piece):

@@ -1,4 +1,4 @@
-"""WebHDFS, to a NameNode or a gateway, for what the HDFS client cannot do."""
+"""WebHDFS, to a NameNode or a gateway, for requests that the HDFS client lacks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def requests_of(cluster: Cluster, options: HdfsOptions) -> Requests | None:
 class WebRequests:
     """Requests to a web server at ``http://host:port``, or the ``/path`` below which a gateway has WebHDFS.
 
-    Who asks is `user`, or whoever the query of the address says: ``?delegation=TOKEN``, ``?user.name=NAME``.
+    The requests are those of `user`, or of the query of the address: ``?delegation=TOKEN``,
+    ``?user.name=NAME``.
     """
 
     def __init__(self, address: str, user: str, timeout_s: float) -> None:
@@ -55,11 +56,11 @@ class WebRequests:
         self._call("PUT", path, query, f"give the policy {policy} to", url)
 
     def nodes_of(self, path: str, url: str) -> list[DataNode]:
-        """Return none: in whose name blocks are asked for is nothing that a gateway could be told."""
+        """Return an empty list: WebHDFS cannot name the client that asks for blocks."""
         return []
 
     def place(self, path: str, avoided: Sequence[DataNode], url: str) -> None:
-        """Do nothing: WebHDFS leaves the placement of blocks to the NameNode."""
+        """Do nothing: with WebHDFS, the NameNode places blocks."""
 
     def close(self) -> None:
         """Do nothing: each request has a connection of its own."""
@@ -95,7 +96,7 @@ class WebRequests:
 
 
 def _remote_exception(data: bytes) -> tuple[str, str]:
-    """Return the Java class and the message of an error, both empty where there is none to be read."""
+    """Return the Java class and the message of an error, both empty for an unreadable answer."""
     try:
         fields = json.loads(data)["RemoteException"]
         return str(fields.get("javaClassName") or fields["exception"]), str(fields.get("message", ""))

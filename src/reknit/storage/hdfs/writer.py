@@ -27,11 +27,12 @@ class HdfsWriter:
     def __init__(
         self,
         client: HdfsClient,
+        path: str,
+        nbytes: int,
+        *,
         requests: Requests | None,
         placing: BlockPlacement,
         names: HdfsNames,
-        path: str,
-        nbytes: int,
         prune: Callable[[str], None],
     ) -> None:
         self._client, self._requests, self._names = client, requests, names
@@ -40,11 +41,11 @@ class HdfsWriter:
         self._progress = Progress(self._url, nbytes)
         self.upload = SubFiles(client, placing, path.rpartition("/")[0], nbytes, split=requests is not None)
         self._joined = 1
-        """Sub-files that have become the first one, with which it begins."""
+        """Sub-files that are joined to the first, which is included."""
         self._lengths = [part.missing for part in self.upload.parts]
 
     def write(self, start: int, data: memoryview) -> None:
-        """Copy `data`, and send what is complete on its way; waits while too much is."""
+        """Copy `data`, and start to upload complete sub-files; wait while too many are in flight."""
         data = data.cast("B")
         self._progress.check(start, data.nbytes)
         if data.nbytes:
@@ -52,9 +53,9 @@ class HdfsWriter:
         self._progress.add(data.nbytes)
 
     def finish(self) -> None:
-        """Join the sub-files and give the file its name, unless something has that already.
+        """Join the sub-files and give the file its name, unless the name is taken.
 
-        After a `StorageUnavailableError` it may be called again, and goes on where it was.
+        After a `StorageUnavailableError` it may be called again, and continues.
         """
         self._progress.check_open("finish")
         self._progress.check_whole()
@@ -75,7 +76,7 @@ class HdfsWriter:
         self._names.free(self._path, self)
 
     def _join(self) -> None:
-        """Move the blocks of all sub-files to the first one; where the answer is lost, its length tells."""
+        """Move the blocks of all sub-files to the first one; if the answer is lost, check its length."""
         first, *_ = names = self.upload.names
         while self._requests is not None and self._joined < len(names):
             last = min(self._joined + _MOST_SOURCES, len(names))
@@ -87,10 +88,10 @@ class HdfsWriter:
             self._joined = last
 
     def _give_name(self) -> None:
-        """Rename, which the NameNode does in one step, and not onto what is there.
+        """Rename the sub-file in one step of the NameNode, and not onto an existing file.
 
-        Nobody else knows the sub-file: if it is gone, and a file of this size has the name, then an earlier
-        request was carried out whose answer was lost.
+        No other process uses the sub-file.  If it is gone, and a file of this size has the name, then an
+        earlier request was carried out and its answer was lost.
         """
         first = self.upload.names[0]
         try:

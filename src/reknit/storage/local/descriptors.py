@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class Descriptor:
-    """An open descriptor.  After `retire` it takes no new users, and the last one to leave closes it.
+    """An open descriptor.  After `retire` it accepts no new users, and the last user closes it.
 
-    Closing at once would be worse than an error: the kernel hands the same number to the next file that is
-    opened, and a thread that is still in `pwrite` would write into that one.
+    Closing at once would be worse than an error: the kernel gives the same number to the next opened file,
+    and a thread that is still in `pwrite` would write into that file.
     """
 
     def __init__(self, fd: int) -> None:
@@ -47,7 +47,7 @@ class Descriptor:
             os.close(self.fd)
 
     def retire(self) -> None:
-        """Close as soon as nobody uses it; harmless to repeat.  Raises `OSError` when closing fails."""
+        """Close the descriptor once it has no users.  Raises `OSError` when closing fails."""
         with self._lock:
             last = not self._retired and self.users == 0
             self._retired = True
@@ -58,8 +58,8 @@ class Descriptor:
 class ReadCache:
     """The most recently read files of a store, kept open so that many ranged reads open each file once.
 
-    A path may come to name another file than the one that was opened (replaced, or removed and written anew,
-    perhaps by another machine), so each use compares the two: a `stat` instead of an `open`.  The comparison
+    A path may later name another file than the opened file: it was replaced, or removed and written anew,
+    perhaps by another machine.  So each use compares the two: a `stat` instead of an `open`.  The comparison
     is exact, because an open file's inode is not given to another file.
     """
 
@@ -67,12 +67,12 @@ class ReadCache:
         self._limit = limit
         self._open: OrderedDict[str, Descriptor] = OrderedDict()
         self._lock = threading.Lock()
-        # A store that nobody closed leaves no open files behind: some programs can have no more than 1024.
+        # A store that was not closed leaves no open files behind: some programs can have at most 1024.
         weakref.finalize(self, _retire_all, self._open).atexit = False
 
     @contextmanager
     def reading(self, root: str, path: str) -> Iterator[int]:
-        """Lend a descriptor of the file that is now at `path` below a root.  Raises `OSError`."""
+        """Yield a descriptor of the file that is now at `path` below a root.  Raises `OSError`."""
         full = os.path.join(root, path)
         descriptor = self._acquire(root, path, full)
         try:

@@ -1,8 +1,8 @@
 """Direct I/O: large writes go from page-aligned memory to the disk, past the page cache.
 
-A checkpoint is written once and seldom read soon; going through the page cache would cost the machine a copy,
-and others their pages.  Reads do go through it: the kernel's read-ahead beats direct reads of a few
-megabytes.
+A checkpoint is written once and seldom read soon: through the page cache, it would cost the machine a copy,
+and other programs their pages.  Reads use the page cache, because the kernel's read-ahead beats direct reads
+of a few megabytes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _UNABLE = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class DirectFile:
-    """The direct way into a file that is open as `fd`, taken at the first write that can use it.
+    """Direct writes to a file that is open as `fd`, from the first write that can use them.
 
-    Only pages that one write fills go that way, so no page is written in both ways at once: the kernel
-    promises nothing to those who do that.
+    Only pages that one write fills are written directly.  So no page is written in both ways at once, for
+    which the kernel has no guarantee.
     """
 
     def __init__(self, fd: int) -> None:
@@ -38,10 +38,10 @@ class DirectFile:
         self._lock = threading.Lock()
 
     def pwrite(self, start: int, data: memoryview) -> int:
-        """Write as much of the beginning of `data` as can go directly, and return how many bytes that were.
+        """Write directly as much of the beginning of `data` as possible, and return the number of bytes.
 
-        That is all whole pages when `start` and the memory are page-aligned, and nothing when they are not,
-        or when the file system knows no direct writes, which is asked once.
+        That is all whole pages if `start` and the memory are page-aligned, and otherwise nothing.  Nor are
+        there direct writes if the file system has refused one.
         """
         whole = data.nbytes // PAGE * PAGE
         if whole < LARGE_NBYTES or start % PAGE or np.frombuffer(data, np.uint8).ctypes.data % PAGE:
@@ -65,7 +65,7 @@ class DirectFile:
         return done // PAGE * PAGE
 
     def close(self) -> None:
-        """Close it as soon as nobody writes; later writes take the ordinary way.  Raises `OSError`."""
+        """Close the file once no thread writes; later writes are ordinary writes.  Raises `OSError`."""
         with self._lock:
             self._usable = False
             descriptor, self._descriptor = self._descriptor, None
@@ -91,10 +91,10 @@ class DirectFile:
 def start_write_back(fd: int, start: int, nbytes: int) -> None:
     """Let the disk begin with bytes that went through the page cache, if they are many.
 
-    Else the kernel would keep them until the sync at the end, and the disk would be idle till then.  Nothing
-    is promised: this is advice, and what cannot be written shows at the sync.
+    Else the kernel would keep them until the sync at the end, and the disk would be idle until then.  This is
+    only advice, and a failed write shows at the sync.
     """
     if nbytes >= LARGE_NBYTES and hasattr(os, "posix_fadvise"):
-        # On Linux, pages that shall leave the cache are first written back, and nobody waits for that.
+        # On Linux, pages that leave the cache are first written back, and no thread waits for that.
         with suppress(OSError):
             os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_DONTNEED)

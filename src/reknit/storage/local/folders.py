@@ -14,7 +14,7 @@ from reknit.storage.local.os_errors import denied
 from reknit.storage.paths import is_own_temporary
 
 STALE_S = 3600.0
-"""Age at which a temporary file belongs to no living write: each lasts as long as one small file takes."""
+"""Age above which a temporary file belongs to a dead write: each write takes as long as one small file."""
 
 
 class Folders:
@@ -22,8 +22,8 @@ class Folders:
 
     A file survives a power cut only when every folder on the way to it does, and a folder is made durable by
     syncing the folder that holds its entry.  Another process may have made a folder and not synced it yet, so
-    `sync` walks up to the anchor always; above the anchor it syncs only what it made itself, because folders
-    up there may be closed to this user.
+    `sync` walks up to the anchor always; above the anchor it syncs only folders that it made itself, because
+    folders up there may be closed to this user.
     """
 
     def __init__(self, anchor: str, *, durable: bool) -> None:
@@ -34,7 +34,7 @@ class Folders:
         self._lock = threading.Lock()
 
     def make(self, folder: str) -> None:
-        """Make a folder with all that are missing above it."""
+        """Make a folder with all missing folders above it."""
         for name in reversed(_missing(folder)):
             try:
                 os.mkdir(name)
@@ -49,7 +49,7 @@ class Folders:
                 self._note(name)
 
     def sync(self, folder: str) -> None:
-        """Make the entries of a folder durable, and those of the folders above it that lead there."""
+        """Make the entries of a folder durable, and the entries of the folders above that lead there."""
         if not self.durable:
             return
         while True:
@@ -65,9 +65,9 @@ class Folders:
             self._unsynced_above.difference_update(above)
 
     def prune(self, root: str, path: str) -> None:
-        """Do as `prune`, and then remove also the anchor and what is above it, if it was not there before.
+        """Call `prune`, and then also remove the anchor and the folders above it that did not exist before.
 
-        So a save that failed leaves no empty folder in which nobody knows what there was.
+        So a failed save leaves no empty folder whose origin is unclear.
         """
         prune(root, path)
         with suppress(OSError):
@@ -81,7 +81,7 @@ class Folders:
 
 
 def _missing(folder: str) -> list[str]:
-    """Return a folder and those above it that are not there, the innermost first."""
+    """Return a folder and the folders above it that do not exist, the innermost first."""
     missing = []
     while not os.path.isdir(folder):
         missing.append(folder)
@@ -116,7 +116,7 @@ def _unsynced(error: OSError, folder: str) -> OSError:
 
 
 def sweep(folder: str) -> None:
-    """Remove temporary files that a process left behind when it was killed; young ones may be in use."""
+    """Remove temporary files that killed processes left behind; young files may be in use."""
     # Best effort: such a file is never listed or read, it only takes room and keeps its folder from going.
     with suppress(OSError):
         for path in (os.path.join(folder, name) for name in os.listdir(folder) if is_own_temporary(name)):
@@ -125,7 +125,7 @@ def sweep(folder: str) -> None:
 
 
 def prune(root: str, path: str) -> None:
-    """Remove the folder that held `path` and those above it as far as they are empty, but never `root`."""
+    """Remove the folder of `path` and the folders above it as far as they are empty, but never `root`."""
     # Best effort: a folder that is not empty, busy or not ours to remove simply stays.
     folder = path.rpartition("/")[0]
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Give a file that is whole already a second name, instead of writing its bytes again."""
+"""Give a finished file a second name, instead of writing its bytes again."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from reknit.storage.local.folders import Folders
 
 _TRIES = 8
-"""How often a link is tried while its folder vanishes: so many ranks may be refused one at that moment."""
+"""How often a link is tried while its folder vanishes: other ranks may remove the folder at that moment."""
 
 
-def linked(root: str, path: str, new_root: str, new_path: str, nbytes: int, folders: Folders) -> bool:
-    """Link the file `path` below a root, of `nbytes` bytes, to a new name below `new_root`; tell whether.
+def linked(root: str, path: str, new_root: str, new_path: str, *, nbytes: int, folders: Folders) -> bool:
+    """Link the file `path` below a root to a new name below `new_root`, and return whether it is linked.
 
-    `folders` are those of the new name.  Where it cannot be, nothing is left.
+    The file has `nbytes` bytes, and `folders` are the folders of the new name.  A failed link leaves nothing
+    behind.
     """
     old, full = os.path.join(root, path), os.path.join(new_root, new_path)
     try:
@@ -35,7 +36,7 @@ def linked(root: str, path: str, new_root: str, new_path: str, nbytes: int, fold
         # NFS repeats a request whose answer was lost, and then finds the link that it has made.
         if identity(full) != identity(old):
             raise
-    except OSError:  # whatever refuses it: who writes the file instead is told, or needs no link
+    except OSError:  # the file is written instead, with an error of its own or without one
         folders.prune(new_root, new_path)
         return False
     try:
@@ -50,7 +51,7 @@ def linked(root: str, path: str, new_root: str, new_path: str, nbytes: int, fold
 
 
 def _is_whole(root: str, path: str, nbytes: int, folders: Folders) -> bool:
-    """Tell whether there is a regular file of this size, and make it durable if so."""
+    """Return whether there is a regular file of this size, and make it durable if so."""
     full = os.path.join(root, path)
     found = os.stat(full, follow_symlinks=False)
     if not stat.S_ISREG(found.st_mode) or found.st_size != nbytes:
@@ -58,7 +59,7 @@ def _is_whole(root: str, path: str, nbytes: int, folders: Folders) -> bool:
     if folders.durable:
         fd = open_regular(root, path)
         try:
-            os.fsync(fd)  # whoever wrote it may have asked for less
+            os.fsync(fd)  # its writer may have asked for less
         finally:
             os.close(fd)
     folders.sync(os.path.dirname(full))

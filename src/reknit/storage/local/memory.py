@@ -24,8 +24,8 @@ _SHARED = "/dev/shm"
 class MemoryStorage(LocalStorage):
     """The files that are called `name` in the memory of this host, for every process of this user.
 
-    They lie in a folder of the user's own in ``/dev/shm``, or in what REKNIT_MEMORY names, and stay there
-    until they are deleted or the machine goes down.  Nothing is ever synced, for there is nowhere to sync to.
+    They are in a folder of the user's own in ``/dev/shm``, or in the folder that REKNIT_MEMORY names, until
+    they are deleted or the machine shuts down.  Memory has no disk, so nothing is ever synced.
     """
 
     def __init__(self, name: str) -> None:
@@ -47,14 +47,14 @@ class MemoryStorage(LocalStorage):
 
     @property
     def reading(self) -> Reading:
-        """No byte is read that is not wanted: a hole is passed over for nothing."""
+        """Only wanted bytes are read: skipping a hole costs nothing."""
         return Reading(gap_nbytes=0, waste=0.0)
 
     def create(self, path: str, nbytes: int) -> LocalWriter:
-        """Start a new file, whose memory is taken now.
+        """Start a new file, and reserve its memory now.
 
-        Raises `StorageFullError` also where the file system would give more than the host, or the control
-        group of this process, has: the kernel would end some process to get it.
+        Raises `StorageFullError` also if the file system allows more than the host, or the control group of
+        this process, has: the kernel would kill some process to get it.
         """
         full = self._full(path)
         available = available_nbytes()
@@ -87,10 +87,10 @@ def _folder_of_all() -> str:
 
 
 def _make_own(folder: str) -> None:
-    """Make a folder that is this user's alone, if it is not there.
+    """Make a folder that is this user's alone, if it does not exist.
 
-    Raises `StoragePermissionError` for one that is another's, or open to others: everybody may make one of
-    this name, and could put checkpoints there, or watch for them.
+    Raises `StoragePermissionError` for a folder of another user, or a folder that other users can write to.
+    Any user may make a folder of this name, and could put checkpoints there, or wait for them.
     """
     with translated("make", folder):
         try:
@@ -101,7 +101,7 @@ def _make_own(folder: str) -> None:
             return
     user, remedy = os.geteuid(), f"remove it or fix it (chmod 700 {folder}), or set"
     if not stat.S_ISDIR(found.st_mode):
-        fault = "is a link, or no folder"
+        fault = "is a link, or not a folder"
     elif found.st_uid != user:
         fault = f"belongs to user {found.st_uid}, not to {user}"
         remedy = f"let user {found.st_uid} remove it, or set"

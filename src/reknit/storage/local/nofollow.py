@@ -1,11 +1,11 @@
 """Open files below a root without following a symbolic link, but for links to files that are only read.
 
-The root itself is whatever a user calls it, links and all.  Below it a link would lead a save into another
-checkpoint, whose files it then clears away.  So names below are looked up one by one, each relative to a
-descriptor of the folder before: nobody can put a link in between what was looked at and what is used.
+The root itself may contain links.  Below the root, a link would lead a save into another checkpoint, whose
+files it would then remove.  So names below are looked up one by one, each relative to a descriptor of the
+folder before.  Then no process can insert a link between the look and the use.
 
-Caches (of the Hugging Face Hub, of DVC) put links in the place of files.  Those are read.  What writes or
-removes a file replaces or removes the link, and never what it leads to.
+Caches (of the Hugging Face Hub, of DVC) put links in the place of files.  Such links are read.  A write or a
+removal replaces or removes the link, and never its target.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _NO_LINK = _ANY_FOLDER | os.O_NOFOLLOW
 
 @contextmanager
 def inside(root: str, folder: str, *, make: bool = False) -> Iterator[int]:
-    """Lend a descriptor of a folder below a root, which is there; with `make`, the folder need not be.
+    """Yield a descriptor of a folder below a root, which exists; with `make`, the folder need not exist.
 
-    Raises `OSError` (ELOOP) where a link is on the way.
+    Raises `OSError` (ELOOP) if a link is on the way.
     """
     fd, full = os.open(root, _ANY_FOLDER), root
     try:
         for name in folder.split("/") if folder else ():
             full = os.path.join(full, name)
             try:
-                below = _step(name, fd, make)
+                below = _step(name, fd, make=make)
             except OSError as error:
                 if error.errno in (errno.ENOTDIR, errno.ELOOP):
                     raise _in_the_way(name, fd, full) from error
@@ -48,7 +48,7 @@ def inside(root: str, folder: str, *, make: bool = False) -> Iterator[int]:
         os.close(fd)
 
 
-def _step(name: str, above: int, make: bool) -> int:
+def _step(name: str, above: int, *, make: bool) -> int:
     try:
         return os.open(name, _NO_LINK, dir_fd=above)
     except FileNotFoundError:
@@ -67,7 +67,7 @@ class LinkError(FaultError):
 
 
 def open_below(root: str, path: str, flags: int, *, links: bool = False) -> int:
-    """Open the file `path` below a root; where it is to be created, with its folders.
+    """Open the file `path` below a root; a new file is created with its folders.
 
     Raises `LinkError` for a link, unless with `links` it leads to something.
     """
@@ -88,7 +88,7 @@ def open_below(root: str, path: str, flags: int, *, links: bool = False) -> int:
 
 
 def status_below(root: str, path: str, *, links: bool = False) -> os.stat_result:
-    """Return what is at `path` below a root; with `links`, for a link to a file what that is.
+    """Return the status of `path` below a root; with `links`, a link to a file has the status of its target.
 
     Raises `LinkError` for any other link.
     """
@@ -107,7 +107,7 @@ def status_below(root: str, path: str, *, links: bool = False) -> os.stat_result
 
 
 def target_of(link: str) -> os.stat_result:
-    """Return what a link leads to.  Raises `LinkError` where that is not there."""
+    """Return the status of a link's target.  Raises `LinkError` without a target."""
     try:
         return os.stat(link)
     except OSError as error:
@@ -122,7 +122,7 @@ def target_of(link: str) -> os.stat_result:
 
 
 def unlink_below(root: str, path: str) -> None:
-    """Remove the file `path` below a root; of a link, itself and not where it leads."""
+    """Remove the file `path` below a root; a link itself is removed, and not its target."""
     folder, _, name = path.rpartition("/")
     with inside(root, folder) as fd:
         os.unlink(name, dir_fd=fd)
@@ -137,9 +137,9 @@ def link_below(root: str, path: str, new_root: str, new_path: str) -> None:
 
 
 def open_regular(root: str, path: str) -> int:
-    """Open a file, or that a link leads to, for reading.
+    """Open a file, or the target of a link, for reading.
 
-    Raises `FileNotFoundError` also for what is no regular file.
+    Raises `FileNotFoundError` also for anything but a regular file.
     """
     # Looked at first: a device may do something when it is opened, and a socket cannot be.
     if stat.S_ISREG(status_below(root, path, links=True).st_mode):
@@ -152,7 +152,7 @@ def open_regular(root: str, path: str) -> int:
 
 
 def _in_the_way(name: str, folder: int, full: str) -> OSError:
-    """Return the error of a name that is not that of a folder."""
+    """Return the error of a name that does not belong to a folder."""
     if stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
         return _a_link(full)
     return NotADirectoryError(errno.ENOTDIR, "a file is in the place of a folder", full)

@@ -1,4 +1,4 @@
-"""What does an error of the operating system mean for a file of a store, and what helps?"""
+"""Translate errors of the operating system about a file of a store, with a remedy."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _REMEDIES = {
     **dict.fromkeys(_AWAY, "the file system is not there any more: mount it again, or choose another path"),
     **dict.fromkeys(_SILENT, "the server of the file system does not answer as it should: try again later"),
 }
-"""What helps, whatever was to be done, and by whom."""
+"""Remedies that do not depend on the action and the user."""
 
 _KINDS: dict[int, type[StorageError]] = {
     errno.ENOSPC: StorageFullError,
@@ -57,9 +57,9 @@ _KINDS: dict[int, type[StorageError]] = {
 
 @contextmanager
 def translated(action: str, full: str) -> Iterator[None]:
-    """Turn an `OSError` into a `StorageError` that says what was done, to which file, and what may help.
+    """Translate an `OSError` to a `StorageError` with the action, the file and a remedy.
 
-    Or into a `ShortageError`, where it is not the store that is at fault.
+    If the process lacks a resource and the store is not at fault, it becomes a `ShortageError`.
     """
     try:
         yield
@@ -68,7 +68,7 @@ def translated(action: str, full: str) -> Iterator[None]:
 
 
 def typed(error: OSError, action: str, full: str) -> ReknitError:
-    """Return the error of what was done to the file `full`."""
+    """Return the error of an action on the file `full`."""
     number = error.errno or 0
     code = errno.errorcode.get(number, "no code")
     message = f"cannot {action} {full}: {_said(error, full)} ({code})"
@@ -78,7 +78,7 @@ def typed(error: OSError, action: str, full: str) -> ReknitError:
 
 
 def _said(error: OSError, full: str) -> str:
-    """Return what an error says, with the folder on the way that it is about."""
+    """Return the text of an error, with the folder on the way that it is about."""
     said, place = str(error.strerror or error), error.filename
     if error.errno not in _DENIED or not isinstance(place, str) or place in said:
         return said
@@ -94,7 +94,7 @@ def _remedy(error: OSError, full: str) -> str | None:
 
 
 def denied(number: int, what: str = "do this") -> str:
-    """Return what helps this user where the system refuses him; of root nearly nothing asks for rights."""
+    """Return the remedy if the system refuses this user; root is refused for special reasons only."""
     user = os.geteuid()
     if number == errno.EPERM:
         return (
@@ -104,6 +104,6 @@ def denied(number: int, what: str = "do this") -> str:
     if user:
         return f"let user {user} {what}, or choose another path"
     return (
-        f"not even user {user} may: a network file system may take root for nobody (root_squash), or a "
+        f"not even user {user} may: a network file system may map root to another user (root_squash), or a "
         f"sandbox or security module forbids it: let the owner of the folder {what}, or choose another path"
     )

@@ -29,11 +29,11 @@ _STALE_TRIES = 8
 
 
 def found_anew(full: str, look: Callable[[], _T]) -> _T:
-    """Return what `look` finds at the path `full`; it is called again where what this machine knows is old.
+    """Return the result of `look` at the path `full`; call it again if the cache of this machine is old.
 
-    On NFS the file that a name led to may be replaced by another machine before it is opened or read: the
-    server then knows it no more (ESTALE), and only the name leads to the one that has taken its place.  And a
-    name that was looked up in vain goes on missing for up to a minute after another machine has made it.
+    On NFS, another machine may replace a file before it is opened or read.  The server then rejects the old
+    file (ESTALE), and only the name leads to the new file.  And a name that was looked up in vain stays
+    missing for up to a minute after another machine has made it.
     """
     asked = False
     for _ in range(_STALE_TRIES):
@@ -48,9 +48,9 @@ def found_anew(full: str, look: Callable[[], _T]) -> _T:
 
 
 def ask_server(folder: str) -> None:
-    """Make an NFS client forget to which files the names in a folder led, or to none, if that has changed.
+    """Make an NFS client look up the names in a folder anew, also the names of missing files.
 
-    Whoever opens a folder is to see what was in it by then, so that the client asks its server.
+    A process that opens a folder has to see its current entries, so the client asks its server.
     """
     try:
         os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
@@ -58,17 +58,17 @@ def ask_server(folder: str) -> None:
         above = os.path.dirname(folder)
         if above != folder:
             ask_server(above)
-            with suppress(OSError):  # what is wrong with it is told by the look that follows
+            with suppress(OSError):  # the look that follows raises its error
                 os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
     except OSError:
         return  # as above
 
 
 def expect_sequence(fd: int) -> None:
-    """Tell the kernel that a file will be read from front to back, though by several threads at once.
+    """Advise the kernel that a file will be read from front to back, though by several threads at once.
 
-    Their reads come a little out of order, for which it would else take back its reading ahead: a file that
-    is not cached arrives half as fast again with it.
+    Their reads arrive slightly out of order, and without the advice the kernel would reduce its read-ahead.
+    With it, a file that is not cached is read one and a half times as fast.
     """
     if hasattr(os, "posix_fadvise"):
         with suppress(OSError):  # a sandbox may refuse even advice
@@ -76,9 +76,9 @@ def expect_sequence(fd: int) -> None:
 
 
 def identity(file: str | int, *, links: bool = False) -> tuple[int, int] | None:
-    """Return what tells a file (a path or a descriptor) from all others; None when nothing is there.
+    """Return the device and inode of a file (a path or a descriptor); None for a missing file.
 
-    With `links`, a link stands for what it leads to.
+    With `links`, a link stands for its target.
     """
     try:
         found = os.stat(file, follow_symlinks=links) if isinstance(file, str) else os.fstat(file)
@@ -100,7 +100,7 @@ def pwrite_all(fd: int, start: int, data: memoryview) -> None:
 
 
 def preadv_all(fd: int, start: int, buffers: list[memoryview]) -> int:
-    """Read into the buffers and return the number of bytes; fewer than wanted only at the end of the file."""
+    """Fill the buffers and return the number of bytes read; fewer than wanted only at the end of the file."""
     pending = deque(buffer.cast("B") for buffer in buffers if buffer.nbytes)
     position = start
     while pending:
@@ -118,8 +118,8 @@ def preadv_all(fd: int, start: int, buffers: list[memoryview]) -> int:
 def preadv_runs(fd: int, starts: list[int], nbytes: int, buffer: memoryview) -> int | None:
     """Read runs of `nbytes` bytes one after another into the buffer.
 
-    Returns None, or, where the file ends within a run, where that begins.  The loop runs hundreds of
-    thousands of times a second: it holds nothing that could be outside.
+    Returns None, or, if the file ends within a run, the start of that run.  The loop runs hundreds of
+    thousands of times a second, so it contains only necessary work.
     """
     preadv, position = os.preadv, 0
     for start in starts:
@@ -146,7 +146,7 @@ def read_whole(root: str, path: str, limit: int) -> bytes:
 
 
 def link_new(temporary: str, full: str) -> bool:
-    """Give a temporary file a name that must be free; false when it is not."""
+    """Give a temporary file a name that must be free, and return whether it was free."""
     try:
         os.link(temporary, full)
     except FileExistsError:
@@ -160,10 +160,10 @@ def link_new(temporary: str, full: str) -> bool:
 
 
 def _claim(temporary: str, full: str) -> bool:
-    """Do as `link_new` on a file system without links (FAT, some FUSE gateways).
+    """Replace `link_new` on a file system without links (FAT, some FUSE gateways).
 
-    The free name is taken by an empty file, which the whole one then replaces.  So there is still one winner
-    and never a part of the content, but for an instant, or after a crash in it, an empty file.
+    An empty file takes the free name, and the whole file then replaces it.  So there is still one winner, and
+    never a part of the content.  For an instant, or after a crash in that instant, the file is empty.
     """
     try:
         os.close(os.open(full, NEW_FILE, 0o666))
@@ -178,7 +178,7 @@ def _claim(temporary: str, full: str) -> bool:
 
 
 def move(source: str, full: str) -> None:
-    """Give a file another name, in place of what has it.  Raises `FileNotFoundError` when it is gone."""
+    """Rename a file, and replace a file of the new name.  Raises `FileNotFoundError` if the file is gone."""
     os.rename(source, full)
     # Of two names of one file, left by a `move_new` that was cut short, a rename removes neither.
     with suppress(FileNotFoundError):
@@ -186,7 +186,7 @@ def move(source: str, full: str) -> None:
 
 
 def move_new(source: str, full: str) -> bool:
-    """Do as `move` when the name is free, and else nothing; tell which."""
+    """Rename a file if the new name is free, and return whether it was."""
     try:
         os.link(source, full)
     except FileExistsError:
@@ -208,7 +208,7 @@ def move_new(source: str, full: str) -> bool:
 
 
 def _taken(full: str) -> bool:
-    """Return False for a name that a file has.  Raises `OSError` for that of a folder, a link, a pipe."""
+    """Return False for the name of a file.  Raises `OSError` for the name of a folder, a link, a pipe."""
     try:
         mode = os.stat(full, follow_symlinks=False).st_mode
     except FileNotFoundError:
@@ -221,9 +221,9 @@ def _taken(full: str) -> bool:
 
 
 def entries(folder: str, *, links: bool = False) -> list[tuple[str, os.stat_result]]:
-    """Return name and stat of what is in a folder, without files under way and without what just vanished.
+    """Return name and status of the entries of a folder, without files under way and vanished files.
 
-    With `links`, a link stands for what it leads to.
+    With `links`, a link stands for its target.
     """
     found = []
     with translated("list", folder):

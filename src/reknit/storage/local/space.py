@@ -11,13 +11,13 @@ import shutil
 _ALLOCATES_AT_ONCE = frozenset({"ext4", "xfs", "tmpfs", "f2fs", "overlay"})
 _MOUNTS = "/proc/self/mountinfo"
 _SMALL_NBYTES = 1 << 20
-"""It is not worth asking how to allocate less."""
+"""Smaller files are not allocated."""
 
 
 def reserve(fd: int, folder: str, nbytes: int) -> None:
-    """Give a new, empty file in `folder` its room.
+    """Reserve the space of a new, empty file in `folder`.
 
-    Where that is little, or the file system cannot allocate at once, the free space is only compared with the
+    For a small file, or if the file system cannot allocate at once, the free space is only compared with the
     size.  Raises `OSError` with ``ENOSPC`` when there is not enough.
     """
     if nbytes == 0:
@@ -26,7 +26,7 @@ def reserve(fd: int, folder: str, nbytes: int) -> None:
         try:
             os.posix_fallocate(fd, 0, nbytes)
         except OSError as error:
-            # What a system cannot do, or a sandbox refuses, is no reason to stop: the file then grows.
+            # An unable system, or a sandbox that refuses, does not stop the save: the file then grows.
             if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EACCES):
                 raise
         else:
@@ -38,7 +38,7 @@ def reserve(fd: int, folder: str, nbytes: int) -> None:
 
 
 def free_nbytes(path: str) -> int | None:
-    """Return the bytes that are free for this user where `path` is or would be; None when that is unknown."""
+    """Return the bytes that are free for this user at `path`, which may be missing; None if unknown."""
     try:
         return shutil.disk_usage(_standing(path)).free
     except OSError:
@@ -46,7 +46,7 @@ def free_nbytes(path: str) -> int | None:
 
 
 def making_room(path: str) -> str:
-    """Return what helps where there is no room for `path`."""
+    """Return the remedy if `path` does not fit."""
     if _has_no_inodes(path):
         return "the file system can hold no further file (inodes, see df -i): remove some, or save elsewhere"
     free = free_nbytes(path)
@@ -68,7 +68,7 @@ def _has_no_inodes(path: str) -> bool:
 
 
 def in_memory(path: str) -> bool:
-    """Tell whether what is at `path`, or would be, is in memory and not on a disk."""
+    """Return whether an existing or new file at `path` is in memory and not on a disk."""
     try:
         return _filesystem(_standing(path)) in ("tmpfs", "ramfs")
     except OSError:
@@ -76,14 +76,14 @@ def in_memory(path: str) -> bool:
 
 
 def _standing(path: str) -> str:
-    """Return `path`, or the nearest folder above it that is there."""
+    """Return `path`, or the nearest existing folder above it."""
     while not os.path.exists(path) and path != os.path.dirname(path):
         path = os.path.dirname(path)
     return path
 
 
 def _filesystem(folder: str) -> str | None:
-    """Return the type of the file system that holds a folder, None when that cannot be told."""
+    """Return the type of the file system that holds a folder, None if it is unknown."""
     device = os.stat(folder).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:

@@ -35,7 +35,7 @@ from reknit.storage.local.posix import (
 from reknit.storage.local.space import reserve
 from reknit.storage.local.writer import LocalWriter
 from reknit.storage.paths import check_path, check_readable
-from reknit.storage.runs import check_size, check_start, checked_runs, near, read_runs
+from reknit.storage.ranges import check_size, check_start, checked_runs, near, read_runs
 from reknit.storage.wrappers.forwarding import innermost
 from reknit.system import aside
 
@@ -51,11 +51,11 @@ _PRUNED_TRIES = 64
 
 
 class LocalStorage:
-    """Files below the folder `root`, which is made when the first file is.
+    """Files below the folder `root`, which is made with the first file.
 
     With `durability="power"` a file that is finished, put or deleted stays so when the machine loses power at
     the next instant; with ``"process"`` it survives the death of every process, and the kernel writes it back
-    in its own time.
+    later.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, durability: Durability = "power") -> None:
@@ -77,14 +77,14 @@ class LocalStorage:
 
     @property
     def reading(self) -> Reading:
-        """Small holes are read over: a disk is as quick with the next bytes as with none."""
+        """Small holes are read over: a disk reads the next bytes at no cost."""
         return Reading()
 
     def create(self, path: str, nbytes: int) -> LocalWriter:
         """Start a new file under its final name.
 
-        No temporary name is needed: a data file means nothing to anybody until a manifest names it.
-        Raises `StorageFullError` before a byte is written when the file cannot fit.
+        No temporary name is needed: no reader uses a data file before a manifest names it.  Raises
+        `StorageFullError` before a byte is written when the file cannot fit.
         """
         check_size(nbytes)
         full = self._full(path)
@@ -105,7 +105,7 @@ class LocalStorage:
             return False
         check_path(source_path, source.url)
         with translated("link", full):
-            return linked(source._root, source_path, self._root, path, nbytes, self._folders)
+            return linked(source._root, source_path, self._root, path, nbytes=nbytes, folders=self._folders)
 
     def put(self, path: str, data: bytes, *, if_absent: bool) -> bool:
         """Write a temporary file and give it the name in one step, by `link` or `rename`."""
@@ -135,17 +135,17 @@ class LocalStorage:
     def commit(self, path: str, data: bytes, *, pending: str, if_absent: bool) -> bool:
         """Write into the file `pending`, and then give it the name `path`, by `rename` or `link`.
 
-        So look and write are one step of the file system, also on NFS, where the server takes it: a process
-        that was stopped in between finds the name gone, and what it wrote was never to be seen.  Only with
-        `if_absent`, on file systems without links, it is looked first whether `path` is free.
+        So look and write are one step of the file system, also on NFS, where the server takes it.  A process
+        that was stopped in between finds the name gone, and no reader ever sees its bytes.  Only with
+        `if_absent`, on file systems without links, a look whether `path` is free comes first.
         """
         full, marker = self._full(path), self._full(pending)
         with translated(f"make {path} of", marker):
             try:
-                # O_NONBLOCK, as what has taken the marker's name may be a pipe that nobody reads.
+                # O_NONBLOCK, as the marker's name may now be that of a pipe without a reader.
                 self._fill(open_below(self._root, pending, os.O_WRONLY | os.O_NONBLOCK), data)
             except OSError as error:
-                if error.errno == errno.ESTALE:  # how NFS tells that it was removed after it was opened
+                if error.errno == errno.ESTALE:  # the answer of NFS for a file removed since
                     raise FileNotFoundError(errno.ENOENT, "it was removed meanwhile", marker) from error
                 raise
             if if_absent:
@@ -160,8 +160,8 @@ class LocalStorage:
     def get(self, path: str, *, limit: int) -> bytes:
         """Return a whole small file.
 
-        Its folder is opened first, and it is opened anew each time: on NFS, 4.2 more than 3, it takes both to
-        make another machine's `put` visible.
+        Its folder is opened first, and the file is opened anew each time: on NFS, 4.2 more than 3, only both
+        together make another machine's `put` visible.
         """
         full = self._full(path)
         with translated("read", full):
@@ -191,7 +191,7 @@ class LocalStorage:
             found_anew(full, read)
 
     def read_runs(self, path: str, starts: NDArray[np.int64], nbytes: int, buffer: memoryview) -> None:
-        """Fill the buffer with a call for each run, or, where runs are near each other, with larger ones."""
+        """Fill the buffer with a call for each run, or with larger calls for runs near each other."""
         out = checked_runs(starts, nbytes, buffer)
         if not out.size or near(starts):
             read_runs(self.read_into, path, starts, nbytes, buffer)
@@ -207,17 +207,8 @@ class LocalStorage:
         with translated("read", full):
             found_anew(full, read)
 
-    def evict(self, path: str) -> None:
-        """Write back what is dirty of a file, and drop its pages from the page cache."""
-        full = self._full(path)
-        if not hasattr(os, "posix_fadvise"):
-            raise StorageError("this system cannot drop a file from its cache", path=full)
-        with translated("evict", full), self._cache.reading(self._root, path) as fd:
-            os.fsync(fd)  # a dirty page would stay
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
     def delete(self, path: str) -> None:
-        """Remove a file durably, and folders that become empty by it, but no root that was there before."""
+        """Remove a file durably, and the folders that become empty, but not a root that existed before."""
         full = self._full(path)
         folder = os.path.dirname(full)
         with translated("delete", full):
@@ -250,7 +241,7 @@ class LocalStorage:
         return sorted(name for name, found in entries(self._root, links=True) if stat.S_ISDIR(found.st_mode))
 
     def list(self, prefix: str = "") -> Iterator[Listed]:
-        """Yield every file below a folder, also those that are still being written."""
+        """Yield every file below a folder, also files under way."""
         folder = self._full(prefix) if prefix else self._root
         with translated("list", folder), suppress(FileNotFoundError, NotADirectoryError):
             if prefix:
@@ -262,7 +253,7 @@ class LocalStorage:
         for name, found in sorted(entries(folder), key=lambda entry: stat.S_ISDIR(entry[1].st_mode)):
             path = f"{prefix}/{name}" if prefix else name
             if stat.S_ISLNK(found.st_mode):
-                with suppress(OSError):  # one that leads nowhere
+                with suppress(OSError):  # a link without a target
                     found = target_of(os.path.join(folder, name))
                     if stat.S_ISREG(found.st_mode):
                         yield Listed(path, found.st_size)
@@ -278,7 +269,7 @@ class LocalStorage:
         """Create a file with its folders, again where a delete elsewhere has just removed an empty folder."""
         full = missing = os.path.join(self._root, path)
         for tries in range(_PRUNED_TRIES):
-            time.sleep(tries * 1e-4)  # in step with who removes them it would go on for ever
+            time.sleep(tries * 1e-4)  # in step with the remover it would never end
             try:
                 self._folders.make(self._root)
                 return open_below(self._root, path, flags)
@@ -291,7 +282,7 @@ class LocalStorage:
                 reason = f"the folder {error.filename} cannot be created: {error.strerror}"
                 raise OSError(error.errno, reason, full) from error
         above = os.path.dirname(missing)
-        if os.path.isdir(above):  # nobody removed it: this is how the kernel's own folders say no
+        if os.path.isdir(above):  # it exists: the kernel's own folders refuse like this
             fault = f"{missing} cannot be created: {above} exists, but accepts no new entry (ENOENT)"
             raise StorageError(fault, remedy="choose a path where folders can be created", path=missing)
         fault = f"{missing} cannot be created: {above} is removed repeatedly"
@@ -306,7 +297,7 @@ class LocalStorage:
     def _fill(self, fd: int, data: bytes) -> None:
         """Make `data` all that a file holds, and close it.
 
-        It is not emptied first: where a commit was cut short, these bytes may be before readers already.
+        It is not emptied first: after an interrupted commit, readers may see these bytes already.
         """
         fd = aside(fd)
         try:

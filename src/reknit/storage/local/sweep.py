@@ -1,4 +1,4 @@
-"""List what a folder holds and since when, to clear away what killed processes left."""
+"""List the files of a folder with their dates, and remove the remains of killed processes."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ logger = logging.getLogger("reknit")
 
 
 def sweepable(storage: Storage) -> Sweepable | None:
-    """Return what tells all that a store holds, and removes it, past what is around it; None if nothing does.
+    """Return the innermost store as a store that can be swept; None if it cannot be.
 
-    For the memory of a host nothing does: files there may be part of a checkpoint whose manifest is in the
-    memory of another.
+    The memory of a host cannot be swept: files there may be part of a checkpoint whose manifest is in the
+    memory of another host.
     """
     storage = innermost(storage)
     if isinstance(storage, MemoryStorage):
@@ -40,7 +40,7 @@ def sweepable(storage: Storage) -> Sweepable | None:
 
 
 class SweptFolder:
-    """All that is below a folder; no link is followed, neither out of it nor around in it.
+    """All files below a folder; no link is followed.
 
     A link to anything but a folder is a file here: it may be part of a checkpoint, and can be removed.
     """
@@ -51,11 +51,11 @@ class SweptFolder:
         self._root = root
 
     def dated(self) -> Iterator[Dated]:
-        """Yield every file.  Folders below that are closed to this user are passed over with a warning."""
+        """Yield every file, and skip folders that are closed to this user with a warning."""
         yield from self._walk(self._root, "")
 
     def discard(self, found: Dated) -> None:
-        """Remove a temporary file, and the folders that become empty by it, but never the root."""
+        """Remove a temporary file, and the folders that become empty, but never the root."""
         with translated("delete", os.path.join(self._root, found.path)), suppress(FileNotFoundError):
             unlink_below(self._root, found.path)
         prune(self._root, found.path)

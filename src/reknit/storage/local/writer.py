@@ -13,7 +13,7 @@ from reknit.storage.local.direct import DirectFile, start_write_back
 from reknit.storage.local.nofollow import unlink_below
 from reknit.storage.local.os_errors import translated
 from reknit.storage.local.posix import identity, pwrite_all
-from reknit.storage.runs import check_inside
+from reknit.storage.ranges import check_inside
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,7 +67,7 @@ class LocalWriter:
         self._whole = True
 
     def abort(self) -> None:
-        """Remove the file, unless it is finished; harmless to repeat."""
+        """Remove the file, unless it is finished; may be repeated."""
         if self._whole:
             return
         # Nothing is lost when a store that is failing keeps an unfinished file: no manifest will name it.

@@ -1,1 +1,1 @@
-"""S3 and what is compatible with it, Google Cloud Storage, Azure Blob Storage."""
+"""S3 and compatible stores, Google Cloud Storage, Azure Blob Storage."""

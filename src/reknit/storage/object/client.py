@@ -20,17 +20,17 @@ Client = S3Store | GCSStore | AzureStore
 
 _KINDS: dict[str, type[Client]] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
 _SLOWEST = 128 << 10
-"""Bytes per second: a part that goes slower than this is taken for stuck."""
+"""Bytes per second: a slower part counts as stuck."""
 _SMALLEST_PART = 5 * MIB
-"""S3 takes no smaller ones, except as the last."""
+"""The smallest part that S3 takes, except as the last."""
 _FEW = 4
 """Most repetitions of a request that `wrappers.retrying` repeats as well: they take a second or two."""
 _LONGEST_S = 180.0
-"""How long after its first try a request is repeated by the client, at the latest."""
+"""The longest time after its first try in which the client repeats a request."""
 _BACKOFF: Any = {
     "init_backoff": timedelta(seconds=0.1),
     # Each pause is random, up to four times the one before, but on the average only twice: with less the
-    # client would be through with all its tries in two seconds, where nobody is there to answer.
+    # client would use up all its tries in two seconds while no server answers.
     "base": 4,
     "max_backoff": timedelta(seconds=10),
 }
@@ -40,15 +40,15 @@ _BACKOFF: Any = {
 class ObjectOptions:
     """Options of an object store; each can be set in the URL, after a question mark.
 
-    `conditional`: what to do with an endpoint without conditional writes: ``"refuse"`` to commit there, or
-    ``"lock"`` with an object.  `part_nbytes` (in a URL ``part_mib``): size of one part of a multipart upload
-    and of one read request.  Files of at most one part are uploaded in one request; parts are larger where a
-    file would have more than 10,000.  `concurrency`: parts of one file in flight at once.  `timeout_s`:
-    longest time for one request; None for 30 seconds plus the time of a part at 128 KiB/s.  `retries`: how
-    often the client repeats a failed request of an upload, within three minutes.  It repeats other requests
-    at most four times; after that, `retry_s` applies.  `endpoint`, `region`: override the environment
-    variables of the same meaning.  `unsigned`: sign S3 requests without their bodies, which halves the
-    processor time; digests check the stored bytes in any case.
+    `conditional`: for an endpoint without conditional writes, ``"refuse"`` to commit there, or ``"lock"``
+    with an object.  `part_nbytes` (in a URL ``part_mib``): size of one part of a multipart upload and of one
+    read request.  Files of at most one part are uploaded in one request; parts are larger where a file would
+    have more than 10,000.  `concurrency`: parts of one file in flight at once.  `timeout_s`: longest time for
+    one request; None for 30 seconds plus the time of a part at 128 KiB/s.  `retries`: how often the client
+    repeats a failed request of an upload, within three minutes.  It repeats other requests at most four
+    times; after that, `retry_s` applies.  `endpoint`, `region`: override the environment variables of the
+    same meaning.  `unsigned`: sign S3 requests without their bodies, which halves the processor time; digests
+    check the stored bytes in any case.
     """
 
     conditional: Fallback = "refuse"
@@ -78,7 +78,7 @@ class ObjectOptions:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What a URL names: a bucket (a container in Azure), and a prefix that ends in a slash, or nothing."""
+    """The place in a URL: a bucket (a container in Azure), and a prefix that ends in a slash or is empty."""
 
     scheme: str
     bucket: str
@@ -91,7 +91,7 @@ class Bucket:
 
 
 def parse_url(url: str) -> tuple[Bucket, ObjectOptions]:
-    """Return what ``scheme://bucket/prefix?option=value`` says.  Raises `UsageError`."""
+    """Return the place and the options of ``scheme://bucket/prefix?option=value``.  Raises `UsageError`."""
     head, _, query = url.partition("?")
     scheme, _, rest = head.partition("://")
     bucket, _, prefix = rest.strip("/").partition("/")
@@ -110,14 +110,14 @@ def connect(place: Bucket, options: ObjectOptions, *, uploading: bool = False) -
     A client for `uploading` repeats requests as often as the options say, because its callers cannot repeat a
     part of an upload.  Other clients leave most retries to their callers, which can log that they wait.
 
-    Endpoint, account and credentials are what the client finds in the environment (AWS_*, GOOGLE_*,
-    AZURE_*), or gets from the machine it runs on.  Raises `UsageError` for what it cannot make sense of.
+    The client takes endpoint, account and credentials from the environment (AWS_*, GOOGLE_*, AZURE_*), or
+    from its machine.  Raises `UsageError` for values that the client does not accept.
 
-    It must not be used in a process forked from this one after its first request: its threads are not there,
+    A process forked after the client's first request must not use the client: its threads are missing there,
     and it waits for them forever.
     """
     client_options: dict[str, Any] = {
-        "allow_http": True,  # whoever writes http:// into the endpoint means it
+        "allow_http": True,  # a user who writes http:// into the endpoint wants it
         "timeout": timedelta(seconds=options.request_s),
     }
     given: dict[str, Any] = {
@@ -129,7 +129,7 @@ def connect(place: Bucket, options: ObjectOptions, *, uploading: bool = False) -
         },
     }
     if place.scheme == "s3":
-        # Objects are deleted one by one here, and not every endpoint knows how to delete many.
+        # Objects are deleted one by one here, and not every endpoint can delete many.
         given |= {"unsigned_payload": options.unsigned, "disable_bulk_delete": True}
     elif options.region is not None:
         raise UsageError(f"region is an option of s3:// alone, not of {place.url}")

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     Put = dict[str, Any]
 
 _NONCE = "reknitput"
-"""Name of the metadata by which a writer knows its own: letters alone, as Azure demands."""
+"""Name of the metadata that marks the object of a writer: letters alone, as Azure requires."""
 _REFUSED = (exceptions.AlreadyExistsError, exceptions.PreconditionError, FileNotFoundError)
 _LOST = (exceptions.GenericError, exceptions.JoinError)
-"""What the client says where no answer came, so that the request may have been carried out."""
+"""Errors of the client without an answer, so that the request may have been carried out."""
 _LOCK_WAIT_S = 120.0
 _LOCK_STALE_S = 60.0
 
@@ -38,8 +38,9 @@ _LOCK_STALE_S = 60.0
 class Conditions:
     """Writes that have a condition, in one bucket.
 
-    Before the first one it is tried out, once, whether the endpoint really keeps to conditions: some write
-    all the same, and some know none.  `settle_s` is longer than a small write takes to be seen by everybody.
+    Before the first one, a test shows whether the endpoint really obeys conditions: some endpoints write
+    anyway, and some do not support conditions.  `settle_s` is longer than a small write takes to become
+    visible to all processes.
     """
 
     settle_s = 1.0
@@ -50,14 +51,14 @@ class Conditions:
         self._checking = threading.Lock()
         self._kept: bool | None = None
         self.unknown = False
-        """Whether the endpoint has said that it knows no conditions; it is not asked again."""
+        """Whether the endpoint has reported that it does not support conditions; it is not asked again."""
         self._whole_only = False
         self._one = threading.Lock()
 
     def put(self, key: str, url: str, data: bytes, seen: UpdateVersion | None) -> bool:
-        """Write a small object where there still is what was `seen`, or nothing where that is None.
+        """Write a small object if its version is still `seen`, or if it is missing and `seen` is None.
 
-        False says that there was something else, and that this write has changed nothing.
+        Returns False for another version, and then changes nothing.
         """
         if not self._are_kept():
             return self._put_locked(key, url, data, seen)
@@ -74,7 +75,7 @@ class Conditions:
         return True
 
     def _is_own(self, key: str, url: str, data: bytes, nonce: dict[str, str]) -> bool:
-        """Tell whether an object is what this very write has put there."""
+        """Return whether an object was put there by this very write."""
         with translated("read back", url):
             try:
                 found = obstore.get(self._client, key)
@@ -83,11 +84,11 @@ class Conditions:
             mark = found.attributes.get(_NONCE)
             if mark is not None:
                 return bool(mark == nonce[_NONCE])
-            # Some endpoints drop what they do not know.
+            # Some endpoints drop unknown metadata.
             return data != b"" and found.meta["size"] == len(data) and bytes(found.bytes()) == data
 
     def _are_kept(self) -> bool:
-        """Tell whether the endpoint keeps to conditions; find it out the first time."""
+        """Return whether the endpoint obeys conditions; test it the first time."""
         with self._checking:
             if self._kept is None:
                 fault = self._try_out()
@@ -118,7 +119,7 @@ class Conditions:
         return self._kept
 
     def _try_out(self) -> str | None:
-        """Return what the endpoint does wrong, None for nothing."""
+        """Return the fault of the endpoint, None for an endpoint that obeys conditions."""
         key = f"{self._prefix}.{uuid.uuid4().hex}.tmp"
         what = "the first of two conditional creates"
         try:
@@ -143,7 +144,7 @@ class Conditions:
         except (exceptions.BaseError, FileNotFoundError) as error:
             raise as_ours("write to", self._url, error) from None
         finally:
-            with suppress(exceptions.BaseError, FileNotFoundError):  # it is never listed, and in nobody's way
+            with suppress(exceptions.BaseError, FileNotFoundError):  # it is never listed, and does no harm
                 obstore.delete(self._client, key)
         return None
 
@@ -155,7 +156,7 @@ class Conditions:
         return True
 
     def _gives_whole(self, key: str) -> bool:
-        """Tell whether the endpoint knows no ranges, so that nothing could be loaded."""
+        """Return whether the endpoint ignores ranges, so that nothing could be loaded."""
         try:
             obstore.get_range(self._client, key, start=1, length=1)
         except exceptions.GenericError as error:
@@ -165,7 +166,7 @@ class Conditions:
         return False
 
     def _put_locked(self, key: str, url: str, data: bytes, seen: UpdateVersion | None) -> bool:
-        """Look, write and read back, while no other process that knows of the lock does."""
+        """Look, write and read back, while no other process that respects the lock does."""
         if not self._still(key, url, seen):
             return False
         with self._one, self._lock(key, url):
@@ -177,7 +178,7 @@ class Conditions:
                     there = bytes(obstore.get(self._client, key).bytes())
                 except FileNotFoundError:
                     if not data:
-                        return True  # a marker, which a save that began later has removed: it needs no lock
+                        return True  # a marker, which a later save has removed: it needs no lock
                     there = None
             if there is None:
                 raise StorageError(
@@ -199,7 +200,7 @@ class Conditions:
 
     @contextmanager
     def _lock(self, key: str, url: str) -> Iterator[None]:
-        """Hold the lock object of `key`: whoever is still named in it after `settle_s` has it."""
+        """Hold the lock object of `key`: it belongs to the process that it still names after `settle_s`."""
         folder, _, name = key.rpartition("/")
         lock = f"{folder}/.{name}.lock.tmp" if folder else f".{name}.lock.tmp"
         mine, deadline = uuid.uuid4().hex, Deadline(_LOCK_WAIT_S)
@@ -224,7 +225,7 @@ class Conditions:
                 obstore.delete(self._client, lock)
 
     def _holder(self, lock: str, url: str) -> str | None:
-        """Return who holds a lock; nobody does any more whose process must have died."""
+        """Return the holder of a lock; a holder whose process must have died does not count."""
         with translated("lock", url):
             try:
                 mine, since = bytes(obstore.get(self._client, lock).bytes()).decode().split()
@@ -234,12 +235,12 @@ class Conditions:
 
 
 def new_nonce() -> dict[str, str]:
-    """Return metadata by which a writer knows its own object again."""
+    """Return new metadata that marks the object of one writer."""
     return {_NONCE: uuid.uuid4().hex}
 
 
 def seen_nonce(client: Client, key: str) -> dict[str, str] | None:
-    """Return such metadata of an object, empty where it has none; None where there is no object."""
+    """Return the mark of an object, empty for an object without a mark; None for a missing object."""
     try:
         mark = obstore.get(client, key).attributes.get(_NONCE)
     except FileNotFoundError:
@@ -248,7 +249,7 @@ def seen_nonce(client: Client, key: str) -> dict[str, str] | None:
 
 
 def look(client: Client, key: str, url: str) -> UpdateVersion | None:
-    """Return what tells an object from those that take its place; None where there is none."""
+    """Return the version of an object; None for a missing object."""
     with translated("find", url):
         try:
             return version(obstore.head(client, key))
@@ -257,11 +258,11 @@ def look(client: Client, key: str, url: str) -> UpdateVersion | None:
 
 
 def version(found: Any) -> UpdateVersion:
-    """Return what `obstore.head` or `obstore.put` says of an object as a condition for `obstore.put`."""
+    """Return the version in a result of `obstore.head` or `obstore.put`, as a condition for `obstore.put`."""
     names = ("e_tag", "version")
     return {name: found[name] for name in names if found[name] is not None}  # type: ignore[return-value]
 
 
 def unsupported(error: Exception) -> bool:
-    """Tell whether an endpoint says by this that it does not know what it was asked."""
+    """Return whether an endpoint does not support the request that it answered with this error."""
     return isinstance(error, exceptions.NotSupportedError) or "status code: 501" in str(error)

@@ -1,4 +1,4 @@
-"""Copies of objects that the service makes itself."""
+"""Copies of objects, made by the service itself."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _REFUSED = re.compile(r"status code: (4\d\d|501)")
 
 
 def copied(client: Client, source: str, key: str, url: str, nbytes: int) -> bool:
-    """Copy an object of `nbytes` bytes in its bucket; tell whether it is there.
+    """Copy an object of `nbytes` bytes in its bucket, and return whether the copy exists.
 
-    A refusal is an answer: the object can be written.  Where no answer came, the copy may still appear, and
-    that is an error: what was written in its place would be lost.
+    A refusal is an answer: the object can be written instead.  Without an answer, the copy may still appear
+    and replace an object that was written in its place, so this raises an error.
     """
     try:
         obstore.copy(client, source, key)

@@ -39,7 +39,7 @@ _UNREACHED = re.compile(r"HTTP error|error sending request|connect|timed? ?out|c
 
 @contextmanager
 def translated(action: str, url: str) -> Iterator[None]:
-    """Raise what the client raises as a `StorageError` about `url`."""
+    """Translate the errors of the client to a `StorageError` about `url`."""
     try:
         yield
     except (exceptions.BaseError, OSError, ValueError) as error:
@@ -54,7 +54,7 @@ def translated(action: str, url: str) -> Iterator[None]:
 
 
 def as_ours(action: str, url: str, error: BaseException) -> ReknitError:
-    """Return the `StorageError`, or `ShortageError`, that says what an error of the client means."""
+    """Return the `StorageError` or `ShortageError` for an error of the client."""
     text = str(error)
     if short := _shortage(error):
         short.sign(path=url)
@@ -73,9 +73,10 @@ def as_ours(action: str, url: str, error: BaseException) -> ReknitError:
 
 
 def _shortage(error: BaseException) -> ShortageError | None:
-    """Return what this process lacks, where that is why the client failed.
+    """Return the `ShortageError` if the client failed because this process lacks a resource.
 
-    It says no more of a socket that could not be made than that no request could be sent, so it is tried.
+    If a socket could not be made, the client reports only that no request could be sent.  So this tries to
+    make a socket.
     """
     if (short := shortage(error)) or not _UNREACHED.search(str(error)):
         return short
@@ -87,12 +88,12 @@ def _shortage(error: BaseException) -> ShortageError | None:
 
 
 def gave_whole(error: BaseException) -> bool:
-    """Tell whether an endpoint gave a whole object where a part of it was asked for."""
+    """Return whether an endpoint sent a whole object in answer to a request for a range."""
     return _NO_RANGES.search(str(error)) is not None
 
 
 def plain(error: BaseException) -> str:
-    """Return what an error says: without the client's internals, and without anything secret."""
+    """Return the text of an error, without the client's internals and without secrets."""
     text = str(error).partition("\n\nDebug source")[0]
     if found := _MESSAGE.search(text):
         text = f"{text[: found.start()].partition('<?xml')[0]}{found[1]}: {found[2]}"

@@ -1,4 +1,4 @@
-"""Find and remove unfinished uploads and what dead writers left in a bucket."""
+"""Find and remove unfinished uploads and other remains of dead writers in a bucket."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _UNSEEN = {
     "az": "Blocks that killed saves have left in {url} are not listed; Azure removes them by itself, a week "
     "after the last one of a blob was written",
 }
-# What the client of objects reads, under all the names that it knows.
+# The variables that the client of objects reads, under all their names.
 _ENVIRONMENT = {
     "region": ("region", ["AWS_REGION", "AWS_DEFAULT_REGION"], None, None),
     "reknit_endpoint": (None, ["AWS_ENDPOINT_URL", "AWS_ENDPOINT"], None, None),
@@ -35,21 +35,23 @@ _ENVIRONMENT = {
 
 
 def unseen(place: Bucket) -> str | None:
-    """Return what this kind of store keeps to itself, and what removes it."""
+    """Return the remains of writers that this kind of store does not list, with their remedy."""
     reason = _UNSEEN[place.scheme]
     return None if reason is None else reason.format(url=place.url, bucket=place.bucket)
 
 
 def dated(client: Client, place: Bucket, options: ObjectOptions) -> Iterator[Dated]:
-    """Yield objects below the prefix, also temporary ones, and, where it is S3, uploads in parts."""
-    uploads = Uploads(place, options) if place.scheme == "s3" else None  # a missing package is told first
+    """Yield the objects below the prefix, also temporary objects, and on S3 uploads in parts."""
+    uploads = (
+        Uploads(place, options) if place.scheme == "s3" else None
+    )  # first, since a package may be missing
     yield from objects(client, place, place.prefix.rstrip("/"), place.url)
     if uploads is not None:
         yield from uploads.under_way()
 
 
 def objects(client: Client, place: Bucket, folder: str, url: str) -> Iterator[Dated]:
-    """Yield the objects below a folder, as the bucket lists them while it is asked."""
+    """Yield the objects below a folder while the bucket lists them."""
     with translated("list", url):
         for chunk in obstore.list(client, folder or None, chunk_size=1000):
             for found in chunk:
@@ -69,10 +71,10 @@ def discard(client: Client, place: Bucket, options: ObjectOptions, found: Dated)
 
 
 class Uploads:
-    """Uploads in parts, neither finished nor aborted, to a bucket of S3 or of what is compatible with it.
+    """Uploads in parts, neither finished nor aborted, to a bucket of S3 or a compatible store.
 
-    The client that reads and writes objects cannot list them; this one, botocore, is asked with the same
-    endpoint, region and credentials.
+    The client that reads and writes objects cannot list them.  So botocore does, with the same endpoint,
+    region and credentials.
     """
 
     def __init__(self, place: Bucket, options: ObjectOptions) -> None:
@@ -80,7 +82,7 @@ class Uploads:
         self.client = _connect(place, options)
 
     def under_way(self) -> Iterator[Dated]:
-        """Yield all of them below the prefix, with the bytes that are up, and when the last of these came."""
+        """Yield all uploads below the prefix, with their uploaded bytes and the date of the last part."""
         query = {"Bucket": self._place.bucket, "Prefix": self._place.prefix}
         with self._answering("list uploads in", self._place.url):
             for page in self.client.get_paginator("list_multipart_uploads").paginate(**query):
@@ -89,7 +91,7 @@ class Uploads:
                         yield from self._measured(found)
 
     def abort(self, found: Dated) -> None:
-        """Remove the parts of an upload; that there is no such upload any more is no error."""
+        """Remove the parts of an upload; a missing upload is not an error."""
         key = self._place.prefix + found.path
         with self._answering("abort the upload of", f"s3://{self._place.bucket}/{key}"):
             try:
@@ -116,7 +118,7 @@ class Uploads:
 
     @contextmanager
     def _answering(self, action: str, url: str) -> Iterator[None]:
-        """Raise what botocore raises as a `StorageError` about `url`."""
+        """Translate the errors of botocore to a `StorageError` about `url`."""
         from botocore.exceptions import BotoCoreError, ClientError  # type: ignore[import-untyped]
 
         try:
@@ -129,7 +131,7 @@ class Uploads:
                     path=url,
                 ) from error
             status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-            failure = OSError(f"{error} (status code: {status})")  # as the client of objects puts it
+            failure = OSError(f"{error} (status code: {status})")  # in the form of the client of objects
             raise as_ours(action, url, failure) from None
         except BotoCoreError as error:
             raise as_ours(action, url, error) from None
@@ -140,7 +142,7 @@ def _is_gone(error: Any) -> bool:
 
 
 def _connect(place: Bucket, options: ObjectOptions) -> Any:
-    """Return a client of botocore that asks whom the client of objects asks.  Nothing is sent yet."""
+    """Return a client of botocore for the endpoint of the client of objects.  Nothing is sent yet."""
     try:
         from botocore.config import Config  # type: ignore[import-untyped]
         from botocore.session import Session  # type: ignore[import-untyped]

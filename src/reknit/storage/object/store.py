@@ -1,4 +1,4 @@
-"""A bucket as a store: S3 and what is compatible with it, Google Cloud Storage, Azure Blob Storage."""
+"""A bucket as a store: S3 and compatible stores, Google Cloud Storage, Azure Blob Storage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from reknit.storage.object.copying import copied
 from reknit.storage.object.errors import as_ours, translated
 from reknit.storage.object.writer import ObjectWriter
 from reknit.storage.paths import check_path
-from reknit.storage.runs import checked_runs, filled, near, read_runs, spread
+from reknit.storage.ranges import checked_runs, filled, near, read_runs, spread
 from reknit.storage.writing import TakenNames
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def open_object(url: str) -> ObjectStorage:
 
 @dataclass
 class _Bucket:
-    """What the stores of one bucket share."""
+    """The state that the stores of one bucket share."""
 
     conditions: Conditions
     names: TakenNames = field(default_factory=TakenNames)
@@ -58,12 +58,12 @@ class _Bucket:
 class ObjectStorage:
     """The objects of a bucket whose names begin with a prefix.
 
-    The client is shared with all stores below this one.  A process that was forked from one which has used
-    it must not: see `reknit.storage.object.client.connect`.
+    The client is shared with all stores below this one.  A process that was forked after the first request
+    must not use it: see `reknit.storage.object.client.connect`.
 
-    A file of at most one part is created on the condition that it is not there; for a larger one that is
-    looked up when it is begun and when its parts become one object.  Two that write one large file at the
-    same time are kept apart within a process; between processes the later one wins.
+    A file of at most one part is created on the condition that it does not exist.  A larger file is looked up
+    when it is begun, and again when its parts become one object.  Within a process, only one writer can write
+    a large file at a time; between processes the later writer wins.
     """
 
     def __init__(self, place: Bucket, options: ObjectOptions | None = None) -> None:
@@ -89,7 +89,9 @@ class ObjectStorage:
         """Start a new file; no other thread of this process gets its name meanwhile."""
         key, url = self._full(path)
         names, conditions = self.bucket.names, self.bucket.conditions
-        writer = ObjectWriter(self._uploading, key, url, nbytes, self.options, names, conditions)
+        writer = ObjectWriter(
+            self._uploading, key, url, nbytes, options=self.options, names=names, conditions=conditions
+        )
         if not names.take(key, writer):
             raise existing(url)
         try:
@@ -104,7 +106,8 @@ class ObjectStorage:
     def copy_from(self, source: Storage, source_path: str, path: str, nbytes: int) -> bool:
         """Let the service copy an object of the same bucket.
 
-        Azure may go on with that after its answer, and the client does not tell: there a file is written.
+        Azure may continue the copy after its answer, and the client does not report that, so on Azure a file
+        is written.
         """
         key, url = self._full(path)
         if not isinstance(source, ObjectStorage) or not self._shares_bucket(source):
@@ -122,7 +125,7 @@ class ObjectStorage:
         self._check_place(path)
         data = bytes(data)
         if if_absent:
-            with self._lock(key):  # servers keep those waiting for seconds who come at the same moment
+            with self._lock(key):  # servers delay simultaneous requests for seconds
                 return key not in self.bucket.names and self.bucket.conditions.put(key, url, data, None)
         with translated("write", url):
             obstore.put(self._client, key, data, use_multipart=False)
@@ -130,11 +133,11 @@ class ObjectStorage:
         return True
 
     def commit(self, path: str, data: bytes, *, pending: str, if_absent: bool) -> bool:
-        """Look for `pending`, then put on the condition that `path` is still as it was before that look.
+        """Look for `pending`, then put on the condition that `path` is still the same as before the look.
 
-        Within a process that is one step.  Between processes it is not: who deletes `pending` after the look
-        may see `path` written within the time of that one request.  But whoever was stopped after his look,
-        however long, writes nothing any more where somebody else has committed since.
+        Within a process that is one step.  Between processes it is not: if another process deletes `pending`
+        after the look, `path` may still be written within the time of one request.  But a process that was
+        stopped after its look, however long, writes nothing if another process has committed since.
         """
         (key, url), (marker, marker_url) = self._full(path), self._full(pending)
         self._check_place(path)
@@ -149,8 +152,8 @@ class ObjectStorage:
                     self.bucket.names.free(key)
                     self._delete(marker, marker_url)
                     return True
-                # Somebody else has committed since: begin again, with the look for the marker, which he may
-                # have taken away.  With `if_absent` that is the end of it.
+                # Another process has committed since: begin again, with the look for the marker, which it may
+                # have removed.  With `if_absent` that ends the commit.
                 if look(self._client, key, url) == seen:
                     raise StorageError(
                         f"{url} is unchanged, but the endpoint reports that it was changed",
@@ -191,7 +194,7 @@ class ObjectStorage:
                 spread(data, out)
 
     def read_runs(self, path: str, starts: NDArray[np.int64], nbytes: int, buffer: memoryview) -> None:
-        """Request many runs concurrently, nearby ones in one request."""
+        """Request many runs concurrently, nearby runs in one request."""
         out = checked_runs(starts, nbytes, buffer)
         if not out.size or near(starts):
             read_runs(self.read_into, path, starts, nbytes, buffer)
@@ -218,7 +221,7 @@ class ObjectStorage:
         return sorted(prefix.rstrip("/").rpartition("/")[2] for prefix in found["common_prefixes"])
 
     def list(self, prefix: str = "") -> Iterator[Listed]:
-        """Yield the objects that are below a folder, as the bucket lists them while it is asked."""
+        """Yield the objects below a folder while the bucket lists them."""
         folder, url = self._full(prefix) if prefix else (self.place.prefix.rstrip("/"), self.url)
         found = incomplete_uploads.objects(self._client, self.place, folder, url)
         return (Listed(one.path, one.nbytes) for one in found if one.kind == "file")
@@ -241,11 +244,11 @@ class ObjectStorage:
 
     @property
     def unseen(self) -> str | None:
-        """What the store does not list of unfinished uploads."""
+        """The unfinished uploads that the store does not list, with their remedy."""
         return incomplete_uploads.unseen(self.place)
 
     def dated(self) -> Iterator[Dated]:
-        """Yield all objects, also temporary ones, and on S3 uploads that are neither finished nor aborted."""
+        """Yield all objects, also temporary objects, and on S3 unfinished uploads."""
         return incomplete_uploads.dated(self._client, self.place, self.options)
 
     def discard(self, found: Dated) -> None:
@@ -261,7 +264,7 @@ class ObjectStorage:
         return key, f"{self.place.scheme}://{self.place.bucket}/{key}"
 
     def _shares_bucket(self, other: ObjectStorage) -> bool:
-        """Tell whether another store's objects are in the same bucket, and can be copied within it."""
+        """Return whether another store's objects are in the same bucket, and can be copied within it."""
         mine, its = (
             (s.place.scheme, s.place.bucket, s.options.endpoint, s.options.region) for s in (self, other)
         )
@@ -297,8 +300,8 @@ class ObjectStorage:
     def _check_place(self, path: str) -> None:
         """Refuse a file in the place of a folder, and a folder in the place of a file.
 
-        A bucket would have both.  It is a courtesy to stores that these files may be copied to, and nothing
-        rests on it: what becomes a folder at the same moment is not noticed.
+        A bucket could hold both.  The files may be copied to other stores, which cannot.  No guarantee
+        depends on this check: a folder that is made at the same moment is not noticed.
         """
         key, url = self._full(path)
         names = path.split("/")

@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     Bytes = NDArray[np.uint8]
 
 MAX_PARTS = 10_000
-"""What S3 takes of one file."""
+"""The most parts of one file that S3 takes."""
 _MIB = 1 << 20
 _PATIENCE_S = 2.0
-"""How long a piece waits for one before it that has not come, until it is copied to memory of its own."""
+"""How long a piece waits for a missing earlier piece before it is copied to memory of its own."""
 _LETTING_GO_S = 30.0
 
 
 def part_size(nbytes: int, wanted: int) -> int:
-    """Return the bytes of one part of a file: those wanted, or more where there would be too many parts."""
+    """Return the bytes of one part of a file: the wanted size, or more if there would be too many parts."""
     least = -(-nbytes // MAX_PARTS)
     return wanted if least <= wanted else -(-least // _MIB) * _MIB
 
@@ -55,12 +55,12 @@ class _Gathered:
 
 
 class MultipartUpload:
-    """The parts of one multipart upload, in the hands of one thread that waits for them in their order.
+    """The parts of one multipart upload, whose thread waits for them in their order.
 
     The client takes parts one after another, and sends up to `concurrency` of them at once, each from the
-    memory it was given.  So whoever gives a part waits until the client lets go of it.  Parts made of pieces
-    that do not fill one are gathered in memory of their own; no more than `concurrency` of those are waiting
-    to go, as long as pieces come about in order.
+    caller's memory.  So the caller waits until the client has released its part.  Pieces that do not fill a
+    part are collected in a part with memory of its own.  At most `concurrency` such parts wait to be sent, as
+    long as pieces arrive about in order.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class MultipartUpload:
         key: str,
         url: str,
         nbytes: int,
+        *,
         part_nbytes: int,
         concurrency: int,
     ) -> None:
@@ -131,7 +132,7 @@ class MultipartUpload:
         self._start()
 
     def _gather(self, part: int, start: int, data: Bytes, nbytes: int) -> bool:
-        """Copy a piece into its part, and upload the part if it is complete; tell whether it is."""
+        """Copy a piece into its part, upload a complete part, and return whether it is complete."""
         with self._changed:
             gathered = self._gathered.setdefault(part, _Gathered(np.empty(nbytes, np.uint8), nbytes))
         np.copyto(gathered.whole[start : start + len(data)], data)
@@ -144,14 +145,14 @@ class MultipartUpload:
         return True
 
     def _wait_for(self, mine: set[int], most_own: int | None) -> None:
-        """Wait until the client has released these parts, and enough of the gathered ones."""
+        """Wait until the client has released these parts, and enough of the collected parts."""
         with self._changed:
             while self._error is None and not self._given_up:
                 if not mine & self._lent and (most_own is None or len(self._own) <= most_own):
                     return
                 before = self._next
                 if not self._changed.wait(_PATIENCE_S) and self._next == before:
-                    # Nothing goes on, and perhaps nothing will: somebody writes alone, and from the end.
+                    # Nothing goes on, and perhaps nothing will: a single thread may write, from the end.
                     stuck = {part for part in mine if part in self._ready}
                     for part in stuck:
                         self._ready[part] = self._ready[part].copy()
@@ -176,7 +177,7 @@ class MultipartUpload:
                 chunk_size=self._part_nbytes,
                 max_concurrency=self._concurrency,
             )
-        except BaseException as error:  # it is raised again by those who wait for their parts
+        except BaseException as error:  # the threads that wait for their parts raise it again
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
@@ -215,7 +216,7 @@ class MultipartUpload:
                 self._changed.wait(deadline.remaining())
 
     def _check(self) -> None:
-        """Raise what went wrong."""
+        """Raise the error of the upload, if there is one."""
         error = self._error
         if isinstance(error, ReknitError):
             raise error

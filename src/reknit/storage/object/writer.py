@@ -1,4 +1,4 @@
-"""Write new objects: small ones in one request, large ones in parts."""
+"""Write new objects: small objects in one request, large objects in parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ObjectWriter:
-    """A file that is being written; there is no object before `finish` returns."""
+    """A file that is being written; the object does not exist before `finish` returns."""
 
     def __init__(
         self,
@@ -29,6 +29,7 @@ class ObjectWriter:
         key: str,
         url: str,
         nbytes: int,
+        *,
         options: ObjectOptions,
         names: TakenNames,
         conditions: Conditions,
@@ -42,10 +43,12 @@ class ObjectWriter:
         if nbytes <= part_nbytes:
             self._small = np.empty(nbytes, np.uint8)
         else:
-            self._upload = MultipartUpload(client, key, url, nbytes, part_nbytes, options.concurrency)
+            self._upload = MultipartUpload(
+                client, key, url, nbytes, part_nbytes=part_nbytes, concurrency=options.concurrency
+            )
 
     def write(self, start: int, data: memoryview) -> None:
-        """Copy `data` where the file is small, else upload the parts that it fills straight from it."""
+        """Copy `data` of a small file; of a large file, upload the filled parts straight from `data`."""
         found = np.frombuffer(data, np.uint8) if data.nbytes else np.empty(0, np.uint8)
         self._progress.check(start, len(found))
         if self._upload is None:
@@ -55,7 +58,7 @@ class ObjectWriter:
         self._progress.add(len(found))
 
     def finish(self) -> None:
-        """Make the object, on the condition that there is none where it goes up in one request."""
+        """Make the object; with one request, on the condition that it does not exist."""
         self._progress.check_open("finish")
         self._progress.end()
         try:
@@ -76,7 +79,7 @@ class ObjectWriter:
             self._small = np.empty(0, np.uint8)
 
     def abort(self) -> None:
-        """Remove the parts that are up, and give the name free; nothing where the file is finished."""
+        """Remove the uploaded parts and release the name; do nothing if the file is finished."""
         if self._progress.end() and self._upload is not None:
             self._upload.give_up()
         self._names.free(self._key, self)
@@ -112,7 +115,7 @@ class ObjectWriter:
             obstore.put(self._client, self._key, self._small, use_multipart=False)
 
     def _check_free(self) -> None:
-        """Raise when somebody else has written an object of this name meanwhile."""
+        """Raise if another writer has written an object of this name meanwhile."""
         with translated("find", self._url):
             try:
                 obstore.head(self._client, self._key)

@@ -1,4 +1,4 @@
-"""A store that passes every operation on to another one; subclasses change some, or all in one method."""
+"""A store that passes every operation on to another store; subclasses change some, or all in one method."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 KINDS = {"read_into": "read", "read_runs": "read", "folders": "list"}
-"""What operations of one kind are called together."""
+"""The common name of operations of one kind."""
 
 
 class ForwardingStorage(ABC):
-    """Passes everything on to `inner`; the stores below are wrapped by `around`.
+    """A store that passes everything on to `inner`; the stores below are wrapped by `around`.
 
     Create, write, finish, put, commit, get, size, read_into, read_runs, delete, folders and list go through
-    `intercept`, under these names.  So does copy_from, which there is only where `inner` has it.
+    `intercept`, under these names.  So does copy_from, which exists only if `inner` has it.
     """
 
     copy_from: Callable[[Storage, str, str, int], bool]
@@ -43,10 +43,10 @@ class ForwardingStorage(ABC):
         """Return a wrapper like this one of the inner store's folder `path`."""
 
     def intercept(self, name: str, path: str, nbytes: int, whole: Callable[[], T], half: Half = None) -> T:
-        """Carry out an operation, `whole`; a subclass may do something else in its place.
+        """Carry out an operation, `whole`; a subclass may replace it.
 
-        `half` is its first half, where it has halves.  `nbytes` are the bytes that it moves, 0 where that is
-        not known before.
+        `half` is its first half, if it has halves.  `nbytes` are the bytes that it moves, 0 if they are
+        unknown before.
         """
         return whole()
 
@@ -68,7 +68,7 @@ class ForwardingStorage(ABC):
     def _copy_from(
         self, inner: CopiesFiles, source: Storage, source_path: str, path: str, nbytes: int
     ) -> bool:
-        """Make a file of another one, past what is around that."""
+        """Copy a file of another store, past the wrappers of that store."""
         whole = partial(inner.copy_from, innermost(source), source_path, path, nbytes)
         return self.intercept("copy_from", path, 0, whole)
 
@@ -163,7 +163,7 @@ class ForwardingWriter:
 
 
 def innermost(storage: Storage) -> Storage:
-    """Return a store without what is around it."""
+    """Return a store without its wrappers."""
     while isinstance(storage, ForwardingStorage):
         storage = storage.inner
     return storage

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class MovedStorage(ForwardingStorage):
-    """Reads a file that is not here from where the checkpoint has moved, if it has.
+    """A store that reads missing files from the place to which the checkpoint has moved, if it has.
 
-    `find` opens that store, and returns None where nothing has moved; it is asked when a file is missing.
-    What begins with `stays` never moves.
+    `find` opens the store of that place, and returns None if nothing has moved; it is called when a file is
+    missing.  Files whose names begin with `stays` never move.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class MovedStorage(ForwardingStorage):
             self._cold.close()
 
     def _first(self, path: str) -> Storage:
-        """Return where to look for a file."""
+        """Return the first store to look in for a file."""
         return self.inner if self._cold is None or path.startswith(self._stays) else self._cold
 
     def _second(self, path: str, first: Storage) -> Storage:
-        """Return where to look for what was not in the first one; raise that error again if it is nowhere."""
+        """Return the second store to look in; raise the current error again without a second store."""
         if first is not self.inner:
             return self.inner  # another checkpoint has replaced it here
         if path.startswith(self._stays) or not self._has_moved():

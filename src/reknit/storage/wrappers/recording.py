@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class _UnderWay:
-    """How many operations of a store, and of those below it, are under way."""
+    """The number of operations under way in a store and the stores below it."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -35,7 +35,7 @@ class _UnderWay:
 
 
 class RecordingStorage(ForwardingStorage):
-    """Tells a recorder of every operation, in whatever thread, with what was repeated inside it."""
+    """A store that records every operation of any thread, with the retries inside it."""
 
     def __init__(self, inner: Storage, recorder: Recorder, under_way: _UnderWay | None = None) -> None:
         super().__init__(inner)

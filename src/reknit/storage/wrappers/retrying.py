@@ -1,4 +1,4 @@
-"""A store that retries what failed because the store inside could not be reached."""
+"""A store that retries operations that failed because the store inside could not be reached."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 _OPTION = "retry_s"
 _KEPT_NBYTES = 16 << 20
-"""Files of at most so many bytes are kept until they are there, where their store's writers cannot go on."""
+"""Files of at most so many bytes are kept until they exist, if their store's writers cannot continue."""
 _SILENT_S = 60.0
 """Seconds between two log messages about retries of one operation."""
 
@@ -42,8 +42,8 @@ class RetryPolicy:
     """How long, and how often, an operation is retried: exponential back-off with full jitter.
 
     Before try number `n` it waits a random time of up to ``first_s * 2 ** (n - 1)``, at most `longest_s`.  An
-    operation is given up after `deadline_s`; later ones fail at once, until one succeeds or as much time has
-    passed again.
+    operation is given up after `deadline_s`.  Later operations then fail at once, until one succeeds or as
+    much time has passed again.
     """
 
     deadline_s: float = 120.0
@@ -79,7 +79,7 @@ def with_retries(*, resumes: bool) -> Callable[[Factory], Factory]:
 
 
 def _without_option(url: str) -> tuple[str, float]:
-    """Return a URL without ``retry_s``, and what that said."""
+    """Return a URL without ``retry_s``, and its value."""
     head, _, query = url.partition("?")
     parts = query.split("&")
     values = [part.partition("=")[2] for part in parts if part.partition("=")[0] == _OPTION]
@@ -106,7 +106,7 @@ class _Record:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def failed(self, began: float, at: float, memory_s: float) -> float:
-        """Note a failure of an operation that began then; return when this outage began."""
+        """Note a failure of an operation that began at `began`, and return the start of this outage."""
         with self.lock:
             since, last = self.outage or (began, at)
             if at - last > memory_s:
@@ -115,7 +115,7 @@ class _Record:
             return min(since, began)
 
     def count(self, name: str, at: float) -> bool:
-        """Count a retry, and tell whether it is to be logged."""
+        """Count a retry, and return whether it is to be logged."""
         with self.lock:
             self.retries[name] += 1
             due = at - self.logged.get(name, -math.inf) >= _SILENT_S
@@ -125,16 +125,17 @@ class _Record:
 
 
 class RetryingStorage(ForwardingStorage):
-    """Repeats what failed with `StorageUnavailableError`, and nothing else: any other error is an answer.
+    """A store that retries after `StorageUnavailableError`, and after no other error: those are answers.
 
-    Every operation may be repeated without harm.  A file that could not be made for certain is looked at:
-    if it has the bytes that were to be put, it is ours.  A `finish` that failed for another reason, such as
-    an `fsync`, is never repeated: what it left in memory may be gone.  `retries` counts repetitions by
-    operation, for this store and those below it; the first of each is logged, and then one in a minute.
+    Every operation may be repeated without harm.  If it is uncertain whether a file was made, the file is
+    read: with the bytes to be put, it counts as made.  A `finish` that failed for another reason, such as an
+    `fsync`, is never repeated, because its bytes may be gone from memory.  `retries` counts repetitions by
+    operation, for this store and the stores below it.  The first of each operation is logged, and then one in
+    a minute.
 
-    `resumes`: whether the inner store's writers can go on where a `write` or a `finish` failed.  Where they
-    cannot, files of at most 16 MiB are kept and written anew, and larger ones are not repeated here: their
-    store's own client has to.
+    `resumes`: whether the inner store's writers can continue after a failed `write` or `finish`.  If they
+    cannot, files of at most 16 MiB are kept in memory and written anew.  Larger files are not repeated here;
+    the client of their store has to.
     """
 
     def __init__(self, inner: Storage, policy: RetryPolicy | None = None, *, resumes: bool = True) -> None:
@@ -155,7 +156,7 @@ class RetryingStorage(ForwardingStorage):
         return below
 
     def again(self, name: str, work: Callable[[int], T]) -> T:
-        """Do `work`, given how often it failed before, until it succeeds or the time is over."""
+        """Call `work` with the number of earlier failures, until it succeeds or the time is over."""
         began, tries, last = monotonic(), 0, None
         while True:
             try:
@@ -181,11 +182,11 @@ class RetryingStorage(ForwardingStorage):
             time.sleep(min(self.policy.pause_s(tries), left_s))
 
     def intercept(self, name: str, path: str, nbytes: int, whole: Callable[[], T], half: Half = None) -> T:
-        """Do an operation until it succeeds; a read begins anew where a part of the buffers was filled."""
+        """Repeat an operation until it succeeds; a read fills its buffers anew."""
         return self.again(KINDS.get(name, name), lambda _: whole())
 
     def create(self, path: str, nbytes: int) -> Writer:
-        """Start a new file, whose pieces are written again where that failed."""
+        """Start a new file, whose pieces are written again after a failure."""
 
         def work(tries: int) -> Writer:
             try:
@@ -212,7 +213,7 @@ class RetryingStorage(ForwardingStorage):
     def _copy_from(
         self, inner: CopiesFiles, source: Storage, source_path: str, path: str, nbytes: int
     ) -> bool:
-        """Make a file of another one; an attempt of which no answer came may have made it."""
+        """Copy a file; an earlier attempt without an answer may have made the copy."""
 
         def work(tries: int) -> bool:
             if tries and self._is_there(path):
@@ -222,7 +223,7 @@ class RetryingStorage(ForwardingStorage):
         return self.again("copy_from", work)
 
     def commit(self, path: str, data: bytes, *, pending: str, if_absent: bool) -> bool:
-        """Write a small file in one step, while another is there: done, if the bytes are there afterwards."""
+        """Write a small file in one step, while another file exists; done once the file has the bytes."""
 
         def work(tries: int) -> bool:
             if tries and self.has(path, data):
@@ -232,7 +233,7 @@ class RetryingStorage(ForwardingStorage):
         return self.again("commit", work)
 
     def has(self, path: str, data: bytes) -> bool:
-        """Tell whether a file has exactly these bytes, without asking twice."""
+        """Return whether a file has exactly these bytes, without retries."""
         try:
             return self.inner.size(path) == len(data) and self.inner.get(path, limit=len(data)) == data
         except StorageNotFoundError:
@@ -246,7 +247,7 @@ class RetryingStorage(ForwardingStorage):
 
 
 class KeptWriter:
-    """A small file of a store whose writers cannot go on: it is kept in memory, and written anew."""
+    """A small file of a store whose writers cannot continue: it is kept in memory, and written anew."""
 
     def __init__(self, storage: RetryingStorage, inner: Writer, path: str, nbytes: int) -> None:
         self._storage, self._inner, self._path = storage, inner, path
@@ -261,7 +262,7 @@ class KeptWriter:
         self._progress.add(data.nbytes)
 
     def finish(self) -> None:
-        """Write the file, anew where that failed."""
+        """Write the file, anew after a failure."""
         self._progress.check_open("finish")
         self._progress.end()
         self._progress.check_whole()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from reknit.comm.tree.threads import thread_groups
+from reknit.comm.tree.thread_group import thread_groups
 from reknit.errors import ProtocolError
 from tests.comm.worlds import ask, endings
 

@@ -1,8 +1,9 @@
-"""What ranks can say to each other: rounds to a root and back, in which an error travels like an answer.
+"""The messages between ranks: rounds to a root and back, in which an error travels like an answer.
 
-Everything is one *round*: each rank sends a request, rank 0 decides once it has them all, each rank gets its
-answer. A backend only carries bytes (`Group.exchange`); `turn` adds what makes it safe: a rank that fails
-before or while making its request sends the error in its place, and then every rank raises that same error.
+Everything is one *round*: each rank sends a request, rank 0 decides once it has all requests, and each rank
+receives its answer.  A backend only carries bytes (`Group.exchange`).  `turn` makes rounds safe: a rank that
+fails before or while making its request sends the error in its place, and then every rank raises that same
+error.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ class Group(Protocol):
 
     @property
     def topology(self) -> Topology:
-        """Who is above and below whom, and on which host."""
+        """The tree of the ranks, and their hosts."""
 
     @property
     def generation(self) -> int:
-        """A number that is higher than those of all earlier runs of this job; the same on all ranks."""
+        """A number that is higher than in all earlier runs of this job; the same on all ranks."""
 
     @property
     def broken(self) -> bool:
-        """Whether the group is known to be broken: a rank is gone, and no later round can end well."""
+        """Whether the group has been found broken: a rank is gone, and no later round can succeed."""
 
     def exchange(
         self,
@@ -58,12 +59,12 @@ class Group(Protocol):
         """Send `request` to rank 0, which runs `decide` on all of them, and return this rank's answer.
 
         `decide` never raises, is called on rank 0 only, and returns one answer for each rank.  With `merge`,
-        which never raises either, it gets one request, that `merge` made of all of them in some number of
-        steps; `merge` is not called for one request alone.  A round `opens` a call that all ranks have to
+        which never raises either, it receives one request, which `merge` made of all requests in some number
+        of steps.  `merge` is not called for a single request.  A round `opens` a call that all ranks have to
         make: a rank that waits there for seconds logs the ranks that are missing.  Every rank calls
-        `exchange` with the same `name` and `subject` at the same place in its sequence of rounds; otherwise
-        all raise `ProtocolError`, which says who is where.  Raises `DeadlineError` naming the ranks that did
-        not come within `timeout_s`, `CommError` when a peer is gone.
+        `exchange` with the same `name` and `subject` at the same place in its sequence of rounds.  Otherwise
+        all raise `ProtocolError`, which names the place of each rank.  Raises `DeadlineError`, which names
+        the ranks that did not come within `timeout_s`, and `CommError` if a peer is gone.
         """
 
     def close(self) -> None:
@@ -90,10 +91,10 @@ class SoloGroup:
 
     @property
     def generation(self) -> int:
-        """What was given, or else the time in ms: what a process does alone is as new as the moment.
+        """The given generation, or else the time in ms: a process that is alone saves the newest state.
 
-        Nobody tells a process that is alone that it was started again; what it may know is that a later save
-        of another process has come before its own.
+        A process that is alone has no record of earlier runs.  It can only find that another process has
+        saved later.
         """
         return int(now() * 1000) if self.given is None else self.given
 
@@ -112,7 +113,7 @@ class SoloGroup:
         return decide([request])[0]
 
     def close(self) -> None:
-        """Do nothing: there is no one to leave."""
+        """Do nothing: the group has no other ranks."""
 
 
 class Turn:
@@ -125,14 +126,14 @@ class Turn:
         self._merge, self._opens = merge, opens
         self._held = False
         self._own: BaseException | None = None
-        """The first error that this rank met by itself."""
+        """The first error of this rank itself."""
 
     def __enter__(self) -> Turn:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if not self._held:
-            # Whatever it is, the others must not wait for this rank.
+            # After any error, the other ranks must not wait for this rank.
             error = error or ReknitError(f"round {self._name!r} ended without an exchange")
             self._hold(self._failed(error), lambda _: [])
 
@@ -141,7 +142,7 @@ class Turn:
         return self._hold(Envelope(request), decide)
 
     def arrive(self) -> None:
-        """End the block with nothing to say: return when every rank has come here without an error."""
+        """End the block with an empty request: return when every rank has come here without an error."""
         self.exchange(b"", lambda _: [b""] * self._group.size)
 
     def _hold(self, request: Envelope, decide: Decide) -> bytes:
@@ -178,11 +179,11 @@ class Turn:
         assert self._merge is not None
         try:
             return encode(merged([decode(request) for request in requests], self._merge))
-        except BaseException as error:  # all ranks wait for word of this one, so a bug must reach them too
+        except BaseException as error:  # all ranks wait for this one, so a bug must reach them too
             return encode(self._failed(error))
 
     def _decided(self, requests: list[bytes], decide: Decide) -> Sequence[bytes]:
-        """Make all answers of all requests, on rank 0; an error becomes everyone's answer."""
+        """Make all answers of all requests, on rank 0; an error becomes the answer of every rank."""
         size = self._group.size
         try:
             envelopes = [decode(request) for request in requests]
@@ -199,7 +200,7 @@ class Turn:
             return [encode(self._failed(error))] * size
 
     def _failed(self, error: BaseException) -> Envelope:
-        """Keep an error of this rank, and return what the others hear of it."""
+        """Keep an error of this rank, and return the envelope that describes it to the other ranks."""
         self._own = self._own or error
         return failed(error, self._group.rank, self._name)
 
@@ -215,26 +216,26 @@ def turn(
 ) -> Turn:
     """Return a `with` block that holds one round: its body works, and ends with one `Turn.exchange`.
 
-    `subject` says what the round is about; ranks with different ones are in different places.  With `merge`,
-    requests become one on the way up, and `decide` gets that one alone: `merge` is called with the requests
-    of a rank and of the subtrees below it, two or more, in no fixed order over all ranks, and has to be
-    associative.  `opens` says that this is the first round of a call that all ranks have to make.
+    `subject` names the subject of the round; ranks with different subjects are in different places.  With
+    `merge`, requests become one request on the way up, which alone is passed to `decide`.  `merge` is called
+    with the requests of a rank and of the subtrees below it, two or more, in any order of ranks, and has to
+    be associative.  `opens` says that this is the first round of a call that all ranks have to make.
 
-    When the body fails before its exchange, or `merge` or `decide` fail, every rank raises the same error,
-    naming the rank where it began.  An exception that is no `ReknitError` (a bug) becomes one that describes
-    it, and is its cause where it happened.  What is no `Exception` (Ctrl-C) is raised unchanged where it
-    happened.  What fails after the exchange concerns this rank only.
+    If the body fails before its exchange, or `merge` or `decide` fails, every rank raises the same error,
+    which names the rank where it began.  A foreign exception (a bug) becomes a `ReknitError` that describes
+    it, and is its cause on the rank where it happened.  An interrupt (Ctrl-C) is raised unchanged where it
+    happened.  A failure after the exchange concerns this rank only.
     """
     return Turn(group, name, timeout_s, merge, subject=subject, opens=opens)
 
 
 def barrier(group: Group, name: str, timeout_s: float) -> None:
-    """Return when every rank has come here."""
+    """Wait until every rank has come here."""
     with turn(group, name, timeout_s, merge=b"".join, opens=True) as its_turn:
         its_turn.arrive()
 
 
 def fail(group: Group, name: str, error: BaseException, timeout_s: float, *, subject: str = "") -> NoReturn:
-    """Come to a round only to raise what keeps this rank from it, there and on all other ranks."""
+    """Enter a round only to raise this rank's error, here and on all other ranks."""
     with turn(group, name, timeout_s, subject=subject, opens=True):
         raise error

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.comm.base import SoloGroup, barrier
 from reknit.comm.envelope import Envelope, decode, encode, failed, merged
+from reknit.comm.group import SoloGroup, barrier
 from reknit.errors import CommError, MismatchError, ProtocolError, ReknitError, StorageFullError
 from tests.comm.collectives import agree, broadcast, gather, scatter
 from tests.comm.worlds import endings, held_round
@@ -19,7 +19,7 @@ from tests.comm.worlds import endings, held_round
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reknit.comm.base import Group
+    from reknit.comm.group import Group
     from tests.comm.worlds import Join
 
 WAIT_S = 30.0

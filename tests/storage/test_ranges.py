@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reknit.storage.local.store import LocalStorage
-from reknit.storage.runs import NEAR_NBYTES, STRETCH_NBYTES, read_runs
+from reknit.storage.ranges import NEAR_NBYTES, STRETCH_NBYTES, read_runs
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from reknit.comm import round_errors
 from reknit.comm.topology import Topology
-from reknit.comm.tree.effects import Call, Decide, RoundDone, SendOutcome, SendReport, Tell
+from reknit.comm.tree.effects import Call, Decide, Notify, RoundDone, SendOutcome, SendReport
 from reknit.comm.tree.machine import RoundMachine
 from reknit.errors import from_wire
 from reknit.monitor.phase import monotonic
@@ -17,7 +17,7 @@ from reknit.monitor.phase import monotonic
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reknit.comm.base import Group, Merge
+    from reknit.comm.group import Group, Merge
     from reknit.comm.tree.effects import Effect
 
     Decision = Callable[[list[bytes]], Sequence[bytes]]
@@ -30,7 +30,7 @@ def thread_groups(size: int, generation: int = 0) -> list[Group]:
 
 
 class _Hall:
-    """The machines of all ranks, and what the thread of each has yet to do; `lock` guards both."""
+    """The machines of all ranks, and the pending effects of each thread; `lock` guards both."""
 
     def __init__(self, size: int, generation: int) -> None:
         self.topology, self.generation = Topology.flat(size, 16), generation
@@ -42,19 +42,19 @@ class _Hall:
             for rank in range(size)
         ]
 
-    def put(self, rank: int, hear: Callable[..., list[Effect]], *what: object) -> None:
-        """Give the machine of a rank an input, and others what follows from it; with the lock held."""
-        queue = deque([(rank, hear(*what, monotonic()))])
+    def put(self, rank: int, receive: Callable[..., list[Effect]], *what: object) -> None:
+        """Give the machine of a rank an input, and carry out the effects; with the lock held."""
+        queue = deque([(rank, receive(*what, monotonic()))])
         while queue:
             rank, effects = queue.popleft()
             for effect in effects:
                 if isinstance(effect, SendReport):
                     above = self.topology.parent(rank) or 0
-                    queue.append((above, self.machines[above].hear_report(effect.report, monotonic())))
+                    queue.append((above, self.machines[above].receive_report(effect.report, monotonic())))
                 elif isinstance(effect, SendOutcome):
                     child = effect.child
-                    queue.append((child, self.machines[child].hear_outcome(effect.outcome, monotonic())))
-                elif isinstance(effect, Tell):
+                    queue.append((child, self.machines[child].receive_outcome(effect.outcome, monotonic())))
+                elif isinstance(effect, Notify):
                     effects_there = self.machines[effect.rank].break_off(effect.error, monotonic(), rank)
                     queue.append((effect.rank, effects_there))
                 elif isinstance(effect, (Decide, RoundDone)):
@@ -62,7 +62,7 @@ class _Hall:
             self.changed[rank].notify_all()
 
     def next(self, rank: int) -> Decide | RoundDone:
-        """Return what the thread of a rank has to do next, once there is something; with the lock held."""
+        """Wait for the next effect for the thread of a rank, and return it; with the lock held."""
         machine, due = self.machines[rank], self.due[rank]
         while not due:
             wait_s = machine.next_at - monotonic()
@@ -106,7 +106,7 @@ class ThreadGroup:
                 answers = list(decide(effect.requests)) if broken is None else broken
                 self._put(self._machine.decided, effect.number, answers)
         except BaseException as error:
-            # Whatever it is, Ctrl-C too: the other ranks wait for an outcome.
+            # Any error, Ctrl-C too: the other ranks wait for an outcome.
             self._put(self._machine.leave, error)
             self._hall.due[self.rank].clear()
             raise
@@ -115,17 +115,17 @@ class ThreadGroup:
         return effect.outcome.answers.payloads(1)[0]
 
     def close(self) -> None:
-        """Leave the group: the others fail at once, now and later.  Closing twice does nothing."""
+        """Leave the group: all rounds of the other ranks fail at once.  Closing twice does nothing."""
         self._put(self._machine.break_off, round_errors.closed(self.rank))
 
     def _enter(self, call: Call, now: float) -> list[Effect]:
-        if self._hall.due[self.rank]:  # for another thread, which has yet to hear how its round ended
+        if self._hall.due[self.rank]:  # for another thread, whose round is not over
             raise round_errors.concurrent_rounds(self.rank)
         return self._machine.enter(call, now)
 
-    def _put(self, hear: Callable[..., list[Effect]], *what: object) -> None:
+    def _put(self, receive: Callable[..., list[Effect]], *what: object) -> None:
         with self._hall.lock:
-            self._hall.put(self.rank, hear, *what)
+            self._hall.put(self.rank, receive, *what)
 
     def _next(self) -> Decide | RoundDone:
         with self._hall.lock:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from reknit.comm.messages import (
+from reknit.comm.rank_messages import (
     COMPRESS_NBYTES,
     OVERHEAD_NBYTES,
     Heading,

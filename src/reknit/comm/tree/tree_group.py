@@ -1,8 +1,8 @@
 """Rounds between processes: a tree of gRPC calls, one per rank and round, guarded by a token of each server.
 
-A rank calls the one above it with everything that its subtree asks, and the answer of that call is everything
-that its subtree is told.  A second call, which stays open as long as both live, tells each side when the
-other is gone.  Nothing here knows what a round is about.
+A rank calls its parent with all requests of its subtree, and the reply holds all answers for its subtree.  A
+second call stays open as long as both live: its end shows each side that the other is gone.  Nothing here
+depends on the subject of a round.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from reknit.system import AtExit, start_thread
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from reknit.comm.base import Merge
+    from reknit.comm.group import Merge
     from reknit.comm.meeting.rendezvous import Store
     from reknit.comm.topology import Topology
     from reknit.options import CommOptions
@@ -42,12 +42,12 @@ _log = logging.getLogger("reknit.comm")
 _PAUSE_S = (0.02, 1.0)
 
 _REFUSED_S = 5.0
-"""How long a host may refuse connections to an address at which somebody has listened."""
+"""How long a host may refuse connections to an address at which a rank has listened."""
 
 
 @cache
 def warn_of_plain(num_hosts: int) -> None:
-    """Warn, once for each number of hosts, that others could disturb the job."""
+    """Warn, once for each number of hosts, that other users could disturb the job."""
     _log.warning(
         "ranks on %d host%s connect without certificates, and anyone who can connect to the store can read "
         "their tokens: another user of these hosts and networks could make saves fail; set CommOptions.tls "
@@ -61,10 +61,9 @@ class TreeGroup:
     """The place of a rank in a tree of ranks in processes of their own, on any hosts that reach each other.
 
     The ranks below can connect to it as soon as it is made; this rank holds rounds once `connect_parent` has
-    joined it to the rank above.  `above` is that rank, None for rank 0.  `address` is what the ranks below
-    need, the address of its server and its token, or empty for a rank with none below it.  Whoever knows it
-    can take part in the job: tell it to nobody else.  `host` is the part of it that says where, None without
-    a server.
+    joined it to the rank above.  `above` is that rank, None for rank 0.  `address` holds the address of its
+    server and its token, for the ranks below; it is empty without ranks below.  It is a secret: any process
+    that has it can take part in the job.  `host` is its host, None without a server.
     """
 
     def __init__(
@@ -80,8 +79,8 @@ class TreeGroup:
     ) -> None:
         """Listen, for ranks that `connect_parent` in any order.  Raises `CommError` when it cannot.
 
-        Use `join` for ranks that share a store.  `master` is the host of that store, if it has one,
-        `processes` what is known of the processes of ranks below.
+        Use `join` for ranks that share a store.  `master` is the host of that store, if it has one.
+        `processes` are the processes of the ranks below, if they have names.
         """
         if not 0 <= rank < topology.size:
             raise UsageError(f"rank must be within 0 .. size - 1, not {rank} of {topology.size}")
@@ -116,9 +115,9 @@ class TreeGroup:
         """Join the group of `job`: return when this rank reached the rank above it, and can be reached.
 
         Ranks meet in `store` under the name `job`; a job that is started again may meet under the same.
-        Raises `DeadlineError` when other ranks do not come within `options.connect_timeout_s`,
-        `ProtocolError` when they take the group for another one, `CommError` when this rank cannot listen, or
-        a rank next to it has ended.
+        Raises `DeadlineError` if other ranks do not come within `options.connect_timeout_s`, and
+        `ProtocolError` if they join another group.  Raises `CommError` if this rank cannot listen, or a
+        neighbour has ended.
         """
         timeout_s = options.connect_timeout_s
         shape = gather_shape(store, rank, size, job=job, options=options, timeout_s=timeout_s)
@@ -145,17 +144,17 @@ class TreeGroup:
         except BaseException as error:
             if group is not None:
                 group.close()
-            if shape.topology.children(rank):  # they wait for the address of this rank, and connect to it
+            if shape.topology.children(rank):  # which wait for the address of this rank
                 publish_leaving(store, job, shape.run, rank, error)
             raise
 
     def connect_parent(self, address: str) -> None:
         """Join the group: return when this rank has connected to the rank above it.
 
-        `address` is that of the rank above, empty on rank 0.  Raises `DeadlineError` when that rank cannot be
-        reached within `CommOptions.connect_timeout_s`, `ProtocolError` when it is of another job, generation
-        or shape, `CommError` when the address carries a wrong token, or the group is closed meanwhile.  After
-        an error it may be called again.
+        `address` is that of the rank above, empty on rank 0.  Raises `DeadlineError` if that rank cannot be
+        reached within `CommOptions.connect_timeout_s`, and `ProtocolError` if it is of another job,
+        generation or shape.  Raises `CommError` if the address has a wrong token, or the group is closed
+        meanwhile.  After an error it may be called again.
         """
         if self._joined:
             raise UsageError(f"rank {self.rank} has joined its group already")
@@ -172,7 +171,7 @@ class TreeGroup:
 
     @property
     def broken(self) -> bool:
-        """Whether the group is known to be broken."""
+        """Whether the group has been found broken."""
         return self.rounds.broken is not None
 
     def exchange(
@@ -199,8 +198,8 @@ class TreeGroup:
         """Call `callback` once, from any thread, when the group is broken, or at once if it is.
 
         A group breaks when a rank is gone or closes it.  When this rank closes it first, nothing is called.
-        A round that fails since the group is broken raises after that call, so that whoever hears of the
-        round has heard of the group.
+        A round that fails since the group is broken raises after that call.  So its caller has received the
+        group's error before.
         """
         with self._announcing:
             self._listeners.append(callback)
@@ -223,8 +222,8 @@ class TreeGroup:
     def close(self) -> None:
         """Leave the group, joined or not: rounds fail on every rank.  Closing twice does nothing.
 
-        Returns once the ranks below have heard that, and the outcome of their last round; one that is stopped
-        or cut off is waited for no longer than 2 s.
+        Returns once the ranks below have received that, and the outcome of their last round.  A rank that is
+        stopped or cut off delays this by at most 2 s.
         """
         if os.getpid() != self._process:  # a forked process leaves its parent's connections alone
             return
@@ -260,7 +259,7 @@ class TreeGroup:
                     raise round_errors.wrong_token(above, address) from error
                 if deadline.passed():
                     raise round_errors.unreachable(above, address, deadline.seconds, error.message) from error
-                # The rank above listened before it published its address.  For another host, somebody in
+                # The rank above listened before it published its address.  For another host, a device in
                 # between may refuse connections for a while.
                 if not deserted(address):
                     refused = None

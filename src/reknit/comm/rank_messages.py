@@ -18,14 +18,14 @@ COMPRESS_NBYTES = 64 << 10
 """Messages above this size are compressed."""
 
 OVERHEAD_NBYTES = 1 << 10
-"""What a message may need beyond the payloads and the numbers in it."""
+"""The most bytes of a message beyond the payloads and the numbers in it."""
 
 _PLAIN, _ZSTD = b"\0", b"\1"
 _SIZE = struct.Struct("<Q")
 
 
 class Parcel(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Payloads of several ranks; equal ones (a broadcast, a barrier) are carried once."""
+    """Payloads of several ranks; equal payloads (a broadcast, a barrier) are carried once."""
 
     parts: list[bytes] = []
     which: list[int] = []
@@ -50,7 +50,7 @@ class Parcel(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What a rank says once to the rank above it, before all else; `topology` is the digest of its tree."""
+    """The first message of a rank to its parent; `topology` is the digest of its tree."""
 
     job: str
     generation: int
@@ -105,12 +105,12 @@ class Heading(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
 
 
 class Report(Heading, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What a rank sends up in a round, for itself and all ranks below it.
+    """The message of a rank to its parent in a round, for itself and all ranks below it.
 
-    Either everyone is there, in one place, and `requests` holds a payload of each in ascending order of
-    ranks, or one payload that was merged from all of them; or the round has failed already: `places` says who
-    is in which place, `missing` who did not come, and `error` is set when something else went wrong.  `opens`
-    is set in the first round of a call that all ranks have to make.
+    If all ranks are there, in one place, `requests` holds a payload of each in ascending order of ranks, or
+    one payload that was merged from all of them.  If the round has failed already, `places` has the place of
+    each rank, `missing` the ranks that did not come, and `error` is set after any other failure.  `opens` is
+    set in the first round of a call that all ranks have to make.
     """
 
     sender: int
@@ -127,14 +127,14 @@ class Report(Heading, array_like=True, frozen=True, forbid_unknown_fields=True):
 
 
 class Outcome(Heading, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What comes down: the answers for a rank and all ranks below it, or the error that everyone raises."""
+    """The message to a child that ends a round: the answers for its subtree, or the error of all ranks."""
 
     answers: Parcel = Parcel()
     error: dict[str, Any] | None = None
 
 
 class News(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What a rank tells the one above it when the group is broken."""
+    """The message of a rank to its parent when the group is broken."""
 
     job: str
     generation: int
@@ -143,7 +143,7 @@ class News(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=T
 
 
 class Reply(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The answer to anything but a report: that it was heard, or why not; and a value that was asked for."""
+    """The answer to any message but a report: an error if it was refused, and a requested value."""
 
     error: dict[str, Any] | None = None
     value: bytes | None = None
@@ -166,7 +166,7 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def decode(data: bytes, kind: type[Message], max_nbytes: int) -> Message:
-    """Return the message in `data`; raises `ProtocolError` when there is none, or one above `max_nbytes`."""
+    """Return the message in `data`.  Raises `ProtocolError` for other data, or more than `max_nbytes`."""
     marker, body = data[:1], memoryview(data)[1:]
     try:
         if marker == _ZSTD:
@@ -179,7 +179,7 @@ def decode(data: bytes, kind: type[Message], max_nbytes: int) -> Message:
 
 
 def _plain(body: memoryview, max_nbytes: int) -> bytes:
-    """Return what was compressed.  It says how large that is, which is checked before any of it is made."""
+    """Return the decompressed bytes.  The declared size is checked before any of them is made."""
     if len(body) < _SIZE.size:
         raise ProtocolError("a message is truncated")
     (nbytes,) = _SIZE.unpack_from(body)

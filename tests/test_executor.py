@@ -6,12 +6,12 @@ import threading
 
 import pytest
 
-from reknit.comm.executor import DaemonExecutor
 from reknit.errors import ShortageError
+from reknit.system import DaemonExecutor
 
 
 def test_results_and_errors_come_back_through_the_futures() -> None:
-    executor = DaemonExecutor(2)
+    executor = DaemonExecutor("test", 2)
     assert [executor.submit(divmod, number, 7).result(30) for number in (8, 15)] == [(1, 1), (2, 1)]
     with pytest.raises(ZeroDivisionError):
         executor.submit(divmod, 1, 0).result(30)
@@ -19,7 +19,7 @@ def test_results_and_errors_come_back_through_the_futures() -> None:
 
 
 def test_as_many_jobs_run_at_once_as_there_may_be_threads_and_no_more() -> None:
-    executor, barrier = DaemonExecutor(3), threading.Barrier(4)
+    executor, barrier = DaemonExecutor("test", 3), threading.Barrier(4)
     before = threading.active_count()
     waiting = [executor.submit(barrier.wait) for _ in range(3)]
     queued = executor.submit(threading.active_count)
@@ -32,7 +32,7 @@ def test_as_many_jobs_run_at_once_as_there_may_be_threads_and_no_more() -> None:
 
 
 def test_an_idle_thread_takes_the_next_job() -> None:
-    executor = DaemonExecutor(8)
+    executor = DaemonExecutor("test", 8)
     before = threading.active_count()
     for _ in range(50):
         executor.submit(int).result(30)
@@ -46,7 +46,7 @@ def test_no_job_waits_for_a_busy_thread_while_another_may_be_started() -> None:
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(100):
-            executor, go_on, begun = DaemonExecutor(6), threading.Event(), threading.Semaphore(0)
+            executor, go_on, begun = DaemonExecutor("test", 6), threading.Event(), threading.Semaphore(0)
 
             def wait(go_on: threading.Event = go_on, begun: threading.Semaphore = begun) -> None:
                 begun.release()
@@ -65,7 +65,7 @@ def test_no_job_waits_for_a_busy_thread_while_another_may_be_started() -> None:
 
 def test_no_thread_is_left_after_shutdown() -> None:
     before = threading.active_count()
-    executor = DaemonExecutor(4)
+    executor = DaemonExecutor("test", 4)
     futures = [executor.submit(int) for _ in range(20)]
     executor.shutdown()
     assert all(future.done() for future in futures)
@@ -74,8 +74,8 @@ def test_no_thread_is_left_after_shutdown() -> None:
 
 def test_a_thread_that_still_waits_does_not_keep_the_interpreter_from_ending() -> None:
     script = (
-        "import threading; from reknit.comm.executor import DaemonExecutor; "
-        "DaemonExecutor(1).submit(threading.Event().wait)"
+        "import threading; from reknit.system import DaemonExecutor; "
+        "DaemonExecutor('test', 1).submit(threading.Event().wait)"
     )
     subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
 
@@ -102,10 +102,11 @@ def ending(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_where_no_thread_can_be_started_a_job_waits_for_one_that_is_busy(
     request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
-    executor, go_on = DaemonExecutor(4), threading.Event()
+    executor, go_on = DaemonExecutor("test", 4), threading.Event()
     busy = executor.submit(go_on.wait, 30)
     request.getfixturevalue("ending")
-    late = executor.submit(divmod, 8, 7)
+    with caplog.at_level("WARNING", "reknit"):
+        late = executor.submit(divmod, 8, 7)
     assert "are waiting for a free thread: this process is about to end" in caplog.text
     assert not late.done()
     go_on.set()
@@ -117,19 +118,19 @@ def test_where_no_thread_can_be_started_a_job_waits_for_one_that_is_busy(
 def test_where_there_may_be_no_more_threads_the_one_who_submits_hears_it(
     request: pytest.FixtureRequest,
 ) -> None:
-    executor = DaemonExecutor(4)
+    executor = DaemonExecutor("test", 4)
     request.getfixturevalue("refused")
     with pytest.raises(ShortageError, match="no further thread"):
         executor.submit(divmod, 8, 7)
     with pytest.raises(ShortageError, match="no further thread"):
-        DaemonExecutor(4, ready=1)
+        DaemonExecutor("test", 4, ready=1)
 
 
 def test_where_a_server_gets_no_more_threads_its_owner_hears_it_and_the_job_waits(
     request: pytest.FixtureRequest,
 ) -> None:
     heard: list[ShortageError] = []
-    executor, go_on = DaemonExecutor(4, on_shortage=heard.append), threading.Event()
+    executor, go_on = DaemonExecutor("test", 4, on_shortage=heard.append), threading.Event()
     busy = executor.submit(go_on.wait, 30)
     request.getfixturevalue("refused")
     late = executor.submit(divmod, 8, 7)
@@ -145,14 +146,14 @@ def test_where_a_server_gets_no_more_threads_its_owner_hears_it_and_the_job_wait
 def test_a_thread_that_is_there_from_the_beginning_takes_a_job_where_none_can_be_started(
     request: pytest.FixtureRequest,
 ) -> None:
-    executor = DaemonExecutor(4, ready=1)
+    executor = DaemonExecutor("test", 4, ready=1)
     request.getfixturevalue("refused")
     assert executor.submit(divmod, 8, 7).result(30) == (1, 1)
     executor.shutdown()
 
 
 def test_jobs_for_which_there_was_no_thread_get_theirs_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    executor, barrier = DaemonExecutor(4), threading.Barrier(3)
+    executor, barrier = DaemonExecutor("test", 4), threading.Barrier(3)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", lambda _: (_ for _ in ()).throw(RuntimeError("none")))
         waiting = [executor.submit(barrier.wait, 30) for _ in range(2)]

@@ -14,25 +14,25 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 NEAR_NBYTES = 4096
-"""Runs that begin so near each other are read with what lies between: it is on pages that come anyway."""
+"""Runs that begin within so many bytes are read with the bytes between, which are on pages read anyway."""
 STRETCH_NBYTES = 1 << 20
-"""Bytes that are read at once to take near runs out of: they stay in the processor's cache."""
+"""Bytes that are read at once for near runs: they stay in the processor's cache."""
 
 
 def check_size(nbytes: int) -> None:
-    """Raise `UsageError` for what cannot be the bytes of a file."""
+    """Raise `UsageError` for a number that cannot be the size of a file."""
     if nbytes < 0:
         raise UsageError(f"a file cannot have {nbytes} bytes")
 
 
 def check_start(start: int) -> None:
-    """Raise `UsageError` for what cannot be the first byte of a read."""
+    """Raise `UsageError` for a number that cannot be the first byte of a read."""
     if start < 0:
         raise UsageError(f"a read cannot start at byte {start}")
 
 
 def filled(start: int, buffers: list[memoryview]) -> list[NDArray[np.uint8]]:
-    """Return the buffers that a read from byte `start` on fills, without empty ones.  Raises `UsageError`."""
+    """Return the non-empty buffers that a read from byte `start` on fills.  Raises `UsageError`."""
     check_start(start)
     return [np.frombuffer(buffer, np.uint8) for buffer in buffers if buffer.nbytes]
 
@@ -52,7 +52,7 @@ def read_runs(
     nbytes: int,
     buffer: memoryview,
 ) -> None:
-    """Do what `Storage.read_runs` has to do by means of the `read_into` of a store."""
+    """Carry out `Storage.read_runs` with the `read_into` of a store."""
     out = checked_runs(starts, nbytes, buffer)
     if not out.size:
         read_into(path, 0, [])
@@ -75,7 +75,7 @@ def checked_runs(starts: NDArray[np.int64], nbytes: int, buffer: memoryview) -> 
 
 
 def near(starts: NDArray[np.int64]) -> bool:
-    """Tell whether runs begin so near each other that reading one after another gains nothing."""
+    """Return whether runs begin so near each other that separate reads gain nothing."""
     return len(starts) > 1 and int(starts[-1]) - int(starts[0]) < NEAR_NBYTES * (len(starts) - 1)
 
 
@@ -88,7 +88,7 @@ def take_runs(data: NDArray[np.uint8], starts: NDArray[np.int64], out: NDArray[n
 
 
 def _stretches(starts: NDArray[np.int64], nbytes: int) -> Iterator[tuple[int, NDArray[np.uint8], int, int]]:
-    """Group runs: where a group begins in the file, memory for it with its holes, and its runs.
+    """Group runs: yield the start of a group in the file, memory for it with its holes, and its runs.
 
     A group has at most `STRETCH_NBYTES` bytes, or is one run.
     """
