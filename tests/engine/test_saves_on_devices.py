@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import signal
 import threading
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +16,11 @@ from torch import nn
 
 import reknit
 from reknit.engine.background import deferred
+from reknit.engine.memory import arena_pool
 from reknit.testing.accelerator import install, installed
 from reknit.types import devices
 from tests.devices import every_simulated_device, on_simulated_cuda, run_simulated
+from tests.faults.nursery import agents_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,8 +47,10 @@ class Parts(nn.Module):
     def __init__(self, places: list[str]) -> None:
         super().__init__()
         self.parts = nn.ParameterList([torch.randn(NUMEL, device=place) for place in places])
+        self.register_buffer("seen", torch.zeros(3, device=places[0]))
 
     def loss(self) -> torch.Tensor:
+        self.get_buffer("seen").add_(1)
         return torch.stack([part.square().mean().cpu() for part in self.parts]).sum()
 
 
@@ -68,7 +76,7 @@ class Training:
     @property
     def tensors(self) -> list[torch.Tensor]:
         states = [state["momentum_buffer"] for state in self.optimizer.state.values()]
-        return [*(part.detach() for part in self.model.parameters()), *states]
+        return [*(part.detach() for part in self.model.parameters()), *states, self.model.get_buffer("seen")]
 
     def copies(self) -> list[torch.Tensor]:
         return [tensor.to("cpu", copy=True) for tensor in self.tensors]
@@ -158,6 +166,45 @@ def test_saves_under_way_at_the_same_time_have_each_what_was_there(
         assert is_stored(tmp_path / str(number), other, expected[number]), number
 
 
+@every_simulated_device
+def test_what_a_forward_pass_changes_is_stored_lazily_as_it_was(
+    accelerator: Accelerator, device_type: str, tmp_path: Path
+) -> None:
+    one, other = Training(device_type), Training(device_type, seed=1)
+    one.save(tmp_path / "first", "lazy").result(LIMIT_S)  # from now on lazy saves copy later
+    one.step()
+    expected = one_larger(one.copies())
+    with accelerator.held(devices.side_stream(torch.device(device_type, 0))):
+        pending = one.save(tmp_path / "saved", "lazy")
+        one.model.loss().item()
+    pending.result(LIMIT_S)
+    assert is_stored(tmp_path / "saved", other, expected)
+
+
+@on_simulated_cuda
+def test_memory_is_unpinned_before_its_pages_are_given_up(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ended = dict[int, bool]()
+
+    def recorded(memory: Any, device: torch.device) -> Any:
+        unpin = devices.pin(memory, device)
+        assert unpin is not None
+
+        def end() -> None:
+            ended[memory.ctypes.data] = bool(memory.any())
+            unpin()
+
+        return end
+
+    monkeypatch.setattr(arena_pool, "pin", recorded)
+    Training("cuda").save(tmp_path / "saved", "eager").result(LIMIT_S)
+    assert reknit.close(LIMIT_S)
+    ((address, was_there),) = ended.items()
+    assert was_there
+    assert accelerator.unpin(address) != 0
+
+
 @on_simulated_cuda
 def test_what_is_larger_than_the_host_memory_is_stored_as_it_was(
     accelerator: Accelerator, tmp_path: Path
@@ -230,6 +277,44 @@ def test_an_eager_save_waits_for_no_other_stream(
     reknit.load(tmp_path / "x", {"x": other})
     assert other.eq(1).all().item()
     assert not busy.query()
+
+
+@on_simulated_cuda
+def test_copies_that_come_after_the_deadline_of_their_save_are_not_in_the_next_one(
+    accelerator: Accelerator, tmp_path: Path
+) -> None:
+    late, live, other = (torch.zeros(NUMEL, device=f"cuda:{index}") for index in (1, 2, 0))
+    options = reknit.SaveOptions(durability="process", timeout_s=LIMIT_S)
+    for number, tensor in enumerate((late, live)):
+        reknit.save(tmp_path / str(number), {"x": tensor}, wait=False, options=options).result(LIMIT_S)
+    hasty = dataclasses.replace(options, timeout_s=0.2)
+    late.fill_(1)
+    live.fill_(2)
+    stream = devices.side_stream(late.device)
+    with ExitStack() as held:
+        held.enter_context(accelerator.held(stream))
+        with pytest.raises(reknit.DeadlineError, match="cuda:1 had not copied"):
+            reknit.save(tmp_path / "late", {"x": late}, wait=False, options=hasty).result(LIMIT_S)
+        with stopped(agents_of(os.getpid())):
+            pending = reknit.save(tmp_path / "next", {"x": live}, wait=False, options=options)
+            held.close()
+            stream.synchronize()
+        pending.result(LIMIT_S)
+    reknit.load(tmp_path / "next", {"x": other})
+    assert other.eq(2).all().item()
+
+
+@contextmanager
+def stopped(pids: list[int]) -> Iterator[None]:
+    """Let processes stand still."""
+    assert pids
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
 
 
 def saved_from_device_1(device_type: Any, folder: str, chosen: bool) -> list[int]:
