@@ -102,7 +102,7 @@ class ThreadCarrier:
         assert len(received) <= self._reserved[1]
         self._hub.most_sent = max(self._hub.most_sent, len(sent))
         if self._rank == self._hub.spoiled_by:
-            sent = sent ^ 1
+            sent = sent ^ np.uint8(1)
         cut = np.split(sent, np.cumsum(send_nbytes)[:-1])
         parts = [brought[self._rank] for brought in self._meet("swap", cut, check)]
         assert [len(part) for part in parts] == receive_nbytes

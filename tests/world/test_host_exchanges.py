@@ -25,9 +25,7 @@ def test_a_fetch_for_many_hosts_travels_in_steps_so_that_no_rank_sends_more_than
         assert 0 < world.hub.most_sent <= cell + size
 
 
-def test_bytes_that_change_on_their_way_are_an_error_that_names_file_and_sender() -> (
-    None
-):
+def test_bytes_that_change_on_their_way_are_an_error_that_names_file_and_sender() -> None:
     model = of_arrays(w=patterned(100_000))
     saved(model, replicated(model, 1), 1, small_blocks=True)
     world = World([0, 1, 1], NAME, cell_nbytes=4 * BLOCK_NBYTES, bucket_nbytes=8 * BLOCK_NBYTES)
