@@ -72,6 +72,7 @@ NUMBERS: dict[str, list[tuple[str, str, float]]] = {
         ("of up to 64 KiB that no", "engine/background/deferred.py:SMALL_NBYTES", 64 << 10),
         ("in total at most 64 MiB", "engine/background/deferred.py:_CLONES_NBYTES", 64 * MIB),
         ("about 12 MiB for a moment", "engine/memory/sample.py:LOT_LINES", 1 << 16),
+        ("converted, on the device | 8 MiB", "engine/memory/elements.py:LAID_NBYTES", 8 * MIB),
         ("two buffers of up to 32 MiB", "engine/sharing/host_exchange.py:BUCKET_NBYTES", 32 * MIB),
     ],
     "howto/load-into-another-layout.md": [
