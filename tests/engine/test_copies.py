@@ -10,19 +10,23 @@ import pytest
 import torch
 
 from reknit.engine.columns import unpacked
+from reknit.engine.memory.elements import bits
 from reknit.engine.memory.sources import Sources
+from reknit.engine.memory.staging import gathered
 from reknit.engine.saving import copies as module
 from reknit.engine.saving.claims import encode_holdings
 from reknit.engine.saving.copies import EQUAL, KEPT_NBYTES, SAMPLE_NBYTES, choose, split
-from reknit.errors import StateError
+from reknit.errors import ReknitError, ShortageError, StateError
 from reknit.format.values.blob_codec import decode_blobs
 from reknit.options import SaveOptions
 from reknit.planner.resolve import shard_key
 from reknit.types.box import Box
 from reknit.types.shard import Alias, Holdings, Shard, TensorSpec
+from tests.devices import every_simulated_device
 
 if TYPE_CHECKING:
     from reknit.engine.messages import Copies
+    from reknit.testing.accelerator import Accelerator
 
 
 def shard(fqn: str, replicas: tuple[int, ...] | None, data: Any, box: Box | None = None) -> Shard:
@@ -75,7 +79,8 @@ def test_memory_of_any_order_is_compared_in_that_of_its_elements(make: Any) -> N
 
 
 def test_what_lies_on_a_device_is_gathered_there_lot_by_lot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "GATHER_NBYTES", 3 * module.SHORT_NBYTES)
+    monkeypatch.setattr(module, "SHORT_NBYTES", 64 << 10)
+    monkeypatch.setattr(module, "GATHER_NBYTES", 150)
     flat = torch.arange(1 << 17).to(torch.int16)
     sources = [flat[k : k + 7 * k] for k in range(1, 9)] + [
         flat.view(512, 256).T,
@@ -91,6 +96,46 @@ def test_what_lies_on_a_device_is_gathered_there_lot_by_lot(monkeypatch: pytest.
     for place, source in enumerate(sources):
         expected = source.contiguous().reshape(-1).view(torch.uint8)[: nbytes[place]]
         assert got[place].tolist() == expected.tolist()
+
+
+@every_simulated_device
+def test_tensors_of_any_usual_size_leave_a_device_together(
+    accelerator: Accelerator, device_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "GATHER_NBYTES", 2 << 20)
+    lots: list[list[int]] = []
+
+    def counted(lot: Any, nbytes: Any) -> Any:
+        lots.append([place for place, _ in lot])
+        return gathered(lot, nbytes)
+
+    monkeypatch.setattr(module, "gathered", counted)
+    sources = [torch.full((300_000,), number, dtype=torch.int32) for number in range(5)]
+    there = [bits(s.to(f"{device_type}:{n % 2}")) for n, s in enumerate(sources)]
+    sizes = [source.nbytes for source in sources]
+    accelerator.reset_peak()
+    before = accelerator.in_use()
+    got = dict(module.first_bytes(there, sizes))
+    assert accelerator.peak() - before <= 2 << 20
+    assert all(np.array_equal(got[n].view(np.int32), s.numpy()) for n, s in enumerate(sources))
+    assert lots == [[0], [1], [2], [3], [4]]
+    monkeypatch.setattr(module, "GATHER_NBYTES", 64 << 20)
+    lots.clear()
+    dict(module.first_bytes(there, sizes))
+    assert lots == [[0, 2, 4], [1, 3]]
+
+
+@every_simulated_device
+@pytest.mark.parametrize("numel", [10, 2 << 20])
+def test_a_device_that_cannot_copy_is_named(accelerator: Accelerator, device_type: str, numel: int) -> None:
+    there = bits(torch.ones(numel, device=f"{device_type}:1").view(-1, 2).t())
+    accelerator.refuse_memory()
+    with pytest.raises(ShortageError, match=f"were to be compared, from {device_type}:1"):
+        list(module.first_bytes([there], [4 * numel]))
+    accelerator.reset()
+    accelerator.fail_copy()
+    with pytest.raises(ReknitError, match=f"a copy from or to {device_type}:1 failed"):
+        list(module.first_bytes([there], [4 * numel]))
 
 
 def differing(copies: Copies, fqn: str) -> list[tuple[int, list[int]]]:

@@ -60,7 +60,7 @@ class Work:
     def wrong(self, path: str, start: int, data: Bytes) -> list[tuple[int, int]]:
         return [] if np.array_equal(data, contents(start, len(data))) else [(start, start + len(data))]
 
-    def deliver(self, number: int, start: int, data: Bytes) -> None:
+    def deliver(self, number: int, start: int, data: Bytes, arena: Arena) -> None:
         assert not self.abandoned
         self.delivered[start : start + len(data)] = data
 
@@ -252,12 +252,12 @@ def test_a_slow_taker_holds_up_the_reading_when_all_places_are_full_and_nothing_
     works = [Work(20 * CELL) for _ in range(2)]
 
     class Slow(Work):
-        def deliver(self, number: int, start: int, data: Bytes) -> None:
+        def deliver(self, number: int, start: int, data: Bytes, arena: Arena) -> None:
             if not gate.wait(0.5):
                 # By now the other rank has filled its places, and must not have gone on.
                 seen.append(len(works[0].fetched))
                 gate.set()
-            super().deliver(number, start, data)
+            super().deliver(number, start, data, arena)
 
     seen: list[int] = []
     works[1] = Slow(20 * CELL)
@@ -322,10 +322,10 @@ def test_an_error_in_work_of_its_own_ends_the_others_too(hosts: list[int]) -> No
 
 def test_a_rank_that_fails_while_it_only_takes_ends_the_rank_that_reads_for_it() -> None:
     class Taker(Work):
-        def deliver(self, number: int, start: int, data: Bytes) -> None:
+        def deliver(self, number: int, start: int, data: Bytes, arena: Arena) -> None:
             if not self.fetched:
                 raise StorageError("no")
-            super().deliver(number, start, data)
+            super().deliver(number, start, data, arena)
 
     works = [Taker(CELL), Taker(CELL)]
     outcomes = run_ranks(2, errors_of(exchanges(works, [0, 0], [cells(1)] * 2)))
@@ -335,7 +335,7 @@ def test_a_rank_that_fails_while_it_only_takes_ends_the_rank_that_reads_for_it()
 
 def test_a_rank_that_fails_lets_its_host_know_before_it_waits_for_other_hosts() -> None:
     class Taker(Work):
-        def deliver(self, number: int, start: int, data: Bytes) -> None:
+        def deliver(self, number: int, start: int, data: Bytes, arena: Arena) -> None:
             # Meanwhile rank 1 fills its places, and rank 0 says that it is ready for the next exchange.
             threading.Event().wait(0.5)
             raise StorageError("no")

@@ -215,7 +215,7 @@ def test_bytes_that_others_have_read_are_delivered_like_those_read_here(
         high = min(stop + margin * cut.align, checkpoint.files[path].nbytes)
         data = np.empty(high - low, np.uint8)
         reader.fetch(path, low, data)
-        reader.deliver(number, low, data)
+        reader.deliver(number, low, data, Arena(cut.nbytes))
     for job in reader.jobs([]):
         reader.read(job, Arena(cut.nbytes))
     for (t, box), target in zip(case.wanted, targets, strict=True):

@@ -122,7 +122,7 @@ def test_what_is_abandoned_is_not_delivered_by_anybody() -> None:
     reader.fetch(path, 0, data)
     reader.abandon()
     calls: list[Callable[[], None]] = [
-        lambda: reader.deliver(0, 0, data),
+        lambda: reader.deliver(0, 0, data, Arena(2 * BLOCK)),
         lambda: reader.fetch(path, 0, data),
         lambda: reader.read(0, Arena(2 * BLOCK)),
     ]

@@ -174,14 +174,18 @@ class RangeReader:
         end, size = start + len(data), self.block_nbytes
         return [(block * size, min((block + 1) * size, end)) for block in blocks]
 
-    def deliver(self, number: int, start: int, data: NDArray[np.uint8]) -> None:
+    def deliver(self, number: int, start: int, data: NDArray[np.uint8], arena: Arena) -> None:
         """Copy what read `number` is for out of `data`: the file's bytes from `start` on, at least the read.
 
-        Wherever these bytes come from, nothing is read or verified.
+        Wherever these bytes come from, nothing is read or verified.  The arena is as for `read`.
         """
         path, first, nbytes = self._place(number)
         data = data[first - start : first - start + nbytes]
-        with self._delivering(path, first, nbytes):
+        if self.transfer.is_needed:
+            # Devices copy from pinned memory, so that nobody waits for them to have `data` free again.
+            data, given = arena.view(nbytes), data
+            np.copyto(data, given)
+        with self._delivering(path, first, nbytes, arena):
             for piece in self._deliverer.pieces(number):
                 self._deliverer.deliver(piece, first, data)
         self._moved(nbytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,6 +17,7 @@ from reknit.errors import StateError
 from reknit.format.checksum import digest
 from reknit.format.values.blob_codec import encode_blobs
 from reknit.planner.resolve import shard_key
+from reknit.types import devices
 from reknit.types.dtype import ITEMSIZE, numpy_dtype
 from reknit.types.shard import full_name
 
@@ -170,15 +172,40 @@ def first_bytes(sources: Sequence[Any], nbytes: Sequence[int]) -> Iterator[tuple
     for place, (source, count) in enumerate(zip(sources, nbytes, strict=True)):
         if (flat := contiguous_bytes(source)) is not None:
             yield place, flat[:count]
-        elif isinstance(source, np.ndarray) or count > SHORT_NBYTES:
-            out = np.empty(count, np.uint8)
-            stage(source, 0, count // itemsize(source), out)
-            yield place, out
+        elif isinstance(source, np.ndarray):
+            yield place, _copied(source, count)
+        elif count > SHORT_NBYTES:
+            with _typed(source.device):
+                yield place, _copied(source, count)
         else:
             device = source.device
             if device in lots and count > room[device]:
-                yield from gathered(lots.pop(device), nbytes)
+                yield from _gathered(lots.pop(device), nbytes)
             room[device] = (room[device] if device in lots else GATHER_NBYTES) - count
             lots.setdefault(device, []).append((place, source))
     for lot in lots.values():
+        yield from _gathered(lot, nbytes)
+
+
+def _copied(source: Any, count: int) -> NDArray[np.uint8]:
+    out = np.empty(count, np.uint8)
+    stage(source, 0, count // itemsize(source), out)
+    return out
+
+
+def _gathered(
+    lot: Sequence[tuple[int, Any]], nbytes: Sequence[int]
+) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+    with _typed(lot[0][1].device):
         yield from gathered(lot, nbytes)
+
+
+@contextmanager
+def _typed(device: Any) -> Iterator[None]:
+    """Raise a typed error for what torch raises where a device cannot copy."""
+    try:
+        yield
+    except RuntimeError as error:
+        failure = devices.failed(error, device)
+        failure.message += f"; copies of several ranks were to be compared, from {device}"
+        raise failure from error

@@ -65,8 +65,8 @@ class FetchReader(Protocol):
     def wrong(self, path: str, start: int, data: Bytes, /) -> list[tuple[int, int]]:
         """Return the ranges of a file's bytes that are not those that were saved; none without `verify`."""
 
-    def deliver(self, number: int, start: int, data: Bytes, /) -> None:
-        """Copy to the targets what read `number` is for."""
+    def deliver(self, number: int, start: int, data: Bytes, arena: Arena, /) -> None:
+        """Copy to the targets what read `number` is for; `data` is free again when this returns."""
 
     def under_way(self) -> str:
         """Say what is being read."""
@@ -249,7 +249,7 @@ class Exchange:
 
         return counted
 
-    def _read(self, rows: Sequence[int], slot: Slot, _: Arena) -> None:
+    def _read(self, rows: Sequence[int], slot: Slot, arena: Arena) -> None:
         """Read fetches into a slot, tell those who want them, and take this rank's own part."""
         part = self._sharing.part
         slot.holds = set(part.number[list(rows)].tolist())
@@ -261,13 +261,13 @@ class Exchange:
             waiting = {OTHER_HOSTS} if part.turn[row] >= 0 else set[int]()
             self._fetches.hold(row, HeldFetch(slot, slot.at + at, memory, waiting))
             at += aligned(nbytes)
-            self._deliver(row, memory)
+            self._deliver(row, memory, arena)
             self._fetches.taken(int(part.number[row]), self._rank)
 
-    def _copy(self, arrival: Arrival, _: Arena) -> None:
+    def _copy(self, arrival: Arrival, arena: Arena) -> None:
         """Take this rank's part of what another rank read."""
         row, memory, done = arrival
-        self._deliver(row, memory)
+        self._deliver(row, memory, arena)
         fetches, part = self._fetches, self._sharing.part
         with fetches.changed:
             self.nbytes_received += int(part.nbytes[row])
@@ -275,8 +275,8 @@ class Exchange:
             fetches.changed.notify_all()
         done()
 
-    def _deliver(self, row: int, memory: Bytes) -> None:
+    def _deliver(self, row: int, memory: Bytes, arena: Arena) -> None:
         part = self._sharing.part
         start, nbytes = int(part.start[row]), int(part.nbytes[row])
         for read in self._sharing.rows[row]:
-            self._work.deliver(read, start, memory[:nbytes])
+            self._work.deliver(read, start, memory[:nbytes], arena)
