@@ -55,7 +55,10 @@ class Transfer:
     def __enter__(self) -> Transfer:
         for stream in self._streams:
             with devices.on_device(stream.device):
-                stream.wait_stream(devices.current_stream(stream.device))
+                try:
+                    stream.wait_stream(devices.current_stream(stream.device))
+                except RuntimeError as error:  # of earlier work
+                    raise devices.failed(error, stream.device) from error
         return self
 
     def __exit__(
