@@ -48,3 +48,21 @@ def test_a_process_forked_from_a_rank_is_refused_as_that_rank_and_may_save_alone
         ]
         assert reknit.verify(tmp_path / str(rank)).ok
     assert reknit.verify(tmp_path / "after").ok
+
+
+def fork_often(root: str, times: int) -> list[int]:
+    """Return how forked processes end that count their threads."""
+    reknit.save(f"{root}/step", {"model": {"w": np.arange(3.0)}})
+    ends = []
+    for _ in range(times):
+        child = os.fork()
+        if child == 0:
+            os._exit(len(os.listdir("/proc/self/task")) - 1)
+        ends.append(os.waitpid(child, 0)[1])
+    return ends
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_forked_process_has_one_thread_and_ends_as_it_wishes(tmp_path: Path, world: int) -> None:
+    # gRPC's own handlers would start threads in it again, which use memory of a server that runs in rank 0.
+    assert run(world, fork_often, str(tmp_path), 3) == [[0] * 3] * world

@@ -290,17 +290,44 @@ def test_what_others_do_with_the_collector_meanwhile_stays() -> None:
     assert gc.get_threshold() == (123, 4, 5)
 
 
-def test_grpc_is_quiet_while_it_is_imported_and_leaves_nothing_in_the_environment(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("name", "ours"), [("GRPC_VERBOSITY", "ERROR"), ("GRPC_ENABLE_FORK_SUPPORT", "0")])
+def test_a_variable_of_grpc_is_set_while_grpc_is_imported_unless_the_user_has_set_it(
+    monkeypatch: pytest.MonkeyPatch, name: str, ours: str
 ) -> None:
-    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+    monkeypatch.delenv(name, raising=False)
     with quietly():
-        assert os.environ["GRPC_VERBOSITY"] == "ERROR"
-    assert "GRPC_VERBOSITY" not in os.environ
-    monkeypatch.setenv("GRPC_VERBOSITY", "DEBUG")
+        assert os.environ[name] == ours
+    assert name not in os.environ
+    monkeypatch.setenv(name, "of the user")
     with quietly():
-        assert os.environ["GRPC_VERBOSITY"] == "DEBUG"
-    assert os.environ["GRPC_VERBOSITY"] == "DEBUG"
+        assert os.environ[name] == "of the user"
+    assert os.environ[name] == "of the user"
+
+
+@pytest.mark.parametrize(
+    ("imported", "value", "warns"),
+    [(False, None, 0), (False, "0", 0), (False, "1", 1), (True, None, 1), (True, "false", 0), (True, "1", 1)],
+)
+def test_a_warning_says_that_grpc_acts_in_forked_processes_before_it_is_used_first(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    imported: bool,
+    value: str | None,
+    warns: int,
+) -> None:
+    monkeypatch.delitem(sys.modules, "reknit.comm.serving", raising=False)
+    monkeypatch.delitem(sys.modules, "grpc", raising=False)
+    monkeypatch.delenv("GRPC_ENABLE_FORK_SUPPORT", raising=False)
+    if imported:
+        monkeypatch.setitem(sys.modules, "grpc", sys)
+    if value is not None:
+        monkeypatch.setenv("GRPC_ENABLE_FORK_SUPPORT", value)
+    with quietly():
+        monkeypatch.setitem(sys.modules, "reknit.comm.serving", sys)
+    with quietly():
+        pass
+    found = [each for each in caplog.messages if "GRPC_ENABLE_FORK_SUPPORT=0" in each]
+    assert len(found) == warns
 
 
 def test_a_handler_of_a_signal_may_turn_a_switch_at_any_moment_of_a_block() -> None:

@@ -14,8 +14,12 @@ from reknit.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-_GRPC, _QUIET = "GRPC_VERBOSITY", "ERROR"
-"""What gRPC reads when it is imported, and only then."""
+_FOR_GRPC = {"GRPC_VERBOSITY": "ERROR", "GRPC_ENABLE_FORK_SUPPORT": "0"}
+"""The variables that gRPC reads when it is imported, and only then.
+
+Without the second one, gRPC starts its threads again in a forked process, such as a worker of a data loader.
+They use memory of the parent's server, so that some of these processes end with a segmentation fault.
+"""
 
 _LAUNCHED = {
     "WORLD_SIZE": "torchrun or a launcher like it",
@@ -37,6 +41,7 @@ _OF_AGENTS = {
     b"OPENBLAS_NUM_THREADS",
     b"OMP_NUM_THREADS",
     b"GRPC_VERBOSITY",
+    b"GRPC_ENABLE_FORK_SUPPORT",
 }
 """The variables that agents have of their own."""
 
@@ -126,17 +131,27 @@ def completing() -> bool:
     return "_ARGCOMPLETE" in os.environ
 
 
-def quiet_grpc() -> bool:
-    """Keep gRPC, if it is imported now, from reporting that a peer ended; tell if that sets a variable."""
-    changes = _GRPC not in os.environ
-    os.environ.setdefault(_GRPC, _QUIET)
-    return changes
+def set_grpc_variables() -> list[str]:
+    """Set what gRPC reads when it is imported, where the user has set nothing; return the names that are new.
+
+    gRPC then does not report that a peer ended, and does nothing in forked processes.
+    """
+    missing = [name for name in _FOR_GRPC if name not in os.environ]
+    os.environ.update({name: _FOR_GRPC[name] for name in missing})
+    return missing
 
 
-def restore_grpc(changed: bool) -> None:
-    """Remove the variable again, for the processes that this one starts."""
-    if changed and os.environ.get(_GRPC) == _QUIET:
-        del os.environ[_GRPC]
+def remove_grpc_variables(names: list[str]) -> None:
+    """Remove variables again, for the processes that this one starts."""
+    for name in names:
+        if os.environ.get(name) == _FOR_GRPC[name]:
+            del os.environ[name]
+
+
+def grpc_handles_forks() -> bool:
+    """Return whether gRPC acts in forked processes: the user wants it, or has imported gRPC already."""
+    wanted = os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "" if "grpc" in sys.modules else "0")
+    return wanted.lower() not in {"0", "false", "no", "n", "f"}
 
 
 @contextmanager

@@ -221,8 +221,9 @@ void Mark::wait() const {
   state_->wait();
 }
 bool Mark::ask() const {
+  bool was = done();  // before the sleeps end: otherwise the answer would depend on which thread is quicker
   state_->stream->state_->hurry(state_->place, waited());
-  return done();
+  return was;
 }
 bool Stream::idle() const {
   std::lock_guard<std::mutex> guard(state_->lock);
