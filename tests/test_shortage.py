@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 import reknit
 from reknit.cli.main import main
@@ -49,6 +50,10 @@ SAID: list[tuple[Exception, str]] = [
     (OSError("ZSTD decompression failed: Allocation error : not enough memory"), MEMORY),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), MEMORY),
     (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), MEMORY),
+    (
+        torch.OutOfMemoryError("CUDA out of memory"),
+        "a device has too little memory",
+    ),
     (ImportError("_compute.so: failed to map segment from shared object"), MEMORY),
     (RuntimeError("can't start new thread"), THREADS),
     (RuntimeError("can't create new thread at interpreter shutdown"), END),

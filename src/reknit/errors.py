@@ -304,6 +304,12 @@ def shortage(error: BaseException) -> ShortageError | None:
             remedy="make this call before the program ends, such as in a `finally` block: functions of "
             "`atexit` are too late for it",
         )
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, which it has for devices only
+        return ShortageError(
+            f"a device has too little memory: {words}",
+            remedy="free memory of the device first; tensors that are contiguous, and of the dtype that is "
+            "saved or wanted, take no more of it",
+        )
     if isinstance(error, MemoryError) or code in _NO_MEMORY or any(w in words.lower() for w in _SAYS_MEMORY):
         return ShortageError(
             f"there is too little memory: {words}",

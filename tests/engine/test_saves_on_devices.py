@@ -205,11 +205,11 @@ def test_memory_is_unpinned_before_its_pages_are_given_up(
     assert accelerator.unpin(address) != 0
 
 
-@on_simulated_cuda
+@every_simulated_device
 def test_what_is_larger_than_the_host_memory_is_stored_as_it_was(
-    accelerator: Accelerator, tmp_path: Path
+    accelerator: Accelerator, device_type: str, tmp_path: Path
 ) -> None:
-    live, other = (torch.zeros(20 << 20, device="cuda") for _ in range(2))
+    live, other = (torch.zeros(20 << 20, device=device_type) for _ in range(2))
     live.fill_(1)
     options = reknit.SaveOptions(durability="process", host_nbytes=64 << 20)
     pending = reknit.save(tmp_path / "x", {"x": live}, wait=False, options=options)
@@ -262,6 +262,26 @@ def test_a_lazy_save_neither_waits_for_the_device_nor_for_what_is_queued_after_i
 
 
 @every_simulated_device
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_a_lazy_save_without_memory_to_watch_tensors_copies_them_before_it_returns(
+    accelerator: Accelerator, device_type: str, after: int, tmp_path: Path
+) -> None:
+    one, other = Training(f"{device_type}:1"), Training(f"{device_type}:1", seed=1)
+    one.save(tmp_path / "first", "lazy").result(LIMIT_S)  # from now on its optimizer's steps are waited for
+    one.step()
+    expected = one_larger(one.copies())
+    for tensor in one.tensors:
+        tensor.add_(1)
+    options = reknit.SaveOptions(durability="process", timeout_s=LIMIT_S, stage="lazy")
+    accelerator.refuse_memory(after)
+    pending = reknit.save(tmp_path / "saved", one.state, wait=False, options=options)
+    accelerator.refuse_memory(None)
+    one.forget()  # not a step of the optimizer: only what is copied already is as it was
+    pending.result(LIMIT_S)
+    assert is_stored(tmp_path / "saved", other, expected)
+
+
+@every_simulated_device
 def test_an_eager_save_waits_for_no_other_stream(
     accelerator: Accelerator, device_type: str, tmp_path: Path
 ) -> None:
@@ -279,11 +299,11 @@ def test_an_eager_save_waits_for_no_other_stream(
     assert not busy.query()
 
 
-@on_simulated_cuda
+@every_simulated_device
 def test_copies_that_come_after_the_deadline_of_their_save_are_not_in_the_next_one(
-    accelerator: Accelerator, tmp_path: Path
+    accelerator: Accelerator, device_type: str, tmp_path: Path
 ) -> None:
-    late, live, other = (torch.zeros(NUMEL, device=f"cuda:{index}") for index in (1, 2, 0))
+    late, live, other = (torch.zeros(NUMEL, device=f"{device_type}:{index}") for index in (1, 2, 0))
     options = reknit.SaveOptions(durability="process", timeout_s=LIMIT_S)
     for number, tensor in enumerate((late, live)):
         reknit.save(tmp_path / str(number), {"x": tensor}, wait=False, options=options).result(LIMIT_S)
@@ -293,7 +313,7 @@ def test_copies_that_come_after_the_deadline_of_their_save_are_not_in_the_next_o
     stream = devices.side_stream(late.device)
     with ExitStack() as held:
         held.enter_context(accelerator.held(stream))
-        with pytest.raises(reknit.DeadlineError, match="cuda:1 had not copied"):
+        with pytest.raises(reknit.DeadlineError, match=f"{device_type}:1 had not copied"):
             reknit.save(tmp_path / "late", {"x": late}, wait=False, options=hasty).result(LIMIT_S)
         with stopped(agents_of(os.getpid())):
             pending = reknit.save(tmp_path / "next", {"x": live}, wait=False, options=options)

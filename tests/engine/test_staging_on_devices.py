@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from reknit.engine.memory import staging
 from reknit.engine.memory.elements import bits
 from reknit.engine.memory.sample import Range, Sample
-from reknit.engine.memory.staging import Staging
+from reknit.engine.memory.staging import BounceBuffers, Staging
 from reknit.errors import DeadlineError, ReknitError
 from reknit.testing.accelerator import installed
 from reknit.types import devices
@@ -115,6 +115,44 @@ def test_saves_share_the_stream_of_a_device_and_wait_for_their_own_copies_only(
     assert accelerator.waited_s() - waited_s < 1000
     assert second.under_way()
     second.wait(LIMIT_S)
+
+
+@every_simulated_device
+@pytest.mark.parametrize("sizes", [[], [1], [3, 8, 24, 5, 40, 41, 100, 2, 2]])
+def test_bytes_that_are_not_pinned_come_by_way_of_two_buffers_beside_what_comes_later(
+    accelerator: Accelerator, device_type: str, sizes: list[int]
+) -> None:
+    waited_s = accelerator.waited_s()
+    dtypes = [torch.uint8, torch.float32, torch.bfloat16]
+    live = [
+        torch.arange(size).to(dtypes[number % 3]).to(f"{device_type}:{number % 2}")
+        for number, size in enumerate(sizes)
+    ]
+    expected = [one.cpu().view(torch.uint8).numpy() for one in live]
+    buffers = [torch.zeros(40, dtype=torch.uint8, pin_memory=True).numpy() for _ in range(2)]
+    save = Staging(map(bits, live), BounceBuffers(buffers, LIMIT_S))
+    for one in live:
+        accelerator.sleep(current(device_type, one.device.index), 1000)
+        one.fill_(9)
+    outs = [nbytes_of(one) for one in live]
+    for one, out in zip(live, outs, strict=True):
+        save.add(bits(one), 0, one.numel(), out)
+    save.wait(LIMIT_S)
+    assert all(map(np.array_equal, outs, expected))
+    assert accelerator.waited_s() - waited_s < 1000
+
+
+@every_simulated_device
+def test_a_buffer_is_waited_for_with_a_deadline(accelerator: Accelerator, device_type: str) -> None:
+    live = torch.ones(NUMEL, device=device_type)
+    buffers = [torch.zeros(NUMEL, dtype=torch.uint8, pin_memory=True).numpy() for _ in range(2)]
+    save, out = Staging([bits(live)], BounceBuffers(buffers, 0.2)), nbytes_of(live)
+    with accelerator.held(devices.side_stream(live.device)):
+        with pytest.raises(DeadlineError, match="had not copied what is saved within"):
+            save.add(bits(live), 0, NUMEL, out)
+        assert save.under_way()
+    torch.accelerator.synchronize()
+    assert not save.under_way()
 
 
 @every_simulated_device

@@ -14,6 +14,7 @@ from reknit.engine.memory.elements import itemsize
 from reknit.engine.memory.sample import Range, Sample
 from reknit.engine.memory.sources import Sources
 from reknit.engine.memory.staging import changes, copied_later
+from reknit.errors import shortage
 from reknit.types.devices import device_of, is_queued, memory_of
 from reknit.types.shard import full_name
 
@@ -42,11 +43,23 @@ class Deferred:
     """
 
     def __init__(self, holdings: Holdings, images: Sequence[Image]) -> None:
-        guard = _Guard(barrier for barrier in holdings.barriers if barrier.stands())
+        barriers = [barrier for barrier in holdings.barriers if barrier.stands()]
+        try:
+            self._divide(holdings, images, barriers, _CLONES_NBYTES)
+        except RuntimeError as error:
+            if shortage(error) is None:
+                raise
+            # What would be watched needs memory of its device; copies of it need none.
+            logger.info("a lazy save copies all of its tensors before it returns: %s", error)
+            self._divide(holdings, images, (), 0)
+
+    def _divide(
+        self, holdings: Holdings, images: Sequence[Image], barriers: Iterable[Barrier], room: int
+    ) -> None:
+        guard = _Guard(barriers)
         self._watched: list[tuple[Shard, Barrier, int | None]] = []
         ranges: list[Range] = []
         sources, clones = images[0].sources if images else Sources(()), dict[int, Any]()
-        room = _CLONES_NBYTES
 
         def part(entry: EntryRow) -> str:
             nonlocal room

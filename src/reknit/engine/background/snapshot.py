@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from reknit.engine.memory.arena import lay_out
 from reknit.engine.memory.elements import stage
-from reknit.engine.memory.staging import Staging
+from reknit.engine.memory.staging import BounceBuffers, Staging
 from reknit.engine.memory.workers import run_jobs
 from reknit.environment import num_threads
 from reknit.errors import StateError
+from reknit.types.devices import is_queued
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from reknit.engine.background.deferred import Deferred
     from reknit.engine.background.trainer_save import TrainerSave
@@ -113,25 +115,31 @@ class Snapshot:
     def _staging(self) -> Staging:
         """Return what copies from devices, which wait for what was queued before."""
         sources = self._images[0].sources.on_devices
-        self._lease.pin(sources)
-        return Staging(sources)
+        device = next((source.device for source in sources if is_queued(source)), None)
+        by_way = None
+        if not self._lease.pin(sources) and device is not None:
+            by_way = BounceBuffers.pinned(self._lease.nbytes, device, self._options.timeout_s)
+        return Staging(sources, by_way)
 
     def _queue(self, images: Sequence[Image], staging: Staging) -> None:
         """Queue all copies from devices, to go on beside what the devices do; a ring waits for each."""
-        try:
+        with self._kept_from_others(staging):
             for number in range(len(self.spans)):
                 self._copy(number, images, staging.add)
                 if self.streamed and number < len(self.spans) - 1:
                     self._wait(staging)
                     self._tell(number)
-        except BaseException:
-            self._lease.under_way = staging.under_way
-            raise
 
     def _wait(self, staging: Staging) -> None:
-        """Wait until all that was queued is copied; else the arena is nobody's as long as that goes on."""
-        try:
+        """Wait until all that was queued is copied."""
+        with self._kept_from_others(staging):
             staging.wait(self._options.timeout_s)
+
+    @contextmanager
+    def _kept_from_others(self, staging: Staging) -> Iterator[None]:
+        """Let nobody have the arena after an error in the block as long as a device may write to it."""
+        try:
+            yield
         except BaseException:
             self._lease.under_way = staging.under_way
             raise

@@ -43,10 +43,14 @@ class Lease:
     dropped: tuple[int, ...]
     under_way: Callable[[], bool] = lambda: False
 
-    def pin(self, sources: Iterable[Any]) -> None:
-        """Let the devices of some `bits` arrays copy to the arena on their own, if their kind can."""
-        if not self.arena.is_held and (device := next(filter(None, map(device_of, sources)), None)):
-            self.arena.hold(pin(self.arena.bytes, device) or (lambda: None))
+    def pin(self, sources: Iterable[Any]) -> bool:
+        """Let the devices of some `bits` arrays copy to the arena on their own; return whether they can."""
+        device = next(filter(None, map(device_of, sources)), None)
+        if device is None or self.arena.is_held:
+            return True
+        unpin = pin(self.arena.bytes, device)
+        self.arena.hold(unpin)
+        return unpin is not None
 
     @property
     def nbytes(self) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from time import sleep
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from reknit.engine.memory.arena import SPAN_NBYTES
 from reknit.engine.memory.elements import copy, itemsize, rectangles, stage
-from reknit.errors import DeadlineError, ReknitError
+from reknit.engine.memory.side_streams import Mark, SideStreams
 from reknit.monitor.phase import Deadline
 from reknit.types import devices
 from reknit.types.box import flat_range_boxes
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
 GATHER_NBYTES = 64 << 20
 """Most device memory that is taken, per device, to lay out what is not contiguous there."""
-
-_PAUSES_S = (0.0001, 0.002)
 
 
 def gathered(lot: Sequence[tuple[int, Any]], nbytes: Sequence[int]) -> Iterator[tuple[int, Any]]:
@@ -50,47 +49,133 @@ class Staging:
     its first copy.  Whatever is queued later runs at the same time as the copies: until `wait` returns,
     nothing may write to a source that was added or will be.  The bytes given to `add` must stay where they
     are as long as there are copies `under_way`, also after an error.  One thread at a time uses this.
+
+    Devices copy `by_way` of pinned buffers, if these are given, to bytes that are not pinned.
     """
 
-    def __init__(self, sources: Iterable[Any] = ()) -> None:
-        self._lanes: dict[Any, _Lane] = {}
+    def __init__(self, sources: Iterable[Any] = (), by_way: BounceBuffers | None = None) -> None:
+        self._by_way = by_way
+        self._side = SideStreams("what is saved")
+        self._ends: dict[Any, Mark] = {}
         for source in sources:
             if devices.is_queued(source):
-                self._lane(source.device)
+                self._side.follow(source.device)
 
     def add(self, source: Any, first: int, numel: int, out: NDArray[np.uint8]) -> None:
         """Begin to copy `numel` elements from element `first` (row-major) of a `bits` array to `out`.
 
         From a device with streams the bytes are there when `wait` has returned, from anywhere else at once.
-        Where `out` is not pinned the copy is made all the same, and this call may last as long as it does.
+        Where neither `out` is pinned nor there are buffers, torch copies all the same, and this call lasts as
+        long as that does.
         """
-        if numel and devices.is_queued(source):
-            self._lane(source.device).copy(source, first, numel, out)
-        else:
+        if not numel or not devices.is_queued(source):
             stage(source, first, numel, out)
+        elif self._by_way is None:
+            self._queue(source, first, numel, out)
+        else:
+            size = source.element_size()
+            for begin, buffer in self._by_way.parts(out, size, self._side):
+                self._queue(source, first + begin // size, len(buffer) // size, buffer)
 
     def wait(self, timeout_s: float) -> None:
-        """Return when all copies added so far are made; sleeps, and waits for no other work of a device.
+        """Return when all copies added so far are made.
 
         Raises the first error of a device, when the others are waited for too, and `DeadlineError`.
         """
-        deadline, failure = Deadline(timeout_s), None
-        for lane in self._lanes.values():
-            try:
-                lane.wait(deadline)
-            except ReknitError as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
+        self._side.wait(list(self._ends.values()), Deadline(timeout_s))
+        if self._by_way is not None:
+            self._by_way.empty()
 
     def under_way(self) -> bool:
-        """Tell whether a device may still write to what was given to `add`."""
-        return any(devices.is_under_way(lane.event, lane.device) for lane in self._lanes.values())
+        """Return whether a device may still write to what was given to `add`."""
+        return any(end.is_ahead() for end in self._ends.values())
 
-    def _lane(self, device: Any) -> _Lane:
-        if device not in self._lanes:
-            self._lanes[device] = _Lane(device)
-        return self._lanes[device]
+    def _queue(self, source: Any, first: int, numel: int, out: NDArray[np.uint8]) -> None:
+        stream = self._side.follow(source.device)
+        # The source may be freed before the copy has run: its memory is not given away until then.
+        source.record_stream(stream)
+        try:
+            with devices.on_stream(stream):
+                if source.is_contiguous():
+                    copy(source.view(-1)[first : first + numel], out, non_blocking=True)
+                else:
+                    _gather(source, first, numel, out)
+        finally:
+            # Also after an error: what was queued before it still writes to `out`, and is to be waited for.
+            before = self._ends.get(source.device)
+            self._ends[source.device] = self._side.mark(source.device, before and before.event)
+
+
+class BounceBuffers:
+    """Two pinned buffers in turn, by way of which devices copy to memory that is not pinned.
+
+    While devices copy to one, what is in the other goes to its place.
+    """
+
+    def __init__(self, buffers: Sequence[NDArray[np.uint8]], timeout_s: float) -> None:
+        self._turns, self._timeout_s = deque(_BounceBuffer(buffer) for buffer in buffers), timeout_s
+
+    @classmethod
+    def pinned(cls, most_nbytes: int, device: Any, timeout_s: float) -> BounceBuffers | None:
+        """Return new buffers for copies of up to `most_nbytes`; None where there is no pinned memory."""
+        nbytes = min(most_nbytes, SPAN_NBYTES)
+        buffers = [devices.pinned(nbytes, device) for _ in range(2)]
+        found = [buffer for buffer in buffers if buffer is not None]
+        return cls(found, timeout_s) if len(found) == len(buffers) else None
+
+    def parts(
+        self, out: NDArray[np.uint8], itemsize: int, side: SideStreams
+    ) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+        """Yield where each part of `out` begins, and where it is to be copied to first."""
+        begin = 0
+        while begin < len(out):
+            buffer = self._turns[0]
+            start = -(-buffer.end // itemsize) * itemsize
+            nbytes = min(len(out) - begin, (len(buffer.memory) - start) // itemsize * itemsize)
+            if nbytes <= 0:
+                buffer.ends = side.marks()
+                self._turns.rotate(-1)
+                side.wait(self._turns[0].ends, Deadline(self._timeout_s))
+                self._turns[0].empty()
+                continue
+            buffer.end = start + nbytes
+            part = buffer.memory[start : buffer.end]
+            buffer.parts.append((part, out[begin : begin + nbytes]))
+            yield begin, part
+            begin += nbytes
+
+    def empty(self) -> None:
+        """Bring all parts to their places, once all devices have copied."""
+        for buffer in self._turns:
+            buffer.empty()
+
+
+class _BounceBuffer:
+    """A pinned buffer: parts up to `end`, the place of each, and the marks at which they are there."""
+
+    def __init__(self, memory: NDArray[np.uint8]) -> None:
+        self.memory, self.end = memory, 0
+        self.parts: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]] = []
+        self.ends: Sequence[Mark] = ()
+
+    def empty(self) -> None:
+        for part, out in self.parts:
+            out[:] = part
+        self.parts, self.end, self.ends = [], 0, ()
+
+
+def _gather(source: Any, first: int, numel: int, out: NDArray[np.uint8]) -> None:
+    """Lay out piece after piece on the device.
+
+    Each temporary is taken on the side stream, so that its memory serves the next piece, in order.
+    """
+    itemsize = source.element_size()
+    step = max(GATHER_NBYTES // itemsize, 1)
+    for begin in range(0, numel, step):
+        count = min(step, numel - begin)
+        piece = out[begin * itemsize : (begin + count) * itemsize]
+        for rectangle, part in rectangles(source, first + begin, count, piece):
+            copy(rectangle.contiguous(), part, non_blocking=True)
 
 
 def copied_later(source: Any) -> bool:
@@ -98,73 +183,6 @@ def copied_later(source: Any) -> bool:
     if isinstance(source, np.ndarray):
         return bool(source.flags.c_contiguous)
     return devices.is_queued(source) and bool(source.is_contiguous())
-
-
-def wait_for(event: Any, device: Any, deadline: Deadline, what: str) -> None:
-    """Return when an event of a device has come, after copies of `what`; sleeps meanwhile.
-
-    Raises `DeadlineError`, and what the device reports.
-    """
-    pause_s = _PAUSES_S[0]
-    with devices.on_device(device):
-        while not _has_come(event, device):
-            if deadline.passed():
-                raise DeadlineError(
-                    f"{device} had not copied {what} within {deadline.seconds:g} s: it is still at work on "
-                    "what was queued before",
-                    remedy="look for a collective that waits for a rank that is gone, or raise timeout_s",
-                )
-            sleep(min(pause_s, deadline.remaining()))
-            pause_s = min(_PAUSES_S[1], 2 * pause_s)
-
-
-def _has_come(event: Any, device: Any) -> bool:
-    # Asked for again and again: a wait for an event of torch has no deadline.
-    try:
-        return bool(event.query())
-    except RuntimeError as error:
-        raise devices.failed(error, device) from error
-
-
-class _Lane:
-    """The copies of one save from one device; `event` is the end of those that were queued."""
-
-    def __init__(self, device: Any) -> None:
-        self.device = device
-        self._stream = devices.side_stream(device)
-        self.event = devices.new_event(device)
-        self._stream.wait_stream(devices.current_stream(device))
-
-    def wait(self, deadline: Deadline) -> None:
-        """Return when the event has come.  Raises `DeadlineError`, and what the device reports."""
-        wait_for(self.event, self.device, deadline, "what is saved")
-
-    def copy(self, source: Any, first: int, numel: int, out: NDArray[np.uint8]) -> None:
-        # The source may be freed before the copy has run: its memory is not given away until then.
-        source.record_stream(self._stream)
-        try:
-            with devices.on_stream(self._stream):
-                if source.is_contiguous():
-                    copy(source.view(-1)[first : first + numel], out, non_blocking=True)
-                else:
-                    self._gather(source, first, numel, out)
-        finally:
-            # Also after an error: what was queued before it still writes to `out`, and is to be waited for.
-            with devices.on_device(self.device):
-                self.event.record(self._stream)
-
-    def _gather(self, source: Any, first: int, numel: int, out: NDArray[np.uint8]) -> None:
-        """Lay out piece after piece on the device.
-
-        Each temporary is taken on the side stream, so that its memory serves the next piece, in order.
-        """
-        itemsize = source.element_size()
-        step = max(GATHER_NBYTES // itemsize, 1)
-        for begin in range(0, numel, step):
-            count = min(step, numel - begin)
-            piece = out[begin * itemsize : (begin + count) * itemsize]
-            for rectangle, part in rectangles(source, first + begin, count, piece):
-                copy(rectangle.contiguous(), part, non_blocking=True)
 
 
 def changes(data: Any) -> int | None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from reknit.engine.memory.arena import Arena, borrowed
 from reknit.engine.memory.elements import stage
-from reknit.engine.memory.staging import wait_for
+from reknit.engine.memory.side_streams import Mark, SideStreams, drop_kept, keep_until
 from reknit.errors import DeadlineError, ReknitError
 from reknit.monitor.phase import Deadline
 from reknit.types import devices
@@ -19,16 +19,6 @@ if TYPE_CHECKING:
 
     import numpy as np
     from numpy.typing import NDArray
-
-_kept: list[object] = []
-"""Buffers that a device which did not finish in time may still use."""
-
-
-class _Mark(NamedTuple):
-    """A place in the work of a device."""
-
-    event: Any
-    device: Any
 
 
 class Transfer:
@@ -43,22 +33,19 @@ class Transfer:
     """
 
     def __init__(self, arrays: Iterable[Any], what: str, timeout_s: float) -> None:
-        self._what, self._timeout_s, self._is_late = what, timeout_s, False
+        self._timeout_s, self._is_late = timeout_s, False
         self._arrays = [array for array in arrays if devices.is_queued(array)]
-        self._streams = [devices.side_stream(d) for d in dict.fromkeys(a.device for a in self._arrays)]
+        self._side = SideStreams(what)
 
     @property
     def is_needed(self) -> bool:
         """Whether any of the arrays is on a device that has streams."""
-        return bool(self._streams)
+        return bool(self._arrays)
 
     def __enter__(self) -> Transfer:
-        for stream in self._streams:
-            with devices.on_device(stream.device):
-                try:
-                    stream.wait_stream(devices.current_stream(stream.device))
-                except RuntimeError as error:  # of earlier work
-                    raise devices.failed(error, stream.device) from error
+        drop_kept()
+        for array in self._arrays:
+            self._side.follow(array.device)
         return self
 
     def __exit__(
@@ -79,18 +66,18 @@ class Transfer:
         With an `arena` of `arenas` they may be under way until its memory comes to be used again: then only
         the bytes of that arena may be copied from.  `name()` says in errors what is copied.
         """
-        if not self._streams:
+        if not self._arrays:
             yield
             return
         held = arena if isinstance(arena, _Ring) else None
         try:
             with ExitStack() as streams:
-                for stream in self._streams:
+                for stream in self._side:
                     streams.enter_context(devices.on_stream(stream))
                 try:
                     yield
                 finally:  # also after an error: what was queued before it still uses the memory
-                    marks = self._marks()
+                    marks = self._side.marks()
         except BaseException:
             self._are_made()
             raise
@@ -102,11 +89,11 @@ class Transfer:
     @contextmanager
     def arenas(self, nbytes: int, num_buffers: int = 1) -> Iterator[Arena]:
         """Have an arena for `copying`: `num_buffers` parts in turn, which are pinned if torch can."""
-        if not self._streams:
+        if not self._arrays:
             with borrowed(nbytes) as arena:
                 yield arena
             return
-        device = self._streams[0].device
+        device = self._arrays[0].device
         buffers = [devices.pinned(nbytes // num_buffers, device) for _ in range(num_buffers)]
         pinned = [buffer for buffer in buffers if buffer is not None]
         if len(pinned) < num_buffers:
@@ -119,40 +106,23 @@ class Transfer:
             ring.settle()
         except BaseException:
             if not self._are_made():
-                _kept.append(ring)
+                keep_until(self._side.marks(), pinned)
             raise
 
-    def _marks(self) -> list[_Mark]:
-        """Return where all devices are when they have made the copies that are queued by now."""
-        marks = []
-        for stream in self._streams:
-            with devices.on_device(stream.device):
-                try:
-                    event = devices.new_event(stream.device)
-                    event.record(stream)
-                except RuntimeError as error:
-                    raise devices.failed(error, stream.device) from error
-            marks.append(_Mark(event, stream.device))
-        return marks
-
-    def _wait(self, marks: Sequence[_Mark], name: Callable[[], str] | None = None) -> None:
-        """Wait for all marks.  Raises the first error of a device when the others are waited for too."""
-        deadline, failure = Deadline(0.0 if self._is_late else self._timeout_s), None
-        for event, device in marks:
-            try:
-                wait_for(event, device, deadline, self._what)
-            except ReknitError as error:
-                self._is_late |= isinstance(error, DeadlineError)
-                failure = failure or error
-        if failure is not None:
+    def _wait(self, marks: Sequence[Mark], name: Callable[[], str] | None = None) -> None:
+        """Wait for marks, as `SideStreams.wait` does; `name()` says in errors what was copied."""
+        try:
+            self._side.wait(marks, Deadline(0.0 if self._is_late else self._timeout_s))
+        except ReknitError as error:
+            self._is_late |= isinstance(error, DeadlineError)
             if name is not None:
-                failure.message += f"; it copied {name()}"
-            raise failure
+                error.message += f"; it copied {name()}"
+            raise
 
     def _are_made(self) -> bool:
-        """Tell, after an error, whether all copies are made or never will be; wait for that in time."""
+        """Wait for all copies in time, after an error; return whether they are made or never will be."""
         with suppress(ReknitError):
-            self._wait(self._marks())
+            self._wait(self._side.marks())
         return not self._is_late
 
 
@@ -162,7 +132,7 @@ class _Ring(Arena):
     def __init__(
         self,
         buffers: Sequence[NDArray[np.uint8]],
-        wait: Callable[[Sequence[_Mark], Callable[[], str] | None], None],
+        wait: Callable[[Sequence[Mark], Callable[[], str] | None], None],
     ) -> None:
         self.nbytes, self.bytes = len(buffers[0]), buffers[0]
         self._wait = wait
@@ -175,7 +145,7 @@ class _Ring(Arena):
         self.bytes = self._rooms[0].memory
         return self.bytes[:nbytes]
 
-    def hold(self, marks: Sequence[_Mark], name: Callable[[], str] | None) -> None:
+    def hold(self, marks: Sequence[Mark], name: Callable[[], str] | None) -> None:
         """Keep the buffer that was returned last as it is until the marks."""
         self._rooms[0].held.append((marks, name))
 
@@ -194,7 +164,7 @@ class _Buffer:
 
     def __init__(self, memory: NDArray[np.uint8]) -> None:
         self.memory = memory
-        self.held: list[tuple[Sequence[_Mark], Callable[[], str] | None]] = []
+        self.held: list[tuple[Sequence[Mark], Callable[[], str] | None]] = []
 
 
 def queue(source: Any, first: int, numel: int, out: NDArray[np.uint8]) -> None:

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 _PAUSE_S = 0.0005
 _CPU = "cpu"
 _REMEDY = 'a rank has probably ended; LoadOptions(share="never") loads without it'
+_DEVICE_REMEDY = (
+    "a rank has probably ended, or several have the same current device: give each its own, for example with "
+    'torch.cuda.set_device; LoadOptions(share="never") loads without the group'
+)
 
 
 class TorchCarrier:
@@ -126,7 +130,8 @@ class TorchCarrier:
                 yield
         except RuntimeError as error:
             raise CommError(
-                f"the process group ({self}) could not carry bytes: {error}", remedy=_REMEDY
+                f"the process group ({self}) could not carry bytes: {error}",
+                remedy=_REMEDY if self.kind == _CPU else _DEVICE_REMEDY,
             ) from error
 
     @contextmanager
