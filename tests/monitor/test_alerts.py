@@ -6,7 +6,6 @@ import json
 import logging
 import socket
 import socketserver
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import TYPE_CHECKING, Any
@@ -18,10 +17,9 @@ import reknit
 from reknit.alerts import (
     Alert,
     Alerts,
-    Command,
     CoolingBehind,
-    Email,
     Failures,
+    GroupedAlert,
     Log,
     LongSave,
     NoCommit,
@@ -31,21 +29,19 @@ from reknit.alerts import (
     Stragglers,
     Webhook,
 )
-from reknit.monitor.alerts.grouping import Grouping
+from reknit.monitor.alerts.alert_groups import AlertGroups
 from reknit.monitor.sinks.jsonl import JsonLines
 from tests.faults.nursery import wait_until
-from tests.monitor.test_sinks import operation, phase
+from tests.monitor.records import BEGIN, operation, phase
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from reknit.monitor.alerts.base import AlertRule
-    from reknit.monitor.alerts.grouping import Told
+    from reknit.monitor.alerts.alert_rule import AlertRule
     from reknit.monitor.records import PhaseRecord, Record
 
 WAIT_S = 60.0
-BEGIN = 1_790_000_000.0
 
 
 class Clock:
@@ -61,11 +57,11 @@ class Desk:
 
     def __init__(self, *rules: AlertRule, **more: Any) -> None:
         self.clock = Clock()
-        self.told: list[Told] = []
+        self.told: list[GroupedAlert] = []
         known: dict[str, Any] = {"wait_s": 0, "cool_off_s": 1000, "every_s": 1e6, "clock": self.clock}
         if rules:
             known["rules"] = rules
-        self.alerts = Alerts([self.told.append], **(known | more))
+        self.alerts = Alerts(more.pop("to", [self.told.append]), **(known | more))
 
     def see(self, *records: Record) -> list[str]:
         """Return what is told of records."""
@@ -223,13 +219,13 @@ def test_alerts_of_one_kind_are_one_and_then_wait() -> None:
 
 
 def test_many_kinds_stay_within_bounds() -> None:
-    grouping = Grouping(wait_s=0, cool_off_s=1000)
+    groups = AlertGroups(wait_s=0, cool_off_s=1000)
     for number in range(5000):
-        grouping.add(Alert("failures", f"{number}", "text"), BEGIN)
-    told = grouping.due(BEGIN)
+        groups.add(Alert("failures", f"{number}", "text"), BEGIN)
+    told = groups.take_due(BEGIN)
     assert len(told) == 1001
     assert sum(one.number for one in told) == 5000
-    assert grouping.due(BEGIN + 2000) == []
+    assert groups.take_due(BEGIN + 2000) == []
 
 
 def test_only_rank_0_tells() -> None:
@@ -306,7 +302,7 @@ def test_a_webhook_that_hangs_delays_no_save_and_no_other_way(
 ) -> None:
     url, handler = hook
     handler.free.clear()
-    told: list[Told] = []
+    told: list[GroupedAlert] = []
     alerts = Alerts(
         [Webhook(url, timeout_s=WAIT_S), told.append],
         rules=[Failures()],
@@ -342,62 +338,16 @@ def test_a_server_that_is_gone_is_logged_once(caplog: pytest.LogCaptureFixture) 
     assert "secret" not in caplog.text
 
 
-def test_a_command_reads_the_alerts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    program = "import sys; open(sys.argv[1], 'w').write(sys.stdin.read())"
-    alerts = Alerts(
-        [
-            Command((sys.executable, "-c", program, str(tmp_path / "got"))),
-            Command(("false",)),
-            Command(("/no/such",)),
-        ],
-        rules=[Failures()],
-        wait_s=0,
-        every_s=1e6,
-    )
-    alerts.take([phase("write", outcome="StorageError"), phase("write", outcome="KeyError")])
-    alerts.look()
-    alerts.flush(WAIT_S)
-    assert [line[:9] for line in (tmp_path / "got").read_text().splitlines()] == ["failures:"] * 2
-    assert "false ended with status 1" in caplog.text
-    assert "/no/such" in caplog.text
+def test_a_function_gets_each_alert_and_one_that_fails_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[GroupedAlert] = []
 
+    def page(alert: GroupedAlert) -> None:
+        raise OSError(f"nobody answers: {alert.alert.rule}")
 
-class Mail(socketserver.StreamRequestHandler):
-    """As much of a mail server as a letter needs."""
-
-    letters: list[str]
-
-    def handle(self) -> None:
-        self.wfile.write(b"220 here\r\n")
-        for line in iter(self.rfile.readline, b""):
-            word = line[:4].upper()
-            if word == b"DATA":
-                self.wfile.write(b"354 go on\r\n")
-                self.letters.append(b"".join(iter(self.rfile.readline, b".\r\n")).decode())
-            self.wfile.write(b"221 bye\r\n" if word == b"QUIT" else b"250 ok\r\n")
-            if word == b"QUIT":
-                return
-
-
-def test_an_email_is_sent() -> None:
-    handler: Any = type("OwnMail", (Mail,), {"letters": []})
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), handler) as served:
-        thread = threading.Thread(target=served.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
-        way = Email(
-            "job@here", ("me@here", "you@here"), "127.0.0.1", served.server_address[1], password="secret"
-        )
-        alerts = Alerts([way], rules=[Failures()], wait_s=0, every_s=1e6)
-        alerts.take([phase("write", outcome="StorageError"), phase("write", outcome="KeyError")])
-        alerts.look()
-        alerts.flush(WAIT_S)
-        served.shutdown()
-        thread.join()
-    (letter,) = handler.letters
-    assert "Subject: reknit: failures: save run/step_7 failed" in letter
-    assert "To: me@here, you@here" in letter
-    assert letter.count("failures: save") >= 2
-    assert "secret" not in repr(way)
+    desk = Desk(Failures(), to=[told.append, page])
+    desk.see(phase("write", outcome="StorageError"), phase("write", outcome="KeyError"))
+    assert [str(one)[:9] for one in told] == ["failures:"] * 2
+    assert "OSError: nobody answers: failures" in caplog.text
 
 
 def test_the_log_is_where_alerts_go_unless_told_otherwise(caplog: pytest.LogCaptureFixture) -> None:
@@ -410,7 +360,7 @@ def test_the_log_is_where_alerts_go_unless_told_otherwise(caplog: pytest.LogCapt
 
 
 def test_it_looks_by_itself_from_time_to_time() -> None:
-    told: list[Told] = []
+    told: list[GroupedAlert] = []
     alerts = Alerts([told.append], rules=[Failures()], wait_s=0, every_s=0.001)
     alerts.take([phase("write", outcome="StorageError")])
     wait_until(lambda: len(told) == 1, WAIT_S)
@@ -423,8 +373,6 @@ def test_it_looks_by_itself_from_time_to_time() -> None:
         lambda: Alerts([3]),
         lambda: Alerts(every_s=0),
         lambda: Webhook("file:///etc/passwd"),
-        lambda: Command("rm -r x"),  # type: ignore[arg-type]
-        lambda: Email("me", "you@here"),  # type: ignore[arg-type]
         lambda: SlowWrite(mib_per_s=0),
         lambda: Retries(number=-1),
         lambda: StorageFull(free_share=2),

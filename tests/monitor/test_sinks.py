@@ -19,8 +19,9 @@ import reknit
 from reknit import sinks
 from reknit.cli.main import main
 from reknit.errors import MissingExtraError, StorageError
-from reknit.monitor.records import DroppedRecord, PhaseRecord, Record, StorageRecord
-from reknit.monitor.reports.events import read_operations
+from reknit.monitor.records import DroppedRecord, Record
+from reknit.monitor.reports.recorded_operations import read_operations
+from tests.monitor.records import operation, phase
 from tests.servers import server
 from tests.storage.fault_proxy import FaultProxy
 
@@ -29,45 +30,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 STATE = {"model": {"w": np.arange(1 << 18, dtype=np.float32)}}
-
-
-def phase(name: str, **more: Any) -> PhaseRecord:
-    known: dict[str, Any] = {
-        "phase": name,
-        "rank": 0,
-        "step": 7,
-        "started": 1_790_000_000.25,
-        "seconds": 1.0,
-        "nbytes": 1 << 30,
-        "outcome": "ok",
-        "action": "save",
-        "path": "run/step_7",
-        "ended": 1_790_000_001.25,
-        "host": "host0",
-        "process": "trainer",
-        "coordinate": {"dp": 1, "tp": 0},
-    }
-    return PhaseRecord(**(known | more))
-
-
-def operation(name: str, **more: Any) -> StorageRecord:
-    known: dict[str, Any] = {
-        "operation": name,
-        "store": "s3://bucket",
-        "rank": 0,
-        "step": 7,
-        "started": 1_790_000_000.5,
-        "seconds": 0.5,
-        "nbytes": 100,
-        "outcome": "ok",
-        "retries": 0,
-        "at_once": 1,
-        "action": "save",
-        "path": "run/step_7",
-        "host": "host0",
-        "process": "agent",
-    }
-    return StorageRecord(**(known | more))
 
 
 LOST = DroppedRecord(5, "host0", 1_790_000_000.0)
@@ -126,8 +88,8 @@ def test_duckdb_keeps_every_kind_of_record(tmp_path: Path) -> None:
     sink = sinks.DuckDB(tmp_path / "events.duckdb")
     sink.take(A_SAVE)
     sink.rest()
-    operations, num_foreign, num_dropped, _ = read_operations([str(tmp_path)])
-    assert (len(operations), num_foreign, num_dropped) == (1, 0, 5)
+    operations, num_invalid, num_dropped, _ = read_operations([str(tmp_path)])
+    assert (len(operations), num_invalid, num_dropped) == (1, 0, 5)
     assert operations[0].events[0].coordinate == {"dp": 1, "tp": 0}
     assert operations[0].events[0].started == 1_790_000_000.25
     (figures,) = operations[0].storage.values()
@@ -494,15 +456,15 @@ def test_what_is_not_installed_is_named(
 
 
 def test_many_saves_that_never_end_leave_little_behind() -> None:
-    from reknit.monitor.sinks.gathering import Gathering
+    from reknit.monitor.sinks.open_operations import OpenOperations
 
-    gathering = Gathering()
+    operations = OpenOperations()
     for step in range(1000):
-        assert list(gathering.ended([phase("write", step=step)])) == []
-    assert len(list(gathering.ended([phase("save", step=step) for step in range(1000)]))) == 1000
-    kept = Gathering()
-    list(kept.ended([phase("write", step=step) for step in range(1000)]))
-    lengths = [len(phases) for phases in kept.ended([phase("save", step=step) for step in range(936, 1000)])]
+        assert list(operations.add([phase("write", step=step)])) == []
+    assert len(list(operations.add([phase("save", step=step) for step in range(1000)]))) == 1000
+    kept = OpenOperations()
+    list(kept.add([phase("write", step=step) for step in range(1000)]))
+    lengths = [len(phases) for phases in kept.add([phase("save", step=step) for step in range(936, 1000)])]
     assert lengths == [2] * 64
-    (long,) = kept.ended([*[phase("write")] * 5000, phase("save")])
+    (long,) = kept.add([*[phase("write")] * 5000, phase("save")])
     assert len(long) == 1001
