@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from reknit.errors import UsageError, shown
 from reknit.keywords import checked_call
 from reknit.locations import check_events
-from reknit.monitor.own_phase import ACTION, around, own_phase
+from reknit.monitor.own_phase import ACTION, outer_recorder, own_phase
 from reknit.monitor.phase import Recorder
 from reknit.monitor.sinks.choosing import outlets_for
 from reknit.ranks import own_rank
@@ -57,7 +57,7 @@ def _phase(name: str, step: int | None, nbytes: int, events: Events, rank: int |
 
 def _recorder(step: int | None, events: Events, rank: int | None) -> Recorder:
     """Return a recorder with the values of the outer phase, except those that are given here."""
-    outer = around.get()
+    outer = outer_recorder.get()
     if outer is None:
         return Recorder(ACTION, own_rank() if rank is None else rank, step, sinks=outlets_for(events))
     return Recorder(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 ACTION = "training"
 """The action of all phases of users' own code."""
 
-around: ContextVar[Recorder | None] = ContextVar("reknit.own_phase", default=None)
+outer_recorder: ContextVar[Recorder | None] = ContextVar("reknit.own_phase", default=None)
 """The recorder of the user's phase in which this code runs, if there is one."""
 
 
@@ -26,7 +26,7 @@ def own_phase(name: str, recorder: Recorder, nbytes: int) -> Iterator[Running]:
     """Time the block; phases in it have the same recorder.  Errors pass through unchanged."""
     running = Running(nbytes)
     outcome = "ok"
-    outer = around.set(recorder)
+    outer = outer_recorder.set(recorder)
     started, begin = time.time(), time.perf_counter()
     try:
         yield running
@@ -35,5 +35,5 @@ def own_phase(name: str, recorder: Recorder, nbytes: int) -> Iterator[Running]:
         raise
     finally:
         seconds = time.perf_counter() - begin
-        around.reset(outer)
+        outer_recorder.reset(outer)
         recorder.add(name, started, seconds, running.nbytes, outcome=outcome, detail=running.detail)

@@ -277,10 +277,10 @@ class Deadline:
         """Return whether the time is over."""
         return self.remaining() == 0.0
 
-    def check(self, what: str) -> None:
+    def check(self, action: str) -> None:
         """Raise `DeadlineError` when the time is over."""
         if self.passed():
-            raise DeadlineError(f"{what} did not finish within {self.seconds:g} s")
+            raise DeadlineError(f"{action} did not finish within {self.seconds:g} s")
 
 
 def monotonic() -> float:

@@ -1,4 +1,4 @@
-"""What is a rule for alerts, and what does it find?"""
+"""Rules for alerts, and the alerts that they cause."""
 
 from __future__ import annotations
 

@@ -54,5 +54,11 @@ def _summary(name: str, ranks: dict[int, float], nbytes: int, least_excess_s: fl
     slow = [(r, s) for r, s in ranks.items() if s > max(SLOW_RATIO * middle, middle + least_excess_s)]
     slow.sort(key=lambda entry: -entry[1])
     return PhaseSummary(
-        name, len(ranks), min(ranks.values()), middle, max(ranks.values()), nbytes, tuple(slow)
+        name=name,
+        num_ranks=len(ranks),
+        least_s=min(ranks.values()),
+        median_s=middle,
+        most_s=max(ranks.values()),
+        nbytes=nbytes,
+        stragglers=tuple(slow),
     )
