@@ -1,4 +1,4 @@
-"""Alerts: what deserves one, that none comes in storms, and that whoever is told keeps nobody waiting."""
+"""Alerts: their rules, that none come in storms, and that no channel delays anything else."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Desk:
         return [str(one) for one in self.told[before:]]
 
 
-# What deserves an alert
+# Rules
 
 
 def test_a_failure_is_told_with_place_and_phase() -> None:
@@ -245,7 +245,7 @@ def test_the_usual_rules_find_nothing_in_a_save_that_goes_well(tmp_path: Path) -
     assert [one for one in usual.told if one.alert.rule not in ("storage full", "long save")] == []
 
 
-# Ways
+# Channels
 
 
 class Hook(BaseHTTPRequestHandler):
@@ -285,16 +285,12 @@ def hook() -> Iterator[tuple[str, type[Hook]]]:
 
 def test_a_webhook_gets_what_people_and_programs_read(hook: tuple[str, type[Hook]]) -> None:
     url, handler = hook
-    desk = Desk(Failures())
-    alerts = Alerts([Webhook(url, {"Authorization": "token"})], rules=[Failures()], wait_s=0, every_s=1e6)
-    alerts.take([phase("write", outcome="StorageError")])
-    alerts.look()
-    alerts.flush(WAIT_S)
+    desk = Desk(Failures(), to=[Webhook(url, {"Authorization": "token"})])
+    desk.see(phase("write", outcome="StorageError"))
     (got,) = handler.got
     assert got["text"].startswith("failures: save run/step_7 failed")
     assert got["token"] == "token"
     assert (got["alerts"][0]["rank"], got["alerts"][0]["step"], got["alerts"][0]["number"]) == (0, 7, 1)
-    assert desk.told == []
 
 
 def test_a_webhook_that_hangs_delays_no_save_and_no_other_way(
@@ -329,11 +325,9 @@ def test_a_server_that_is_gone_is_logged_once(caplog: pytest.LogCaptureFixture) 
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         url = f"http://user:secret@localhost:{taken.getsockname()[1]}/secret"
-        alerts = Alerts([Webhook(url)], rules=[Failures()], wait_s=0, cool_off_s=0, every_s=1e6)
+        desk = Desk(Failures(), to=[Webhook(url)], cool_off_s=0)
         for _ in range(3):
-            alerts.take([phase("write", outcome="StorageError")])
-            alerts.look()
-            alerts.flush(WAIT_S)
+            desk.see(phase("write", outcome="StorageError"))
     assert caplog.text.count("alerts to Webhook(localhost)") == 1
     assert "secret" not in caplog.text
 
@@ -351,10 +345,7 @@ def test_a_function_gets_each_alert_and_one_that_fails_is_logged(caplog: pytest.
 
 
 def test_the_log_is_where_alerts_go_unless_told_otherwise(caplog: pytest.LogCaptureFixture) -> None:
-    alerts = Alerts(rules=[Failures()], wait_s=0, every_s=1e6)
-    alerts.take([phase("write", outcome="StorageError")])
-    alerts.look()
-    alerts.flush(WAIT_S)
+    Desk(Failures(), to=[]).see(phase("write", outcome="StorageError"))
     (record,) = (one for one in caplog.records if "failed in write" in one.getMessage())
     assert (record.levelno, record.name) == (logging.WARNING, "reknit")
 

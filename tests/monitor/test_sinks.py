@@ -19,6 +19,7 @@ import reknit
 from reknit import sinks
 from reknit.cli.main import main
 from reknit.errors import MissingExtraError, StorageError
+from reknit.monitor.record_files import RecordFiles
 from reknit.monitor.records import DroppedRecord, Record
 from reknit.monitor.reports.recorded_operations import read_operations
 from tests.monitor.records import operation, phase
@@ -83,17 +84,14 @@ def test_duckdb_has_all_that_a_save_told_and_reports_read_it(
     assert found == (2,)
 
 
-def test_duckdb_keeps_every_kind_of_record(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("sink", "suffix"), [(sinks.JsonLines, ".jsonl"), (sinks.DuckDB, ".duckdb")])
+def test_each_record_is_read_once_as_it_was_written(sink: Any, suffix: str, tmp_path: Path) -> None:
     pytest.importorskip("duckdb")
-    sink = sinks.DuckDB(tmp_path / "events.duckdb")
-    sink.take(A_SAVE)
-    sink.rest()
-    operations, num_invalid, num_dropped, _ = read_operations([str(tmp_path)])
-    assert (len(operations), num_invalid, num_dropped) == (1, 0, 5)
-    assert operations[0].events[0].coordinate == {"dp": 1, "tp": 0}
-    assert operations[0].events[0].started == 1_790_000_000.25
-    (figures,) = operations[0].storage.values()
-    assert (figures.count, figures.retries) == (2, 3)
+    path, files = tmp_path / f"events{suffix}", RecordFiles()
+    for invalid in (1, 2):
+        sink(path).take([*A_SAVE, phase("write", behind_s=1e300)])
+        assert sorted(files.read(path), key=str) == sorted(A_SAVE, key=str)
+        assert files.num_invalid == invalid
 
 
 def test_duckdb_goes_on_after_a_batch_that_failed(tmp_path: Path) -> None:
