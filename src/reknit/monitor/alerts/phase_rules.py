@@ -112,7 +112,7 @@ class _StragglerWatch:
 @checked_call
 @dataclass(frozen=True, slots=True)
 class LongSave:
-    """A save took longer than `share` of the time between the ends of the last two saves.
+    """A save took longer than `share` of the time between the starts of the last two saves.
 
     With `longest_s`, also a save that took longer than that.  Saves of less than `least_s` do not count.
     """
