@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import threading
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 import reknit
 from reknit.cli.main import main
 from reknit.monitor.phase import CLOCK
 from reknit.monitor.records import DroppedRecord, PhaseRecord, Record, StorageRecord
-from reknit.monitor.reports.events import read_operations
-from reknit.monitor.reports.page import page
+from reknit.monitor.reports.recorded_operations import read_operations
+from reknit.monitor.reports.report_page import page
 from reknit.monitor.sinks.jsonl import JsonLines
 from reknit.testing.world import run_ranks
 from tests.faults.nursery import wait_until
@@ -103,8 +103,8 @@ def test_a_sink_of_the_trainer_hears_what_its_agent_does_and_files_hear_it_once(
     assert told[-1] == ("save", "trainer", "ok")
     by_agent = [r for r in collected.operations() if r.process == "agent" and r.operation == "write"]
     assert sum(record.nbytes for record in by_agent) > 4 << 20
-    (operation,), num_foreign, num_dropped, _ = read_operations([folder])
-    assert (num_foreign, num_dropped) == (0, 0)
+    (operation,), num_invalid, num_dropped, _ = read_operations([folder])
+    assert (num_invalid, num_dropped) == (0, 0)
     assert sorted(told) == sorted((e.phase, e.process, e.outcome) for e in operation.events)
     assert operation.storage["write", by_agent[0].store].count == len(by_agent)
     assert reknit.close(LIMIT_S)

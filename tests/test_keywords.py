@@ -137,7 +137,14 @@ def public() -> list[tuple[str, Any]]:
 
 
 NOT_CALLED = {"SavedStep", "policies.Facts", "policies.Moment", "policies.Policy", "transforms.Rule"}
-NOT_CALLED |= {"sinks.Sink", "alerts.Alert", "alerts.Watch", "alerts.AlertRule", "alerts.Told", "alerts.Log"}
+NOT_CALLED |= {
+    "sinks.Sink",
+    "alerts.Alert",
+    "alerts.Watch",
+    "alerts.AlertRule",
+    "alerts.GroupedAlert",
+    "alerts.Log",
+}
 
 
 @pytest.mark.parametrize(("name", "call"), [pytest.param(*each, id=each[0]) for each in public()])

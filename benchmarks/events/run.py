@@ -21,52 +21,31 @@ import reknit
 from reknit import sinks
 from reknit.alerts import Alerts
 from reknit.monitor.outlet import Outlet
-from reknit.monitor.records import PhaseRecord, StorageRecord
+from reknit.monitor.records import PhaseRecord, Record, StorageRecord
 
 if TYPE_CHECKING:
     from reknit.locations import Sink
-    from reknit.monitor.records import Record
 
 
 def records(number: int) -> list[Record]:
     """Return events of many ranks, half of them operations of stores."""
-    now, place = time.time(), {"dp": 3, "tp": 1}
-    found: list[Record] = []
+    now, found = time.time(), list[Record]()
     for n in range(number // 2):
-        path = f"run/step_{n // 1000}"
+        common: dict[str, Any] = {"rank": n % 64, "step": n // 1000, "started": now, "outcome": "ok"}
+        common |= {"action": "save", "path": f"run/step_{n // 1000}", "host": "host", "process": "agent"}
+        place = {"dp": 3, "tp": 1}
         found.append(
-            PhaseRecord(
-                "write",
-                n % 64,
-                n // 1000,
-                now,
-                1.5,
-                1 << 30,
-                "ok",
-                "save",
-                path,
-                now + 1,
-                "host",
-                "agent",
-                place,
-            )
+            PhaseRecord(phase="write", seconds=1.5, nbytes=1 << 30, ended=now + 1, coordinate=place, **common)
         )
         found.append(
             StorageRecord(
-                "write",
-                "s3://bucket",
-                n % 64,
-                n // 1000,
-                now,
-                0.1,
-                8 << 20,
-                "ok",
-                0,
-                4,
-                "save",
-                path,
-                "host",
-                "agent",
+                operation="write",
+                store="s3://bucket",
+                seconds=0.1,
+                nbytes=8 << 20,
+                retries=0,
+                at_once=4,
+                **common,
             )
         )
     return found

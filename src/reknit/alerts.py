@@ -1,20 +1,19 @@
-"""Alerts: what deserves one, and how it reaches somebody.  `Alerts` is a sink, see `reknit.sinks`."""
+"""Alerts: their rules, and where they are sent.  `Alerts` is a sink, see `reknit.sinks`."""
 
-from reknit.monitor.alerts.base import Alert, AlertRule, Watch
-from reknit.monitor.alerts.grouping import Told
-from reknit.monitor.alerts.rules import DEFAULTS, Failures, LongSave, NoCommit, Stragglers
-from reknit.monitor.alerts.sink import Alerts
-from reknit.monitor.alerts.stores import CoolingBehind, Retries, SlowWrite, StorageFull
-from reknit.monitor.alerts.ways import Command, Email, Log, Webhook
+from reknit.monitor.alerts.alert_groups import GroupedAlert
+from reknit.monitor.alerts.alert_rule import Alert, AlertRule, Watch
+from reknit.monitor.alerts.alert_sink import Alerts
+from reknit.monitor.alerts.channels import Log, Webhook
+from reknit.monitor.alerts.phase_rules import DEFAULTS, Failures, LongSave, NoCommit, Stragglers
+from reknit.monitor.alerts.store_rules import CoolingBehind, Retries, SlowWrite, StorageFull
 
 __all__ = [
     "DEFAULTS",
     "Alert",
     "Alerts",
-    "Command",
     "CoolingBehind",
-    "Email",
     "Failures",
+    "GroupedAlert",
     "Log",
     "LongSave",
     "NoCommit",
@@ -23,7 +22,6 @@ __all__ = [
     "SlowWrite",
     "StorageFull",
     "Stragglers",
-    "Told",
     "Watch",
     "Webhook",
 ]

@@ -1,4 +1,4 @@
-"""Which phases does the user's own code have?  They are recorded beside those of saves and loads."""
+"""Phases of the user's own code, which are recorded like those of saves and loads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from reknit.errors import UsageError, shown
 from reknit.keywords import checked_call
 from reknit.locations import check_events
-from reknit.monitor.own_phase import ACTION, around, own_phase
+from reknit.monitor.own_phase import ACTION, outer_recorder, own_phase
 from reknit.monitor.phase import Recorder
 from reknit.monitor.sinks.choosing import outlets_for
 from reknit.ranks import own_rank
@@ -32,11 +32,11 @@ def phase(
 ) -> _GeneratorContextManager[Running]:
     """Record a part of your own program: ``with reknit.phase("evaluate", ...):``, or as a decorator.
 
-    `events` says where to, as in `SaveOptions`.  A phase inside another one of the same thread goes where
-    that goes, with its step and rank; without `events` there and here, nothing is recorded.  The record has
-    the rank of torch.distributed or jax.distributed, unless `rank` says another, the host, and as outcome
-    ``"ok"`` or the type of the exception, which passes as it is.  ``with ... as running`` gives what has
-    `nbytes`, to which the block may add the bytes that it moves.
+    `events` says where the record goes, as in `SaveOptions`.  A phase inside another phase of the same thread
+    takes `events`, step and rank from the outer phase; without `events` in both, nothing is recorded.  The
+    record has the host, and the rank of torch.distributed or jax.distributed unless `rank` gives another.
+    Its outcome is ``"ok"`` or the type of the exception, which passes through unchanged.  The block of
+    ``with ... as running`` may add the bytes that it moves to ``running.nbytes``.
 
     Raises `UsageError`, and `StorageError` where `events` cannot be written.
     """
@@ -56,8 +56,8 @@ def _phase(name: str, step: int | None, nbytes: int, events: Events, rank: int |
 
 
 def _recorder(step: int | None, events: Events, rank: int | None) -> Recorder:
-    """Return the recorder of the phase around this one, but for what this one says itself."""
-    outer = around.get()
+    """Return a recorder with the values of the outer phase, except those that are given here."""
+    outer = outer_recorder.get()
     if outer is None:
         return Recorder(ACTION, own_rank() if rank is None else rank, step, sinks=outlets_for(events))
     return Recorder(

@@ -1,7 +1,7 @@
 """Where events can go: files, databases, and tools that watch.  For `SaveOptions(events=...)` and the like.
 
-An object here is made once, in the training process, and given to all saves and loads.  Anything with a
-method `take(records)` can take its place.
+Make such an object once, in the training process, and pass it to all saves and loads.  Any object with a
+method `take(records)` is a sink too.
 """
 
 from reknit.errors import UsageError, shown
@@ -31,9 +31,9 @@ __all__ = [
 
 @checked_call
 def flush(timeout_s: float = 10.0) -> bool:
-    """Wait until all sinks of this process have had what was told so far; tell whether they have.
+    """Wait until all sinks of this process have received all earlier records, and return whether they have.
 
-    Saves and loads do not wait for sinks, files of `events` included: those have everything half a second
+    Saves and loads do not wait for sinks.  Sinks, and files of `events`, receive records up to half a second
     later.  The end of the process waits for up to three seconds.  Raises `UsageError`.
     """
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not timeout_s >= 0:

@@ -11,7 +11,7 @@ import pytest
 import reknit
 from reknit.monitor.sinks.jsonl import JsonLines
 from reknit.policies.interval import RunCosts
-from tests.monitor.test_reports import record
+from tests.monitor.records import of_rank as record
 
 if TYPE_CHECKING:
     from pathlib import Path

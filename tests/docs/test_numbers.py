@@ -40,8 +40,8 @@ NUMBERS: dict[str, list[tuple[str, str, float]]] = {
     ],
     "howto/command-line.md": [
         ("in its first thousand files", "engine/stored/other_formats.py:MOST_FOREIGN", 1000),
-        ("keeps a million events", "monitor/dash/live.py:_MOST_EVENTS", 1_000_000),
-        ("a summary of a thousand older", "monitor/dash/live.py:_MOST_PAST", 1000),
+        ("keeps a million events", "monitor/dash/live_view.py:_MOST_EVENTS", 1_000_000),
+        ("a summary of a thousand older", "monitor/dash/live_view.py:_MOST_PAST", 1000),
     ],
     "howto/connect.md": [
         ("of at least 16 characters", "comm/meeting/address_store.py:_SHORTEST_TOKEN", 16),
@@ -53,13 +53,13 @@ NUMBERS: dict[str, list[tuple[str, str, float]]] = {
         ("At most 16,384 records wait", "monitor/outlet.py:CAPACITY", 16_384),
         ("up to half a second later", "monitor/outlet.py:_LINGER_S", 0.5),
         ("waits up to ten seconds for a reader", "monitor/sinks/duckdb.py:_BUSY_S", 10),
-        ("waits for a writer in the same way", "monitor/reports/database.py:_BUSY_S", 10),
-        ("within `wait_s` (10 s)", "monitor/alerts/sink.py:Alerts.wait_s", 10),
-        ("`cool_off_s` (an hour)", "monitor/alerts/sink.py:Alerts.cool_off_s", HOUR),
-        ("more than 1.5 times as long", "monitor/reports/summary.py:SLOW_RATIO", 1.5),
-        ("must also exceed 0.05 s", "monitor/reports/summary.py:SLOW_S", 0.05),
-        ("and 2 % of the whole", "monitor/reports/summary.py:SLOW_SHARE", 0.02),
-        ("if it exceeds 5 ms", "monitor/reports/events.py:_LEAST_BEHIND_S", 0.005),
+        ("waits for a writer in the same way", "monitor/record_files.py:_BUSY_S", 10),
+        ("within `wait_s` (10 s)", "monitor/alerts/alert_sink.py:Alerts.wait_s", 10),
+        ("`cool_off_s` (an hour)", "monitor/alerts/alert_sink.py:Alerts.cool_off_s", HOUR),
+        ("more than 1.5 times as long", "monitor/reports/phase_summary.py:SLOW_RATIO", 1.5),
+        ("must also exceed 0.05 s", "monitor/reports/phase_summary.py:SLOW_S", 0.05),
+        ("and 2 % of the whole", "monitor/reports/phase_summary.py:SLOW_SHARE", 0.02),
+        ("if it exceeds 5 ms", "monitor/reports/recorded_operations.py:_LEAST_BEHIND_S", 0.005),
         ("50,000 divided by", "cli/reports/costs.py:_RANK_MTTF_H", 50_000),
         ("takes longer than two seconds", "monitor/progress.py:Intervals.quiet_s", 2),
         ("every ten seconds;", "monitor/progress.py:Intervals.log_s", 10),
@@ -245,11 +245,11 @@ def test_the_lines_of_events_have_the_fields_that_the_page_lists() -> None:
     listed = [
         name for line in re.findall(r"^- (.*)$", text.split("The last line")[0], re.M) for name in named(line)
     ]
-    assert sorted(listed) == sorted(field.name for field in dataclasses.fields(PhaseRecord))
+    assert sorted(listed) == sorted(PhaseRecord.__struct_fields__)
     (said,) = re.findall(r"has the fields of `StorageRecord`\.(.*?)\.\s", page("howto/events-and-phases.md"))
     (more,) = re.findall(r"The other fields are (.*?), and rank", page("howto/events-and-phases.md"))
     shown = {*named(said), *named(more)} - {"write", "read", "commit", "s3://bucket", "file"}
-    assert shown <= {field.name for field in dataclasses.fields(StorageRecord)}
+    assert shown <= set(StorageRecord.__struct_fields__)
 
 
 def named(text: str) -> list[str]:

@@ -17,10 +17,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import reknit
 from reknit.alerts import Alerts, Stragglers
-from reknit.monitor.alerts.grouping import Told
-from reknit.monitor.reports.events import read_operations
-from reknit.monitor.reports.page import content
-from reknit.monitor.reports.text import remarks
+from reknit.monitor.alerts.alert_groups import GroupedAlert
+from reknit.monitor.reports.recorded_operations import read_operations
+from reknit.monitor.reports.report_page import content
+from reknit.monitor.reports.report_text import remarks
 from reknit.types.rank_text import spelled
 from tests.ranks import run
 
@@ -34,7 +34,7 @@ def saved_by_sixteen(folder: str) -> None:
 def test_of_sixteen_ranks_all_views_and_an_alert_name_the_slow_disk_and_the_full_buffer(
     tmp_path: Path,
 ) -> None:
-    events, told = tmp_path / "events", list[Told]()
+    events, told = tmp_path / "events", list[GroupedAlert]()
     rule = Stragglers(ratio=2, least_s=0.1)
     watching = Alerts([told.append], rules=[rule], folder=events, wait_s=0, every_s=1e6)
     run(16, saved_by_sixteen, str(tmp_path), timeout=300)

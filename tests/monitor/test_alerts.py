@@ -1,4 +1,4 @@
-"""Alerts: what deserves one, that none comes in storms, and that whoever is told keeps nobody waiting."""
+"""Alerts: their rules, that none come in storms, and that no channel delays anything else."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import logging
 import socket
 import socketserver
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import TYPE_CHECKING, Any
@@ -18,10 +17,9 @@ import reknit
 from reknit.alerts import (
     Alert,
     Alerts,
-    Command,
     CoolingBehind,
-    Email,
     Failures,
+    GroupedAlert,
     Log,
     LongSave,
     NoCommit,
@@ -31,21 +29,19 @@ from reknit.alerts import (
     Stragglers,
     Webhook,
 )
-from reknit.monitor.alerts.grouping import Grouping
+from reknit.monitor.alerts.alert_groups import AlertGroups
 from reknit.monitor.sinks.jsonl import JsonLines
 from tests.faults.nursery import wait_until
-from tests.monitor.test_sinks import operation, phase
+from tests.monitor.records import BEGIN, operation, phase
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from reknit.monitor.alerts.base import AlertRule
-    from reknit.monitor.alerts.grouping import Told
+    from reknit.monitor.alerts.alert_rule import AlertRule
     from reknit.monitor.records import PhaseRecord, Record
 
 WAIT_S = 60.0
-BEGIN = 1_790_000_000.0
 
 
 class Clock:
@@ -61,11 +57,11 @@ class Desk:
 
     def __init__(self, *rules: AlertRule, **more: Any) -> None:
         self.clock = Clock()
-        self.told: list[Told] = []
+        self.told: list[GroupedAlert] = []
         known: dict[str, Any] = {"wait_s": 0, "cool_off_s": 1000, "every_s": 1e6, "clock": self.clock}
         if rules:
             known["rules"] = rules
-        self.alerts = Alerts([self.told.append], **(known | more))
+        self.alerts = Alerts(more.pop("to", [self.told.append]), **(known | more))
 
     def see(self, *records: Record) -> list[str]:
         """Return what is told of records."""
@@ -76,7 +72,7 @@ class Desk:
         return [str(one) for one in self.told[before:]]
 
 
-# What deserves an alert
+# Rules
 
 
 def test_a_failure_is_told_with_place_and_phase() -> None:
@@ -223,13 +219,13 @@ def test_alerts_of_one_kind_are_one_and_then_wait() -> None:
 
 
 def test_many_kinds_stay_within_bounds() -> None:
-    grouping = Grouping(wait_s=0, cool_off_s=1000)
+    groups = AlertGroups(wait_s=0, cool_off_s=1000)
     for number in range(5000):
-        grouping.add(Alert("failures", f"{number}", "text"), BEGIN)
-    told = grouping.due(BEGIN)
+        groups.add(Alert("failures", f"{number}", "text"), BEGIN)
+    told = groups.take_due(BEGIN)
     assert len(told) == 1001
     assert sum(one.number for one in told) == 5000
-    assert grouping.due(BEGIN + 2000) == []
+    assert groups.take_due(BEGIN + 2000) == []
 
 
 def test_only_rank_0_tells() -> None:
@@ -249,7 +245,7 @@ def test_the_usual_rules_find_nothing_in_a_save_that_goes_well(tmp_path: Path) -
     assert [one for one in usual.told if one.alert.rule not in ("storage full", "long save")] == []
 
 
-# Ways
+# Channels
 
 
 class Hook(BaseHTTPRequestHandler):
@@ -289,16 +285,12 @@ def hook() -> Iterator[tuple[str, type[Hook]]]:
 
 def test_a_webhook_gets_what_people_and_programs_read(hook: tuple[str, type[Hook]]) -> None:
     url, handler = hook
-    desk = Desk(Failures())
-    alerts = Alerts([Webhook(url, {"Authorization": "token"})], rules=[Failures()], wait_s=0, every_s=1e6)
-    alerts.take([phase("write", outcome="StorageError")])
-    alerts.look()
-    alerts.flush(WAIT_S)
+    desk = Desk(Failures(), to=[Webhook(url, {"Authorization": "token"})])
+    desk.see(phase("write", outcome="StorageError"))
     (got,) = handler.got
     assert got["text"].startswith("failures: save run/step_7 failed")
     assert got["token"] == "token"
     assert (got["alerts"][0]["rank"], got["alerts"][0]["step"], got["alerts"][0]["number"]) == (0, 7, 1)
-    assert desk.told == []
 
 
 def test_a_webhook_that_hangs_delays_no_save_and_no_other_way(
@@ -306,7 +298,7 @@ def test_a_webhook_that_hangs_delays_no_save_and_no_other_way(
 ) -> None:
     url, handler = hook
     handler.free.clear()
-    told: list[Told] = []
+    told: list[GroupedAlert] = []
     alerts = Alerts(
         [Webhook(url, timeout_s=WAIT_S), told.append],
         rules=[Failures()],
@@ -333,84 +325,33 @@ def test_a_server_that_is_gone_is_logged_once(caplog: pytest.LogCaptureFixture) 
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         url = f"http://user:secret@localhost:{taken.getsockname()[1]}/secret"
-        alerts = Alerts([Webhook(url)], rules=[Failures()], wait_s=0, cool_off_s=0, every_s=1e6)
+        desk = Desk(Failures(), to=[Webhook(url)], cool_off_s=0)
         for _ in range(3):
-            alerts.take([phase("write", outcome="StorageError")])
-            alerts.look()
-            alerts.flush(WAIT_S)
+            desk.see(phase("write", outcome="StorageError"))
     assert caplog.text.count("alerts to Webhook(localhost)") == 1
     assert "secret" not in caplog.text
 
 
-def test_a_command_reads_the_alerts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    program = "import sys; open(sys.argv[1], 'w').write(sys.stdin.read())"
-    alerts = Alerts(
-        [
-            Command((sys.executable, "-c", program, str(tmp_path / "got"))),
-            Command(("false",)),
-            Command(("/no/such",)),
-        ],
-        rules=[Failures()],
-        wait_s=0,
-        every_s=1e6,
-    )
-    alerts.take([phase("write", outcome="StorageError"), phase("write", outcome="KeyError")])
-    alerts.look()
-    alerts.flush(WAIT_S)
-    assert [line[:9] for line in (tmp_path / "got").read_text().splitlines()] == ["failures:"] * 2
-    assert "false ended with status 1" in caplog.text
-    assert "/no/such" in caplog.text
+def test_a_function_gets_each_alert_and_one_that_fails_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[GroupedAlert] = []
 
+    def page(alert: GroupedAlert) -> None:
+        raise OSError(f"nobody answers: {alert.alert.rule}")
 
-class Mail(socketserver.StreamRequestHandler):
-    """As much of a mail server as a letter needs."""
-
-    letters: list[str]
-
-    def handle(self) -> None:
-        self.wfile.write(b"220 here\r\n")
-        for line in iter(self.rfile.readline, b""):
-            word = line[:4].upper()
-            if word == b"DATA":
-                self.wfile.write(b"354 go on\r\n")
-                self.letters.append(b"".join(iter(self.rfile.readline, b".\r\n")).decode())
-            self.wfile.write(b"221 bye\r\n" if word == b"QUIT" else b"250 ok\r\n")
-            if word == b"QUIT":
-                return
-
-
-def test_an_email_is_sent() -> None:
-    handler: Any = type("OwnMail", (Mail,), {"letters": []})
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), handler) as served:
-        thread = threading.Thread(target=served.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
-        way = Email(
-            "job@here", ("me@here", "you@here"), "127.0.0.1", served.server_address[1], password="secret"
-        )
-        alerts = Alerts([way], rules=[Failures()], wait_s=0, every_s=1e6)
-        alerts.take([phase("write", outcome="StorageError"), phase("write", outcome="KeyError")])
-        alerts.look()
-        alerts.flush(WAIT_S)
-        served.shutdown()
-        thread.join()
-    (letter,) = handler.letters
-    assert "Subject: reknit: failures: save run/step_7 failed" in letter
-    assert "To: me@here, you@here" in letter
-    assert letter.count("failures: save") >= 2
-    assert "secret" not in repr(way)
+    desk = Desk(Failures(), to=[told.append, page])
+    desk.see(phase("write", outcome="StorageError"), phase("write", outcome="KeyError"))
+    assert [str(one)[:9] for one in told] == ["failures:"] * 2
+    assert "OSError: nobody answers: failures" in caplog.text
 
 
 def test_the_log_is_where_alerts_go_unless_told_otherwise(caplog: pytest.LogCaptureFixture) -> None:
-    alerts = Alerts(rules=[Failures()], wait_s=0, every_s=1e6)
-    alerts.take([phase("write", outcome="StorageError")])
-    alerts.look()
-    alerts.flush(WAIT_S)
+    Desk(Failures(), to=[]).see(phase("write", outcome="StorageError"))
     (record,) = (one for one in caplog.records if "failed in write" in one.getMessage())
     assert (record.levelno, record.name) == (logging.WARNING, "reknit")
 
 
 def test_it_looks_by_itself_from_time_to_time() -> None:
-    told: list[Told] = []
+    told: list[GroupedAlert] = []
     alerts = Alerts([told.append], rules=[Failures()], wait_s=0, every_s=0.001)
     alerts.take([phase("write", outcome="StorageError")])
     wait_until(lambda: len(told) == 1, WAIT_S)
@@ -423,8 +364,6 @@ def test_it_looks_by_itself_from_time_to_time() -> None:
         lambda: Alerts([3]),
         lambda: Alerts(every_s=0),
         lambda: Webhook("file:///etc/passwd"),
-        lambda: Command("rm -r x"),  # type: ignore[arg-type]
-        lambda: Email("me", "you@here"),  # type: ignore[arg-type]
         lambda: SlowWrite(mib_per_s=0),
         lambda: Retries(number=-1),
         lambda: StorageFull(free_share=2),

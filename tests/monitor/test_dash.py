@@ -20,11 +20,11 @@ pytest.importorskip("starlette", reason="the dashboard needs starlette")
 pytest.importorskip("uvicorn", reason="the dashboard needs uvicorn")
 
 from reknit.errors import UsageError
-from reknit.monitor.dash import live
-from reknit.monitor.dash.server import app
+from reknit.monitor.dash import live_view as live
+from reknit.monitor.dash.web_server import app
 from reknit.monitor.sinks.jsonl import JsonLines
 from tests.faults.nursery import wait_until
-from tests.monitor.test_reports import record
+from tests.monitor.records import of_rank as record
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from reknit.monitor.notebook import notebook_line
 from reknit.monitor.phase import Recorder
 from reknit.monitor.progress import Intervals, progress
+from reknit.monitor.progress_display import notebook_line
 from reknit.system import start_thread
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from reknit.errors import ShortageError
 from reknit.monitor import outlet as outlet_module
 from reknit.monitor.outlet import MOST_OUTLETS, CallingSink, Outlet, flush, flush_all, outlet_of
 from reknit.monitor.records import DroppedRecord, PhaseRecord, Record
+from tests.monitor.records import phase
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +25,7 @@ WAIT_S = 60.0
 
 
 def numbered(number: int) -> PhaseRecord:
-    return PhaseRecord("write", number, 1, 0.0, 1.0, 0, "ok", "save", "x", 1.0, "host", "trainer", {})
+    return phase("write", rank=number)
 
 
 class Kept:

@@ -12,10 +12,9 @@ from urllib.request import urlopen
 
 import pytest
 
-from reknit.monitor.records import StorageRecord
 from reknit.sinks import Prometheus
 from tests.faults.nursery import wait_until
-from tests.monitor.test_reports import record
+from tests.monitor.records import of_rank, operation
 from tests.servers import server
 
 if TYPE_CHECKING:
@@ -46,29 +45,10 @@ def tell(sink: Prometheus, step: int) -> None:
     now = time.time()
     for action in ("save", "load"):
         for phase in ("write", action):
-            sink.take([record(phase, 0, 0, 0.5, action=action, step=step, nbytes=1 << 20, ended=now)])
-    sink.take([record("commit", 1, 0, 0.5, outcome="StorageError")])
+            sink.take([of_rank(phase, 0, 0, 0.5, action=action, step=step, nbytes=1 << 20, ended=now)])
+    sink.take([of_rank("commit", 1, 0, 0.5, outcome="StorageError")])
     for outcome in ("ok", "StorageError"):
-        sink.take(
-            [
-                StorageRecord(
-                    "write",
-                    "s3",
-                    0,
-                    step,
-                    now,
-                    0.1,
-                    1 << 20,
-                    outcome,
-                    1,
-                    2,
-                    "save",
-                    "s3://b/r",
-                    "h",
-                    "trainer",
-                )
-            ]
-        )
+        sink.take([operation("write", store="s3", step=step, nbytes=1 << 20, outcome=outcome, retries=1)])
 
 
 @pytest.fixture

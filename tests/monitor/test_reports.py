@@ -15,40 +15,20 @@ import numpy as np
 import pytest
 
 from reknit.errors import UsageError
-from reknit.monitor.records import PhaseRecord
-from reknit.monitor.reports.events import EventFiles, read_operations
-from reknit.monitor.reports.page import page
-from reknit.monitor.reports.summary import summaries
-from reknit.monitor.reports.text import headline, phase_rows, remarks
-from reknit.monitor.reports.trace import trace
+from reknit.monitor.reports.chrome_trace import trace
+from reknit.monitor.reports.phase_summary import summaries
+from reknit.monitor.reports.recorded_operations import EventFiles, read_operations
+from reknit.monitor.reports.report_page import page
+from reknit.monitor.reports.report_text import headline, phase_rows, remarks
 from reknit.monitor.sinks.jsonl import JsonLines
+from tests.monitor.records import of_rank as record
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reknit.monitor.reports.events import RecordedOperation
+    from reknit.monitor.reports.recorded_operations import RecordedOperation
 
-BEGIN = 1_790_000_000.0
 SLOW, FAILED = 13, 6
-
-
-def record(phase: str, rank: int, start: float, seconds: float, **more: Any) -> PhaseRecord:
-    known: dict[str, Any] = {
-        "phase": phase,
-        "rank": rank,
-        "step": 7,
-        "started": BEGIN + start,
-        "seconds": seconds,
-        "nbytes": 0,
-        "outcome": "ok",
-        "action": "save",
-        "path": "run/step_7",
-        "ended": BEGIN + start + seconds,
-        "host": f"host{rank // 8}",
-        "process": "trainer",
-        "coordinate": {"dp": rank // 4, "tp": rank % 4},
-    }
-    return PhaseRecord(**(known | more))
 
 
 def sixteen_ranks(folder: Path) -> RecordedOperation:
@@ -61,8 +41,8 @@ def sixteen_ranks(folder: Path) -> RecordedOperation:
             failed = {"outcome": "StorageFullError", "detail": "make room"}
             sink.take([record("commit", rank, 1.1, 0.1, **failed)])
             sink.take([record("assign", rank, 0, 1.2, **failed)])
-    operations, num_foreign, *_ = read_operations([str(folder)])
-    assert (len(operations), num_foreign) == (1, 0)
+    operations, num_invalid, *_ = read_operations([str(folder)])
+    assert (len(operations), num_invalid) == (1, 0)
     return operations[0]
 
 
@@ -118,10 +98,10 @@ def test_what_is_no_event_is_left_out_and_counted(tmp_path: Path) -> None:
     with path.open("ab") as file:
         file.write(f'{old}"action":"load","path":"x"}}\n'.encode())
         file.write(b'\xff\n[]\n{"phase": 1}\n\n{"phase": "write", "ra')
-    operations, num_foreign, *_ = read_operations([str(path)])
+    operations, num_invalid, *_ = read_operations([str(path)])
     assert [str(operation) for operation in operations] == ["load x", "save run/step_7 (step 7)"]
     assert operations[0].elapsed_s == 2
-    assert num_foreign == 5
+    assert num_invalid == 5
     with pytest.raises(UsageError, match="no file or folder"):
         read_operations([str(tmp_path / "nothing")])
     (tmp_path / "empty").mkdir()
@@ -146,14 +126,14 @@ def test_numbers_that_nobody_can_compute_with_are_no_event(wrong: dict[str, Any]
     (tmp_path / "e.jsonl").write_text(f"{json.dumps(fine)}\n{json.dumps(fine | wrong)}\n")
     found = read_operations([str(tmp_path)])
     assert [each.nbytes for each in found.operations] == [0]
-    assert found.num_foreign == 1
+    assert found.num_invalid == 1
 
 
 def test_a_line_of_brackets_is_no_event(tmp_path: Path) -> None:
     JsonLines(str(tmp_path / "e.jsonl")).take([record("write", 0, 0, 1)])
     with (tmp_path / "e.jsonl").open("a") as file:
         file.write("[" * 100_000 + '\n{"phase":"x","more":' + "[" * 100_000 + "\n")
-    assert read_operations([str(tmp_path)]).num_foreign == 2
+    assert read_operations([str(tmp_path)]).num_invalid == 2
 
 
 def test_a_line_without_end_is_read_in_parts_and_is_no_event(tmp_path: Path) -> None:
@@ -169,7 +149,7 @@ def test_a_line_without_end_is_read_in_parts_and_is_no_event(tmp_path: Path) -> 
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
         tracemalloc.stop()
-    assert found.num_foreign > 0
+    assert found.num_invalid > 0
     assert sum(len(operation.events) for operation in found.operations) == 2
 
 
@@ -237,16 +217,16 @@ def test_what_is_written_later_is_read_later_and_a_half_line_when_it_is_whole(tm
     path.write_bytes(whole[:-200])
     files = EventFiles([str(tmp_path)])
     assert (files.read(), files.read()) == (True, False)
-    assert [len(each.events) for each in files.known().operations] == [3, 2]
-    assert files.known().num_foreign == 1
+    assert [len(each.events) for each in files.until_now().operations] == [3, 2]
+    assert files.until_now().num_invalid == 1
     path.write_bytes(whole)
     assert files.read()
-    assert [len(each.events) for each in files.known().operations] == [3, 3]
-    assert files.known().num_foreign == 0
+    assert [len(each.events) for each in files.until_now().operations] == [3, 3]
+    assert files.until_now().num_invalid == 0
     assert [each.step for each in files.forget(5)] == [1]
-    assert [each.step for each in files.known().operations] == [2]
+    assert [each.step for each in files.until_now().operations] == [2]
     assert files.forget(1) == []
-    assert [each.step for each in files.known().operations] == [2]
+    assert [each.step for each in files.until_now().operations] == [2]
 
 
 def data_of(text: str) -> dict[str, Any]:

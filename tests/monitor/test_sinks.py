@@ -19,8 +19,10 @@ import reknit
 from reknit import sinks
 from reknit.cli.main import main
 from reknit.errors import MissingExtraError, StorageError
-from reknit.monitor.records import DroppedRecord, PhaseRecord, Record, StorageRecord
-from reknit.monitor.reports.events import read_operations
+from reknit.monitor.record_files import RecordFiles
+from reknit.monitor.records import DroppedRecord, Record
+from reknit.monitor.reports.recorded_operations import read_operations
+from tests.monitor.records import operation, phase
 from tests.servers import server
 from tests.storage.fault_proxy import FaultProxy
 
@@ -29,45 +31,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 STATE = {"model": {"w": np.arange(1 << 18, dtype=np.float32)}}
-
-
-def phase(name: str, **more: Any) -> PhaseRecord:
-    known: dict[str, Any] = {
-        "phase": name,
-        "rank": 0,
-        "step": 7,
-        "started": 1_790_000_000.25,
-        "seconds": 1.0,
-        "nbytes": 1 << 30,
-        "outcome": "ok",
-        "action": "save",
-        "path": "run/step_7",
-        "ended": 1_790_000_001.25,
-        "host": "host0",
-        "process": "trainer",
-        "coordinate": {"dp": 1, "tp": 0},
-    }
-    return PhaseRecord(**(known | more))
-
-
-def operation(name: str, **more: Any) -> StorageRecord:
-    known: dict[str, Any] = {
-        "operation": name,
-        "store": "s3://bucket",
-        "rank": 0,
-        "step": 7,
-        "started": 1_790_000_000.5,
-        "seconds": 0.5,
-        "nbytes": 100,
-        "outcome": "ok",
-        "retries": 0,
-        "at_once": 1,
-        "action": "save",
-        "path": "run/step_7",
-        "host": "host0",
-        "process": "agent",
-    }
-    return StorageRecord(**(known | more))
 
 
 LOST = DroppedRecord(5, "host0", 1_790_000_000.0)
@@ -121,17 +84,14 @@ def test_duckdb_has_all_that_a_save_told_and_reports_read_it(
     assert found == (2,)
 
 
-def test_duckdb_keeps_every_kind_of_record(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("sink", "suffix"), [(sinks.JsonLines, ".jsonl"), (sinks.DuckDB, ".duckdb")])
+def test_each_record_is_read_once_as_it_was_written(sink: Any, suffix: str, tmp_path: Path) -> None:
     pytest.importorskip("duckdb")
-    sink = sinks.DuckDB(tmp_path / "events.duckdb")
-    sink.take(A_SAVE)
-    sink.rest()
-    operations, num_foreign, num_dropped, _ = read_operations([str(tmp_path)])
-    assert (len(operations), num_foreign, num_dropped) == (1, 0, 5)
-    assert operations[0].events[0].coordinate == {"dp": 1, "tp": 0}
-    assert operations[0].events[0].started == 1_790_000_000.25
-    (figures,) = operations[0].storage.values()
-    assert (figures.count, figures.retries) == (2, 3)
+    path, files = tmp_path / f"events{suffix}", RecordFiles()
+    for invalid in (1, 2):
+        sink(path).take([*A_SAVE, phase("write", behind_s=1e300)])
+        assert sorted(files.read(path), key=str) == sorted(A_SAVE, key=str)
+        assert files.num_invalid == invalid
 
 
 def test_duckdb_goes_on_after_a_batch_that_failed(tmp_path: Path) -> None:
@@ -494,15 +454,15 @@ def test_what_is_not_installed_is_named(
 
 
 def test_many_saves_that_never_end_leave_little_behind() -> None:
-    from reknit.monitor.sinks.gathering import Gathering
+    from reknit.monitor.sinks.open_operations import OpenOperations
 
-    gathering = Gathering()
+    operations = OpenOperations()
     for step in range(1000):
-        assert list(gathering.ended([phase("write", step=step)])) == []
-    assert len(list(gathering.ended([phase("save", step=step) for step in range(1000)]))) == 1000
-    kept = Gathering()
-    list(kept.ended([phase("write", step=step) for step in range(1000)]))
-    lengths = [len(phases) for phases in kept.ended([phase("save", step=step) for step in range(936, 1000)])]
+        assert list(operations.add([phase("write", step=step)])) == []
+    assert len(list(operations.add([phase("save", step=step) for step in range(1000)]))) == 1000
+    kept = OpenOperations()
+    list(kept.add([phase("write", step=step) for step in range(1000)]))
+    lengths = [len(phases) for phases in kept.add([phase("save", step=step) for step in range(936, 1000)])]
     assert lengths == [2] * 64
-    (long,) = kept.ended([*[phase("write")] * 5000, phase("save")])
+    (long,) = kept.add([*[phase("write")] * 5000, phase("save")])
     assert len(long) == 1001

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from reknit.monitor.reports.storage import (
+from reknit.monitor.reports.storage_figures import (
     Bar,
-    StorageEvent,
     StorageFigures,
     error_texts,
     histogram,
@@ -16,25 +15,15 @@ from reknit.monitor.reports.storage import (
     storage_rows,
     time_text,
 )
+from tests.monitor.records import operation
+
+if TYPE_CHECKING:
+    from reknit.monitor.records import StorageRecord
 
 
-def event(rank: int, seconds: float, **more: Any) -> StorageEvent:
-    known: dict[str, Any] = {
-        "operation": "write",
-        "store": "s3://bucket",
-        "rank": rank,
-        "step": 1,
-        "started": 0.0,
-        "seconds": seconds,
-        "nbytes": 1 << 30,
-        "outcome": "ok",
-        "retries": 0,
-        "at_once": rank,
-        "action": "save",
-        "path": "x",
-        "host": f"host{rank // 2}",
-    }
-    return StorageEvent(**(known | more))
+def waited(rank: int, seconds: float, **more: Any) -> StorageRecord:
+    known: dict[str, Any] = {"nbytes": 1 << 30, "at_once": rank, "host": f"host{rank // 2}"}
+    return operation("write", rank=rank, seconds=seconds, **(known | more))
 
 
 def figures() -> dict[tuple[str, str], StorageFigures]:
@@ -42,8 +31,8 @@ def figures() -> dict[tuple[str, str], StorageFigures]:
     found = {("write", "s3://bucket"): StorageFigures(), ("get", "s3://bucket"): StorageFigures()}
     for rank, seconds in enumerate((0.001, 0.001, 0.003, 2.0)):
         failed = {} if rank < 2 else {"outcome": "DeadlineError", "nbytes": 0, "retries": rank}
-        found["write", "s3://bucket"].add(event(rank, seconds, **failed))
-    found["get", "s3://bucket"].add(event(0, 5e-5, nbytes=0))
+        found["write", "s3://bucket"].add(waited(rank, seconds, **failed))
+    found["get", "s3://bucket"].add(waited(0, 5e-5, nbytes=0))
     return found
 
 

@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 
 import pytest
 
-from reknit.monitor.terminal import terminal_line
+from reknit.monitor.progress_display import terminal_line
 
 if TYPE_CHECKING:
     from pathlib import Path

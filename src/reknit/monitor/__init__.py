@@ -1,1 +1,1 @@
-"""What happened: every phase of every save and load, and what it asked of its store."""
+"""Records: every phase of every save and load, and its storage operations."""

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def available_nbytes(root: Path = Path("/")) -> int:
-    """Return how many bytes of memory this process could still get, under `root` the system's folders."""
+    """Return the bytes of memory that this process can still get; `root` has the folders of the system."""
     machine = _fields(root / "proc/meminfo").get("MemAvailable:")
     if machine is not None:
         free = machine * 1024
@@ -22,10 +22,10 @@ def available_nbytes(root: Path = Path("/")) -> int:
 
 
 def _group_rooms(root: Path) -> Iterator[int]:
-    """Return what each control group around this process, of either version, leaves of its limit.
+    """Yield the rest of the limit of each control group of this process, of either version.
 
-    Pages of files that were not used lately count as free, as they do in MemAvailable: a job that reads its
-    data and writes checkpoints fills its group with them.
+    Pages of files that were not used lately count as free, as in MemAvailable, because reading data and
+    writing checkpoints fills the group with them.
     """
     for line in _text(root / "proc/self/cgroup").splitlines():
         kinds, _, path = line.partition(":")[2].partition(":")
@@ -37,7 +37,7 @@ def _group_rooms(root: Path) -> Iterator[int]:
         else:
             continue
         inner = Path(path.lstrip("/"))
-        # In a container the path can be one of the host, which is not mounted; its top then is this group.
+        # In a container the path may be that of the host, which is not mounted; this group is then the top.
         for group in (inner, *inner.parents):
             folder = root / top / group
             most, used = _text(folder / limit).strip(), _text(folder / usage).strip()
@@ -55,4 +55,4 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="ascii", errors="replace")
     except OSError:
-        return ""  # not this kind of system, or not for us to see: other sources answer
+        return ""  # another kind of system, or not readable: other sources answer

@@ -24,37 +24,37 @@ if TYPE_CHECKING:
 logger = logging.getLogger("reknit")
 
 CAPACITY = 16_384
-"""Records that wait for a sink; what comes while so many wait is dropped, and counted."""
+"""Records that wait for a sink; further records are dropped, and counted."""
 
 MOST_OUTLETS = 64
-"""Sinks that one process serves; those of which nothing is heard any more do not count."""
+"""Sinks that one process serves; sinks that are garbage do not count."""
 
 _BATCH = 16_384
 _LINGER_S = 0.5
-"""How long a thread waits for more before it hands over what there is: a short save is over by then."""
+"""How long a thread waits for more records before it hands them over: a short save is over by then."""
 _IDLE_S = 60.0
-"""A thread that has had nothing to do for so long ends, until there is more."""
+"""A thread without records for so long ends, and another one starts with the next record."""
 _FLUSH_S = 1.0
 _EXIT_S = 3.0
 _LEAVE_S = 0.3
 
 ending = threading.Event()
-"""Set when this process ends: a sink must not wait any more, least of all in code that is not Python's."""
+"""Set when this process ends: a sink must not wait any longer, least of all in code other than Python."""
 
 
 @runtime_checkable
 class Resting(Protocol):
-    """A sink that holds something open which others may want."""
+    """A sink that holds something open that other processes may need."""
 
     def rest(self) -> None:
-        """Release it: nothing waits to be taken now."""
+        """Release it: no record waits now."""
 
 
 class Outlet:
     """Takes records for a sink.
 
-    `put` only appends.  A thread hands over what has come, in order.  Where the sink fails or hangs, records
-    are dropped: one warning says so, and a `DroppedRecord` tells the sink how many, when it works again.
+    `put` only appends.  A thread hands the records over, in order.  If the sink fails or hangs, records are
+    dropped.  One warning says so, and the sink gets their number in a `DroppedRecord` when it works again.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Outlet:
         capacity: int = CAPACITY,
         idle_s: float = _IDLE_S,
     ) -> None:
-        """Serve a sink; messages call it so.  `everywhere`: any process can open the like."""
+        """Serve a sink, whose name in messages is `called`.  `everywhere`: any process can open it."""
         self.sink = sink
         self.everywhere = everywhere
         self._called = called
@@ -77,13 +77,13 @@ class Outlet:
             _all.add(self)
 
     def begin_anew(self) -> None:
-        """Start empty, as a forked process has to: the thread, and what waits for it, are its parent's."""
+        """Start empty, as a forked process must: the thread and the waiting records belong to its parent."""
         self._ring: deque[Any] = deque()
         self._more, self._hurry = threading.Event(), threading.Event()
         self._lock = threading.Lock()
         self._served = False
         self._dropped = 0
-        self._told = False
+        self._warned = False
         self._late: threading.Event | None = None
 
     def put(self, record: Any) -> None:
@@ -94,9 +94,9 @@ class Outlet:
             self._append(record)
 
     def flush(self, timeout_s: float = _FLUSH_S) -> bool:
-        """Wait until the sink has had all that came before; tell whether it has.
+        """Wait until the sink has received all earlier records, and return whether it has.
 
-        A sink that was too slow for that once is not waited for again until it has caught up.
+        After a sink was too slow, later calls do not wait for it until it has caught up.
         """
         if self._late is not None and not self._late.is_set():
             return False
@@ -111,15 +111,15 @@ class Outlet:
         return True
 
     def close(self) -> None:
-        """Forget what waits, and take nothing any more; give a sink that is late a moment to leave."""
-        self._capacity, self._told = 0, True
+        """Forget the waiting records, and take no more; give a sink that is late a moment to return."""
+        self._capacity, self._warned = 0, True
         self._ring.clear()
         if self._late is not None:
             self._late.wait(_LEAVE_S)
 
     @property
     def busy(self) -> bool:
-        """Whether a thread serves it now."""
+        """Whether a thread serves the sink now."""
         return self._served
 
     def _append(self, entry: Any) -> None:
@@ -144,9 +144,9 @@ class Outlet:
         self._drop(sum(not isinstance(entry, threading.Event) for entry in lost), reason)
 
     def _emptied(self) -> list[Any]:
-        """Take out what waits at this moment, and return it; more may come meanwhile."""
+        """Remove and return the waiting entries; more may come meanwhile."""
         taken: list[Any] = []
-        with suppress(IndexError):  # somebody else took it
+        with suppress(IndexError):  # another thread took it
             for _ in range(len(self._ring)):
                 taken.append(self._ring.popleft())
         return taken
@@ -158,7 +158,7 @@ class Outlet:
                     self._served = False
                     if not self._ring:
                         return
-                    self._served = True  # one has come, by somebody who saw that there is a thread
+                    self._served = True  # an entry has come from a thread that did not start another one
             self._hurry.wait(_LINGER_S)
             self._more.clear()
             self._hurry.clear()
@@ -167,7 +167,7 @@ class Outlet:
             self._rest()
 
     def _rest(self) -> None:
-        """Let the sink release what others may want, now that nothing waits."""
+        """Let the sink release its resources, now that no record waits."""
         if isinstance(self.sink, Resting):
             try:
                 self.sink.rest()
@@ -175,7 +175,7 @@ class Outlet:
                 self._drop(0, str(error))
 
     def _hand_over(self) -> None:
-        """Hand over a batch, and let those know who wait for its end."""
+        """Hand over a batch, and wake the threads that wait for its end."""
         batch: list[Any] = []
         reached: threading.Event | None = None
         while self._ring and reached is None and len(batch) < _BATCH:
@@ -186,25 +186,25 @@ class Outlet:
                 batch.append(entry)
         with self._lock:
             dropped, self._dropped = self._dropped, 0
-        told = [DroppedRecord(dropped, HOST, time.time())] if dropped else []
+        losses = [DroppedRecord(dropped, HOST, time.time())] if dropped else []
         try:
-            if batch or told:
-                self.sink.take([*told, *batch])
-                self._told = False
-        except BaseException as error:  # whatever a sink raises, saves go on
+            if batch or losses:
+                self.sink.take([*losses, *batch])
+                self._warned = False
+        except BaseException as error:  # saves go on after any error of a sink
             self._drop(dropped + len(batch), f"{type(error).__name__}: {error}")
         finally:
             if reached is not None:
                 if not self._ring:
-                    self._rest()  # who waited may open a file of the sink now
+                    self._rest()  # the waiting thread may open a file of the sink now
                 reached.set()
 
     def _drop(self, number: int, reason: str) -> None:
-        """Count what is lost, and say so once until the sink works again."""
+        """Count lost records, and warn once until the sink works again."""
         with self._lock:
             self._dropped += number
-            told, self._told = self._told, self._told or number > 0
-        if not told and number:
+            warned, self._warned = self._warned, self._warned or number > 0
+        if not warned and number:
             logger.warning("events are lost: %s: %s", self._called, reason)
 
 
@@ -215,23 +215,23 @@ class CallingSink:
         self._function = function
 
     def take(self, records: Sequence[Record]) -> None:
-        """Call the function with each."""
+        """Call the function with each record."""
         for record in records:
             self._function(record)
 
 
 _all: weakref.WeakSet[Outlet] = weakref.WeakSet()
 _listing = threading.Lock()
-"""Held while sinks are listed: no other may be added."""
+"""Held while sinks are listed, so that none is added."""
 _by_key: weakref.WeakValueDictionary[object, Outlet] = weakref.WeakValueDictionary()
 _finding = threading.Lock()
 _refused = threading.Event()
 
 
 def outlet_of(key: object, make: Callable[[], Outlet]) -> Outlet | None:
-    """Return the outlet of this process for a sink: the same as long as one is in use.
+    """Return the outlet of this process for a sink: the same one as long as it is in use.
 
-    None, with a warning once, where there are too many: each may have a thread that hangs in it.
+    Return None, with one warning, if there are too many: each may have a thread that hangs.
     """
     with _finding:
         found = _by_key.get(key)
@@ -246,14 +246,14 @@ def outlet_of(key: object, make: Callable[[], Outlet]) -> Outlet | None:
 
 
 def flush(outlets: Sequence[Outlet], timeout_s: float = _FLUSH_S) -> None:
-    """Wait until sinks have had what came before, all together no longer than `timeout_s`."""
+    """Wait until sinks have received all earlier records, no longer than `timeout_s` in total."""
     end = time.monotonic() + timeout_s
     for outlet in outlets:
         outlet.flush(max(0.0, end - time.monotonic()))
 
 
 def flush_all(timeout_s: float) -> bool:
-    """Wait until all sinks have had what came before; tell whether they have."""
+    """Wait until all sinks have received all earlier records, and return whether they have."""
     end = time.monotonic() + timeout_s
     return all([outlet.flush(max(0.0, end - time.monotonic())) for outlet in _listed()])
 
@@ -264,13 +264,13 @@ def _listed() -> list[Outlet]:
 
 
 class _AtEnd:
-    """Hands over what waits when this process ends, after the last save; a thread must do nothing later."""
+    """Hands over the waiting records when this process ends, after the last save and before threads stop."""
 
     process: int | None = None
 
     @classmethod
     def prepare(cls) -> None:
-        if cls.process != os.getpid():  # a forked process has to see to it itself
+        if cls.process != os.getpid():  # a forked process has an exit of its own
             cls.process = os.getpid()
             AtExit(cls._run, last=True)
 

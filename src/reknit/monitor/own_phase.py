@@ -1,4 +1,4 @@
-"""Phases of users' own code: timed and recorded as those of saves and loads are, and never in their way."""
+"""Phases of users' own code, timed and recorded like those of saves and loads."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from reknit.monitor.phase import Recorder
 
 ACTION = "training"
-"""The action of all phases that are not of a save, a load or the like."""
+"""The action of all phases of users' own code."""
 
-around: ContextVar[Recorder | None] = ContextVar("reknit.own_phase", default=None)
-"""What records the phase that this code runs in, if it is a user's own."""
+outer_recorder: ContextVar[Recorder | None] = ContextVar("reknit.own_phase", default=None)
+"""The recorder of the user's phase in which this code runs, if there is one."""
 
 
 @contextmanager
 def own_phase(name: str, recorder: Recorder, nbytes: int) -> Iterator[Running]:
-    """Time the block; phases in it have the same recorder.  What it raises passes as it is."""
+    """Time the block; phases in it have the same recorder.  Errors pass through unchanged."""
     running = Running(nbytes)
     outcome = "ok"
-    outer = around.set(recorder)
+    outer = outer_recorder.set(recorder)
     started, begin = time.time(), time.perf_counter()
     try:
         yield running
@@ -35,5 +35,5 @@ def own_phase(name: str, recorder: Recorder, nbytes: int) -> Iterator[Running]:
         raise
     finally:
         seconds = time.perf_counter() - begin
-        around.reset(outer)
-        recorder.add(name, started, seconds, running.nbytes, outcome, running.detail)
+        outer_recorder.reset(outer)
+        recorder.add(name, started, seconds, running.nbytes, outcome=outcome, detail=running.detail)

@@ -7,12 +7,12 @@ import time
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from reknit.errors import DeadlineError, ReknitError, shortage
 from reknit.monitor.outlet import flush
-from reknit.monitor.records import HOST, PhaseRecord, StorageRecord
+from reknit.monitor.records import HOST, MOVING, PhaseRecord, StorageRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Clock(Protocol):
-    """What tells the time, as the module `time` does; only a simulation has another one."""
+    """A clock with the functions of the module `time`; only a simulation has another clock."""
 
     def monotonic(self) -> float:
         """Return seconds since some moment, never fewer than before."""
@@ -32,27 +32,24 @@ class Clock(Protocol):
 
 
 CLOCK: ContextVar[Clock] = ContextVar("reknit.clock", default=time)
-"""The clock of deadlines and dates in this context; every thread begins with that of the machine."""
+"""The clock of deadlines and dates in this context; every thread begins with the clock of the machine."""
 
 _behind: WeakKeyDictionary[Clock, float] = WeakKeyDictionary()
 
-MOVING = ("write", "read", "copy")
-"""The phases whose bytes go to storage, or come from it."""
-
 retries: ContextVar[int] = ContextVar("reknit.retries", default=0)
-"""How often the operation of a store that is under way in this thread was repeated."""
+"""The number of repetitions of the operation of a store that is under way in this thread."""
 
 
 @dataclass(slots=True)
 class Running:
-    """A phase under way; add the bytes that it moves to `nbytes`, and say in `detail` what else there is."""
+    """A phase under way; add the bytes that it moves to `nbytes`, and write other facts into `detail`."""
 
     nbytes: int = 0
     detail: str = ""
 
 
 class Standing(NamedTuple):
-    """How far an action has come: bytes moved of those expected, seconds since the last, phases under way."""
+    """The progress of an action: bytes moved and expected, seconds since the last byte, phases under way."""
 
     moved: int
     expected: int
@@ -64,7 +61,7 @@ class Standing(NamedTuple):
 class Recorder:
     """Collects the phases of one action (``"save"``, ``"load"``, ...) of one rank, for the sinks.
 
-    It also counts the bytes that have been moved, of those that are to be; see `monitor.progress`.
+    It also counts the bytes that have been moved and that are expected; see `monitor.progress`.
     """
 
     action: str
@@ -82,26 +79,26 @@ class Recorder:
     _doing: list[str] = field(default_factory=list, init=False, repr=False)
 
     def expect(self, nbytes: int) -> None:
-        """Tell that so many more bytes are to be moved."""
+        """Expect so many more bytes to be moved."""
         with self._lock:
             self._expected += nbytes
             self._moved_at = time.monotonic()
 
     def advance(self, nbytes: int) -> None:
-        """Tell that so many more bytes have been moved; from any thread."""
+        """Count so many more bytes as moved; from any thread."""
         with self._lock:
             self._moved += nbytes
             self._moved_at = time.monotonic()
 
     def standing(self) -> Standing:
-        """Return how far the action has come."""
+        """Return the progress of the action."""
         with self._lock:
             idle_s = time.monotonic() - self._moved_at
             return Standing(self._moved, self._expected, idle_s, tuple(self._doing))
 
     @contextmanager
     def phase(self, name: str, *, path: str | None = None, nbytes: int = 0) -> Iterator[Running]:
-        """Time a phase, and sign errors that pass with rank, phase and `path`, that of a file."""
+        """Time a phase, and sign errors that pass with rank, phase and the `path` of a file."""
         running = Running(nbytes)
         started, begin = now(), time.perf_counter()
         outcome = "ok"
@@ -122,19 +119,13 @@ class Recorder:
             with self._lock:
                 self._doing.remove(name)
             seconds = time.perf_counter() - begin
-            self.add(name, started, seconds, running.nbytes, outcome, running.detail)
+            self.add(name, started, seconds, running.nbytes, outcome=outcome, detail=running.detail)
 
     def add(
-        self,
-        name: str,
-        started: float,
-        seconds: float,
-        nbytes: int,
-        outcome: str = "ok",
-        detail: str = "",
+        self, name: str, started: float, seconds: float, nbytes: int, *, outcome: str = "ok", detail: str = ""
     ) -> None:
         """Record a phase that was timed elsewhere."""
-        record = self._record(name, started, seconds, nbytes, outcome, detail)
+        record = self._phase(name, started, seconds, nbytes, outcome=outcome, detail=detail)
         with self._lock:
             self.records.append(record)
         self._put(record)
@@ -143,6 +134,7 @@ class Recorder:
         self,
         operation: str,
         store: str,
+        *,
         started: float,
         seconds: float,
         nbytes: int,
@@ -150,29 +142,23 @@ class Recorder:
         retries: int,
         at_once: int,
     ) -> None:
-        """Tell the sinks of an operation of a store."""
-        self._put(
-            StorageRecord(
-                operation,
-                store,
-                self.rank,
-                self.step,
-                started,
-                seconds,
-                nbytes,
-                outcome,
-                retries,
-                at_once,
-                self.action,
-                self.path,
-                HOST,
-                self.process,
-            )
+        """Send the record of an operation of a store to the sinks."""
+        record = StorageRecord(
+            operation=operation,
+            store=store,
+            started=started,
+            seconds=seconds,
+            nbytes=nbytes,
+            outcome=outcome,
+            retries=retries,
+            at_once=at_once,
+            **self._origin(),
         )
+        self._put(record)
 
     @contextmanager
     def whole(self) -> Iterator[Running]:
-        """Tell the sinks of the block as a phase that is called like the action."""
+        """Record the block as a phase with the name of the action, for the sinks only."""
         running, failure = Running(), None
         started, begin = now(), time.perf_counter()
         try:
@@ -182,7 +168,7 @@ class Recorder:
             raise
         finally:
             moved = sum(record.nbytes for record in self.records if record.phase in MOVING)
-            self.end(started, time.perf_counter() - begin, moved, failure, running.detail)
+            self.end(started, time.perf_counter() - begin, moved, failure, detail=running.detail)
 
     def end(
         self,
@@ -190,20 +176,21 @@ class Recorder:
         seconds: float,
         nbytes: int,
         error: BaseException | None = None,
+        *,
         detail: str = "",
     ) -> None:
-        """Tell the sinks how the action ended."""
+        """Send the end of the action to the sinks."""
         outcome = "ok"
         if error is not None:
             outcome, detail = type(error).__name__, remedy_of(error)
-        self._put(self._record(self.action, started, seconds, nbytes, outcome, detail))
+        self._put(self._phase(self.action, started, seconds, nbytes, outcome=outcome, detail=detail))
 
     def flush(self) -> None:
         """Let the sinks catch up, for a moment: no training thread waits here."""
         flush(self.sinks)
 
     def pass_on(self, records: Iterable[Record]) -> None:
-        """Tell what another process has recorded to those sinks that are only here."""
+        """Send records of another process to the sinks that exist only in this process."""
         for record in records:
             for sink in self.sinks:
                 if not sink.everywhere:
@@ -213,26 +200,33 @@ class Recorder:
         for sink in self.sinks:
             sink.put(record)
 
-    def _record(
-        self, name: str, started: float, seconds: float, nbytes: int, outcome: str, detail: str
+    def _phase(
+        self, name: str, started: float, seconds: float, nbytes: int, *, outcome: str, detail: str
     ) -> PhaseRecord:
+        """Return the record of a phase that ends now."""
         return PhaseRecord(
-            name,
-            self.rank,
-            self.step,
-            started,
-            seconds,
-            nbytes,
-            outcome,
-            self.action,
-            self.path,
-            now(),
-            HOST,
-            self.process,
-            self.coordinate,
-            _behind.get(CLOCK.get()),
-            detail,
+            phase=name,
+            started=started,
+            seconds=seconds,
+            nbytes=nbytes,
+            outcome=outcome,
+            ended=now(),
+            coordinate=self.coordinate,
+            behind_s=_behind.get(CLOCK.get()),
+            detail=detail,
+            **self._origin(),
         )
+
+    def _origin(self) -> dict[str, Any]:
+        """Return the fields that all records of this action share."""
+        return {
+            "rank": self.rank,
+            "step": self.step,
+            "action": self.action,
+            "path": self.path,
+            "host": HOST,
+            "process": self.process,
+        }
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds spent in each phase, summed by name, in order of first appearance."""
@@ -243,7 +237,7 @@ class Recorder:
 
 
 def remedy_of(error: BaseException) -> str:
-    """Return what to do about an error, nothing where that is not known."""
+    """Return the remedy of an error, or an empty text."""
     return (error.remedy or "") if isinstance(error, ReknitError) else ""
 
 
@@ -269,7 +263,7 @@ class Stopwatch:
 
 
 class Deadline:
-    """A point in time by which something has to have happened."""
+    """A point in time by which something must have happened."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -280,13 +274,13 @@ class Deadline:
         return max(0.0, self._end - monotonic())
 
     def passed(self) -> bool:
-        """Tell whether the time is over."""
+        """Return whether the time is over."""
         return self.remaining() == 0.0
 
-    def check(self, what: str) -> None:
+    def check(self, action: str) -> None:
         """Raise `DeadlineError` when the time is over."""
         if self.passed():
-            raise DeadlineError(f"{what} did not finish within {self.seconds:g} s")
+            raise DeadlineError(f"{action} did not finish within {self.seconds:g} s")
 
 
 def monotonic() -> float:
@@ -300,7 +294,7 @@ def now() -> float:
 
 
 def root_decided(at: float) -> None:
-    """Note, when the answer of rank 0 comes, that it was given `at`, so that records tell how clocks differ.
+    """Note, when the answer of rank 0 arrives, the time `at` which rank 0 sent it, for `behind_s` of records.
 
     The answer was under way for a moment, so this clock may be less far behind than it seems, never further.
     """

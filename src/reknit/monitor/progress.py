@@ -1,4 +1,4 @@
-"""Progress of a load or a save that takes long, shown on rank 0: on a terminal, in a notebook or a log."""
+"""Progress of a load or a save that takes long, shown on rank 0."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import threading
 import time
 from collections import deque
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from reknit.errors import ShortageError
-from reknit.monitor.notebook import notebook_line
+from reknit.monitor.progress_display import LogDisplay, notebook_line, terminal_line
 from reknit.monitor.progress_text import describe
-from reknit.monitor.terminal import terminal_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from reknit.monitor.phase import Recorder
+    from reknit.monitor.progress_display import Display
 
     Start = Callable[[str, Callable[[], None]], object]
     """`engine.pipeline.start`: runs a function in a thread of the given name."""
@@ -36,36 +36,10 @@ class Intervals(NamedTuple):
 
 INTERVALS = Intervals()
 _PACE_S = 10.0
-"""The speed shown is that of the last so many seconds, or since the last text where that is longer ago."""
+"""The speed is that of the last so many seconds, or since the last text if that is longer ago."""
 
 _LAST_S = 2.0
 """The longest that the end of a block waits for the thread that shows progress."""
-
-
-class Display(Protocol):
-    """Where progress is shown."""
-
-    @property
-    def width(self) -> int | None:
-        """The most characters that it can show, None for any number."""
-
-    def show(self, text: str) -> None:
-        """Show this text, after or in place of the one before."""
-
-    def close(self) -> None:
-        """Leave nothing unfinished behind."""
-
-
-class _Log:
-    """Log lines."""
-
-    width = None
-
-    def show(self, text: str) -> None:
-        _log.info("%s", text)
-
-    def close(self) -> None:
-        """Do nothing: lines stay."""
 
 
 @contextmanager
@@ -74,41 +48,41 @@ def progress(
 ) -> Iterator[None]:
     """Show the progress of the action of `recorder` while the block runs, if it takes long.
 
-    Nothing is shown where it is not `wanted`, and on ranks other than 0.  When the block ends, in whatever
-    way, the terminal is as it was before.
+    Nothing is shown unless it is `wanted`, and on ranks other than 0.  After the block, however it ends, the
+    terminal is as it was before.
     """
     if not wanted or recorder.rank != 0:
         yield
         return
-    over, shown, telling = threading.Event(), threading.Event(), threading.Lock()
+    over, shown, showing = threading.Event(), threading.Event(), threading.Lock()
     quiet_s, *_ = given = intervals or INTERVALS
 
-    def tell() -> None:
-        if over.wait(quiet_s) or not telling.acquire(blocking=False):
+    def show() -> None:
+        if over.wait(quiet_s) or not showing.acquire(blocking=False):
             return
         try:
-            _tell(recorder, over, given)
+            _show(recorder, over, given)
         finally:
             shown.set()
 
     try:
-        start("reknit-progress", tell)
-    except ShortageError:  # no reason to fail: other ranks would wait for this one
+        start("reknit-progress", show)
+    except ShortageError:  # not a reason to fail: other ranks would wait for this one
         yield
         return
     try:
         yield
     finally:
         over.set()
-        if not telling.acquire(blocking=False):
-            # Nothing should be written once the caller goes on, unless the terminal itself is held (Ctrl-S).
+        if not showing.acquire(blocking=False):
+            # Write nothing after the call has returned, unless the terminal itself blocks (Ctrl-S).
             shown.wait(_LAST_S)
 
 
-def _tell(recorder: Recorder, over: threading.Event, intervals: Intervals) -> None:
+def _show(recorder: Recorder, over: threading.Event, intervals: Intervals) -> None:
     """Show progress until `over` is set."""
     line: Display | None = terminal_line(sys.stderr) or notebook_line()
-    display: Display = line or _Log()
+    display: Display = line or LogDisplay()
     if line is None and not _log.isEnabledFor(logging.INFO):
         return
     pace = _Pace()
@@ -121,18 +95,18 @@ def _tell(recorder: Recorder, over: threading.Event, intervals: Intervals) -> No
                 break
         display.close()
     except (OSError, ValueError):
-        # The terminal is gone, closed, or has no such letters: the bytes have to arrive all the same.
+        # The terminal is gone or lacks these characters, but the load or save must go on.
         return
 
 
 class _Pace:
-    """Bytes per second, of late."""
+    """Bytes per second, in the last seconds."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int]] = deque()
 
     def of(self, moved: int) -> float | None:
-        """Return the speed, given how many bytes have been moved by now; None at first."""
+        """Return the speed, given the number of bytes moved until now; None at first."""
         at = time.monotonic()
         while len(self._seen) > 1 and self._seen[1][0] <= at - _PACE_S:
             self._seen.popleft()

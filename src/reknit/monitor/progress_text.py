@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from reknit.monitor.phase import Standing
 
 STALLED_S = 10.0
-"""Seconds without a byte after which this is what is told, in place of a speed."""
+"""After so many seconds without a byte, the text says so in place of a speed."""
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _TO = {"save": "to", "load": "from"}
@@ -17,8 +17,8 @@ _TO = {"save": "to", "load": "from"}
 def describe(action: str, path: str, standing: Standing, speed: float | None, width: int | None) -> str:
     """Return the line, such as ``load from ck/step_5: 41 % (3.2 of 7.8 GiB), 1.9 GiB/s, about 2 s left``.
 
-    `speed` is in bytes per second, None where it is not known.  Where the line is longer than `width`, the
-    path is cut from the left, and then the line from the right.
+    `speed` is in bytes per second, or None.  If the line is longer than `width`, the path is cut from the
+    left, and then the line from the right.
     """
     rest = _rest(standing, speed)
     title = f"{action} {_TO.get(action, 'of')} "
@@ -47,7 +47,7 @@ def _rest(standing: Standing, speed: float | None) -> str:
 
 
 def _unit(nbytes: float) -> int:
-    """Return the unit to tell a number of bytes in; what would round up to 1024 of one is 1.0 of the next."""
+    """Return the unit for a number of bytes; a number that rounds to 1024 is 1.0 of the next unit."""
     unit = 0
     while nbytes >= 1023.95 * 1024**unit and unit < len(_UNITS) - 1:
         unit += 1
@@ -59,7 +59,7 @@ def _number(nbytes: float, unit: int) -> str:
 
 
 def amount(nbytes: float) -> str:
-    """Return a number of bytes for people."""
+    """Return a number of bytes as text, such as ``1.5 GiB``."""
     unit = _unit(nbytes)
     return f"{_number(nbytes, unit)} {_UNITS[unit]}"
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from reknit.cli.program.numbers import amount_of
 from reknit.cli.reports.interval_costs import HEADS, cells, duration, rows_around
-from reknit.monitor.reports.costs import CostTable, measured_saves
+from reknit.monitor.reports.measured_saves import CostTable, measured_saves
 from reknit.policies.base import HOUR_S
 from reknit.policies.interval import RunCosts
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from reknit.monitor.reports.events import RecordedOperation
+    from reknit.monitor.reports.recorded_operations import RecordedOperation
 
 _RANK_MTTF_H = 50_000.0
 """Hours of a rank between failures: Llama 3 (2024) had 419 in 54 days, on 16,384 ranks."""

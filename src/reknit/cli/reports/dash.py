@@ -34,8 +34,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Serve until interrupted."""
-    from reknit.monitor.dash.live import LiveEvents
-    from reknit.monitor.dash.server import is_loopback, listen, server
+    from reknit.monitor.dash.live_view import LiveEvents
+    from reknit.monitor.dash.web_server import is_loopback, listen, server
 
     token = None if is_loopback(args.host) else secrets.token_urlsafe()
     events = LiveEvents(args.events, lambda operations: cost_table(operations, args))

@@ -39,17 +39,22 @@ def add_places(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print a report, or write a page."""
-    from reknit.monitor.reports.events import read_operations
-    from reknit.monitor.reports.page import page
-    from reknit.monitor.reports.storage import HEADS, error_texts, histogram_lines, storage_rows
-    from reknit.monitor.reports.text import RUN_HEADS, headline, phase_rows, remarks, run_rows
+    from reknit.monitor.reports.recorded_operations import read_operations
+    from reknit.monitor.reports.report_page import page
+    from reknit.monitor.reports.report_text import RUN_HEADS, headline, phase_rows, remarks, run_rows
+    from reknit.monitor.reports.storage_figures import (
+        STORAGE_HEADS,
+        error_texts,
+        histogram_lines,
+        storage_rows,
+    )
     from reknit.types.rank_text import named
 
-    operations, num_foreign, num_dropped, done = read_operations(args.events)
+    operations, num_invalid, num_dropped, done = read_operations(args.events)
     if num_dropped:
         print(f"{num_dropped} events were lost, as sinks failed or did not keep up")
-    if num_foreign:
-        print(f"{num_foreign} lines are not events, and are left out")
+    if num_invalid:
+        print(f"{num_invalid} lines are not events, and are left out")
     costs = cost_table(operations, args)
     if args.output is not None:
         write_text(args.output, page(operations, costs, done))
@@ -73,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         print(printable(remark))
     if shown.storage:
         print()
-        print_table(HEADS, storage_rows(shown.storage, shown.elapsed_s))
+        print_table(STORAGE_HEADS, storage_rows(shown.storage, shown.elapsed_s))
         for line in (*error_texts(shown.storage), "", *histogram_lines(shown.storage)):
             print(printable(line))
     if told := run_rows(event for event in done if args.step in (None, event.step)):

@@ -27,8 +27,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Write the trace."""
-    from reknit.monitor.reports.events import read_operations
-    from reknit.monitor.reports.trace import trace
+    from reknit.monitor.reports.chrome_trace import trace
+    from reknit.monitor.reports.recorded_operations import read_operations
 
     operations, *_, beside = read_operations(args.events)
     write_text(args.output, json.dumps(trace(operations, beside)))

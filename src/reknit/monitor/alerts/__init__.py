@@ -1,1 +1,1 @@
-"""What deserves attention, and how somebody hears of it."""
+"""Alerts: their rules, and where they are sent."""

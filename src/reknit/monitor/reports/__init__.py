@@ -1,1 +1,1 @@
-"""Reports on saves and loads: made of the events that they wrote, on any number of ranks."""
+"""Reports on saves and loads, from the events of any number of ranks."""

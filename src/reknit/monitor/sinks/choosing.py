@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from reknit.locations import Sink, listed, local_path
 from reknit.monitor.outlet import CallingSink, Outlet, outlet_of
-from reknit.monitor.sinks.files import absolute
+from reknit.monitor.sinks.event_paths import absolute
 from reknit.monitor.sinks.jsonl import JsonLines
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def outlets_for(events: Events) -> tuple[Outlet, ...]:
-    """Return where the phases of a call go, beside its report, by the option `events`.
+    """Return the outlets that the option `events` names.
 
     Raises `StorageError` for a file that cannot be written.
     """
@@ -26,7 +26,7 @@ def outlets_for(events: Events) -> tuple[Outlet, ...]:
 
 
 def everywhere(events: Events) -> tuple[str, ...]:
-    """Return those of `events` that an agent can open itself, as texts that mean the same in any folder."""
+    """Return the places of `events` that an agent can open itself, as absolute paths."""
     return tuple(
         absolute(local_path(one, "events go to"))
         for one in listed(events)

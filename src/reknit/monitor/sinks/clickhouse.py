@@ -11,7 +11,7 @@ from urllib.request import Request, urlopen
 
 from reknit.errors import StorageError, UsageError
 from reknit.keywords import checked_call
-from reknit.monitor.sinks.columns import TABLES, by_table
+from reknit.monitor.record_tables import TABLES, by_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,10 +34,10 @@ _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 class ClickHouse:
     """Writes events to tables of a server: ``reknit_phases``, ``reknit_operations`` and ``reknit_dropped``.
 
-    `url` is ``http://user:password@host:8123/database``, or ``https://``; user, password and database may be
-    left out.  The tables are made where they are missing.  ``started`` and ``ended`` are seconds since the
-    epoch, the column ``time`` is the same as a date, ``coordinate`` is JSON.  It needs no package.  Each
-    request is given `timeout_s`.  Raises `UsageError`.
+    `url` is ``http://user:password@host:8123/database``, or ``https://``; user, password and database are
+    optional.  Missing tables are made.  ``started`` and ``ended`` are seconds since the epoch, the column
+    ``time`` is ``started`` as a date, ``coordinate`` is JSON.  No package is needed.  A request fails after
+    `timeout_s`.  Raises `UsageError`.
     """
 
     def __init__(self, url: str, *, prefix: str = "reknit_", timeout_s: float = 30.0) -> None:
@@ -68,24 +68,24 @@ class ClickHouse:
         if not self._made:
             for table in TABLES:
                 kinds = ", ".join(f"{name} {_TYPES[kind]}" for name, kind in table.columns.items())
-                self._ask(
+                self._send(
                     f"CREATE TABLE IF NOT EXISTS {self._prefix}{table.name} "
                     f"({kinds}, time DateTime MATERIALIZED toDateTime(toUInt32(started))) "
                     "ENGINE = MergeTree ORDER BY started"
                 )
             self._made = True
         for table, columns in by_table(records):
-            if "coordinate" in columns:
-                columns["coordinate"] = [json.dumps(value) for value in columns["coordinate"]]
+            for name in (name for name in columns if table.columns[name] == "map"):
+                columns[name] = [json.dumps(value) for value in columns[name]]
             rows = "\n".join(
                 json.dumps(dict(zip(columns, row, strict=True)))
                 for row in zip(*columns.values(), strict=True)
             )
             names = ", ".join(columns)
-            self._ask(f"INSERT INTO {self._prefix}{table.name} ({names}) FORMAT JSONEachRow", rows.encode())
+            self._send(f"INSERT INTO {self._prefix}{table.name} ({names}) FORMAT JSONEachRow", rows.encode())
 
-    def _ask(self, query: str, data: bytes = b"") -> None:
-        """Let the server carry out a query.  Raises `StorageError`, `OSError`."""
+    def _send(self, query: str, data: bytes = b"") -> None:
+        """Send a query to the server.  Raises `StorageError`, `OSError`."""
         address = f"{self._url}?{urlencode({'query': query, 'database': self._database})}"
         request = Request(address, data, self._headers, method="POST")
         try:
@@ -93,5 +93,5 @@ class ClickHouse:
                 answer.read()
         except HTTPError as error:
             with error:
-                said = error.read(300).decode(errors="replace")
-            raise StorageError(f"{self!r} refuses: {said}") from None
+                text = error.read(300).decode(errors="replace")
+            raise StorageError(f"{self!r} refuses: {text}") from None

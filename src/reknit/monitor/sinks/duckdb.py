@@ -1,4 +1,4 @@
-"""Records in a database in a file: DuckDB."""
+"""Records in a DuckDB database, which is a file."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from reknit.keywords import checked_call
 from reknit.locations import local_path
 from reknit.monitor.outlet import ending
 from reknit.monitor.phase import Deadline
-from reknit.monitor.sinks.columns import TABLES, by_table
-from reknit.monitor.sinks.files import absolute, file_of_process
+from reknit.monitor.record_tables import TABLES, by_table
+from reknit.monitor.sinks.event_paths import absolute, file_of_process
 
 if TYPE_CHECKING:
     import os
@@ -26,11 +26,11 @@ _TYPES = {
     "number or null": ("BIGINT", pa.int64()),
     "float": ("DOUBLE", pa.float64()),
     "float or null": ("DOUBLE", pa.float64()),
-    "time": ("TIMESTAMP", pa.timestamp("us")),  # that of UTC; with time zones its users would need pytz
+    "time": ("TIMESTAMP", pa.timestamp("us")),  # in UTC; with time zones, users would need pytz
     "map": ("MAP(VARCHAR, BIGINT)", pa.map_(pa.string(), pa.int64())),
 }
 _BUSY_S = 10.0
-"""How long to wait for somebody who reads the file."""
+"""How long to wait for a process that reads the file."""
 
 
 @checked_call
@@ -38,9 +38,9 @@ class DuckDB:
     """Writes events to the tables ``phases``, ``operations`` and ``dropped`` of a DuckDB file.
 
     DuckDB lets one process at a time open a file for writing.  So give a folder (an existing one, a path
-    that ends in a slash, or a new one without a suffix): each process has a file of its own there.  It is
-    open only while there are events to write, and whoever reads it meanwhile is waited for.  Times
-    are those of UTC.  Raises `MissingExtraError`, `OSError`.
+    that ends in a slash, or a new one without a suffix): each process has a file of its own there.  The file
+    is open only while there are events to write, and the sink waits for its readers.  Times are in UTC.
+    Raises `MissingExtraError`, `OSError`.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -65,7 +65,7 @@ class DuckDB:
                     {name: _array(table.columns[name], values) for name, values in columns.items()}
                 )
                 self._connection.register("rows_to_add", rows)
-                self._connection.execute(f"INSERT INTO {table.name} SELECT * FROM rows_to_add")
+                self._connection.execute(f"INSERT INTO {table.name} BY NAME SELECT * FROM rows_to_add")
             self._connection.commit()
         except BaseException:
             self.rest()
@@ -85,8 +85,8 @@ class DuckDB:
                 connection = self._duckdb.connect(self.path)
                 break
             except self._duckdb.IOException as error:
-                somebody_reads_it = "lock" in str(error)
-                if not somebody_reads_it or deadline.passed() or ending.wait(0.1):
+                has_reader = "lock" in str(error)
+                if not has_reader or deadline.passed() or ending.wait(0.1):
                     raise
         for table in TABLES:
             columns = ", ".join(f"{name} {_TYPES[kind][0]}" for name, kind in table.columns.items())

@@ -11,7 +11,7 @@ import msgspec
 from reknit.errors import StorageError
 from reknit.keywords import checked_call
 from reknit.locations import local_path
-from reknit.monitor.sinks.files import file_of_process
+from reknit.monitor.sinks.event_paths import file_of_process
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,7 @@ class JsonLines:
     """Appends records to the file `path`, many with one call, so that ranks of a host may share the file.
 
     In a folder (an existing one, a path that ends in a slash, or a new one without a suffix) each process has
-    a file of its own, so that ranks of many hosts may share it.  Folders that are missing are made.  A file
+    a file of its own, so that ranks of many hosts may share the folder.  Missing folders are made.  A file
     that cannot be opened raises `StorageError` at once.
     """
 
@@ -49,11 +49,11 @@ class JsonLines:
 
     def _append(self, lines: bytes) -> None:
         with self._lock:
-            if self._torn:  # whatever was written of the last line must not spoil this one
+            if self._torn:  # the part of the last line that was written must not spoil this one
                 lines = b"\n" + lines
             fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
-                while lines:  # a full disk takes a part
+                while lines:  # a full disk may take a part of them
                     self._torn = True
                     lines = lines[os.write(fd, lines) :]
                 self._torn = False

@@ -8,7 +8,7 @@ from reknit.errors import MissingExtraError
 from reknit.keywords import checked_call
 from reknit.monitor.own_phase import ACTION
 from reknit.monitor.records import PhaseRecord
-from reknit.monitor.sinks.gathering import Gathering
+from reknit.monitor.sinks.open_operations import OpenOperations
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class OpenTelemetry:
     """Makes spans with a tracer provider, by default the one that the program has set.
 
-    A span for a save is made when the save has ended, with those of its phases below it, as they contained
-    each other.  Phases of your own, see `reknit.phase`, are spans by themselves.  Only the API of
-    OpenTelemetry is used: which SDK and exporter there are is yours to say.  Raises `MissingExtraError`.
+    The span of a save is made when the save has ended, with the spans of its phases below it, nested as the
+    phases were.  Phases of your own, see `reknit.phase`, have spans of their own.  Only the API of
+    OpenTelemetry is used: you choose SDK and exporter.  Raises `MissingExtraError`.
     """
 
     def __init__(self, tracer_provider: Any = None) -> None:
@@ -35,21 +35,21 @@ class OpenTelemetry:
             ) from None
         self._trace = trace
         self._tracer = trace.get_tracer("reknit", tracer_provider=tracer_provider)
-        self._gathering = Gathering()
+        self._operations = OpenOperations()
 
     def take(self, records: Sequence[Record]) -> None:
-        """Make the spans of what has ended."""
+        """Make the spans of the operations that have ended."""
         own = [record for record in records if isinstance(record, PhaseRecord) and record.action == ACTION]
         for record in own:
             self._span(record, None).end(_ns(record.ended))
-        for *phases, whole in self._gathering.ended([record for record in records if record not in own]):
+        for *phases, whole in self._operations.add([record for record in records if record not in own]):
             root = self._span(whole, None)
             for process in ("trainer", "agent"):
                 self._below(root, [record for record in phases if record.process == process])
             root.end(_ns(whole.ended))
 
     def _below(self, root: Any, phases: list[PhaseRecord]) -> None:
-        """Make the spans of phases of one process; one that lies within another one is below it."""
+        """Make the spans of phases of one process; a phase inside another phase has its span below it."""
         above: list[tuple[PhaseRecord, Any]] = []
         for record in sorted(phases, key=lambda record: (record.started, -record.ended)):
             while above and above[-1][0].ended < record.ended:
@@ -59,7 +59,7 @@ class OpenTelemetry:
             above.append((record, span))
 
     def _span(self, record: PhaseRecord, above: Any) -> Any:
-        """Start the span of a phase below another one."""
+        """Start the span of a phase, below the span `above`."""
         facts: dict[str, Any] = {
             "reknit.action": record.action,
             "reknit.path": record.path,
@@ -76,10 +76,10 @@ class OpenTelemetry:
             record.phase, context, attributes=facts, start_time=_ns(record.started)
         )
         if record.outcome != "ok":
-            said = f"{record.outcome}: {record.detail}" if record.detail else record.outcome
-            span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, said))
+            text = f"{record.outcome}: {record.detail}" if record.detail else record.outcome
+            span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, text))
         return span
 
 
 def _ns(seconds: float) -> int:
-    return round(seconds * 1e6) * 1000  # a date in seconds is no more precise than that
+    return round(seconds * 1e6) * 1000  # a date in seconds is not more precise

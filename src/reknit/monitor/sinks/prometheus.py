@@ -1,4 +1,4 @@
-"""Metrics for Prometheus, which asks this process for them."""
+"""Metrics for Prometheus, which reads them from this process."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Prometheus:
     """Keeps metrics of saves and loads in a registry of ``prometheus_client``, by default its global one.
 
     Start their server in the training process, as with ``prometheus_client.start_http_server(9464)``.  Steps
-    and paths are not labels: their number would grow without bound.  Make one such sink, and use it in all
-    calls.  Raises `MissingExtraError`, and `UsageError` for a second one in the same registry.
+    and paths are not labels, because their number would grow without bound.  Make one such sink, and pass it
+    to all calls.  Raises `MissingExtraError`, and `UsageError` for a second sink in the same registry.
     """
 
     def __init__(self, registry: Any = None) -> None:

@@ -9,7 +9,7 @@ from reknit.errors import MissingExtraError, UsageError
 from reknit.keywords import checked_call
 from reknit.monitor.own_phase import ACTION
 from reknit.monitor.records import PhaseRecord
-from reknit.monitor.sinks.gathering import Gathering
+from reknit.monitor.sinks.open_operations import OpenOperations
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 
 class ScalarSink(ABC):
-    """Tells a tracker, on rank 0 only, how long each save and load took, and how long its phases."""
+    """Sends the seconds of saves, loads and their phases to a tracker, on rank 0 only."""
 
     def __init__(self) -> None:
-        self._gathering = Gathering()
+        self._operations = OpenOperations()
 
     @abstractmethod
     def log(self, figures: dict[str, float], step: int) -> None:
-        """Tell the tracker."""
+        """Send figures to the tracker."""
 
     def take(self, records: Sequence[Record]) -> None:
-        """Tell the figures of what has ended; rank 0's seconds and bytes stand for all."""
+        """Send the figures of operations that have ended; the seconds and bytes of rank 0 stand for all."""
         mine = [record for record in records if isinstance(record, PhaseRecord) and record.rank == 0]
         for record in mine:
             if record.action == ACTION:
                 self.log({f"reknit/{ACTION}/{record.phase}_s": record.seconds}, record.step or 0)
-        for *phases, whole in self._gathering.ended([r for r in mine if r.action != ACTION]):
+        for *phases, whole in self._operations.add([r for r in mine if r.action != ACTION]):
             head = f"reknit/{whole.action}"
             figures = {f"{head}/seconds": whole.seconds, f"{head}/failed": float(whole.outcome != "ok")}
             if whole.nbytes and whole.seconds:
@@ -47,7 +47,7 @@ class ScalarSink(ABC):
 
 @checked_call
 class TensorBoard(ScalarSink):
-    """Adds scalars to `writer`, a ``SummaryWriter`` of TensorBoard or whatever has its `add_scalar`."""
+    """Adds scalars to `writer`, a ``SummaryWriter`` of TensorBoard or an object with its `add_scalar`."""
 
     def __init__(self, writer: Any) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class TensorBoard(ScalarSink):
 class WandB(ScalarSink):
     """Logs to `run`, a run of Weights & Biases, such as ``wandb.init()`` returns.
 
-    The figures have the axis ``reknit/step`` of their own, so they may come after later steps of training.
+    The figures have an axis of their own, ``reknit/step``, so they may come after later steps of training.
     """
 
     def __init__(self, run: Any) -> None:
@@ -88,7 +88,7 @@ class WandB(ScalarSink):
 
 @checked_call
 class MLflow(ScalarSink):
-    """Logs to the run of MLflow with this id, by default the one that is active now."""
+    """Logs to the run of MLflow with this id, by default the active run."""
 
     def __init__(self, run_id: str | None = None) -> None:
         super().__init__()

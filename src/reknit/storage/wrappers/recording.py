@@ -71,7 +71,14 @@ class RecordingStorage(ForwardingStorage):
             retries.reset(before)
             self._under_way.change(-1)
             self._recorder.add_operation(
-                KINDS.get(name, name), self._store, started, seconds, nbytes, outcome, repeated, at_once
+                KINDS.get(name, name),
+                self._store,
+                started=started,
+                seconds=seconds,
+                nbytes=nbytes,
+                outcome=outcome,
+                retries=repeated,
+                at_once=at_once,
             )
 
 

@@ -1,4 +1,4 @@
-"""Which alerts are told, and when?  Those that belong together once, and then not again for a while."""
+"""Which alerts are sent, and when?  Alerts of one kind once together, and not again for a while."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 from reknit.types.rank_text import spelled
 
 if TYPE_CHECKING:
-    from reknit.monitor.alerts.base import Alert
+    from reknit.monitor.alerts.alert_rule import Alert
 
 _MOST_GROUPS = 1_000
 _MOST_RANKS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """An alert as it is told: the first of `number` that belong together, since the last time.
+class GroupedAlert:
+    """An alert as it is sent: the first of `number` alerts of its kind since the last time.
 
-    `ranks` are those that they are about, the first 16.
+    `ranks` are the ranks of these alerts, at most 16.
     """
 
     alert: Alert
@@ -37,18 +37,18 @@ class Told:
 
 @dataclass(slots=True)
 class _Group:
-    """Alerts of one rule and subject: the first untold, how many are untold, and when they may be told."""
+    """Alerts of one rule and subject: the first unsent one, their number, and when they may be sent."""
 
     first: Alert
-    untold: int
+    unsent: int
     due: float
     ranks: list[int] = field(default_factory=list)
 
 
-class Grouping:
-    """Lets alerts of one cause come together, and each kind be told once in a while.
+class AlertGroups:
+    """Alerts that wait to be sent, in groups of one rule and subject.
 
-    A new kind waits for `wait_s`; after it was told, what comes within `cool_off_s` is only counted.
+    A new group waits for `wait_s`.  After it was sent, its alerts are only counted for `cool_off_s`.
     """
 
     def __init__(self, wait_s: float, cool_off_s: float) -> None:
@@ -56,29 +56,29 @@ class Grouping:
         self._groups: dict[tuple[str, str], _Group] = {}
 
     def add(self, alert: Alert, now_s: float) -> None:
-        """Take an alert."""
+        """Add an alert to its group."""
         key = (alert.rule, alert.subject)
         group = self._groups.get(key)
         if group is None:
             if len(self._groups) >= _MOST_GROUPS:
-                key = (alert.rule, "")  # more kinds than anybody reads
+                key = (alert.rule, "")  # nobody reads more kinds
             group = self._groups.setdefault(key, _Group(alert, 0, now_s + self._wait_s))
-        if not group.untold:
+        if not group.unsent:
             group.first = alert
-        group.untold += 1
+        group.unsent += 1
         if alert.rank is not None and alert.rank not in group.ranks and len(group.ranks) < _MOST_RANKS:
             group.ranks.append(alert.rank)
 
-    def due(self, now_s: float) -> list[Told]:
-        """Return what is to be told now, and forget what has been quiet for long."""
-        told = []
+    def take_due(self, now_s: float) -> list[GroupedAlert]:
+        """Return the alerts to send now, and forget the groups that were quiet for long."""
+        due = []
         for key, group in list(self._groups.items()):
             if now_s < group.due:
                 continue
-            if not group.untold:
+            if not group.unsent:
                 del self._groups[key]
                 continue
-            told.append(Told(group.first, group.untold, tuple(group.ranks)))
-            group.untold, group.due = 0, now_s + self._cool_off_s
+            due.append(GroupedAlert(group.first, group.unsent, tuple(group.ranks)))
+            group.unsent, group.due = 0, now_s + self._cool_off_s
             group.ranks = []
-        return told
+        return due

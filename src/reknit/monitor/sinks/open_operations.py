@@ -1,4 +1,4 @@
-"""Which phases belong to one save or load of this rank?  They are kept until it ends."""
+"""Saves and loads of this process that have not ended, with their phases until now."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _MOST_OPEN = 64
 _MOST_PHASES = 1_000
 
 
-class Gathering:
-    """The phases of what is under way; of what never ends the oldest is forgotten."""
+class OpenOperations:
+    """The phases of operations that have not ended; if there are too many, the oldest is forgotten."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[str, str, int | None, int], list[PhaseRecord]] = {}
 
-    def ended(self, records: Sequence[Record]) -> Iterator[list[PhaseRecord]]:
-        """Yield the phases of each save, load or the like that ends, the whole one last."""
+    def add(self, records: Sequence[Record]) -> Iterator[list[PhaseRecord]]:
+        """Add records, and yield the phases of each operation that ends, with the phase of the whole last."""
         for record in records:
             if not isinstance(record, PhaseRecord):
                 continue

@@ -9,39 +9,46 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reknit.monitor.reports.storage import HEADS, error_texts, histogram, storage_rows, time_text
-from reknit.monitor.reports.summary import summaries
-from reknit.monitor.reports.text import RUN_HEADS, headline, remarks, run_rows
+from reknit.monitor.reports.phase_summary import summaries
+from reknit.monitor.reports.report_text import RUN_HEADS, headline, remarks, run_rows
+from reknit.monitor.reports.storage_figures import (
+    STORAGE_HEADS,
+    error_texts,
+    histogram,
+    storage_rows,
+    time_text,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reknit.monitor.reports.costs import CostTable
-    from reknit.monitor.reports.events import Event, RecordedOperation
+    from reknit.monitor.records import PhaseRecord
+    from reknit.monitor.reports.measured_saves import CostTable
+    from reknit.monitor.reports.recorded_operations import RecordedOperation
 
 _MOST_LISTED = 200
 _DATA = "/*DATA*/null"
-"""What stands in the page where the data go."""
+"""The text in the page that the data replace."""
 
 
 def page(
-    operations: Sequence[RecordedOperation], costs: CostTable | None = None, run: Sequence[Event] = ()
+    operations: Sequence[RecordedOperation], costs: CostTable | None = None, run: Sequence[PhaseRecord] = ()
 ) -> str:
     """Return the page: heat map over the parallel grid, stragglers, timeline, storage, failures, the run."""
-    # Names come from events: none of them may end the script.
+    # Names come from events, and must not end the script.
     data = json.dumps(content(operations, costs, run), separators=(",", ":")).replace("<", "\\u003c")
     return live_page().replace(_DATA, data)
 
 
 def live_page() -> str:
-    """Return the page without data: it asks the server that it came from, again whenever there are more."""
+    """Return the page without data, which it requests from its server whenever they change."""
     return resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
 
 
 def content(
-    operations: Sequence[RecordedOperation], costs: CostTable | None = None, run: Sequence[Event] = ()
+    operations: Sequence[RecordedOperation], costs: CostTable | None = None, run: Sequence[PhaseRecord] = ()
 ) -> dict[str, Any]:
-    """Return what the page shows, as plain data."""
+    """Return the content of the page, as plain data."""
     events = [event for operation in operations for event in operation.events]
     lanes = list(dict.fromkeys(event.lane for event in sorted(events, key=lambda event: event.started)))
     coordinates = {event.rank: event.coordinate for event in events if event.coordinate}
@@ -51,7 +58,7 @@ def content(
     row_of = {rank: row for row, rank in enumerate(ranks)}
     return {
         "lanes": lanes,
-        "storage_heads": HEADS,
+        "storage_heads": STORAGE_HEADS,
         "run_heads": RUN_HEADS,
         "run": run_rows(run[-_MOST_LISTED:]),
         "costs": None if costs is None else costs._asdict(),
@@ -78,7 +85,7 @@ def content(
 
 
 def _storage(operation: RecordedOperation) -> dict[str, Any]:
-    """Return what the operation asked of stores: a table, errors, and a histogram for each row."""
+    """Return the operations of stores: a table, errors, and a histogram for each row."""
     seconds = [figures.seconds for figures in operation.storage.values()]
     return {
         "busiest": seconds.index(max(seconds)) if seconds else -1,
@@ -92,7 +99,7 @@ def _storage(operation: RecordedOperation) -> dict[str, Any]:
 
 
 def _columns(
-    events: Sequence[Event], begin: float, lanes: Sequence[str], row_of: dict[int, int]
+    events: Sequence[PhaseRecord], begin: float, lanes: Sequence[str], row_of: dict[int, int]
 ) -> dict[str, str]:
     """Return the events of an operation as columns: lanes, ranks, starts and lengths in seconds."""
     number = {lane: n for n, lane in enumerate(lanes)}

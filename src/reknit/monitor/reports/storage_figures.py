@@ -1,50 +1,26 @@
-"""What did saves and loads ask of their stores?  Requests, bytes, latencies and errors, summed over ranks."""
+"""Operations of stores, summed over ranks: their numbers, bytes, latencies and errors."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, NamedTuple
-
-import msgspec
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
-Number = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=1 << 62)]
-Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e11)]
-"""What a file of events may say, which anyone may have written: nothing that cannot be computed with."""
+    from reknit.monitor.records import StorageRecord
 
 _LEAST_BIT = 7
 """Latencies of less than 2**7 microseconds are counted together."""
 
 
-class StorageEvent(msgspec.Struct, frozen=True, gc=False):
-    """A finished operation of a store, with the fields of a `StorageRecord`."""
-
-    operation: str
-    store: str
-    rank: Count
-    step: Number | None
-    started: Seconds
-    seconds: Seconds
-    nbytes: Count
-    outcome: str
-    retries: Count
-    at_once: Count
-    action: str
-    path: str
-    host: str = ""
-    process: str = "trainer"
-
-
 @dataclass
 class StorageFigures:
-    """The operations of one kind, on one store; `latencies` counts them by powers of two of microseconds.
+    """The operations of one kind, on one store.
 
-    Entry `k` of that are operations that took ``2**(k-1)`` to ``2**k`` microseconds, the first also shorter
-    ones.
+    `latencies` counts them by powers of two: entry `k` is the number of operations that took ``2**(k-1)`` to
+    ``2**k`` microseconds.  The first entry also has shorter operations.
     """
 
     count: int = 0
@@ -54,23 +30,23 @@ class StorageFigures:
     retries: int = 0
     at_once: int = 0
     errors: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """How often which error came on which host."""
+    """The number of failures, by error and host."""
     latencies: Counter[int] = field(default_factory=Counter)
 
-    def add(self, event: StorageEvent) -> None:
+    def add(self, record: StorageRecord) -> None:
         """Count an operation."""
         self.count += 1
-        self.nbytes += event.nbytes
-        self.seconds += event.seconds
-        self.most_s = max(self.most_s, event.seconds)
-        self.retries += event.retries
-        self.at_once = max(self.at_once, event.at_once)
-        self.latencies[max(_LEAST_BIT, int(event.seconds * 1e6).bit_length())] += 1
-        if event.outcome != "ok":
-            self.errors[event.outcome, event.host] += 1
+        self.nbytes += record.nbytes
+        self.seconds += record.seconds
+        self.most_s = max(self.most_s, record.seconds)
+        self.retries += record.retries
+        self.at_once = max(self.at_once, record.at_once)
+        self.latencies[max(_LEAST_BIT, int(record.seconds * 1e6).bit_length())] += 1
+        if record.outcome != "ok":
+            self.errors[record.outcome, record.host] += 1
 
     def below_s(self, share: float) -> float:
-        """Return a time that this share of the operations did not exceed, to a factor of two."""
+        """Return a time that this share of the operations did not exceed, up to a factor of two."""
         left = share * self.count
         for bit in sorted(self.latencies):
             left -= self.latencies[bit]
@@ -86,7 +62,7 @@ class Bar(NamedTuple):
     num: int
 
 
-HEADS = (
+STORAGE_HEADS = (
     "operation",
     "store",
     "number",
@@ -99,11 +75,11 @@ HEADS = (
     "retries",
     "errors",
 )
-"""What stands above the rows of `storage_rows`."""
+"""The heads of the rows of `storage_rows`."""
 
 
 def histogram(figures: StorageFigures) -> list[Bar]:
-    """Return the bars from the fastest to the slowest operation, also those without any between."""
+    """Return the bars from the fastest to the slowest operation, with empty bars between them."""
     bits = figures.latencies
     return [Bar(2.0**bit / 1e6, bits[bit]) for bit in range(min(bits), max(bits) + 1)] if bits else []
 
@@ -118,7 +94,7 @@ def time_text(seconds: float) -> str:
 def storage_rows(
     figures: Mapping[tuple[str, str], StorageFigures], elapsed_s: float
 ) -> list[tuple[str, ...]]:
-    """Return a row for each kind of operation: name, store, number, per second, GiB/s, latencies, trouble."""
+    """Return a row for each kind of operation, with the columns of `STORAGE_HEADS`."""
     return [
         (
             operation,
@@ -138,7 +114,7 @@ def storage_rows(
 
 
 def error_texts(figures: Mapping[tuple[str, str], StorageFigures]) -> Iterator[str]:
-    """Yield which errors came from which store on which host, the most frequent first."""
+    """Yield a line for each error, store and host, the most frequent first."""
     found = Counter(
         {
             (error, operation, store, host): count

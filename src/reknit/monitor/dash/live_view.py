@@ -1,4 +1,4 @@
-"""What the page shows, as of now: events are read as they are written."""
+"""The content of the page now: events are read as they are written."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.errors import ReknitError
 from reknit.monitor.phase import monotonic
-from reknit.monitor.reports.events import EventFiles
-from reknit.monitor.reports.page import content
+from reknit.monitor.reports.recorded_operations import EventFiles
+from reknit.monitor.reports.report_page import content
 from reknit.system import start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reknit.monitor.reports.costs import CostTable
-    from reknit.monitor.reports.events import RecordedOperation
+    from reknit.monitor.reports.measured_saves import CostTable
+    from reknit.monitor.reports.recorded_operations import RecordedOperation
 
 logger = logging.getLogger("reknit")
 
 _MOST_EVENTS = 1_000_000
 """Events that are kept in memory, some 400 bytes each."""
 _MOST_PAST = 1_000
-"""Older operations of which the page still says what they did, without their events."""
+"""Older operations that the page still lists, without their events."""
 _LOOK_S = 1.0
 _IDLE_SHARE = 4
-"""So many times as long as a look took, there is none."""
+"""The pause after a look is at least so many times as long as the look."""
 _COLUMNS = ("lane", "rank", "start", "busy", "length", "failed")
 
 
 class LiveView(NamedTuple):
-    """What the page shows; `version` counts, `shown` is without the columns of all but the last operation."""
+    """The content of the page; `shown` has the columns of the last operation only, `version` counts up."""
 
     version: int
     shown: dict[str, Any]
     columns: list[dict[str, str] | None]
-    """None for an operation whose events are not kept."""
+    """None for an operation whose events were forgotten."""
 
 
 class LiveEvents:
-    """Reads events as they are written, in a thread; `view` is None as long as there are none.
+    """Reads events as they are written, in a thread; `view` is None until the first event.
 
-    `costs` tells what the time between saves costs.
+    `costs` returns the cost of the time between saves.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class LiveEvents:
     ) -> None:
         self._costs = costs
         self._files = EventFiles(places)
-        self._files.read()  # a wrong place is told at once
+        self._files.read()  # a wrong place is an error at once
         self._problem = ""
         self._past: deque[dict[str, Any]] = deque(maxlen=_MOST_PAST)
         self._end = threading.Event()
@@ -60,7 +60,7 @@ class LiveEvents:
         self._thread = start_thread("reknit-dash", self._follow)
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop reading."""
         self._end.set()
         self._thread.join()
 
@@ -73,7 +73,7 @@ class LiveEvents:
             pause_s = max(_LOOK_S, _IDLE_SHARE * (monotonic() - begin))
 
     def _read(self) -> bool:
-        """Read, and tell whether there is something new; what cannot be read now may be the next time."""
+        """Read, and return whether something is new; a file that cannot be read now is read later."""
         try:
             changed, self._problem = self._files.read(), ""
         except ReknitError as error:
@@ -84,9 +84,9 @@ class LiveEvents:
 
     def _build(self) -> None:
         self._past += map(_without_events, self._files.forget(_MOST_EVENTS))
-        known = self._files.known()
-        if operations := known.operations:
-            shown = content(operations, self._costs(operations), known.run)
+        read = self._files.until_now()
+        if operations := read.operations:
+            shown = content(operations, self._costs(operations), read.run)
             columns: list[dict[str, str] | None] = [None] * len(self._past)
             columns += [{name: each[name] for name in _COLUMNS} for each in shown["operations"]]
             for each in shown["operations"][:-1]:
@@ -98,7 +98,7 @@ class LiveEvents:
 
 
 def _without_events(operation: RecordedOperation) -> dict[str, Any]:
-    """Return what the page says of an operation as a whole."""
+    """Return the facts on an operation as a whole."""
     (shown,) = content([operation])["operations"]
     of_all = ("name", "action", "step", "headline", "remarks", "seconds", "nbytes", "phases")
     return {name: shown[name] for name in of_all} | {"past": True}

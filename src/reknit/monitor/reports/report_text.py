@@ -5,24 +5,25 @@ from __future__ import annotations
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
-from reknit.monitor.reports.summary import summaries
+from reknit.monitor.reports.phase_summary import summaries
 from reknit.types.rank_text import spelled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from reknit.monitor.reports.events import Event, RecordedOperation
-    from reknit.monitor.reports.summary import PhaseSummary
+    from reknit.monitor.records import PhaseRecord
+    from reknit.monitor.reports.phase_summary import PhaseSummary
+    from reknit.monitor.reports.recorded_operations import RecordedOperation
 
 _MOST_NAMED = 5
-_LATEST = 1e11  # what a clock says may be no date
+_LATEST = 1e11  # the time of a wrong clock may not be a date
 
 RUN_HEADS = ("when (UTC)", "what", "step", "path", "outcome")
-"""What stands above the rows of `run_rows`."""
+"""The heads of the rows of `run_rows`."""
 
 
 def place_text(coordinate: Mapping[str, int]) -> str:
-    """Return a coordinate of the parallel grid, such as ``(pp 0, tp 1)``; nothing where it is not known."""
+    """Return a coordinate of the parallel grid, such as ``(pp 0, tp 1)``, or an empty text without one."""
     inside = ", ".join(f"{axis} {number}" for axis, number in coordinate.items())
     return f" ({inside})" if inside else ""
 
@@ -33,7 +34,7 @@ def speed_text(nbytes: float, seconds: float) -> str:
 
 
 def headline(operation: RecordedOperation) -> str:
-    """Say in one line what was done."""
+    """Return one line about an operation."""
     size, seconds = operation.nbytes, operation.elapsed_s
     return (
         f"{operation}: {operation.num_ranks} ranks, {size / 2**30:.2f} GiB in {seconds:.3g} s, "
@@ -56,8 +57,8 @@ def phase_rows(operation: RecordedOperation) -> list[tuple[str, ...]]:
     ]
 
 
-def run_rows(events: Iterable[Event]) -> list[tuple[str, ...]]:
-    """Return a row for each thing that a run did beside its saves and loads."""
+def run_rows(events: Iterable[PhaseRecord]) -> list[tuple[str, ...]]:
+    """Return a row for each action of a run beside its saves and loads."""
     return [
         (
             f"{datetime.fromtimestamp(min(max(event.end, 0.0), _LATEST), timezone.utc):%Y-%m-%d %H:%M:%S}",
@@ -71,7 +72,7 @@ def run_rows(events: Iterable[Event]) -> list[tuple[str, ...]]:
 
 
 def remarks(operation: RecordedOperation) -> Iterator[str]:
-    """Yield what deserves attention: failures, and stragglers with their place in the parallel grid."""
+    """Yield a line for each problem: failures, and stragglers with their place in the parallel grid."""
     places = {event.rank: place_text(event.coordinate) for event in operation.events if event.coordinate}
     yield from _failures(operation, places)
     slow = [each for each in summaries(operation) if each.stragglers]
@@ -80,8 +81,8 @@ def remarks(operation: RecordedOperation) -> Iterator[str]:
 
 
 def _failures(operation: RecordedOperation, places: Mapping[int, str]) -> Iterator[str]:
-    """Yield a line for all ranks that failed alike, in the order in which the first of them did."""
-    alike: dict[tuple[str, str, str], list[Event]] = {}
+    """Yield a line for all ranks with the same failure, in the order of the first failures."""
+    alike: dict[tuple[str, str, str], list[PhaseRecord]] = {}
     for event in operation.failures:
         alike.setdefault((event.lane, event.outcome, event.detail), []).append(event)
     for (lane, *_), events in alike.items():
@@ -92,7 +93,7 @@ def _failures(operation: RecordedOperation, places: Mapping[int, str]) -> Iterat
         yield f"{where}{on} failed in phase {lane}: {_failed(events[0])}"
 
 
-def _failed(event: Event) -> str:
+def _failed(event: PhaseRecord) -> str:
     return f"{event.outcome} -> {event.detail}" if event.detail else event.outcome
 
 

@@ -1,4 +1,4 @@
-"""What is a rule for alerts, and what does it find?"""
+"""Rules for alerts, and the alerts that they cause."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Alert(NamedTuple):
-    """Something that deserves attention; those of one rule and `subject` are told once, with their number."""
+    """Something that needs attention; alerts of one rule and `subject` are sent once, with their number."""
 
     rule: str
     subject: str
@@ -23,46 +23,46 @@ class Alert(NamedTuple):
 
 
 class Watch(Protocol):
-    """A rule at work, with what it remembers."""
+    """A rule at work, with the state that it keeps."""
 
     def see(self, record: Record) -> Iterable[Alert]:
-        """Look at one record."""
+        """Return the alerts that one record causes."""
 
     def tick(self, now_s: float) -> Iterable[Alert]:
-        """Look at the clock, in seconds since the epoch."""
+        """Return the alerts that are due at this time, in seconds since the epoch."""
 
 
 @runtime_checkable
 class AlertRule(Protocol):
-    """What deserves an alert."""
+    """A condition that causes alerts."""
 
     def watch(self) -> Watch:
-        """Return the rule at work, without memory."""
+        """Return a new watch for this rule."""
 
 
-class Unmoved:
-    """A watch that looks at records only; the base of those below."""
+class RecordWatch:
+    """A watch whose alerts depend on single records only, not on the time."""
 
-    def __init__(self, look: Callable[[Record], Iterable[Alert]]) -> None:
-        self._look = look
+    def __init__(self, see: Callable[[Record], Iterable[Alert]]) -> None:
+        self._see = see
 
     def see(self, record: Record) -> Iterable[Alert]:
-        """Look at one record."""
-        return self._look(record)
+        """Return the alerts that one record causes."""
+        return self._see(record)
 
     def tick(self, now_s: float) -> Iterable[Alert]:
-        """Nothing changes with time."""
+        """Return no alerts."""
         return ()
 
 
-def positive(**values: float) -> None:
+def check_positive(**values: float) -> None:
     """Raise `UsageError` unless all values are numbers above 0."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             raise UsageError(f"{name} is a number above 0, not {value!r}")
 
 
-def source(record: PhaseRecord | StorageRecord) -> str:
-    """Say where a record is from."""
+def source_text(record: PhaseRecord | StorageRecord) -> str:
+    """Return the rank of a record, with its place in the parallel grid and its host."""
     place = "".join(f", {axis} {number}" for axis, number in getattr(record, "coordinate", {}).items())
     return f"rank {record.rank}{place} on {record.host}"

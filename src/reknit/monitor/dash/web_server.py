@@ -1,4 +1,4 @@
-"""A small web server for the page: the view as JSON, and a stream that says when there is a newer one."""
+"""A small web server for the page: the view as JSON, and a stream that announces newer views."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from reknit.errors import UsageError
-from reknit.monitor.reports.page import live_page
+from reknit.monitor.reports.report_page import live_page
 
 try:
     import uvicorn
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from reknit.monitor.dash.live import LiveEvents
+    from reknit.monitor.dash.live_view import LiveEvents
 
 _POLL_S = 0.2
 _ALIVE_S = 15.0
-"""Proxies end connections in which nothing comes for longer."""
+"""Proxies end connections that are silent for longer."""
 _MOST_DIGITS = 18
 _COOKIE = "reknit_token"
 _HEADERS = {
@@ -45,18 +45,18 @@ _HEADERS = {
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether only this machine reaches an address."""
+    """Return whether only this machine reaches an address."""
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
 
 
 def app(events: LiveEvents, token: str | None, is_closing: Callable[[], bool]) -> Starlette:
-    """Return the application; with a `token`, who does not know it gets nothing."""
+    """Return the application; with a `token`, it refuses requests without it."""
 
     async def index(request: Request) -> Response:
         answer = HTMLResponse(live_page(), headers=_HEADERS)
-        if token is not None:  # from here on the browser sends it, and the address need not have it
+        if token is not None:  # so that the browser sends it, and the address does not need it
             answer.set_cookie(_COOKIE, token, httponly=True, samesite="strict")
         return answer
 
@@ -89,7 +89,7 @@ def app(events: LiveEvents, token: str | None, is_closing: Callable[[], bool]) -
 
     pages = {"/": index, "/data": data, "/columns/{version}/{number}": columns, "/changes": changes}
     middleware = [Middleware(GZipMiddleware)]
-    if token is None:  # a page of another site must not read from here by a name that means this machine
+    if token is None:  # a page of another site must not read from here by a name of this machine
         hosts = ["localhost", "127.0.0.1", "[::1]", "::1"]
         middleware.insert(0, Middleware(TrustedHostMiddleware, allowed_hosts=hosts))
     routes = [Route(path, guarded(answer)) for path, answer in pages.items()]
@@ -97,17 +97,17 @@ def app(events: LiveEvents, token: str | None, is_closing: Callable[[], bool]) -
 
 
 def _count(text: str) -> int | None:
-    """Return the number that a part of a path is; None where it is none, or longer than any here."""
+    """Return the number in a part of a path; None if it is not a number, or too long."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else None
 
 
 async def _versions(events: LiveEvents, is_closing: Callable[[], bool]) -> AsyncIterator[str]:
-    """Yield the number of each view as a server-sent event, and now and then that the server is there."""
-    told, silent_s = -1, 0.0
+    """Yield the number of each view as a server-sent event, and a sign of life in between."""
+    sent, silent_s = -1, 0.0
     while not is_closing():
         version = 0 if events.view is None else events.view.version
-        if version != told:
-            told, silent_s = version, 0.0
+        if version != sent:
+            sent, silent_s = version, 0.0
             yield f"data: {version}\n\n"
         elif silent_s >= _ALIVE_S:
             silent_s = 0.0
@@ -117,7 +117,7 @@ async def _versions(events: LiveEvents, is_closing: Callable[[], bool]) -> Async
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens there.  Raises `UsageError` where that cannot be."""
+    """Return a socket that listens at an address.  Raises `UsageError` if the system refuses it."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)
@@ -129,8 +129,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def server(events: LiveEvents, token: str | None) -> uvicorn.Server:
-    """Return what serves the page; its `run` does, until the process is interrupted."""
+    """Return a server of the page; its `run` returns when the process is interrupted."""
     settings: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": 5, "lifespan": "off"}
-    # Browsers hold a stream open: it has to end before uvicorn waits for the end of all connections.
+    # Browsers keep the stream open: it must end before uvicorn waits for the end of all connections.
     serving = uvicorn.Server(uvicorn.Config(app(events, token, lambda: serving.should_exit), **settings))
     return serving

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from reknit.monitor.reports.events import MARKS
+from reknit.monitor.reports.recorded_operations import MARKS
 from reknit.types.rank_text import spelled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from reknit.monitor.reports.events import Event, RecordedOperation
+    from reknit.monitor.records import PhaseRecord
+    from reknit.monitor.reports.recorded_operations import RecordedOperation
 
 _ROW = 0
-"""The row of the run: what it did beside saves and loads, and what failed."""
+"""The row of the run, with its actions beside saves and loads, and its failures."""
 
 
-def trace(operations: Sequence[RecordedOperation], run: Sequence[Event] = ()) -> dict[str, Any]:
-    """Return a trace: a process for each rank, in it a row for each phase of the trainer and of its agent.
+def trace(operations: Sequence[RecordedOperation], run: Sequence[PhaseRecord] = ()) -> dict[str, Any]:
+    """Return a trace with a process for each rank, and in it a row for each phase of trainer and agent.
 
-    One more process is the run: its saves and loads by step, the failures, and what it did beside them.
+    One more process is the run: its saves and loads by step, the failures, and its other actions.
     """
     events = [event for operation in operations for event in operation.events]
     marks = [event for event in run if event.action in MARKS]
@@ -41,7 +42,7 @@ def trace(operations: Sequence[RecordedOperation], run: Sequence[Event] = ()) ->
     }
 
 
-def _names(events: Sequence[Event], rows: dict[str, int]) -> Iterator[dict[str, Any]]:
+def _names(events: Sequence[PhaseRecord], rows: dict[str, int]) -> Iterator[dict[str, Any]]:
     """Yield the names of ranks and rows."""
     for event in {event.rank: event for event in events}.values():
         place = "".join(f", {axis} {number}" for axis, number in event.coordinate.items())
@@ -53,21 +54,21 @@ def _names(events: Sequence[Event], rows: dict[str, int]) -> Iterator[dict[str, 
 
 
 def _of_run(
-    operations: Sequence[RecordedOperation], marks: Sequence[Event], pid: int, begin: float
+    operations: Sequence[RecordedOperation], marks: Sequence[PhaseRecord], pid: int, begin: float
 ) -> Iterator[dict[str, Any]]:
-    """Yield the process of the run, which stands above the ranks."""
+    """Yield the events of the process of the run, which is shown above the ranks."""
     yield _name("process", pid, "run")
     yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": -1}}
     yield _name("thread", pid, "events", _ROW)
     for number, operation in enumerate(operations):
         step = "" if operation.step is None else f" step {operation.step}"
-        # One save may begin before the one before it has ended, so each has a row of its own.
+        # A save may begin before the last save has ended, so each has a row of its own.
         common = {"pid": pid, "tid": _ROW, "id": number, "cat": operation.action}
         common |= {"name": operation.action + step}
         facts = {"path": operation.path, "ranks": operation.num_ranks, "bytes": operation.nbytes}
         yield common | {"ph": "b", "ts": _us(operation.started - begin), "args": facts}
         yield common | {"ph": "e", "ts": _us(operation.started + operation.elapsed_s - begin)}
-        alike: dict[str, list[Event]] = {}
+        alike: dict[str, list[PhaseRecord]] = {}
         for event in operation.failures:
             alike.setdefault(event.outcome, []).append(event)
         for outcome, failed in alike.items():
@@ -82,7 +83,7 @@ def _name(kind: str, pid: int, name: str, row: int | None = None) -> dict[str, A
     return {"ph": "M", "pid": pid, "name": f"{kind}_name", "args": {"name": name}} | place
 
 
-def _slice(event: Event, rows: dict[str, int], begin: float) -> dict[str, Any]:
+def _slice(event: PhaseRecord, rows: dict[str, int], begin: float) -> dict[str, Any]:
     return _common(event, event.phase, event.rank, rows[event.lane]) | {
         "ph": "X",
         "ts": _us(event.started - begin),
@@ -90,12 +91,12 @@ def _slice(event: Event, rows: dict[str, int], begin: float) -> dict[str, Any]:
     }
 
 
-def _instant(event: Event, name: str, pid: int, row: int, begin: float) -> dict[str, Any]:
+def _instant(event: PhaseRecord, name: str, pid: int, row: int, begin: float) -> dict[str, Any]:
     """Return a mark at the end of a phase."""
     return _common(event, name, pid, row) | {"ph": "i", "s": "t", "ts": _us(event.end - begin)}
 
 
-def _common(event: Event, name: str, pid: int, row: int) -> dict[str, Any]:
+def _common(event: PhaseRecord, name: str, pid: int, row: int) -> dict[str, Any]:
     facts = {"path": event.path, "step": event.step, "bytes": event.nbytes, "outcome": event.outcome}
     if event.detail:
         facts["detail"] = event.detail

@@ -10,7 +10,7 @@ from reknit.monitor.records import HOST
 
 
 def file_of_process(path: str | os.PathLike[str], suffix: str) -> str:
-    """Return `path`, or the file of this process in it if it is a folder; make folders that are missing."""
+    """Return `path`, or the file of this process in it if it is a folder; make missing folders."""
     text = local_path(path, "events go to")
     file = os.path.join(text, f"{HOST}-{os.getpid()}.{suffix}") if is_folder(text) else text
     with suppress(FileNotFoundError):
@@ -20,10 +20,10 @@ def file_of_process(path: str | os.PathLike[str], suffix: str) -> str:
 
 
 def is_folder(path: str) -> bool:
-    """Tell whether a path names a folder.
+    """Return whether a path names a folder.
 
-    It does where there is one, where it ends in a slash, and where nothing is there yet and the name has no
-    suffix: of a run that is about to begin, events must not be a file in the place of its folder.
+    It does if the folder exists, if the path ends in a slash, and if nothing exists there and the name has no
+    suffix.  The events of a new run must not become a file in the place of its folder.
     """
     if path.endswith(os.sep) or os.path.isdir(path):
         return True
@@ -31,5 +31,5 @@ def is_folder(path: str) -> bool:
 
 
 def absolute(path: str) -> str:
-    """Return what means the same from any current folder; a path that ends in a slash still does."""
+    """Return an absolute path, which still ends in a slash if `path` does."""
     return os.path.join(os.path.abspath(path), "") if path.endswith(os.sep) else os.path.abspath(path)

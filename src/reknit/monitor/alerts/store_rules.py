@@ -1,4 +1,4 @@
-"""What of stores deserves an alert: retries, slow writes, no room, old steps that do not move away?"""
+"""When does a store need an alert?  After retries or slow writes, when it is full, or steps do not move."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from reknit.errors import UsageError
 from reknit.keywords import checked_call
-from reknit.monitor.alerts.base import Alert, Unmoved, Watch, positive, source
+from reknit.monitor.alerts.alert_rule import Alert, RecordWatch, Watch, check_positive, source_text
 from reknit.monitor.records import PhaseRecord, StorageRecord
 
 if TYPE_CHECKING:
@@ -28,10 +28,10 @@ class Retries:
     within_s: float = 300.0
 
     def __post_init__(self) -> None:
-        positive(number=self.number, within_s=self.within_s)
+        check_positive(number=self.number, within_s=self.within_s)
 
     def watch(self) -> Watch:
-        """Return the rule at work."""
+        """Return a new watch for this rule."""
         seen: dict[str, deque[tuple[float, int]]] = {}
 
         def look(record: Record) -> Iterator[Alert]:
@@ -44,52 +44,52 @@ class Retries:
             total = sum(retries for _, retries in recent)
             if total >= self.number:
                 recent.clear()
-                last = f"the last by {source(record)}"
+                last = f"the last by {source_text(record)}"
                 text = f"{record.store}: {total} retries within {self.within_s:g} s, {last}"
                 yield Alert("retries", record.store, text, record.rank, record.step)
 
-        return Unmoved(look)
+        return RecordWatch(look)
 
 
 @checked_call
 @dataclass(frozen=True, slots=True)
 class SlowWrite:
-    """A rank wrote, over a whole phase, less than `mib_per_s`; phases of less than `least_s` do not count."""
+    """A rank wrote less than `mib_per_s` over a whole phase; phases of less than `least_s` do not count."""
 
     mib_per_s: float = 50.0
     least_s: float = 5.0
 
     def __post_init__(self) -> None:
-        positive(mib_per_s=self.mib_per_s, least_s=self.least_s)
+        check_positive(mib_per_s=self.mib_per_s, least_s=self.least_s)
 
     def watch(self) -> Watch:
-        """Return the rule at work."""
-        return Unmoved(self._look)
+        """Return a new watch for this rule."""
+        return RecordWatch(self._look)
 
     def _look(self, record: Record) -> Iterator[Alert]:
         if not isinstance(record, PhaseRecord) or record.phase != "write" or record.outcome != "ok":
             return
-        elapsed_s = record.ended - record.started  # `seconds` adds up threads
+        elapsed_s = record.elapsed_s  # `seconds` adds up threads
         if elapsed_s >= self.least_s and record.nbytes < self.mib_per_s * 2**20 * elapsed_s:
             speed = record.nbytes / 2**20 / elapsed_s
-            text = f"{source(record)} wrote to {record.path} at {speed:.3g} MiB/s"
+            text = f"{source_text(record)} wrote to {record.path} at {speed:.3g} MiB/s"
             yield Alert("slow write", record.host, text, record.rank, record.step)
 
 
 @checked_call
 @dataclass(frozen=True, slots=True)
 class StorageFull:
-    """A store said that it is full, or the file system that is saved to has less than `free_share` free."""
+    """A store is full, or the local file system of a save has less than `free_share` free."""
 
     free_share: float = 0.1
 
     def __post_init__(self) -> None:
-        positive(free_share=self.free_share)
+        check_positive(free_share=self.free_share)
         if not self.free_share < 1:
             raise UsageError(f"free_share is less than 1, not {self.free_share!r}")
 
     def watch(self) -> Watch:
-        """Return the rule at work."""
+        """Return a new watch for this rule."""
         return _FullWatch(self)
 
 
@@ -97,13 +97,13 @@ class _FullWatch:
     def __init__(self, rule: StorageFull) -> None:
         self._rule = rule
         self._folder: str | None = None
-        self._told = False
+        self._alerted = False
 
     def see(self, record: Record) -> Iterator[Alert]:
         if not isinstance(record, StorageRecord):
             return
         if record.outcome == "StorageFullError":
-            text = f"{record.store} is full, says {source(record)}: {record.path}"
+            text = f"{record.store} is full, says {source_text(record)}: {record.path}"
             yield Alert("storage full", record.store, text, record.rank, record.step)
         if record.store == "file" and record.action == "save":
             self._folder = record.path
@@ -117,9 +117,9 @@ class _FullWatch:
         try:
             total, _, free = shutil.disk_usage(folder)
         except OSError:
-            return  # it went meanwhile
-        before, self._told = self._told, free < self._rule.free_share * total
-        if self._told and not before:
+            return  # the folder is gone
+        before, self._alerted = self._alerted, free < self._rule.free_share * total
+        if self._alerted and not before:
             text = f"{folder} has {free / 2**30:.3g} of {total / 2**30:.3g} GiB free"
             yield Alert("storage full", "file", text)
 
@@ -129,17 +129,17 @@ class _FullWatch:
 class CoolingBehind:
     """Old steps move to the cold store more slowly than they become old.
 
-    At least `steps` wait for it, or one has waited for `within_s`.  It is told once until none waits.
+    At least `steps` wait for it, or one has waited for `within_s`.  The alert comes once until none waits.
     """
 
     steps: int = 3
     within_s: float = 6 * 3600.0
 
     def __post_init__(self) -> None:
-        positive(steps=self.steps, within_s=self.within_s)
+        check_positive(steps=self.steps, within_s=self.within_s)
 
     def watch(self) -> Watch:
-        """Return the rule at work."""
+        """Return a new watch for this rule."""
         return _CoolingWatch(self)
 
 
@@ -147,7 +147,7 @@ class _CoolingWatch:
     def __init__(self, rule: CoolingBehind) -> None:
         self._rule = rule
         self._waiting: dict[str, float] = {}
-        self._told = False
+        self._alerted = False
 
     def see(self, record: Record) -> Iterator[Alert]:
         if isinstance(record, PhaseRecord) and record.phase == record.action and record.outcome == "ok":
@@ -155,15 +155,15 @@ class _CoolingWatch:
                 self._waiting[record.path] = record.started
             elif record.action in ("cool", "remove", "save"):  # a save may have replaced it
                 self._waiting.pop(record.path, None)
-                self._told = self._told and bool(self._waiting)
+                self._alerted = self._alerted and bool(self._waiting)
         return iter(())
 
     def tick(self, now_s: float) -> Iterator[Alert]:
-        if not self._waiting or self._told:
+        if not self._waiting or self._alerted:
             return
         path, since = min(self._waiting.items(), key=lambda each: each[1])
         if len(self._waiting) >= self._rule.steps or now_s - since > self._rule.within_s:
-            self._told = True
+            self._alerted = True
             text = (
                 f"{len(self._waiting)} steps wait to move to the cold store, {path} for {now_s - since:.0f} s"
             )

@@ -1,4 +1,4 @@
-"""Which phases took how long, on which ranks?  The same numbers for text and for the page."""
+"""The seconds of each phase over all ranks: the same numbers for text and for the page."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from reknit.monitor.reports.events import RecordedOperation
+    from reknit.monitor.reports.recorded_operations import RecordedOperation
 
 SLOW_RATIO = 1.5
-"""A rank is a straggler in a phase that takes it this much longer than the median rank ..."""
+"""A rank is a straggler in a phase if it takes so many times as long as the median rank, ..."""
 
 SLOW_S = 0.05
-"""... and longer by so many seconds ..."""
+"""... and longer by so many seconds, ..."""
 
 SLOW_SHARE = 0.02
-"""... and by this share of the whole save or load, below which it does not matter."""
+"""... and by this share of the whole save or load; a smaller difference does not matter."""
 
 
 class PhaseSummary(NamedTuple):
@@ -31,7 +31,7 @@ class PhaseSummary(NamedTuple):
 
 
 def seconds_by_rank(operation: RecordedOperation) -> dict[str, dict[int, float]]:
-    """Return how long each rank was busy with each phase, summed where that occurs twice."""
+    """Return the busy seconds of each rank in each phase, summed if a phase occurs twice."""
     found: dict[str, dict[int, float]] = {}
     for event in operation.events:
         ranks = found.setdefault(event.lane, {})
@@ -40,7 +40,7 @@ def seconds_by_rank(operation: RecordedOperation) -> dict[str, dict[int, float]]
 
 
 def summaries(operation: RecordedOperation) -> list[PhaseSummary]:
-    """Return what is to be said of each phase, in the order in which they first began."""
+    """Return the summary of each phase, in the order of their first start."""
     nbytes: dict[str, int] = {}
     for event in sorted(operation.events, key=lambda event: event.started):
         nbytes[event.lane] = nbytes.get(event.lane, 0) + event.nbytes
@@ -54,5 +54,11 @@ def _summary(name: str, ranks: dict[int, float], nbytes: int, least_excess_s: fl
     slow = [(r, s) for r, s in ranks.items() if s > max(SLOW_RATIO * middle, middle + least_excess_s)]
     slow.sort(key=lambda entry: -entry[1])
     return PhaseSummary(
-        name, len(ranks), min(ranks.values()), middle, max(ranks.values()), nbytes, tuple(slow)
+        name=name,
+        num_ranks=len(ranks),
+        least_s=min(ranks.values()),
+        median_s=middle,
+        most_s=max(ranks.values()),
+        nbytes=nbytes,
+        stragglers=tuple(slow),
     )

@@ -1,4 +1,4 @@
-"""What did saves cost, and how often did they come?  As measured, for what follows from it."""
+"""What did saves cost, and how often did they come?  As measured."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reknit.monitor.reports.events import RecordedOperation
+    from reknit.monitor.reports.recorded_operations import RecordedOperation
 
 
 class MeasuredSaves(NamedTuple):
-    """Medians over saves: how long they held training up, took until the commit, and began apart."""
+    """Medians over saves: seconds of stalled training, until the commit, and between two starts."""
 
     num_saves: int
     num_ranks: int
@@ -23,7 +23,7 @@ class MeasuredSaves(NamedTuple):
 
 
 class CostTable(NamedTuple):
-    """What a time between saves costs: what there is to say of it, and a table."""
+    """The cost of the time between saves: remarks, and a table."""
 
     remarks: Sequence[str]
     heads: Sequence[str]
@@ -31,7 +31,7 @@ class CostTable(NamedTuple):
 
 
 def measured_saves(operations: Sequence[RecordedOperation]) -> MeasuredSaves | None:
-    """Return what saves cost, given in the order of time; None of fewer than two that went well."""
+    """Return the costs of saves in the order of time; None if fewer than two succeeded."""
     saves = [each for each in operations if each.action == "save" and not each.failures]
     if len(saves) < 2:
         return None
@@ -45,9 +45,9 @@ def measured_saves(operations: Sequence[RecordedOperation]) -> MeasuredSaves | N
 
 
 def stall_s(save: RecordedOperation) -> float:
-    """Return how long a save held training up on the slowest rank.
+    """Return the seconds for which a save stalled training on the slowest rank.
 
-    That is until everything is staged if agents do the rest, and the whole save otherwise.
+    Training stalls until everything is staged if agents do the rest, and for the whole save otherwise.
     """
     if all(event.process == "trainer" for event in save.events):
         return save.elapsed_s

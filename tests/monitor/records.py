@@ -1,0 +1,57 @@
+"""Records of a save by many ranks, to vary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from reknit.monitor.records import PhaseRecord, StorageRecord
+
+BEGIN = 1_790_000_000.0
+_COMMON: dict[str, Any] = {"rank": 0, "step": 7, "outcome": "ok", "action": "save", "path": "run/step_7"}
+_PHASE = PhaseRecord(
+    phase="",
+    started=BEGIN + 0.25,
+    seconds=1.0,
+    nbytes=1 << 30,
+    ended=BEGIN + 1.25,
+    host="host0",
+    coordinate={"dp": 1, "tp": 0},
+    **_COMMON,
+)
+_OPERATION = StorageRecord(
+    operation="",
+    store="s3://bucket",
+    started=BEGIN + 0.5,
+    seconds=0.5,
+    nbytes=100,
+    retries=0,
+    at_once=1,
+    host="host0",
+    process="agent",
+    **_COMMON,
+)
+
+
+def phase(name: str, **more: Any) -> PhaseRecord:
+    """Return the record of a phase of a save."""
+    return replace(_PHASE, phase=name, **more)
+
+
+def operation(name: str, **more: Any) -> StorageRecord:
+    """Return the record of an operation of the save's store."""
+    return replace(_OPERATION, operation=name, **more)
+
+
+def of_rank(name: str, rank: int, start: float, seconds: float, **more: Any) -> PhaseRecord:
+    """Return the record of a phase of a rank in a grid of four columns, with eight ranks on each host."""
+    known: dict[str, Any] = {
+        "started": BEGIN + start,
+        "seconds": seconds,
+        "nbytes": 0,
+        "ended": BEGIN + start + seconds,
+        "host": f"host{rank // 8}",
+        "coordinate": {"dp": rank // 4, "tp": rank % 4},
+    }
+    return phase(name, rank=rank, **(known | more))
