@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from reknit.engine.saving.commit import check_absent
+from reknit.engine.record.at_path import check_absent
 from reknit.engine.stored.moving import STAYS, moved_to
 from reknit.errors import ReknitError, UsageError, did_you_mean, readable, shown
 from reknit.keywords import unpacked

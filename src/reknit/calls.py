@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from reknit.comm import group as comm
 from reknit.engine.background.background import Background
 from reknit.engine.outcome import SaveOutcome
-from reknit.engine.run_record import Run, folder_above
+from reknit.engine.record.run_record import Run, folder_above
 from reknit.engine.saving import save as save_story
 from reknit.engine.saving.reuse import Committed
 from reknit.engine.saving.rounds import ASSIGN

@@ -19,7 +19,7 @@ from reknit.arguments import (
 )
 from reknit.engine.loading.browse import Checkpoint
 from reknit.engine.memory.pace import Pace
-from reknit.engine.stored import notes
+from reknit.engine.record import notes
 from reknit.engine.stored.copy_files import Promotion
 from reknit.engine.stored.delete import drop
 from reknit.engine.stored.moving import delete_moved, move

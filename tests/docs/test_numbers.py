@@ -39,7 +39,7 @@ NUMBERS: dict[str, list[tuple[str, str, float]]] = {
         ("have not changed for a day", "cli/gc.py:add_parser.--older-than", DAY),
     ],
     "howto/command-line.md": [
-        ("in its first thousand files", "engine/stored/other_formats.py:MOST_FOREIGN", 1000),
+        ("in its first thousand files", "engine/record/other_formats.py:MOST_FOREIGN", 1000),
         ("keeps a million events", "monitor/dash/live.py:_MOST_EVENTS", 1_000_000),
         ("a summary of a thousand older", "monitor/dash/live.py:_MOST_PAST", 1000),
     ],

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import reknit
+from reknit.engine.record import notes
 from reknit.engine.saving import manifest_content
-from reknit.engine.stored import notes
 from reknit.engine.stored.delete import drop
 from reknit.errors import DroppedError, MismatchError, ReknitError, UsageError
 from reknit.policies import latest, without

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.engine.stored import notes
+from reknit.engine.record import notes
 from reknit.engine.stored.delete import delete
 from reknit.errors import CheckpointNotFoundError, StoragePermissionError, UsageError
 from reknit.monitor.phase import CLOCK

@@ -56,7 +56,7 @@ def test_files_stay_where_the_root_may_yet_commit_them_and_else_go(
 ) -> None:
     storage = Annals("receipt")
     written = [write_bytes(storage, "m/00001.01234567.safetensors", b"x")]
-    assert after_writing(storage, rank, OTHER, written, sent=sent).clean_up(error) in (False, None)
+    assert after_writing(storage, rank, OTHER, written, sent=sent).clean_up(error).committed is False
     assert bool(list(storage.list())) == stays
 
 
@@ -68,7 +68,7 @@ def test_files_of_what_is_committed_stay_whatever_the_error_is(error: BaseExcept
     manifest = decode_manifest(storage.get(MANIFEST_PATH, limit=1 << 20))
     before = [file.path for file in storage.list()]
     written = [Written(file.path, file.nbytes, cast("Any", file.digests)) for file in manifest.files]
-    assert after_writing(storage, rank, manifest.write_id, written, sent=True).clean_up(error)
+    assert after_writing(storage, rank, manifest.write_id, written, sent=True).clean_up(error).litter is False
     assert [file.path for file in storage.list()] == before
 
 

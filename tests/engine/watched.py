@@ -15,9 +15,10 @@ _LOCAL = {"shard_key", "check_manifest"}
 
 _AGREEING = (
     "reknit.comm.",
+    "reknit.engine.record.",
     "reknit.engine.saving.coordinator",
     "reknit.engine.saving.receipt",
-    "reknit.engine.saving.commit",
+    "reknit.engine.saving.root",
 )
 
 

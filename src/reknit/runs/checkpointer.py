@@ -11,7 +11,7 @@ from reknit import api
 from reknit.arguments import check_state, checked_metrics
 from reknit.calls import all_told
 from reknit.engine.display import Shown, some
-from reknit.engine.stored.notes import add_metrics
+from reknit.engine.record.notes import add_metrics
 from reknit.engine.stored.steps import METRICS, step_name
 from reknit.errors import DroppedError, VersionError
 from reknit.keywords import checked_call

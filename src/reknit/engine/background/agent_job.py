@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from reknit.engine.background import messages as say
 from reknit.engine.memory.arena import SPAN_NBYTES, lay_out
-from reknit.engine.run_record import Run, folder_above
+from reknit.engine.record.run_record import Run, folder_above
 from reknit.engine.saving.job import SaveJob
 from reknit.engine.stored.promote import Target
 from reknit.errors import AgentError, ReknitError, shortage

@@ -13,9 +13,9 @@ from reknit.engine.background.deferred import Deferred
 from reknit.engine.background.snapshot import Snapshot
 from reknit.engine.columns import unpacked
 from reknit.engine.memory.staging import Staging
-from reknit.engine.saving.commit import check_manifest
 from reknit.engine.saving.copies import choose
 from reknit.engine.saving.file_layout import outline
+from reknit.engine.saving.root import check_manifest
 from reknit.monitor.phase import monotonic
 from reknit.monitor.sinks.choosing import everywhere
 from reknit.system import start_thread

@@ -9,12 +9,12 @@ import numpy as np
 
 from reknit.engine import messages
 from reknit.engine.columns import packed
-from reknit.engine.saving.commit import begin, commit
+from reknit.engine.record.marker import remove_marker
 from reknit.engine.saving.manifest_content import receipts_to_manifest
-from reknit.engine.saving.marker import take_down
 from reknit.engine.saving.packing import merge_claims, merge_receipts, merged_chunks, unpack
 from reknit.engine.saving.plan_cache import PlanCache, keep_latest
 from reknit.engine.saving.receipt import chunks_said
+from reknit.engine.saving.root import begin, commit
 from reknit.errors import CommitError, ProtocolError, StateError, UsageError
 from reknit.format import paths
 from reknit.format.index.checks import check_index
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from reknit.engine.record.marker import Marker
     from reknit.engine.saving.job import SaveJob
-    from reknit.engine.saving.marker import Marker
     from reknit.planner.assemble import ChunkFiles
     from reknit.planner.columns import Blocks, RankColumns
     from reknit.storage.base import Storage
@@ -111,7 +111,7 @@ class Coordinator:
         """Keep the save that began last, if it began here and is not committed, from ever being committed."""
         begun, self._begun = self._begun, None
         if begun is not None:
-            take_down(*begun)
+            remove_marker(*begun)
 
     def commit(self, job: SaveJob, requests: Sequence[bytes]) -> list[bytes]:
         """Make one checkpoint of all ranks' receipts, merged or not, and tell every rank the outcome.

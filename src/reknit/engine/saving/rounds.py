@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING
 
 from reknit.comm import group as comm
 from reknit.engine import messages
+from reknit.engine.record.commit import UNSENT, clear_own_host, fate_of
 from reknit.engine.saving.claims import blob_files
-from reknit.engine.saving.commit import clear_own_host, is_committed
 from reknit.engine.saving.packing import merge_claims, merge_receipts
 from reknit.engine.saving.receipt import receipt, write_blobs
 from reknit.engine.small_files import Written, discard
-from reknit.errors import CommError, ReknitError
+from reknit.errors import ReknitError
 from reknit.format import paths
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from reknit.engine.record.commit import Fate
     from reknit.engine.saving.coordinator import Coordinator
     from reknit.engine.saving.copies import CopySplit
     from reknit.engine.saving.job import SaveJob
@@ -77,25 +78,17 @@ class CommitTurn:
         answer = self.turn.exchange(mine, lambda requests: self._coordinator.commit(self.job, requests))
         self.outcome = messages.decode(answer, messages.CommitOutcome)
 
-    def clean_up(self, error: BaseException) -> bool | None:
-        """Delete what this rank wrote, unless it is, or may yet become, part of a checkpoint.
-
-        Tells whether the checkpoint is committed all the same; None when nobody can know.
-        """
-        storage = self.job.storage
+    def clean_up(self, error: BaseException) -> Fate:
+        """Delete what this rank wrote, unless it is, or may yet become, part of a checkpoint."""
+        storage, is_root = self.job.storage, self.job.group.rank == 0
+        sent = self.sent and not (isinstance(error, ReknitError) and error.phase in _BEFORE_RECEIPT)
         # The root decides only when it has the receipts of all ranks.
-        committed: bool | None = False
-        over = not self.sent or (isinstance(error, ReknitError) and error.phase in _BEFORE_RECEIPT)
-        if not over:
-            committed = is_committed(storage, self.write_id)
-            # A rank that lost the answer, or was interrupted before it came, cannot know how far the root is.
-            answered = isinstance(error, ReknitError) or self.job.group.rank == 0
-            over = committed is False and answered and not isinstance(error, CommError)
-        if over:
-            index = [paths.index_path(self.write_id)] if self.job.group.rank == 0 else []
+        fate = fate_of(storage, self.write_id, error, sent=True, is_root=is_root) if sent else UNSENT
+        if fate.litter:
+            index = [paths.index_path(self.write_id)] if is_root else []
             for path in [*(file.path for file in self.written), *index]:
                 discard(storage, path)
-        return committed
+        return fate
 
 
 @contextmanager
@@ -110,10 +103,7 @@ def commit_turn(job: SaveJob, coordinator: Coordinator, write_id: str) -> Iterat
             yield mine
     except BaseException as error:  # Ctrl-C too: what was written is part of a checkpoint, or litter
         coordinator.give_up()  # before the look at what is committed, which is then the last word
-        committed = mine.clean_up(error)
-        # That somebody was interrupted after the commit, or is gone, takes nothing away from it.
-        elsewhere = isinstance(error, CommError) or type(error) is ReknitError
-        if not committed or not elsewhere:
+        if not mine.clean_up(error).committed:
             raise
         mine.outcome = messages.CommitOutcome(
             0, [f"the checkpoint is committed, but the root's answer was lost: {error}"]

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from reknit.engine import messages
 from reknit.engine.memory.workers import run_jobs
-from reknit.engine.recognising import manifest_bytes
-from reknit.engine.saving.commit import manifest_exists
+from reknit.engine.record.at_path import manifest_in, read_manifest
+from reknit.engine.record.recognising import manifest_exists
 from reknit.engine.stored.file_checks import first_sound, read_checked
-from reknit.engine.stored.other_formats import no_checkpoint
 from reknit.engine.stored.renaming import Naming, Renamed, names_in, renamed
 from reknit.errors import (
     CheckpointNotFoundError,
@@ -328,16 +327,3 @@ def _decoded(data: bytes, storage: Storage) -> Manifest:
         error.path = f"{storage.url}/{paths.MANIFEST_PATH}"
         error.remedy = error.remedy or "restore the file, or load another checkpoint"
         raise
-
-
-def manifest_in(storage: Storage) -> Manifest | None:
-    """Return the manifest of the checkpoint at a place, maybe without a table; None where there is none."""
-    data = manifest_bytes(storage)
-    return None if data is None else decode_record(data)
-
-
-def read_manifest(storage: Storage) -> bytes:
-    """Return the bytes of the manifest.  Raises `CheckpointNotFoundError` that says what is there instead."""
-    if (data := manifest_bytes(storage)) is None:
-        raise no_checkpoint(storage)
-    return data

@@ -7,9 +7,10 @@ import re
 from typing import TYPE_CHECKING
 
 from reknit.engine.memory.workers import run_jobs
-from reknit.engine.stored.newest import folder_in, refuse_other
-from reknit.engine.stored.notes import metrics_of
-from reknit.engine.stored.opening import manifest_in
+from reknit.engine.record.at_path import manifest_in
+from reknit.engine.record.notes import metrics_of
+from reknit.engine.record.other_formats import refuse_other
+from reknit.engine.stored.newest import folder_in
 from reknit.errors import FormatError, StoragePermissionError
 from reknit.format.paths import RUN_FOLDER
 from reknit.types.saved_step import SavedStep

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from reknit.engine.memory.workers import run_jobs
+from reknit.engine.record.at_path import read_manifest
 from reknit.engine.report import VerifyReport
 from reknit.engine.stored.file_checks import (
     UNSOUND,
@@ -17,7 +18,6 @@ from reknit.engine.stored.file_checks import (
     read_checked,
     whole_manifest,
 )
-from reknit.engine.stored.opening import read_manifest
 from reknit.environment import num_threads
 from reknit.errors import CorruptError, FormatError, ReknitError, StorageError
 from reknit.format.checksum import BLOCK_NBYTES, digest
