@@ -75,9 +75,15 @@ def rank_of(job: Job, rank: int, *, silent: bool) -> Rank:
         storage=SimpleNamespace(url="file:///job/step"),
     )
     telling = time.process_time()
-    told = receipt(where, holdings.items, written, digest, plan.columns, own, EQUAL)
+    told = receipt(
+        where, holdings.items, written, plan=digest, columns=plan.columns, places=own, copies=EQUAL
+    )
     tell_s = time.process_time() - telling
-    again = receipt(where, holdings.items, written, digest, None, own, EQUAL) if silent else b""
+    again = (
+        receipt(where, holdings.items, written, plan=digest, columns=None, places=own, copies=EQUAL)
+        if silent
+        else b""
+    )
     claimed = claims(rank, messages.RankClaims(WRITE_ID, 1, digest, _NO_SHARDS, _SHARED))
     return Rank(claimed, told, again, planned - begin, tell_s, len(plan.columns.tensor) // 8)
 

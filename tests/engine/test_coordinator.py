@@ -85,7 +85,9 @@ class Rank:
             path = paths.data_path(file.plan.item, self.rank, write_id, file.plan.part)
             written.append(write_bytes(self.job.storage, path, bytes(file.nbytes)))
         columns = None if self.known else planned.columns
-        return receipt(self.job, ["m"], written, self.plan, columns, (), self.split)
+        return receipt(
+            self.job, ["m"], written, plan=self.plan, columns=columns, places=(), copies=self.split
+        )
 
 
 class World:
@@ -282,7 +284,7 @@ def test_copies_that_differ_are_warned_of_with_the_ranks_that_hold_them() -> Non
     for rank in world.ranks:
         kept = [("m", "kept", "0, 2"), ("m", "both", "0, 1")]
         copies = CopySplit([], kept, [("m", "lost", "0, 3")] + [("m", "both", "0, 1")] * (rank.rank == 2))
-        told.append(receipt(rank.job, ["m"], [], b"", None, (), copies))
+        told.append(receipt(rank.job, ["m"], [], plan=b"", columns=None, places=(), copies=copies))
     counted = receipts_to_manifest(unpack(merge_receipts(told))[0], write_id)
     assert counted.kept == {("m", "kept")}
     own, lost = counted.warnings
@@ -355,7 +357,9 @@ def test_the_tally_has_every_file_with_its_digests_and_coordinates() -> None:
         ]
         written = [write_bytes(world.job.storage, name, name.encode() * 3) for name in names]
         places = [place, {"rank": rank.rank}]
-        told.append(receipt(rank.job, ["m/ü", "x", "y"], written, b"", None, places, EQUAL))
+        told.append(
+            receipt(rank.job, ["m/ü", "x", "y"], written, plan=b"", columns=None, places=places, copies=EQUAL)
+        )
         files += [(file.path, file.nbytes, tuple(file.digests.tolist()), rank.rank) for file in written]
         blobs += [(names[1], None), (names[2], place), (names[3], {"rank": rank.rank})]
     got = receipts_to_manifest(unpack(merge_receipts(told))[0], write_id)
@@ -374,7 +378,7 @@ def test_a_rank_that_reports_more_or_fewer_digests_than_blocks_is_named(num_dige
     rank, write_id = World("digests").ranks[2], paths.new_write_id()
     digests = np.zeros(num_digests, np.uint64)
     written = [Written(paths.data_path("m", 2, write_id), 5, digests)]
-    told = receipt(rank.job, ["m"], written, b"", None, (), EQUAL)
+    told = receipt(rank.job, ["m"], written, plan=b"", columns=None, places=(), copies=EQUAL)
     with pytest.raises(ProtocolError, match="rank 2 reports a file with more or fewer digests"):
         receipts_to_manifest(unpack(told)[0], write_id)
 

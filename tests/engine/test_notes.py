@@ -11,6 +11,7 @@ import pytest
 
 import reknit
 from reknit.engine.record import notes
+from reknit.engine.record.at_path import committed
 from reknit.engine.stored.delete import delete
 from reknit.errors import CheckpointNotFoundError, StoragePermissionError, UsageError
 from reknit.monitor.phase import CLOCK
@@ -60,7 +61,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def write_id(path: Path) -> str:
-    return notes.committed(open_storage(path)).write_id
+    return committed(open_storage(path)).write_id
 
 
 def hold(path: Path, lease_s: float = 60.0) -> notes.Hold:

@@ -10,7 +10,6 @@ from reknit.comm.group import Group, SoloGroup
 from reknit.comm.tree.thread_group import thread_groups
 from reknit.engine.messages import Assignment, RankClaims
 from reknit.engine.saving.coordinator import Coordinator
-from reknit.engine.saving.copies import EQUAL
 from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.rounds import CommitTurn, commit_turn
 from reknit.engine.small_files import Written, write_bytes
@@ -22,6 +21,7 @@ from reknit.options import SaveOptions
 from tests.engine.runs import Annals, nothing_held, save_as
 
 OTHER = "0123456789abcdef" * 2
+SAID = RankClaims("", None, b"", None, [])
 ABOVE = StorageError("no room on another rank")
 
 
@@ -29,10 +29,14 @@ def job_of(storage: Annals, group: Group) -> SaveJob:
     return SaveJob(nothing_held, group, storage, SaveOptions(), Recorder("save", group.rank), 1, True)
 
 
+def assigned(write_id: str) -> Assignment:
+    return Assignment(write_id, b"", b"", [])
+
+
 def after_writing(
     storage: Annals, rank: int, write_id: str, written: list[Written], *, sent: bool
 ) -> CommitTurn:
-    turn = CommitTurn(job_of(storage, thread_groups(2)[rank]), Coordinator(), write_id)
+    turn = CommitTurn(job_of(storage, thread_groups(2)[rank]), Coordinator(), SAID, assigned(write_id))
     turn.written, turn.sent = written, sent
     return turn
 
@@ -89,10 +93,10 @@ def test_after_an_error_the_root_gives_up_and_no_file_is_left() -> None:
     storage, root = Annals("receipt"), Root()
 
     def run() -> None:
-        with commit_turn(job_of(storage, SoloGroup()), cast("Any", root), OTHER) as commit:
+        job = job_of(storage, SoloGroup())
+        with commit_turn(job, cast("Any", root), SAID, assigned(OTHER)) as commit:
             commit.written.append(write_bytes(storage, "m/00000.01234567.safetensors", b"x"))
-            said = RankClaims("", None, b"", None, [])
-            commit.commit(said, Assignment(OTHER, b"", b"", []), EQUAL, ["m"], None)
+            commit.commit(["m"], None)
 
     with pytest.raises(CommitError, match="do not make a whole"):
         run()

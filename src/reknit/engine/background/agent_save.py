@@ -6,21 +6,19 @@ import logging
 import threading
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from reknit.engine import messages
 from reknit.engine.background import messages as say
 from reknit.engine.background.agent_job import ArenaImage, TargetStore
-from reknit.engine.saving.claims import claims
-from reknit.engine.saving.copies import EQUAL, split
 from reknit.engine.saving.reuse import Reuse
 from reknit.engine.saving.rounds import assign, assign_turn, commit_turn
-from reknit.engine.saving.write import Outgoing, write_files
+from reknit.engine.saving.write import write_files
 from reknit.engine.small_files import discard
 from reknit.engine.stored.promote import close_quietly, promote_saved
 from reknit.environment import cores_per_rank
 from reknit.errors import ReknitError, typed
-from reknit.format import paths
 from reknit.monitor.phase import now
 from reknit.options import LEAST_INFLIGHT_NBYTES
 
@@ -33,6 +31,7 @@ if TYPE_CHECKING:
     from reknit.comm import group as comm
     from reknit.engine.memory.arena import Arena
     from reknit.engine.memory.tuning import Tuner
+    from reknit.engine.report import SaveTotals
     from reknit.engine.saving.coordinator import Coordinator
     from reknit.engine.saving.job import SaveJob
     from reknit.engine.saving.reuse import Committed
@@ -78,7 +77,6 @@ class AgentSave:
         """Numbers of the targets to which it still is."""
         self.note_end: Callable[[], None] = lambda: None
         """Called before the trainer can know that the save, or one of its promotions, has ended."""
-        self._copies = EQUAL
 
     @property
     def is_over(self) -> bool:
@@ -150,26 +148,23 @@ class AgentSave:
                 )
                 image, error = self.image, self.error
             if error is None and image is not None:
-                files = [
-                    Outgoing(paths.data_path(item, job.group.rank, write_id, part), nbytes)
-                    for item, part, nbytes in image.planned.files
-                ]
                 # What a ring holds is gone once it was compared.
                 frozen = () if image.is_ring else image.planned.frozen
-                self._reuse = Reuse(job, self._committed, write_id, files, frozen)
+                reuse = Reuse(job, self._committed, write_id, image.planned.files, frozen)
+                self._reuse = reuse
                 if frozen and not _CORES_FOR_BOTH:
                     with self._changed:
                         self._changed.wait_for(lambda: self.staged or self.error is not None)
-                left = self._reuse.take_over(self._fetch, "wait", written, stop=self._fail)
                 written += write_files(
                     job.storage,
-                    [files[n] for n in left],
-                    lambda file, start, nbytes, arena: self._fetch(left[file], start, nbytes, arena),
+                    reuse.files,
+                    self._fetch,
                     tuner=tuner,
                     recorder=job.recorder,
                     written=self._free if image.is_ring else None,
                     failed=self._fail,
                     busy=None if image.is_ring or _CORES_FOR_BOTH else lambda: not self.staged,
+                    take_over=partial(reuse.take_over, self._fetch, "wait", stop=self._fail),
                 )
         except BaseException as error:  # whatever it is, the other ranks wait for this one's receipt
             self.fail(typed(error))
@@ -210,7 +205,7 @@ class AgentSave:
     def commit(self, coordinator: Coordinator) -> None:
         """Go with all ranks through the rounds of this save, and tell the trainer how it ended."""
         try:
-            written, outcome = self._hold_rounds(coordinator)
+            written, totals = self._hold_rounds(coordinator)
         except BaseException as error:  # Ctrl-C cannot come here, and a bug must reach the trainer too
             self.fail(typed(error))
             coordinator.give_up()
@@ -222,32 +217,23 @@ class AgentSave:
         if self.targets:
             self._keep_for_promotion(written)
         self.job.recorder.flush()
-        done = say.SaveDone(
-            self.number,
-            None,
-            sum(file.nbytes for file in written),
-            len(written),
-            outcome.total_nbytes,
-            0 if self._reuse is None else self._reuse.nbytes,
-            outcome.warnings,
-            _plain(self.job.recorder.records),
-        )
+        done = say.SaveDone(self.number, None, totals, _plain(self.job.recorder.records))
         self._tell_end(done, last=not self.promotes)
 
-    def _hold_rounds(self, coordinator: Coordinator) -> tuple[list[Written], messages.CommitOutcome]:
-        """Assign, and commit what was written; return that and the outcome."""
+    def _hold_rounds(self, coordinator: Coordinator) -> tuple[list[Written], SaveTotals]:
+        """Assign, and commit; return the files that this rank wrote, and the figures of the save."""
         assigned = self._assign(coordinator)
         with self._changed:
             self._may_write = True
             self._changed.notify_all()
-        with commit_turn(self.job, coordinator, assigned.write_id) as commit:
+        with commit_turn(self.job, coordinator, self.begin.claims, assigned) as commit:
             self._wait_written(commit)
             assert self.image is not None
             planned = self.image.planned
-            commit.commit(self.begin.claims, assigned, self._copies, planned.items, planned.columns)
+            commit.commit(planned.items, planned.columns)
         assert self._reuse is not None
         self._reuse.remember(commit.written)
-        return commit.written, commit.outcome
+        return commit.written, commit.totals(self._reuse.nbytes)
 
     def _keep_for_promotion(self, written: list[Written]) -> None:
         """Keep what a promotion needs, and nothing else: many may wait for a slow store."""
@@ -260,19 +246,12 @@ class AgentSave:
 
     def _assign(self, coordinator: Coordinator) -> messages.Assignment:
         """Hold the round in which all ranks' work is assigned, and tell the trainer of its part."""
-        claimed, job = self.begin.claims, self.job
+        begin = self.begin
         # Not the write id: a rank whose trainer never came to begin this save does not know it.
-        with assign_turn(job, subject=f"save {self.number}") as turn:
+        with assign_turn(self.job, subject=f"save {self.number}") as turn:
             if self.error is not None:
                 raise self.error
-            mine = claims(job.group.rank, claimed)
-            assigned = assign(turn, coordinator, None if self.begin.warm_up else job, mine)
-        try:
-            self._copies = split(
-                claimed.copies, assigned.differing, job.group.rank, job.options.check_replicas
-            )
-        except ReknitError as error:  # all ranks hear of it in the round to commit
-            self.fail(error)
+            assigned = assign(turn, coordinator, self.job, begin.claims, begin=not begin.warm_up)
         self._channel.tell(say.Assigned(self.number, assigned.shard_owners))
         return assigned
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reknit.comm import group as comm
-from reknit.engine import messages
 from reknit.engine.background.agent_job import agent_job
 from reknit.engine.background.agent_save import AgentSave
 from reknit.engine.memory.tuning import Tuner
+from reknit.engine.report import SaveTotals
 from reknit.engine.saving.coordinator import Coordinator
 from reknit.engine.saving.reuse import Committed
 from reknit.engine.saving.rounds import ASSIGN
@@ -66,14 +66,14 @@ class WarmUp(AgentSave):
             self._written = []
             self._changed.notify_all()
 
-    def _hold_rounds(self, coordinator: Coordinator) -> tuple[list[Written], messages.CommitOutcome]:
+    def _hold_rounds(self, coordinator: Coordinator) -> tuple[list[Written], SaveTotals]:
         """Assign the work as a save would, and return when all ranks are ready."""
         self._assign(coordinator)
         group, timeout_s = self.job.group, self.job.options.timeout_s
         with comm.turn(group, ROUND, timeout_s, merge=b"".join, subject=f"save {self.number}") as turn:
             self.wait_ready()
             turn.arrive()
-        return [], messages.CommitOutcome(0, [])
+        return [], SaveTotals(0, 0, 0, 0, ())
 
     def wait_ready(self) -> None:
         """Wait until the trainer has done its part; raises what kept it from that."""

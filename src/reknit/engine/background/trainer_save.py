@@ -155,19 +155,16 @@ class TrainerSave:
 
     def _report(self, done: say.SaveDone) -> SaveReport:
         assert self._recorder is not None
+        assert done.totals is not None
         return SaveReport(
             path=self._recorder.path,
             step=self._recorder.step,
             write_id=self.write_id,
-            nbytes=done.nbytes,
-            num_files=done.num_files,
-            total_nbytes=done.total_nbytes,
-            reused_nbytes=done.reused_nbytes,
-            warnings=tuple(done.warnings),
             phases=(*self._recorder.records, *(PhaseRecord(**record) for record in done.records)),
             blocked_s=self.blocked_s,
             waited_s=self.waited_s,
             streamed=self.streamed,
+            **done.totals._asdict(),
         )
 
     def _promoted(self, message: say.Promoted) -> None:

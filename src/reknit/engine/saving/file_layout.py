@@ -44,6 +44,11 @@ class Outline(NamedTuple):
     columns: messages.ArrayColumns
 
     @property
+    def listed(self) -> list[tuple[str, int, int]]:
+        """Item, part and size of each file."""
+        return [(file.plan.item, file.plan.part, file.nbytes) for file in self.files]
+
+    @property
     def frozen(self) -> list[int]:
         """The numbers of the files that hold frozen tensors alone."""
         return [number for number, file in enumerate(self.files) if file.plan.frozen]

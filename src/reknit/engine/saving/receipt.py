@@ -57,6 +57,7 @@ def receipt(
     job: SaveJob,
     items: Sequence[str],
     written: Sequence[Written],
+    *,
     plan: bytes,
     columns: messages.ArrayColumns | None,
     places: Sequence[Mapping[str, int]],

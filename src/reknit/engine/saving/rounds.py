@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 from reknit.comm import group as comm
 from reknit.engine import messages
 from reknit.engine.record.commit import UNSENT, clear_own_host, fate_of
-from reknit.engine.saving.claims import blob_files
+from reknit.engine.report import SaveTotals
+from reknit.engine.saving.claims import blob_files, claims
+from reknit.engine.saving.copies import EQUAL, split
 from reknit.engine.saving.packing import merge_claims, merge_receipts
 from reknit.engine.saving.receipt import receipt, write_blobs
 from reknit.engine.small_files import Written, discard
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
 
     from reknit.engine.record.commit import Fate
     from reknit.engine.saving.coordinator import Coordinator
-    from reknit.engine.saving.copies import CopySplit
     from reknit.engine.saving.job import SaveJob
 
 ASSIGN = "assign"
@@ -38,45 +39,83 @@ def assign_turn(job: SaveJob, *, subject: str = "") -> comm.Turn:
 
 
 def assign(
-    turn: comm.Turn, coordinator: Coordinator, job: SaveJob | None, claims: bytes
+    turn: comm.Turn,
+    coordinator: Coordinator,
+    job: SaveJob,
+    claimed: messages.RankClaims,
+    *,
+    begin: bool = True,
 ) -> messages.Assignment:
-    """Let the root decide who writes what no framework could vouch for; see `Coordinator.assign`."""
-    answer = turn.exchange(claims, lambda requests: coordinator.assign(job, requests))
+    """Send the claims of this rank to the root, and return its answer; see `Coordinator.assign`.
+
+    Without `begin` no save begins, and only the assignment is made.
+    """
+    begun = job if begin else None
+    mine = claims(job.group.rank, claimed)
+    answer = turn.exchange(mine, lambda requests: coordinator.assign(begun, requests))
     return messages.decode(answer, messages.Assignment)
 
 
 class CommitTurn:
     """The files that this rank wrote, and its part in the round to commit; see `commit_turn`.
 
-    Whoever writes data files adds each to `written` as soon as storage has it; values are written last.
+    The writer of data files adds each to `written` as soon as storage has it; values are written last.
     """
 
-    def __init__(self, job: SaveJob, coordinator: Coordinator, write_id: str) -> None:
-        self.job, self.write_id = job, write_id
+    def __init__(
+        self,
+        job: SaveJob,
+        coordinator: Coordinator,
+        claimed: messages.RankClaims,
+        assigned: messages.Assignment,
+    ) -> None:
+        self.job, self.write_id = job, assigned.write_id
+        self._claimed, self._assigned, self._copies = claimed, assigned, EQUAL
         self.written: list[Written] = []
         self.outcome = messages.CommitOutcome(0, [])
         self.sent = False
         """Whether the receipt may be on its way to the root."""
         self.turn = comm.turn(
-            job.group, "commit", job.options.timeout_s, merge=merge_receipts, subject=write_id
+            job.group, "commit", job.options.timeout_s, merge=merge_receipts, subject=self.write_id
         )
         self._coordinator = coordinator
 
-    def commit(
-        self,
-        claimed: messages.RankClaims,
-        assigned: messages.Assignment,
-        copies: CopySplit,
-        items: Sequence[str],
-        columns: messages.ArrayColumns | None,
-    ) -> None:
+    def split_copies(self) -> None:
+        """Decide about copies that differ.  Raises `StateError` for one that no rank can keep as its own."""
+        differing, options = self._assigned.differing, self.job.options
+        if differing:
+            with self.job.recorder.phase("plan"):
+                self._copies = split(
+                    self._claimed.copies, differing, self.job.group.rank, options.check_replicas
+                )
+
+    def commit(self, items: Sequence[str], columns: messages.ArrayColumns | None) -> None:
         """Write the values of this rank, send the `receipt` for all `written`, and keep the outcome."""
-        blobs = blob_files([*claimed.blobs, *copies.blobs], assigned.blob_owners, self.job.group.rank)
+        claimed, copies = self._claimed, self._copies
+        blobs = blob_files([*claimed.blobs, *copies.blobs], self._assigned.blob_owners, self.job.group.rank)
         places = write_blobs(self.job, blobs, self.write_id, self.written)
-        mine = receipt(self.job, items, self.written, claimed.plan, columns, places, copies)
+        mine = receipt(
+            self.job,
+            items,
+            self.written,
+            plan=claimed.plan,
+            columns=columns,
+            places=places,
+            copies=copies,
+        )
         self.sent = True
         answer = self.turn.exchange(mine, lambda requests: self._coordinator.commit(self.job, requests))
         self.outcome = messages.decode(answer, messages.CommitOutcome)
+
+    def totals(self, reused_nbytes: int) -> SaveTotals:
+        """Return the figures of a save that is committed."""
+        return SaveTotals(
+            nbytes=sum(file.nbytes for file in self.written),
+            num_files=len(self.written),
+            total_nbytes=self.outcome.total_nbytes,
+            reused_nbytes=reused_nbytes,
+            warnings=tuple(self.outcome.warnings),
+        )
 
     def clean_up(self, error: BaseException) -> Fate:
         """Delete what this rank wrote, unless it is, or may yet become, part of a checkpoint."""
@@ -92,14 +131,20 @@ class CommitTurn:
 
 
 @contextmanager
-def commit_turn(job: SaveJob, coordinator: Coordinator, write_id: str) -> Iterator[CommitTurn]:
+def commit_turn(
+    job: SaveJob,
+    coordinator: Coordinator,
+    claimed: messages.RankClaims,
+    assigned: messages.Assignment,
+) -> Iterator[CommitTurn]:
     """Return the `with` block in which a rank writes its files, and that ends with `CommitTurn.commit`.
 
     After an error none of its files is left, unless they may yet become part of a checkpoint.
     """
-    mine = CommitTurn(job, coordinator, write_id)
+    mine = CommitTurn(job, coordinator, claimed, assigned)
     try:
         with job.recorder.phase("commit"), mine.turn:
+            mine.split_copies()
             yield mine
     except BaseException as error:  # Ctrl-C too: what was written is part of a checkpoint, or litter
         coordinator.give_up()  # before the look at what is committed, which is then the last word
@@ -109,4 +154,4 @@ def commit_turn(job: SaveJob, coordinator: Coordinator, write_id: str) -> Iterat
             0, [f"the checkpoint is committed, but the root's answer was lost: {error}"]
         )
     with suppress(ReknitError):  # what could not be deleted takes memory, until the next save to this path
-        clear_own_host(job.storage, job.group, write_id)
+        clear_own_host(job.storage, job.group, mine.write_id)

@@ -119,9 +119,10 @@ class _Writing:
         self._undigested: deque[tuple[_OpenFile, int, NDArray[np.uint8]]] = deque()
         self._clocks = {name: Stopwatch() for name in (self.phase, "digest", "write")}
 
-    def open(self, files: Sequence[Outgoing]) -> None:
-        """Start all files: what does not fit is known before anything is written."""
-        for number, file in enumerate(files):
+    def open(self, files: Sequence[Outgoing], numbers: Sequence[int]) -> None:
+        """Start the files of these numbers: what does not fit is known before anything is written."""
+        for number in numbers:
+            file = files[number]
             with self._clocks["write"].lap(), self._signed(file.path):
                 self.files.append(_OpenFile(number, file, self.storage.create(file.path, file.nbytes)))
                 if not file.nbytes:  # it has no last piece
@@ -232,9 +233,13 @@ def write_files(
     failed: Callable[[BaseException], None] | None = None,
     busy: Callable[[], bool] | None = None,
     meanwhile: Callable[[], None] | None = None,
+    take_over: Callable[[list[Written]], Sequence[int]] | None = None,
     keep: bool = False,
 ) -> list[Written]:
     """Write all files, several pieces at once, and return what storage has, in the order of `files`.
+
+    Files that `take_over` adds to its list come first: they are in storage already.  It returns the numbers
+    of the others.
 
     Each piece is digested in the memory from which it is written, never from what storage has, so damage on
     the way to the disk shows when the bytes are read.  On an error no file of this call is left behind, or
@@ -253,10 +258,16 @@ def write_files(
     which takes hardly any of it, and their digests wait; what `fetch` returns must then stay as it is until
     this call returns.  The caller's thread calls `meanwhile()` once while workers write.
     """
-    writing = _Writing(storage, fetch, recorder, phase, written, failed, busy)
-    recorder.expect(sum(file.nbytes for file in files))
+    there: list[Written] = []
     try:
-        writing.open(files)
+        left = range(len(files)) if take_over is None else take_over(there)
+    except BaseException:
+        _discard_all(storage, there)
+        raise
+    writing = _Writing(storage, fetch, recorder, phase, written, failed, busy)
+    recorder.expect(sum(files[number].nbytes for number in left))
+    try:
+        writing.open(files, left)
         for spans, (threads, piece_nbytes) in writing.windows(tuner):
             run_jobs(
                 _pieces(spans, piece_nbytes),
@@ -271,10 +282,16 @@ def write_files(
         writing.digest_late()
     except BaseException:
         writing.undo(keep=keep)
+        _discard_all(storage, there)
         raise
     finally:
         writing.record()
-    return [Written(file.path, file.nbytes, file.digests) for file in writing.files]
+    return [*there, *(Written(file.path, file.nbytes, file.digests) for file in writing.files)]
+
+
+def _discard_all(storage: Storage, files: Sequence[Written]) -> None:
+    for file in files:
+        discard(storage, file.path)
 
 
 def staged(images: Sequence[Image], transfer: Transfer) -> Fetch:
