@@ -14,8 +14,9 @@ import pytest
 import reknit
 from reknit.cli.main import main
 from reknit.comm import group as comm
-from reknit.engine.background import background, stage_for_agent
+from reknit.engine.background import background
 from reknit.engine.background.background import Background
+from reknit.engine.background.trainer import stage_for_agent
 from reknit.engine.sharing import shared_read
 from reknit.errors import ShortageError, StorageError, from_wire, shortage, typed
 from reknit.format.index import file as index_file

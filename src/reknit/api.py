@@ -35,10 +35,10 @@ from reknit.calls import (
 )
 from reknit.engine.display import logged
 from reknit.engine.loading import load as load_story
-from reknit.engine.loading.job import LoadJob
+from reknit.engine.loading.load_job import LoadJob
 from reknit.engine.outcome import PendingSave, SaveOutcome
 from reknit.engine.record.run_record import Run, folder_above
-from reknit.engine.saving.job import SaveJob
+from reknit.engine.saving.save_job import SaveJob
 from reknit.errors import ReknitError, UsageError
 from reknit.frameworks import registry
 from reknit.keywords import checked_call

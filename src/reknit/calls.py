@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from reknit.comm.group import Group
     from reknit.engine.report import SaveReport
-    from reknit.engine.saving.job import SaveJob
+    from reknit.engine.saving.save_job import SaveJob
     from reknit.engine.small_files import Written
     from reknit.options import SaveOptions
 

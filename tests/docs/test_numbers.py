@@ -20,7 +20,7 @@ MIB, GIB, MINUTE, HOUR, DAY = 1 << 20, 1 << 30, 60.0, 3600.0, 86_400.0
 # By page: what it says, where the number stands in src/reknit/, and what it is.
 NUMBERS: dict[str, list[tuple[str, str, float]]] = {
     "howto/async.md": [
-        ("if they have more than 64 KiB", "engine/background/deferred.py:SMALL_NBYTES", 64 << 10),
+        ("if they have more than 64 KiB", "engine/background/trainer/deferred.py:SMALL_NBYTES", 64 << 10),
         ("64 bytes of each 4 KiB", "engine/memory/sample.py:LINE_NBYTES", 64),
         ("of at least 4160 bytes in a row", "engine/memory/sample.py:STRIDE_NBYTES", 4160 - 64),
         ("waits for them for at most 30 s", "engine/background/background.py:_NEW_AGENTS_S", 30),
@@ -69,8 +69,8 @@ NUMBERS: dict[str, list[tuple[str, str, float]]] = {
     ],
     "howto/gpus.md": [
         ("| 64 MiB: they are laid out", "engine/memory/staging.py:GATHER_NBYTES", 64 * MIB),
-        ("of up to 64 KiB that no", "engine/background/deferred.py:SMALL_NBYTES", 64 << 10),
-        ("in total at most 64 MiB", "engine/background/deferred.py:_CLONES_NBYTES", 64 * MIB),
+        ("of up to 64 KiB that no", "engine/background/trainer/deferred.py:SMALL_NBYTES", 64 << 10),
+        ("in total at most 64 MiB", "engine/background/trainer/deferred.py:_CLONES_NBYTES", 64 * MIB),
         ("about 12 MiB for a moment", "engine/memory/sample.py:LOT_LINES", 1 << 16),
         ("converted, on the device | 8 MiB", "engine/memory/elements.py:LAID_NBYTES", 8 * MIB),
         ("two buffers of up to 32 MiB", "engine/sharing/host_exchange.py:BUCKET_NBYTES", 32 * MIB),

@@ -15,15 +15,15 @@ import pytest
 
 import reknit
 from reknit.comm.group import SoloGroup
-from reknit.engine.background import agent_link
 from reknit.engine.background import messages as say
 from reknit.engine.background.agent import Agent
 from reknit.engine.background.agent_save import AgentSave
-from reknit.engine.background.agents import Starting
+from reknit.engine.background.trainer import agent_link
+from reknit.engine.background.trainer.agent_session import AgentStart
 from reknit.engine.memory.tuning import Tuner
 from reknit.engine.messages import RankClaims
-from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.reuse import Committed
+from reknit.engine.saving.save_job import SaveJob
 from reknit.engine.stored.running_agents import at_work
 from reknit.errors import AgentError, ShortageError
 from reknit.monitor.phase import Recorder
@@ -120,7 +120,7 @@ def test_an_agent_that_is_given_up_is_gone_before_its_arena_is_filled_anew(
 
 
 def test_an_agent_that_was_given_nothing_is_ended_before_it_answers() -> None:
-    starting = Starting(SoloGroup(), SaveOptions(), in_process=False)
+    starting = AgentStart(SoloGroup(), SaveOptions(), in_process=False)
     link = starting.link()
     assert link.pid is not None
     psutil.Process(link.pid).suspend()

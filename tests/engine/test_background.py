@@ -18,11 +18,11 @@ import torch
 
 import reknit
 from reknit import calls, ranks
-from reknit.engine.background import agent_link
 from reknit.engine.background.agent import Agent
-from reknit.engine.background.agents import Agents
 from reknit.engine.background.background import Background
-from reknit.engine.background.snapshot import Snapshot
+from reknit.engine.background.trainer import agent_link
+from reknit.engine.background.trainer.agent_session import AgentSession
+from reknit.engine.background.trainer.snapshot import Snapshot
 from reknit.engine.outcome import SaveOutcome
 from reknit.engine.saving.coordinator import Coordinator
 from reknit.processes.channel import Channel
@@ -218,7 +218,7 @@ def test_after_the_first_plan_nothing_of_planning_agreement_and_commit_is_on_the
             rounds.setdefault(group.rank, []).append(counted.rounds)
             if step == 0:
                 assert assigned
-                assert "reknit.engine.background.trainer_save.owners" in seen.agreed
+                assert "reknit.engine.background.trainer.trainer_save.owners" in seen.agreed
                 assert "reknit.planner.save.plan_save" in seen.planned
             else:
                 assert assigned == []
@@ -560,7 +560,7 @@ def test_an_interrupt_while_a_first_save_copies_is_raised_though_no_agents_can_b
 
     with monkeypatch.context() as patched:
         patched.setattr(Snapshot, "take", interrupted)
-        patched.setattr(Agents, "form", gone)
+        patched.setattr(AgentSession, "form", gone)
         with pytest.raises(KeyboardInterrupt):
             background("gated://ctrl-c", {"model": weights(1)})
     background("gated://ctrl-c", {"model": weights(1)}).result(LIMIT_S)
@@ -606,12 +606,12 @@ def test_what_is_saved_is_collected_and_copied_while_the_first_agent_starts(
         def load_state_dict(self, state: dict[str, Any]) -> None:
             """Take nothing."""
 
-    def changing(*arguments: Any, form: Callable[..., Agents] = Agents.form) -> Agents:
+    def changing(*arguments: Any, form: Callable[..., AgentSession] = AgentSession.form) -> AgentSession:
         for array in state.values():
             array[:] = -1
         return form(*arguments)
 
-    monkeypatch.setattr(Agents, "form", changing)
+    monkeypatch.setattr(AgentSession, "form", changing)
     options = reknit.SaveOptions(max_file_nbytes=2 << 20)
     pending = reknit.save(tmp_path / "a", {"model": state, "odd": Looks()}, wait=False, options=options)
     report = pending.result(LIMIT_S)
@@ -628,7 +628,7 @@ def test_what_is_saved_is_collected_and_copied_while_the_first_agent_starts(
 
 
 def test_a_first_save_of_much_is_written_while_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reknit.engine.background.ahead._MOST_NBYTES", 1000)
+    monkeypatch.setattr("reknit.engine.background.trainer.stage_for_agent._MOST_NBYTES", 1000)
     taken_with: list[bool] = []
     take = Snapshot.take
 

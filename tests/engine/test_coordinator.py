@@ -16,10 +16,10 @@ from reknit.engine.saving.claims import claims, encode_holdings
 from reknit.engine.saving.coordinator import PLANS_KEPT, Coordinator
 from reknit.engine.saving.copies import EQUAL, CopySplit
 from reknit.engine.saving.file_layout import layout_digest, outline
-from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.manifest_content import receipts_to_manifest
 from reknit.engine.saving.packing import merge_claims, merge_receipts, unpack
 from reknit.engine.saving.receipt import receipt
+from reknit.engine.saving.save_job import SaveJob
 from reknit.engine.small_files import Written, write_bytes
 from reknit.errors import CommitError, CorruptError, ProtocolError
 from reknit.format import file_table, paths

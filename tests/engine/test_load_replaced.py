@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from reknit.comm.group import SoloGroup
-from reknit.engine.loading.job import LoadJob
 from reknit.engine.loading.load import load
+from reknit.engine.loading.load_job import LoadJob
 from reknit.engine.stored.delete import delete
 from reknit.engine.stored.opening import is_replaced
 from reknit.errors import CheckpointNotFoundError, CorruptError, ReknitError

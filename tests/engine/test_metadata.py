@@ -12,8 +12,8 @@ from reknit.comm.group import SoloGroup
 from reknit.engine import messages
 from reknit.engine.columns import bitmaps, left_over, unpacked
 from reknit.engine.loading.index_part import Reach
-from reknit.engine.loading.job import LoadJob
 from reknit.engine.loading.load import load
+from reknit.engine.loading.load_job import LoadJob
 from reknit.engine.loading.match import Fill
 from reknit.engine.loading.metadata import ReceivedMetadata, RootMetadata, hand_out, read_for_all
 from reknit.engine.stored.opening import opened, read_opened

@@ -14,7 +14,7 @@ import torch
 
 import reknit
 from reknit import calls, ranks
-from reknit.engine.background.save_maker import WarmUp
+from reknit.engine.background.agent_state import WarmUp
 from reknit.engine.memory.arena_pool import Arenas
 from reknit.engine.outcome import SaveOutcome
 from reknit.processes.shared_memory import SharedMemory
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from reknit.comm.group import Group
-    from reknit.engine.background.agents import Agents
     from reknit.engine.background.background import Background
+    from reknit.engine.background.trainer.agent_session import AgentSession
 
 LIMIT_S = 60.0
 MIB = 1 << 20
@@ -76,7 +76,7 @@ def background_of(group: Group | None = None, *, elsewhere: bool = False) -> Bac
     return calls.backgrounds[group or ranks.alone()][elsewhere]
 
 
-def crew_of(group: Group | None = None, *, elsewhere: bool = False) -> Agents:
+def crew_of(group: Group | None = None, *, elsewhere: bool = False) -> AgentSession:
     agents = background_of(group, elsewhere=elsewhere).agents
     assert agents is not None
     return agents

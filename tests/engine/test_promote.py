@@ -14,8 +14,8 @@ import reknit
 from reknit.comm.group import SoloGroup
 from reknit.comm.tree.thread_group import thread_groups
 from reknit.engine.report import PromotionReport
-from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.save import save
+from reknit.engine.saving.save_job import SaveJob
 from reknit.engine.small_files import Written, write_bytes
 from reknit.engine.stored.copy_files import Promotion
 from reknit.engine.stored.promote import decline, promote, promote_alone

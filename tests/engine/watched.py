@@ -15,7 +15,8 @@ _LOCAL = {"shard_key", "check_manifest"}
 
 _AGREEING = (
     "reknit.comm.",
-    "reknit.engine.record.",
+    "reknit.engine.record.commit",
+    "reknit.engine.record.marker",
     "reknit.engine.saving.coordinator",
     "reknit.engine.saving.receipt",
     "reknit.engine.saving.root",

@@ -18,8 +18,8 @@ import numpy as np
 
 import reknit
 from reknit.engine.saving import manifest_content
-from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.save import save
+from reknit.engine.saving.save_job import SaveJob
 from reknit.monitor.phase import Recorder
 from reknit.options import SaveOptions
 from reknit.storage.local.store import LocalStorage

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reknit.comm.group import SoloGroup
-from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.save import save
+from reknit.engine.saving.save_job import SaveJob
 from reknit.monitor.phase import Recorder
 from reknit.options import SaveOptions
 from reknit.storage.registry import open_storage

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from reknit.engine.loading import read
-from reknit.engine.loading.job import LoadJob
 from reknit.engine.loading.load import load
+from reknit.engine.loading.load_job import LoadJob
 from reknit.errors import CorruptError, ReknitError
 from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 import reknit
-from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.save import save
+from reknit.engine.saving.save_job import SaveJob
 from reknit.errors import StateError
 from reknit.monitor.phase import Recorder
 from reknit.options import SaveOptions

@@ -9,10 +9,10 @@ import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from reknit.engine.background.agents import Agents, Starting
-from reknit.engine.background.ahead import Ahead
 from reknit.engine.background.side_group import side_group
-from reknit.engine.background.stage_for_agent import stage_for_agent, warm_up
+from reknit.engine.background.trainer.agent_session import AgentSession, AgentStart
+from reknit.engine.background.trainer.stage_for_agent import PreparedSave, stage_for_agent
+from reknit.engine.background.trainer.warm_up import warm_up
 from reknit.engine.memory.arena_pool import Arenas
 from reknit.engine.outcome import SaveOutcome
 from reknit.errors import AgentError, DeadlineError, ShortageError, typed
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reknit.comm.group import Group
-    from reknit.engine.background.ahead import Until
-    from reknit.engine.background.trainer_save import TrainerSave
-    from reknit.engine.saving.job import SaveJob
+    from reknit.engine.background.trainer.stage_for_agent import Until
+    from reknit.engine.background.trainer.trainer_save import TrainerSave
+    from reknit.engine.saving.save_job import SaveJob
 
-    Story = Callable[[Ahead, Agents, TrainerSave], None]
+    Story = Callable[[PreparedSave, AgentSession, TrainerSave], None]
 
 logger = logging.getLogger("reknit")
 
@@ -54,9 +54,9 @@ class Background:
 
     def begin_anew(self) -> None:
         """Start without saves, agent and arenas, as a forked process has to: what it sees is its parent's."""
-        self.agents: Agents | None = None
+        self.agents: AgentSession | None = None
         self._side: Group | None = None
-        self._forming: Agents | None = None
+        self._forming: AgentSession | None = None
         self._settled = threading.Event()
         self._settled.set()
         self.failure: Exception | None = None
@@ -124,22 +124,22 @@ class Background:
         if self.arenas is None:
             self.arenas = Arenas(options.host_nbytes)
         save: TrainerSave | None = None
-        ahead = Ahead(self.arenas)
+        prepared = PreparedSave(self.arenas)
         wrong: BaseException | None = None
         try:
-            starting = None if self.agents else Starting(group, options, in_process=self._in_process)
-            wrong = ahead.go(make, group.rank, "collect" if starting is None else until)
+            starting = None if self.agents else AgentStart(group, options, in_process=self._in_process)
+            wrong = prepared.prepare(make, "collect" if starting is None else until)
             agents = self._formed(group, number, starting)
             save = agents.new_save(number, pending)
-            save.begun, save.untold = ahead.begun, ahead.recorder
-            ahead.hand_over(save)
+            save.begun, save.untold = prepared.begun, prepared.recorder
+            prepared.arena.hand_over(save)
             with self._lock:
                 self._waiting.discard(number)
             self.wait_for(pending.path, options.timeout_s, but=agents)
             pending.place = pending.path, agents
             if wrong is not None:
                 raise wrong
-            story(ahead, agents, save)
+            story(prepared, agents, save)
         except BaseException as caught:  # whatever it is, the other ranks must hear of it
             # What came first; but Ctrl-C, whenever it came, is no matter of this save alone.
             first = caught if wrong is None or not isinstance(caught, Exception) else wrong
@@ -147,7 +147,7 @@ class Background:
             if save is not None:
                 save.abandon(error, options.timeout_s)
             else:
-                ahead.release()
+                prepared.arena.release()
                 self._give_up(number)
             if pending.end(error) and pending.logged:
                 logger.error("save to %s failed: %s", pending.path, str(error) or type(error).__name__)
@@ -232,7 +232,7 @@ class Background:
                 "this process ends before its saves are committed, or promoted; its agent goes on with them"
             )
 
-    def _formed(self, group: Group, number: int, starting: Starting | None) -> Agents:
+    def _formed(self, group: Group, number: int, starting: AgentStart | None) -> AgentSession:
         """Return the agents that work on a save; those that are `starting` join each other first."""
         if starting is not None:
             try:
@@ -241,7 +241,7 @@ class Background:
             except BaseException:
                 starting.give_up()
                 raise
-            self._install(Agents.form(group, self._options, lambda: number, starting))
+            self._install(AgentSession.form(group, self._options, lambda: number, starting))
         agents = self.agents
         assert agents is not None
         if agents.link.broken and not agents.link.ended_on_purpose:
@@ -267,7 +267,7 @@ class Background:
             )
         return agents
 
-    def form_anew(self, lost: Agents) -> None:
+    def form_anew(self, lost: AgentSession) -> None:
         """Let a thread start new agents in the place of lost ones, together with all other ranks.
 
         Every rank does so as soon as it hears of the loss, and not at its next save: one that hears it just
@@ -278,8 +278,8 @@ class Background:
             assert self._side is not None
             lost.link.quit()
             try:
-                starting = Starting(self._side, self._options, in_process=self._in_process)
-                agents = Agents.form(self._side, self._options, self._next, starting)
+                starting = AgentStart(self._side, self._options, in_process=self._in_process)
+                agents = AgentSession.form(self._side, self._options, self._next, starting)
             except Exception as error:  # whatever it is, saves wait for the outcome
                 logger.error("agents were lost, and new ones could not be started: %s", error)
                 with self._lock:
@@ -313,7 +313,7 @@ class Background:
             if self.agents is not None and not self.agents.link.broken:
                 self._tell_given_up(self.agents)
 
-    def _tell_given_up(self, agents: Agents) -> None:
+    def _tell_given_up(self, agents: AgentSession) -> None:
         """Let all ranks hear of the saves that this one gave up; called with the lock held."""
         for number in self._given_up:
             if number >= agents.first:
@@ -328,7 +328,7 @@ class Background:
         with self._lock:
             return min(self._waiting, default=self.count)
 
-    def _install(self, agents: Agents) -> None:
+    def _install(self, agents: AgentSession) -> None:
         """Let new agents work on all saves to come; those that this rank has failed since fail there, too."""
         agents.link.failed = lambda: self.form_anew(agents)
         with self._lock:

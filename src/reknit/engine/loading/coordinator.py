@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reknit.engine.loading.collect import Collected
-    from reknit.engine.loading.job import LoadJob
+    from reknit.engine.loading.load_job import LoadJob
     from reknit.errors import ReknitError
 
 logger = logging.getLogger("reknit")

@@ -15,7 +15,7 @@ from reknit.engine.columns import unpacked
 from reknit.engine.loading.collect import collect, request_items
 from reknit.engine.loading.coordinator import LoadCoordinator
 from reknit.engine.loading.effects import MOST_LACKING
-from reknit.engine.loading.job import LoadPart
+from reknit.engine.loading.load_job import LoadPart
 from reknit.engine.loading.load_report import load_report
 from reknit.engine.loading.metadata import ReceivedMetadata
 from reknit.engine.loading.ties import unequal
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from reknit.engine.loading.collect import Collected
-    from reknit.engine.loading.job import LoadJob
+    from reknit.engine.loading.load_job import LoadJob
     from reknit.engine.loading.metadata import RootMetadata
     from reknit.engine.report import LoadReport
     from reknit.engine.stored.opening import OpenCheckpoint

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reknit.engine.loading.collect import Collected
-    from reknit.engine.loading.job import LoadJob, LoadPart
+    from reknit.engine.loading.load_job import LoadJob, LoadPart
     from reknit.engine.messages import LoadDecision
 
 

@@ -14,7 +14,7 @@ from reknit.types.shard import full_name
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from reknit.engine.loading.job import LoadJob
+    from reknit.engine.loading.load_job import LoadJob
     from reknit.engine.loading.match import Fill
     from reknit.engine.stored.opening import OpenCheckpoint
     from reknit.types.manifest import Index

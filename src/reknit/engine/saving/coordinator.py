@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reknit.engine.record.marker import Marker
-    from reknit.engine.saving.job import SaveJob
+    from reknit.engine.saving.save_job import SaveJob
     from reknit.planner.assemble import ChunkFiles
     from reknit.planner.columns import Blocks, RankColumns
     from reknit.storage.base import Storage

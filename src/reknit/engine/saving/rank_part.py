@@ -15,7 +15,7 @@ from reknit.types.lazy_property import lazy_property
 if TYPE_CHECKING:
     from reknit.engine.saving.copies import Chosen
     from reknit.engine.saving.file_layout import Outline
-    from reknit.engine.saving.job import SaveJob
+    from reknit.engine.saving.save_job import SaveJob
 
 
 class RankPart:
@@ -23,7 +23,7 @@ class RankPart:
 
     def __init__(self, job: SaveJob) -> None:
         """Collect the holdings.  Raises `StateError` for a part of the state that no file can hold."""
-        self._job = job
+        self.job = job
         with job.recorder.phase("collect"):
             self.encoded = encode_holdings(job.holdings(), job.options)
             self.sources = Sources(shard.memory for shard in self.encoded.holdings.shards)
@@ -37,14 +37,14 @@ class RankPart:
     @lazy_property
     def layout(self) -> bytes:
         """The `layout_digest` of the holdings."""
-        return layout_digest(self.encoded.holdings, self._job.options.max_file_nbytes)
+        return layout_digest(self.encoded.holdings, self.job.options.max_file_nbytes)
 
     def compare(self, chosen: Chosen | None = None) -> Chosen:
         """Digest the copies that other ranks may hold too, and return which those are.
 
         `chosen` is the result of an earlier save of the same layout.
         """
-        job = self._job
+        job = self.job
         with job.recorder.phase("digest"):
             chosen = chosen or choose(
                 self.encoded, job.options.check_replicas, job.group.rank, job.group.size
@@ -57,16 +57,16 @@ class RankPart:
         encoded = self.encoded
         return messages.RankClaims(
             write_id=write_id,
-            step=self._job.step,
+            step=self.job.step,
             plan=plan,
             shards=encoded.shard_claims() if shards else None,
             blobs=encoded.blobs,
             copies=self._copies,
             witnesses=encoded.witnesses,
-            places=len(self._job.promote_to),
+            places=len(self.job.promote_to),
         )
 
     def outline(self, owners: bytes = b"") -> Outline:
         """Return the files that this rank writes; `owners` are those of the shards that it claimed."""
         holdings = self.encoded.resolved(unpacked(owners, "i8"))
-        return outline(holdings, self._job.group.rank, self._job.options.max_file_nbytes)
+        return outline(holdings, self.job.group.rank, self.job.options.max_file_nbytes)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from reknit.engine import messages
     from reknit.engine.saving.claims import EncodedFile
     from reknit.engine.saving.copies import CopySplit
-    from reknit.engine.saving.job import SaveJob
+    from reknit.engine.saving.save_job import SaveJob
     from reknit.engine.small_files import Written
     from reknit.planner.columns import RankColumns
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
     from reknit.engine.memory.arena import Arena, Arenas
-    from reknit.engine.saving.job import SaveJob
+    from reknit.engine.saving.save_job import SaveJob
     from reknit.engine.saving.write import Fetch, FetchPhase
     from reknit.storage.base import Storage
 

@@ -29,8 +29,8 @@ from reknit.types.manifest import FileEntry, Manifest
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reknit.engine.saving.job import SaveJob
     from reknit.engine.saving.manifest_content import ManifestContent
+    from reknit.engine.saving.save_job import SaveJob
     from reknit.engine.small_files import Written
     from reknit.storage.base import Storage
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from reknit.engine.record.commit import Fate
     from reknit.engine.saving.coordinator import Coordinator
-    from reknit.engine.saving.job import SaveJob
+    from reknit.engine.saving.save_job import SaveJob
 
 ASSIGN = "assign"
 """The round in which a save begins."""

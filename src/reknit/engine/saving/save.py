@@ -22,7 +22,7 @@ from reknit.system import start_thread
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reknit.engine.saving.job import SaveJob
+    from reknit.engine.saving.save_job import SaveJob
     from reknit.engine.saving.write import Outgoing
     from reknit.engine.small_files import Written
 

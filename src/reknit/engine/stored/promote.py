@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from reknit.engine.record.run_record import Run
     from reknit.engine.report import PromotionReport
-    from reknit.engine.saving.job import SaveJob
+    from reknit.engine.saving.save_job import SaveJob
     from reknit.engine.small_files import Written
     from reknit.storage.base import Storage
     from reknit.types.manifest import Manifest

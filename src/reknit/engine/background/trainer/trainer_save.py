@@ -16,7 +16,7 @@ from reknit.monitor.records import PhaseRecord, record_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reknit.engine.background.agent_link import AgentLink
+    from reknit.engine.background.trainer.agent_link import AgentLink
     from reknit.engine.memory.arena_pool import Arenas, Lease
     from reknit.engine.outcome import SaveOutcome
     from reknit.monitor.phase import Recorder

@@ -41,19 +41,11 @@ class WarmUp(AgentSave):
     root keeps what it learns of the ranks' layouts, for the saves to come.
     """
 
-    _ready = False
-
     def make_ready(self) -> None:
         """Note that the trainer has done its part."""
         with self._changed:
-            self._ready = True
+            self._staged = True
             self._changed.notify_all()
-
-    @property
-    def staged(self) -> bool:
-        """Whether the trainer is needed no more."""
-        with self._changed:
-            return self._ready
 
     @property
     def places(self) -> list[str]:
@@ -78,7 +70,7 @@ class WarmUp(AgentSave):
     def wait_ready(self) -> None:
         """Wait until the trainer has done its part; raises what kept it from that."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ready or self.error is not None)
+            self._changed.wait_for(lambda: self._staged or self.error is not None)
             if self.error is not None:
                 raise self.error
 
@@ -111,13 +103,14 @@ class Adapting:
                     remedy="change it when no save or promotion is under way, or raise timeout_s",
                 )
         for save in earlier:
-            for store in save.stores if save.promotes else ():  # while this process has what they need
+            # While this process has the circumstances that these stores need.
+            for store in save.promotions.stores if save.promotes else ():
                 store.open_ahead()
         circumstances.take(self._due, self._current)
         self._current, self._due = self._due, None
 
 
-class SaveMaker:
+class AgentState:
     """Makes the saves of one agent."""
 
     def __init__(self, channel: Channel) -> None:

@@ -177,7 +177,7 @@ class AgentLink:
         # Imported only here: `python -m` would complain of a module that is there before it is run.
         # And all of it here, not in the agent's threads: a process that another thread forks meanwhile would
         # have modules that are half imported.
-        import reknit.engine.background.save_maker
+        import reknit.engine.background.agent_state
         import reknit.format.index.file  # noqa: F401
         from reknit.engine.background.agent import Agent
 

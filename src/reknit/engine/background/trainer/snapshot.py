@@ -14,8 +14,8 @@ from reknit.errors import StateError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reknit.engine.background.deferred import Deferred
-    from reknit.engine.background.trainer_save import TrainerSave
+    from reknit.engine.background.trainer.deferred import Deferred
+    from reknit.engine.background.trainer.trainer_save import TrainerSave
     from reknit.engine.memory.arena import Arena, Span
     from reknit.engine.memory.arena_pool import Lease
     from reknit.engine.memory.file_image import Copy, Image
