@@ -236,7 +236,7 @@ def check_promotion(storage: Storage, options: SaveOptions, rank: int, *, overwr
         with closing(open_storage(place.path, durability=options.durability)) as target:
             check_places(storage, target)
             if rank == 0:
-                check_absent(target, overwrite)
+                check_absent(target, overwrite=overwrite)
 
 
 def check_places(source: Storage, target: Storage) -> None:

@@ -46,7 +46,17 @@ def save_as(storage: Storage, value: int, generation: int, *, overwrite: bool = 
     options = SaveOptions(threads=1, timeout_s=LIMIT_S)
     try:
         group, recorder = SoloGroup(generation), Recorder("save", 0)
-        save(SaveJob(lambda: holdings, group, storage, options, recorder, value, overwrite))
+        save(
+            SaveJob(
+                collect=lambda: holdings,
+                group=group,
+                storage=storage,
+                options=options,
+                recorder=recorder,
+                step=value,
+                overwrite=overwrite,
+            )
+        )
     except ReknitError as error:
         return error
     return None
@@ -62,12 +72,12 @@ def value_in(storage: Storage) -> int | None:
     target = np.zeros(SPEC.shape)
     shards = (Shard("model", "w", SPEC, Box.whole(SPEC.shape), None, target),)
     job = LoadJob(
-        lambda _: Wanted(("model",), shards),
-        SoloGroup(),
-        storage,
-        ("model",),
-        LoadOptions(),
-        Recorder("load"),
+        want=lambda _: Wanted(("model",), shards),
+        group=SoloGroup(),
+        storage=storage,
+        items=("model",),
+        options=LoadOptions(),
+        recorder=Recorder("load"),
     )
     value = load(job).step
     assert value is not None

@@ -62,7 +62,15 @@ class Rank:
 
     def __init__(self, rank: int, storage: Storage) -> None:
         group = thread_groups(SIZE)[rank]
-        self.job = SaveJob(nothing_held, group, storage, SaveOptions(), Recorder("save", rank), 1, True)
+        self.job = SaveJob(
+            collect=nothing_held,
+            group=group,
+            storage=storage,
+            options=SaveOptions(),
+            recorder=Recorder("save", rank),
+            step=1,
+            overwrite=True,
+        )
         self.rank = rank
         self.plans: dict[bytes, Outline] = {}
         self.silent = True

@@ -75,7 +75,17 @@ def load_on_ranks(
 
         options = LoadOptions(timeout_s=30, transforms=[names(**renaming)] if renaming else [])
         recorder = Recorder("load", group.rank)
-        load(LoadJob(want, group, stores[group.rank], items[group.rank], options, recorder, lenient=("*",)))
+        load(
+            LoadJob(
+                want=want,
+                group=group,
+                storage=stores[group.rank],
+                items=items[group.rank],
+                options=options,
+                recorder=recorder,
+                lenient=("*",),
+            )
+        )
 
     run_ranks(len(items), rank)
     return stores, offered, targets
@@ -146,7 +156,14 @@ def asking(*items: str) -> messages.Items:
 
 def job_of(stored: ProcessMemory, items: Sequence[str] = (), **options: Any) -> LoadJob:
     wanted, recorder = Wanted(tuple(items)), Recorder("load")
-    return LoadJob(lambda _: wanted, SoloGroup(), stored, tuple(items), LoadOptions(**options), recorder)
+    return LoadJob(
+        want=lambda _: wanted,
+        group=SoloGroup(),
+        storage=stored,
+        items=tuple(items),
+        options=LoadOptions(**options),
+        recorder=recorder,
+    )
 
 
 def received(stored: ProcessMemory, answer: bytes, items: list[str]) -> ReceivedMetadata:

@@ -98,7 +98,17 @@ def saved(root: Path, value: int = 1, generation: int = 1, *, overwrite: bool = 
     def run(group: Group) -> tuple[str, list[Written]]:
         recorder = Recorder("save", group.rank)
         held = holdings(group.rank, value)
-        report, written = save(SaveJob(lambda: held, group, local(root), OPTIONS, recorder, value, overwrite))
+        report, written = save(
+            SaveJob(
+                collect=lambda: held,
+                group=group,
+                storage=local(root),
+                options=OPTIONS,
+                recorder=recorder,
+                step=value,
+                overwrite=overwrite,
+            )
+        )
         return report.write_id, written
 
     told = run_ranks(SIZE, run, groups=thread_groups(SIZE, generation))

@@ -26,7 +26,15 @@ ABOVE = StorageError("no room on another rank")
 
 
 def job_of(storage: Annals, group: Group) -> SaveJob:
-    return SaveJob(nothing_held, group, storage, SaveOptions(), Recorder("save", group.rank), 1, True)
+    return SaveJob(
+        collect=nothing_held,
+        group=group,
+        storage=storage,
+        options=SaveOptions(),
+        recorder=Recorder("save", group.rank),
+        step=1,
+        overwrite=True,
+    )
 
 
 def assigned(write_id: str) -> Assignment:

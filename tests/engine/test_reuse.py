@@ -71,12 +71,12 @@ class Run:
         def rank(group: Group) -> SaveReport:
             shards = self.shards(group.rank, self.frozen, np.full(300, step, np.float32))
             job = SaveJob(
-                lambda: Holdings(("model",), tuple(shards), ()),
-                group,
-                self.store(f"step_{step}"),
-                SaveOptions(timeout_s=30, threads=2, **options),
-                Recorder("save", group.rank, step),
-                step,
+                collect=lambda: Holdings(("model",), tuple(shards), ()),
+                group=group,
+                storage=self.store(f"step_{step}"),
+                options=SaveOptions(timeout_s=30, threads=2, **options),
+                recorder=Recorder("save", group.rank, step),
+                step=step,
                 overwrite=True,
             )
             return save(job, self.committed[group.rank])[0]
@@ -93,12 +93,12 @@ class Run:
             wanted = Wanted(("model",), tuple(self.shards(group.rank, into, trained)), ())
             load(
                 LoadJob(
-                    lambda _: wanted,
-                    group,
-                    storage,
-                    ("model",),
-                    LoadOptions(timeout_s=30),
-                    Recorder("load", group.rank),
+                    want=lambda _: wanted,
+                    group=group,
+                    storage=storage,
+                    items=("model",),
+                    options=LoadOptions(timeout_s=30),
+                    recorder=Recorder("load", group.rank),
                 )
             )
 

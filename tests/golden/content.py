@@ -85,12 +85,12 @@ def write(folder: str, *, file_table: bool = False) -> None:
         recorder = Recorder("save", group.rank)
         save(
             SaveJob(
-                lambda: holdings(group.rank),
-                group,
-                LocalStorage(folder),
-                SaveOptions(timeout_s=30),
-                recorder,
-                STEP,
+                collect=lambda: holdings(group.rank),
+                group=group,
+                storage=LocalStorage(folder),
+                options=SaveOptions(timeout_s=30),
+                recorder=recorder,
+                step=STEP,
                 origin={"world_size": RANKS},
                 metadata=METADATA,
             )

@@ -36,7 +36,13 @@ def save_in_boxes(
     storage = open_storage(path, durability="process")
     holdings = Holdings((item,), tuple(shards), ())
     job = SaveJob(
-        lambda: holdings, SoloGroup(0), storage, SaveOptions(), Recorder("save"), 1, origin={"world_size": 1}
+        collect=lambda: holdings,
+        group=SoloGroup(0),
+        storage=storage,
+        options=SaveOptions(),
+        recorder=Recorder("save"),
+        step=1,
+        origin={"world_size": 1},
     )
     save(job)
     storage.close()

@@ -192,13 +192,13 @@ class World:
             self._here.name = f"host {self.hosts[group.rank]}"
             items = tuple(sorted({shard.item for shard in shards[group.rank]} or {"model"}))
             job = LoadJob(
-                lambda _: Wanted(items, tuple(shards[group.rank])),
-                group,
-                self.stores[group.rank],
-                items,
-                each[group.rank],
-                Recorder("load", group.rank),
-                (lambda: ThreadCarrier(self.hub, group.rank)) if carries else None,
+                want=lambda _: Wanted(items, tuple(shards[group.rank])),
+                group=group,
+                storage=self.stores[group.rank],
+                items=items,
+                options=each[group.rank],
+                recorder=Recorder("load", group.rank),
+                carrier=(lambda: ThreadCarrier(self.hub, group.rank)) if carries else None,
                 lenient=lenient,
             )
             return load(job)

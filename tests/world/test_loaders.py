@@ -37,12 +37,12 @@ def saved(storage: Storage, job: Sequence[TokenLoader], **options: Any) -> None:
         state = {"loader": job[group.rank]}
         save(
             SaveJob(
-                lambda: collect(state, group.rank, group.size),
-                group,
-                storage,
-                SaveOptions(**options),
-                Recorder("save", group.rank),
-                1,
+                collect=lambda: collect(state, group.rank, group.size),
+                group=group,
+                storage=storage,
+                options=SaveOptions(**options),
+                recorder=Recorder("save", group.rank),
+                step=1,
             )
         )
 
@@ -54,12 +54,12 @@ def resumed(stores: Sequence[Storage], job: Sequence[TokenLoader], *lenient: str
         state = {"loader": job[group.rank]}
         load(
             LoadJob(
-                lambda catalog: wanted(state, catalog, group.rank, group.size),
-                group,
-                stores[group.rank],
-                ("loader",),
-                LoadOptions(),
-                Recorder("load", group.rank),
+                want=lambda catalog: wanted(state, catalog, group.rank, group.size),
+                group=group,
+                storage=stores[group.rank],
+                items=("loader",),
+                options=LoadOptions(),
+                recorder=Recorder("load", group.rank),
                 lenient=lenient,
             )
         )

@@ -194,7 +194,9 @@ class SaveOutcome(Awaited[SaveReport]):
         """Return the line that the log has of this save, which went well and took so long."""
         assert self.report is not None
         by = f"by {ranks(self.ranks)}"
-        return logged("saved", self.report.path, self.report.step, self.report.total_nbytes, by, seconds)
+        return logged(
+            "saved", self.report.path, self.report.step, self.report.total_nbytes, by, seconds=seconds
+        )
 
 
 @checked_call

@@ -51,10 +51,27 @@ def agent_job(
     if begin.tell_events:
         to_trainer = _ToTrainer(begin.number, tell)
         sinks += (Outlet(to_trainer, "the trainer does not hear of them", idle_s=1.0),)
-    recorder = Recorder("save", group.rank, step, storage.url, sinks, "agent", begin.coordinate)
+    recorder = Recorder(
+        action="save",
+        rank=group.rank,
+        step=step,
+        path=storage.url,
+        sinks=sinks,
+        process="agent",
+        coordinate=begin.coordinate,
+    )
     storage = recorded(storage, recorder)
     extra["run"] = run_of(begin.url, begin.factory, begin.record, options)
-    return SaveJob(_collect_nothing, group, storage, options, recorder, step, begin.overwrite, **extra)
+    return SaveJob(
+        collect=_collect_nothing,
+        group=group,
+        storage=storage,
+        options=options,
+        recorder=recorder,
+        step=step,
+        overwrite=begin.overwrite,
+        **extra,
+    )
 
 
 def run_of(url: str, factory: str | None, record: str | None, options: SaveOptions) -> Run | None:

@@ -86,7 +86,7 @@ class Background:
         """
         pending = SaveOutcome(url, promote_to=options.promotions)
         with self._saving.taken(options.timeout_s):
-            self._carry_out(stage_for_agent, "copy", pending, group, make, options)
+            self._carry_out(stage_for_agent, "copy", pending, group=group, make=make, options=options)
         return pending
 
     def prepare(self, group: Group, make: Callable[[], SaveJob], url: str, options: SaveOptions) -> None:
@@ -97,7 +97,7 @@ class Background:
         pending = SaveOutcome(url, logged=False)
         pending.asked = True  # raised here, and by no later save
         with self._saving.taken(options.timeout_s):
-            self._carry_out(warm_up, "arena", pending, group, make, options)
+            self._carry_out(warm_up, "arena", pending, group=group, make=make, options=options)
         pending.result(2 * options.timeout_s)  # each of the two rounds ends within its own time
 
     def _carry_out(
@@ -105,6 +105,7 @@ class Background:
         story: Story,
         until: Until,
         pending: SaveOutcome,
+        *,
         group: Group,
         make: Callable[[], SaveJob],
         options: SaveOptions,
@@ -121,8 +122,7 @@ class Background:
             self._begun = pending
         self._exit_wait_s = max(self._exit_wait_s, options.exit_wait_s)
         self._options = options
-        if self.arenas is None:
-            self.arenas = Arenas(options.host_nbytes)
+        self.arenas = self.arenas or Arenas(options.host_nbytes)
         save: TrainerSave | None = None
         prepared = PreparedSave(self.arenas)
         wrong: BaseException | None = None

@@ -97,7 +97,15 @@ def collect(job: LoadJob, checkpoint: OpenCheckpoint) -> Collected:
             wanted, transformed, made = job.want(catalog), None, {}
         job.recorder.coordinate = dict(wanted.coordinate)
         fills, problems = match(part.index, wanted, options, part.stored)
-    return Collected(part, wanted, fills, problems, Reach.of(part.index, fills, wanted), transformed, made)
+    return Collected(
+        checkpoint=part,
+        wanted=wanted,
+        fills=fills,
+        problems=problems,
+        reach=Reach.of(part.index, fills, wanted),
+        transformed=transformed,
+        made=made,
+    )
 
 
 def left_of_made(root: Collected, asked: Sequence[messages.Asked], left: Sequence[Name]) -> list[Name]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from reknit.engine.loading.read import RangeReader
@@ -37,6 +37,7 @@ class LoadJob:
     storage: Storage
     items: tuple[str, ...]
     options: LoadOptions
+    _: KW_ONLY
     recorder: Recorder
     carrier: Callable[[], Carrier] | None = None
     """Makes the transport of bytes to other hosts, if there is one."""

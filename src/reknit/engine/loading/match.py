@@ -143,8 +143,8 @@ def require_fit(
     idle: Sequence[str],
     lenient: Sequence[str],
     url: str,
-    damaged: Sequence[str] = (),
     *,
+    damaged: Sequence[str] = (),
     hint: Callable[[Sequence[str]], str | None] = lambda _: None,
 ) -> None:
     """Raise one error that lists all that does not fit on any rank, if anything does not.

@@ -152,7 +152,16 @@ def names_only(tensors: Sequence[TensorEntry]) -> Index:
     """Return an index of which only the tensors are known so far."""
     boxes = np.zeros((0, max((len(entry.spec.shape) for entry in tensors), default=1) or 1), np.int64)
     none = np.zeros(0, np.int64)
-    return Index(tuple(tensors), (), none, boxes, boxes, none, none, none)
+    return Index(
+        tensors=tuple(tensors),
+        files=(),
+        tensor=none,
+        offsets=boxes,
+        lengths=boxes,
+        file=none,
+        start=none,
+        nbytes=none,
+    )
 
 
 class Handout(NamedTuple):

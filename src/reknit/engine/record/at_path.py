@@ -53,7 +53,7 @@ def check_same(storage: Storage, write_id: str) -> None:
         )
 
 
-def check_absent(storage: Storage, overwrite: bool) -> None:
+def check_absent(storage: Storage, *, overwrite: bool) -> None:
     """Raise `CheckpointExistsError` if there is a checkpoint that may not be replaced.
 
     A file that is not shown to be a manifest of reknit is never replaced (`UsageError`).  Neither is a

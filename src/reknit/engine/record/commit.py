@@ -99,7 +99,7 @@ def put_manifest(storage: Storage, mine: Marker, data: bytes, *, overwrite: bool
     if mine.run is not None:  # one that began since may have left this marker, at a step that it passed over
         mine.run.check()
     if overwrite:
-        check_absent(storage, overwrite)
+        check_absent(storage, overwrite=overwrite)
     try:
         placed = place_manifest(storage, mine, data, if_absent=not overwrite)
     except ReknitError:

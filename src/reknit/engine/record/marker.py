@@ -44,11 +44,13 @@ def take_marker(storage: Storage, mine: Marker, *, overwrite: bool, newest: bool
 
     Raises as `check_absent` where there is something that has to stay.
     """
-    check_absent(storage, overwrite)  # also before, so that nothing is touched where there is a checkpoint
+    check_absent(
+        storage, overwrite=overwrite
+    )  # also before, so that nothing is touched where there is a checkpoint
     mine = put_marker(storage, mine, newest=newest)
     try:
         if not overwrite:
-            check_absent(storage, overwrite)
+            check_absent(storage, overwrite=overwrite)
     except BaseException:
         remove_marker(storage, mine)
         raise

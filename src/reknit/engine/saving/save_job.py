@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class SaveJob:
     storage: Storage
     options: SaveOptions
     recorder: Recorder
+    _: KW_ONLY
     step: int | None = None
     overwrite: bool = False
     origin: Mapping[str, Any] = field(default_factory=dict)

@@ -264,7 +264,15 @@ def write_files(
     except BaseException:
         _discard_all(storage, there)
         raise
-    writing = _Writing(storage, fetch, recorder, phase, written, failed, busy)
+    writing = _Writing(
+        storage=storage,
+        fetch=fetch,
+        recorder=recorder,
+        phase=phase,
+        written=written,
+        failed=failed,
+        busy=busy,
+    )
     recorder.expect(sum(files[number].nbytes for number in left))
     try:
         writing.open(files, left)

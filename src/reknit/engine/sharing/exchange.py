@@ -110,6 +110,7 @@ class Exchange:
         rank: int,
         sharing: Sharing,
         work: FetchReader,
+        *,
         private: Sequence[Job],
         link: HostLink | None,
         carrier: Carrier | None,
@@ -119,14 +120,28 @@ class Exchange:
         self.nbytes_received = 0
         self._rank, self._sharing, self._work, self._link = rank, sharing, work, link
         part = sharing.part
-        self._fetches = FetchTracker(rank, part, sharing.paths, link, work.under_way, broken, timeout_s)
+        self._fetches = FetchTracker(
+            rank=rank,
+            part=part,
+            paths=sharing.paths,
+            link=link,
+            under_way=work.under_way,
+            broken=broken,
+            timeout_s=timeout_s,
+        )
         self._private: deque[Job] = deque(private)
         self._to_read = deque(batches_of(part, rank, sharing.cell_nbytes))
         self._ring: SharedMemory | None = None
         self._hosts: HostExchange | None = None
         if carrier is not None:
             self._hosts = HostExchange(
-                rank, part, carrier, self._fetches, sharing.num_steps, sharing.paths, work.wrong
+                rank=rank,
+                part=part,
+                carrier=carrier,
+                fetches=self._fetches,
+                num_steps=sharing.num_steps,
+                paths=sharing.paths,
+                wrong=work.wrong,
             )
 
     # The caller's thread.

@@ -51,6 +51,7 @@ class FetchTracker:
 
     def __init__(
         self,
+        *,
         rank: int,
         part: FetchTable,
         paths: Sequence[str],

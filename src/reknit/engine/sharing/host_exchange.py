@@ -89,6 +89,7 @@ class HostExchange:
 
     def __init__(
         self,
+        *,
         rank: int,
         part: FetchTable,
         carrier: Carrier,
@@ -163,7 +164,7 @@ class HostExchange:
             places.append(at)
             at += int(part.nbytes[row])
         for step in range(self._num_steps):
-            self._carry(step, outgoing, sent, incoming, places, what)
+            self._carry(step, outgoing, sent, incoming=incoming, places=places, what=what)
         for row in sent:
             fetches.taken(int(part.number[row]), OTHER_HOSTS)
         for (reader, row), at in zip(incoming, places, strict=True):
@@ -181,6 +182,7 @@ class HostExchange:
         step: int,
         outgoing: Sequence[tuple[int, int]],
         sent: Mapping[int, Bytes],
+        *,
         incoming: Sequence[tuple[int, int]],
         places: Sequence[int],
         what: str,

@@ -123,7 +123,19 @@ def _num_steps(division: Division, bucket_nbytes: int) -> int:
 
 def _no_part() -> FetchTable:
     empty, first = np.zeros(0, np.int64), np.zeros(1, np.int64)
-    return FetchTable(empty, empty, empty, empty, empty, empty, empty, first, empty, first, empty)
+    return FetchTable(
+        number=empty,
+        file=empty,
+        start=empty,
+        nbytes=empty,
+        source=empty,
+        reader=empty,
+        turn=empty,
+        taker_first=first,
+        taker=empty,
+        remote_first=first,
+        remote=empty,
+    )
 
 
 def _reads(offer: messages.Offer, files: NDArray[np.int64]) -> Reads:

@@ -60,7 +60,7 @@ class SharedRead:
         if HostLink.available():
             with suppress(OSError):  # a sandbox may refuse it; without a link the rank reads alone
                 link = HostLink(group.rank)
-        return cls(group, carries, reader, files, link, options)
+        return cls(group=group, carrier=carries, reader=reader, files=files, link=link, options=options)
 
     def offer(self) -> messages.Offer:
         """Return what this rank would read alone, and how other ranks can reach it."""
@@ -95,24 +95,24 @@ class SharedRead:
         for number, row in enumerate(fetch_of(self._reads(), part).tolist()):
             (rows[row] if row >= 0 else private).append(number)
         sharing = Sharing(
-            part,
-            share.num_turns,
-            share.num_steps,
-            rows,
-            [self.files[file] for file in part.file.tolist()],
-            share.peers,
-            self.reader.cell_nbytes,
-            max(min(_MOST_SLOTS, self.options.inflight_nbytes // self.reader.cell_nbytes // 4), 1),
+            part=part,
+            num_turns=share.num_turns,
+            num_steps=share.num_steps,
+            rows=rows,
+            paths=[self.files[file] for file in part.file.tolist()],
+            peers=share.peers,
+            cell_nbytes=self.reader.cell_nbytes,
+            num_slots=max(min(_MOST_SLOTS, self.options.inflight_nbytes // self.reader.cell_nbytes // 4), 1),
         )
         exchange = Exchange(
-            self.group.rank,
-            sharing,
-            self.reader,
-            [partial(self.reader.read, job) for job in self.reader.jobs(private)],
-            self.link,
-            self.carrier if share.num_turns else None,
-            lambda: self.group.broken,
-            timeout_s,
+            rank=self.group.rank,
+            sharing=sharing,
+            work=self.reader,
+            private=[partial(self.reader.read, job) for job in self.reader.jobs(private)],
+            link=self.link,
+            carrier=self.carrier if share.num_turns else None,
+            broken=lambda: self.group.broken,
+            timeout_s=timeout_s,
         )
         # One thread may wait for storage, while another copies what others have read.
         try:

@@ -100,7 +100,13 @@ class OpenCheckpoint:
             for item in self.items
         }
         return Catalog(
-            self.items, tensors, self.blobs, coordinates, self.own, terms or Terms(), self.read_ahead
+            items=self.items,
+            tensors=tensors,
+            blobs=self.blobs,
+            coordinates=coordinates,
+            own=self.own,
+            terms=terms or Terms(),
+            read_ahead=self.read_ahead,
         )
 
     def blob_names(self) -> list[tuple[str, str]]:
@@ -184,11 +190,11 @@ def read_opened(
     for _ in range(REPLACED_TRIES - 1):
         manifest = manifest_here()
         try:
-            return _contents(storage, manifest, items, own, replicas)
+            return _contents(storage, manifest, items, replicas, own=own)
         except REPLACED as error:
             if not is_replaced(storage, manifest.write_id, error, replicas):
                 raise
-    return _contents(storage, manifest_here(), items, own, replicas)
+    return _contents(storage, manifest_here(), items, replicas, own=own)
 
 
 def unknown_items(
@@ -236,8 +242,9 @@ def _contents(
     storage: Storage,
     manifest: Manifest,
     items: Sequence[str] | None,
-    own: bool,
     replicas: Sequence[Storage],
+    *,
+    own: bool,
 ) -> Contents:
     """Read what the manifest leads to."""
     from reknit.format.index.file import decode_index  # Arrow is loaded only by who has an index
@@ -301,7 +308,13 @@ def opened(
             values = decode_blobs(contents.blobs[file.path], allow_pickle=options.allow_pickle)
             blobs[file.item].update(values)
     whole = OpenCheckpoint(
-        storage, manifest, contents.index, blobs, wanted, options.allow_pickle, replicas=tuple(replicas)
+        storage=storage,
+        manifest=manifest,
+        index=contents.index,
+        blobs=blobs,
+        items=wanted,
+        allow_pickle=options.allow_pickle,
+        replicas=tuple(replicas),
     )
     if (naming := Naming.of(options)) is None:
         return whole
@@ -313,7 +326,14 @@ def _renamed(
     whole: OpenCheckpoint, naming: Naming, items: Sequence[str] | None, own: messages.OwnNames
 ) -> OpenCheckpoint:
     """Return a checkpoint under the state's names."""
-    names = renamed(naming, whole.manifest.items, whole.index, whole.blobs, own.names, own.unknown)
+    names = renamed(
+        naming=naming,
+        items=whole.manifest.items,
+        index=whole.index,
+        blobs=whole.blobs,
+        own=own.names,
+        unknown=own.unknown,
+    )
     wanted = names.items if items is None else tuple(items)
     blobs = {item: names.blobs.get(item, {}) for item in (*names.items, *wanted)}
     return replace(whole, index=names.index, blobs=blobs, items=wanted, renamed=names)

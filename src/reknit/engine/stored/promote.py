@@ -165,11 +165,25 @@ def promote_saved(
     try:
         mine = job.recorder
         recorder = Recorder(
-            "promote", group.rank, job.step, target.url, mine.sinks, mine.process, mine.coordinate
+            action="promote",
+            rank=group.rank,
+            step=job.step,
+            path=target.url,
+            sinks=mine.sinks,
+            process=mine.process,
+            coordinate=mine.coordinate,
         )
         rate = None if to.bytes_per_s is None else to.bytes_per_s / group.size
         told = to.recorded(target, recorder)
-        promotion = Promotion(job.storage, told, job.overwrite, job.options, recorder, Pace(rate), to.run)
+        promotion = Promotion(
+            source=job.storage,
+            target=told,
+            overwrite=job.overwrite,
+            options=job.options,
+            recorder=recorder,
+            pace=Pace(rate),
+            run=to.run,
+        )
         with recorder.whole():
             return promote(promotion, group, job.step, write_id, written)
     finally:

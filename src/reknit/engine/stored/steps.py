@@ -102,14 +102,14 @@ def _described(root: Storage, name: str, notes: bool) -> SavedStep | None:
         return None
     metrics = manifest.metadata.get(METRICS)
     return SavedStep(
-        manifest.step,
-        folder.url,
-        manifest.created,
-        manifest.nbytes,
-        manifest.items,
-        (_numbers(metrics) if isinstance(metrics, dict) else {})
+        step=manifest.step,
+        path=folder.url,
+        created=manifest.created,
+        nbytes=manifest.nbytes,
+        items=manifest.items,
+        metrics=(_numbers(metrics) if isinstance(metrics, dict) else {})
         | (_added(folder, manifest.save_id) if notes else {}),
-        manifest.save_id,
+        write_id=manifest.save_id,
         dropped=tuple(manifest.dropped),
         moved_to=manifest.moved_to,
     )

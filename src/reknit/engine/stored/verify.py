@@ -197,7 +197,9 @@ def check_all(
             damage[file.path] = wrong
     readable = [piece for piece in pieces if piece.file.path not in damage]
     kinds = (FormatError, StorageError) if replicas else (FormatError,)
-    found = _check_pieces(checkpoint.storage, manifest.block_nbytes, readable, options, kinds, replicas)
+    found = _check_pieces(
+        checkpoint.storage, manifest.block_nbytes, readable, options, kinds, replicas=replicas
+    )
     for path, error in found:
         damage.setdefault(path, []).append(error.message)
     lines = []
@@ -244,6 +246,7 @@ def _check_pieces(
     pieces: Sequence[_Piece],
     options: LoadOptions,
     kinds: tuple[type[ReknitError], ...],
+    *,
     replicas: Sequence[Storage] = (),
 ) -> list[tuple[str, ReknitError]]:
     """Compare digests of blocks; return the path and the error of each piece that has one of these kinds.
