@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from os import PathLike
 
-    from reknit.engine.report import LoadReport
+    from reknit.engine.call_reports import LoadReport
     from reknit.ranks import AnyGroup
 
 logger = logging.getLogger("reknit")

@@ -86,7 +86,7 @@ NUMBERS: dict[str, list[tuple[str, str, float]]] = {
         ("`inflight_nbytes` (256 MiB)", "options.py:LoadOptions.inflight_nbytes", 256 * MIB),
     ],
     "howto/per-rank-state.md": [
-        ("the first 8 KiB", "engine/saving/copies.py:SAMPLE_NBYTES", 8 << 10),
+        ("the first 8 KiB", "engine/saving/compared_copies.py:SAMPLE_NBYTES", 8 << 10),
     ],
     "howto/save-and-load.md": [
         ("may be nested 64 deep", "types/shard.py:MAX_DEPTH", 64),
@@ -128,7 +128,7 @@ NUMBERS: dict[str, list[tuple[str, str, float]]] = {
         ("to several stores (up to 8)", "engine/background/lanes.py:_MOST", 8),
     ],
     "reference/options.md": [
-        ("the first 8 KiB of copies", "engine/saving/copies.py:SAMPLE_NBYTES", 8 << 10),
+        ("the first 8 KiB of copies", "engine/saving/compared_copies.py:SAMPLE_NBYTES", 8 << 10),
     ],
     "reliability.md": [
         ("Every block of 4 MiB", "format/checksum.py:BLOCK_NBYTES", 4 * MIB),

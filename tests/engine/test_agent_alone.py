@@ -15,13 +15,13 @@ import pytest
 
 import reknit
 from reknit.comm.group import SoloGroup
-from reknit.engine.background import messages as say
+from reknit.engine.background import agent_messages as say
 from reknit.engine.background.agent import Agent
 from reknit.engine.background.agent_save import AgentSave
 from reknit.engine.background.trainer import agent_link
 from reknit.engine.background.trainer.agent_session import AgentStart
 from reknit.engine.memory.tuning import Tuner
-from reknit.engine.messages import RankClaims
+from reknit.engine.round_messages import RankClaims
 from reknit.engine.saving.reuse import Committed
 from reknit.engine.saving.save_job import SaveJob
 from reknit.engine.stored.running_agents import at_work
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from reknit.engine.saving.coordinator import Coordinator
+    from reknit.engine.saving.save_coordinator import Coordinator
     from reknit.errors import ReknitError
 
 LIMIT_S = 30.0

@@ -24,7 +24,7 @@ from reknit.engine.background.trainer import agent_link
 from reknit.engine.background.trainer.agent_session import AgentSession
 from reknit.engine.background.trainer.snapshot import Snapshot
 from reknit.engine.outcome import SaveOutcome
-from reknit.engine.saving.coordinator import Coordinator
+from reknit.engine.saving.save_coordinator import Coordinator
 from reknit.processes.channel import Channel
 from reknit.storage.registry import recipe, register
 from reknit.testing.world import run_ranks
@@ -676,7 +676,7 @@ def test_saves_that_fail_and_only_warn_are_not_kept() -> None:
 
 
 def test_a_message_that_is_interrupted_closes_the_channel() -> None:
-    from reknit.engine.background import messages
+    from reknit.engine.background import agent_messages
 
     class Interrupted:
         def sendall(self, data: bytes) -> None:
@@ -687,7 +687,7 @@ def test_a_message_that_is_interrupted_closes_the_channel() -> None:
 
     told: list[int] = []
     with pytest.raises(KeyboardInterrupt):
-        Channel(Interrupted(), messages.decode).send(messages.Quit())  # type: ignore[arg-type]
+        Channel(Interrupted(), agent_messages.decode).send(agent_messages.Quit())  # type: ignore[arg-type]
     assert len(told) == 1
 
 

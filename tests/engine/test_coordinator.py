@@ -8,17 +8,17 @@ import pytest
 
 import reknit
 from reknit.comm.tree.thread_group import thread_groups
-from reknit.engine import messages
-from reknit.engine.columns import packed, unpacked
+from reknit.engine import round_messages
 from reknit.engine.memory.sources import Sources
-from reknit.engine.saving import coordinator as module
+from reknit.engine.packed_columns import packed, unpacked
+from reknit.engine.saving import save_coordinator as module
 from reknit.engine.saving.claims import claims, encode_holdings
-from reknit.engine.saving.coordinator import PLANS_KEPT, Coordinator
-from reknit.engine.saving.copies import EQUAL, CopySplit
+from reknit.engine.saving.compared_copies import EQUAL, CopySplit
 from reknit.engine.saving.file_layout import layout_digest, outline
 from reknit.engine.saving.manifest_content import receipts_to_manifest
 from reknit.engine.saving.packing import merge_claims, merge_receipts, unpack
 from reknit.engine.saving.receipt import receipt
+from reknit.engine.saving.save_coordinator import PLANS_KEPT, Coordinator
 from reknit.engine.saving.save_job import SaveJob
 from reknit.engine.small_files import Written, write_bytes
 from reknit.errors import CommitError, CorruptError, ProtocolError
@@ -81,10 +81,10 @@ class Rank:
         self.plan = layout_digest(self.encoded.holdings, 1 << 40)
         self.known = self.silent and self.plan in self.plans
         told = None if self.known else self.encoded.shard_claims()
-        return claims(self.rank, messages.RankClaims(write_id, step, self.plan, told, []))
+        return claims(self.rank, round_messages.RankClaims(write_id, step, self.plan, told, []))
 
     def receipt(self, write_id: str, answer: bytes) -> bytes:
-        owners = unpacked(messages.decode(answer, messages.Assignment).shard_owners, "i8")
+        owners = unpacked(round_messages.decode(answer, round_messages.Assignment).shard_owners, "i8")
         if not self.known:
             self.plans[self.plan] = outline(self.encoded.resolved(owners), self.rank, 1 << 40)
         planned = self.plans[self.plan]
@@ -263,12 +263,14 @@ def test_all_ranks_are_told_which_copies_differ_and_who_holds_them() -> None:
     told = []
     for rank in range(SIZE):
         digests = packed([7, rank == 3], "u8")
-        copies = messages.Copies(packed([1, 1 << 63], "u8"), digests, b"", b"")
+        copies = round_messages.Copies(packed([1, 1 << 63], "u8"), digests, b"", b"")
         none = encode_holdings(Holdings((), (), ()), SaveOptions()).shard_claims()
-        told.append(claims(rank, messages.RankClaims(write_id, 1, b"", none, [], copies)))
+        told.append(claims(rank, round_messages.RankClaims(write_id, 1, b"", none, [], copies)))
     answers = world.coordinator.assign(world.job, world.up(told, merge_claims))
     for answer in answers:
-        assert messages.decode(answer, messages.Assignment).differing == [(-1 << 63, [0, 1, 2, 3, 4])]
+        assert round_messages.decode(answer, round_messages.Assignment).differing == [
+            (-1 << 63, [0, 1, 2, 3, 4])
+        ]
 
 
 def test_a_tensor_that_ranks_keep_as_their_own_has_no_chunks_and_is_told() -> None:
@@ -306,7 +308,7 @@ def test_ranks_with_equal_answers_get_one_object() -> None:
     requests = [rank.claims(write_id, 1, [copy("a"), copy("b")]) for rank in world.ranks]
     answers = world.coordinator.assign(world.job, [merge_claims(requests)])
     assert len({id(answer) for answer in answers}) == 1
-    owners = unpacked(messages.decode(answers[0], messages.Assignment).shard_owners, "i8")
+    owners = unpacked(round_messages.decode(answers[0], round_messages.Assignment).shard_owners, "i8")
     assert len(set(owners.tolist())) == 2
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.engine.record import notes
+from reknit.engine.record import checkpoint_notes
 from reknit.engine.record.at_path import committed
 from reknit.engine.saving import manifest_content
 from reknit.engine.stored.delete import drop
@@ -191,7 +191,7 @@ def test_whatever_begins_meanwhile_at_any_moment(tmp_path: Path, other: str) -> 
             if other == "save":
                 reknit.save(path, state(7.0), overwrite=True)
             elif other == "hold":
-                notes.Hold(place, saved, 60.0)
+                checkpoint_notes.Hold(place, saved, 60.0)
             elif other == "drop":
                 drop(place, ["optimizer"])
             else:

@@ -13,7 +13,7 @@ import pytest
 import reknit
 from reknit.comm.group import SoloGroup
 from reknit.comm.tree.thread_group import thread_groups
-from reknit.engine.report import PromotionReport
+from reknit.engine.call_reports import PromotionReport
 from reknit.engine.saving.save import save
 from reknit.engine.saving.save_job import SaveJob
 from reknit.engine.small_files import Written, write_bytes

@@ -8,10 +8,10 @@ import pytest
 
 from reknit.comm.group import Group, SoloGroup
 from reknit.comm.tree.thread_group import thread_groups
-from reknit.engine.messages import Assignment, RankClaims
-from reknit.engine.saving.coordinator import Coordinator
-from reknit.engine.saving.rounds import CommitTurn, commit_turn
+from reknit.engine.round_messages import Assignment, RankClaims
+from reknit.engine.saving.save_coordinator import Coordinator
 from reknit.engine.saving.save_job import SaveJob
+from reknit.engine.saving.save_rounds import CommitTurn, commit_turn
 from reknit.engine.small_files import Written, write_bytes
 from reknit.errors import CommError, CommitError, DeadlineError, StorageError
 from reknit.format.manifest_file import decode_manifest

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reknit.comm.group import Group
-    from reknit.engine.report import SaveReport
+    from reknit.engine.call_reports import SaveReport
     from reknit.storage.base import Storage
 
 SIZE = 3

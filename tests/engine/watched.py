@@ -17,7 +17,7 @@ _AGREEING = (
     "reknit.comm.",
     "reknit.engine.record.commit",
     "reknit.engine.record.marker",
-    "reknit.engine.saving.coordinator",
+    "reknit.engine.saving.save_coordinator",
     "reknit.engine.saving.receipt",
     "reknit.engine.saving.root",
 )

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from reknit.engine.loading.load import load
 from reknit.engine.loading.load_job import LoadJob
-from reknit.engine.saving.copies import SAMPLE_NBYTES
+from reknit.engine.saving.compared_copies import SAMPLE_NBYTES
 from reknit.engine.saving.save import save
 from reknit.engine.saving.save_job import SaveJob
 from reknit.errors import StateError
@@ -27,7 +27,7 @@ from tests.world.layouts import Model, held, wants
 
 if TYPE_CHECKING:
     from reknit.comm.group import Group
-    from reknit.engine.report import LoadReport, SaveReport
+    from reknit.engine.call_reports import LoadReport, SaveReport
     from reknit.storage.base import Storage
     from reknit.types.manifest import Catalog
     from reknit.types.shard import Shard

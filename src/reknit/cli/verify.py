@@ -29,7 +29,7 @@ from reknit.types.shard import full_name
 if TYPE_CHECKING:
     import argparse
 
-    from reknit.engine.report import VerifyReport
+    from reknit.engine.call_reports import VerifyReport
     from reknit.storage.base import Storage
     from reknit.types.manifest import Index, Manifest
 

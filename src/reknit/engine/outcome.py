@@ -7,8 +7,8 @@ import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from reknit.engine.call_reports import PromotionReport, SaveReport
 from reknit.engine.display import Shown, logged, ranks
-from reknit.engine.report import PromotionReport, SaveReport
 from reknit.errors import AgentError, DeadlineError, ReknitError, SkippedError, UsageError
 from reknit.keywords import checked_call
 from reknit.locations import location_text

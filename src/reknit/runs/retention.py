@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from reknit.arguments import following
 from reknit.engine.record.at_path import manifest_in, read_manifest, size_of
-from reknit.engine.record.notes import held_by, metrics_of
+from reknit.engine.record.checkpoint_notes import held_by, metrics_of
 from reknit.engine.stored.delete import drop
 from reknit.engine.stored.file_checks import whole_manifest
 from reknit.engine.stored.leftovers import leftovers, remove

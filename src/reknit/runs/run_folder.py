@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from reknit.arguments import check_state, following
 from reknit.calls import all_told
 from reknit.engine.record.at_path import manifest_in, size_of
-from reknit.engine.record.notes import add_metrics, held_by, metrics_of
+from reknit.engine.record.checkpoint_notes import add_metrics, held_by, metrics_of
 from reknit.engine.record.other_formats import refuse_other
 from reknit.engine.record.run_record import Run, folder_above, open_run
 from reknit.engine.stored.copy_files import Promotion

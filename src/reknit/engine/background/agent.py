@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 from reknit.comm.group import Group, SoloGroup
 from reknit.comm.quiet import quietly
 from reknit.comm.topology import Topology
-from reknit.engine.background import messages as say
+from reknit.engine.background import agent_messages as say
 from reknit.engine.background.lanes import Lanes, work
 from reknit.engine.stored.running_agents import Note
 from reknit.errors import AgentError, GroupClosedError, ReknitError, from_wire, typed
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from reknit.engine.background.agent_save import AgentSave
     from reknit.engine.background.agent_state import AgentState, WarmUp
-    from reknit.engine.background.lanes import Jobs, Lane
+    from reknit.engine.background.lanes import Jobs, PromotionLane
     from reknit.engine.memory.tuning import Tuner
     from reknit.processes.shared_memory import SharedMemory
 
@@ -254,7 +254,7 @@ class Agent:
     def _promote(self, save: AgentSave, group: Group, timeout_s: float) -> None:
         """Let the lanes promote a save that is committed.  Raises nothing: later saves need this thread."""
 
-        def promote(target: int, lane: Lane) -> None:
+        def promote(target: int, lane: PromotionLane) -> None:
             save.promotions.promote(target, lane.group, len(self._lanes))
 
         def give_up(targets: Iterable[int], error: BaseException) -> None:
@@ -266,7 +266,7 @@ class Agent:
         except BaseException as error:
             give_up(range(len(save.promotions.targets)), error)
             return
-        lanes: list[tuple[int, Lane]] = []
+        lanes: list[tuple[int, PromotionLane]] = []
         for target, number in enumerate(numbers):
             try:
                 lanes.append((target, self._lanes.lane(number, group, self._comm, timeout_s)))

@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
-from reknit.engine.background import messages as say
+from reknit.engine.background import agent_messages as say
 from reknit.engine.record.run_record import Run, folder_above
 from reknit.engine.saving.save_job import SaveJob
 from reknit.engine.stored.promote import Target

@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from reknit.engine.background import messages as say
+from reknit.engine.background import agent_messages as say
 from reknit.engine.background.agent_job import TargetStore
 from reknit.engine.stored.promote import promote_saved
 from reknit.errors import typed

@@ -7,12 +7,12 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from reknit.engine import messages
-from reknit.engine.background import messages as say
+from reknit.engine import round_messages
+from reknit.engine.background import agent_messages as say
 from reknit.engine.background.agent_promotions import AgentPromotions
 from reknit.engine.background.received_save import ReceivedSave
 from reknit.engine.saving.reuse import Reuse
-from reknit.engine.saving.rounds import assign, assign_turn, commit_turn
+from reknit.engine.saving.save_rounds import assign, assign_turn, commit_turn
 from reknit.engine.saving.write import write_files
 from reknit.engine.small_files import discard
 from reknit.engine.stored.promote import close_quietly
@@ -22,12 +22,12 @@ from reknit.errors import typed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from reknit.engine.call_reports import SaveTotals
     from reknit.engine.memory.tuning import Tuner
-    from reknit.engine.report import SaveTotals
-    from reknit.engine.saving.coordinator import Coordinator
     from reknit.engine.saving.reuse import Committed
-    from reknit.engine.saving.rounds import CommitTurn
+    from reknit.engine.saving.save_coordinator import Coordinator
     from reknit.engine.saving.save_job import SaveJob
+    from reknit.engine.saving.save_rounds import CommitTurn
     from reknit.engine.small_files import Written
     from reknit.processes.channel import Channel
 
@@ -142,7 +142,7 @@ class AgentSave(ReceivedSave):
         self._reuse.remember(commit.written)
         return commit.written, commit.totals(self._reuse.nbytes)
 
-    def _assign(self, coordinator: Coordinator) -> messages.Assignment:
+    def _assign(self, coordinator: Coordinator) -> round_messages.Assignment:
         """Hold the round in which all ranks' work is assigned, and send the trainer its part."""
         begin = self.begin
         # Not the write id: a rank whose trainer never came to begin this save does not have it.
@@ -179,7 +179,7 @@ class AgentSave(ReceivedSave):
             self.image = None
             self._changed.notify_all()
         claimed = self.begin.claims
-        self.begin.claims = messages.RankClaims(claimed.write_id, claimed.step, claimed.plan, None, [])
+        self.begin.claims = round_messages.RankClaims(claimed.write_id, claimed.step, claimed.plan, None, [])
 
     def _end_promotion(self, end: say.Promoted) -> bool:
         with self._changed:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from reknit.comm import group as comm
 from reknit.engine.background.agent_job import agent_job
 from reknit.engine.background.agent_save import AgentSave
+from reknit.engine.call_reports import SaveTotals
 from reknit.engine.memory.tuning import Tuner
-from reknit.engine.report import SaveTotals
-from reknit.engine.saving.coordinator import Coordinator
 from reknit.engine.saving.reuse import Committed
-from reknit.engine.saving.rounds import ASSIGN
+from reknit.engine.saving.save_coordinator import Coordinator
+from reknit.engine.saving.save_rounds import ASSIGN
 from reknit.errors import DeadlineError
 from reknit.monitor.phase import Deadline
 from reknit.processes import circumstances
@@ -23,7 +23,7 @@ from reknit.processes import circumstances
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reknit.engine.background import messages as say
+    from reknit.engine.background import agent_messages as say
     from reknit.engine.small_files import Written
     from reknit.errors import ReknitError
     from reknit.options import SaveOptions

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from reknit.engine.background import messages as say
+from reknit.engine.background import agent_messages as say
 from reknit.engine.memory.arena import SPAN_NBYTES, lay_out
 from reknit.errors import typed
 from reknit.monitor.phase import now

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
 
     from reknit.comm.group import Group
-    from reknit.engine import messages
+    from reknit.engine import round_messages
     from reknit.engine.loading.match import Fill
     from reknit.engine.sharing.host_exchange import Carrier
     from reknit.engine.stored.opening import OpenCheckpoint
@@ -79,6 +79,6 @@ class LoadPart:
         self.shared = SharedRead.begin(job.group, job.carrier, self.reader, files, job.options)
         last.callback(self.shared.close)
 
-    def offer(self) -> messages.Offer | None:
+    def offer(self) -> round_messages.Offer | None:
         """Return what this rank would read, if that may be shared."""
         return None if self.shared is None else self.shared.offer()

@@ -16,7 +16,7 @@ from reknit.types.wanted import RESIZE, Terms, matches, selects
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Mapping, Sequence
 
-    from reknit.engine.messages import LoadRequest
+    from reknit.engine.round_messages import LoadRequest
     from reknit.options import LoadOptions
     from reknit.types.manifest import Index
     from reknit.types.shard import TensorSpec

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from reknit.engine.record.at_path import check_absent, committed, is_committed
+from reknit.engine.record.checkpoint_notes import Removal, refuse_held
 from reknit.engine.record.marker import begun_in, fenced_off, is_last, named, put_marker, remove_marker
-from reknit.engine.record.notes import Removal, refuse_held
 from reknit.engine.record.recognising import is_of_others
 from reknit.engine.small_files import discard
 from reknit.errors import CheckpointExistsError, CommError, ReknitError, StorageNotFoundError, UsageError

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reknit.engine import messages
-from reknit.engine.columns import unpacked
+from reknit.engine import round_messages
 from reknit.engine.memory.sources import Sources
+from reknit.engine.packed_columns import unpacked
 from reknit.engine.saving.claims import encode_holdings
-from reknit.engine.saving.copies import choose
+from reknit.engine.saving.compared_copies import choose
 from reknit.engine.saving.file_layout import layout_digest, outline
 from reknit.types.lazy_property import lazy_property
 
 if TYPE_CHECKING:
-    from reknit.engine.saving.copies import Chosen
+    from reknit.engine.saving.compared_copies import Chosen
     from reknit.engine.saving.file_layout import Outline
     from reknit.engine.saving.save_job import SaveJob
 
@@ -27,7 +27,7 @@ class RankPart:
         with job.recorder.phase("collect"):
             self.encoded = encode_holdings(job.holdings(), job.options)
             self.sources = Sources(shard.memory for shard in self.encoded.holdings.shards)
-        self._copies = messages.NO_COPIES
+        self._copies = round_messages.NO_COPIES
 
     @property
     def needs_assignment(self) -> bool:
@@ -52,10 +52,12 @@ class RankPart:
             self._copies = chosen.copies(self.sources)
         return chosen
 
-    def claims(self, write_id: str = "", plan: bytes = b"", *, shards: bool = True) -> messages.RankClaims:
+    def claims(
+        self, write_id: str = "", plan: bytes = b"", *, shards: bool = True
+    ) -> round_messages.RankClaims:
         """Return the claims of this rank; without shards if the root has those of this `plan`."""
         encoded = self.encoded
-        return messages.RankClaims(
+        return round_messages.RankClaims(
             write_id=write_id,
             step=self.job.step,
             plan=plan,

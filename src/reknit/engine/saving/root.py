@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reknit.comm.group import SoloGroup
-from reknit.engine import messages
+from reknit.engine import round_messages
 from reknit.engine.record.at_path import size_of
 from reknit.engine.record.commit import clear_out, put_manifest
 from reknit.engine.record.marker import Marker, fenced_off, take_marker
@@ -69,7 +69,7 @@ def check_manifest(job: SaveJob) -> None:
 
 def commit(
     job: SaveJob, mine: Marker, index: bytes, merged: ManifestContent, warnings: Sequence[str]
-) -> messages.CommitOutcome:
+) -> round_messages.CommitOutcome:
     """Write the index, which is encoded, and commit what all ranks told of.
 
     Raises `StateError` when no rank has an item, and `CommitError` when the parts do not make a whole, or the
@@ -91,7 +91,7 @@ def commit(
     # The commit: before this write there is no checkpoint, after it there is.
     put_manifest(storage, mine, data, overwrite=job.overwrite)
     all_warnings = [*warnings, *merged.warnings, *clear_out(storage, mine, data)]
-    return messages.CommitOutcome(manifest.nbytes, all_warnings)
+    return round_messages.CommitOutcome(manifest.nbytes, all_warnings)
 
 
 def _manifest(job: SaveJob, mine: Marker, items: tuple[str, ...]) -> Manifest:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from reknit.engine.call_reports import SaveReport
 from reknit.engine.memory.transfer import Transfer
 from reknit.engine.memory.tuning import Tuner
-from reknit.engine.report import SaveReport
-from reknit.engine.saving.coordinator import Coordinator
 from reknit.engine.saving.rank_part import RankPart
 from reknit.engine.saving.reuse import Committed, Reuse
-from reknit.engine.saving.rounds import assign, assign_turn, commit_turn
+from reknit.engine.saving.save_coordinator import Coordinator
+from reknit.engine.saving.save_rounds import assign, assign_turn, commit_turn
 from reknit.engine.saving.write import PIECE_NBYTES, live, staged, write_files
 from reknit.environment import num_threads
 from reknit.format.checksum import BLOCK_NBYTES

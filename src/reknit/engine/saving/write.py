@@ -82,21 +82,21 @@ class _OpenFile:
             return self._left == 0
 
 
-class _Range(NamedTuple):
+class _FileRange(NamedTuple):
     """A range of a file."""
 
     file: _OpenFile
     start: int
     nbytes: int
 
-    def cut(self, nbytes: int) -> Iterator[_Range]:
+    def cut(self, nbytes: int) -> Iterator[_FileRange]:
         """Yield it in parts of `nbytes` bytes, the last with what is left."""
         stop = self.start + self.nbytes
         for start in range(self.start, stop, nbytes):
-            yield _Range(self.file, start, min(nbytes, stop - start))
+            yield _FileRange(self.file, start, min(nbytes, stop - start))
 
 
-def _pieces(spans: Iterable[_Range], nbytes: int) -> Iterator[_Range]:
+def _pieces(spans: Iterable[_FileRange], nbytes: int) -> Iterator[_FileRange]:
     """Yield all spans in pieces."""
     return (piece for span in spans for piece in span.cut(nbytes))
 
@@ -128,19 +128,21 @@ class _Writing:
                 if not file.nbytes:  # it has no last piece
                     self.files[-1].writer.finish()
 
-    def windows(self, tuner: Tuner) -> Iterator[tuple[Iterable[_Range], Settings]]:
+    def windows(self, tuner: Tuner) -> Iterator[tuple[Iterable[_FileRange], Settings]]:
         """Yield what to write next, and how: windows as long as there is something to measure, then the rest.
 
         A window is written when the next one is asked for.
         """
         # Windows end between spans, so that pieces of any size begin where the next one's can.
-        spans = deque(span for file in self.files for span in _Range(file, 0, file.nbytes).cut(PIECES[-1]))
+        spans = deque(
+            span for file in self.files for span in _FileRange(file, 0, file.nbytes).cut(PIECES[-1])
+        )
         if sum(num_blocks(span.nbytes) for span in spans) <= _FEW_BLOCKS:
             yield spans, tuner.best._replace(threads=1)
             return
         left = sum(span.nbytes for span in spans)
         while tuner.measuring and left >= tuner.window_nbytes:
-            settings, window, nbytes = tuner.settings, list[_Range](), 0
+            settings, window, nbytes = tuner.settings, list[_FileRange](), 0
             while nbytes < tuner.window_nbytes:
                 window.append(spans.popleft())
                 nbytes += window[-1].nbytes
@@ -154,7 +156,7 @@ class _Writing:
                 tuner.observe(settings, nbytes, whole.seconds)
         yield spans, tuner.best
 
-    def write(self, piece: _Range, arena: Arena) -> None:
+    def write(self, piece: _FileRange, arena: Arena) -> None:
         """Fetch, digest and write one piece."""
         file, start, nbytes = piece
         try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from reknit.engine.sharing.fetch_tracker import Arrival, StoppedError
-from reknit.engine.sharing.ring import OTHER_HOSTS, HeldFetch, Slot
+from reknit.engine.sharing.ring import OTHER_HOSTS, HeldFetch, RingSlot
 from reknit.errors import CommError, DeadlineError
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ class HostExchange:
                 # This rank goes on to the next exchange, in which all learn that it is not well.
                 fetches.failed(error)
                 return
-            fetches.hold(row, HeldFetch(Slot(at, memory, turn), at, memory, set()))
+            fetches.hold(row, HeldFetch(RingSlot(at, memory, turn), at, memory, set()))
             done = partial(fetches.taken, int(part.number[row]), self._rank)
             fetches.arrive(Arrival(row, memory, done))
 

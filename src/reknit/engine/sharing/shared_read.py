@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from reknit.engine import messages
-from reknit.engine.columns import packed, unpacked
+from reknit.engine import round_messages
 from reknit.engine.memory.workers import within
+from reknit.engine.packed_columns import packed, unpacked
 from reknit.engine.sharing.exchange import Exchange, Sharing
 from reknit.engine.sharing.host_exchange import largest
 from reknit.engine.sharing.host_link import HostLink
@@ -62,9 +62,9 @@ class SharedRead:
                 link = HostLink(group.rank)
         return cls(group=group, carrier=carries, reader=reader, files=files, link=link, options=options)
 
-    def offer(self) -> messages.Offer:
+    def offer(self) -> round_messages.Offer:
         """Return what this rank would read alone, and how other ranks can reach it."""
-        return messages.Offer(
+        return round_messages.Offer(
             host=(self.link and host_id()) or secrets.token_hex(8),
             link="" if self.link is None else self.link.address,
             carries=None if self.carrier is None else self.carrier.kind,
@@ -75,7 +75,7 @@ class SharedRead:
             columns=[packed(column, "i8") for column in self._reads()],
         )
 
-    def reserve(self, share: messages.SharePlan) -> None:
+    def reserve(self, share: round_messages.SharePlan) -> None:
         """Take the memory that exchanges with other hosts need, while no rank waits for this one in them.
 
         Raises `ShortageError` where a device does not have it.
@@ -84,7 +84,7 @@ class SharedRead:
             sizes = largest(self.group.rank, _part(share), share.num_steps)
             self.carrier.reserve(sizes.sent, sizes.received)
 
-    def run(self, share: messages.SharePlan, recorder: Recorder, timeout_s: float) -> int:
+    def run(self, share: round_messages.SharePlan, recorder: Recorder, timeout_s: float) -> int:
         """Read together with the others, as the root decided; return the bytes that came from them.
 
         Raises `StoppedError` when another rank gave up, which then says why.
@@ -159,7 +159,7 @@ class SharedRead:
         return len(memory) / max(reading.seconds, 1e-9)
 
 
-def _part(share: messages.SharePlan) -> FetchTable:
+def _part(share: round_messages.SharePlan) -> FetchTable:
     return FetchTable(*(unpacked(column, "i8") for column in share.columns))
 
 

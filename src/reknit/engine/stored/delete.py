@@ -27,9 +27,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reknit.engine.record.at_path import check_same, committed, read_manifest
+from reknit.engine.record.checkpoint_notes import Removal, notes_of, refuse_held
 from reknit.engine.record.commit import replace_manifest
 from reknit.engine.record.marker import Marker, begun_in, named
-from reknit.engine.record.notes import Removal, notes_of, refuse_held
 from reknit.engine.record.other_formats import absent
 from reknit.engine.record.recognising import manifest_exists
 from reknit.engine.saving.manifest_content import list_files

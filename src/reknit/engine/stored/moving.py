@@ -19,9 +19,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from reknit.engine.record.at_path import committed, is_committed, manifest_in
+from reknit.engine.record.checkpoint_notes import LEASE_S, RenewedHold, noted, pin, put_note
 from reknit.engine.record.commit import replace_manifest
 from reknit.engine.record.marker import Marker, begun_in
-from reknit.engine.record.notes import LEASE_S, RenewedHold, noted, pin, put_note
 from reknit.engine.record.recognising import is_of_others, not_ours
 from reknit.engine.stored.delete import delete, refuse_busy, remove_empty
 from reknit.engine.stored.promote import promote_alone

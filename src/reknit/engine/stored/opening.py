@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-from reknit.engine import messages
 from reknit.engine.memory.workers import run_jobs
 from reknit.engine.record.at_path import manifest_in, read_manifest
 from reknit.engine.record.recognising import manifest_exists
+from reknit.engine.round_messages import OwnNames
 from reknit.engine.stored.file_checks import first_sound, read_checked
 from reknit.engine.stored.renaming import Naming, Renamed, names_in, renamed
 from reknit.errors import (
@@ -171,7 +171,7 @@ class Contents:
     manifest: Manifest
     index: Index
     blobs: Mapping[str, bytes]
-    own: messages.OwnNames | None = None
+    own: OwnNames | None = None
 
 
 def read_opened(
@@ -262,7 +262,7 @@ def _contents(
     return Contents(manifest, index, blobs, own_names(storage, manifest, replicas) if own else None)
 
 
-def own_names(storage: Storage, manifest: Manifest, replicas: Sequence[Storage] = ()) -> messages.OwnNames:
+def own_names(storage: Storage, manifest: Manifest, replicas: Sequence[Storage] = ()) -> OwnNames:
     """Return the names of the values that ranks saved for themselves.
 
     These are the same on all ranks: one rank's file is read, and another only where that cannot be.
@@ -285,7 +285,7 @@ def own_names(storage: Storage, manifest: Manifest, replicas: Sequence[Storage] 
             # A rank that wants this item reads its own file, and raises what is wrong.
             failed[kind] += 1
     unknown = dict.fromkeys(item for (item, _), found in known.items() if not found)
-    return messages.OwnNames(list(names), list(unknown))
+    return OwnNames(list(names), list(unknown))
 
 
 def opened(
@@ -323,7 +323,7 @@ def opened(
 
 
 def _renamed(
-    whole: OpenCheckpoint, naming: Naming, items: Sequence[str] | None, own: messages.OwnNames
+    whole: OpenCheckpoint, naming: Naming, items: Sequence[str] | None, own: OwnNames
 ) -> OpenCheckpoint:
     """Return a checkpoint under the state's names."""
     names = renamed(

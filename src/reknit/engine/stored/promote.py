@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 from reknit.comm import group as comm
 from reknit.engine.memory.pace import Pace
 from reknit.engine.record.at_path import is_committed, read_manifest, size_of
+from reknit.engine.record.checkpoint_notes import LEASE_S, RenewedHold
 from reknit.engine.record.commit import clear_out, fate_of, put_manifest
 from reknit.engine.record.marker import Marker, fenced_off, remove_marker, take_marker
-from reknit.engine.record.notes import LEASE_S, RenewedHold
 from reknit.engine.record.recognising import find_manifest
 from reknit.engine.small_files import discard
 from reknit.engine.stored.copy_files import Promotion, copy_files, unsound_files
@@ -29,8 +29,8 @@ from reknit.types.manifest import FileEntry
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from reknit.engine.call_reports import PromotionReport
     from reknit.engine.record.run_record import Run
-    from reknit.engine.report import PromotionReport
     from reknit.engine.saving.save_job import SaveJob
     from reknit.engine.small_files import Written
     from reknit.storage.base import Storage

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from reknit.engine.memory.workers import run_jobs
 from reknit.engine.record.at_path import manifest_in
-from reknit.engine.record.notes import metrics_of
+from reknit.engine.record.checkpoint_notes import metrics_of
 from reknit.engine.record.other_formats import refuse_other
 from reknit.engine.stored.newest import folder_in
 from reknit.errors import FormatError, StoragePermissionError

@@ -10,7 +10,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from reknit.engine.background import messages as say
+from reknit.engine.background import agent_messages as say
 from reknit.engine.stored.running_agents import MODULE
 from reknit.errors import AgentError, DeadlineError, ReknitError, ShortageError, from_wire, typed
 from reknit.monitor.phase import Deadline

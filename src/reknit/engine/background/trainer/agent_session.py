@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from reknit.comm import group as comm
-from reknit.engine import messages
-from reknit.engine.background import messages as say
+from reknit.engine import round_messages
+from reknit.engine.background import agent_messages as say
 from reknit.engine.background.side_group import places, where_of
 from reknit.engine.background.trainer.agent_link import AgentLink
 from reknit.engine.background.trainer.trainer_save import TrainerSave
 from reknit.engine.memory.arena import image_nbytes
-from reknit.engine.saving.coordinator import PLANS_KEPT
 from reknit.engine.saving.plan_cache import keep_latest
+from reknit.engine.saving.save_coordinator import PLANS_KEPT
 from reknit.format import paths
 from reknit.processes.circumstances import Circumstances, here
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from reknit.engine.memory.arena_pool import Lease
     from reknit.engine.outcome import SaveOutcome
-    from reknit.engine.saving.copies import Chosen
+    from reknit.engine.saving.compared_copies import Chosen
     from reknit.engine.saving.file_layout import Outline
     from reknit.errors import ReknitError
     from reknit.options import SaveOptions
@@ -96,7 +96,7 @@ class AgentStart:
 class AgentSession:
     """This rank's agent, the saves that it works on, and the plans that all ranks' agents agreed on."""
 
-    def __init__(self, link: AgentLink, size: int, place: messages.TreeAddress) -> None:
+    def __init__(self, link: AgentLink, size: int, place: round_messages.TreeAddress) -> None:
         """Use `form`."""
         self.link = link
         self.size = size
@@ -125,8 +125,10 @@ class AgentSession:
                 link = starting.link()
                 here = link.answer(connect_s)
                 assert isinstance(here, say.Listening)
-                address = messages.ListenAddress(here.address, here.above, number())
-                place = messages.decode(turn.exchange(messages.encode(address), places), messages.TreeAddress)
+                address = round_messages.ListenAddress(here.address, here.above, number())
+                place = round_messages.decode(
+                    turn.exchange(round_messages.encode(address), places), round_messages.TreeAddress
+                )
             with comm.turn(group, FORM_ROUND, options.timeout_s) as turn:
                 link.ask(say.ConnectParent(place.above), 2 * connect_s)
                 turn.arrive()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from reknit.engine import messages
-from reknit.engine.background import messages as say
+from reknit.engine import round_messages
+from reknit.engine.background import agent_messages as say
 from reknit.monitor.sinks.choosing import everywhere
 from reknit.types.shard import Encoded
 
@@ -37,7 +37,9 @@ def begin_message(part: RankPart, session: AgentSession, save: TrainerSave, *, c
     job, encoded = part.job, part.encoded
     claims = part.claims(save.write_id, part.layout, shards=not claimed)
     claims.blobs = [
-        messages.EncodedBlob(blob.item, blob.key, blob.coordinate, b"") if _mapped(saved, blob) else blob
+        round_messages.EncodedBlob(blob.item, blob.key, blob.coordinate, b"")
+        if _mapped(saved, blob)
+        else blob
         for saved, blob in zip(encoded.holdings.blobs, encoded.blobs, strict=True)
     ]
     root = job.group.rank == 0
@@ -71,7 +73,7 @@ def lend_values(session: AgentSession, save: TrainerSave, encoded: EncodedHoldin
         session.link.send(say.Lend(save.number, file.nbytes, places), file.fd)
 
 
-def _mapped(blob: Blob, encoded: messages.EncodedBlob) -> Encoded | None:
+def _mapped(blob: Blob, encoded: round_messages.EncodedBlob) -> Encoded | None:
     """Return the value if the agent can map it instead of receiving a copy."""
     value = blob.value
     in_place = isinstance(value, Encoded) and value.file is not None and not isinstance(encoded.data, bytes)

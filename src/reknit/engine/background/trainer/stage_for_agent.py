@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from reknit.engine.background import messages as say
+from reknit.engine.background import agent_messages as say
 from reknit.engine.background.trainer.agent_session import Plan
 from reknit.engine.background.trainer.begin_message import begin_message, lend_values
 from reknit.engine.background.trainer.deferred import Deferred

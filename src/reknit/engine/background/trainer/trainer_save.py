@@ -7,8 +7,8 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from reknit.engine.background import messages as say
-from reknit.engine.report import PromotionReport, SaveReport
+from reknit.engine.background import agent_messages as say
+from reknit.engine.call_reports import PromotionReport, SaveReport
 from reknit.errors import DeadlineError, ReknitError, SkippedError, from_wire, typed
 from reknit.monitor.phase import monotonic, now
 from reknit.monitor.records import PhaseRecord, record_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reknit.engine import messages
-from reknit.engine.background import messages as say
+from reknit.engine import round_messages
+from reknit.engine.background import agent_messages as say
 from reknit.engine.background.trainer.begin_message import begin_message
 from reknit.engine.background.trainer.stage_for_agent import agreed_plan
 from reknit.engine.memory.staging import Staging
@@ -26,7 +26,7 @@ def warm_up(prepared: PreparedSave, session: AgentSession, save: TrainerSave) ->
         for barrier in part.encoded.holdings.barriers:
             barrier.stands()  # so that the steps until the first save come by
     begin = begin_message(part, session, save, claimed=False)
-    begin.claims.blobs, begin.claims.witnesses = [], messages.NO_WITNESSES  # assigned with each save
+    begin.claims.blobs, begin.claims.witnesses = [], round_messages.NO_WITNESSES  # assigned with each save
     begin.warm_up = True
     begin.promote_to = []
     save.begin(begin, job.recorder)

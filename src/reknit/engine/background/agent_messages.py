@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from reknit.engine.messages import ArrayColumns, RankClaims  # noqa: TC001 (msgspec looks them up)
-from reknit.engine.report import SaveTotals  # noqa: TC001 (msgspec looks them up)
+from reknit.engine.call_reports import SaveTotals  # noqa: TC001 (msgspec looks them up)
+from reknit.engine.round_messages import ArrayColumns, RankClaims  # noqa: TC001 (msgspec looks them up)
 from reknit.processes.channel import Message
 from reknit.processes.circumstances import Circumstances  # noqa: TC001 (msgspec looks them up)
 

@@ -6,11 +6,11 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from reknit.comm import group as comm
-from reknit.engine import messages
+from reknit.engine import round_messages
+from reknit.engine.call_reports import SaveTotals
 from reknit.engine.record.commit import UNSENT, clear_own_host, fate_of
-from reknit.engine.report import SaveTotals
 from reknit.engine.saving.claims import blob_files, claims
-from reknit.engine.saving.copies import EQUAL, split
+from reknit.engine.saving.compared_copies import EQUAL, split
 from reknit.engine.saving.packing import merge_claims, merge_receipts
 from reknit.engine.saving.receipt import receipt, write_blobs
 from reknit.engine.small_files import Written, discard
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from reknit.engine.record.commit import Fate
-    from reknit.engine.saving.coordinator import Coordinator
+    from reknit.engine.saving.save_coordinator import Coordinator
     from reknit.engine.saving.save_job import SaveJob
 
 ASSIGN = "assign"
@@ -42,10 +42,10 @@ def assign(
     turn: comm.Turn,
     coordinator: Coordinator,
     job: SaveJob,
-    claimed: messages.RankClaims,
+    claimed: round_messages.RankClaims,
     *,
     begin: bool = True,
-) -> messages.Assignment:
+) -> round_messages.Assignment:
     """Send the claims of this rank to the root, and return its answer; see `Coordinator.assign`.
 
     Without `begin` no save begins, and only the assignment is made.
@@ -53,7 +53,7 @@ def assign(
     begun = job if begin else None
     mine = claims(job.group.rank, claimed)
     answer = turn.exchange(mine, lambda requests: coordinator.assign(begun, requests))
-    return messages.decode(answer, messages.Assignment)
+    return round_messages.decode(answer, round_messages.Assignment)
 
 
 class CommitTurn:
@@ -66,13 +66,13 @@ class CommitTurn:
         self,
         job: SaveJob,
         coordinator: Coordinator,
-        claimed: messages.RankClaims,
-        assigned: messages.Assignment,
+        claimed: round_messages.RankClaims,
+        assigned: round_messages.Assignment,
     ) -> None:
         self.job, self.write_id = job, assigned.write_id
         self._claimed, self._assigned, self._copies = claimed, assigned, EQUAL
         self.written: list[Written] = []
-        self.outcome = messages.CommitOutcome(0, [])
+        self.outcome = round_messages.CommitOutcome(0, [])
         self.sent = False
         """Whether the receipt may be on its way to the root."""
         self.turn = comm.turn(
@@ -89,7 +89,7 @@ class CommitTurn:
                     self._claimed.copies, differing, self.job.group.rank, options.check_replicas
                 )
 
-    def commit(self, items: Sequence[str], columns: messages.ArrayColumns | None) -> None:
+    def commit(self, items: Sequence[str], columns: round_messages.ArrayColumns | None) -> None:
         """Write the values of this rank, send the `receipt` for all `written`, and keep the outcome."""
         claimed, copies = self._claimed, self._copies
         blobs = blob_files([*claimed.blobs, *copies.blobs], self._assigned.blob_owners, self.job.group.rank)
@@ -105,7 +105,7 @@ class CommitTurn:
         )
         self.sent = True
         answer = self.turn.exchange(mine, lambda requests: self._coordinator.commit(self.job, requests))
-        self.outcome = messages.decode(answer, messages.CommitOutcome)
+        self.outcome = round_messages.decode(answer, round_messages.CommitOutcome)
 
     def totals(self, reused_nbytes: int) -> SaveTotals:
         """Return the figures of a save that is committed."""
@@ -134,8 +134,8 @@ class CommitTurn:
 def commit_turn(
     job: SaveJob,
     coordinator: Coordinator,
-    claimed: messages.RankClaims,
-    assigned: messages.Assignment,
+    claimed: round_messages.RankClaims,
+    assigned: round_messages.Assignment,
 ) -> Iterator[CommitTurn]:
     """Return the `with` block in which a rank writes its files, and that ends with `CommitTurn.commit`.
 
@@ -150,7 +150,7 @@ def commit_turn(
         coordinator.give_up()  # before the look at what is committed, which is then the last word
         if not mine.clean_up(error).committed:
             raise
-        mine.outcome = messages.CommitOutcome(
+        mine.outcome = round_messages.CommitOutcome(
             0, [f"the checkpoint is committed, but the root's answer was lost: {error}"]
         )
     with suppress(ReknitError):  # what could not be deleted takes memory, until the next save to this path
