@@ -23,7 +23,11 @@ NUMBERS: dict[str, list[tuple[str, str, float]]] = {
         ("if they have more than 64 KiB", "engine/background/trainer/deferred.py:SMALL_NBYTES", 64 << 10),
         ("64 bytes of each 4 KiB", "engine/memory/sample.py:LINE_NBYTES", 64),
         ("of at least 4160 bytes in a row", "engine/memory/sample.py:STRIDE_NBYTES", 4160 - 64),
-        ("waits for them for at most 30 s", "engine/background/background.py:_NEW_AGENTS_S", 30),
+        (
+            "waits for them for at most 30 s",
+            "engine/background/trainer/agent_supervisor.py:_NEW_AGENTS_S",
+            30,
+        ),
         ("gives up after `timeout_s` (300 s)", "stored.py:latest.timeout_s", 300),
         ("waits up to `exit_wait_s` (300 s)", "options.py:SaveOptions.exit_wait_s", 300),
         ("60 s after the longest `timeout_s`", "engine/background/agent.py:_GRACE_S", MINUTE),

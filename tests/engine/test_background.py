@@ -479,10 +479,10 @@ def test_agents_that_were_started_ahead_serve_the_first_save() -> None:
     def rank(group: Group) -> list[str]:
         reknit.prepare("gated://ahead", group=group)
 
-        agents = calls.backgrounds[group][False].agents
+        agents = calls.backgrounds[group][False].supervisor.session
         assert agents is not None
         report = background("gated://ahead/1", {"model": weights(1)}, group=group).result(LIMIT_S)
-        assert calls.backgrounds[group][False].agents is agents
+        assert calls.backgrounds[group][False].supervisor.session is agents
         return [record.phase for record in report.phases if record.phase == "commit"]
 
     assert run_ranks(2, rank) == [["commit"]] * 2
@@ -529,20 +529,20 @@ def test_a_close_while_lost_agents_are_replaced_leaves_none_behind(tmp_path: Pat
 
 
 def kill_own_agent(group: Group) -> None:
-    agents = calls.backgrounds[group][True].agents
+    agents = calls.backgrounds[group][True].supervisor.session
     assert agents is not None
     assert agents.link.pid is not None
     os.kill(agents.link.pid, signal.SIGKILL)
 
 
 def test_an_interrupt_while_agents_start_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    from reknit.engine.background import background as module
+    from reknit.engine.background.trainer import agent_supervisor
 
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(module, "side_group", interrupted)
+        patched.setattr(agent_supervisor, "side_group", interrupted)
         with pytest.raises(KeyboardInterrupt):
             background("gated://ctrl-c", {"model": weights(1)})
     background("gated://ctrl-c", {"model": weights(1)}).result(LIMIT_S)
@@ -600,7 +600,7 @@ def test_what_is_saved_is_collected_and_copied_while_the_first_agent_starts(
         def state_dict(self) -> dict[str, Any]:
             # A process that has just been started is without a command line for an instant.
             wait_until(lambda: len(set(agents_of(os.getpid())) - before) == 1, LIMIT_S)
-            seen.append(calls.backgrounds[ranks.alone()][True].agents)
+            seen.append(calls.backgrounds[ranks.alone()][True].supervisor.session)
             return {}
 
         def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -633,7 +633,7 @@ def test_a_first_save_of_much_is_written_while_it_is_copied(monkeypatch: pytest.
     take = Snapshot.take
 
     def watched(self: Snapshot) -> None:
-        taken_with.append(calls.backgrounds[ranks.alone()][False].agents is not None)
+        taken_with.append(calls.backgrounds[ranks.alone()][False].supervisor.session is not None)
         take(self)
 
     monkeypatch.setattr(Snapshot, "take", watched)
@@ -644,7 +644,7 @@ def test_a_first_save_of_much_is_written_while_it_is_copied(monkeypatch: pytest.
 def test_a_second_arena_is_made_when_a_save_comes_while_the_one_before_is_written() -> None:
     for k in range(2):
         background(f"gated://apart/{k}", {"model": weights(k)}).result(LIMIT_S)
-    agents = calls.backgrounds[ranks.alone()][False].agents
+    agents = calls.backgrounds[ranks.alone()][False].supervisor.session
     assert agents is not None
     assert agents.arenas == {1}
     GATE.open.clear()

@@ -80,7 +80,7 @@ def background(path: object, **more: Any) -> reknit.PendingSave:
 
 
 def crew() -> AgentSession:
-    agents = calls.backgrounds[ranks.alone()][True].agents
+    agents = calls.backgrounds[ranks.alone()][True].supervisor.session
     assert agents is not None
     return agents
 
@@ -241,7 +241,7 @@ def test_a_save_that_one_rank_refuses_is_refused_on_all(
 ) -> None:
     def rank(group: Group) -> str:
         background(tmp_path / "1", group=group).result(LIMIT_S)
-        agents = calls.backgrounds[group][True].agents
+        agents = calls.backgrounds[group][True].supervisor.session
         assert agents is not None
         if group.rank == 1:
             monkeypatch.setattr(agents.link, "_identity", identity()._replace(root=(0, 0)))

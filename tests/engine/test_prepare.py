@@ -77,7 +77,7 @@ def background_of(group: Group | None = None, *, elsewhere: bool = False) -> Bac
 
 
 def crew_of(group: Group | None = None, *, elsewhere: bool = False) -> AgentSession:
-    agents = background_of(group, elsewhere=elsewhere).agents
+    agents = background_of(group, elsewhere=elsewhere).supervisor.session
     assert agents is not None
     return agents
 
@@ -244,7 +244,7 @@ def test_while_a_save_is_under_way_what_it_has_stays_its_own(monkeypatch: pytest
         done.set()
 
     threading.Thread(target=prepare).start()
-    wait_until(lambda: background_of().count == 3, LIMIT_S)
+    wait_until(lambda: background_of().supervisor.count == 3, LIMIT_S)
     written.set()
     assert done.wait(LIMIT_S)
     for k, save in enumerate(saves):
