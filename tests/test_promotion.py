@@ -18,7 +18,7 @@ import pytest
 import reknit
 from reknit.engine.background import lanes
 from reknit.engine.background.agent_save import AgentSave
-from reknit.engine.background.agents import Agents
+from reknit.engine.background.trainer.agent_session import AgentSession
 from reknit.storage.registry import register
 from reknit.testing.faulty_storage import Fault, FaultKind
 from reknit.testing.world import run_ranks
@@ -441,7 +441,7 @@ def test_a_promotion_that_waits_for_its_turn_keeps_nothing_of_the_state() -> Non
 
 def test_what_is_promoted_or_failed_is_forgotten_and_the_trainer_keeps_nothing_of_it() -> None:
     def left() -> list[object]:
-        trainers = [agents for agents in gc.get_objects() if issubclass(type(agents), Agents)]
+        trainers = [agents for agents in gc.get_objects() if issubclass(type(agents), AgentSession)]
         # Threads that wait for the next save know the last.
         return [*(agents.saves for agents in trainers if agents.saves), *saves_of("known")[1:]]
 

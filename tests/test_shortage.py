@@ -15,8 +15,8 @@ import torch
 import reknit
 from reknit.cli.main import main
 from reknit.comm import group as comm
-from reknit.engine.background import background, stage_for_agent
 from reknit.engine.background.background import Background
+from reknit.engine.background.trainer import agent_supervisor, stage_for_agent
 from reknit.engine.sharing import shared_read
 from reknit.errors import ShortageError, StorageError, from_wire, shortage, typed
 from reknit.format.index import file as index_file
@@ -260,10 +260,10 @@ def test_agents_that_no_thread_can_form_anew_are_missed_for_that_reason(
 ) -> None:
     lost: Any = object()
     saves = Background(in_process=True)
-    saves.agents = lost
-    monkeypatch.setattr(background, "start_thread", scarce)
-    saves.form_anew(lost)
-    failure = saves.failure
+    saves.supervisor.session = lost
+    monkeypatch.setattr(agent_supervisor, "start_thread", scarce)
+    saves.supervisor.replace(lost)
+    failure = saves.supervisor.failure
     saves.begin_anew()  # what is lost here cannot be closed at the end
     assert isinstance(failure, ShortageError)
 

@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import msgspec
 
 from benchmarks.planning.tree import WRITE_ID
-from reknit.engine.saving.coordinator import Coordinator
 from reknit.engine.saving.manifest_content import ManifestContent, list_files, receipts_to_manifest
 from reknit.engine.saving.packing import merge_claims, merge_receipts, unpack
+from reknit.engine.saving.save_coordinator import Coordinator
 from reknit.format import paths
 from reknit.format.checksum import BLOCK_NBYTES, block_digests
 from reknit.format.index.file import encode_index

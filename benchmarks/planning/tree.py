@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from reknit.comm.topology import Topology
-from reknit.engine import messages
+from reknit.engine import round_messages
 from reknit.engine.memory.sources import Sources
 from reknit.engine.saving.claims import EncodedHoldings, claims
-from reknit.engine.saving.copies import EQUAL
+from reknit.engine.saving.compared_copies import EQUAL
 from reknit.engine.saving.file_layout import layout_digest, outline
 from reknit.engine.saving.packing import merge_claims, merge_receipts
 from reknit.engine.saving.receipt import receipt
@@ -75,10 +75,16 @@ def rank_of(job: Job, rank: int, *, silent: bool) -> Rank:
         storage=SimpleNamespace(url="file:///job/step"),
     )
     telling = time.process_time()
-    told = receipt(where, holdings.items, written, digest, plan.columns, own, EQUAL)
+    told = receipt(
+        where, holdings.items, written, plan=digest, columns=plan.columns, places=own, copies=EQUAL
+    )
     tell_s = time.process_time() - telling
-    again = receipt(where, holdings.items, written, digest, None, own, EQUAL) if silent else b""
-    claimed = claims(rank, messages.RankClaims(WRITE_ID, 1, digest, _NO_SHARDS, _SHARED))
+    again = (
+        receipt(where, holdings.items, written, plan=digest, columns=None, places=own, copies=EQUAL)
+        if silent
+        else b""
+    )
+    claimed = claims(rank, round_messages.RankClaims(WRITE_ID, 1, digest, _NO_SHARDS, _SHARED))
     return Rank(claimed, told, again, planned - begin, tell_s, len(plan.columns.tensor) // 8)
 
 
@@ -99,7 +105,7 @@ def _ranks(job: Job, silent: bool, workers: int) -> Iterator[Rank]:
 
 
 _NO_SHARDS = EncodedHoldings(Holdings((), (), ()), (), []).shard_claims()
-_SHARED = [messages.EncodedBlob("extra", 7919 * n, None, b"x" * 50) for n in range(SHARED_VALUES)]
+_SHARED = [round_messages.EncodedBlob("extra", 7919 * n, None, b"x" * 50) for n in range(SHARED_VALUES)]
 
 
 @dataclass

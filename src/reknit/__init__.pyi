@@ -12,12 +12,12 @@ from reknit.api import close as close
 from reknit.api import load as load
 from reknit.api import prepare as prepare
 from reknit.api import save as save
+from reknit.engine.call_reports import LoadReport as LoadReport
+from reknit.engine.call_reports import PromotionReport as PromotionReport
+from reknit.engine.call_reports import SaveReport as SaveReport
+from reknit.engine.call_reports import VerifyReport as VerifyReport
 from reknit.engine.loading.browse import Checkpoint as Checkpoint
 from reknit.engine.outcome import PendingSave as PendingSave
-from reknit.engine.report import LoadReport as LoadReport
-from reknit.engine.report import PromotionReport as PromotionReport
-from reknit.engine.report import SaveReport as SaveReport
-from reknit.engine.report import VerifyReport as VerifyReport
 from reknit.errors import CheckpointExistsError as CheckpointExistsError
 from reknit.errors import CheckpointNotFoundError as CheckpointNotFoundError
 from reknit.errors import CommError as CommError

@@ -35,10 +35,10 @@ from reknit.calls import (
 )
 from reknit.engine.display import logged
 from reknit.engine.loading import load as load_story
-from reknit.engine.loading.job import LoadJob
+from reknit.engine.loading.load_job import LoadJob
 from reknit.engine.outcome import PendingSave, SaveOutcome
-from reknit.engine.run_record import Run, folder_above
-from reknit.engine.saving.job import SaveJob
+from reknit.engine.record.run_record import Run, folder_above
+from reknit.engine.saving.save_job import SaveJob
 from reknit.errors import ReknitError, UsageError
 from reknit.frameworks import registry
 from reknit.keywords import checked_call
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from os import PathLike
 
-    from reknit.engine.report import LoadReport
+    from reknit.engine.call_reports import LoadReport
     from reknit.ranks import AnyGroup
 
 logger = logging.getLogger("reknit")
@@ -141,22 +141,22 @@ def save_in_run(
             check_promotion(storage, options, joined.rank, overwrite=overwrite)
         recorder = Recorder("save", joined.rank, number, storage.url, outlets_for(options.events))
         return SaveJob(
-            lambda: registry.collect(state, joined.rank, joined.size, ranks=ranks),
-            joined,
-            recorded(storage, recorder),
-            options,
-            recorder,
-            number,
-            overwrite,
-            origin_of(joined),
-            metadata or {},
-            place.url,
-            place.factory,
-            [
+            collect=lambda: registry.collect(state, joined.rank, joined.size, ranks=ranks),
+            group=joined,
+            storage=recorded(storage, recorder),
+            options=options,
+            recorder=recorder,
+            step=number,
+            overwrite=overwrite,
+            origin=origin_of(joined),
+            metadata=metadata or {},
+            url=place.url,
+            factory=place.factory,
+            promote_to=[
                 (each.url, each.factory, target.bytes_per_s, records.get(folder_above(each.url)))
                 for each, target in then
             ],
-            None if record is None else Run(partial(open_storage, folder_above(place.url)), record),
+            run=None if record is None else Run(partial(open_storage, folder_above(place.url)), record),
         )
 
     place = place_of(path)
@@ -308,21 +308,21 @@ def load(
             recorder = Recorder("load", joined.rank, None, storage.url, outlets_for(options.events))
             storage, *replicas = (recorded(one, recorder) for one in (storage, *replicas))
         job = LoadJob(
-            lambda catalog: registry.wanted(
+            want=lambda catalog: registry.wanted(
                 part if isinstance(state, MutableMapping) else MappingProxyType(part),
                 catalog,
                 joined.rank,
                 joined.size,
                 ranks=ranks,
             ),
-            joined,
-            storage,
-            tuple(part),
-            options,
-            recorder,
-            carrier,
-            replicas,
-            lenient,
+            group=joined,
+            storage=storage,
+            items=tuple(part),
+            options=options,
+            recorder=recorder,
+            carrier=carrier,
+            replicas=replicas,
+            lenient=lenient,
         )
         _wait_for_copies(options.timeout_s)
         clock = Stopwatch()
@@ -331,7 +331,8 @@ def load(
         if joined.rank == 0:
             to = "" if joined.size == 1 else f"to rank 0 of {joined.size}"
             logger.info(
-                "%s", logged("loaded", report.path, report.step, report.nbytes_wanted, to, clock.seconds)
+                "%s",
+                logged("loaded", report.path, report.step, report.nbytes_wanted, to, seconds=clock.seconds),
             )
     if isinstance(state, MutableMapping):
         state.update({name: value for name, value in part.items() if value is not state[name]})

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from reknit.engine.saving.commit import check_absent
+from reknit.engine.record.at_path import check_absent
 from reknit.engine.stored.moving import STAYS, moved_to
 from reknit.errors import ReknitError, UsageError, did_you_mean, readable, shown
 from reknit.keywords import unpacked
@@ -236,7 +236,7 @@ def check_promotion(storage: Storage, options: SaveOptions, rank: int, *, overwr
         with closing(open_storage(place.path, durability=options.durability)) as target:
             check_places(storage, target)
             if rank == 0:
-                check_absent(target, overwrite)
+                check_absent(target, overwrite=overwrite)
 
 
 def check_places(source: Storage, target: Storage) -> None:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from reknit.comm import group as comm
 from reknit.engine.background.background import Background
 from reknit.engine.outcome import SaveOutcome
-from reknit.engine.run_record import Run, folder_above
+from reknit.engine.record.run_record import Run, folder_above
 from reknit.engine.saving import save as save_story
 from reknit.engine.saving.reuse import Committed
-from reknit.engine.saving.rounds import ASSIGN
+from reknit.engine.saving.save_rounds import ASSIGN
 from reknit.engine.stored.promote import Target, promote_saved
 from reknit.errors import ReknitError, UsageError, typed, typed_shortage
 from reknit.storage.registry import open_storage, recorded
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from reknit.comm.group import Group
-    from reknit.engine.report import SaveReport
-    from reknit.engine.saving.job import SaveJob
+    from reknit.engine.call_reports import SaveReport
+    from reknit.engine.saving.save_job import SaveJob
     from reknit.engine.small_files import Written
     from reknit.options import SaveOptions
 

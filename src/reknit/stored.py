@@ -19,7 +19,7 @@ from reknit.arguments import (
 )
 from reknit.engine.loading.browse import Checkpoint
 from reknit.engine.memory.pace import Pace
-from reknit.engine.stored import notes
+from reknit.engine.record import checkpoint_notes
 from reknit.engine.stored.copy_files import Promotion
 from reknit.engine.stored.delete import drop
 from reknit.engine.stored.moving import delete_moved, move
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from os import PathLike
 
-    from reknit.engine.report import PromotionReport, VerifyReport
+    from reknit.engine.call_reports import PromotionReport, VerifyReport
     from reknit.types.saved_step import SavedStep
 
 
@@ -167,7 +167,7 @@ def pin(path: str | PathLike[str], reason: str = "") -> None:
     if not isinstance(reason, str):
         raise UsageError(f"reason is a text, not {shown(reason)}")
     with closing(open_storage(path)) as storage:
-        notes.pin(storage, reason)
+        checkpoint_notes.pin(storage, reason)
 
 
 @checked_call
@@ -178,7 +178,7 @@ def unpin(path: str | PathLike[str]) -> bool:
     Raises `CheckpointNotFoundError`, `StorageError`.
     """
     with closing(open_storage(path)) as storage:
-        return notes.unpin(storage)
+        return checkpoint_notes.unpin(storage)
 
 
 @checked_call
@@ -195,7 +195,7 @@ def note(path: str | PathLike[str], metrics: Mapping[str, float], *, write_id: s
     if not isinstance(write_id, str | None):
         raise UsageError(f"write_id is that of a SavedStep, not {shown(write_id)}")
     with closing(open_storage(path)) as storage:
-        notes.add_metrics(storage, numbers, write_id)
+        checkpoint_notes.add_metrics(storage, numbers, write_id)
 
 
 @checked_call

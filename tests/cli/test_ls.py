@@ -8,7 +8,7 @@ import pytest
 import reknit
 from reknit.cli import ls
 from reknit.cli.ls import rows_of
-from reknit.engine.stored import other_formats
+from reknit.engine.record import other_formats
 from reknit.engine.stored.delete import delete
 from reknit.errors import StoragePermissionError
 from reknit.storage.local import store

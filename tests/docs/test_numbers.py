@@ -20,10 +20,14 @@ MIB, GIB, MINUTE, HOUR, DAY = 1 << 20, 1 << 30, 60.0, 3600.0, 86_400.0
 # By page: what it says, where the number stands in src/reknit/, and what it is.
 NUMBERS: dict[str, list[tuple[str, str, float]]] = {
     "howto/async.md": [
-        ("if they have more than 64 KiB", "engine/background/deferred.py:SMALL_NBYTES", 64 << 10),
+        ("if they have more than 64 KiB", "engine/background/trainer/deferred.py:SMALL_NBYTES", 64 << 10),
         ("64 bytes of each 4 KiB", "engine/memory/sample.py:LINE_NBYTES", 64),
         ("of at least 4160 bytes in a row", "engine/memory/sample.py:STRIDE_NBYTES", 4160 - 64),
-        ("waits for them for at most 30 s", "engine/background/background.py:_NEW_AGENTS_S", 30),
+        (
+            "waits for them for at most 30 s",
+            "engine/background/trainer/agent_supervisor.py:_NEW_AGENTS_S",
+            30,
+        ),
         ("gives up after `timeout_s` (300 s)", "stored.py:latest.timeout_s", 300),
         ("waits up to `exit_wait_s` (300 s)", "options.py:SaveOptions.exit_wait_s", 300),
         ("60 s after the longest `timeout_s`", "engine/background/agent.py:_GRACE_S", MINUTE),
@@ -39,7 +43,7 @@ NUMBERS: dict[str, list[tuple[str, str, float]]] = {
         ("have not changed for a day", "cli/gc.py:add_parser.--older-than", DAY),
     ],
     "howto/command-line.md": [
-        ("in its first thousand files", "engine/stored/other_formats.py:MOST_FOREIGN", 1000),
+        ("in its first thousand files", "engine/record/other_formats.py:MOST_FOREIGN", 1000),
         ("keeps a million events", "monitor/dash/live_view.py:_MOST_EVENTS", 1_000_000),
         ("a summary of a thousand older", "monitor/dash/live_view.py:_MOST_PAST", 1000),
     ],
@@ -69,8 +73,8 @@ NUMBERS: dict[str, list[tuple[str, str, float]]] = {
     ],
     "howto/gpus.md": [
         ("| 64 MiB: they are laid out", "engine/memory/staging.py:GATHER_NBYTES", 64 * MIB),
-        ("of up to 64 KiB that no", "engine/background/deferred.py:SMALL_NBYTES", 64 << 10),
-        ("in total at most 64 MiB", "engine/background/deferred.py:_CLONES_NBYTES", 64 * MIB),
+        ("of up to 64 KiB that no", "engine/background/trainer/deferred.py:SMALL_NBYTES", 64 << 10),
+        ("in total at most 64 MiB", "engine/background/trainer/deferred.py:_CLONES_NBYTES", 64 * MIB),
         ("about 12 MiB for a moment", "engine/memory/sample.py:LOT_LINES", 1 << 16),
         ("converted, on the device | 8 MiB", "engine/memory/elements.py:LAID_NBYTES", 8 * MIB),
         ("two buffers of up to 32 MiB", "engine/sharing/host_exchange.py:BUCKET_NBYTES", 32 * MIB),
@@ -86,7 +90,7 @@ NUMBERS: dict[str, list[tuple[str, str, float]]] = {
         ("`inflight_nbytes` (256 MiB)", "options.py:LoadOptions.inflight_nbytes", 256 * MIB),
     ],
     "howto/per-rank-state.md": [
-        ("the first 8 KiB", "engine/saving/copies.py:SAMPLE_NBYTES", 8 << 10),
+        ("the first 8 KiB", "engine/saving/compared_copies.py:SAMPLE_NBYTES", 8 << 10),
     ],
     "howto/save-and-load.md": [
         ("may be nested 64 deep", "types/shard.py:MAX_DEPTH", 64),
@@ -128,7 +132,7 @@ NUMBERS: dict[str, list[tuple[str, str, float]]] = {
         ("to several stores (up to 8)", "engine/background/lanes.py:_MOST", 8),
     ],
     "reference/options.md": [
-        ("the first 8 KiB of copies", "engine/saving/copies.py:SAMPLE_NBYTES", 8 << 10),
+        ("the first 8 KiB of copies", "engine/saving/compared_copies.py:SAMPLE_NBYTES", 8 << 10),
     ],
     "reliability.md": [
         ("Every block of 4 MiB", "format/checksum.py:BLOCK_NBYTES", 4 * MIB),

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from reknit.comm.group import SoloGroup
-from reknit.engine.loading.job import LoadJob
 from reknit.engine.loading.load import load
-from reknit.engine.saving.job import SaveJob
+from reknit.engine.loading.load_job import LoadJob
 from reknit.engine.saving.save import save
+from reknit.engine.saving.save_job import SaveJob
 from reknit.engine.stored.verify import verify
 from reknit.errors import CheckpointNotFoundError, ReknitError
 from reknit.format.manifest_file import decode_generation, decode_manifest
@@ -46,7 +46,17 @@ def save_as(storage: Storage, value: int, generation: int, *, overwrite: bool = 
     options = SaveOptions(threads=1, timeout_s=LIMIT_S)
     try:
         group, recorder = SoloGroup(generation), Recorder("save", 0)
-        save(SaveJob(lambda: holdings, group, storage, options, recorder, value, overwrite))
+        save(
+            SaveJob(
+                collect=lambda: holdings,
+                group=group,
+                storage=storage,
+                options=options,
+                recorder=recorder,
+                step=value,
+                overwrite=overwrite,
+            )
+        )
     except ReknitError as error:
         return error
     return None
@@ -62,12 +72,12 @@ def value_in(storage: Storage) -> int | None:
     target = np.zeros(SPEC.shape)
     shards = (Shard("model", "w", SPEC, Box.whole(SPEC.shape), None, target),)
     job = LoadJob(
-        lambda _: Wanted(("model",), shards),
-        SoloGroup(),
-        storage,
-        ("model",),
-        LoadOptions(),
-        Recorder("load"),
+        want=lambda _: Wanted(("model",), shards),
+        group=SoloGroup(),
+        storage=storage,
+        items=("model",),
+        options=LoadOptions(),
+        recorder=Recorder("load"),
     )
     value = load(job).step
     assert value is not None

@@ -15,15 +15,15 @@ import pytest
 
 import reknit
 from reknit.comm.group import SoloGroup
-from reknit.engine.background import agent_link
-from reknit.engine.background import messages as say
+from reknit.engine.background import agent_messages as say
 from reknit.engine.background.agent import Agent
 from reknit.engine.background.agent_save import AgentSave
-from reknit.engine.background.agents import Starting
+from reknit.engine.background.trainer import agent_link
+from reknit.engine.background.trainer.agent_session import AgentStart
 from reknit.engine.memory.tuning import Tuner
-from reknit.engine.messages import RankClaims
-from reknit.engine.saving.job import SaveJob
+from reknit.engine.round_messages import RankClaims
 from reknit.engine.saving.reuse import Committed
+from reknit.engine.saving.save_job import SaveJob
 from reknit.engine.stored.running_agents import at_work
 from reknit.errors import AgentError, ShortageError
 from reknit.monitor.phase import Recorder
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from reknit.engine.saving.coordinator import Coordinator
+    from reknit.engine.saving.save_coordinator import Coordinator
     from reknit.errors import ReknitError
 
 LIMIT_S = 30.0
@@ -109,7 +109,9 @@ def test_an_agent_that_is_given_up_is_gone_before_its_arena_is_filled_anew(
     monkeypatch.setattr(agent_link, "_REAP_S", 0.2)
     link = agent_link.AgentLink(0, in_process=False, send_timeout_s=5)
     assert link.pid is not None
-    link.ask(say.Join("agents", 0, [0], 1, 7, {}, False), 60)
+    link.ask(
+        say.Join(job="agents", rank=0, hosts=[0], fan_out=1, generation=7, comm={}, low_priority=False), 60
+    )
     agent = psutil.Process(link.pid)
     running: list[bool] = []
     link.lost = lambda error: running.append(agent.is_running())
@@ -120,7 +122,7 @@ def test_an_agent_that_is_given_up_is_gone_before_its_arena_is_filled_anew(
 
 
 def test_an_agent_that_was_given_nothing_is_ended_before_it_answers() -> None:
-    starting = Starting(SoloGroup(), SaveOptions(), in_process=False)
+    starting = AgentStart(SoloGroup(), SaveOptions(), in_process=False)
     link = starting.link()
     assert link.pid is not None
     psutil.Process(link.pid).suspend()
@@ -132,7 +134,9 @@ def begun(number: int) -> tuple[say.Begin, SaveJob]:
     """Return what an agent is told of a save that begins, and the job that it makes of it."""
     url, extra = "process://alone", b'{"origin": {}, "metadata": {}}'
     claims = RankClaims("0" * 32, None, b"", None, [])
-    begin = say.Begin(number, url, None, False, {}, extra, claims)
+    begin = say.Begin(
+        number=number, url=url, factory=None, overwrite=False, options={}, extra=extra, claims=claims
+    )
     job = SaveJob(nothing_held, SoloGroup(), ProcessMemory("alone"), SaveOptions(), Recorder("save"))
     return begin, job
 
@@ -150,7 +154,9 @@ def test_a_save_tells_what_made_it_fail_first() -> None:
 def test_an_agent_lives_through_the_signals_that_are_meant_for_its_trainer() -> None:
     link = agent_link.AgentLink(0, in_process=False, send_timeout_s=5)
     assert link.pid is not None
-    link.ask(say.Join("agents", 0, [0], 1, 7, {}, False), 60)
+    link.ask(
+        say.Join(job="agents", rank=0, hosts=[0], fan_out=1, generation=7, comm={}, low_priority=False), 60
+    )
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(link.pid, number)
     assert link.ask(say.ConnectParent(""), 60) == say.Joined(None)
@@ -164,7 +170,12 @@ def test_an_agent_has_a_session_of_its_own_and_gives_way_unless_it_is_asked_not_
 ) -> None:
     link = agent_link.AgentLink(0, in_process=False, send_timeout_s=5)
     assert link.pid is not None
-    link.ask(say.Join("agents", 0, [0], 1, 7, {}, low_priority), 60)
+    link.ask(
+        say.Join(
+            job="agents", rank=0, hosts=[0], fan_out=1, generation=7, comm={}, low_priority=low_priority
+        ),
+        60,
+    )
     assert os.getsid(link.pid) == link.pid, "Ctrl-C in a terminal is for the trainer"
     assert psutil.Process(link.pid).nice() == min(os.nice(0) + lower_by, 19)
     link.quit()
@@ -249,7 +260,9 @@ def lost_by(link: agent_link.AgentLink) -> ReknitError:
 
 def test_an_agent_that_cannot_go_on_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     link = agent_link.AgentLink(3, in_process=False, send_timeout_s=5)
-    link.ask(say.Join("agents", 3, [0], 1, 7, {}, False), 60)
+    link.ask(
+        say.Join(job="agents", rank=3, hosts=[0], fan_out=1, generation=7, comm={}, low_priority=False), 60
+    )
     memory = os.memfd_create("small")
     try:
         link.send(say.GiveArena(1, 1 << 20), memory)

@@ -18,13 +18,13 @@ import torch
 
 import reknit
 from reknit import calls, ranks
-from reknit.engine.background import agent_link
 from reknit.engine.background.agent import Agent
-from reknit.engine.background.agents import Agents
 from reknit.engine.background.background import Background
-from reknit.engine.background.snapshot import Snapshot
+from reknit.engine.background.trainer import agent_link
+from reknit.engine.background.trainer.agent_session import AgentSession
+from reknit.engine.background.trainer.snapshot import Snapshot
 from reknit.engine.outcome import SaveOutcome
-from reknit.engine.saving.coordinator import Coordinator
+from reknit.engine.saving.save_coordinator import Coordinator
 from reknit.processes.channel import Channel
 from reknit.storage.registry import recipe, register
 from reknit.testing.world import run_ranks
@@ -218,7 +218,7 @@ def test_after_the_first_plan_nothing_of_planning_agreement_and_commit_is_on_the
             rounds.setdefault(group.rank, []).append(counted.rounds)
             if step == 0:
                 assert assigned
-                assert "reknit.engine.background.trainer_save.owners" in seen.agreed
+                assert "reknit.engine.background.trainer.trainer_save.owners" in seen.agreed
                 assert "reknit.planner.save.plan_save" in seen.planned
             else:
                 assert assigned == []
@@ -479,10 +479,10 @@ def test_agents_that_were_started_ahead_serve_the_first_save() -> None:
     def rank(group: Group) -> list[str]:
         reknit.prepare("gated://ahead", group=group)
 
-        agents = calls.backgrounds[group][False].agents
+        agents = calls.backgrounds[group][False].supervisor.session
         assert agents is not None
         report = background("gated://ahead/1", {"model": weights(1)}, group=group).result(LIMIT_S)
-        assert calls.backgrounds[group][False].agents is agents
+        assert calls.backgrounds[group][False].supervisor.session is agents
         return [record.phase for record in report.phases if record.phase == "commit"]
 
     assert run_ranks(2, rank) == [["commit"]] * 2
@@ -529,20 +529,20 @@ def test_a_close_while_lost_agents_are_replaced_leaves_none_behind(tmp_path: Pat
 
 
 def kill_own_agent(group: Group) -> None:
-    agents = calls.backgrounds[group][True].agents
+    agents = calls.backgrounds[group][True].supervisor.session
     assert agents is not None
     assert agents.link.pid is not None
     os.kill(agents.link.pid, signal.SIGKILL)
 
 
 def test_an_interrupt_while_agents_start_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    from reknit.engine.background import background as module
+    from reknit.engine.background.trainer import agent_supervisor
 
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(module, "side_group", interrupted)
+        patched.setattr(agent_supervisor, "side_group", interrupted)
         with pytest.raises(KeyboardInterrupt):
             background("gated://ctrl-c", {"model": weights(1)})
     background("gated://ctrl-c", {"model": weights(1)}).result(LIMIT_S)
@@ -560,7 +560,7 @@ def test_an_interrupt_while_a_first_save_copies_is_raised_though_no_agents_can_b
 
     with monkeypatch.context() as patched:
         patched.setattr(Snapshot, "take", interrupted)
-        patched.setattr(Agents, "form", gone)
+        patched.setattr(AgentSession, "form", gone)
         with pytest.raises(KeyboardInterrupt):
             background("gated://ctrl-c", {"model": weights(1)})
     background("gated://ctrl-c", {"model": weights(1)}).result(LIMIT_S)
@@ -600,18 +600,18 @@ def test_what_is_saved_is_collected_and_copied_while_the_first_agent_starts(
         def state_dict(self) -> dict[str, Any]:
             # A process that has just been started is without a command line for an instant.
             wait_until(lambda: len(set(agents_of(os.getpid())) - before) == 1, LIMIT_S)
-            seen.append(calls.backgrounds[ranks.alone()][True].agents)
+            seen.append(calls.backgrounds[ranks.alone()][True].supervisor.session)
             return {}
 
         def load_state_dict(self, state: dict[str, Any]) -> None:
             """Take nothing."""
 
-    def changing(*arguments: Any, form: Callable[..., Agents] = Agents.form) -> Agents:
+    def changing(*arguments: Any, form: Callable[..., AgentSession] = AgentSession.form) -> AgentSession:
         for array in state.values():
             array[:] = -1
         return form(*arguments)
 
-    monkeypatch.setattr(Agents, "form", changing)
+    monkeypatch.setattr(AgentSession, "form", changing)
     options = reknit.SaveOptions(max_file_nbytes=2 << 20)
     pending = reknit.save(tmp_path / "a", {"model": state, "odd": Looks()}, wait=False, options=options)
     report = pending.result(LIMIT_S)
@@ -628,12 +628,12 @@ def test_what_is_saved_is_collected_and_copied_while_the_first_agent_starts(
 
 
 def test_a_first_save_of_much_is_written_while_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reknit.engine.background.ahead._MOST_NBYTES", 1000)
+    monkeypatch.setattr("reknit.engine.background.trainer.stage_for_agent._MOST_NBYTES", 1000)
     taken_with: list[bool] = []
     take = Snapshot.take
 
     def watched(self: Snapshot) -> None:
-        taken_with.append(calls.backgrounds[ranks.alone()][False].agents is not None)
+        taken_with.append(calls.backgrounds[ranks.alone()][False].supervisor.session is not None)
         take(self)
 
     monkeypatch.setattr(Snapshot, "take", watched)
@@ -644,7 +644,7 @@ def test_a_first_save_of_much_is_written_while_it_is_copied(monkeypatch: pytest.
 def test_a_second_arena_is_made_when_a_save_comes_while_the_one_before_is_written() -> None:
     for k in range(2):
         background(f"gated://apart/{k}", {"model": weights(k)}).result(LIMIT_S)
-    agents = calls.backgrounds[ranks.alone()][False].agents
+    agents = calls.backgrounds[ranks.alone()][False].supervisor.session
     assert agents is not None
     assert agents.arenas == {1}
     GATE.open.clear()
@@ -676,7 +676,7 @@ def test_saves_that_fail_and_only_warn_are_not_kept() -> None:
 
 
 def test_a_message_that_is_interrupted_closes_the_channel() -> None:
-    from reknit.engine.background import messages
+    from reknit.engine.background import agent_messages
 
     class Interrupted:
         def sendall(self, data: bytes) -> None:
@@ -687,7 +687,7 @@ def test_a_message_that_is_interrupted_closes_the_channel() -> None:
 
     told: list[int] = []
     with pytest.raises(KeyboardInterrupt):
-        Channel(Interrupted(), messages.decode).send(messages.Quit())  # type: ignore[arg-type]
+        Channel(Interrupted(), agent_messages.decode).send(agent_messages.Quit())  # type: ignore[arg-type]
     assert len(told) == 1
 
 

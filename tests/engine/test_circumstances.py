@@ -16,8 +16,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import reknit
 from reknit import calls, ranks
-from reknit.engine.background import agent_link
-from reknit.engine.background.save_maker import Adapting
+from reknit.engine.background.agent_state import Adapting
+from reknit.engine.background.trainer import agent_link
 from reknit.engine.outcome import SaveOutcome
 from reknit.errors import AgentError, DeadlineError
 from reknit.processes import circumstances
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from reknit.comm.group import Group
     from reknit.engine.background.agent_save import AgentSave
-    from reknit.engine.background.agents import Agents
-    from reknit.engine.background.trainer_save import TrainerSave
+    from reknit.engine.background.trainer.agent_session import AgentSession
+    from reknit.engine.background.trainer.trainer_save import TrainerSave
 
 LIMIT_S = 60.0
 STATE = {"model": {"weight": np.arange(1000.0)}}
@@ -79,8 +79,8 @@ def background(path: object, **more: Any) -> reknit.PendingSave:
     return reknit.save(cast("str", path), STATE, wait=False, **more)
 
 
-def crew() -> Agents:
-    agents = calls.backgrounds[ranks.alone()][True].agents
+def crew() -> AgentSession:
+    agents = calls.backgrounds[ranks.alone()][True].supervisor.session
     assert agents is not None
     return agents
 
@@ -241,7 +241,7 @@ def test_a_save_that_one_rank_refuses_is_refused_on_all(
 ) -> None:
     def rank(group: Group) -> str:
         background(tmp_path / "1", group=group).result(LIMIT_S)
-        agents = calls.backgrounds[group][True].agents
+        agents = calls.backgrounds[group][True].supervisor.session
         assert agents is not None
         if group.rank == 1:
             monkeypatch.setattr(agents.link, "_identity", identity()._replace(root=(0, 0)))
@@ -301,7 +301,7 @@ def test_circumstances_that_could_not_be_set_in_time_are_set_for_the_next_save(
         asked.append(promoted)
         return over
 
-    save = cast("AgentSave", SimpleNamespace(number=1, url="here", wait=wait, promotes=True, stores=[]))
+    save = cast("AgentSave", SimpleNamespace(number=1, url="here", wait=wait, promotes=False))
     over, adapting, first, second = True, Adapting(), here(), here()
     second.umask ^= 0o7
     adapting.adapt(first, [], 1.0)

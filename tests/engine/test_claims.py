@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from reknit.comm.group import SoloGroup
-from reknit.engine.columns import packed
+from reknit.engine.packed_columns import packed
 from reknit.engine.saving.claims import EncodedFile, blob_files, encode_holdings
-from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.receipt import write_blobs
+from reknit.engine.saving.save_job import SaveJob
 from reknit.engine.small_files import Written
 from reknit.errors import StorageError
 from reknit.format import paths

@@ -8,18 +8,18 @@ import pytest
 
 import reknit
 from reknit.comm.tree.thread_group import thread_groups
-from reknit.engine import messages
-from reknit.engine.columns import packed, unpacked
+from reknit.engine import round_messages
 from reknit.engine.memory.sources import Sources
-from reknit.engine.saving import coordinator as module
+from reknit.engine.packed_columns import packed, unpacked
+from reknit.engine.saving import save_coordinator as module
 from reknit.engine.saving.claims import claims, encode_holdings
-from reknit.engine.saving.coordinator import PLANS_KEPT, Coordinator
-from reknit.engine.saving.copies import EQUAL, CopySplit
+from reknit.engine.saving.compared_copies import EQUAL, CopySplit
 from reknit.engine.saving.file_layout import layout_digest, outline
-from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.manifest_content import receipts_to_manifest
 from reknit.engine.saving.packing import merge_claims, merge_receipts, unpack
 from reknit.engine.saving.receipt import receipt
+from reknit.engine.saving.save_coordinator import PLANS_KEPT, Coordinator
+from reknit.engine.saving.save_job import SaveJob
 from reknit.engine.small_files import Written, write_bytes
 from reknit.errors import CommitError, CorruptError, ProtocolError
 from reknit.format import file_table, paths
@@ -62,7 +62,15 @@ class Rank:
 
     def __init__(self, rank: int, storage: Storage) -> None:
         group = thread_groups(SIZE)[rank]
-        self.job = SaveJob(nothing_held, group, storage, SaveOptions(), Recorder("save", rank), 1, True)
+        self.job = SaveJob(
+            collect=nothing_held,
+            group=group,
+            storage=storage,
+            options=SaveOptions(),
+            recorder=Recorder("save", rank),
+            step=1,
+            overwrite=True,
+        )
         self.rank = rank
         self.plans: dict[bytes, Outline] = {}
         self.silent = True
@@ -73,10 +81,10 @@ class Rank:
         self.plan = layout_digest(self.encoded.holdings, 1 << 40)
         self.known = self.silent and self.plan in self.plans
         told = None if self.known else self.encoded.shard_claims()
-        return claims(self.rank, messages.RankClaims(write_id, step, self.plan, told, []))
+        return claims(self.rank, round_messages.RankClaims(write_id, step, self.plan, told, []))
 
     def receipt(self, write_id: str, answer: bytes) -> bytes:
-        owners = unpacked(messages.decode(answer, messages.Assignment).shard_owners, "i8")
+        owners = unpacked(round_messages.decode(answer, round_messages.Assignment).shard_owners, "i8")
         if not self.known:
             self.plans[self.plan] = outline(self.encoded.resolved(owners), self.rank, 1 << 40)
         planned = self.plans[self.plan]
@@ -85,7 +93,9 @@ class Rank:
             path = paths.data_path(file.plan.item, self.rank, write_id, file.plan.part)
             written.append(write_bytes(self.job.storage, path, bytes(file.nbytes)))
         columns = None if self.known else planned.columns
-        return receipt(self.job, ["m"], written, self.plan, columns, (), self.split)
+        return receipt(
+            self.job, ["m"], written, plan=self.plan, columns=columns, places=(), copies=self.split
+        )
 
 
 class World:
@@ -253,12 +263,14 @@ def test_all_ranks_are_told_which_copies_differ_and_who_holds_them() -> None:
     told = []
     for rank in range(SIZE):
         digests = packed([7, rank == 3], "u8")
-        copies = messages.Copies(packed([1, 1 << 63], "u8"), digests, b"", b"")
+        copies = round_messages.Copies(packed([1, 1 << 63], "u8"), digests, b"", b"")
         none = encode_holdings(Holdings((), (), ()), SaveOptions()).shard_claims()
-        told.append(claims(rank, messages.RankClaims(write_id, 1, b"", none, [], copies)))
+        told.append(claims(rank, round_messages.RankClaims(write_id, 1, b"", none, [], copies)))
     answers = world.coordinator.assign(world.job, world.up(told, merge_claims))
     for answer in answers:
-        assert messages.decode(answer, messages.Assignment).differing == [(-1 << 63, [0, 1, 2, 3, 4])]
+        assert round_messages.decode(answer, round_messages.Assignment).differing == [
+            (-1 << 63, [0, 1, 2, 3, 4])
+        ]
 
 
 def test_a_tensor_that_ranks_keep_as_their_own_has_no_chunks_and_is_told() -> None:
@@ -282,7 +294,7 @@ def test_copies_that_differ_are_warned_of_with_the_ranks_that_hold_them() -> Non
     for rank in world.ranks:
         kept = [("m", "kept", "0, 2"), ("m", "both", "0, 1")]
         copies = CopySplit([], kept, [("m", "lost", "0, 3")] + [("m", "both", "0, 1")] * (rank.rank == 2))
-        told.append(receipt(rank.job, ["m"], [], b"", None, (), copies))
+        told.append(receipt(rank.job, ["m"], [], plan=b"", columns=None, places=(), copies=copies))
     counted = receipts_to_manifest(unpack(merge_receipts(told))[0], write_id)
     assert counted.kept == {("m", "kept")}
     own, lost = counted.warnings
@@ -296,7 +308,7 @@ def test_ranks_with_equal_answers_get_one_object() -> None:
     requests = [rank.claims(write_id, 1, [copy("a"), copy("b")]) for rank in world.ranks]
     answers = world.coordinator.assign(world.job, [merge_claims(requests)])
     assert len({id(answer) for answer in answers}) == 1
-    owners = unpacked(messages.decode(answers[0], messages.Assignment).shard_owners, "i8")
+    owners = unpacked(round_messages.decode(answers[0], round_messages.Assignment).shard_owners, "i8")
     assert len(set(owners.tolist())) == 2
 
 
@@ -355,7 +367,9 @@ def test_the_tally_has_every_file_with_its_digests_and_coordinates() -> None:
         ]
         written = [write_bytes(world.job.storage, name, name.encode() * 3) for name in names]
         places = [place, {"rank": rank.rank}]
-        told.append(receipt(rank.job, ["m/ü", "x", "y"], written, b"", None, places, EQUAL))
+        told.append(
+            receipt(rank.job, ["m/ü", "x", "y"], written, plan=b"", columns=None, places=places, copies=EQUAL)
+        )
         files += [(file.path, file.nbytes, tuple(file.digests.tolist()), rank.rank) for file in written]
         blobs += [(names[1], None), (names[2], place), (names[3], {"rank": rank.rank})]
     got = receipts_to_manifest(unpack(merge_receipts(told))[0], write_id)
@@ -374,7 +388,7 @@ def test_a_rank_that_reports_more_or_fewer_digests_than_blocks_is_named(num_dige
     rank, write_id = World("digests").ranks[2], paths.new_write_id()
     digests = np.zeros(num_digests, np.uint64)
     written = [Written(paths.data_path("m", 2, write_id), 5, digests)]
-    told = receipt(rank.job, ["m"], written, b"", None, (), EQUAL)
+    told = receipt(rank.job, ["m"], written, plan=b"", columns=None, places=(), copies=EQUAL)
     with pytest.raises(ProtocolError, match="rank 2 reports a file with more or fewer digests"):
         receipts_to_manifest(unpack(told)[0], write_id)
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from reknit.engine.columns import unpacked
 from reknit.engine.memory.elements import bits
 from reknit.engine.memory.sources import Sources
 from reknit.engine.memory.staging import gathered
-from reknit.engine.saving import copies as module
+from reknit.engine.packed_columns import unpacked
+from reknit.engine.saving import compared_copies as module
 from reknit.engine.saving.claims import encode_holdings
-from reknit.engine.saving.copies import EQUAL, KEPT_NBYTES, SAMPLE_NBYTES, choose, split
+from reknit.engine.saving.compared_copies import EQUAL, KEPT_NBYTES, SAMPLE_NBYTES, choose, split
 from reknit.errors import ReknitError, ShortageError, StateError
 from reknit.format.values.blob_codec import decode_blobs
 from reknit.options import SaveOptions
@@ -25,7 +25,7 @@ from reknit.types.shard import Alias, Holdings, Shard, TensorSpec
 from tests.devices import every_simulated_device
 
 if TYPE_CHECKING:
-    from reknit.engine.messages import Copies
+    from reknit.engine.round_messages import Copies
     from reknit.testing.accelerator import Accelerator
 
 

@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import reknit
-from reknit.engine.background import stage_for_agent
-from reknit.engine.background.deferred import Deferred
-from reknit.engine.background.snapshot import Snapshot
+from reknit.engine.background.trainer import stage_for_agent
+from reknit.engine.background.trainer.deferred import Deferred
+from reknit.engine.background.trainer.snapshot import Snapshot
 from reknit.engine.memory import file_image
 from reknit.errors import DeadlineError, StateError
 from reknit.storage.registry import register

@@ -139,9 +139,9 @@ def test_only_rank_0_tells_what_all_ranks_did(caplog: pytest.LogCaptureFixture) 
 
 
 def test_a_line_has_step_and_rate_only_where_they_are_known() -> None:
-    assert logged("saved", "/x", 5, 3 << 20, "by 2 ranks", 1.5) == (
+    assert logged("saved", "/x", 5, 3 << 20, "by 2 ranks", seconds=1.5) == (
         "saved /x (step 5): 3.0 MiB by 2 ranks in 1.5 s, 2.0 MiB/s"
     )
-    assert logged("loaded", "/x", None, 0, "", 0.0) == "loaded /x: 0 B in 0 s"
+    assert logged("loaded", "/x", None, 0, "", seconds=0.0) == "loaded /x: 0 B in 0 s"
     assert some(()) is None
     assert some(("a", "b", "c")) == "3 (a, b, c)"

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import reknit
+from reknit.engine.record import checkpoint_notes
+from reknit.engine.record.at_path import committed
 from reknit.engine.saving import manifest_content
-from reknit.engine.stored import notes
 from reknit.engine.stored.delete import drop
 from reknit.errors import DroppedError, MismatchError, ReknitError, UsageError
 from reknit.policies import latest, without
@@ -185,12 +186,12 @@ def test_whatever_begins_meanwhile_at_any_moment(tmp_path: Path, other: str) -> 
 
     def act(saved: str) -> None:
         place = open_storage(path)
-        before = not notes.committed(place).dropped
+        before = not committed(place).dropped
         try:
             if other == "save":
                 reknit.save(path, state(7.0), overwrite=True)
             elif other == "hold":
-                notes.Hold(place, saved, 60.0)
+                checkpoint_notes.Hold(place, saved, 60.0)
             elif other == "drop":
                 drop(place, ["optimizer"])
             else:
@@ -204,7 +205,7 @@ def test_whatever_begins_meanwhile_at_any_moment(tmp_path: Path, other: str) -> 
         number += 1
         done.clear()
         reknit.save(path, state(3.0), overwrite=True)
-        saved = notes.committed(open_storage(path)).save_id
+        saved = committed(open_storage(path)).save_id
         watched = AtOperation(open_storage(path), number, partial(act, saved))
         try:
             drop(watched, ["optimizer"], saved)
@@ -235,8 +236,8 @@ def test_a_save_that_has_begun_before_the_commit_is_made_way_for(tmp_path: Path)
         first: list[bool] = []
 
         def begin(first: list[bool] = first) -> None:
-            committed = notes.committed(open_storage(path)).dropped
-            first.append(not committed and not list(path.glob("pending.*")))
+            dropped = committed(open_storage(path)).dropped
+            first.append(not dropped and not list(path.glob("pending.*")))
             (path / theirs).touch()
 
         watched = AtOperation(open_storage(path), number, begin)

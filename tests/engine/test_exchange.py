@@ -98,20 +98,29 @@ def exchanges(
         part = division.parts[me]
         peers = {int(r): store.get(str(r), WAIT_S).decode() for r in np.unique(part.taker)}
         sharing = Sharing(
-            part,
-            division.num_turns,
-            num_steps,
-            [[row] for row in range(len(part.number))],
-            ["file"] * len(part.number),
-            peers,
-            CELL,
-            num_slots,
+            part=part,
+            num_turns=division.num_turns,
+            num_steps=num_steps,
+            rows=[[row] for row in range(len(part.number))],
+            paths=["file"] * len(part.number),
+            peers=peers,
+            cell_nbytes=CELL,
+            num_slots=num_slots,
         )
         carrier = carried_by(hall, me) if division.num_turns else None
         if carrier is not None:
             carrier.reserve(*largest(me, part, num_steps)[:2])
         jobs = (private or {}).get(me, [])
-        exchange = Exchange(me, sharing, works[me], jobs, link, carrier, lambda: group.broken, timeout_s[me])
+        exchange = Exchange(
+            rank=me,
+            sharing=sharing,
+            work=works[me],
+            private=jobs,
+            link=link,
+            carrier=carrier,
+            broken=lambda: group.broken,
+            timeout_s=timeout_s[me],
+        )
         try:
             exchange.run(2, CELL, 64 * CELL)
         finally:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from reknit.comm.group import SoloGroup
-from reknit.engine.loading.job import LoadJob
 from reknit.engine.loading.load import load
+from reknit.engine.loading.load_job import LoadJob
 from reknit.engine.stored.delete import delete
 from reknit.engine.stored.opening import is_replaced
 from reknit.errors import CheckpointNotFoundError, CorruptError, ReknitError
@@ -50,7 +50,17 @@ def loaded(storage: Storage, group: Group | None = None) -> int:
 
     options = LoadOptions(threads=1, timeout_s=60)
     recorder = Recorder("load", group.rank)
-    report = load(LoadJob(want, group, storage, ("model", "extra"), options, recorder, lenient=("*",)))
+    report = load(
+        LoadJob(
+            want=want,
+            group=group,
+            storage=storage,
+            items=("model", "extra"),
+            options=options,
+            recorder=recorder,
+            lenient=("*",),
+        )
+    )
     assert report.step is not None
     assert epoch == [report.step]
     assert (target == whole(report.step)[group.rank * rows :][:rows]).all()

@@ -9,8 +9,9 @@ import pytest
 
 import reknit
 from reknit.comm import group as comm
-from reknit.engine.saving.commit import claim, is_committed, put_manifest
-from reknit.engine.saving.marker import Marker, fenced_off, is_last, put_up
+from reknit.engine.record.at_path import is_committed
+from reknit.engine.record.commit import put_manifest
+from reknit.engine.record.marker import Marker, fenced_off, is_last, put_marker, take_marker
 from reknit.errors import CheckpointExistsError, CommitError, FencedError, StorageError, from_wire
 from reknit.format.manifest_file import decode_manifest
 from reknit.format.paths import MANIFEST_PATH
@@ -26,7 +27,7 @@ WRITE_ID = "0123456789abcdef0123456789abcdef"
 def test_a_dead_runs_marker_keeps_older_runs_out_until_it_is_deleted_and_no_newer_one() -> None:
     place = Annals("dead")
     dead = Marker(5, WRITE_ID)
-    put_up(place, dead)
+    put_marker(place, dead)
     error = save_as(place, 1, 4)
     assert isinstance(error, FencedError)
     assert (error.rank, error.phase) == (0, "assign")
@@ -37,7 +38,7 @@ def test_a_dead_runs_marker_keeps_older_runs_out_until_it_is_deleted_and_no_newe
     assert strays(place) == {dead.path}
     place.delete(dead.path)
     assert save_as(place, 1, 4) is None
-    put_up(place, dead)
+    put_marker(place, dead)
     assert save_as(place, 2, 6) is None
     assert (value_in(place), strays(place)) == (2, set())
 
@@ -102,7 +103,7 @@ def test_the_error_of_a_fenced_run_travels_as_what_it_is() -> None:
 def test_both_of_two_saves_that_take_each_others_marker_away_are_fenced() -> None:
     place, other = Annals("both"), Marker(2, "1" * 32)
     place.put(other.path, b"", if_absent=True)  # it lists what is here only after the next line
-    mine = put_up(place, Marker(2, WRITE_ID))
+    mine = put_marker(place, Marker(2, WRITE_ID))
     assert strays(place) == {mine.path}
     place.delete(mine.path)
     assert type(fenced_off(place, mine)) is FencedError
@@ -123,7 +124,7 @@ def test_whose_marker_is_gone_is_told_of_another_save_only_where_there_is_one(
             if overwrite is False or by == "manifest" or listed.path != MANIFEST_PATH:
                 place.delete(listed.path)
         if by == "marker":
-            put_up(place, Marker(3, WRITE_ID))
+            put_marker(place, Marker(3, WRITE_ID))
         elif by == "manifest":
             assert save_as(place, 3, 2) is None
 
@@ -138,7 +139,7 @@ def test_whose_marker_is_gone_is_told_of_another_save_only_where_there_is_one(
 def test_a_marker_is_no_checkpoint_and_no_part_of_one() -> None:
     place = Annals("reader")
     assert save_as(place, 1, 1) is None
-    put_up(place, Marker(2, WRITE_ID))
+    put_marker(place, Marker(2, WRITE_ID))
     assert value_in(place) == 1
     assert is_committed(place, WRITE_ID) is False
 
@@ -171,15 +172,15 @@ def test_a_checkpoint_that_is_committed_while_the_marker_is_put_up_is_seen() -> 
     place = Annals("late")
     store = pausing(place, [2], lambda: save_as(place, 1, 1))
     with pytest.raises(CheckpointExistsError):
-        claim(store, Marker(1, WRITE_ID), overwrite=False)
+        take_marker(store, Marker(1, WRITE_ID), overwrite=False)
     assert (value_in(place), strays(place)) == (1, set())
 
 
 def test_whose_marker_is_put_up_takes_away_those_of_others_that_began_before() -> None:
     place = Annals("others")
     for generation in (1, 2):
-        put_up(place, Marker(generation, f"{generation}" * 32))
-    put_up(place, Marker(2, WRITE_ID))
+        put_marker(place, Marker(generation, f"{generation}" * 32))
+    put_marker(place, Marker(2, WRITE_ID))
     assert strays(place) == {Marker(2, WRITE_ID).path}
 
 

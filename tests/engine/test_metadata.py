@@ -9,13 +9,13 @@ import pytest
 
 import reknit
 from reknit.comm.group import SoloGroup
-from reknit.engine import messages
-from reknit.engine.columns import bitmaps, left_over, unpacked
+from reknit.engine import round_messages
 from reknit.engine.loading.index_part import Reach
-from reknit.engine.loading.job import LoadJob
 from reknit.engine.loading.load import load
+from reknit.engine.loading.load_job import LoadJob
 from reknit.engine.loading.match import Fill
 from reknit.engine.loading.metadata import ReceivedMetadata, RootMetadata, hand_out, read_for_all
+from reknit.engine.packed_columns import bitmaps, left_over, unpacked
 from reknit.engine.stored.opening import opened, read_opened
 from reknit.errors import MismatchError
 from reknit.format.manifest_file import decode_manifest
@@ -75,7 +75,17 @@ def load_on_ranks(
 
         options = LoadOptions(timeout_s=30, transforms=[names(**renaming)] if renaming else [])
         recorder = Recorder("load", group.rank)
-        load(LoadJob(want, group, stores[group.rank], items[group.rank], options, recorder, lenient=("*",)))
+        load(
+            LoadJob(
+                want=want,
+                group=group,
+                storage=stores[group.rank],
+                items=items[group.rank],
+                options=options,
+                recorder=recorder,
+                lenient=("*",),
+            )
+        )
 
     run_ranks(len(items), rank)
     return stores, offered, targets
@@ -140,20 +150,27 @@ def test_a_rank_is_offered_nothing_of_an_item_that_it_does_not_load() -> None:
     assert targets[1]["optimizer"]["lr"] == targets[2]["extra"]["epoch"] == 3
 
 
-def asking(*items: str) -> messages.Items:
-    return messages.Items(list(items), [])
+def asking(*items: str) -> round_messages.Items:
+    return round_messages.Items(list(items), [])
 
 
 def job_of(stored: ProcessMemory, items: Sequence[str] = (), **options: Any) -> LoadJob:
     wanted, recorder = Wanted(tuple(items)), Recorder("load")
-    return LoadJob(lambda _: wanted, SoloGroup(), stored, tuple(items), LoadOptions(**options), recorder)
+    return LoadJob(
+        want=lambda _: wanted,
+        group=SoloGroup(),
+        storage=stored,
+        items=tuple(items),
+        options=LoadOptions(**options),
+        recorder=recorder,
+    )
 
 
 def received(stored: ProcessMemory, answer: bytes, items: list[str]) -> ReceivedMetadata:
     return ReceivedMetadata.of(answer, job_of(stored, items))
 
 
-def read_all(stored: ProcessMemory, wanted: Sequence[messages.Items], **options: Any) -> RootMetadata:
+def read_all(stored: ProcessMemory, wanted: Sequence[round_messages.Items], **options: Any) -> RootMetadata:
     return read_for_all(job_of(stored, **options), wanted)
 
 
@@ -203,7 +220,7 @@ def test_an_item_that_is_not_there_is_refused_unless_every_rank_that_wants_it_ca
     stored = save_on_ranks("absent")
     with pytest.raises(MismatchError, match="has no item 'ema'"):
         read_all(stored, [asking("model"), asking("ema")])
-    lenient = messages.Items(["model", "ema"], ["ema"])
+    lenient = round_messages.Items(["model", "ema"], ["ema"])
     (_, answer) = read_all(stored, [lenient, lenient]).answers
     part = received(stored, answer, lenient.names)
     assert part.checkpoint.catalog().tensors["ema"] == {}
@@ -217,10 +234,10 @@ def everything_of(checkpoint: OpenCheckpoint) -> Reach:
     return Reach.of(checkpoint.index, fills, Wanted(checkpoint.items))
 
 
-def taking(checkpoint: OpenCheckpoint, names: set[str], boxes: int = 0) -> messages.Asked:
+def taking(checkpoint: OpenCheckpoint, names: set[str], boxes: int = 0) -> round_messages.Asked:
     """Return the request of a rank that takes tensors with these FQNs, and no values."""
     taken = {key for key in checkpoint.index.ids if key[1] in names}
-    return messages.Asked(
+    return round_messages.Asked(
         bitmaps(checkpoint.index.ids, taken),
         bitmaps(checkpoint.blob_names(), ()),
         [],
@@ -242,7 +259,7 @@ def test_what_a_rank_is_handed_are_the_rows_and_the_files_of_the_tensors_that_it
     assert answers[2] is answers[3]
     whole = metadata.checkpoint
     for rank, answer, own in zip(ranks, answers[1:], names[1:], strict=True):
-        message = messages.decode(answer, messages.Answer)
+        message = round_messages.decode(answer, round_messages.Answer)
         part = rank.with_rows(rank.checkpoint, everything_of(rank.checkpoint), message)
         found = {part.index.tensors[number].fqn for number in part.index.tensor.tolist()}
         assert found == own
@@ -251,7 +268,9 @@ def test_what_a_rank_is_handed_are_the_rows_and_the_files_of_the_tensors_that_it
                 assert [*part.index.chunks(number)] == [*whole.index.chunks(whole.index.ids[item, fqn])]
         assert set(part.index.files) == {f.path for f in part.manifest.files if is_data(f.path, set(ITEMS))}
         assert all(part.files[path] == whole.files[path] for path in part.files)
-    root = metadata.with_rows(whole, everything_of(whole), messages.decode(answers[0], messages.Answer))
+    root = metadata.with_rows(
+        whole, everything_of(whole), round_messages.decode(answers[0], round_messages.Answer)
+    )
     assert same_index(root.index, whole.index), "it takes the rows from its memory"
 
 
@@ -260,7 +279,7 @@ def test_ranks_that_check_all_files_together_have_the_same_manifest_as_the_root(
     metadata = read_all(stored, [asking("extra"), asking("model")], verify="full")
     rank = received(stored, metadata.answers[1], ["model"])
     asked = [taking(metadata.checkpoint, set()), taking(rank.checkpoint, {"w.1", "b"})]
-    answer = messages.decode(hand_out(metadata.checkpoint, asked).answers[1], messages.Answer)
+    answer = round_messages.decode(hand_out(metadata.checkpoint, asked).answers[1], round_messages.Answer)
     part = rank.with_rows(rank.checkpoint, everything_of(rank.checkpoint), answer)
     assert part.manifest == metadata.checkpoint.manifest
 
@@ -271,7 +290,7 @@ def test_ranks_that_want_the_same_boxes_are_told_of_each_other() -> None:
     checkpoint = metadata.checkpoint
     asked = [taking(checkpoint, {"b"}, 7), taking(checkpoint, {"b"}, 8), taking(checkpoint, {"w.1"}, 7)]
     for answer in hand_out(checkpoint, [*asked, asked[1], asked[0]]).answers:
-        alike = messages.decode(answer, messages.Answer).alike
+        alike = round_messages.decode(answer, round_messages.Answer).alike
         assert unpacked(alike, "i4").tolist() == [0, 1, 2, 1, 0]
 
 

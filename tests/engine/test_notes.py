@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.engine.stored import notes
+from reknit.engine.record import checkpoint_notes
+from reknit.engine.record.at_path import committed
 from reknit.engine.stored.delete import delete
 from reknit.errors import CheckpointNotFoundError, StoragePermissionError, UsageError
 from reknit.monitor.phase import CLOCK
@@ -60,11 +61,11 @@ def root(tmp_path: Path) -> Path:
 
 
 def write_id(path: Path) -> str:
-    return notes.committed(open_storage(path)).write_id
+    return committed(open_storage(path)).write_id
 
 
-def hold(path: Path, lease_s: float = 60.0) -> notes.Hold:
-    return notes.Hold(open_storage(path), write_id(path), lease_s)
+def hold(path: Path, lease_s: float = 60.0) -> checkpoint_notes.Hold:
+    return checkpoint_notes.Hold(open_storage(path), write_id(path), lease_s)
 
 
 def pruned(root: Path, keep: Any) -> list[int | None]:
@@ -119,7 +120,10 @@ def test_nobody_removes_what_another_begins_to_hold_at_any_moment(
             done["removed"] = kept(lambda: delete(storage))
 
         def keep(storage: Storage, written: str = written) -> None:
-            how = {"lease": lambda: notes.Hold(storage, written, 60.0), "pin": lambda: notes.pin(storage, "")}
+            how = {
+                "lease": lambda: checkpoint_notes.Hold(storage, written, 60.0),
+                "pin": lambda: checkpoint_notes.pin(storage, ""),
+            }
             done["held"] = kept(how[kind])
 
         outer, inner = (remove, keep) if inside == "the removal" else (keep, remove)
@@ -138,13 +142,13 @@ def test_nobody_removes_what_another_begins_to_hold_at_any_moment(
 def test_a_removal_whose_process_died_holds_nobody_back_for_long(root: Path) -> None:
     path = root / "step_1"
     with SteppedClock() as clock:
-        died = notes.Removal(open_storage(path), write_id(path))
+        died = checkpoint_notes.Removal(open_storage(path), write_id(path))
         with pytest.raises(CheckpointNotFoundError, match=r"is being removed by 'process \d+"):
             hold(path)
         with pytest.raises(CheckpointNotFoundError, match="is being removed"):
             reknit.pin(path)
         reknit.note(path, {"score": 1.0})
-        clock.step(notes.REMOVAL_S + 61.0)
+        clock.step(checkpoint_notes.REMOVAL_S + 61.0)
         hold(path).release()
         with pytest.raises(UsageError, match="before it began"):
             died.check()
@@ -178,7 +182,7 @@ def test_nobody_holds_what_is_gone_or_was_replaced(root: Path) -> None:
     before = write_id(root / "step_1")
     reknit.save(root / "step_1", STATE, step=1, overwrite=True)
     with pytest.raises(CheckpointNotFoundError, match="was removed or replaced"):
-        notes.Hold(open_storage(root / "step_1"), before, 60.0)
+        checkpoint_notes.Hold(open_storage(root / "step_1"), before, 60.0)
     reknit.delete(root / "step_1")
     assert not (root / "step_1").exists()  # the lease was taken back
 
@@ -288,6 +292,6 @@ def test_what_is_no_checkpoint_is_not_pinned(tmp_path: Path) -> None:
 
 def test_a_lease_says_how_long_it_lasts(root: Path) -> None:
     hold(root / "step_1", 1000.0)
-    said = notes.held_by(open_storage(root / "step_1"), write_id(root / "step_1"))
+    said = checkpoint_notes.held_by(open_storage(root / "step_1"), write_id(root / "step_1"))
     assert said is not None
     assert 1000 < float(said.split(" for ")[1].split(" s")[0]) < 1100

@@ -14,7 +14,7 @@ import torch
 
 import reknit
 from reknit import calls, ranks
-from reknit.engine.background.save_maker import WarmUp
+from reknit.engine.background.agent_state import WarmUp
 from reknit.engine.memory.arena_pool import Arenas
 from reknit.engine.outcome import SaveOutcome
 from reknit.processes.shared_memory import SharedMemory
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from reknit.comm.group import Group
-    from reknit.engine.background.agents import Agents
     from reknit.engine.background.background import Background
+    from reknit.engine.background.trainer.agent_session import AgentSession
 
 LIMIT_S = 60.0
 MIB = 1 << 20
@@ -76,8 +76,8 @@ def background_of(group: Group | None = None, *, elsewhere: bool = False) -> Bac
     return calls.backgrounds[group or ranks.alone()][elsewhere]
 
 
-def crew_of(group: Group | None = None, *, elsewhere: bool = False) -> Agents:
-    agents = background_of(group, elsewhere=elsewhere).agents
+def crew_of(group: Group | None = None, *, elsewhere: bool = False) -> AgentSession:
+    agents = background_of(group, elsewhere=elsewhere).supervisor.session
     assert agents is not None
     return agents
 
@@ -244,7 +244,7 @@ def test_while_a_save_is_under_way_what_it_has_stays_its_own(monkeypatch: pytest
         done.set()
 
     threading.Thread(target=prepare).start()
-    wait_until(lambda: background_of().count == 3, LIMIT_S)
+    wait_until(lambda: background_of().supervisor.count == 3, LIMIT_S)
     written.set()
     assert done.wait(LIMIT_S)
     for k, save in enumerate(saves):

@@ -13,9 +13,9 @@ import pytest
 import reknit
 from reknit.comm.group import SoloGroup
 from reknit.comm.tree.thread_group import thread_groups
-from reknit.engine.report import PromotionReport
-from reknit.engine.saving.job import SaveJob
+from reknit.engine.call_reports import PromotionReport
 from reknit.engine.saving.save import save
+from reknit.engine.saving.save_job import SaveJob
 from reknit.engine.small_files import Written, write_bytes
 from reknit.engine.stored.copy_files import Promotion
 from reknit.engine.stored.promote import decline, promote, promote_alone
@@ -98,7 +98,17 @@ def saved(root: Path, value: int = 1, generation: int = 1, *, overwrite: bool = 
     def run(group: Group) -> tuple[str, list[Written]]:
         recorder = Recorder("save", group.rank)
         held = holdings(group.rank, value)
-        report, written = save(SaveJob(lambda: held, group, local(root), OPTIONS, recorder, value, overwrite))
+        report, written = save(
+            SaveJob(
+                collect=lambda: held,
+                group=group,
+                storage=local(root),
+                options=OPTIONS,
+                recorder=recorder,
+                step=value,
+                overwrite=overwrite,
+            )
+        )
         return report.write_id, written
 
     told = run_ranks(SIZE, run, groups=thread_groups(SIZE, generation))

@@ -8,11 +8,10 @@ import pytest
 
 from reknit.comm.group import Group, SoloGroup
 from reknit.comm.tree.thread_group import thread_groups
-from reknit.engine.messages import Assignment, RankClaims
-from reknit.engine.saving.coordinator import Coordinator
-from reknit.engine.saving.copies import EQUAL
-from reknit.engine.saving.job import SaveJob
-from reknit.engine.saving.rounds import CommitTurn, commit_turn
+from reknit.engine.round_messages import Assignment, RankClaims
+from reknit.engine.saving.save_coordinator import Coordinator
+from reknit.engine.saving.save_job import SaveJob
+from reknit.engine.saving.save_rounds import CommitTurn, commit_turn
 from reknit.engine.small_files import Written, write_bytes
 from reknit.errors import CommError, CommitError, DeadlineError, StorageError
 from reknit.format.manifest_file import decode_manifest
@@ -22,17 +21,30 @@ from reknit.options import SaveOptions
 from tests.engine.runs import Annals, nothing_held, save_as
 
 OTHER = "0123456789abcdef" * 2
+SAID = RankClaims("", None, b"", None, [])
 ABOVE = StorageError("no room on another rank")
 
 
 def job_of(storage: Annals, group: Group) -> SaveJob:
-    return SaveJob(nothing_held, group, storage, SaveOptions(), Recorder("save", group.rank), 1, True)
+    return SaveJob(
+        collect=nothing_held,
+        group=group,
+        storage=storage,
+        options=SaveOptions(),
+        recorder=Recorder("save", group.rank),
+        step=1,
+        overwrite=True,
+    )
+
+
+def assigned(write_id: str) -> Assignment:
+    return Assignment(write_id, b"", b"", [])
 
 
 def after_writing(
     storage: Annals, rank: int, write_id: str, written: list[Written], *, sent: bool
 ) -> CommitTurn:
-    turn = CommitTurn(job_of(storage, thread_groups(2)[rank]), Coordinator(), write_id)
+    turn = CommitTurn(job_of(storage, thread_groups(2)[rank]), Coordinator(), SAID, assigned(write_id))
     turn.written, turn.sent = written, sent
     return turn
 
@@ -56,7 +68,7 @@ def test_files_stay_where_the_root_may_yet_commit_them_and_else_go(
 ) -> None:
     storage = Annals("receipt")
     written = [write_bytes(storage, "m/00001.01234567.safetensors", b"x")]
-    assert after_writing(storage, rank, OTHER, written, sent=sent).clean_up(error) in (False, None)
+    assert after_writing(storage, rank, OTHER, written, sent=sent).clean_up(error).committed is False
     assert bool(list(storage.list())) == stays
 
 
@@ -68,7 +80,7 @@ def test_files_of_what_is_committed_stay_whatever_the_error_is(error: BaseExcept
     manifest = decode_manifest(storage.get(MANIFEST_PATH, limit=1 << 20))
     before = [file.path for file in storage.list()]
     written = [Written(file.path, file.nbytes, cast("Any", file.digests)) for file in manifest.files]
-    assert after_writing(storage, rank, manifest.write_id, written, sent=True).clean_up(error)
+    assert after_writing(storage, rank, manifest.write_id, written, sent=True).clean_up(error).litter is False
     assert [file.path for file in storage.list()] == before
 
 
@@ -89,10 +101,10 @@ def test_after_an_error_the_root_gives_up_and_no_file_is_left() -> None:
     storage, root = Annals("receipt"), Root()
 
     def run() -> None:
-        with commit_turn(job_of(storage, SoloGroup()), cast("Any", root), OTHER) as commit:
+        job = job_of(storage, SoloGroup())
+        with commit_turn(job, cast("Any", root), SAID, assigned(OTHER)) as commit:
             commit.written.append(write_bytes(storage, "m/00000.01234567.safetensors", b"x"))
-            said = RankClaims("", None, b"", None, [])
-            commit.commit(said, Assignment(OTHER, b"", b"", []), EQUAL, ["m"], None)
+            commit.commit(["m"], None)
 
     with pytest.raises(CommitError, match="do not make a whole"):
         run()

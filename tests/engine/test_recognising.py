@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.engine import recognising
-from reknit.engine.recognising import find_manifest, is_of_others
-from reknit.engine.saving.commit import is_committed
-from reknit.engine.stored.opening import manifest_in
+from reknit.engine.record import recognising
+from reknit.engine.record.at_path import is_committed, manifest_in
+from reknit.engine.record.recognising import find_manifest, is_of_others
 from reknit.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reknit
-from reknit.engine.loading.job import LoadJob
 from reknit.engine.loading.load import load
-from reknit.engine.saving.job import SaveJob
+from reknit.engine.loading.load_job import LoadJob
 from reknit.engine.saving.reuse import Committed
 from reknit.engine.saving.save import save
+from reknit.engine.saving.save_job import SaveJob
 from reknit.engine.stored.verify import verify
 from reknit.errors import ReknitError, StorageError
 from reknit.monitor.phase import Recorder
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reknit.comm.group import Group
-    from reknit.engine.report import SaveReport
+    from reknit.engine.call_reports import SaveReport
     from reknit.storage.base import Storage
 
 SIZE = 3
@@ -71,12 +71,12 @@ class Run:
         def rank(group: Group) -> SaveReport:
             shards = self.shards(group.rank, self.frozen, np.full(300, step, np.float32))
             job = SaveJob(
-                lambda: Holdings(("model",), tuple(shards), ()),
-                group,
-                self.store(f"step_{step}"),
-                SaveOptions(timeout_s=30, threads=2, **options),
-                Recorder("save", group.rank, step),
-                step,
+                collect=lambda: Holdings(("model",), tuple(shards), ()),
+                group=group,
+                storage=self.store(f"step_{step}"),
+                options=SaveOptions(timeout_s=30, threads=2, **options),
+                recorder=Recorder("save", group.rank, step),
+                step=step,
                 overwrite=True,
             )
             return save(job, self.committed[group.rank])[0]
@@ -93,12 +93,12 @@ class Run:
             wanted = Wanted(("model",), tuple(self.shards(group.rank, into, trained)), ())
             load(
                 LoadJob(
-                    lambda _: wanted,
-                    group,
-                    storage,
-                    ("model",),
-                    LoadOptions(timeout_s=30),
-                    Recorder("load", group.rank),
+                    want=lambda _: wanted,
+                    group=group,
+                    storage=storage,
+                    items=("model",),
+                    options=LoadOptions(timeout_s=30),
+                    recorder=Recorder("load", group.rank),
                 )
             )
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import reknit
-from reknit.engine.background import deferred
+from reknit.engine.background.trainer import deferred
 from reknit.engine.memory import arena_pool
 from reknit.testing.accelerator import install, installed
 from reknit.types import devices

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.save import save
+from reknit.engine.saving.save_job import SaveJob
 from reknit.engine.stored.verify import check_header, verify
 from reknit.errors import FormatError
 from reknit.format.data_file import HeaderEntry, encode_header

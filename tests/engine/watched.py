@@ -15,9 +15,11 @@ _LOCAL = {"shard_key", "check_manifest"}
 
 _AGREEING = (
     "reknit.comm.",
-    "reknit.engine.saving.coordinator",
+    "reknit.engine.record.commit",
+    "reknit.engine.record.marker",
+    "reknit.engine.saving.save_coordinator",
     "reknit.engine.saving.receipt",
-    "reknit.engine.saving.commit",
+    "reknit.engine.saving.root",
 )
 
 

@@ -195,7 +195,7 @@ def test_an_interrupt_after_staging_ends_the_script_and_the_save_is_committed(ru
 
 # What is copied says that it is, and takes its time.
 SLOW_STAGING = """
-import reknit.engine.background.snapshot as snapshot
+import reknit.engine.background.trainer.snapshot as snapshot
 from reknit.engine.memory.file_image import Image
 
 def fill(self, start, out, copy=None, fill=Image.fill):

@@ -12,7 +12,7 @@ import torch
 
 import reknit
 from reknit import transforms as t
-from reknit.engine.background import snapshot
+from reknit.engine.background.trainer import snapshot
 from reknit.errors import MismatchError, UsageError
 from reknit.frameworks.custom import Held, Value, registered
 from reknit.testing.world import run_ranks

@@ -18,8 +18,8 @@ import numpy as np
 
 import reknit
 from reknit.engine.saving import manifest_content
-from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.save import save
+from reknit.engine.saving.save_job import SaveJob
 from reknit.monitor.phase import Recorder
 from reknit.options import SaveOptions
 from reknit.storage.local.store import LocalStorage
@@ -85,12 +85,12 @@ def write(folder: str, *, file_table: bool = False) -> None:
         recorder = Recorder("save", group.rank)
         save(
             SaveJob(
-                lambda: holdings(group.rank),
-                group,
-                LocalStorage(folder),
-                SaveOptions(timeout_s=30),
-                recorder,
-                STEP,
+                collect=lambda: holdings(group.rank),
+                group=group,
+                storage=LocalStorage(folder),
+                options=SaveOptions(timeout_s=30),
+                recorder=recorder,
+                step=STEP,
                 origin={"world_size": RANKS},
                 metadata=METADATA,
             )

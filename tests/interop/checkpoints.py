@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reknit.comm.group import SoloGroup
-from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.save import save
+from reknit.engine.saving.save_job import SaveJob
 from reknit.monitor.phase import Recorder
 from reknit.options import SaveOptions
 from reknit.storage.registry import open_storage
@@ -36,7 +36,13 @@ def save_in_boxes(
     storage = open_storage(path, durability="process")
     holdings = Holdings((item,), tuple(shards), ())
     job = SaveJob(
-        lambda: holdings, SoloGroup(0), storage, SaveOptions(), Recorder("save"), 1, origin={"world_size": 1}
+        collect=lambda: holdings,
+        group=SoloGroup(0),
+        storage=storage,
+        options=SaveOptions(),
+        recorder=Recorder("save"),
+        step=1,
+        origin={"world_size": 1},
     )
     save(job)
     storage.close()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.engine.stored.notes import committed
+from reknit.engine.record.at_path import committed
 from reknit.errors import StoragePermissionError
 from reknit.policies import at, best, latest, without
 from reknit.runs.retention import Retention

@@ -13,9 +13,9 @@ import pytest
 import reknit
 from reknit import Checkpointer, CheckpointExistsError, Tier
 from reknit.comm.group import SoloGroup
-from reknit.engine.run_record import Run, folder_above, newest_run, open_run
-from reknit.engine.saving.commit import claim, put_manifest
-from reknit.engine.saving.marker import Marker
+from reknit.engine.record.commit import put_manifest
+from reknit.engine.record.marker import Marker, take_marker
+from reknit.engine.record.run_record import Run, folder_above, newest_run, open_run
 from reknit.errors import (
     FencedError,
     MismatchError,
@@ -90,7 +90,7 @@ def test_a_save_whose_marker_is_up_before_another_run_opens_the_folder_does_not_
         for step in (2, 0)
     )
     for place, mine in (late, passed):
-        claim(place, mine, overwrite=False)
+        take_marker(place, mine, overwrite=False)
     reknit.save(tmp_path / "step_00000001", state(), step=1)
     with Checkpointer(tmp_path, wait=True) as new:
         assert new.resume(state()) == 2
@@ -132,10 +132,10 @@ def test_a_save_that_begins_after_another_run_opened_the_folder_is_shut_out(
         mine = Marker(generation, paths.new_write_id(), run=Run(lambda: open_storage(url), record))
         step = root.sub("step_00000009")
         if wanted is None:
-            claim(step, mine, overwrite=False)
+            take_marker(step, mine, overwrite=False)
             continue
         with pytest.raises(wanted):
-            claim(step, mine, overwrite=False)
+            take_marker(step, mine, overwrite=False)
         assert list(step.list()) == []
 
 
@@ -271,7 +271,7 @@ def test_a_save_that_stood_still_below_steps_that_gave_way_does_not_commit(tmp_p
     root = LocalStorage(str(tmp_path))
     old = Run(lambda: LocalStorage(str(tmp_path)), open_run(root, 5))
     mine = Marker(old.generation, paths.new_write_id(), run=old)
-    claim(root.sub("step_00000002"), mine, overwrite=False)
+    take_marker(root.sub("step_00000002"), mine, overwrite=False)
     _earlier(tmp_path, 3)
     with Checkpointer(tmp_path, wait=True, later_steps="replace") as run:
         run.save(1, state())

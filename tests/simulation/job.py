@@ -10,8 +10,8 @@ from unittest.mock import patch
 import numpy as np
 
 from reknit.engine.saving import write
-from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.save import save
+from reknit.engine.saving.save_job import SaveJob
 from reknit.errors import ReknitError
 from reknit.format import paths
 from reknit.monitor.phase import Recorder

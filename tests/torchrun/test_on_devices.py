@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import reknit
-from reknit.engine.background import deferred
+from reknit.engine.background.trainer import deferred
 from tests.devices import run_simulated
 from tests.running.examples import is_night
 from tests.testing.test_accelerator_training import joined

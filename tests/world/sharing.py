@@ -11,8 +11,8 @@ from unittest import mock
 
 import numpy as np
 
-from reknit.engine.loading.job import LoadJob
 from reknit.engine.loading.load import load
+from reknit.engine.loading.load_job import LoadJob
 from reknit.engine.sharing import share_out, shared_read
 from reknit.format.checksum import block_digests
 from reknit.format.manifest_file import decode_manifest, encode_manifest
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reknit.comm.group import Group
-    from reknit.engine.report import LoadReport
+    from reknit.engine.call_reports import LoadReport
     from reknit.types.shard import Shard
 
     Bytes = NDArray[np.uint8]
@@ -192,13 +192,13 @@ class World:
             self._here.name = f"host {self.hosts[group.rank]}"
             items = tuple(sorted({shard.item for shard in shards[group.rank]} or {"model"}))
             job = LoadJob(
-                lambda _: Wanted(items, tuple(shards[group.rank])),
-                group,
-                self.stores[group.rank],
-                items,
-                each[group.rank],
-                Recorder("load", group.rank),
-                (lambda: ThreadCarrier(self.hub, group.rank)) if carries else None,
+                want=lambda _: Wanted(items, tuple(shards[group.rank])),
+                group=group,
+                storage=self.stores[group.rank],
+                items=items,
+                options=each[group.rank],
+                recorder=Recorder("load", group.rank),
+                carrier=(lambda: ThreadCarrier(self.hub, group.rank)) if carries else None,
                 lenient=lenient,
             )
             return load(job)

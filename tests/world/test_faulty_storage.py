@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from reknit.comm.group import SoloGroup
-from reknit.engine.loading.job import LoadJob
 from reknit.engine.loading.load import load
-from reknit.engine.saving.job import SaveJob
+from reknit.engine.loading.load_job import LoadJob
 from reknit.engine.saving.save import save
+from reknit.engine.saving.save_job import SaveJob
 from reknit.engine.stored.verify import verify
 from reknit.errors import (
     CheckpointNotFoundError,
@@ -76,7 +76,15 @@ def save_with(stores: list[Storage], value: int, *, overwrite: bool = True) -> l
     def rank(group: Group) -> Outcome:
         to = stores[group.rank]
         recorder = Recorder("save", group.rank)
-        job = SaveJob(lambda: holdings(group.rank, value), group, to, SAVE, recorder, value, overwrite)
+        job = SaveJob(
+            collect=lambda: holdings(group.rank, value),
+            group=group,
+            storage=to,
+            options=SAVE,
+            recorder=recorder,
+            step=value,
+            overwrite=overwrite,
+        )
         return save(job)[0]
 
     return _outcomes(rank)
@@ -98,7 +106,14 @@ def load_job(group: Group, storage: Storage, target: np.ndarray[Any, Any]) -> Lo
         Shard("model", name, SPEC, Box.whole(SPEC.shape), None, target[n]) for n, name in enumerate(names)
     )
     recorder = Recorder("load", group.rank)
-    return LoadJob(lambda _: Wanted(("model",), shards), group, storage, ("model",), LOAD, recorder)
+    return LoadJob(
+        want=lambda _: Wanted(("model",), shards),
+        group=group,
+        storage=storage,
+        items=("model",),
+        options=LOAD,
+        recorder=recorder,
+    )
 
 
 def _outcomes(action: Any) -> list[Outcome]:
@@ -244,7 +259,17 @@ def test_an_interrupt_behind_the_commit_takes_nothing_of_the_checkpoint_away(tmp
     def rank(group: Group) -> str:
         recorder = Recorder("save", group.rank)
         try:
-            save(SaveJob(lambda: holdings(group.rank, 2), group, stores[group.rank], SAVE, recorder, 2, True))
+            save(
+                SaveJob(
+                    collect=lambda: holdings(group.rank, 2),
+                    group=group,
+                    storage=stores[group.rank],
+                    options=SAVE,
+                    recorder=recorder,
+                    step=2,
+                    overwrite=True,
+                )
+            )
         except (ReknitError, KeyboardInterrupt) as error:
             return type(error).__name__
         return "ok"

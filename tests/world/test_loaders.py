@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from reknit.engine.loading.job import LoadJob
 from reknit.engine.loading.load import load
-from reknit.engine.saving.job import SaveJob
+from reknit.engine.loading.load_job import LoadJob
 from reknit.engine.saving.save import save
+from reknit.engine.saving.save_job import SaveJob
 from reknit.engine.stored.verify import verify
 from reknit.errors import CheckpointNotFoundError, MismatchError, StorageError
 from reknit.format.paths import parse_path
@@ -37,12 +37,12 @@ def saved(storage: Storage, job: Sequence[TokenLoader], **options: Any) -> None:
         state = {"loader": job[group.rank]}
         save(
             SaveJob(
-                lambda: collect(state, group.rank, group.size),
-                group,
-                storage,
-                SaveOptions(**options),
-                Recorder("save", group.rank),
-                1,
+                collect=lambda: collect(state, group.rank, group.size),
+                group=group,
+                storage=storage,
+                options=SaveOptions(**options),
+                recorder=Recorder("save", group.rank),
+                step=1,
             )
         )
 
@@ -54,12 +54,12 @@ def resumed(stores: Sequence[Storage], job: Sequence[TokenLoader], *lenient: str
         state = {"loader": job[group.rank]}
         load(
             LoadJob(
-                lambda catalog: wanted(state, catalog, group.rank, group.size),
-                group,
-                stores[group.rank],
-                ("loader",),
-                LoadOptions(),
-                Recorder("load", group.rank),
+                want=lambda catalog: wanted(state, catalog, group.rank, group.size),
+                group=group,
+                storage=stores[group.rank],
+                items=("loader",),
+                options=LoadOptions(),
+                recorder=Recorder("load", group.rank),
                 lenient=lenient,
             )
         )

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from reknit.engine.loading import read
-from reknit.engine.loading.job import LoadJob
 from reknit.engine.loading.load import load
+from reknit.engine.loading.load_job import LoadJob
 from reknit.errors import CorruptError, ReknitError
 from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions
@@ -66,7 +66,16 @@ def load_all(
         shards, chosen = targets[group.rank], LoadOptions(timeout_s=30, **options)
         recorder = Recorder("load", group.rank)
         try:
-            load(LoadJob(lambda _: wants(shards), group, stores[group.rank], ("model",), chosen, recorder))
+            load(
+                LoadJob(
+                    want=lambda _: wants(shards),
+                    group=group,
+                    storage=stores[group.rank],
+                    items=("model",),
+                    options=chosen,
+                    recorder=recorder,
+                )
+            )
         except ReknitError as error:
             return error
         return None

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 import reknit
-from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.save import save
+from reknit.engine.saving.save_job import SaveJob
 from reknit.errors import StateError
 from reknit.monitor.phase import Recorder
 from reknit.options import SaveOptions
@@ -35,7 +35,16 @@ def saved(name: str, size: int, held: Held) -> list[str | None]:
         holdings = Holdings(("m",), (), blobs, (), witnesses)
         to = ProcessMemory(name)
         try:
-            save(SaveJob(lambda: holdings, group, to, SaveOptions(), Recorder("save", group.rank), 1))
+            save(
+                SaveJob(
+                    collect=lambda: holdings,
+                    group=group,
+                    storage=to,
+                    options=SaveOptions(),
+                    recorder=Recorder("save", group.rank),
+                    step=1,
+                )
+            )
         except StateError as error:
             return str(error)
         return None

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from reknit.engine.loading.job import LoadJob
 from reknit.engine.loading.load import load
-from reknit.engine.saving.copies import SAMPLE_NBYTES
-from reknit.engine.saving.job import SaveJob
+from reknit.engine.loading.load_job import LoadJob
+from reknit.engine.saving.compared_copies import SAMPLE_NBYTES
 from reknit.engine.saving.save import save
+from reknit.engine.saving.save_job import SaveJob
 from reknit.errors import StateError
 from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions, SaveOptions
@@ -27,7 +27,7 @@ from tests.world.layouts import Model, held, wants
 
 if TYPE_CHECKING:
     from reknit.comm.group import Group
-    from reknit.engine.report import LoadReport, SaveReport
+    from reknit.engine.call_reports import LoadReport, SaveReport
     from reknit.storage.base import Storage
     from reknit.types.manifest import Catalog
     from reknit.types.shard import Shard
@@ -54,7 +54,16 @@ def load_on(
     def rank(group: Group) -> tuple[list[Shard], LoadReport]:
         shards = model.shards(layout, group.rank, filled=False, seed=7 * group.rank)
         recorder = Recorder("load", group.rank)
-        report = load(LoadJob(lambda _: wants(shards), group, storage, ("model",), options, recorder))
+        report = load(
+            LoadJob(
+                want=lambda _: wants(shards),
+                group=group,
+                storage=storage,
+                items=("model",),
+                options=options,
+                recorder=recorder,
+            )
+        )
         return shards, report
 
     return run_ranks(size, rank)
@@ -158,7 +167,16 @@ def test_of_copies_that_differ_each_rank_keeps_its_own_or_all_ranks_are_told(
             assert {name: value.tobytes() for name, value in kept.items()} == expected
             return wants([shard for shard in shards if shard.fqn != fqn])
 
-        load(LoadJob(wanted, group, storage, ("model",), EXACT, Recorder("load", group.rank)))
+        load(
+            LoadJob(
+                want=wanted,
+                group=group,
+                storage=storage,
+                items=("model",),
+                options=EXACT,
+                recorder=Recorder("load", group.rank),
+            )
+        )
         assert_equal(model, [shard for shard in shards if shard.fqn != fqn])
 
     run_ranks(size, loading)

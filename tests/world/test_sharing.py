@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reknit.engine.saving.job import SaveJob
 from reknit.engine.saving.save import save
+from reknit.engine.saving.save_job import SaveJob
 from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions, SaveOptions
 from reknit.testing.world import run_ranks
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reknit.comm.group import Group
-    from reknit.engine.report import SaveReport
+    from reknit.engine.call_reports import SaveReport
     from tests.world.layouts import Part
 
 OFF = LoadOptions(threads=2, share="always", verify="off", gap_nbytes=0, timeout_s=30)

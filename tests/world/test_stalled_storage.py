@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from reknit.engine.loading.job import LoadJob
 from reknit.engine.loading.load import load
+from reknit.engine.loading.load_job import LoadJob
 from reknit.engine.sharing import shared_read
 from reknit.errors import CommError, DeadlineError
 from reknit.monitor.phase import Recorder
@@ -66,7 +66,12 @@ def test_storage_that_hangs_before_anything_has_changed_is_the_same_error_on_all
         before = [np.array(shard.data) for shard in shards]
         options = LoadOptions(timeout_s=TIMEOUT_S, verify=verify)  # type: ignore[arg-type]
         job = LoadJob(
-            lambda _: wants(shards), group, storage, ("model",), options, Recorder("load", group.rank)
+            want=lambda _: wants(shards),
+            group=group,
+            storage=storage,
+            items=("model",),
+            options=options,
+            recorder=Recorder("load", group.rank),
         )
         try:
             load(job)

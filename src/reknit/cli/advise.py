@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from reknit.cli.output import print_fields, print_json, print_table
 from reknit.cli.program.numbers import amount_of, whole
 from reknit.cli.reports.interval_costs import HEADS, cells, duration, rows_around
-from reknit.engine.stored.newest import absent
-from reknit.engine.stored.opening import manifest_in
+from reknit.engine.record.at_path import manifest_in
+from reknit.engine.record.other_formats import absent
 from reknit.engine.stored.steps import numbered
 from reknit.errors import UsageError
 from reknit.monitor.progress_text import amount

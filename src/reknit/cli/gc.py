@@ -9,8 +9,8 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from reknit.cli.output import print_json, print_table, printable, time_text
+from reknit.engine.record.other_formats import elsewhere
 from reknit.engine.stored.leftovers import Leftover, leftovers, remove
-from reknit.engine.stored.other_formats import elsewhere
 from reknit.errors import StorageError, StorageNotFoundError, UsageError
 from reknit.monitor.phase import now
 from reknit.monitor.progress_text import amount

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from reknit import stored
 from reknit.cli.output import print_json
-from reknit.engine.stored.newest import absent
+from reknit.engine.record.other_formats import absent
 from reknit.storage.registry import open_storage
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from reknit.cli.output import print_json, print_table, printable, time_text
+from reknit.engine.record.at_path import manifest_in
+from reknit.engine.record.other_formats import MOST_FOREIGN, elsewhere, foreign, foreign_inside, own_files
 from reknit.engine.stored.newest import folder_in
-from reknit.engine.stored.opening import manifest_in
-from reknit.engine.stored.other_formats import MOST_FOREIGN, elsewhere, foreign, foreign_inside, own_files
 from reknit.errors import CheckpointNotFoundError, FormatError, StorageError
 from reknit.monitor.phase import Deadline
 from reknit.monitor.progress_text import amount

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from reknit import policies
 from reknit.cli.output import print_json, printable
 from reknit.cli.program.numbers import amount_of, whole
-from reknit.engine.stored.newest import absent
+from reknit.engine.record.other_formats import absent
 from reknit.engine.stored.steps import numbered
 from reknit.errors import UsageError, shown
 from reknit.monitor.progress_text import amount

@@ -12,8 +12,8 @@ import numpy as np
 from reknit import stored
 from reknit.arguments import open_checkpoint
 from reknit.cli.output import print_json, printable
+from reknit.engine.record.at_path import read_manifest
 from reknit.engine.stored.file_checks import read_checked, whole_manifest
-from reknit.engine.stored.opening import read_manifest
 from reknit.engine.stored.renaming import names_in
 from reknit.errors import FormatError, StorageError, UsageError
 from reknit.format.checksum import block_digests
@@ -29,7 +29,7 @@ from reknit.types.shard import full_name
 if TYPE_CHECKING:
     import argparse
 
-    from reknit.engine.report import VerifyReport
+    from reknit.engine.call_reports import VerifyReport
     from reknit.storage.base import Storage
     from reknit.types.manifest import Index, Manifest
 

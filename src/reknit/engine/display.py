@@ -58,7 +58,7 @@ def some(names: Collection[str]) -> str | None:
     return f"{len(names)} ({first}{', ...' if len(names) > _SHOWN else ''})"
 
 
-def logged(done: str, path: str, step: int | None, nbytes: int, by: str, seconds: float) -> str:
+def logged(done: str, path: str, step: int | None, nbytes: int, by: str, *, seconds: float) -> str:
     """Return the line that the log has of a save or a load that went well."""
     of = "" if step is None else f" (step {step})"
     rate = f", {amount(nbytes / seconds)}/s" if seconds > 0 else ""

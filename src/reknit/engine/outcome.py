@@ -7,8 +7,8 @@ import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from reknit.engine.call_reports import PromotionReport, SaveReport
 from reknit.engine.display import Shown, logged, ranks
-from reknit.engine.report import PromotionReport, SaveReport
 from reknit.errors import AgentError, DeadlineError, ReknitError, SkippedError, UsageError
 from reknit.keywords import checked_call
 from reknit.locations import location_text
@@ -194,7 +194,9 @@ class SaveOutcome(Awaited[SaveReport]):
         """Return the line that the log has of this save, which went well and took so long."""
         assert self.report is not None
         by = f"by {ranks(self.ranks)}"
-        return logged("saved", self.report.path, self.report.step, self.report.total_nbytes, by, seconds)
+        return logged(
+            "saved", self.report.path, self.report.step, self.report.total_nbytes, by, seconds=seconds
+        )
 
 
 @checked_call

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from os import PathLike
 
-    from reknit.engine.report import LoadReport
+    from reknit.engine.call_reports import LoadReport
     from reknit.options import LoadOptions
 
 logger = logging.getLogger("reknit")

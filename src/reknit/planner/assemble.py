@@ -26,7 +26,7 @@ _EXACT = 2.0**62
 """Positions below this are told apart in 64 bits, however they were rounded on the way."""
 
 
-class _Rows(NamedTuple):
+class _ChunkRows(NamedTuple):
     """The chunks of all ranks, as the columns of an index."""
 
     tensor: Ints
@@ -114,7 +114,7 @@ def _specs(chunks: RankColumns) -> dict[tuple[str, str], TensorSpec]:
     return specs
 
 
-def _sorted_rows(chunks: RankColumns, entries: Sequence[TensorEntry], numbers: Ints) -> _Rows:
+def _sorted_rows(chunks: RankColumns, entries: Sequence[TensorEntry], numbers: Ints) -> _ChunkRows:
     """Return the chunks of all ranks by tensor and offsets; `numbers` are those of the tensors in `entries`.
 
     Of equal boxes that of the lowest rank comes first.  Columns that are the same for many ranks are read
@@ -141,7 +141,7 @@ def _sorted_rows(chunks: RankColumns, entries: Sequence[TensorEntry], numbers: I
     files = lists["part"].counts
     weights = np.repeat(np.bincount(tensor.number), tensor.sizes)
     sizes = np.bincount(tensor.values, weights, len(entries)).astype(np.int64)
-    return _Rows(
+    return _ChunkRows(
         np.repeat(np.arange(len(entries)), sizes),
         offsets,
         lengths,
@@ -178,7 +178,7 @@ def _shapes(entries: Sequence[TensorEntry], ndim: int) -> Ints:
     return shapes
 
 
-def _once(rows: _Rows, entries: Sequence[TensorEntry]) -> tuple[_Rows, list[str]]:
+def _once(rows: _ChunkRows, entries: Sequence[TensorEntry]) -> tuple[_ChunkRows, list[str]]:
     """Drop the second of equal boxes, and return a warning about it."""
     same = rows.tensor[1:] == rows.tensor[:-1]
     for d in range(rows.offsets.shape[1]):
@@ -190,7 +190,7 @@ def _once(rows: _Rows, entries: Sequence[TensorEntry]) -> tuple[_Rows, list[str]
         return rows, []
     twice = sorted({full_name(*entries[t][:2]) for t in rows.tensor[1:][same].tolist()})
     keep = np.concatenate(([True], ~same))
-    kept = _Rows(*(column[keep] for column in rows))
+    kept = _ChunkRows(*(column[keep] for column in rows))
     return kept, [f"written by more than one rank, kept once: {some(twice)}"]
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reknit.comm.group import Group
-    from reknit.engine.run_record import Run
+    from reknit.engine.record.run_record import Run
     from reknit.monitor.outlet import Outlet
     from reknit.options import SaveOptions
     from reknit.policies.base import Policy

@@ -11,7 +11,7 @@ from reknit import api
 from reknit.arguments import check_state, checked_metrics
 from reknit.calls import all_told
 from reknit.engine.display import Shown, some
-from reknit.engine.stored.notes import add_metrics
+from reknit.engine.record.checkpoint_notes import add_metrics
 from reknit.engine.stored.steps import METRICS, step_name
 from reknit.errors import DroppedError, VersionError
 from reknit.keywords import checked_call
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from os import PathLike
 
+    from reknit.engine.call_reports import LoadReport
     from reknit.engine.outcome import PendingSave
-    from reknit.engine.report import LoadReport
     from reknit.runs.cooling import Cool
     from reknit.runs.tiers import Folder
     from reknit.types.saved_step import SavedStep

@@ -15,7 +15,7 @@ from reknit.runs.tiers import below
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from reknit.engine.report import LoadReport
+    from reknit.engine.call_reports import LoadReport
     from reknit.ranks import AnyGroup
     from reknit.runs.tiers import FoundStep, Level
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from reknit.engine.saving.commit import manifest_exists
+from reknit.engine.record.recognising import manifest_exists
 from reknit.engine.stored.steps import is_step_name, step_name
 from reknit.errors import ReknitError
 from reknit.format import paths

@@ -7,13 +7,12 @@ import os
 from typing import TYPE_CHECKING
 
 from reknit.arguments import following
-from reknit.engine.saving.commit import size_of
+from reknit.engine.record.at_path import manifest_in, read_manifest, size_of
+from reknit.engine.record.checkpoint_notes import held_by, metrics_of
 from reknit.engine.stored.delete import drop
 from reknit.engine.stored.file_checks import whole_manifest
 from reknit.engine.stored.leftovers import leftovers, remove
 from reknit.engine.stored.moving import delete_moved
-from reknit.engine.stored.notes import held_by, metrics_of
-from reknit.engine.stored.opening import manifest_in, read_manifest
 from reknit.engine.stored.steps import described, numbered
 from reknit.engine.stored.verify import verify
 from reknit.errors import FormatError, ReknitError, StoragePermissionError

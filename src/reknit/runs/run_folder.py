@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from reknit.arguments import check_state, following
 from reknit.calls import all_told
-from reknit.engine.run_record import Run, folder_above, open_run
-from reknit.engine.saving.commit import size_of
+from reknit.engine.record.at_path import manifest_in, size_of
+from reknit.engine.record.checkpoint_notes import add_metrics, held_by, metrics_of
+from reknit.engine.record.other_formats import refuse_other
+from reknit.engine.record.run_record import Run, folder_above, open_run
 from reknit.engine.stored.copy_files import Promotion
 from reknit.engine.stored.moving import delete_moved
-from reknit.engine.stored.newest import refuse_other
-from reknit.engine.stored.notes import add_metrics, held_by, metrics_of
-from reknit.engine.stored.opening import manifest_in
 from reknit.engine.stored.promote import promote_alone
 from reknit.engine.stored.steps import is_step_name, numbered
 from reknit.errors import (

@@ -6,8 +6,8 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from reknit.engine.saving.commit import manifest_exists
-from reknit.engine.stored.pending import begun_in
+from reknit.engine.record.marker import begun_in
+from reknit.engine.record.recognising import manifest_exists
 from reknit.engine.stored.running_agents import at_work
 from reknit.engine.stored.steps import numbered
 from reknit.monitor.phase import Deadline

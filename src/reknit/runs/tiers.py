@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from reknit.engine.saving.commit import manifest_exists
-from reknit.engine.stored.newest import refuse_other
+from reknit.engine.record.other_formats import refuse_other
+from reknit.engine.record.recognising import manifest_exists
 from reknit.engine.stored.steps import numbered, steps_below
 from reknit.errors import CheckpointNotFoundError, CorruptError, UsageError, shown
 from reknit.keywords import checked_call

@@ -9,8 +9,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from reknit.engine.stored.newest import refuse_other
-from reknit.engine.stored.notes import RenewedHold
+from reknit.engine.record.checkpoint_notes import RenewedHold
+from reknit.engine.record.other_formats import refuse_other
 from reknit.engine.stored.steps import described, numbered
 from reknit.errors import (
     CheckpointNotFoundError,

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 from reknit.comm.group import Group, SoloGroup
 from reknit.comm.quiet import quietly
 from reknit.comm.topology import Topology
-from reknit.engine.background import messages as say
+from reknit.engine.background import agent_messages as say
 from reknit.engine.background.lanes import Lanes, work
 from reknit.engine.stored.running_agents import Note
 from reknit.errors import AgentError, GroupClosedError, ReknitError, from_wire, typed
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from reknit.engine.background.agent_save import AgentSave
-    from reknit.engine.background.lanes import Jobs, Lane
-    from reknit.engine.background.save_maker import SaveMaker, WarmUp
+    from reknit.engine.background.agent_state import AgentState, WarmUp
+    from reknit.engine.background.lanes import Jobs, PromotionLane
     from reknit.engine.memory.tuning import Tuner
     from reknit.processes.shared_memory import SharedMemory
 
@@ -144,7 +144,7 @@ class Agent:
         if not announced and left:
             logger.warning("the process of rank %d ended; its agent finishes %d saves", self._rank, len(left))
         # Storage may hang for ever, and an agent must not.
-        times = 1 + sum(len(save.to_promote) for save in left)
+        times = 1 + sum(len(save.promotions.left) for save in left)
         limit_s = times * self._longest_s + _GRACE_S
         watchdog = threading.Timer(limit_s, os._exit, (1,))
         watchdog.daemon = True
@@ -224,13 +224,13 @@ class Agent:
             self.take_up(save, self._maker.tuner(begin.url, options), options.timeout_s)
 
     @lazy_property
-    def _maker(self) -> SaveMaker:
+    def _maker(self) -> AgentState:
         # Trainers wait for agents to join, and not for what is imported now: see `AgentLink` for threads.
-        from reknit.engine.background.save_maker import SaveMaker
+        from reknit.engine.background.agent_state import AgentState
 
         if self._rank == 0:
             self._to_commit.put(_load_index_code)
-        return SaveMaker(self._channel)
+        return AgentState(self._channel)
 
     def take_up(self, save: AgentSave, tuner: Tuner, timeout_s: float) -> None:
         """Let the workers carry out a save, after those before it."""
@@ -244,7 +244,7 @@ class Agent:
 
         def commit() -> None:
             save.commit(self._maker.coordinator)
-            if save.promotes and save.targets:
+            if save.promotes:
                 self._promote(save, group, timeout_s)
 
         before = earlier[-1] if earlier else None
@@ -254,19 +254,19 @@ class Agent:
     def _promote(self, save: AgentSave, group: Group, timeout_s: float) -> None:
         """Let the lanes promote a save that is committed.  Raises nothing: later saves need this thread."""
 
-        def promote(target: int, lane: Lane) -> None:
-            save.promote(target, lane.group, len(self._lanes))
+        def promote(target: int, lane: PromotionLane) -> None:
+            save.promotions.promote(target, lane.group, len(self._lanes))
 
         def give_up(targets: Iterable[int], error: BaseException) -> None:
             for target in targets:
-                save.not_promoted(target, error)
+                save.promotions.fail(target, error)
 
         try:
-            numbers = self._lanes.agree(save.targets, group, timeout_s)
+            numbers = self._lanes.agree(save.promotions.targets, group, timeout_s)
         except BaseException as error:
-            give_up(range(len(save.targets)), error)
+            give_up(range(len(save.promotions.targets)), error)
             return
-        lanes: list[tuple[int, Lane]] = []
+        lanes: list[tuple[int, PromotionLane]] = []
         for target, number in enumerate(numbers):
             try:
                 lanes.append((target, self._lanes.lane(number, group, self._comm, timeout_s)))
@@ -281,7 +281,7 @@ class Agent:
         self._longest_s = max(self._longest_s, timeout_s)
 
         def tell_all() -> None:
-            from reknit.engine.background.save_maker import refuse
+            from reknit.engine.background.agent_state import refuse
 
             try:
                 refuse(number, error, group, timeout_s)
@@ -298,7 +298,7 @@ class Agent:
 
     def _note_end(self, save: AgentSave) -> None:
         """Let them know that a save, or one of its promotions, has ended."""
-        if save.is_over:
+        if save.over.is_set():
             self.saves.pop(save.number, None)
         self._note_saves()
 

@@ -1,4 +1,4 @@
-"""What an agent makes of the trainer's messages: its save job, and the image of the files in an arena."""
+"""The job of an agent for a save that its trainer begins, with stores that it opens again."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
-from reknit.engine.background import messages as say
-from reknit.engine.memory.arena import SPAN_NBYTES, lay_out
-from reknit.engine.run_record import Run, folder_above
-from reknit.engine.saving.job import SaveJob
+from reknit.engine.background import agent_messages as say
+from reknit.engine.record.run_record import Run, folder_above
+from reknit.engine.saving.save_job import SaveJob
 from reknit.engine.stored.promote import Target
 from reknit.errors import AgentError, ReknitError, shortage
 from reknit.monitor.outlet import Outlet
@@ -22,13 +21,9 @@ from reknit.storage.registry import adopt, open_storage, recorded
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import numpy as np
-    from numpy.typing import NDArray
-
     from reknit.comm.group import Group
     from reknit.monitor.records import Record
     from reknit.options import SaveOptions
-    from reknit.processes.shared_memory import SharedMemory
     from reknit.storage.base import Storage
 
 
@@ -56,10 +51,27 @@ def agent_job(
     if begin.tell_events:
         to_trainer = _ToTrainer(begin.number, tell)
         sinks += (Outlet(to_trainer, "the trainer does not hear of them", idle_s=1.0),)
-    recorder = Recorder("save", group.rank, step, storage.url, sinks, "agent", begin.coordinate)
+    recorder = Recorder(
+        action="save",
+        rank=group.rank,
+        step=step,
+        path=storage.url,
+        sinks=sinks,
+        process="agent",
+        coordinate=begin.coordinate,
+    )
     storage = recorded(storage, recorder)
     extra["run"] = run_of(begin.url, begin.factory, begin.record, options)
-    return SaveJob(_collect_nothing, group, storage, options, recorder, step, begin.overwrite, **extra)
+    return SaveJob(
+        collect=_collect_nothing,
+        group=group,
+        storage=storage,
+        options=options,
+        recorder=recorder,
+        step=step,
+        overwrite=begin.overwrite,
+        **extra,
+    )
 
 
 def run_of(url: str, factory: str | None, record: str | None, options: SaveOptions) -> Run | None:
@@ -116,25 +128,3 @@ def open_store(url: str, factory: str | None, options: SaveOptions) -> Storage:
 def _collect_nothing() -> NoReturn:
     """Stand for what a trainer collects: its agent gets the copies."""
     raise AssertionError("an agent collects nothing")
-
-
-class ArenaImage:
-    """The files of a save in an arena, and what of them is still to be filled, and to be written."""
-
-    def __init__(self, planned: say.Planned, arena: SharedMemory) -> None:
-        self.planned = planned
-        self._arena = arena
-        self._spans = lay_out([nbytes for _, _, nbytes in planned.files], planned.ring)
-        self._number = {(span.file, span.start): k for k, span in enumerate(self._spans)}
-        self.is_ring = any(span.after >= 0 for span in self._spans)
-        self.to_fill = set(range(len(self._spans)))
-        self.to_write = [span.nbytes for span in self._spans]
-
-    def span(self, file: int, start: int) -> int:
-        """Return the number of the span that holds byte `start` of a file."""
-        return self._number[file, start // SPAN_NBYTES * SPAN_NBYTES]
-
-    def view(self, span: int, start: int, nbytes: int) -> NDArray[np.uint8]:
-        """Return bytes of the arena that are those from `start` on of the span's file."""
-        low = self._spans[span].at + start - self._spans[span].start
-        return self._arena.bytes[low : low + nbytes]

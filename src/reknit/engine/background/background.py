@@ -9,32 +9,29 @@ import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from reknit.engine.background.agents import Agents, Starting
-from reknit.engine.background.ahead import Ahead
-from reknit.engine.background.side_group import side_group
-from reknit.engine.background.stage_for_agent import stage_for_agent, warm_up
+from reknit.engine.background.trainer.agent_supervisor import AgentSupervisor
+from reknit.engine.background.trainer.stage_for_agent import PreparedSave, stage_for_agent
+from reknit.engine.background.trainer.warm_up import warm_up
 from reknit.engine.memory.arena_pool import Arenas
 from reknit.engine.outcome import SaveOutcome
-from reknit.errors import AgentError, DeadlineError, ShortageError, typed
+from reknit.errors import DeadlineError, typed
 from reknit.monitor.phase import Deadline
-from reknit.options import SaveOptions
-from reknit.system import AtExit, start_thread
+from reknit.system import AtExit
 from reknit.types.entry import OneAtATime
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reknit.comm.group import Group
-    from reknit.engine.background.ahead import Until
-    from reknit.engine.background.trainer_save import TrainerSave
-    from reknit.engine.saving.job import SaveJob
+    from reknit.engine.background.trainer.agent_session import AgentSession
+    from reknit.engine.background.trainer.stage_for_agent import Until
+    from reknit.engine.background.trainer.trainer_save import TrainerSave
+    from reknit.engine.saving.save_job import SaveJob
+    from reknit.options import SaveOptions
 
-    Story = Callable[[Ahead, Agents, TrainerSave], None]
+    Story = Callable[[PreparedSave, AgentSession, TrainerSave], None]
 
 logger = logging.getLogger("reknit")
-
-_NEW_AGENTS_S = 30.0
-"""How long a save waits for new agents where some were lost."""
 
 
 class Background:
@@ -48,25 +45,16 @@ class Background:
         self._in_process = in_process
         self.when_closed: Callable[[], object] = lambda: None
         self._exit_wait_s = 0.0
-        self._options = SaveOptions()
         self.begin_anew()
         _all.add(self)
 
     def begin_anew(self) -> None:
         """Start without saves, agent and arenas, as a forked process has to: what it sees is its parent's."""
-        self.agents: Agents | None = None
-        self._side: Group | None = None
-        self._forming: Agents | None = None
-        self._settled = threading.Event()
-        self._settled.set()
-        self.failure: Exception | None = None
-        self.count = 0
-        self._waiting: set[int] = set()
-        self._given_up: list[int] = []
+        self.supervisor = AgentSupervisor(in_process=self._in_process)
         self.arenas: Arenas | None = None
         self.pending: list[SaveOutcome] = []
         self._exit: AtExit | None = None
-        self._lock = threading.Condition()
+        self._lock = threading.Lock()
         self._saving = OneAtATime("a save that does not wait")
         self._begun: SaveOutcome | None = None
 
@@ -86,7 +74,7 @@ class Background:
         """
         pending = SaveOutcome(url, promote_to=options.promotions)
         with self._saving.taken(options.timeout_s):
-            self._carry_out(stage_for_agent, "copy", pending, group, make, options)
+            self._carry_out(stage_for_agent, "copy", pending, group=group, make=make, options=options)
         return pending
 
     def prepare(self, group: Group, make: Callable[[], SaveJob], url: str, options: SaveOptions) -> None:
@@ -97,7 +85,7 @@ class Background:
         pending = SaveOutcome(url, logged=False)
         pending.asked = True  # raised here, and by no later save
         with self._saving.taken(options.timeout_s):
-            self._carry_out(warm_up, "arena", pending, group, make, options)
+            self._carry_out(warm_up, "arena", pending, group=group, make=make, options=options)
         pending.result(2 * options.timeout_s)  # each of the two rounds ends within its own time
 
     def _carry_out(
@@ -105,6 +93,7 @@ class Background:
         story: Story,
         until: Until,
         pending: SaveOutcome,
+        *,
         group: Group,
         make: Callable[[], SaveJob],
         options: SaveOptions,
@@ -116,30 +105,27 @@ class Background:
             keep = options.on_error == "raise"
             self.pending = [p for p in self.pending if not p.over() or (keep and p.unasked)]
             self.pending.append(pending)
-            number, self.count = self.count, self.count + 1
-            self._waiting.add(number)
             self._begun = pending
         self._exit_wait_s = max(self._exit_wait_s, options.exit_wait_s)
-        self._options = options
-        if self.arenas is None:
-            self.arenas = Arenas(options.host_nbytes)
+        self.arenas = self.arenas or Arenas(options.host_nbytes)
+        supervisor = self.supervisor
         save: TrainerSave | None = None
-        ahead = Ahead(self.arenas)
+        number = supervisor.next_number(options)
+        prepared = PreparedSave(self.arenas)
         wrong: BaseException | None = None
         try:
-            starting = None if self.agents else Starting(group, options, in_process=self._in_process)
-            wrong = ahead.go(make, group.rank, "collect" if starting is None else until)
-            agents = self._formed(group, number, starting)
-            save = agents.new_save(number, pending)
-            save.begun, save.untold = ahead.begun, ahead.recorder
-            ahead.hand_over(save)
-            with self._lock:
-                self._waiting.discard(number)
-            self.wait_for(pending.path, options.timeout_s, but=agents)
-            pending.place = pending.path, agents
+            starting = supervisor.start(group)
+            wrong = prepared.prepare(make, "collect" if starting is None else until)
+            session = supervisor.session_for(number, group, starting)
+            save = session.new_save(number, pending)
+            save.begun, save.untold = prepared.begun, prepared.recorder
+            prepared.arena.hand_over(save)
+            supervisor.begun(number)
+            self.wait_for(pending.path, options.timeout_s, but=session)
+            pending.place = pending.path, session
             if wrong is not None:
                 raise wrong
-            story(ahead, agents, save)
+            story(prepared, session, save)
         except BaseException as caught:  # whatever it is, the other ranks must hear of it
             # What came first; but Ctrl-C, whenever it came, is no matter of this save alone.
             first = caught if wrong is None or not isinstance(caught, Exception) else wrong
@@ -147,8 +133,8 @@ class Background:
             if save is not None:
                 save.abandon(error, options.timeout_s)
             else:
-                ahead.release()
-                self._give_up(number)
+                prepared.arena.release()
+                supervisor.give_up(number)
             if pending.end(error) and pending.logged:
                 logger.error("save to %s failed: %s", pending.path, str(error) or type(error).__name__)
             if not isinstance(error, Exception):
@@ -195,14 +181,7 @@ class Background:
         for save in pending:
             with suppress(DeadlineError):
                 save.wait_over(deadline.remaining())
-        if self._side is not None:
-            self._side.close()
-        self._settled.wait(deadline.remaining())  # agents in the place of lost ones must not come after this
-        agents, self.agents = self.agents, None
-        if agents is not None:
-            agents.link.quit()
-            if all(save.done() for save in pending):
-                agents.link.ended(deadline.remaining())
+        self.supervisor.close(deadline, lambda: all(save.done() for save in pending))
         if self.arenas is not None:
             self.arenas.close()
             self.arenas = None
@@ -231,112 +210,6 @@ class Background:
             logger.warning(
                 "this process ends before its saves are committed, or promoted; its agent goes on with them"
             )
-
-    def _formed(self, group: Group, number: int, starting: Starting | None) -> Agents:
-        """Return the agents that work on a save; those that are `starting` join each other first."""
-        if starting is not None:
-            try:
-                if self._side is None:
-                    self._side = side_group(group, "trainers", self._options.comm, self._options.timeout_s)
-            except BaseException:
-                starting.give_up()
-                raise
-            self._install(Agents.form(group, self._options, lambda: number, starting))
-        agents = self.agents
-        assert agents is not None
-        if agents.link.broken and not agents.link.ended_on_purpose:
-            self.form_anew(agents)
-            with self._lock:
-                self._lock.wait_for(
-                    lambda: self.agents is not agents or self.failure is not None, _NEW_AGENTS_S
-                )
-                agents = self.agents or agents
-        if agents.link.broken:
-            raise self.failure or AgentError(
-                "the agents of other ranks have ended"
-                if agents.link.ended_on_purpose
-                else f"an agent was lost, and no new ones were there within {_NEW_AGENTS_S:g} s",
-                rank=agents.link.rank,
-                remedy="let every rank call reknit.close() and save again",
-            )
-        if number < agents.first:
-            raise AgentError(
-                "this save began while agents were lost, and other ranks have given it up",
-                rank=agents.link.rank,
-                remedy="the next save is well",
-            )
-        return agents
-
-    def form_anew(self, lost: Agents) -> None:
-        """Let a thread start new agents in the place of lost ones, together with all other ranks.
-
-        Every rank does so as soon as it hears of the loss, and not at its next save: one that hears it just
-        before a save and one that hears it just after would else wait for each other.
-        """
-
-        def form() -> None:
-            assert self._side is not None
-            lost.link.quit()
-            try:
-                starting = Starting(self._side, self._options, in_process=self._in_process)
-                agents = Agents.form(self._side, self._options, self._next, starting)
-            except Exception as error:  # whatever it is, saves wait for the outcome
-                logger.error("agents were lost, and new ones could not be started: %s", error)
-                with self._lock:
-                    self.failure = error
-                    self._lock.notify_all()
-            else:
-                logger.warning("agents were lost; new ones take their place from save %d on", agents.first)
-                self._install(agents)
-            finally:
-                if self._forming is lost:  # else those are lost, too, and the next thread has begun
-                    self._settled.set()
-
-        with self._lock:
-            if self._forming is lost or self.agents is not lost:
-                return
-            self._forming = lost
-            self._settled.clear()
-        try:
-            start_thread("reknit-forms-agents", form)
-        except ShortageError as error:  # who hears the agent must go on: others wait for what it hears
-            with self._lock:
-                self.failure = error
-                self._settled.set()
-                self._lock.notify_all()
-
-    def _give_up(self, number: int) -> None:
-        """Note that a save did not begin, and let the agents hear it, those that are there or come later."""
-        with self._lock:
-            self._waiting.discard(number)
-            self._given_up.append(number)
-            if self.agents is not None and not self.agents.link.broken:
-                self._tell_given_up(self.agents)
-
-    def _tell_given_up(self, agents: Agents) -> None:
-        """Let all ranks hear of the saves that this one gave up; called with the lock held."""
-        for number in self._given_up:
-            if number >= agents.first:
-                error = AgentError("this rank gave the save up when agents were lost", rank=agents.link.rank)
-                ended = SaveOutcome("")
-                ended.end(error)  # and told already
-                agents.new_save(number, ended).abandon(error, self._options.timeout_s)
-        self._given_up.clear()
-
-    def _next(self) -> int:
-        """Return the number of the next save that new agents can take part in."""
-        with self._lock:
-            return min(self._waiting, default=self.count)
-
-    def _install(self, agents: Agents) -> None:
-        """Let new agents work on all saves to come; those that this rank has failed since fail there, too."""
-        agents.link.failed = lambda: self.form_anew(agents)
-        with self._lock:
-            self._tell_given_up(agents)
-            self.agents = agents
-            self._lock.notify_all()
-        if agents.link.broken and not agents.link.ended_on_purpose:
-            self.form_anew(agents)  # lost already, before anybody listened
 
 
 _all: weakref.WeakSet[Background] = weakref.WeakSet()

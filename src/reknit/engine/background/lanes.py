@@ -21,7 +21,7 @@ _MOST = 8
 """Lanes of an agent; stores beyond that share them."""
 
 
-class Lane:
+class PromotionLane:
     """Promotions to one store, one after another, in the order of their saves.
 
     Its `group` has the same agents once more, for rounds that take as long as a slow store.
@@ -45,7 +45,7 @@ class Lanes:
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
-        self._lanes: dict[int, Lane | BaseException] = {}
+        self._lanes: dict[int, PromotionLane | BaseException] = {}
 
     def agree(self, urls: Sequence[str], group: comm.Group, timeout_s: float) -> list[int]:
         """Return the numbers of the lanes for checkpoints at some places: those of the root for its own.
@@ -61,7 +61,7 @@ class Lanes:
         with comm.turn(group, "lanes", timeout_s) as turn:
             return list(turn.exchange(b"", decide))
 
-    def lane(self, number: int, group: comm.Group, options: CommOptions, timeout_s: float) -> Lane:
+    def lane(self, number: int, group: comm.Group, options: CommOptions, timeout_s: float) -> PromotionLane:
         """Return a lane, made with all agents where it is new.
 
         Raises `CommError`, `ShortageError`, and then for ever: none of them would come to another round.
@@ -82,7 +82,7 @@ class Lanes:
     def end(self) -> None:
         """Return when all is promoted."""
         for lane in self._lanes.values():
-            if isinstance(lane, Lane):
+            if isinstance(lane, PromotionLane):
                 lane.end()
 
 
@@ -92,9 +92,9 @@ def work(jobs: Jobs) -> None:
         job()
 
 
-def _formed(name: str, group: comm.Group, options: CommOptions, timeout_s: float) -> Lane:
+def _formed(name: str, group: comm.Group, options: CommOptions, timeout_s: float) -> PromotionLane:
     try:
-        lane = Lane()
+        lane = PromotionLane()
     except BaseException as error:
         comm.fail(group, name, error, timeout_s)
     try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from reknit.comm import group as comm
 from reknit.comm.quiet import quietly
-from reknit.engine import messages
+from reknit.engine import round_messages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,8 +33,10 @@ def side_group(group: comm.Group, name: str, options: CommOptions, timeout_s: fl
         with comm.turn(group, name, timeout_s) as turn:
             here, topology, generation = where_of(group, options), group.topology, group.generation
             side = TreeGroup(group.rank, topology, job=name, generation=generation, options=here)
-            address = messages.ListenAddress(side.address, side.above)
-            place = messages.decode(turn.exchange(messages.encode(address), places), messages.TreeAddress)
+            address = round_messages.ListenAddress(side.address, side.above)
+            place = round_messages.decode(
+                turn.exchange(round_messages.encode(address), places), round_messages.TreeAddress
+            )
         # A rank that ends before it is connected would be missed only when a round of the new group takes
         # too long.
         with comm.turn(group, name, timeout_s) as turn:
@@ -57,7 +59,7 @@ def where_of(group: comm.Group, options: CommOptions) -> CommOptions:
 
 def places(requests: Sequence[bytes]) -> list[bytes]:
     """Tell each rank where the one above it is, and what all have in common from now on."""
-    ranks = [messages.decode(request, messages.ListenAddress) for request in requests]
+    ranks = [round_messages.decode(request, round_messages.ListenAddress) for request in requests]
     seed, number = secrets.token_hex(16), max(rank.number for rank in ranks)
     above = ["" if rank.above is None else ranks[rank.above].address for rank in ranks]
-    return [messages.encode(messages.TreeAddress(address, seed, number)) for address in above]
+    return [round_messages.encode(round_messages.TreeAddress(address, seed, number)) for address in above]

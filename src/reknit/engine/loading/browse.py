@@ -201,7 +201,7 @@ class Checkpoint(Shown):
             result[item][fqn] = self._arrays.live(self.values[item][fqn], fqn, result[item])
         return result
 
-    def _chosen(self, items: Sequence[str] | None, only: Sequence[str]) -> _Chosen:
+    def _chosen(self, items: Sequence[str] | None, only: Sequence[str]) -> _Selection:
         """Return what to read of the checkpoint, by item, name and pattern."""
         if isinstance(items, str) or isinstance(only, str):
             raise UsageError("items and only are lists of texts: put the text into a list")
@@ -223,7 +223,7 @@ class Checkpoint(Shown):
                     )
             tensors = [name for name in tensors if matches(full_name(*name), only)]
             values = [name for name in values if matches(full_name(*name), only)]
-        return _Chosen(wanted, [self._open.index.ids[name] for name in tensors], values)
+        return _Selection(wanted, [self._open.index.ids[name] for name in tensors], values)
 
     def _extents(self, number: int) -> object:
         """Return what is equal for tensors that were tied: they are stored in the same place."""
@@ -245,7 +245,7 @@ class Checkpoint(Shown):
             raise
 
 
-class _Chosen(NamedTuple):
+class _Selection(NamedTuple):
     """Items, the numbers of their tensors, and the names of their values."""
 
     items: tuple[str, ...]

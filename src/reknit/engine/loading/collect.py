@@ -6,10 +6,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from reknit.engine import messages
-from reknit.engine.columns import Name, bitmaps, left_over
+from reknit.engine import round_messages
 from reknit.engine.loading.index_part import Reach
 from reknit.engine.loading.match import Fill, Problems, match, strict_patterns, terms
+from reknit.engine.packed_columns import Name, bitmaps, left_over
 from reknit.format.checksum import digest
 from reknit.transforms.apply import Transformed
 from reknit.transforms.names import parted
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
-    from reknit.engine.loading.job import LoadJob
+    from reknit.engine.loading.load_job import LoadJob
     from reknit.engine.stored.opening import OpenCheckpoint
     from reknit.types.manifest import Catalog
     from reknit.types.wanted import Wanted
@@ -59,12 +59,12 @@ class Collected(NamedTuple):
             if mentioned and full_name(*key) in mentioned and key not in taken and key not in values
         ]
         boxes = [(fill.tensor, fill.box.offsets, fill.box.lengths) for fill in self.fills]
-        return messages.encode(
-            messages.Asked(
+        return round_messages.encode(
+            round_messages.Asked(
                 tensors=bitmaps(index.ids, taken),
                 blobs=bitmaps(self.checkpoint.blob_names(), values),
                 refused=refused,
-                boxes=digest(messages.encode(boxes)),
+                boxes=digest(round_messages.encode(boxes)),
                 made=self.made,
             )
         )
@@ -76,7 +76,7 @@ def request_items(job: LoadJob) -> bytes:
     # in the item permits the whole item to be missing.
     lenient, each_name = job.lenient, bool(job.options.only)
     optional = [item for item in job.items if each_name or selects(f"{item}/", lenient)]
-    return messages.encode(messages.Items(list(job.items), optional))
+    return round_messages.encode(round_messages.Items(list(job.items), optional))
 
 
 def collect(job: LoadJob, checkpoint: OpenCheckpoint) -> Collected:
@@ -97,10 +97,18 @@ def collect(job: LoadJob, checkpoint: OpenCheckpoint) -> Collected:
             wanted, transformed, made = job.want(catalog), None, {}
         job.recorder.coordinate = dict(wanted.coordinate)
         fills, problems = match(part.index, wanted, options, part.stored)
-    return Collected(part, wanted, fills, problems, Reach.of(part.index, fills, wanted), transformed, made)
+    return Collected(
+        checkpoint=part,
+        wanted=wanted,
+        fills=fills,
+        problems=problems,
+        reach=Reach.of(part.index, fills, wanted),
+        transformed=transformed,
+        made=made,
+    )
 
 
-def left_of_made(root: Collected, asked: Sequence[messages.Asked], left: Sequence[Name]) -> list[Name]:
+def left_of_made(root: Collected, asked: Sequence[round_messages.Asked], left: Sequence[Name]) -> list[Name]:
     """Return what transforms make and no rank takes, unless all it is made of is in `left` already."""
     if root.transformed is None:
         return []

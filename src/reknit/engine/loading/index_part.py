@@ -146,7 +146,11 @@ def encode_block(index: Index, files: Ints, first: dict[str, int], tensors: Ints
     plain = b"".join(column.tobytes() for column in columns)
     body = pa.Codec("zstd", compression_level=1).compress(plain, asbytes=True)
     kinds = [column.dtype.str for column in columns]
-    return msgspec.msgpack.encode(_Block(item, len(tensors), len(rows), kinds, len(plain), body))
+    return msgspec.msgpack.encode(
+        _Block(
+            item=item, num_tensors=len(tensors), num_rows=len(rows), kinds=kinds, nbytes=len(plain), body=body
+        )
+    )
 
 
 def _steps(column: Ints) -> NDArray[np.signedinteger]:

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from reknit.comm import group as comm
-from reknit.engine import messages
-from reknit.engine.columns import unpacked
+from reknit.engine import round_messages
 from reknit.engine.loading.collect import collect, request_items
-from reknit.engine.loading.coordinator import LoadCoordinator
-from reknit.engine.loading.effects import MOST_LACKING
-from reknit.engine.loading.job import LoadPart
+from reknit.engine.loading.load_coordinator import LoadCoordinator
+from reknit.engine.loading.load_effects import MOST_LACKING
+from reknit.engine.loading.load_job import LoadPart
 from reknit.engine.loading.load_report import load_report
 from reknit.engine.loading.metadata import ReceivedMetadata
 from reknit.engine.loading.ties import unequal
+from reknit.engine.packed_columns import unpacked
 from reknit.engine.sharing.fetch_tracker import StoppedError
 from reknit.engine.stored.opening import REPLACED, REPLACED_TRIES
 from reknit.engine.stored.verify import check_all, check_sizes
@@ -30,10 +30,10 @@ from reknit.types.wanted import selects
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from reknit.engine.call_reports import LoadReport
     from reknit.engine.loading.collect import Collected
-    from reknit.engine.loading.job import LoadJob
+    from reknit.engine.loading.load_job import LoadJob
     from reknit.engine.loading.metadata import RootMetadata
-    from reknit.engine.report import LoadReport
     from reknit.engine.stored.opening import OpenCheckpoint
 
 logger = logging.getLogger("reknit")
@@ -80,13 +80,13 @@ def _load(job: LoadJob, root: LoadCoordinator) -> LoadReport:
         # 3 Plan the reads.  4 Agree: what does not fit on any rank is an error on all, before a byte of any
         # target changes.  Ranks that want the same bytes divide the reading.
         with recorder.phase("agree"), comm.turn(group, "agree", timeout_s) as turn:
-            parts = _plan(job, metadata, collected, messages.decode(answer, messages.Answer))
+            parts = _plan(job, metadata, collected, round_messages.decode(answer, round_messages.Answer))
             early, late = parts
             if group.size > 1 and options.share != "never":
                 for each in filter(None, parts):
                     each.share(job, last)
             request = _request(job, collected, early, late)
-            decision = messages.decode(turn.exchange(request, root.agree), messages.LoadDecision)
+            decision = round_messages.decode(turn.exchange(request, root.agree), round_messages.LoadDecision)
 
         # 5 Read, verify, deliver: first for objects, whose tensors come in memory of their own.  When one
         # refuses, no live tensor has changed on any rank, unless by the object's own code.
@@ -114,13 +114,16 @@ def _load(job: LoadJob, root: LoadCoordinator) -> LoadReport:
                         with recorder.phase("deliver"):
                             deliver()
                 except StoppedError as error:  # the rank that failed says why; unless none does
-                    stopped = messages.encode(messages.Stopped(group.rank, error.message))
+                    stopped = round_messages.encode(round_messages.Stopped(group.rank, error.message))
                 turn.exchange(stopped, root.finish)
     return load_report(job, collected, [early, late] if early else [late], decision)
 
 
 def _plan(
-    job: LoadJob, metadata: RootMetadata | ReceivedMetadata, collected: Collected, answer: messages.Answer
+    job: LoadJob,
+    metadata: RootMetadata | ReceivedMetadata,
+    collected: Collected,
+    answer: round_messages.Answer,
 ) -> tuple[LoadPart | None, LoadPart]:
     """Plan what this rank reads first, for objects, and then; add what is wrong with files to its problems.
 
@@ -164,8 +167,8 @@ def _request(job: LoadJob, collected: Collected, early: LoadPart | None, late: L
     wanted, problems, lenient = collected.wanted, collected.problems, job.lenient
     num_filled = len({fill.name for fill in collected.fills} | problems.resized.keys()) + wanted.num_kept
     most = MOST_LACKING if lenient and not num_filled else 0
-    return messages.encode(
-        messages.LoadRequest(
+    return round_messages.encode(
+        round_messages.LoadRequest(
             rank=job.group.rank,
             missing=[p for p in problems.missing if not selects(p[0], lenient)],
             mismatched=[p for p in problems.mismatched if not selects(p[0], lenient)],

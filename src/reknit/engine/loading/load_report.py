@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reknit.engine.report import LoadReport
+from reknit.engine.call_reports import LoadReport
 from reknit.types.shard import full_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reknit.engine.loading.collect import Collected
-    from reknit.engine.loading.job import LoadJob, LoadPart
-    from reknit.engine.messages import LoadDecision
+    from reknit.engine.loading.load_job import LoadJob, LoadPart
+    from reknit.engine.round_messages import LoadDecision
 
 
 def load_report(

@@ -16,7 +16,7 @@ from reknit.types.wanted import RESIZE, Terms, matches, selects
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Mapping, Sequence
 
-    from reknit.engine.messages import LoadRequest
+    from reknit.engine.round_messages import LoadRequest
     from reknit.options import LoadOptions
     from reknit.types.manifest import Index
     from reknit.types.shard import TensorSpec
@@ -143,8 +143,8 @@ def require_fit(
     idle: Sequence[str],
     lenient: Sequence[str],
     url: str,
-    damaged: Sequence[str] = (),
     *,
+    damaged: Sequence[str] = (),
     hint: Callable[[Sequence[str]], str | None] = lambda _: None,
 ) -> None:
     """Raise one error that lists all that does not fit on any rank, if anything does not.

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from reknit.engine import messages
-from reknit.engine.columns import Name, left_over, packed, taken_numbers, unpacked
+from reknit.engine import round_messages
 from reknit.engine.loading import index_part
 from reknit.engine.loading.match import uncovered
+from reknit.engine.packed_columns import Name, left_over, packed, taken_numbers, unpacked
 from reknit.engine.stored.opening import Contents, opened, read_opened, unknown_items
 from reknit.engine.stored.renaming import Naming
 from reknit.format.checksum import num_blocks
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
     from reknit.engine.loading.index_part import Reach
-    from reknit.engine.loading.job import LoadJob
+    from reknit.engine.loading.load_job import LoadJob
     from reknit.engine.stored.opening import OpenCheckpoint
     from reknit.types.manifest import Manifest
 
@@ -40,7 +40,7 @@ class RootMetadata(NamedTuple):
     answers: list[bytes]
     tensors: tuple[TensorEntry, ...] = ()
 
-    def with_rows(self, checkpoint: OpenCheckpoint, reach: Reach, _: messages.Answer) -> OpenCheckpoint:
+    def with_rows(self, checkpoint: OpenCheckpoint, reach: Reach, _: round_messages.Answer) -> OpenCheckpoint:
         """Return the root's own part of the checkpoint, with the rows of its index that it needs."""
         return replace(checkpoint, index=index_part.kept(checkpoint.index, reach))
 
@@ -50,12 +50,12 @@ class ReceivedMetadata:
     """On another rank: the items that it asked for, without the rows of the index."""
 
     checkpoint: OpenCheckpoint
-    files: messages.Files
+    files: round_messages.Files
 
     @classmethod
     def of(cls, data: bytes, job: LoadJob) -> ReceivedMetadata:
         """Decode the root's answer."""
-        message = messages.decode(data, messages.ItemContents)
+        message = round_messages.decode(data, round_messages.ItemContents)
         tensors = [TensorEntry(i, fqn, TensorSpec(shape, dtype)) for i, fqn, dtype, shape in message.tensors]
         contents = Contents(
             decode_manifest(message.manifest), names_only(tensors), message.blobs, message.own
@@ -63,7 +63,9 @@ class ReceivedMetadata:
         checkpoint = opened(job.storage, contents, job.items, job.options, job.replicas)
         return cls(checkpoint, message.files)
 
-    def with_rows(self, checkpoint: OpenCheckpoint, reach: Reach, answer: messages.Answer) -> OpenCheckpoint:
+    def with_rows(
+        self, checkpoint: OpenCheckpoint, reach: Reach, answer: round_messages.Answer
+    ) -> OpenCheckpoint:
         """Return a part of the checkpoint with the rows that it needs, and the files in which these lie."""
         rows = index_part.rows_of(checkpoint.index, answer.blocks, reach)
         manifest = checkpoint.manifest
@@ -73,7 +75,7 @@ class ReceivedMetadata:
         return replace(checkpoint, index=index, manifest=replace(manifest, files=(*manifest.files, *new)))
 
 
-def read_for_all(job: LoadJob, wanted: Sequence[messages.Items]) -> RootMetadata:
+def read_for_all(job: LoadJob, wanted: Sequence[round_messages.Items]) -> RootMetadata:
     """Read the items that ranks load; the root alone opens the manifest, the index and the shared values.
 
     With names to change, an item of any name in the checkpoint may hold what is wanted: everything is read,
@@ -97,12 +99,12 @@ def read_for_all(job: LoadJob, wanted: Sequence[messages.Items]) -> RootMetadata
     for rank in wanted[1:]:
         if (asked := frozenset(rank.names)) not in parts:
             part = _part(contents, everything if renaming else asked, job.options.verify == "full")
-            parts[asked] = messages.encode(part)
+            parts[asked] = round_messages.encode(part)
     answers = [b"", *(parts[frozenset(rank.names)] for rank in wanted[1:])]
     return RootMetadata(whole.of_items(items), answers, whole.index.tensors)
 
 
-def _part(contents: Contents, items: AbstractSet[str], whole_manifest: bool) -> messages.ItemContents:
+def _part(contents: Contents, items: AbstractSet[str], whole_manifest: bool) -> round_messages.ItemContents:
     """Return what concerns these items only.
 
     A checkpoint of ten thousand ranks has a manifest of several megabytes, most of it digests of files.
@@ -112,7 +114,7 @@ def _part(contents: Contents, items: AbstractSet[str], whole_manifest: bool) -> 
     named = {manifest.index_path, *(blob.path for blob in blobs)}
     part = replace(manifest, files=tuple(f for f in manifest.files if f.path in named), blobs=blobs)
     index = contents.index.of_items(items)
-    return messages.ItemContents(
+    return round_messages.ItemContents(
         manifest=encode_manifest(manifest if whole_manifest else part),
         tensors=[(e.item, e.fqn, e.spec.dtype, e.spec.shape) for e in index.tensors],
         files=_columns(manifest, frozenset(index.files)),
@@ -121,12 +123,12 @@ def _part(contents: Contents, items: AbstractSet[str], whole_manifest: bool) -> 
     )
 
 
-def _columns(manifest: Manifest, paths: AbstractSet[str]) -> messages.Files:
+def _columns(manifest: Manifest, paths: AbstractSet[str]) -> round_messages.Files:
     """Return the entries of files as columns."""
     numbers = [number for number, file in enumerate(manifest.files) if file.path in paths]
     files = [manifest.files[number] for number in numbers]
     digests = np.fromiter(chain.from_iterable(file.digests for file in files), np.uint64)
-    return messages.Files(
+    return round_messages.Files(
         packed(numbers, "i8"),
         [file.path for file in files],
         packed([file.nbytes for file in files], "i8"),
@@ -134,7 +136,9 @@ def _columns(manifest: Manifest, paths: AbstractSet[str]) -> messages.Files:
     )
 
 
-def _entries(files: messages.Files, numbers: AbstractSet[int], block_nbytes: int) -> dict[int, FileEntry]:
+def _entries(
+    files: round_messages.Files, numbers: AbstractSet[int], block_nbytes: int
+) -> dict[int, FileEntry]:
     """Return the entries of the files with these numbers."""
     digests, first = unpacked(files.digests, "u8"), 0
     entries = {}
@@ -152,7 +156,16 @@ def names_only(tensors: Sequence[TensorEntry]) -> Index:
     """Return an index of which only the tensors are known so far."""
     boxes = np.zeros((0, max((len(entry.spec.shape) for entry in tensors), default=1) or 1), np.int64)
     none = np.zeros(0, np.int64)
-    return Index(tuple(tensors), (), none, boxes, boxes, none, none, none)
+    return Index(
+        tensors=tuple(tensors),
+        files=(),
+        tensor=none,
+        offsets=boxes,
+        lengths=boxes,
+        file=none,
+        start=none,
+        nbytes=none,
+    )
 
 
 class Handout(NamedTuple):
@@ -167,7 +180,7 @@ class Handout(NamedTuple):
     items: list[str]
 
 
-def hand_out(checkpoint: OpenCheckpoint, asked: Sequence[messages.Asked]) -> Handout:
+def hand_out(checkpoint: OpenCheckpoint, asked: Sequence[round_messages.Asked]) -> Handout:
     """Return the rows of the index that the ranks asked for; equal answers are one object.
 
     The answer to the root has no rows: it has them in memory.
@@ -182,11 +195,14 @@ def hand_out(checkpoint: OpenCheckpoint, asked: Sequence[messages.Asked]) -> Han
     blocks = index_part.blocks_for(index, files, [taken[request] for request in others])
     alike = _alike([(request, rank.boxes) for request, rank in zip(requests, asked, strict=True)])
     rows = {
-        request: messages.encode(messages.Answer(own, alike))
+        request: round_messages.encode(round_messages.Answer(own, alike))
         for request, own in zip(others, blocks, strict=True)
     }
     return Handout(
-        [messages.encode(messages.Answer([], alike)), *(rows[request] for request in requests[1:])],
+        [
+            round_messages.encode(round_messages.Answer([], alike)),
+            *(rows[request] for request in requests[1:]),
+        ],
         _left(checkpoint, asked),
         uncovered(index, frozenset(np.concatenate(list(taken.values())).tolist())),
         [item for item in checkpoint.offered if item not in checkpoint.items],
@@ -199,7 +215,7 @@ def _alike(wants: Sequence[object]) -> bytes:
     return packed([numbers[want] for want in wants], "i4")
 
 
-def _left(checkpoint: OpenCheckpoint, asked: Sequence[messages.Asked]) -> list[Name]:
+def _left(checkpoint: OpenCheckpoint, asked: Sequence[round_messages.Asked]) -> list[Name]:
     """Return the names of tensors and shared values that no rank takes, or has a use for."""
     tensors = {tuple(rank.tensors.items()) for rank in asked}
     blobs = {tuple(rank.blobs.items()) for rank in asked}

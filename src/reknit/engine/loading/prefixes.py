@@ -16,7 +16,7 @@ _MOST_TRIED = 4
 _MOST_ROOTS = 6
 
 
-class _Split(NamedTuple):
+class _NameSplit(NamedTuple):
     """What precedes the name of a parameter in a name, and the rest, which begins with the parameter."""
 
     root: str
@@ -111,6 +111,6 @@ def _wrappers(missing: Collection[str], unexpected: Collection[str]) -> Iterator
         yield _Guess(len(plain), f"{said} in the target", None, apply)
 
 
-def _parted(names: Collection[str]) -> Sequence[_Split]:
+def _parted(names: Collection[str]) -> Sequence[_NameSplit]:
     """Return names in their parts, but those of items that are themselves a tensor or value."""
-    return [_Split(found[1], found[2]) for name in names if (found := _NAME.fullmatch(name)) is not None]
+    return [_NameSplit(found[1], found[2]) for name in names if (found := _NAME.fullmatch(name)) is not None]

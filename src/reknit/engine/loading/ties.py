@@ -14,7 +14,7 @@ from reknit.types.shard import full_name
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from reknit.engine.loading.job import LoadJob
+    from reknit.engine.loading.load_job import LoadJob
     from reknit.engine.loading.match import Fill
     from reknit.engine.stored.opening import OpenCheckpoint
     from reknit.types.manifest import Index
@@ -24,7 +24,7 @@ BATCH_NBYTES = 64 << 20
 """How much of each of two tensors is compared at a time."""
 
 
-class _Pair(NamedTuple):
+class _TiedPair(NamedTuple):
     """A part of a tensor that is wanted, and the tensor that is tied to it, by their numbers."""
 
     alias: int
@@ -57,9 +57,9 @@ def unequal(
     return list(found.items())
 
 
-def _batches(index: Index, pairs: Iterator[_Pair]) -> Iterator[list[_Pair]]:
+def _batches(index: Index, pairs: Iterator[_TiedPair]) -> Iterator[list[_TiedPair]]:
     """Yield pairs in lists of about `BATCH_NBYTES` of each of the two tensors."""
-    batch: list[_Pair] = []
+    batch: list[_TiedPair] = []
     nbytes = 0
     for pair in pairs:
         batch.append(pair)
@@ -71,7 +71,7 @@ def _batches(index: Index, pairs: Iterator[_Pair]) -> Iterator[list[_Pair]]:
         yield batch
 
 
-def _pairs(index: Index, wanted: Wanted, fills: Sequence[Fill]) -> Iterator[_Pair]:
+def _pairs(index: Index, wanted: Wanted, fills: Sequence[Fill]) -> Iterator[_TiedPair]:
     """Yield what is to be compared, in parts of a size that can be held in memory."""
     apart: dict[int, list[int]] = {}
     for item, fqn, of_item, of in wanted.aliases:
@@ -84,7 +84,7 @@ def _pairs(index: Index, wanted: Wanted, fills: Sequence[Fill]) -> Iterator[_Pai
             for first in range(0, fill.box.numel, step):
                 numel = min(step, fill.box.numel - first)
                 for part in flat_range_boxes(fill.box.lengths, first, numel):
-                    yield _Pair(alias, fill.tensor, part.shifted(fill.box.offsets))
+                    yield _TiedPair(alias, fill.tensor, part.shifted(fill.box.offsets))
 
 
 def _is_one(index: Index, alias: int, tied: int) -> bool:

@@ -26,7 +26,7 @@ _LOOK_S = 1.0
 """How often it is checked whether a worker is still alive."""
 
 
-class _Source(Generic[Job]):
+class _JobSource(Generic[Job]):
     """Jobs handed out to several threads, until they end or something fails."""
 
     def __init__(self, jobs: Iterable[Job]) -> None:
@@ -130,7 +130,7 @@ def run_jobs(
     when the call returns and its job is done; it gets no other.  `work` has to see to it (see `Gate`) that
     nothing is touched then.
     """
-    source = _Source(jobs)
+    source = _JobSource(jobs)
 
     def loop(ended: threading.Event) -> None:
         try:
@@ -197,7 +197,9 @@ def _begun(workers: Sequence[threading.Thread], ends: Sequence[threading.Event])
     return [pair for pair in zip(workers, ends, strict=True) if pair[0].ident is not None]
 
 
-def _wait(workers: Sequence[_Worker], deadline: Deadline | None, source: _Source[Any] | None = None) -> bool:
+def _wait(
+    workers: Sequence[_Worker], deadline: Deadline | None, source: _JobSource[Any] | None = None
+) -> bool:
     """Wait for the ends of all workers, at most until the deadline; tell whether all came.
 
     With their `source`, a worker under which memory ended before its first line fails the work, too.

@@ -10,8 +10,8 @@ import numpy as np
 import xxhash
 from msgspec import structs
 
-from reknit.engine import messages
-from reknit.engine.columns import packed, unpacked
+from reknit.engine import round_messages
+from reknit.engine.packed_columns import packed, unpacked
 from reknit.engine.saving.packing import pack
 from reknit.format import paths
 from reknit.format.checksum import digest
@@ -36,8 +36,8 @@ class EncodedHoldings:
 
     holdings: Holdings
     guessed: tuple[int, ...]
-    blobs: list[messages.EncodedBlob]
-    witnesses: messages.Witnesses = messages.NO_WITNESSES
+    blobs: list[round_messages.EncodedBlob]
+    witnesses: round_messages.Witnesses = round_messages.NO_WITNESSES
 
     @lazy_property
     def keys(self) -> list[int]:
@@ -47,10 +47,10 @@ class EncodedHoldings:
             keys = self.holdings.known["keys"] = [shard_key(self.holdings.shards[n]) for n in self.guessed]
         return keys
 
-    def shard_claims(self) -> messages.ShardClaims:
+    def shard_claims(self) -> round_messages.ShardClaims:
         """Return what the root has to know of the guessed shards."""
         nbytes = [self.holdings.shards[n].nbytes for n in self.guessed]
-        return messages.ShardClaims(packed(self.keys, "u8"), packed(nbytes, "i8"))
+        return round_messages.ShardClaims(packed(self.keys, "u8"), packed(nbytes, "i8"))
 
     def resolved(self, owners: NDArray[np.int64]) -> Holdings:
         """Return the holdings with one owner for each guessed shard."""
@@ -81,7 +81,7 @@ def encode_holdings(holdings: Holdings, options: SaveOptions) -> EncodedHoldings
     times = Counter(id(blob.value) for blob in holdings.blobs)
     repeated: dict[int, bytes] = {}
     blobs = [
-        messages.EncodedBlob(
+        round_messages.EncodedBlob(
             blob.item,
             blob_key(blob),
             None if blob.coordinate is None else dict(blob.coordinate),
@@ -89,10 +89,10 @@ def encode_holdings(holdings: Holdings, options: SaveOptions) -> EncodedHoldings
         )
         for blob in holdings.blobs
     ]
-    witnesses = messages.NO_WITNESSES
+    witnesses = round_messages.NO_WITNESSES
     if holdings.witnesses:
         by_key = {blob_key(witness): _label(witness) for witness in holdings.witnesses}
-        witnesses = messages.Witnesses([*by_key.values()], packed([*by_key], "u8"))
+        witnesses = round_messages.Witnesses([*by_key.values()], packed([*by_key], "u8"))
     return EncodedHoldings(holdings, guessed, blobs, witnesses)
 
 
@@ -141,7 +141,7 @@ def _again(blob: Blob, options: SaveOptions, known: dict[int, bytes]) -> bytes:
     return name + body
 
 
-def claims(rank: int, claimed: messages.RankClaims) -> bytes:
+def claims(rank: int, claimed: round_messages.RankClaims) -> bytes:
     """Return what a rank says, as columns, which merge with those of other ranks."""
     blobs, copies, witnesses = claimed.blobs, claimed.copies, claimed.witnesses
     shared = [blob for blob in blobs if blob.coordinate is None]
@@ -175,7 +175,7 @@ def claims(rank: int, claimed: messages.RankClaims) -> bytes:
     return pack(own, columns_of(rank, {}, {"keys": (keys, ""), "nbytes": (nbytes, "")}))
 
 
-def blob_files(blobs: Sequence[messages.EncodedBlob], owners: bytes, rank: int) -> list[EncodedFile]:
+def blob_files(blobs: Sequence[round_messages.EncodedBlob], owners: bytes, rank: int) -> list[EncodedFile]:
     """Return the files of blobs that `rank` writes, one for each item and coordinate.
 
     `owners` are the owners of the shared blobs, as the root assigned them; where ranks disagree about a value

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import xxhash
 
-from reknit.engine import messages
-from reknit.engine.columns import packed
+from reknit.engine import round_messages
 from reknit.engine.memory.file_image import Entries, Image
+from reknit.engine.packed_columns import packed
 from reknit.format import paths
 from reknit.format.data_file import HeaderEntry, encode_header, file_metadata
 from reknit.planner.save import plan_save
@@ -41,7 +41,12 @@ class Outline(NamedTuple):
 
     rank: int
     files: tuple[OutlinedFile, ...]
-    columns: messages.ArrayColumns
+    columns: round_messages.ArrayColumns
+
+    @property
+    def listed(self) -> list[tuple[str, int, int]]:
+        """Item, part and size of each file."""
+        return [(file.plan.item, file.plan.part, file.nbytes) for file in self.files]
 
     @property
     def frozen(self) -> list[int]:
@@ -115,7 +120,7 @@ def _header(holdings: Holdings, rank: int, file: FilePlan, write_id: str) -> byt
     return encode_header(entries, file_metadata(write_id, rank, file.item, aliases))
 
 
-def _columns(holdings: Holdings, files: Sequence[OutlinedFile]) -> messages.ArrayColumns:
+def _columns(holdings: Holdings, files: Sequence[OutlinedFile]) -> round_messages.ArrayColumns:
     """Return the chunks of a rank's files, as columns, and every tensor that it holds, written or not."""
     tensors: dict[tuple[str, str, str, tuple[int, ...]], int] = {}
     for shard in holdings.shards:
@@ -129,7 +134,7 @@ def _columns(holdings: Holdings, files: Sequence[OutlinedFile]) -> messages.Arra
             rows.append((tensor, entry.box.offsets, entry.box.lengths, number, start, entry.nbytes))
     ndim = max([len(row[1]) for row in rows], default=1) or 1
     fill = [(0,) * (ndim - n) for n in range(ndim + 1)], [(1,) * (ndim - n) for n in range(ndim + 1)]
-    return messages.ArrayColumns(
+    return round_messages.ArrayColumns(
         tensors=list(tensors),
         files=[(file.plan.item, file.plan.part) for file in files],
         ndim=ndim,

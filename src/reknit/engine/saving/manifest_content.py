@@ -70,19 +70,21 @@ def receipts_to_manifest(receipts: RankColumns, write_id: str) -> ManifestConten
     place = np.full(len(kind), -1, np.int32)
     place[kind == KINDS.index("own")] = lists["places"].flat()
     files = FileTable(
-        paths.rank_paths(tables["folders"], folder, ranks, _tails(kind, lists["number"].flat(), write_id)),
-        nbytes,
-        lists["digests"].flat().view(np.uint64),
-        np.where(kind == KINDS.index("data"), np.int32(-1), item),
-        place,
-        tuple(tables["places"]),
-        lists["coordinates"].flat(),
+        paths=paths.rank_paths(
+            tables["folders"], folder, ranks, _tails(kind, lists["number"].flat(), write_id)
+        ),
+        nbytes=nbytes,
+        digests=lists["digests"].flat().view(np.uint64),
+        item=np.where(kind == KINDS.index("data"), np.int32(-1), item),
+        place=place,
+        places=tuple(tables["places"]),
+        coordinates=lists["coordinates"].flat(),
     )
     urls = [tables["urls"][url] for url in lists["urls"].flat().tolist()]
     unequal = frozenset((item, fqn) for item, fqn, _ in tables["unequal"])
     kept = frozenset((item, fqn) for item, fqn, _ in tables["kept"]) - unequal
     warnings = _differing_copies(tables) + _shared_places(files, items, ranks)
-    return ManifestContent(items, files, ranks, urls, warnings, kept)
+    return ManifestContent(items=items, files=files, ranks=ranks, urls=urls, warnings=warnings, kept=kept)
 
 
 def list_files(manifest: Manifest, index: bytes, files: FileTable) -> tuple[bytes, Manifest]:

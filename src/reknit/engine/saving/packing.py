@@ -32,7 +32,7 @@ class _Ints(msgspec.Struct, array_like=True):
     data: bytes
 
 
-class _Blocks(msgspec.Struct, array_like=True):
+class _PackedBlocks(msgspec.Struct, array_like=True):
     """`planner.columns.Blocks`."""
 
     table: str
@@ -46,7 +46,7 @@ class _Section(msgspec.Struct, array_like=True):
 
     ranks: _Ints
     tables: dict[str, bytes]
-    lists: dict[str, _Blocks]
+    lists: dict[str, _PackedBlocks]
 
 
 _encode = msgspec.msgpack.encode
@@ -69,7 +69,7 @@ def pack(*sections: RankColumns) -> bytes:
                 _narrow(section.ranks),
                 {name: _encode(entries) for name, entries in sorted(section.tables.items())},
                 {
-                    name: _Blocks(c.table, _narrow(c.values), _narrow(c.sizes), _narrow(c.number))
+                    name: _PackedBlocks(c.table, _narrow(c.values), _narrow(c.sizes), _narrow(c.number))
                     for name, c in sorted(section.lists.items())
                 },
             )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from reknit.engine.columns import unpacked
+from reknit.engine.packed_columns import unpacked
 from reknit.engine.saving.manifest_content import KINDS
 from reknit.engine.saving.packing import pack
 from reknit.engine.small_files import write_small
@@ -16,10 +16,10 @@ from reknit.planner.columns import NOTHING, columns_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from reknit.engine import messages
+    from reknit.engine import round_messages
     from reknit.engine.saving.claims import EncodedFile
-    from reknit.engine.saving.copies import CopySplit
-    from reknit.engine.saving.job import SaveJob
+    from reknit.engine.saving.compared_copies import CopySplit
+    from reknit.engine.saving.save_job import SaveJob
     from reknit.engine.small_files import Written
     from reknit.planner.columns import RankColumns
 
@@ -57,8 +57,9 @@ def receipt(
     job: SaveJob,
     items: Sequence[str],
     written: Sequence[Written],
+    *,
     plan: bytes,
-    columns: messages.ArrayColumns | None,
+    columns: round_messages.ArrayColumns | None,
     places: Sequence[Mapping[str, int]],
     copies: CopySplit,
 ) -> bytes:
@@ -95,7 +96,7 @@ def receipt(
     return pack(own, NOTHING if columns is None else chunks_said(rank, columns))
 
 
-def chunks_said(rank: int, columns: messages.ArrayColumns) -> RankColumns:
+def chunks_said(rank: int, columns: round_messages.ArrayColumns) -> RankColumns:
     """Return a rank's chunks as the root takes them (`planner.assemble.widened`)."""
     offsets, lengths = (
         unpacked(c, "i8").reshape(-1, columns.ndim) for c in (columns.offsets, columns.lengths)

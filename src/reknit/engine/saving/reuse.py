@@ -13,6 +13,7 @@ import numpy as np
 
 from reknit.engine.memory.arena import borrowed
 from reknit.engine.memory.workers import run_jobs
+from reknit.engine.saving.write import Outgoing
 from reknit.engine.small_files import Written, discard
 from reknit.environment import num_threads
 from reknit.errors import ReknitError
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
     from reknit.engine.memory.arena import Arena, Arenas
-    from reknit.engine.saving.job import SaveJob
-    from reknit.engine.saving.write import Fetch, FetchPhase, Outgoing
+    from reknit.engine.saving.save_job import SaveJob
+    from reknit.engine.saving.write import Fetch, FetchPhase
     from reknit.storage.base import Storage
 
 _MOST_COPIES = 16
@@ -80,18 +81,23 @@ class _FilePiece(NamedTuple):
 
 
 class Reuse:
-    """The files of one rank in one save, of which those numbered `frozen` may be taken over."""
+    """The data files of one rank in one save, of which those numbered `frozen` may be taken over."""
 
     def __init__(
         self,
         job: SaveJob,
         committed: Committed,
         write_id: str,
-        files: Sequence[Outgoing],
+        listed: Sequence[tuple[str, int, int]],
         frozen: Collection[int],
     ) -> None:
-        self._job, self._committed, self._write_id, self._files = job, committed, write_id, files
-        self._frozen = {n: _item_and_part(files[n].path) for n in frozen}
+        """Give the files, of which `listed` has item, part and size, their paths in this save."""
+        self._job, self._committed, self._write_id = job, committed, write_id
+        self.files = [
+            Outgoing(paths.data_path(item, job.group.rank, write_id, part), nbytes)
+            for item, part, nbytes in listed
+        ]
+        self._frozen = {n: listed[n][:2] for n in frozen}
         self._equal: dict[int, _KnownFile] = {}
         self._taken: dict[int, _KnownFile] = {}
 
@@ -109,7 +115,7 @@ class Reuse:
         arenas: Arenas = borrowed,
         stop: Callable[[BaseException], None] = lambda _: None,
     ) -> list[int]:
-        """Take over what did not change, add it to `written`, and return the numbers of the other files.
+        """Take over the files that did not change, add them to `written`, and return the others' numbers.
 
         `fetch`, `phase`, `arenas` and `stop` are as for `write_files` and `run_jobs`; everything that is
         fetched here may be fetched again.
@@ -118,18 +124,18 @@ class Reuse:
         if self._job.options.reuse and isinstance(storage, CopiesFiles) and last is not None:
             for number, place in self._frozen.items():
                 known = last.files.get(place)
-                if known is not None and known.file.nbytes == self._files[number].nbytes:
+                if known is not None and known.file.nbytes == self.files[number].nbytes:
                     self._equal[number] = known
             self._compare(fetch, phase, arenas, stop)
             self._copy(storage, last.storage, written, stop)
-        return [n for n in range(len(self._files)) if n not in self._taken]
+        return [n for n in range(len(self.files)) if n not in self._taken]
 
     def remember(self, written: Sequence[Written]) -> None:
         """Remember what was written or taken over, now that it is committed, for saves to come."""
         by_path = {file.path: file for file in written}
         known = {
             place: _KnownFile(
-                by_path[self._files[n].path], self._taken[n].write_id if n in self._taken else self._write_id
+                by_path[self.files[n].path], self._taken[n].write_id if n in self._taken else self._write_id
             )
             for n, place in self._frozen.items()
         }
@@ -180,7 +186,7 @@ class Reuse:
     def _pieces(self) -> Iterator[_FilePiece]:
         """Yield the files that may be equal in pieces, in their order."""
         for number in list(self._equal):
-            nbytes = self._files[number].nbytes
+            nbytes = self.files[number].nbytes
             for start in range(0, nbytes, BLOCK_NBYTES):
                 if number in self._equal:
                     yield _FilePiece(number, start, min(BLOCK_NBYTES, nbytes - start))
@@ -196,7 +202,7 @@ class Reuse:
         recorder = self._job.recorder
 
         def copy(number: int, _: Arena) -> None:
-            known, path = self._equal[number], self._files[number].path
+            known, path = self._equal[number], self.files[number].path
             try:
                 if storage.copy_from(source, known.file.path, path, known.file.nbytes):
                     self._taken[number] = known
@@ -220,9 +226,3 @@ class Reuse:
 def _folder(storage: Storage) -> str:
     """Return where the folder lies that has the checkpoint of a store."""
     return storage.url.rpartition("/")[0]
-
-
-def _item_and_part(path: str) -> tuple[str, int]:
-    name = paths.parse_path(path)
-    assert name is not None
-    return name.item or "", name.part

@@ -5,19 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from reknit.engine import messages
-from reknit.engine.columns import unpacked
-from reknit.engine.memory.sources import Sources
+from reknit.engine.call_reports import SaveReport
 from reknit.engine.memory.transfer import Transfer
 from reknit.engine.memory.tuning import Tuner
-from reknit.engine.report import SaveReport
-from reknit.engine.saving.claims import claims, encode_holdings
-from reknit.engine.saving.coordinator import Coordinator
-from reknit.engine.saving.copies import choose, split
-from reknit.engine.saving.file_layout import outline
+from reknit.engine.saving.rank_part import RankPart
 from reknit.engine.saving.reuse import Committed, Reuse
-from reknit.engine.saving.rounds import assign, assign_turn, commit_turn
-from reknit.engine.saving.write import PIECE_NBYTES, Outgoing, live, staged, write_files
+from reknit.engine.saving.save_coordinator import Coordinator
+from reknit.engine.saving.save_rounds import assign, assign_turn, commit_turn
+from reknit.engine.saving.write import PIECE_NBYTES, live, staged, write_files
 from reknit.environment import num_threads
 from reknit.format.checksum import BLOCK_NBYTES
 from reknit.monitor.phase import Stopwatch
@@ -27,7 +22,8 @@ from reknit.system import start_thread
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reknit.engine.saving.job import SaveJob
+    from reknit.engine.saving.save_job import SaveJob
+    from reknit.engine.saving.write import Outgoing
     from reknit.engine.small_files import Written
 
 
@@ -37,60 +33,44 @@ def save(job: SaveJob, committed: Committed | None = None) -> tuple[SaveReport, 
     `committed` is what this rank saved before, of which files may be taken over.  Returns the report, and the
     files that this rank wrote.
     """
-    rank, options, recorder = job.group.rank, job.options, job.recorder
+    options, recorder, alone = job.options, job.recorder, job.group.size == 1
     coordinator, clock = Coordinator(), Stopwatch()
     with clock.lap(), progress(recorder, start_thread, wanted=options.progress):
         try:
             with recorder.phase("assign"), assign_turn(job) as turn:
                 # 1 what does this rank hold (local)
-                with recorder.phase("collect"):
-                    encoded = encode_holdings(job.holdings(), options)
-                    sources = Sources(shard.memory for shard in encoded.holdings.shards)
-                with recorder.phase("digest"):
-                    compared = choose(encoded, options.check_replicas, rank, job.group.size)
-                    copies = compared.copies(sources)
+                part = RankPart(job)
+                part.compare()
                 # 2 who writes what no framework can know alone (one round)
-                mine = messages.RankClaims(
-                    "",
-                    job.step,
-                    b"",
-                    encoded.shard_claims(),
-                    encoded.blobs,
-                    copies,
-                    encoded.witnesses,
-                    len(options.promotions),
-                )
-                assigned = assign(turn, coordinator, job, claims(rank, mine))
-            with commit_turn(job, coordinator, assigned.write_id) as commit:
+                claimed = part.claims()
+                assigned = assign(turn, coordinator, job, claimed)
+            with commit_turn(job, coordinator, claimed, assigned) as commit:
                 # 3 plan (local)
                 with recorder.phase("plan"):
-                    differing = split(copies, assigned.differing, rank, options.check_replicas)
-                    holdings = encoded.resolved(unpacked(assigned.shard_owners, "i8"))
-                    outlined = outline(holdings, rank, options.max_file_nbytes)
-                    images = outlined.images(assigned.write_id, sources)
+                    outlined = part.outline(assigned.shard_owners)
+                    images = outlined.images(assigned.write_id, part.sources)
                 # 4 stage, digest and write, but for what the last checkpoint has
-                files = [Outgoing(image.path, image.nbytes) for image in images]
-                reuse = Reuse(job, committed or Committed(), assigned.write_id, files, outlined.frozen)
-                alone = job.group.size == 1
-                with Transfer(sources.on_devices, "what is saved", options.timeout_s) as transfer:
-                    fetch = live(images, transfer)
-                    left = reuse.take_over(fetch, "stage", commit.written, arenas=transfer.arenas)
-                    outgoing = [files[n] for n in left]
-                    threads, piece_nbytes = num_threads(options.threads), _piece_nbytes(outgoing)
+                reuse = Reuse(
+                    job, committed or Committed(), assigned.write_id, outlined.listed, outlined.frozen
+                )
+                threads, piece_nbytes = num_threads(options.threads), _piece_nbytes(reuse.files)
+                with Transfer(part.sources.on_devices, "what is saved", options.timeout_s) as transfer:
                     commit.written += write_files(
                         job.storage,
-                        outgoing,
-                        staged([images[n] for n in left], transfer),
+                        reuse.files,
+                        staged(images, transfer),
                         tuner=Tuner(threads=threads, piece_nbytes=piece_nbytes),
                         recorder=recorder,
                         phase="stage",
                         budget_nbytes=options.inflight_nbytes,
                         arenas=transfer.arenas,
                         meanwhile=partial(coordinator.encode_ahead, outlined.columns) if alone else None,
+                        take_over=partial(
+                            reuse.take_over, live(images, transfer), "stage", arenas=transfer.arenas
+                        ),
                     )
                 # 5 write values; receipts up; the root commits; the outcome comes down (one round)
-                chunks = None if alone else outlined.columns
-                commit.commit(mine, assigned, differing, holdings.items, chunks)
+                commit.commit(part.encoded.holdings.items, None if alone else outlined.columns)
         except BaseException:
             coordinator.give_up()  # or the root's marker would be there until the next save
             raise
@@ -99,13 +79,9 @@ def save(job: SaveJob, committed: Committed | None = None) -> tuple[SaveReport, 
         path=job.storage.url,
         step=job.step,
         write_id=assigned.write_id,
-        nbytes=sum(file.nbytes for file in commit.written),
-        num_files=len(commit.written),
-        reused_nbytes=reuse.nbytes,
-        total_nbytes=commit.outcome.total_nbytes,
-        warnings=tuple(commit.outcome.warnings),
         phases=tuple(recorder.records),
         blocked_s=clock.seconds,
+        **commit.totals(reuse.nbytes)._asdict(),
     )
     return report, commit.written
 

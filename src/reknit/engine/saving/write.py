@@ -82,21 +82,21 @@ class _OpenFile:
             return self._left == 0
 
 
-class _Range(NamedTuple):
+class _FileRange(NamedTuple):
     """A range of a file."""
 
     file: _OpenFile
     start: int
     nbytes: int
 
-    def cut(self, nbytes: int) -> Iterator[_Range]:
+    def cut(self, nbytes: int) -> Iterator[_FileRange]:
         """Yield it in parts of `nbytes` bytes, the last with what is left."""
         stop = self.start + self.nbytes
         for start in range(self.start, stop, nbytes):
-            yield _Range(self.file, start, min(nbytes, stop - start))
+            yield _FileRange(self.file, start, min(nbytes, stop - start))
 
 
-def _pieces(spans: Iterable[_Range], nbytes: int) -> Iterator[_Range]:
+def _pieces(spans: Iterable[_FileRange], nbytes: int) -> Iterator[_FileRange]:
     """Yield all spans in pieces."""
     return (piece for span in spans for piece in span.cut(nbytes))
 
@@ -119,27 +119,30 @@ class _Writing:
         self._undigested: deque[tuple[_OpenFile, int, NDArray[np.uint8]]] = deque()
         self._clocks = {name: Stopwatch() for name in (self.phase, "digest", "write")}
 
-    def open(self, files: Sequence[Outgoing]) -> None:
-        """Start all files: what does not fit is known before anything is written."""
-        for number, file in enumerate(files):
+    def open(self, files: Sequence[Outgoing], numbers: Sequence[int]) -> None:
+        """Start the files of these numbers: what does not fit is known before anything is written."""
+        for number in numbers:
+            file = files[number]
             with self._clocks["write"].lap(), self._signed(file.path):
                 self.files.append(_OpenFile(number, file, self.storage.create(file.path, file.nbytes)))
                 if not file.nbytes:  # it has no last piece
                     self.files[-1].writer.finish()
 
-    def windows(self, tuner: Tuner) -> Iterator[tuple[Iterable[_Range], Settings]]:
+    def windows(self, tuner: Tuner) -> Iterator[tuple[Iterable[_FileRange], Settings]]:
         """Yield what to write next, and how: windows as long as there is something to measure, then the rest.
 
         A window is written when the next one is asked for.
         """
         # Windows end between spans, so that pieces of any size begin where the next one's can.
-        spans = deque(span for file in self.files for span in _Range(file, 0, file.nbytes).cut(PIECES[-1]))
+        spans = deque(
+            span for file in self.files for span in _FileRange(file, 0, file.nbytes).cut(PIECES[-1])
+        )
         if sum(num_blocks(span.nbytes) for span in spans) <= _FEW_BLOCKS:
             yield spans, tuner.best._replace(threads=1)
             return
         left = sum(span.nbytes for span in spans)
         while tuner.measuring and left >= tuner.window_nbytes:
-            settings, window, nbytes = tuner.settings, list[_Range](), 0
+            settings, window, nbytes = tuner.settings, list[_FileRange](), 0
             while nbytes < tuner.window_nbytes:
                 window.append(spans.popleft())
                 nbytes += window[-1].nbytes
@@ -153,7 +156,7 @@ class _Writing:
                 tuner.observe(settings, nbytes, whole.seconds)
         yield spans, tuner.best
 
-    def write(self, piece: _Range, arena: Arena) -> None:
+    def write(self, piece: _FileRange, arena: Arena) -> None:
         """Fetch, digest and write one piece."""
         file, start, nbytes = piece
         try:
@@ -232,9 +235,13 @@ def write_files(
     failed: Callable[[BaseException], None] | None = None,
     busy: Callable[[], bool] | None = None,
     meanwhile: Callable[[], None] | None = None,
+    take_over: Callable[[list[Written]], Sequence[int]] | None = None,
     keep: bool = False,
 ) -> list[Written]:
     """Write all files, several pieces at once, and return what storage has, in the order of `files`.
+
+    Files that `take_over` adds to its list come first: they are in storage already.  It returns the numbers
+    of the others.
 
     Each piece is digested in the memory from which it is written, never from what storage has, so damage on
     the way to the disk shows when the bytes are read.  On an error no file of this call is left behind, or
@@ -253,10 +260,24 @@ def write_files(
     which takes hardly any of it, and their digests wait; what `fetch` returns must then stay as it is until
     this call returns.  The caller's thread calls `meanwhile()` once while workers write.
     """
-    writing = _Writing(storage, fetch, recorder, phase, written, failed, busy)
-    recorder.expect(sum(file.nbytes for file in files))
+    there: list[Written] = []
     try:
-        writing.open(files)
+        left = range(len(files)) if take_over is None else take_over(there)
+    except BaseException:
+        _discard_all(storage, there)
+        raise
+    writing = _Writing(
+        storage=storage,
+        fetch=fetch,
+        recorder=recorder,
+        phase=phase,
+        written=written,
+        failed=failed,
+        busy=busy,
+    )
+    recorder.expect(sum(files[number].nbytes for number in left))
+    try:
+        writing.open(files, left)
         for spans, (threads, piece_nbytes) in writing.windows(tuner):
             run_jobs(
                 _pieces(spans, piece_nbytes),
@@ -271,10 +292,16 @@ def write_files(
         writing.digest_late()
     except BaseException:
         writing.undo(keep=keep)
+        _discard_all(storage, there)
         raise
     finally:
         writing.record()
-    return [Written(file.path, file.nbytes, file.digests) for file in writing.files]
+    return [*there, *(Written(file.path, file.nbytes, file.digests) for file in writing.files)]
+
+
+def _discard_all(storage: Storage, files: Sequence[Written]) -> None:
+    for file in files:
+        discard(storage, file.path)
 
 
 def staged(images: Sequence[Image], transfer: Transfer) -> Fetch:

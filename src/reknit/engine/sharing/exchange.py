@@ -13,7 +13,7 @@ from reknit.engine.memory.arena import borrowed
 from reknit.engine.memory.workers import run_jobs
 from reknit.engine.sharing.fetch_tracker import LOOK_S, FetchTracker, StoppedError
 from reknit.engine.sharing.host_exchange import HostExchange
-from reknit.engine.sharing.ring import OTHER_HOSTS, HeldFetch, Slot, aligned, batches_of, num_slots
+from reknit.engine.sharing.ring import OTHER_HOSTS, HeldFetch, RingSlot, aligned, batches_of, num_slots
 from reknit.errors import CommError, ReknitError
 from reknit.processes.shared_memory import SharedMemory
 from reknit.system import start_thread
@@ -110,6 +110,7 @@ class Exchange:
         rank: int,
         sharing: Sharing,
         work: FetchReader,
+        *,
         private: Sequence[Job],
         link: HostLink | None,
         carrier: Carrier | None,
@@ -119,14 +120,28 @@ class Exchange:
         self.nbytes_received = 0
         self._rank, self._sharing, self._work, self._link = rank, sharing, work, link
         part = sharing.part
-        self._fetches = FetchTracker(rank, part, sharing.paths, link, work.under_way, broken, timeout_s)
+        self._fetches = FetchTracker(
+            rank=rank,
+            part=part,
+            paths=sharing.paths,
+            link=link,
+            under_way=work.under_way,
+            broken=broken,
+            timeout_s=timeout_s,
+        )
         self._private: deque[Job] = deque(private)
         self._to_read = deque(batches_of(part, rank, sharing.cell_nbytes))
         self._ring: SharedMemory | None = None
         self._hosts: HostExchange | None = None
         if carrier is not None:
             self._hosts = HostExchange(
-                rank, part, carrier, self._fetches, sharing.num_steps, sharing.paths, work.wrong
+                rank=rank,
+                part=part,
+                carrier=carrier,
+                fetches=self._fetches,
+                num_steps=sharing.num_steps,
+                paths=sharing.paths,
+                wrong=work.wrong,
             )
 
     # The caller's thread.
@@ -191,7 +206,7 @@ class Exchange:
                 except CommError as error:
                     raise StoppedError(error.message) from error
         memory = np.empty(0, np.uint8) if self._ring is None else self._ring.bytes
-        self._fetches.opened([Slot(k * cell, memory[k * cell : (k + 1) * cell]) for k in range(slots)])
+        self._fetches.opened([RingSlot(k * cell, memory[k * cell : (k + 1) * cell]) for k in range(slots)])
 
     def _hold_exchanges(self) -> None:
         if self._hosts is not None:
@@ -249,7 +264,7 @@ class Exchange:
 
         return counted
 
-    def _read(self, rows: Sequence[int], slot: Slot, arena: Arena) -> None:
+    def _read(self, rows: Sequence[int], slot: RingSlot, arena: Arena) -> None:
         """Read fetches into a slot, tell those who want them, and take this rank's own part."""
         part = self._sharing.part
         slot.holds = set(part.number[list(rows)].tolist())

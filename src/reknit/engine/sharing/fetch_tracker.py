@@ -7,7 +7,7 @@ from collections import Counter, deque
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from reknit.engine.sharing.ring import OTHER_HOSTS, HeldFetch, Slot
+from reknit.engine.sharing.ring import OTHER_HOSTS, HeldFetch, RingSlot
 from reknit.errors import CommError, DeadlineError
 from reknit.monitor.phase import Deadline
 
@@ -51,6 +51,7 @@ class FetchTracker:
 
     def __init__(
         self,
+        *,
         rank: int,
         part: FetchTable,
         paths: Sequence[str],
@@ -62,7 +63,7 @@ class FetchTracker:
         self.changed = threading.Condition()
         self.error: BaseException | None = None
         self.is_open = False
-        self.free: list[Slot] = []
+        self.free: list[RingSlot] = []
         self.held: dict[int, HeldFetch] = {}
         self.arrived: deque[Arrival] = deque()
         self.to_come = set(part.number[part.reader != rank].tolist())
@@ -78,7 +79,7 @@ class FetchTracker:
         self._uncopied = Counter[int]()
         """By exchange between hosts: how many of its fetches are not copied yet by all."""
 
-    def opened(self, free: list[Slot]) -> None:
+    def opened(self, free: list[RingSlot]) -> None:
         """Let threads use the ring."""
         with self.changed:
             self.free, self.is_open = free, True

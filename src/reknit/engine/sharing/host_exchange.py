@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from reknit.engine.sharing.fetch_tracker import Arrival, StoppedError
-from reknit.engine.sharing.ring import OTHER_HOSTS, HeldFetch, Slot
+from reknit.engine.sharing.ring import OTHER_HOSTS, HeldFetch, RingSlot
 from reknit.errors import CommError, DeadlineError
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ class HostExchange:
 
     def __init__(
         self,
+        *,
         rank: int,
         part: FetchTable,
         carrier: Carrier,
@@ -163,7 +164,7 @@ class HostExchange:
             places.append(at)
             at += int(part.nbytes[row])
         for step in range(self._num_steps):
-            self._carry(step, outgoing, sent, incoming, places, what)
+            self._carry(step, outgoing, sent, incoming=incoming, places=places, what=what)
         for row in sent:
             fetches.taken(int(part.number[row]), OTHER_HOSTS)
         for (reader, row), at in zip(incoming, places, strict=True):
@@ -172,7 +173,7 @@ class HostExchange:
                 # This rank goes on to the next exchange, in which all learn that it is not well.
                 fetches.failed(error)
                 return
-            fetches.hold(row, HeldFetch(Slot(at, memory, turn), at, memory, set()))
+            fetches.hold(row, HeldFetch(RingSlot(at, memory, turn), at, memory, set()))
             done = partial(fetches.taken, int(part.number[row]), self._rank)
             fetches.arrive(Arrival(row, memory, done))
 
@@ -181,6 +182,7 @@ class HostExchange:
         step: int,
         outgoing: Sequence[tuple[int, int]],
         sent: Mapping[int, Bytes],
+        *,
         incoming: Sequence[tuple[int, int]],
         places: Sequence[int],
         what: str,

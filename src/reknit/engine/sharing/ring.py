@@ -19,7 +19,7 @@ OTHER_HOSTS = -1
 """Stands for all ranks of other hosts, which get a fetch in one exchange."""
 
 
-class Slot:
+class RingSlot:
     """Room for fetches in the ring; `turn` is the exchange that filled it, -1 if this rank did."""
 
     def __init__(self, at: int, memory: Bytes, turn: int = -1) -> None:
@@ -33,7 +33,7 @@ class HeldFetch(NamedTuple):
     That can be this rank itself, and `OTHER_HOSTS`.
     """
 
-    slot: Slot
+    slot: RingSlot
     at: int
     memory: Bytes
     waiting: set[int]

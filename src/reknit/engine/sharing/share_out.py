@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from reknit.engine import messages
-from reknit.engine.columns import packed, unpacked
+from reknit.engine import round_messages
+from reknit.engine.packed_columns import packed, unpacked
 from reknit.engine.sharing.host_exchange import BUCKET_NBYTES
 from reknit.planner.sharing import Costs, Division, FetchTable, Reads, divide
 from reknit.types.rank_text import spelled
@@ -29,10 +29,10 @@ _NETWORK_RATE = 1e9
 
 
 def share_out(
-    offers: Sequence[messages.Offer | None], options: LoadOptions
-) -> list[messages.SharePlan | None]:
+    offers: Sequence[round_messages.Offer | None], options: LoadOptions
+) -> list[round_messages.SharePlan | None]:
     """Decide, on the root, who reads what for whom; None for a rank that reads alone."""
-    alone: list[messages.SharePlan | None] = [None] * len(offers)
+    alone: list[round_messages.SharePlan | None] = [None] * len(offers)
     there = [offer for offer in offers if offer is not None]
     if len(there) < len(offers) or len({(o.cell, o.verify == "off") for o in there}) > 1:
         return alone
@@ -51,7 +51,7 @@ def share_out(
         local = np.full(len(numbers), -1, np.int64)
         local[own[rank]] = np.arange(len(own[rank]))
         columns = part._replace(file=local[part.file])
-        answers[rank] = messages.SharePlan(
+        answers[rank] = round_messages.SharePlan(
             division.num_turns,
             num_steps,
             [packed(column, "i8") for column in columns],
@@ -60,7 +60,7 @@ def share_out(
     return answers
 
 
-def _divide(offers: Sequence[messages.Offer], reads: Sequence[Reads], options: LoadOptions) -> Division:
+def _divide(offers: Sequence[round_messages.Offer], reads: Sequence[Reads], options: LoadOptions) -> Division:
     """Divide the reads among all ranks, or on each host alone where nothing carries bytes between hosts."""
     costs = None
     if options.share == "auto":
@@ -87,7 +87,7 @@ def _divide(offers: Sequence[messages.Offer], reads: Sequence[Reads], options: L
     return Division(tuple(parts), 0)
 
 
-def _bucket_nbytes(offers: Sequence[messages.Offer], options: LoadOptions) -> int:
+def _bucket_nbytes(offers: Sequence[round_messages.Offer], options: LoadOptions) -> int:
     # Of what may be in flight a rank needs two buckets to receive, and one or two to send from.
     return max(min(BUCKET_NBYTES, options.inflight_nbytes // 8), offers[0].cell)
 
@@ -123,10 +123,22 @@ def _num_steps(division: Division, bucket_nbytes: int) -> int:
 
 def _no_part() -> FetchTable:
     empty, first = np.zeros(0, np.int64), np.zeros(1, np.int64)
-    return FetchTable(empty, empty, empty, empty, empty, empty, empty, first, empty, first, empty)
+    return FetchTable(
+        number=empty,
+        file=empty,
+        start=empty,
+        nbytes=empty,
+        source=empty,
+        reader=empty,
+        turn=empty,
+        taker_first=first,
+        taker=empty,
+        remote_first=first,
+        remote=empty,
+    )
 
 
-def _reads(offer: messages.Offer, files: NDArray[np.int64]) -> Reads:
+def _reads(offer: round_messages.Offer, files: NDArray[np.int64]) -> Reads:
     """Return what a rank would read, by the numbers of files that all ranks have in common."""
     file, start, nbytes = (unpacked(column, "i8") for column in offer.columns)
     file = files[file]

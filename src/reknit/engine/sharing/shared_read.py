@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from reknit.engine import messages
-from reknit.engine.columns import packed, unpacked
+from reknit.engine import round_messages
 from reknit.engine.memory.workers import within
+from reknit.engine.packed_columns import packed, unpacked
 from reknit.engine.sharing.exchange import Exchange, Sharing
 from reknit.engine.sharing.host_exchange import largest
 from reknit.engine.sharing.host_link import HostLink
@@ -60,11 +60,11 @@ class SharedRead:
         if HostLink.available():
             with suppress(OSError):  # a sandbox may refuse it; without a link the rank reads alone
                 link = HostLink(group.rank)
-        return cls(group, carries, reader, files, link, options)
+        return cls(group=group, carrier=carries, reader=reader, files=files, link=link, options=options)
 
-    def offer(self) -> messages.Offer:
+    def offer(self) -> round_messages.Offer:
         """Return what this rank would read alone, and how other ranks can reach it."""
-        return messages.Offer(
+        return round_messages.Offer(
             host=(self.link and host_id()) or secrets.token_hex(8),
             link="" if self.link is None else self.link.address,
             carries=None if self.carrier is None else self.carrier.kind,
@@ -75,7 +75,7 @@ class SharedRead:
             columns=[packed(column, "i8") for column in self._reads()],
         )
 
-    def reserve(self, share: messages.SharePlan) -> None:
+    def reserve(self, share: round_messages.SharePlan) -> None:
         """Take the memory that exchanges with other hosts need, while no rank waits for this one in them.
 
         Raises `ShortageError` where a device does not have it.
@@ -84,7 +84,7 @@ class SharedRead:
             sizes = largest(self.group.rank, _part(share), share.num_steps)
             self.carrier.reserve(sizes.sent, sizes.received)
 
-    def run(self, share: messages.SharePlan, recorder: Recorder, timeout_s: float) -> int:
+    def run(self, share: round_messages.SharePlan, recorder: Recorder, timeout_s: float) -> int:
         """Read together with the others, as the root decided; return the bytes that came from them.
 
         Raises `StoppedError` when another rank gave up, which then says why.
@@ -95,24 +95,24 @@ class SharedRead:
         for number, row in enumerate(fetch_of(self._reads(), part).tolist()):
             (rows[row] if row >= 0 else private).append(number)
         sharing = Sharing(
-            part,
-            share.num_turns,
-            share.num_steps,
-            rows,
-            [self.files[file] for file in part.file.tolist()],
-            share.peers,
-            self.reader.cell_nbytes,
-            max(min(_MOST_SLOTS, self.options.inflight_nbytes // self.reader.cell_nbytes // 4), 1),
+            part=part,
+            num_turns=share.num_turns,
+            num_steps=share.num_steps,
+            rows=rows,
+            paths=[self.files[file] for file in part.file.tolist()],
+            peers=share.peers,
+            cell_nbytes=self.reader.cell_nbytes,
+            num_slots=max(min(_MOST_SLOTS, self.options.inflight_nbytes // self.reader.cell_nbytes // 4), 1),
         )
         exchange = Exchange(
-            self.group.rank,
-            sharing,
-            self.reader,
-            [partial(self.reader.read, job) for job in self.reader.jobs(private)],
-            self.link,
-            self.carrier if share.num_turns else None,
-            lambda: self.group.broken,
-            timeout_s,
+            rank=self.group.rank,
+            sharing=sharing,
+            work=self.reader,
+            private=[partial(self.reader.read, job) for job in self.reader.jobs(private)],
+            link=self.link,
+            carrier=self.carrier if share.num_turns else None,
+            broken=lambda: self.group.broken,
+            timeout_s=timeout_s,
         )
         # One thread may wait for storage, while another copies what others have read.
         try:
@@ -159,7 +159,7 @@ class SharedRead:
         return len(memory) / max(reading.seconds, 1e-9)
 
 
-def _part(share: messages.SharePlan) -> FetchTable:
+def _part(share: round_messages.SharePlan) -> FetchTable:
     return FetchTable(*(unpacked(column, "i8") for column in share.columns))
 
 

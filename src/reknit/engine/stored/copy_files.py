@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from reknit.engine.call_reports import PromotionReport
 from reknit.engine.memory.pace import Pace
 from reknit.engine.memory.tuning import PIECES, Tuner
 from reknit.engine.memory.workers import run_jobs
-from reknit.engine.report import PromotionReport
 from reknit.engine.saving.write import PIECE_NBYTES, Outgoing, write_files
 from reknit.engine.small_files import write_bytes
 from reknit.engine.stored.file_checks import check_size, read_blocks, read_checked
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reknit.engine.memory.arena import Arena
-    from reknit.engine.run_record import Run
+    from reknit.engine.record.run_record import Run
     from reknit.monitor.phase import Recorder
     from reknit.options import SaveOptions
     from reknit.storage.base import Storage

@@ -26,17 +26,18 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from reknit.engine.saving.commit import manifest_exists
+from reknit.engine.record.at_path import check_same, committed, read_manifest
+from reknit.engine.record.checkpoint_notes import Removal, notes_of, refuse_held
+from reknit.engine.record.commit import replace_manifest
+from reknit.engine.record.marker import Marker, begun_in, named
+from reknit.engine.record.other_formats import absent
+from reknit.engine.record.recognising import manifest_exists
 from reknit.engine.saving.manifest_content import list_files
-from reknit.engine.saving.marker import Marker, fenced_off, take_down
 from reknit.engine.small_files import discard, write_bytes
 from reknit.engine.stored.file_checks import read_checked, whole_manifest
-from reknit.engine.stored.newest import absent
-from reknit.engine.stored.notes import Removal, check_same, committed, held_by, notes_of
-from reknit.engine.stored.opening import read_manifest, unknown_items
-from reknit.engine.stored.pending import begun_in, named
+from reknit.engine.stored.opening import unknown_items
 from reknit.engine.stored.running_agents import at_work
-from reknit.errors import FormatError, StorageNotFoundError, StoragePermissionError, UsageError, VersionError
+from reknit.errors import FormatError, StoragePermissionError, UsageError, VersionError
 from reknit.format import paths
 from reknit.format.file_table import table_of
 from reknit.format.index.file import decode_index, encode_index
@@ -46,7 +47,7 @@ from reknit.storage.base import Listed
 from reknit.types.manifest import FileEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from reknit.storage.base import Storage
     from reknit.types.manifest import Index, Manifest
@@ -75,10 +76,10 @@ def delete(
     notes = notes_of(storage, None)
     refuse_busy(storage)
     if dry_run:
-        _refuse_held(storage, None if manifest is None else manifest.save_id, but)
+        refuse_held(storage, None if manifest is None else manifest.save_id, but)
         return sum(file.nbytes for file in files)
     if manifest is None:  # nobody can read it, nor hold it
-        _refuse_held(storage, None, but)
+        refuse_held(storage, None, but)
         storage.delete(paths.MANIFEST_PATH)
     else:
         _remove_record(storage, manifest.save_id, but)
@@ -131,7 +132,7 @@ def drop(storage: Storage, items: Sequence[str], save_id: str | None = None, *, 
     new = _without(whole, kept, index)
     gone = [file for file in whole.files if file.path not in {each.path for each in new.files}]
     if dry_run:
-        _refuse_held(storage, old.save_id)
+        refuse_held(storage, old.save_id)
     else:
         _replace(storage, old, new, index)
         for file in gone:
@@ -175,49 +176,11 @@ def _replace(storage: Storage, old: Manifest, new: Manifest, index: Index) -> No
         raise
 
 
-def replace_manifest(storage: Storage, old: Manifest, mine: Marker, write: Callable[[], bytes]) -> None:
-    """Put what `write` returns in the place of a manifest, under a marker of its own.
-
-    Raises `UsageError` where somebody holds the checkpoint, saves to its place, or has changed it.  A save
-    that begins meanwhile removes the marker, as it does that of an older save, and then this raises.
-    """
-    removal = Removal(storage, old.save_id)
-    try:
-        _refuse_held(storage, old.save_id)
-        data = write()
-        storage.put(mine.path, b"", if_absent=True)
-        if others := [each for each in begun_in(storage) if each.path != mine.path]:
-            raise UsageError(
-                f"a save to {storage.url} has begun: {named(others)}",
-                path=storage.url,
-                remedy="wait until it is over, then try again",
-            )
-        removal.check()
-        now_there = committed(storage)
-        if (now_there.write_id, now_there.moved_to) != (old.write_id, old.moved_to):
-            raise UsageError(
-                f"{storage.url} was changed meanwhile", path=storage.url, remedy="look at it, then try again"
-            )
-        _commit(storage, mine, data)
-    except BaseException:
-        take_down(storage, mine)
-        raise
-    finally:
-        removal.give_up()
-
-
-def _commit(storage: Storage, mine: Marker, data: bytes) -> None:
-    try:
-        storage.commit(paths.MANIFEST_PATH, data, pending=mine.path, if_absent=False)
-    except StorageNotFoundError as error:
-        raise fenced_off(storage, mine) from error
-
-
 def _remove_record(storage: Storage, write_id: str, but: str | None) -> None:
     """Remove the manifest of a write, unless somebody holds the checkpoint."""
     removal = Removal(storage, write_id)
     try:
-        _refuse_held(storage, write_id, but)
+        refuse_held(storage, write_id, but)
         removal.check()
     except BaseException:
         removal.give_up()
@@ -267,17 +230,6 @@ def refuse_busy(storage: Storage) -> None:
             f"agents of this host are at work for {storage.url}: processes {working}",
             path=storage.url,
             remedy="wait until they are done: reknit agents --wait",
-        )
-
-
-def _refuse_held(storage: Storage, write_id: str | None, but: str | None = None) -> None:
-    """Raise `UsageError` for a checkpoint that somebody needs."""
-    if (why := held_by(storage, write_id, but)) is not None:
-        raise UsageError(
-            f"the checkpoint at {storage.url} has to stay: {why}",
-            path=storage.url,
-            remedy="reknit unpin takes a pin away; what is being read can be removed once its reader is "
-            f"done, or its lease in {storage.url}/{paths.NOTES_FOLDER} has ended",
         )
 
 

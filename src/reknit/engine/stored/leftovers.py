@@ -26,11 +26,11 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from reknit.engine.recognising import is_of_others
+from reknit.engine.record.at_path import manifest_in
+from reknit.engine.record.recognising import is_of_others
 from reknit.engine.stored.file_checks import whole_manifest
 from reknit.engine.stored.moving import remove_noted
 from reknit.engine.stored.newest import folder_in
-from reknit.engine.stored.opening import manifest_in
 from reknit.errors import FormatError, StoragePermissionError
 from reknit.format import paths
 

@@ -18,20 +18,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from reknit.engine.recognising import is_of_others, not_ours
-from reknit.engine.saving.commit import is_committed
-from reknit.engine.saving.marker import Marker
-from reknit.engine.stored.delete import delete, refuse_busy, remove_empty, replace_manifest
-from reknit.engine.stored.notes import (
-    LEASE_S,
-    RenewedHold,
-    committed,
-    noted,
-    pin,
-    put_note,
-)
-from reknit.engine.stored.opening import manifest_in
-from reknit.engine.stored.pending import begun_in
+from reknit.engine.record.at_path import committed, is_committed, manifest_in
+from reknit.engine.record.checkpoint_notes import LEASE_S, RenewedHold, noted, pin, put_note
+from reknit.engine.record.commit import replace_manifest
+from reknit.engine.record.marker import Marker, begun_in
+from reknit.engine.record.recognising import is_of_others, not_ours
+from reknit.engine.stored.delete import delete, refuse_busy, remove_empty
 from reknit.engine.stored.promote import promote_alone
 from reknit.engine.stored.verify import verify
 from reknit.errors import CheckpointNotFoundError, CorruptError, FormatError, StorageError, UsageError

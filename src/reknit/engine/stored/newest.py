@@ -5,26 +5,17 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, NamedTuple
 
-from reknit.engine.saving.commit import manifest_exists
-from reknit.engine.stored.opening import manifest_in
-from reknit.engine.stored.other_formats import (
-    elsewhere,
-    foreign,
-    foreign_inside,
-    foreign_manifest,
-    own_files,
-)
-from reknit.engine.stored.pending import begun_in, named
+from reknit.engine.record.at_path import manifest_in
+from reknit.engine.record.marker import begun_in, named
+from reknit.engine.record.other_formats import foreign_inside, own_files, refuse_other
 from reknit.errors import (
-    CheckpointNotFoundError,
     FormatError,
     StorageError,
     StoragePermissionError,
-    UsageError,
 )
 
 if TYPE_CHECKING:
-    from reknit.engine.stored.pending import Begun
+    from reknit.engine.record.marker import Begun
     from reknit.storage.base import Storage
 
 logger = logging.getLogger("reknit")
@@ -71,35 +62,6 @@ def folder_in(root: Storage, name: str) -> Storage | None:
     except StorageError as error:
         logger.warning("passed over %r in %s: %s", name, root.url, error.message)
         return None
-
-
-def absent(root: Storage, what: str = "is no checkpoint at") -> CheckpointNotFoundError:
-    """Return the error of a place without what is looked for there.  Raises as `refuse_other`."""
-    refuse_other(root)
-    message = f"there {what} {root.url}"
-    if (other := foreign_manifest(root)) is not None:
-        return CheckpointNotFoundError(f"{message}: it is {other.what}", path=root.url, remedy=other.remedy)
-    remedy = elsewhere(
-        root, "pass the folder that holds the checkpoints, such as runs for runs/step_00000010"
-    )
-    return CheckpointNotFoundError(message, path=root.url, remedy=remedy)
-
-
-def refuse_other(root: Storage) -> None:
-    """Raise `UsageError` where a path leads to something that is no folder of checkpoints.
-
-    With None the job would start from the beginning, which a user who named a checkpoint does not want.
-    """
-    if manifest_exists(root):
-        raise UsageError(
-            f"{root.url} is a checkpoint, and latest looks for checkpoints in a folder",
-            remedy=f"load it as it is, or pass the folder above: {root.url.rpartition('/')[0] or '/'}",
-            path=root.url,
-        )
-    if (other := foreign(root)) is not None:
-        raise UsageError(
-            f"{root.url} is no folder of checkpoints: it is {other.what}", remedy=other.remedy, path=root.url
-        )
 
 
 def _age(root: Storage, name: str, begun: list[Begun]) -> _Age | None:

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-from reknit.engine import messages
 from reknit.engine.memory.workers import run_jobs
-from reknit.engine.recognising import manifest_bytes
-from reknit.engine.saving.commit import manifest_exists
+from reknit.engine.record.at_path import manifest_in, read_manifest
+from reknit.engine.record.recognising import manifest_exists
+from reknit.engine.round_messages import OwnNames
 from reknit.engine.stored.file_checks import first_sound, read_checked
-from reknit.engine.stored.other_formats import no_checkpoint
 from reknit.engine.stored.renaming import Naming, Renamed, names_in, renamed
 from reknit.errors import (
     CheckpointNotFoundError,
@@ -101,7 +100,13 @@ class OpenCheckpoint:
             for item in self.items
         }
         return Catalog(
-            self.items, tensors, self.blobs, coordinates, self.own, terms or Terms(), self.read_ahead
+            items=self.items,
+            tensors=tensors,
+            blobs=self.blobs,
+            coordinates=coordinates,
+            own=self.own,
+            terms=terms or Terms(),
+            read_ahead=self.read_ahead,
         )
 
     def blob_names(self) -> list[tuple[str, str]]:
@@ -166,7 +171,7 @@ class Contents:
     manifest: Manifest
     index: Index
     blobs: Mapping[str, bytes]
-    own: messages.OwnNames | None = None
+    own: OwnNames | None = None
 
 
 def read_opened(
@@ -185,11 +190,11 @@ def read_opened(
     for _ in range(REPLACED_TRIES - 1):
         manifest = manifest_here()
         try:
-            return _contents(storage, manifest, items, own, replicas)
+            return _contents(storage, manifest, items, replicas, own=own)
         except REPLACED as error:
             if not is_replaced(storage, manifest.write_id, error, replicas):
                 raise
-    return _contents(storage, manifest_here(), items, own, replicas)
+    return _contents(storage, manifest_here(), items, replicas, own=own)
 
 
 def unknown_items(
@@ -237,8 +242,9 @@ def _contents(
     storage: Storage,
     manifest: Manifest,
     items: Sequence[str] | None,
-    own: bool,
     replicas: Sequence[Storage],
+    *,
+    own: bool,
 ) -> Contents:
     """Read what the manifest leads to."""
     from reknit.format.index.file import decode_index  # Arrow is loaded only by who has an index
@@ -256,7 +262,7 @@ def _contents(
     return Contents(manifest, index, blobs, own_names(storage, manifest, replicas) if own else None)
 
 
-def own_names(storage: Storage, manifest: Manifest, replicas: Sequence[Storage] = ()) -> messages.OwnNames:
+def own_names(storage: Storage, manifest: Manifest, replicas: Sequence[Storage] = ()) -> OwnNames:
     """Return the names of the values that ranks saved for themselves.
 
     These are the same on all ranks: one rank's file is read, and another only where that cannot be.
@@ -279,7 +285,7 @@ def own_names(storage: Storage, manifest: Manifest, replicas: Sequence[Storage] 
             # A rank that wants this item reads its own file, and raises what is wrong.
             failed[kind] += 1
     unknown = dict.fromkeys(item for (item, _), found in known.items() if not found)
-    return messages.OwnNames(list(names), list(unknown))
+    return OwnNames(list(names), list(unknown))
 
 
 def opened(
@@ -302,7 +308,13 @@ def opened(
             values = decode_blobs(contents.blobs[file.path], allow_pickle=options.allow_pickle)
             blobs[file.item].update(values)
     whole = OpenCheckpoint(
-        storage, manifest, contents.index, blobs, wanted, options.allow_pickle, replicas=tuple(replicas)
+        storage=storage,
+        manifest=manifest,
+        index=contents.index,
+        blobs=blobs,
+        items=wanted,
+        allow_pickle=options.allow_pickle,
+        replicas=tuple(replicas),
     )
     if (naming := Naming.of(options)) is None:
         return whole
@@ -311,10 +323,17 @@ def opened(
 
 
 def _renamed(
-    whole: OpenCheckpoint, naming: Naming, items: Sequence[str] | None, own: messages.OwnNames
+    whole: OpenCheckpoint, naming: Naming, items: Sequence[str] | None, own: OwnNames
 ) -> OpenCheckpoint:
     """Return a checkpoint under the state's names."""
-    names = renamed(naming, whole.manifest.items, whole.index, whole.blobs, own.names, own.unknown)
+    names = renamed(
+        naming=naming,
+        items=whole.manifest.items,
+        index=whole.index,
+        blobs=whole.blobs,
+        own=own.names,
+        unknown=own.unknown,
+    )
     wanted = names.items if items is None else tuple(items)
     blobs = {item: names.blobs.get(item, {}) for item in (*names.items, *wanted)}
     return replace(whole, index=names.index, blobs=blobs, items=wanted, renamed=names)
@@ -328,16 +347,3 @@ def _decoded(data: bytes, storage: Storage) -> Manifest:
         error.path = f"{storage.url}/{paths.MANIFEST_PATH}"
         error.remedy = error.remedy or "restore the file, or load another checkpoint"
         raise
-
-
-def manifest_in(storage: Storage) -> Manifest | None:
-    """Return the manifest of the checkpoint at a place, maybe without a table; None where there is none."""
-    data = manifest_bytes(storage)
-    return None if data is None else decode_record(data)
-
-
-def read_manifest(storage: Storage) -> bytes:
-    """Return the bytes of the manifest.  Raises `CheckpointNotFoundError` that says what is there instead."""
-    if (data := manifest_bytes(storage)) is None:
-        raise no_checkpoint(storage)
-    return data

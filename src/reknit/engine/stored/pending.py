@@ -10,48 +10,23 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from reknit.engine.saving.commit import size_of
+from reknit.engine.record.at_path import size_of
+from reknit.engine.record.marker import Begun, begun_in, named
 from reknit.engine.stored.running_agents import at_work
 from reknit.errors import DeadlineError, StorageError, StoragePermissionError
-from reknit.format import paths
 from reknit.monitor.phase import Deadline
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from reknit.engine.stored.running_agents import AtWork
-    from reknit.storage.base import Listed, Storage
+    from reknit.storage.base import Storage
 
 logger = logging.getLogger("reknit")
 
 _PAUSES_S = (0.05, 2.0)
-_MOST_NAMED = 4
-
-
-class Begun(NamedTuple):
-    """A save that may yet commit: its folder, the marker in it, and the generation of its run."""
-
-    folder: Storage
-    path: str
-    generation: int
-
-    @property
-    def url(self) -> str:
-        """Where the marker is."""
-        return f"{self.folder.url}/{self.path}"
-
-
-def begun_in(folder: Storage, files: Iterable[Listed] | None = None) -> list[Begun]:
-    """Return the saves that may yet commit in a checkpoint's folder, by its `files` (default: all)."""
-    listing = folder.list() if files is None else files
-    names = {listed.path: paths.parse_path(listed.path) for listed in listing}
-    return [
-        Begun(folder, path, name.generation)
-        for path, name in names.items()
-        if name is not None and name.generation is not None
-    ]
 
 
 def wait_for_saves(root: Storage, timeout_s: float) -> None:
@@ -96,13 +71,6 @@ def fence_off(root: Storage) -> None:
             root.url,
             _processes(working),
         )
-
-
-def named(begun: Sequence[Begun]) -> str:
-    """Return where markers are, as text, those of the newest runs first."""
-    newest = sorted(begun, key=lambda each: (-each.generation, each.url))
-    more = f" and {len(begun) - _MOST_NAMED} more" if len(begun) > _MOST_NAMED else ""
-    return ", ".join(each.url for each in newest[:_MOST_NAMED]) + more
 
 
 def _processes(agents: Sequence[AtWork]) -> str:

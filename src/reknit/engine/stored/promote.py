@@ -8,26 +8,18 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from reknit.comm import group as comm
 from reknit.engine.memory.pace import Pace
-from reknit.engine.recognising import find_manifest
-from reknit.engine.saving.commit import (
-    claim,
-    clear_out,
-    is_committed,
-    put_manifest,
-    size_of,
-)
-from reknit.engine.saving.marker import Marker, fenced_off, take_down
+from reknit.engine.record.at_path import is_committed, read_manifest, size_of
+from reknit.engine.record.checkpoint_notes import LEASE_S, RenewedHold
+from reknit.engine.record.commit import clear_out, fate_of, put_manifest
+from reknit.engine.record.marker import Marker, fenced_off, remove_marker, take_marker
+from reknit.engine.record.recognising import find_manifest
 from reknit.engine.small_files import discard
 from reknit.engine.stored.copy_files import Promotion, copy_files, unsound_files
 from reknit.engine.stored.file_checks import whole_manifest
-from reknit.engine.stored.notes import LEASE_S, RenewedHold
-from reknit.engine.stored.opening import read_manifest
 from reknit.errors import (
     CheckpointExistsError,
-    CommError,
     CommitError,
     FencedError,
-    ReknitError,
 )
 from reknit.format.checksum import BLOCK_NBYTES
 from reknit.format.manifest_file import decode_record, encode_manifest
@@ -37,9 +29,9 @@ from reknit.types.manifest import FileEntry
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reknit.engine.report import PromotionReport
-    from reknit.engine.run_record import Run
-    from reknit.engine.saving.job import SaveJob
+    from reknit.engine.call_reports import PromotionReport
+    from reknit.engine.record.run_record import Run
+    from reknit.engine.saving.save_job import SaveJob
     from reknit.engine.small_files import Written
     from reknit.storage.base import Storage
     from reknit.types.manifest import Manifest
@@ -75,7 +67,7 @@ class _Commit:
 
     def claim(self) -> None:
         """Put up the marker.  Raises `CheckpointExistsError`, `FencedError`."""
-        claim(self._job.target, self._mine, overwrite=self._job.overwrite)
+        take_marker(self._job.target, self._mine, overwrite=self._job.overwrite)
 
     def put(self) -> None:
         """Put the manifest where all files are.  Raises `CommitError`, `FencedError`."""
@@ -106,7 +98,7 @@ class _Commit:
 
     def give_up(self) -> None:
         """Never commit any more."""
-        take_down(self._job.target, self._mine)
+        remove_marker(self._job.target, self._mine)
 
 
 def _unmoved(data: bytes) -> bytes:
@@ -173,11 +165,25 @@ def promote_saved(
     try:
         mine = job.recorder
         recorder = Recorder(
-            "promote", group.rank, job.step, target.url, mine.sinks, mine.process, mine.coordinate
+            action="promote",
+            rank=group.rank,
+            step=job.step,
+            path=target.url,
+            sinks=mine.sinks,
+            process=mine.process,
+            coordinate=mine.coordinate,
         )
         rate = None if to.bytes_per_s is None else to.bytes_per_s / group.size
         told = to.recorded(target, recorder)
-        promotion = Promotion(job.storage, told, job.overwrite, job.options, recorder, Pace(rate), to.run)
+        promotion = Promotion(
+            source=job.storage,
+            target=told,
+            overwrite=job.overwrite,
+            options=job.options,
+            recorder=recorder,
+            pace=Pace(rate),
+            run=to.run,
+        )
         with recorder.whole():
             return promote(promotion, group, job.step, write_id, written)
     finally:
@@ -219,16 +225,11 @@ def promote(
             turn.exchange(b"", root.put)
     except BaseException as error:  # Ctrl-C too: what was copied is part of a checkpoint, or litter
         root.give_up()
-        committed = is_committed(job.target, write_id)
-        # That somebody was interrupted after the commit, or is gone, takes nothing away from it.
-        if committed and sent and (isinstance(error, CommError) or type(error) is ReknitError):
+        fate = fate_of(job.target, write_id, error, sent=sent, is_root=group.rank == 0)
+        if fate.committed:
             return job.report(step, write_id, copied)
-        # Nothing can be committed before this rank has sent its request; from then on only a rank that got
-        # the answer, or gives it, knows.
-        answered = group.rank == 0 or (isinstance(error, ReknitError) and not isinstance(error, CommError))
-        if committed is False and (answered or not sent):
-            for file in copied:
-                discard(job.target, file.path)
+        for file in copied if fate.litter else ():
+            discard(job.target, file.path)
         raise
     finally:
         root.release()

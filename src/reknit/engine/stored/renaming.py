@@ -141,6 +141,7 @@ def renamed(
     index: Index,
     blobs: Mapping[str, Mapping[str, Any]],
     own: Iterable[Name],
+    *,
     unknown: Sequence[str] = (),
 ) -> Renamed:
     """Give everything the state's names.

@@ -7,9 +7,10 @@ import re
 from typing import TYPE_CHECKING
 
 from reknit.engine.memory.workers import run_jobs
-from reknit.engine.stored.newest import folder_in, refuse_other
-from reknit.engine.stored.notes import metrics_of
-from reknit.engine.stored.opening import manifest_in
+from reknit.engine.record.at_path import manifest_in
+from reknit.engine.record.checkpoint_notes import metrics_of
+from reknit.engine.record.other_formats import refuse_other
+from reknit.engine.stored.newest import folder_in
 from reknit.errors import FormatError, StoragePermissionError
 from reknit.format.paths import RUN_FOLDER
 from reknit.types.saved_step import SavedStep
@@ -101,14 +102,14 @@ def _described(root: Storage, name: str, notes: bool) -> SavedStep | None:
         return None
     metrics = manifest.metadata.get(METRICS)
     return SavedStep(
-        manifest.step,
-        folder.url,
-        manifest.created,
-        manifest.nbytes,
-        manifest.items,
-        (_numbers(metrics) if isinstance(metrics, dict) else {})
+        step=manifest.step,
+        path=folder.url,
+        created=manifest.created,
+        nbytes=manifest.nbytes,
+        items=manifest.items,
+        metrics=(_numbers(metrics) if isinstance(metrics, dict) else {})
         | (_added(folder, manifest.save_id) if notes else {}),
-        manifest.save_id,
+        write_id=manifest.save_id,
         dropped=tuple(manifest.dropped),
         moved_to=manifest.moved_to,
     )

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from reknit.engine.call_reports import VerifyReport
 from reknit.engine.memory.workers import run_jobs
-from reknit.engine.report import VerifyReport
+from reknit.engine.record.at_path import read_manifest
 from reknit.engine.stored.file_checks import (
     UNSOUND,
     check_size,
@@ -17,7 +18,6 @@ from reknit.engine.stored.file_checks import (
     read_checked,
     whole_manifest,
 )
-from reknit.engine.stored.opening import read_manifest
 from reknit.environment import num_threads
 from reknit.errors import CorruptError, FormatError, ReknitError, StorageError
 from reknit.format.checksum import BLOCK_NBYTES, digest
@@ -197,7 +197,9 @@ def check_all(
             damage[file.path] = wrong
     readable = [piece for piece in pieces if piece.file.path not in damage]
     kinds = (FormatError, StorageError) if replicas else (FormatError,)
-    found = _check_pieces(checkpoint.storage, manifest.block_nbytes, readable, options, kinds, replicas)
+    found = _check_pieces(
+        checkpoint.storage, manifest.block_nbytes, readable, options, kinds, replicas=replicas
+    )
     for path, error in found:
         damage.setdefault(path, []).append(error.message)
     lines = []
@@ -207,7 +209,7 @@ def check_all(
     return lines
 
 
-class _Piece(NamedTuple):
+class _CheckedPiece(NamedTuple):
     """Bytes of a file that are checked at once; they begin with a block, and end with one or the file."""
 
     file: FileEntry
@@ -219,7 +221,7 @@ def _piece_nbytes(block_nbytes: int) -> int:
     return max(PIECE_NBYTES // block_nbytes, 1) * block_nbytes
 
 
-def _share(files: Sequence[FileEntry], rank: int, size: int, block_nbytes: int) -> list[_Piece]:
+def _share(files: Sequence[FileEntry], rank: int, size: int, block_nbytes: int) -> list[_CheckedPiece]:
     """Return what one of `size` ranks checks; an empty file is an empty piece of one share."""
     total = sum(file.nbytes for file in files)
     low, high = total * rank // size, total * (rank + 1) // size
@@ -231,9 +233,9 @@ def _share(files: Sequence[FileEntry], rank: int, size: int, block_nbytes: int) 
         # The first blocks that begin at or after the two ends of the share.
         first = max(-(-(low - at) // block_nbytes), 0) * block_nbytes
         stop = min(max(-(-(high - at) // block_nbytes), 0) * block_nbytes, file.nbytes)
-        pieces += [_Piece(file, start, min(most, stop - start)) for start in range(first, stop, most)]
+        pieces += [_CheckedPiece(file, start, min(most, stop - start)) for start in range(first, stop, most)]
         if not file.nbytes and low <= at < high:
-            pieces.append(_Piece(file, 0, 0))
+            pieces.append(_CheckedPiece(file, 0, 0))
         at += file.nbytes
     return pieces
 
@@ -241,9 +243,10 @@ def _share(files: Sequence[FileEntry], rank: int, size: int, block_nbytes: int) 
 def _check_pieces(
     storage: Storage,
     block_nbytes: int,
-    pieces: Sequence[_Piece],
+    pieces: Sequence[_CheckedPiece],
     options: LoadOptions,
     kinds: tuple[type[ReknitError], ...],
+    *,
     replicas: Sequence[Storage] = (),
 ) -> list[tuple[str, ReknitError]]:
     """Compare digests of blocks; return the path and the error of each piece that has one of these kinds.
@@ -281,7 +284,9 @@ def _check_pieces(
     return [(path, error) for _, path, error in sorted(found, key=lambda each: each[0])]
 
 
-def _lacking(piece: _Piece, places: Sequence[Storage], data: memoryview, block_nbytes: int) -> str | None:
+def _lacking(
+    piece: _CheckedPiece, places: Sequence[Storage], data: memoryview, block_nbytes: int
+) -> str | None:
     """Say which replicas were tried for a block that no place has; None where each block has a place."""
     for at in range(0, piece.nbytes, block_nbytes):
         tried = []

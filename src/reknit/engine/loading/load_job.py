@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from reknit.engine.loading.read import RangeReader
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
 
     from reknit.comm.group import Group
-    from reknit.engine import messages
+    from reknit.engine import round_messages
     from reknit.engine.loading.match import Fill
     from reknit.engine.sharing.host_exchange import Carrier
     from reknit.engine.stored.opening import OpenCheckpoint
@@ -37,6 +37,7 @@ class LoadJob:
     storage: Storage
     items: tuple[str, ...]
     options: LoadOptions
+    _: KW_ONLY
     recorder: Recorder
     carrier: Callable[[], Carrier] | None = None
     """Makes the transport of bytes to other hosts, if there is one."""
@@ -78,6 +79,6 @@ class LoadPart:
         self.shared = SharedRead.begin(job.group, job.carrier, self.reader, files, job.options)
         last.callback(self.shared.close)
 
-    def offer(self) -> messages.Offer | None:
+    def offer(self) -> round_messages.Offer | None:
         """Return what this rank would read, if that may be shared."""
         return None if self.shared is None else self.shared.offer()

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from reknit.engine.record.at_path import check_absent
 from reknit.engine.small_files import discard
 from reknit.errors import CommitError, FencedError, FormatError, StorageNotFoundError
 from reknit.format import paths
 from reknit.format.manifest_file import MAX_MANIFEST_NBYTES, decode_generation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
-    from reknit.engine.run_record import Run
-    from reknit.storage.base import Storage
+    from reknit.engine.record.run_record import Run
+    from reknit.storage.base import Listed, Storage
+
+_MOST_NAMED = 4
 
 
 class Marker(NamedTuple):
@@ -36,7 +39,25 @@ class Marker(NamedTuple):
         return paths.marker_path(self.generation, self.write_id)
 
 
-def put_up(storage: Storage, mine: Marker, *, newest: bool = False) -> Marker:
+def take_marker(storage: Storage, mine: Marker, *, overwrite: bool, newest: bool = False) -> Marker:
+    """Put up a marker and return it, as `put_marker` does.
+
+    Raises as `check_absent` where there is something that has to stay.
+    """
+    check_absent(
+        storage, overwrite=overwrite
+    )  # also before, so that nothing is touched where there is a checkpoint
+    mine = put_marker(storage, mine, newest=newest)
+    try:
+        if not overwrite:
+            check_absent(storage, overwrite=overwrite)
+    except BaseException:
+        remove_marker(storage, mine)
+        raise
+    return mine
+
+
+def put_marker(storage: Storage, mine: Marker, *, newest: bool = False) -> Marker:
     """Put this save's marker there, and see to it that no save which began here before can commit any more.
 
     Returns the marker.  Where a higher generation is here, a save that is the `newest` whatever clocks say
@@ -54,13 +75,13 @@ def put_up(storage: Storage, mine: Marker, *, newest: bool = False) -> Marker:
             if not newest:
                 raise outrun.error(storage, mine)
         except BaseException:
-            take_down(storage, mine)
+            remove_marker(storage, mine)
             raise
-        take_down(storage, mine)
+        remove_marker(storage, mine)
         mine = mine._replace(generation=outrun.generation)
 
 
-def take_down(storage: Storage, mine: Marker) -> None:
+def remove_marker(storage: Storage, mine: Marker) -> None:
     """Keep this save from ever being committed, if it is not yet.
 
     Where the store does not even delete the marker any more, the next save to this path does.
@@ -100,6 +121,37 @@ def fenced_off(storage: Storage, mine: Marker) -> CommitError:
         remedy="end this process if a newer run of its job has taken its place; if not, give each job a path "
         "of its own, and let only one save at a time go to a path",
     )
+
+
+class Begun(NamedTuple):
+    """A save that may yet commit: its folder, the marker in it, and the generation of its run."""
+
+    folder: Storage
+    path: str
+    generation: int
+
+    @property
+    def url(self) -> str:
+        """Where the marker is."""
+        return f"{self.folder.url}/{self.path}"
+
+
+def begun_in(folder: Storage, files: Iterable[Listed] | None = None) -> list[Begun]:
+    """Return the saves that may yet commit in a checkpoint's folder, by its `files` (default: all)."""
+    listing = folder.list() if files is None else files
+    names = {listed.path: paths.parse_path(listed.path) for listed in listing}
+    return [
+        Begun(folder, path, name.generation)
+        for path, name in names.items()
+        if name is not None and name.generation is not None
+    ]
+
+
+def named(begun: Sequence[Begun]) -> str:
+    """Return where markers are, as text, those of the newest runs first."""
+    newest = sorted(begun, key=lambda each: (-each.generation, each.url))
+    more = f" and {len(begun) - _MOST_NAMED} more" if len(begun) > _MOST_NAMED else ""
+    return ", ".join(each.url for each in newest[:_MOST_NAMED]) + more
 
 
 class _Outrun(NamedTuple):
@@ -144,12 +196,7 @@ def _placed_among(storage: Storage, mine: Marker) -> tuple[Iterable[str], _Outru
 
 def _others(storage: Storage, mine: Marker) -> dict[str, int]:
     """Return the markers of other saves, by path, with their generations."""
-    names = {listed.path: paths.parse_path(listed.path) for listed in storage.list()}
-    return {
-        path: name.generation
-        for path, name in names.items()
-        if name is not None and name.generation is not None and path != mine.path
-    }
+    return {begun.path: begun.generation for begun in begun_in(storage) if begun.path != mine.path}
 
 
 def _committed_generation(storage: Storage) -> int:

@@ -1,7 +1,7 @@
 """The record of a run: which run owns a folder of steps, the last that opened it for writing?
 
 Each run that opens the folder puts a file there whose name has its generation, higher than those before, and
-deletes theirs.  A save of a run puts its marker up before it reads the records (`saving.marker`), and who
+deletes theirs.  A save of a run puts its marker up before it reads the records (`marker`), and who
 opens the folder deletes markers after it has put its own there.  So of two runs that meet, either the older
 one finds the record, or the newer one its marker (docs/decisions/0021).
 """

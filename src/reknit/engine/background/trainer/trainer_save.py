@@ -7,8 +7,8 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from reknit.engine.background import messages as say
-from reknit.engine.report import PromotionReport, SaveReport
+from reknit.engine.background import agent_messages as say
+from reknit.engine.call_reports import PromotionReport, SaveReport
 from reknit.errors import DeadlineError, ReknitError, SkippedError, from_wire, typed
 from reknit.monitor.phase import monotonic, now
 from reknit.monitor.records import PhaseRecord, record_of
@@ -16,7 +16,7 @@ from reknit.monitor.records import PhaseRecord, record_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reknit.engine.background.agent_link import AgentLink
+    from reknit.engine.background.trainer.agent_link import AgentLink
     from reknit.engine.memory.arena_pool import Arenas, Lease
     from reknit.engine.outcome import SaveOutcome
     from reknit.monitor.phase import Recorder
@@ -155,19 +155,16 @@ class TrainerSave:
 
     def _report(self, done: say.SaveDone) -> SaveReport:
         assert self._recorder is not None
+        assert done.totals is not None
         return SaveReport(
             path=self._recorder.path,
             step=self._recorder.step,
             write_id=self.write_id,
-            nbytes=done.nbytes,
-            num_files=done.num_files,
-            total_nbytes=done.total_nbytes,
-            reused_nbytes=done.reused_nbytes,
-            warnings=tuple(done.warnings),
             phases=(*self._recorder.records, *(PhaseRecord(**record) for record in done.records)),
             blocked_s=self.blocked_s,
             waited_s=self.waited_s,
             streamed=self.streamed,
+            **done.totals._asdict(),
         )
 
     def _promoted(self, message: say.Promoted) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
-from reknit.engine.recognising import find_manifest, is_of_others
-from reknit.errors import CheckpointNotFoundError, StorageError, did_you_mean
+from reknit.engine.record.recognising import find_manifest, is_of_others, manifest_exists
+from reknit.errors import CheckpointNotFoundError, StorageError, UsageError, did_you_mean
 from reknit.format import paths
 from reknit.monitor.phase import Deadline
 
@@ -93,6 +93,35 @@ def no_checkpoint(storage: Storage) -> CheckpointNotFoundError:
     else:
         remedy = suggestion(storage)
     return CheckpointNotFoundError(message, path=storage.url, remedy=remedy)
+
+
+def absent(root: Storage, what: str = "is no checkpoint at") -> CheckpointNotFoundError:
+    """Return the error of a place without what is looked for there.  Raises as `refuse_other`."""
+    refuse_other(root)
+    message = f"there {what} {root.url}"
+    if (other := foreign_manifest(root)) is not None:
+        return CheckpointNotFoundError(f"{message}: it is {other.what}", path=root.url, remedy=other.remedy)
+    remedy = elsewhere(
+        root, "pass the folder that holds the checkpoints, such as runs for runs/step_00000010"
+    )
+    return CheckpointNotFoundError(message, path=root.url, remedy=remedy)
+
+
+def refuse_other(root: Storage) -> None:
+    """Raise `UsageError` where a path leads to something that is no folder of checkpoints.
+
+    With None the job would start from the beginning, which a user who named a checkpoint does not want.
+    """
+    if manifest_exists(root):
+        raise UsageError(
+            f"{root.url} is a checkpoint, and latest looks for checkpoints in a folder",
+            remedy=f"load it as it is, or pass the folder above: {root.url.rpartition('/')[0] or '/'}",
+            path=root.url,
+        )
+    if (other := foreign(root)) is not None:
+        raise UsageError(
+            f"{root.url} is no folder of checkpoints: it is {other.what}", remedy=other.remedy, path=root.url
+        )
 
 
 def foreign_inside(storage: Storage) -> str | None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from reknit.comm.group import Group
-    from reknit.engine.run_record import Run
+    from reknit.engine.record.run_record import Run
     from reknit.monitor.phase import Recorder
     from reknit.options import SaveOptions
     from reknit.storage.base import Storage
@@ -33,6 +33,7 @@ class SaveJob:
     storage: Storage
     options: SaveOptions
     recorder: Recorder
+    _: KW_ONLY
     step: int | None = None
     overwrite: bool = False
     origin: Mapping[str, Any] = field(default_factory=dict)

@@ -77,6 +77,12 @@ def find_manifest(storage: Storage) -> FoundManifest | None:
     return FoundManifest(ours=False, head=b"")
 
 
+def manifest_exists(storage: Storage) -> bool:
+    """Return whether a checkpoint is committed in a folder; it may be damaged."""
+    found = find_manifest(storage)
+    return found is not None and found.ours
+
+
 def is_of_others(storage: Storage) -> bool:
     """Tell whether something has the name of the manifest that cannot be shown to be one."""
     found = find_manifest(storage)

@@ -16,8 +16,8 @@ from reknit.types.devices import is_queued
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from reknit.engine.background.deferred import Deferred
-    from reknit.engine.background.trainer_save import TrainerSave
+    from reknit.engine.background.trainer.deferred import Deferred
+    from reknit.engine.background.trainer.trainer_save import TrainerSave
     from reknit.engine.memory.arena import Arena, Span
     from reknit.engine.memory.arena_pool import Lease
     from reknit.engine.memory.file_image import Copy, Image

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from reknit.engine.loading.collect import Collected
-    from reknit.engine.messages import LoadRequest
+    from reknit.engine.round_messages import LoadRequest
     from reknit.options import LoadOptions
 
 MOST_LACKING = 1000

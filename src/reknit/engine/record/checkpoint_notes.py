@@ -23,8 +23,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from reknit.engine.stored.newest import absent
-from reknit.engine.stored.opening import manifest_in
+from reknit.engine.record.at_path import check_same, committed
 from reknit.errors import (
     CheckpointNotFoundError,
     FormatError,
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
     from typing import TypeVar
 
     from reknit.storage.base import Listed, Storage
-    from reknit.types.manifest import Manifest
 
     Note = TypeVar("Note", Pin, HolderLease, Metrics, ColdCopy)
     Notes = Mapping[paths.NoteKind, list[Listed]]
@@ -236,19 +234,14 @@ def held_by(storage: Storage, write_id: str | None, but: str | None = None) -> s
     return None
 
 
-def committed(storage: Storage) -> Manifest:
-    """Return the manifest of the checkpoint at a place.  Raises `CheckpointNotFoundError`, `UsageError`."""
-    if (manifest := manifest_in(storage)) is None:
-        raise absent(storage)
-    return manifest
-
-
-def check_same(storage: Storage, write_id: str) -> None:
-    """Raise `CheckpointNotFoundError` unless the checkpoint of a write is here."""
-    manifest = manifest_in(storage)
-    if manifest is None or manifest.save_id != write_id:
-        raise CheckpointNotFoundError(
-            f"the checkpoint at {storage.url} was removed or replaced", path=storage.url
+def refuse_held(storage: Storage, write_id: str | None, but: str | None = None) -> None:
+    """Raise `UsageError` for a checkpoint that somebody needs."""
+    if (why := held_by(storage, write_id, but)) is not None:
+        raise UsageError(
+            f"the checkpoint at {storage.url} has to stay: {why}",
+            path=storage.url,
+            remedy="reknit unpin takes a pin away; what is being read can be removed once its reader is "
+            f"done, or its lease in {storage.url}/{paths.NOTES_FOLDER} has ended",
         )
 
 

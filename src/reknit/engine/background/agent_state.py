@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reknit.comm import group as comm
-from reknit.engine import messages
 from reknit.engine.background.agent_job import agent_job
 from reknit.engine.background.agent_save import AgentSave
+from reknit.engine.call_reports import SaveTotals
 from reknit.engine.memory.tuning import Tuner
-from reknit.engine.saving.coordinator import Coordinator
 from reknit.engine.saving.reuse import Committed
-from reknit.engine.saving.rounds import ASSIGN
+from reknit.engine.saving.save_coordinator import Coordinator
+from reknit.engine.saving.save_rounds import ASSIGN
 from reknit.errors import DeadlineError
 from reknit.monitor.phase import Deadline
 from reknit.processes import circumstances
@@ -23,7 +23,7 @@ from reknit.processes import circumstances
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reknit.engine.background import messages as say
+    from reknit.engine.background import agent_messages as say
     from reknit.engine.small_files import Written
     from reknit.errors import ReknitError
     from reknit.options import SaveOptions
@@ -41,19 +41,11 @@ class WarmUp(AgentSave):
     root keeps what it learns of the ranks' layouts, for the saves to come.
     """
 
-    _ready = False
-
     def make_ready(self) -> None:
         """Note that the trainer has done its part."""
         with self._changed:
-            self._ready = True
+            self._staged = True
             self._changed.notify_all()
-
-    @property
-    def staged(self) -> bool:
-        """Whether the trainer is needed no more."""
-        with self._changed:
-            return self._ready
 
     @property
     def places(self) -> list[str]:
@@ -66,19 +58,19 @@ class WarmUp(AgentSave):
             self._written = []
             self._changed.notify_all()
 
-    def _hold_rounds(self, coordinator: Coordinator) -> tuple[list[Written], messages.CommitOutcome]:
+    def _hold_rounds(self, coordinator: Coordinator) -> tuple[list[Written], SaveTotals]:
         """Assign the work as a save would, and return when all ranks are ready."""
         self._assign(coordinator)
         group, timeout_s = self.job.group, self.job.options.timeout_s
         with comm.turn(group, ROUND, timeout_s, merge=b"".join, subject=f"save {self.number}") as turn:
             self.wait_ready()
             turn.arrive()
-        return [], messages.CommitOutcome(0, [])
+        return [], SaveTotals(0, 0, 0, 0, ())
 
     def wait_ready(self) -> None:
         """Wait until the trainer has done its part; raises what kept it from that."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ready or self.error is not None)
+            self._changed.wait_for(lambda: self._staged or self.error is not None)
             if self.error is not None:
                 raise self.error
 
@@ -111,13 +103,14 @@ class Adapting:
                     remedy="change it when no save or promotion is under way, or raise timeout_s",
                 )
         for save in earlier:
-            for store in save.stores if save.promotes else ():  # while this process has what they need
+            # While this process has the circumstances that these stores need.
+            for store in save.promotions.stores if save.promotes else ():
                 store.open_ahead()
         circumstances.take(self._due, self._current)
         self._current, self._due = self._due, None
 
 
-class SaveMaker:
+class AgentState:
     """Makes the saves of one agent."""
 
     def __init__(self, channel: Channel) -> None:

@@ -10,7 +10,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from reknit.engine.background import messages as say
+from reknit.engine.background import agent_messages as say
 from reknit.engine.stored.running_agents import MODULE
 from reknit.errors import AgentError, DeadlineError, ReknitError, ShortageError, from_wire, typed
 from reknit.monitor.phase import Deadline
@@ -177,7 +177,7 @@ class AgentLink:
         # Imported only here: `python -m` would complain of a module that is there before it is run.
         # And all of it here, not in the agent's threads: a process that another thread forks meanwhile would
         # have modules that are half imported.
-        import reknit.engine.background.save_maker
+        import reknit.engine.background.agent_state
         import reknit.format.index.file  # noqa: F401
         from reknit.engine.background.agent import Agent
 

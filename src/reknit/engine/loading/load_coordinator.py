@@ -6,9 +6,9 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
-from reknit.engine import messages
+from reknit.engine import round_messages
 from reknit.engine.loading.collect import left_of_made
-from reknit.engine.loading.effects import idle_patterns, known_names, require_rules, require_some
+from reknit.engine.loading.load_effects import idle_patterns, known_names, require_rules, require_some
 from reknit.engine.loading.match import require_fit, terms
 from reknit.engine.loading.metadata import Handout, RootMetadata, hand_out, read_for_all
 from reknit.engine.loading.prefixes import prefix_hint
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reknit.engine.loading.collect import Collected
-    from reknit.engine.loading.job import LoadJob
+    from reknit.engine.loading.load_job import LoadJob
     from reknit.errors import ReknitError
 
 logger = logging.getLogger("reknit")
@@ -40,7 +40,7 @@ class LoadCoordinator:
 
     def open(self, requests: Sequence[bytes]) -> list[bytes]:
         """Read manifest, index and shared values, and answer each rank with its items."""
-        wanted = [messages.decode(request, messages.Items) for request in requests]
+        wanted = [round_messages.decode(request, round_messages.Items) for request in requests]
         self.metadata = self._job.within_deadline(
             "reading manifest and index of", lambda: read_for_all(self._job, wanted)
         )
@@ -49,7 +49,7 @@ class LoadCoordinator:
     def locate(self, collected: Collected, requests: Sequence[bytes]) -> list[bytes]:
         """Answer each rank with the rows of the index for the tensors it takes; `collected` is rank 0's."""
         assert self.metadata is not None
-        asked = [messages.decode(request, messages.Asked) for request in requests]
+        asked = [round_messages.decode(request, round_messages.Asked) for request in requests]
         handout = hand_out(self.metadata.checkpoint, asked)
         self._collected = collected
         left = handout.left + left_of_made(collected, asked, handout.left)
@@ -60,7 +60,7 @@ class LoadCoordinator:
         """Raise one error that lists what does not fit on any rank; otherwise divide the reading."""
         assert self._handout is not None
         job, handout = self._job, self._handout
-        loads = [messages.decode(request, messages.LoadRequest) for request in requests]
+        loads = [round_messages.decode(request, round_messages.LoadRequest) for request in requests]
         taken = terms(job.options).takes
         unexpected = [name for key in handout.left if taken(name := full_name(*key))]
         self._require_use(loads, unexpected, handout)
@@ -68,12 +68,14 @@ class LoadCoordinator:
         early = any(load.early for load in loads)
         early_shares = share_out([load.early_offer for load in loads], job.options)
         return [
-            messages.encode(messages.LoadDecision(unexpected, handout.items, share, early, early_share))
+            round_messages.encode(
+                round_messages.LoadDecision(unexpected, handout.items, share, early, early_share)
+            )
             for share, early_share in zip(shares, early_shares, strict=True)
         ]
 
     def _require_use(
-        self, loads: Sequence[messages.LoadRequest], unexpected: Sequence[str], handout: Handout
+        self, loads: Sequence[round_messages.LoadRequest], unexpected: Sequence[str], handout: Handout
     ) -> None:
         """Raise what does not fit, what matches nothing, and that nothing would be loaded."""
         assert self.metadata is not None
@@ -90,14 +92,14 @@ class LoadCoordinator:
         require_rules(loads, collected)
         items, every = [*checkpoint.items, *handout.items], [*saved, *(each[:2] for each in whole)]
         idle = idle_patterns(loads, job.options, job.lenient, partial(known_names, every, collected), items)
-        require_fit(loads, unexpected, idle, job.lenient, url, handout.damaged, hint=hint)
+        require_fit(loads, unexpected, idle, job.lenient, url, damaged=handout.damaged, hint=hint)
         odd = require_some(loads, bool(whole), lambda: [full_name(*each[:2]) for each in whole], hint, url)
         if odd is not None:
             logger.warning("the load of %s is done, but %s", url, odd)
 
     def finish(self, requests: Sequence[bytes]) -> list[bytes]:
         """Raise an error when ranks stopped because of others and no rank says why."""
-        stopped = [messages.decode(request, messages.Stopped) for request in requests if request]
+        stopped = [round_messages.decode(request, round_messages.Stopped) for request in requests if request]
         if stopped:
             ranks = spelled(one.rank for one in stopped)
             raise CommError(f"{ranks} could not go on: {stopped[0].why}", rank=stopped[0].rank, phase="load")

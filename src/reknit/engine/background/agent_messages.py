@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from reknit.engine.messages import ArrayColumns, RankClaims  # noqa: TC001 (msgspec looks them up)
+from reknit.engine.call_reports import SaveTotals  # noqa: TC001 (msgspec looks them up)
+from reknit.engine.round_messages import ArrayColumns, RankClaims  # noqa: TC001 (msgspec looks them up)
 from reknit.processes.channel import Message
 from reknit.processes.circumstances import Circumstances  # noqa: TC001 (msgspec looks them up)
 
@@ -173,15 +174,11 @@ class Events(AgentMessage):
 
 
 class SaveDone(AgentMessage):
-    """To the trainer: a save ended; `records` are the phases that the agent took part in."""
+    """To the trainer: a save ended, with an error or its totals; `records` are the phases of the agent."""
 
     number: int
     error: dict[str, Any] | None
-    nbytes: int = 0
-    num_files: int = 0
-    total_nbytes: int = 0
-    reused_nbytes: int = 0
-    warnings: list[str] = msgspec.field(default_factory=list)
+    totals: SaveTotals | None = None
     records: list[dict[str, Any]] = msgspec.field(default_factory=list)
 
 

@@ -7,21 +7,23 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from reknit.comm import group as comm
-from reknit.engine import messages
-from reknit.engine.background import messages as say
-from reknit.engine.background.agent_link import AgentLink
+from reknit.engine import round_messages
+from reknit.engine.background import agent_messages as say
 from reknit.engine.background.side_group import places, where_of
-from reknit.engine.background.trainer_save import TrainerSave
-from reknit.engine.saving.coordinator import PLANS_KEPT
+from reknit.engine.background.trainer.agent_link import AgentLink
+from reknit.engine.background.trainer.trainer_save import TrainerSave
+from reknit.engine.memory.arena import image_nbytes
 from reknit.engine.saving.plan_cache import keep_latest
+from reknit.engine.saving.save_coordinator import PLANS_KEPT
 from reknit.format import paths
 from reknit.processes.circumstances import Circumstances, here
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from reknit.engine.memory.arena_pool import Lease
     from reknit.engine.outcome import SaveOutcome
-    from reknit.engine.saving.copies import Chosen
+    from reknit.engine.saving.compared_copies import Chosen
     from reknit.engine.saving.file_layout import Outline
     from reknit.errors import ReknitError
     from reknit.options import SaveOptions
@@ -43,8 +45,13 @@ class Plan:
     committed: bool = False
     chosen: dict[str, Chosen] = field(default_factory=dict)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of an arena that hold the files."""
+        return image_nbytes([file.nbytes for file in self.outline.files])
 
-class Starting:
+
+class AgentStart:
     """An agent that is being started: its process makes itself ready while this one goes on.
 
     What keeps it from starting is raised by `link`, where the other ranks hear of it.
@@ -59,7 +66,17 @@ class Starting:
         generation = group.given if isinstance(group, comm.SoloGroup) else group.generation
         try:
             self._link = AgentLink(group.rank, in_process=in_process, send_timeout_s=options.timeout_s)
-            self._link.send(say.Join(FORM_ROUND, group.rank, hosts, fan_out, generation, settings, low))
+            self._link.send(
+                say.Join(
+                    job=FORM_ROUND,
+                    rank=group.rank,
+                    hosts=hosts,
+                    fan_out=fan_out,
+                    generation=generation,
+                    comm=settings,
+                    low_priority=low,
+                )
+            )
         except BaseException as error:  # Ctrl-C too: the other ranks would wait for this one
             self._error = error
 
@@ -76,10 +93,10 @@ class Starting:
             self._link.end()
 
 
-class Agents:
+class AgentSession:
     """This rank's agent, the saves that it works on, and the plans that all ranks' agents agreed on."""
 
-    def __init__(self, link: AgentLink, size: int, place: messages.TreeAddress) -> None:
+    def __init__(self, link: AgentLink, size: int, place: round_messages.TreeAddress) -> None:
         """Use `form`."""
         self.link = link
         self.size = size
@@ -94,8 +111,8 @@ class Agents:
 
     @classmethod
     def form(
-        cls, group: comm.Group, options: SaveOptions, number: Callable[[], int], starting: Starting
-    ) -> Agents:
+        cls, group: comm.Group, options: SaveOptions, number: Callable[[], int], starting: AgentStart
+    ) -> AgentSession:
         """Let this rank's agent join those of all other ranks; every rank does so at once.
 
         The agents' addresses go through a group of the trainers; after that trainers and agents are two
@@ -108,8 +125,10 @@ class Agents:
                 link = starting.link()
                 here = link.answer(connect_s)
                 assert isinstance(here, say.Listening)
-                address = messages.ListenAddress(here.address, here.above, number())
-                place = messages.decode(turn.exchange(messages.encode(address), places), messages.TreeAddress)
+                address = round_messages.ListenAddress(here.address, here.above, number())
+                place = round_messages.decode(
+                    turn.exchange(round_messages.encode(address), places), round_messages.TreeAddress
+                )
             with comm.turn(group, FORM_ROUND, options.timeout_s) as turn:
                 link.ask(say.ConnectParent(place.above), 2 * connect_s)
                 turn.arrive()
@@ -148,6 +167,15 @@ class Agents:
     def keep(self, key: bytes, plan: Plan) -> Plan:
         """Keep a new plan, and return it; the one that was not used for longest makes room."""
         return keep_latest(self._plans, key, plan, PLANS_KEPT)
+
+    def share_arena(self, lease: Lease) -> None:
+        """Let the agent use an arena too."""
+        if dropped := tuple(number for number in lease.dropped if number in self.arenas):
+            self.link.send(say.DropArenas(dropped))
+            self.arenas.difference_update(dropped)
+        if lease.number not in self.arenas:
+            self.link.send(say.GiveArena(lease.number, lease.arena.nbytes), lease.arena.fd)
+            self.arenas.add(lease.number)
 
     def _hear(self, message: Any) -> None:
         if isinstance(message, say.Events):

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from reknit.engine import messages
-from reknit.engine.columns import packed
-from reknit.engine.saving.commit import begin, commit
+from reknit.engine import round_messages
+from reknit.engine.packed_columns import packed
+from reknit.engine.record.marker import remove_marker
 from reknit.engine.saving.manifest_content import receipts_to_manifest
-from reknit.engine.saving.marker import take_down
 from reknit.engine.saving.packing import merge_claims, merge_receipts, merged_chunks, unpack
 from reknit.engine.saving.plan_cache import PlanCache, keep_latest
 from reknit.engine.saving.receipt import chunks_said
+from reknit.engine.saving.root import begin, commit
 from reknit.errors import CommitError, ProtocolError, StateError, UsageError
 from reknit.format import paths
 from reknit.format.index.checks import check_index
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reknit.engine.saving.job import SaveJob
-    from reknit.engine.saving.marker import Marker
+    from reknit.engine.record.marker import Marker
+    from reknit.engine.saving.save_job import SaveJob
     from reknit.planner.assemble import ChunkFiles
     from reknit.planner.columns import Blocks, RankColumns
     from reknit.storage.base import Storage
@@ -58,7 +58,7 @@ class Assembled(NamedTuple):
         return replace(self.nameless, files=_paths(self.files, write_id))
 
 
-class _Encoded(NamedTuple):
+class _EncodedIndex(NamedTuple):
     """The bytes of an index, and what was noticed when it was assembled."""
 
     data: bytes
@@ -77,7 +77,7 @@ class Coordinator:
         self.chunks = PlanCache(PLANS_KEPT, merged_chunks)
         self._owners: dict[bytes, Blocks] = {}
         self.indexes: dict[bytes, Assembled] = {}
-        self._ahead: _Encoded | None = None
+        self._ahead: _EncodedIndex | None = None
 
     def assign(self, job: SaveJob | None, requests: Sequence[bytes]) -> list[bytes]:
         """Answer every rank's `claims`, merged or not; `job` is None where nothing is going to be saved yet.
@@ -100,8 +100,10 @@ class Coordinator:
         _, leads, number = np.unique(pairs, return_index=True, return_inverse=True)
         # Ranks with equal answers get one object, which travels once.
         answers = [
-            messages.encode(
-                messages.Assignment(write_id, packed(owners.at(k), "i8"), packed(blobs.at(k), "i8"), copies)
+            round_messages.encode(
+                round_messages.Assignment(
+                    write_id, packed(owners.at(k), "i8"), packed(blobs.at(k), "i8"), copies
+                )
             )
             for k in leads.tolist()
         ]
@@ -111,7 +113,7 @@ class Coordinator:
         """Keep the save that began last, if it began here and is not committed, from ever being committed."""
         begun, self._begun = self._begun, None
         if begun is not None:
-            take_down(*begun)
+            remove_marker(*begun)
 
     def commit(self, job: SaveJob, requests: Sequence[bytes]) -> list[bytes]:
         """Make one checkpoint of all ranks' receipts, merged or not, and tell every rank the outcome.
@@ -130,9 +132,9 @@ class Coordinator:
             ahead = _encoded(assembled, mine, collected.kept)
         outcome = commit(job, mine, ahead.data, collected, ahead.warnings)
         self._begun = None
-        return [messages.encode(outcome)] * len(receipts.ranks)
+        return [round_messages.encode(outcome)] * len(receipts.ranks)
 
-    def encode_ahead(self, columns: messages.ArrayColumns) -> None:
+    def encode_ahead(self, columns: round_messages.ArrayColumns) -> None:
         """Encode the index before the only rank of a group tells that it has written its files.
 
         Its receipt need not tell the chunks, then.
@@ -185,12 +187,12 @@ def _assembled(chunks: RankColumns) -> Assembled:
     return assembled
 
 
-def _encoded(assembled: Assembled, mine: Marker, kept: Collection[tuple[str, str]] = ()) -> _Encoded:
+def _encoded(assembled: Assembled, mine: Marker, kept: Collection[tuple[str, str]] = ()) -> _EncodedIndex:
     """Return the index of one save, without the tensors that ranks keep as values of their own."""
     from reknit.format.index.file import encode_index  # Arrow is loaded only by who has an index
 
     index = assembled.named(mine.write_id).without(kept)
-    return _Encoded(encode_index(index, checked=not kept), assembled.warnings)
+    return _EncodedIndex(encode_index(index, checked=not kept), assembled.warnings)
 
 
 def _agreed_write_id(claims: RankColumns) -> str:

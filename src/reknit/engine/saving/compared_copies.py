@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 
-from reknit.engine import messages
-from reknit.engine.columns import packed, unpacked
+from reknit.engine import round_messages
 from reknit.engine.memory.elements import contiguous_bytes, itemsize, stage
 from reknit.engine.memory.staging import GATHER_NBYTES, gathered
+from reknit.engine.packed_columns import packed, unpacked
 from reknit.errors import StateError
 from reknit.format.checksum import digest
 from reknit.format.values.blob_codec import encode_blobs
@@ -49,7 +49,7 @@ CopyNote = tuple[str, str, str]
 class CopySplit(NamedTuple):
     """What a rank does about copies that differ: values that it keeps as its own, and what it cannot keep."""
 
-    blobs: list[messages.EncodedBlob]
+    blobs: list[round_messages.EncodedBlob]
     kept: list[CopyNote]
     unequal: list[CopyNote]
 
@@ -69,14 +69,14 @@ class Chosen(NamedTuple):
     keys: bytes
     names: bytes
 
-    def copies(self, sources: Sequence[Any]) -> messages.Copies:
+    def copies(self, sources: Sequence[Any]) -> round_messages.Copies:
         """Return what is told of the copies in one save, from the `bits` of all shards."""
         digests, data = [0] * len(self.numbers), [b""] * self.num_kept
         for place, part in first_bytes([sources[n] for n in self.numbers], self.nbytes):
             digests[place] = digest(part.data)
             if place < self.num_kept:
                 data[place] = part.tobytes()
-        return messages.Copies(self.keys, packed(digests, "u8"), self.names, b"".join(data))
+        return round_messages.Copies(self.keys, packed(digests, "u8"), self.names, b"".join(data))
 
 
 def choose(encoded: EncodedHoldings, check: str, rank: int, size: int) -> Chosen:
@@ -123,7 +123,7 @@ def _is_value(shard: Shard, tied: set[tuple[str, str]]) -> bool:
 
 
 def split(
-    copies: messages.Copies, differing: Sequence[tuple[int, list[int]]], rank: int, check: str
+    copies: round_messages.Copies, differing: Sequence[tuple[int, list[int]]], rank: int, check: str
 ) -> CopySplit:
     """Return what `rank` does about copies that turned out to differ: keys, each with ranks that hold it.
 
@@ -147,7 +147,7 @@ def split(
         data = copies.data[ends[number] - sizes[number] : ends[number]]
         value = np.frombuffer(data, numpy_dtype(dtype)).reshape(shape)
         blob = encode_blobs({fqn: value}, item=item)
-        done.blobs.append(messages.EncodedBlob(item, 0, {"rank": rank}, blob))
+        done.blobs.append(round_messages.EncodedBlob(item, 0, {"rank": rank}, blob))
         done.kept.append(note)
     if done.unequal and check != "warn":
         item, fqn, ranks = done.unequal[0]

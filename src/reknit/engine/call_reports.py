@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.engine.display import Shown, some
 from reknit.monitor.progress_text import amount
@@ -12,6 +12,16 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from reknit.monitor.records import PhaseRecord
+
+
+class SaveTotals(NamedTuple):
+    """The figures of a save that `SaveReport` has too; an agent sends them to its trainer."""
+
+    nbytes: int
+    num_files: int
+    total_nbytes: int
+    reused_nbytes: int
+    warnings: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, repr=False)

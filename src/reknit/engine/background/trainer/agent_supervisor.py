@@ -1,0 +1,182 @@
+"""The agents of a group over time: started for the first save, and replaced when some are lost."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+from reknit.engine.background.side_group import side_group
+from reknit.engine.background.trainer.agent_session import AgentSession, AgentStart
+from reknit.engine.outcome import SaveOutcome
+from reknit.errors import AgentError, ShortageError
+from reknit.options import SaveOptions
+from reknit.system import start_thread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reknit.comm.group import Group
+    from reknit.monitor.phase import Deadline
+
+logger = logging.getLogger("reknit")
+
+_NEW_AGENTS_S = 30.0
+"""How long a save waits for new agents where some were lost."""
+
+
+class AgentSupervisor:
+    """Numbers the saves of this rank in one group, and finds the agents that work on each.
+
+    All ranks count their saves alike, so a number names one save of the group.
+    """
+
+    def __init__(self, *, in_process: bool) -> None:
+        """Start nothing yet; with `in_process` the agents are threads of the trainers."""
+        self.session: AgentSession | None = None
+        self.failure: Exception | None = None
+        """Why lost agents could not be replaced."""
+        self.count = 0
+        self._in_process = in_process
+        self._options = SaveOptions()
+        self._side: Group | None = None
+        self._replacing: AgentSession | None = None
+        self._settled = threading.Event()
+        self._settled.set()
+        self._waiting: set[int] = set()
+        self._given_up: list[int] = []
+        self._lock = threading.Condition()
+
+    def next_number(self, options: SaveOptions) -> int:
+        """Return the number of the next save, which has these options."""
+        with self._lock:
+            number, self.count = self.count, self.count + 1
+            self._waiting.add(number)
+            self._options = options
+            return number
+
+    def start(self, group: Group) -> AgentStart | None:
+        """Start an agent for this rank unless it has one."""
+        return None if self.session else AgentStart(group, self._options, in_process=self._in_process)
+
+    def session_for(self, number: int, group: Group, starting: AgentStart | None) -> AgentSession:
+        """Return the agents that work on a save; agents that are `starting` join each other first."""
+        if starting is not None:
+            try:
+                if self._side is None:
+                    self._side = side_group(group, "trainers", self._options.comm, self._options.timeout_s)
+            except BaseException:
+                starting.give_up()
+                raise
+            self._install(AgentSession.form(group, self._options, lambda: number, starting))
+        session = self.session
+        assert session is not None
+        if session.link.broken and not session.link.ended_on_purpose:
+            self.replace(session)
+            with self._lock:
+                self._lock.wait_for(
+                    lambda: self.session is not session or self.failure is not None, _NEW_AGENTS_S
+                )
+                session = self.session or session
+        if session.link.broken:
+            raise self.failure or AgentError(
+                "the agents of other ranks have ended"
+                if session.link.ended_on_purpose
+                else f"an agent was lost, and no new ones were there within {_NEW_AGENTS_S:g} s",
+                rank=session.link.rank,
+                remedy="let every rank call reknit.close() and save again",
+            )
+        if number < session.first:
+            raise AgentError(
+                "this save began while agents were lost, and other ranks have given it up",
+                rank=session.link.rank,
+                remedy="the next save is well",
+            )
+        return session
+
+    def begun(self, number: int) -> None:
+        """Note that the agents have a save, which new agents need not wait for."""
+        with self._lock:
+            self._waiting.discard(number)
+
+    def give_up(self, number: int) -> None:
+        """Note that a save did not begin, and report it to the agents, if they are there, or come later."""
+        with self._lock:
+            self._waiting.discard(number)
+            self._given_up.append(number)
+            if self.session is not None and not self.session.link.broken:
+                self._report_given_up(self.session)
+
+    def replace(self, lost: AgentSession) -> None:
+        """Let a thread start new agents in the place of lost ones, together with all other ranks.
+
+        Every rank does so as soon as it notices the loss, and not at its next save.  Otherwise a rank that
+        notices it just before a save and a rank that notices it just after would wait for each other.
+        """
+
+        def form() -> None:
+            assert self._side is not None
+            lost.link.quit()
+            try:
+                starting = AgentStart(self._side, self._options, in_process=self._in_process)
+                session = AgentSession.form(self._side, self._options, self._first_waiting, starting)
+            except Exception as error:  # whatever it is, saves wait for the outcome
+                logger.error("agents were lost, and new ones could not be started: %s", error)
+                with self._lock:
+                    self.failure = error
+                    self._lock.notify_all()
+            else:
+                logger.warning("agents were lost; new ones take their place from save %d on", session.first)
+                self._install(session)
+            finally:
+                if self._replacing is lost:  # else those are lost, too, and the next thread has begun
+                    self._settled.set()
+
+        with self._lock:
+            if self._replacing is lost or self.session is not lost:
+                return
+            self._replacing = lost
+            self._settled.clear()
+        try:
+            start_thread("reknit-forms-agents", form)
+        except ShortageError as error:  # the thread that receives from the agent must go on
+            with self._lock:
+                self.failure = error
+                self._settled.set()
+                self._lock.notify_all()
+
+    def close(self, deadline: Deadline, all_ended: Callable[[], bool]) -> None:
+        """Let the agents end, and wait for that if all saves have ended."""
+        if self._side is not None:
+            self._side.close()
+        self._settled.wait(deadline.remaining())  # agents in the place of lost ones must not come after this
+        session, self.session = self.session, None
+        if session is not None:
+            session.link.quit()
+            if all_ended():
+                session.link.ended(deadline.remaining())
+
+    def _report_given_up(self, session: AgentSession) -> None:
+        """Report the saves that this rank gave up to all ranks; called with the lock held."""
+        for number in self._given_up:
+            if number >= session.first:
+                error = AgentError("this rank gave the save up when agents were lost", rank=session.link.rank)
+                ended = SaveOutcome("")
+                ended.end(error)  # the user has it already
+                session.new_save(number, ended).abandon(error, self._options.timeout_s)
+        self._given_up.clear()
+
+    def _first_waiting(self) -> int:
+        """Return the number of the first save in which new agents can take part."""
+        with self._lock:
+            return min(self._waiting, default=self.count)
+
+    def _install(self, session: AgentSession) -> None:
+        """Let new agents work on all saves to come; saves that this rank gave up fail there, too."""
+        session.link.failed = lambda: self.replace(session)
+        with self._lock:
+            self._report_given_up(session)
+            self.session = session
+            self._lock.notify_all()
+        if session.link.broken and not session.link.ended_on_purpose:
+            self.replace(session)  # lost already, before `failed` was set

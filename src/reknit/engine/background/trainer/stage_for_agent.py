@@ -1,0 +1,162 @@
+"""The save story of a trainer that does not wait, in numbered steps; the agent's is `agent_save`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from reknit.engine.background import agent_messages as say
+from reknit.engine.background.trainer.agent_session import Plan
+from reknit.engine.background.trainer.begin_message import begin_message, lend_values
+from reknit.engine.background.trainer.deferred import Deferred
+from reknit.engine.background.trainer.save_arena import SaveArena
+from reknit.engine.background.trainer.snapshot import Snapshot
+from reknit.engine.saving.rank_part import RankPart
+from reknit.engine.saving.root import check_manifest
+from reknit.format import paths
+from reknit.monitor.phase import monotonic
+from reknit.system import start_thread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reknit.engine.background.trainer.agent_session import AgentSession
+    from reknit.engine.background.trainer.trainer_save import TrainerSave
+    from reknit.engine.memory.arena_pool import Arenas, Lease
+    from reknit.engine.saving.save_job import SaveJob
+    from reknit.monitor.phase import Recorder
+
+_MOST_NBYTES = 2 << 30
+"""Most that is copied while an agent starts, which takes about as long."""
+
+Until = Literal["collect", "arena", "copy"]
+"""The last step that is done beside the start of an agent."""
+
+
+class PreparedSave:
+    """A save up to the first message to the agent: this rank prepares it alone, beside the agent's start."""
+
+    job: SaveJob
+    part: RankPart
+
+    def __init__(self, arenas: Arenas) -> None:
+        """Use `prepare`."""
+        self.arena = SaveArena(arenas)
+        self.begun = monotonic()
+        self.plan: Plan | None = None
+        self.copied = False
+        """Whether the arena has all of the plan's files, but with headers of another write id."""
+        self.recorder: Recorder | None = None
+
+    def prepare(self, make: Callable[[], SaveJob], until: Until) -> BaseException | None:
+        """Collect what the job of `make` holds, plan it and get its arena, and copy it there.
+
+        None of this needs another rank, unless there are shards of which no framework records the other
+        holders; those are only collected.  A state is not copied yet if it is staged lazily, or if the copy
+        takes longer than the start of an agent: then it is written while the rest is staged.  An error is
+        returned: the other ranks receive it through the agents, which may not be there yet.
+        """
+        try:
+            self.job = job = make()
+            self.recorder = job.recorder
+            job.storage.close()  # the agent opens its own
+            self.part = RankPart(job)
+            if until != "collect" and not self.part.needs_assignment:
+                plan = self.plan_alone()
+                lease = self.arena.acquire(plan.nbytes, job) if plan.nbytes else None
+                if until == "copy" and lease is not None:
+                    self._copy(plan, lease)
+        except BaseException as error:  # Ctrl-C too
+            return error
+        return None
+
+    def plan_alone(self) -> Plan:
+        """Return the plan of holdings that all have their replicas."""
+        if self.plan is None:
+            with self.job.recorder.phase("plan"):
+                self.plan = Plan(self.part.outline())
+        return self.plan
+
+    def _copy(self, plan: Plan, lease: Lease) -> None:
+        images = plan.outline.images(paths.new_write_id(), self.part.sources)
+        snapshot = Snapshot(images, lease, None, self.job.options)
+        nbytes = sum(image.nbytes for image in images)
+        if snapshot.streamed or self.job.options.stage == "lazy" or nbytes > _MOST_NBYTES:
+            return
+        with self.job.recorder.phase("stage", nbytes=nbytes):
+            snapshot.take()
+        self.copied = True
+
+
+def stage_for_agent(prepared: PreparedSave, session: AgentSession, save: TrainerSave) -> None:
+    """Return when the state may be changed, with ``stage="lazy"`` but for what barriers stand before."""
+    job, part = prepared.job, prepared.part
+    recorder, check = job.recorder, job.options.check_replicas
+    # 1 what this rank holds is collected; its plan is there, or it can make one alone, or asks all ranks
+    if job.group.rank == 0:
+        check_manifest(job)
+    plan = session.plan(save, part.layout)
+    claimed = plan is not None and plan.assigned
+    if plan is None and not part.needs_assignment:
+        plan = session.keep(part.layout, prepared.plan_alone())
+    chosen = part.compare(None if plan is None else plan.chosen.get(check))
+    lend_values(session, save, part.encoded)
+    save.begin(begin_message(part, session, save, claimed=claimed), recorder)
+    # 2 plan; but for a new layout with shards that others may hold too, no rank waits for another
+    plan = plan or agreed_plan(part, session, save)
+    plan.chosen[check] = chosen
+    with recorder.phase("plan"):
+        images = plan.outline.images(save.write_id, part.sources)
+    # 3 stage; the agent writes each span as soon as it is filled
+    lease = prepared.arena.acquire(plan.nbytes, job)
+    prepared.arena.hand_over(save)
+    session.share_arena(lease)
+    session.link.send(
+        say.Planned(
+            number=save.number,
+            items=list(part.encoded.holdings.items),
+            files=plan.outline.listed,
+            frozen=plan.outline.frozen,
+            columns=None if plan.committed else plan.outline.columns,
+            arena=lease.number,
+            ring=lease.nbytes,
+        )
+    )
+    snapshot = Snapshot(images, lease, save, job.options)
+    save.streamed = snapshot.streamed
+    lazy = job.options.stage == "lazy" and not snapshot.streamed
+    deferred = None
+    if prepared.copied:
+        snapshot.tell_taken()
+    else:
+        with recorder.phase("stage", nbytes=sum(image.nbytes for image in images)):
+            deferred = Deferred(part.encoded.holdings, images) if lazy else None
+            if deferred:
+                staging = snapshot.begin(deferred)
+            else:
+                snapshot.take()
+    # 4 training goes on; the outcome comes to `save`, which the user has as a `PendingSave`
+    save.blocked_s = monotonic() - prepared.begun
+    if deferred:
+        start_thread("reknit-stages", lambda: _settle(job, save, lambda: snapshot.settle(deferred, staging)))
+    else:
+        save.staged()
+
+
+def agreed_plan(part: RankPart, session: AgentSession, save: TrainerSave) -> Plan:
+    """Return the plan for a layout that is new; all ranks have to come to this save before."""
+    job = part.job
+    with job.recorder.phase("assign"):
+        owners = save.owners(job.options.timeout_s)
+    with job.recorder.phase("plan"):
+        plan = Plan(part.outline(owners), assigned=True)
+    return session.keep(part.layout, plan)
+
+
+def _settle(job: SaveJob, save: TrainerSave, settle: Callable[[], None]) -> None:
+    """Finish the copying of a lazily staged save."""
+    try:
+        settle()
+    except BaseException as error:  # whatever it is, all ranks must receive it
+        save.abandon(error, job.options.timeout_s)
+    else:
+        save.staged()

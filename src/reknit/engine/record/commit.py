@@ -1,0 +1,168 @@
+"""The commit: one atomic write makes a checkpoint exist, or replaces its record."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from reknit.engine.record.at_path import check_absent, committed, is_committed
+from reknit.engine.record.checkpoint_notes import Removal, refuse_held
+from reknit.engine.record.marker import begun_in, fenced_off, is_last, named, put_marker, remove_marker
+from reknit.engine.record.recognising import is_of_others
+from reknit.engine.small_files import discard
+from reknit.errors import CheckpointExistsError, CommError, ReknitError, StorageNotFoundError, UsageError
+from reknit.format import paths
+from reknit.storage.base import PerHost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container
+
+    from reknit.comm import group as comm
+    from reknit.engine.record.marker import Marker
+    from reknit.storage.base import Storage
+    from reknit.types.manifest import Manifest
+
+
+def place_manifest(storage: Storage, mine: Marker, data: bytes, *, if_absent: bool) -> bool:
+    """Put the manifest if the marker is still there; return False if `if_absent`, and there is one already.
+
+    This one write makes a checkpoint exist, or replaces it: no other code commits.
+    """
+    try:
+        return storage.commit(paths.MANIFEST_PATH, data, pending=mine.path, if_absent=if_absent)
+    except StorageNotFoundError as error:
+        raise fenced_off(storage, mine) from error
+
+
+class Fate(NamedTuple):
+    """What a rank does about a commit that ended with an error on this rank."""
+
+    committed: bool
+    """Whether the checkpoint is committed, and only the answer was lost."""
+    litter: bool
+    """Whether the files of this rank can no longer become part of a checkpoint, and are to be deleted."""
+
+
+UNSENT = Fate(committed=False, litter=True)
+"""The fate of a save in which this rank never sent its receipt: the root does not commit without it."""
+
+
+def fate_of(storage: Storage, write_id: str, error: BaseException, *, sent: bool, is_root: bool) -> Fate:
+    """Return what has become of a commit that ended with `error`, after this rank gave it up.
+
+    `sent` is whether the request to commit may be on its way to the root.  From then on only a rank that has
+    the answer, or gives it, can exclude that the root commits.
+    """
+    committed = is_committed(storage, write_id)
+    lost = isinstance(error, CommError)
+    answered = is_root or (isinstance(error, ReknitError) and not lost)
+    # That a rank was interrupted after the commit, or is gone, does not undo the commit.
+    elsewhere = lost or type(error) is ReknitError
+    return Fate(bool(committed) and sent and elsewhere, committed is False and (answered or not sent))
+
+
+def replace_manifest(storage: Storage, old: Manifest, mine: Marker, write: Callable[[], bytes]) -> None:
+    """Put what `write` returns in the place of a manifest, under a marker of its own.
+
+    Raises `UsageError` where somebody holds the checkpoint, saves to its place, or has changed it.  A save
+    that begins meanwhile removes the marker, as it does that of an older save, and then this raises.
+    """
+    removal = Removal(storage, old.save_id)
+    try:
+        refuse_held(storage, old.save_id)
+        data = write()
+        storage.put(mine.path, b"", if_absent=True)
+        if others := [each for each in begun_in(storage) if each.path != mine.path]:
+            raise UsageError(
+                f"a save to {storage.url} has begun: {named(others)}",
+                path=storage.url,
+                remedy="wait until it is over, then try again",
+            )
+        removal.check()
+        now_there = committed(storage)
+        if (now_there.write_id, now_there.moved_to) != (old.write_id, old.moved_to):
+            raise UsageError(
+                f"{storage.url} was changed meanwhile", path=storage.url, remedy="look at it, then try again"
+            )
+        place_manifest(storage, mine, data, if_absent=False)
+    except BaseException:
+        remove_marker(storage, mine)
+        raise
+    finally:
+        removal.give_up()
+
+
+def put_manifest(storage: Storage, mine: Marker, data: bytes, *, overwrite: bool) -> None:
+    """Commit, or raise; after an error only `is_committed` knows.
+
+    Another program may have put a file of that name there since the save began: it is looked just before.
+    """
+    if mine.run is not None:  # one that began since may have left this marker, at a step that it passed over
+        mine.run.check()
+    if overwrite:
+        check_absent(storage, overwrite=overwrite)
+    try:
+        placed = place_manifest(storage, mine, data, if_absent=not overwrite)
+    except ReknitError:
+        if not is_committed(storage, mine.write_id):
+            raise
+        placed = _commit_again(storage, mine, data)
+    if not placed and not is_committed(storage, mine.write_id):
+        check_absent(storage, overwrite=True)
+        raise CheckpointExistsError(
+            "another save committed to this path meanwhile",
+            path=storage.url,
+            remedy="give each save a path of its own",
+        )
+
+
+def _commit_again(storage: Storage, mine: Marker, data: bytes) -> bool:
+    """Commit what is committed, though the store did not say so: the answer was lost, or a folder not synced.
+
+    The store has to say that it will stay.  That is one more save of the same files, and begins like one.
+    """
+    put_marker(storage, mine)
+    if not is_committed(storage, mine.write_id):
+        raise fenced_off(storage, mine)
+    return place_manifest(storage, mine, data, if_absent=False)
+
+
+def clear_own_host(storage: Storage, group: comm.Group, write_id: str) -> None:
+    """After a commit, delete the files of earlier saves on a host of which the root sees nothing.
+
+    There is no marker to look at here: of a store that each host has for itself, a path is one job's.
+    """
+    if not isinstance(storage, PerHost):
+        return
+    tree = group.topology
+    if tree.leads_host(group.rank) and group.rank != 0:
+        own = paths.short_id(write_id)
+        for listed in list(storage.list()):
+            name = paths.parse_path(listed.path)
+            if name is None or name.write_id8 == own or (name.kind == "manifest" and is_of_others(storage)):
+                continue
+            discard(storage, listed.path)
+
+
+def clear_out(storage: Storage, mine: Marker, manifest: bytes, needed: Container[str] = ()) -> list[str]:
+    """Delete the files of earlier saves to this path; what cannot be deleted is a warning, not a failure.
+
+    Files of an earlier save stay that the manifest names: these are `needed`.  Of what is listed, some may
+    belong to a later save.  Where one has begun, all is left to that.
+    """
+    try:
+        names = {listed.path: paths.parse_path(listed.path) for listed in storage.list()}
+        own = (None, paths.short_id(mine.write_id))
+        old = [
+            path
+            for path, name in names.items()
+            if name is not None
+            and name.write_id8 not in own
+            and path not in needed
+            and name.kind != "copy"  # that goes after what it leads to
+        ]
+        if old and is_last(storage, mine, manifest):
+            for path in old:
+                storage.delete(path)
+    except ReknitError as error:
+        return [f"the checkpoint is committed, but files of an earlier save could not be deleted: {error}"]
+    return []

@@ -1,0 +1,74 @@
+"""The part of one rank in a save: the state that it holds, its claims, and the files that it writes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reknit.engine import round_messages
+from reknit.engine.memory.sources import Sources
+from reknit.engine.packed_columns import unpacked
+from reknit.engine.saving.claims import encode_holdings
+from reknit.engine.saving.compared_copies import choose
+from reknit.engine.saving.file_layout import layout_digest, outline
+from reknit.types.lazy_property import lazy_property
+
+if TYPE_CHECKING:
+    from reknit.engine.saving.compared_copies import Chosen
+    from reknit.engine.saving.file_layout import Outline
+    from reknit.engine.saving.save_job import SaveJob
+
+
+class RankPart:
+    """The holdings of a rank with their encoded values, and all that the rank derives from them alone."""
+
+    def __init__(self, job: SaveJob) -> None:
+        """Collect the holdings.  Raises `StateError` for a part of the state that no file can hold."""
+        self.job = job
+        with job.recorder.phase("collect"):
+            self.encoded = encode_holdings(job.holdings(), job.options)
+            self.sources = Sources(shard.memory for shard in self.encoded.holdings.shards)
+        self._copies = round_messages.NO_COPIES
+
+    @property
+    def needs_assignment(self) -> bool:
+        """Whether it has shards of which no framework records the other holders."""
+        return bool(self.encoded.guessed)
+
+    @lazy_property
+    def layout(self) -> bytes:
+        """The `layout_digest` of the holdings."""
+        return layout_digest(self.encoded.holdings, self.job.options.max_file_nbytes)
+
+    def compare(self, chosen: Chosen | None = None) -> Chosen:
+        """Digest the copies that other ranks may hold too, and return which those are.
+
+        `chosen` is the result of an earlier save of the same layout.
+        """
+        job = self.job
+        with job.recorder.phase("digest"):
+            chosen = chosen or choose(
+                self.encoded, job.options.check_replicas, job.group.rank, job.group.size
+            )
+            self._copies = chosen.copies(self.sources)
+        return chosen
+
+    def claims(
+        self, write_id: str = "", plan: bytes = b"", *, shards: bool = True
+    ) -> round_messages.RankClaims:
+        """Return the claims of this rank; without shards if the root has those of this `plan`."""
+        encoded = self.encoded
+        return round_messages.RankClaims(
+            write_id=write_id,
+            step=self.job.step,
+            plan=plan,
+            shards=encoded.shard_claims() if shards else None,
+            blobs=encoded.blobs,
+            copies=self._copies,
+            witnesses=encoded.witnesses,
+            places=len(self.job.promote_to),
+        )
+
+    def outline(self, owners: bytes = b"") -> Outline:
+        """Return the files that this rank writes; `owners` are those of the shards that it claimed."""
+        holdings = self.encoded.resolved(unpacked(owners, "i8"))
+        return outline(holdings, self.job.group.rank, self.job.options.max_file_nbytes)

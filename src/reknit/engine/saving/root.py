@@ -1,0 +1,149 @@
+"""The root begins a save with its marker, and commits it: the index, then the manifest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from reknit.comm.group import SoloGroup
+from reknit.engine import round_messages
+from reknit.engine.record.at_path import size_of
+from reknit.engine.record.commit import clear_out, put_manifest
+from reknit.engine.record.marker import Marker, fenced_off, take_marker
+from reknit.engine.saving.manifest_content import list_files
+from reknit.engine.small_files import write_bytes
+from reknit.errors import (
+    CheckpointExistsError,
+    CommitError,
+    StateError,
+    StorageError,
+)
+from reknit.format import paths
+from reknit.format.checksum import BLOCK_NBYTES
+from reknit.format.manifest_file import encode_manifest
+from reknit.format.versions import FORMAT_VERSION
+from reknit.monitor.phase import now
+from reknit.storage.base import PerHost
+from reknit.types.manifest import FileEntry, Manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reknit.engine.saving.manifest_content import ManifestContent
+    from reknit.engine.saving.save_job import SaveJob
+    from reknit.engine.small_files import Written
+    from reknit.storage.base import Storage
+
+
+def begin(job: SaveJob, write_id: str) -> Marker:
+    """Put up the marker with which alone this save can commit, and return it.
+
+    Raises `CheckpointExistsError`, `FencedError`, or `StateError` for what no manifest can hold.  That is
+    better said now than after hours of writing.
+    """
+    check_manifest(job)
+    if job.run is not None:
+        mine = Marker(job.run.generation, write_id, run=job.run)
+        try:  # its record decides which run is newer, and not what was saved to this path before
+            return take_marker(job.storage, mine, overwrite=job.overwrite, newest=True)
+        except CheckpointExistsError as error:
+            error.remedy = (
+                "number the steps of a run upwards; to replace later ones, go on from a step with "
+                "resume(state) or load(state, step), or pass Checkpointer(..., later_steps='replace')"
+            )
+            raise
+    # Nobody tells a process that is alone which run it is; its clock may have been set back since.
+    alone = isinstance(job.group, SoloGroup) and job.group.given is None
+    mine = Marker(job.group.generation, write_id)
+    return take_marker(job.storage, mine, overwrite=job.overwrite, newest=alone)
+
+
+def check_manifest(job: SaveJob) -> None:
+    """Raise `StateError` for metadata that no manifest can hold."""
+    if not job.metadata:
+        return
+    some = Marker(0, paths.new_write_id())
+    index = FileEntry(paths.index_path(some.write_id), 0, ())
+    encode_manifest(replace(_manifest(job, some, ()), files=(index,)))
+
+
+def commit(
+    job: SaveJob, mine: Marker, index: bytes, merged: ManifestContent, warnings: Sequence[str]
+) -> round_messages.CommitOutcome:
+    """Write the index, which is encoded, and commit what all ranks told of.
+
+    Raises `StateError` when no rank has an item, and `CommitError` when the parts do not make a whole, or the
+    marker of `begin` is gone; that is a `FencedError` where another save took it away.  Nothing exists before
+    the manifest is put, everything after.
+    """
+    if not merged.items:
+        raise StateError(
+            "the state is empty on every rank, and would be a checkpoint of nothing",
+            remedy='pass what is to be saved: {"model": model}',
+        )
+    storage = job.storage
+    _check_files(storage, merged, mine)
+    content, manifest = list_files(_manifest(job, mine, merged.items), index, merged.files)
+    written = _write_index(storage, mine, content)
+    own = FileEntry(written.path, written.nbytes, tuple(written.digests.tolist()))
+    manifest = replace(manifest, files=(*manifest.files, own))
+    data = encode_manifest(manifest)
+    # The commit: before this write there is no checkpoint, after it there is.
+    put_manifest(storage, mine, data, overwrite=job.overwrite)
+    all_warnings = [*warnings, *merged.warnings, *clear_out(storage, mine, data)]
+    return round_messages.CommitOutcome(manifest.nbytes, all_warnings)
+
+
+def _manifest(job: SaveJob, mine: Marker, items: tuple[str, ...]) -> Manifest:
+    """Return the commit record, without files."""
+    return Manifest(
+        format_version=FORMAT_VERSION,
+        write_id=mine.write_id,
+        step=job.step,
+        created=now(),
+        items=items,
+        index_path=paths.index_path(mine.write_id),
+        files=(),
+        blobs=(),
+        block_nbytes=BLOCK_NBYTES,
+        uses_pickle=job.options.allow_pickle,
+        origin=job.origin,
+        metadata=job.metadata,
+        generation=mine.generation,
+    )
+
+
+def _check_files(storage: Storage, merged: ManifestContent, mine: Marker) -> None:
+    """Raise `CommitError` unless the root sees every file that some rank wrote.
+
+    Of a store that each host has for itself it sees its own host's; for the others the receipts vouch.
+    """
+    listed = {file.path: file.nbytes for file in storage.list()}
+    reported = zip(merged.files.paths, merged.files.nbytes.tolist(), strict=True)
+    unseen = [(k, path, nbytes) for k, (path, nbytes) in enumerate(reported) if listed.get(path) != nbytes]
+    for number, path, nbytes in unseen:
+        if size_of(storage, path) == nbytes:
+            continue
+        if size_of(storage, mine.path) is None:  # whoever took that away may have cleared away the files
+            raise fenced_off(storage, mine)
+        if isinstance(storage, PerHost) and size_of(storage, path) is None:
+            continue
+        rank = int(merged.ranks[number])
+        raise CommitError(
+            f"rank {rank} wrote {path} to {merged.urls[rank]}, and rank 0 does not find it in "
+            f"{storage.url}; nothing was committed",
+            rank=rank,
+            path=f"{storage.url}/{path}",
+            remedy="give every rank the same path, in a folder that all hosts share, and let only one "
+            "save at a time write to it",
+        )
+
+
+def _write_index(storage: Storage, mine: Marker, data: bytes) -> Written:
+    """Write the index; who finds it cleared away under his hands is told by whom."""
+    try:
+        return write_bytes(storage, paths.index_path(mine.write_id), data)
+    except StorageError as error:
+        if size_of(storage, mine.path) is None:
+            raise fenced_off(storage, mine) from error
+        raise

@@ -1,0 +1,157 @@
+"""The two rounds of a save, assign and commit, as every rank goes through them."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from reknit.comm import group as comm
+from reknit.engine import round_messages
+from reknit.engine.call_reports import SaveTotals
+from reknit.engine.record.commit import UNSENT, clear_own_host, fate_of
+from reknit.engine.saving.claims import blob_files, claims
+from reknit.engine.saving.compared_copies import EQUAL, split
+from reknit.engine.saving.packing import merge_claims, merge_receipts
+from reknit.engine.saving.receipt import receipt, write_blobs
+from reknit.engine.small_files import Written, discard
+from reknit.errors import ReknitError
+from reknit.format import paths
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from reknit.engine.record.commit import Fate
+    from reknit.engine.saving.save_coordinator import Coordinator
+    from reknit.engine.saving.save_job import SaveJob
+
+ASSIGN = "assign"
+"""The round in which a save begins."""
+
+_BEFORE_RECEIPT = frozenset({"plan", "stage", "digest", "write"})
+"""Phases of a rank's own writing; an error signed with one of them is no lost answer."""
+
+
+def assign_turn(job: SaveJob, *, subject: str = "") -> comm.Turn:
+    """Return the `with` block in which a rank makes its `claims` and passes them to `assign`."""
+    return comm.turn(
+        job.group, ASSIGN, job.options.timeout_s, merge=merge_claims, subject=subject, opens=True
+    )
+
+
+def assign(
+    turn: comm.Turn,
+    coordinator: Coordinator,
+    job: SaveJob,
+    claimed: round_messages.RankClaims,
+    *,
+    begin: bool = True,
+) -> round_messages.Assignment:
+    """Send the claims of this rank to the root, and return its answer; see `Coordinator.assign`.
+
+    Without `begin` no save begins, and only the assignment is made.
+    """
+    begun = job if begin else None
+    mine = claims(job.group.rank, claimed)
+    answer = turn.exchange(mine, lambda requests: coordinator.assign(begun, requests))
+    return round_messages.decode(answer, round_messages.Assignment)
+
+
+class CommitTurn:
+    """The files that this rank wrote, and its part in the round to commit; see `commit_turn`.
+
+    The writer of data files adds each to `written` as soon as storage has it; values are written last.
+    """
+
+    def __init__(
+        self,
+        job: SaveJob,
+        coordinator: Coordinator,
+        claimed: round_messages.RankClaims,
+        assigned: round_messages.Assignment,
+    ) -> None:
+        self.job, self.write_id = job, assigned.write_id
+        self._claimed, self._assigned, self._copies = claimed, assigned, EQUAL
+        self.written: list[Written] = []
+        self.outcome = round_messages.CommitOutcome(0, [])
+        self.sent = False
+        """Whether the receipt may be on its way to the root."""
+        self.turn = comm.turn(
+            job.group, "commit", job.options.timeout_s, merge=merge_receipts, subject=self.write_id
+        )
+        self._coordinator = coordinator
+
+    def split_copies(self) -> None:
+        """Decide about copies that differ.  Raises `StateError` for one that no rank can keep as its own."""
+        differing, options = self._assigned.differing, self.job.options
+        if differing:
+            with self.job.recorder.phase("plan"):
+                self._copies = split(
+                    self._claimed.copies, differing, self.job.group.rank, options.check_replicas
+                )
+
+    def commit(self, items: Sequence[str], columns: round_messages.ArrayColumns | None) -> None:
+        """Write the values of this rank, send the `receipt` for all `written`, and keep the outcome."""
+        claimed, copies = self._claimed, self._copies
+        blobs = blob_files([*claimed.blobs, *copies.blobs], self._assigned.blob_owners, self.job.group.rank)
+        places = write_blobs(self.job, blobs, self.write_id, self.written)
+        mine = receipt(
+            self.job,
+            items,
+            self.written,
+            plan=claimed.plan,
+            columns=columns,
+            places=places,
+            copies=copies,
+        )
+        self.sent = True
+        answer = self.turn.exchange(mine, lambda requests: self._coordinator.commit(self.job, requests))
+        self.outcome = round_messages.decode(answer, round_messages.CommitOutcome)
+
+    def totals(self, reused_nbytes: int) -> SaveTotals:
+        """Return the figures of a save that is committed."""
+        return SaveTotals(
+            nbytes=sum(file.nbytes for file in self.written),
+            num_files=len(self.written),
+            total_nbytes=self.outcome.total_nbytes,
+            reused_nbytes=reused_nbytes,
+            warnings=tuple(self.outcome.warnings),
+        )
+
+    def clean_up(self, error: BaseException) -> Fate:
+        """Delete what this rank wrote, unless it is, or may yet become, part of a checkpoint."""
+        storage, is_root = self.job.storage, self.job.group.rank == 0
+        sent = self.sent and not (isinstance(error, ReknitError) and error.phase in _BEFORE_RECEIPT)
+        # The root decides only when it has the receipts of all ranks.
+        fate = fate_of(storage, self.write_id, error, sent=True, is_root=is_root) if sent else UNSENT
+        if fate.litter:
+            index = [paths.index_path(self.write_id)] if is_root else []
+            for path in [*(file.path for file in self.written), *index]:
+                discard(storage, path)
+        return fate
+
+
+@contextmanager
+def commit_turn(
+    job: SaveJob,
+    coordinator: Coordinator,
+    claimed: round_messages.RankClaims,
+    assigned: round_messages.Assignment,
+) -> Iterator[CommitTurn]:
+    """Return the `with` block in which a rank writes its files, and that ends with `CommitTurn.commit`.
+
+    After an error none of its files is left, unless they may yet become part of a checkpoint.
+    """
+    mine = CommitTurn(job, coordinator, claimed, assigned)
+    try:
+        with job.recorder.phase("commit"), mine.turn:
+            mine.split_copies()
+            yield mine
+    except BaseException as error:  # Ctrl-C too: what was written is part of a checkpoint, or litter
+        coordinator.give_up()  # before the look at what is committed, which is then the last word
+        if not mine.clean_up(error).committed:
+            raise
+        mine.outcome = round_messages.CommitOutcome(
+            0, [f"the checkpoint is committed, but the root's answer was lost: {error}"]
+        )
+    with suppress(ReknitError):  # what could not be deleted takes memory, until the next save to this path
+        clear_own_host(job.storage, job.group, mine.write_id)
