@@ -123,8 +123,7 @@ def save_in_run(
     group: AnyGroup | None,
 ) -> PendingSave:
     """Save as `save` does, as a step of the run that has `records` in some folders, by their URLs."""
-    unused = arguments.BACKGROUND_ONLY if wait is True else ()
-    options, wrong = tried_options(options, SaveOptions, "a save with wait=True", unused)
+    options, wrong = tried_options(options, SaveOptions, "save" if wait is True else None)
     joined, ranks, _ = acting(group, options.comm)
 
     def job() -> SaveJob:
@@ -207,7 +206,7 @@ def prepare(
     same error, as for `save`, and `ShortageError` where there is too little memory.  With ``on_error="warn"``
     what is no wrong call is logged, and the first save does what was not done.
     """
-    options, wrong = tried_options(options, SaveOptions, "reknit.prepare")
+    options, wrong = tried_options(options, SaveOptions)
     joined, ranks, _ = acting(group, options.comm)
     place = place_of(path)
     elsewhere = all(each.elsewhere for each in (place, *(place_of(to.path) for to in options.promotions)))
@@ -294,7 +293,7 @@ def load(
     `StorageError`, `CommError`: on every rank the same error, naming rank and phase, and never an exception
     of your own code, as for `save`.
     """
-    options, wrong = tried_options(options, LoadOptions, "reknit.load")
+    options, wrong = tried_options(options, LoadOptions)
     joined, ranks, carrier = acting(group, options.comm)
     with ExitStack() as last:
         with all_told(joined, load_story.FIRST_ROUND, options.timeout_s):

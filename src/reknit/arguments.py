@@ -6,7 +6,6 @@ import logging
 import operator
 from collections.abc import Iterable, Mapping
 from contextlib import closing
-from dataclasses import MISSING, fields
 from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,6 +16,7 @@ from reknit.engine.stored.moving import STAYS, moved_to
 from reknit.errors import ReknitError, UsageError, did_you_mean, readable, shown
 from reknit.keywords import unpacked
 from reknit.locations import is_location
+from reknit.options.fields import check_scope
 from reknit.storage.registry import MovedStorage, StoreRecipe, open_storage, recipe
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from reknit.options import LoadOptions, SaveOptions
+    from reknit.options.fields import Scope
     from reknit.storage.base import Storage
 
 logger = logging.getLogger("reknit")
@@ -32,52 +33,32 @@ logger = logging.getLogger("reknit")
 _Options = TypeVar("_Options", "SaveOptions", "LoadOptions")
 
 
-BACKGROUND_ONLY = ("stage", "when_busy", "host_nbytes", "piece_nbytes", "priority", "exit_wait_s")
-NOT_FOR_PROMOTE = (
-    *("check_replicas", "allow_pickle", "max_file_nbytes", "timeout_s", "on_error", "reuse", "promote_to"),
-    *("progress", "comm", *BACKGROUND_ONLY),
-)
-NOT_FOR_OPEN = ("only", "cast", "allow_shape_mismatch", "share", "progress", "comm")
-NOT_FOR_VERIFY = (*NOT_FOR_OPEN, "transforms", "verify", "replicas", "timeout_s", "gap_nbytes")
+def options_of(options: object, kind: type[_Options], call: Scope | None = None) -> _Options:
+    """Return options of a kind, the usual ones for None.
 
-
-def options_of(options: object, kind: type[_Options], call: str, unused: Sequence[str] = ()) -> _Options:
-    """Return options of this kind, the usual ones for None.
-
-    Raises `UsageError` for anything else, and where an option is given that has no meaning for the call.
+    Raises `UsageError` for anything else, and for an option that was set and that the call does not read.
     """
     if options is None:
         return kind()
-    if isinstance(options, kind):
-        _check_used(options, call, unused)
-        return options
-    raise _no_options(options, kind)
+    if not isinstance(options, kind):
+        raise _wrong_options(options, kind)
+    if call is not None:
+        check_scope(options, call)
+    return options
 
 
 def tried_options(
-    options: object, kind: type[_Options], call: str, unused: Sequence[str] = ()
+    options: object, kind: type[_Options], call: Scope | None = None
 ) -> tuple[_Options, UsageError | None]:
-    """Return what `options_of` does, or usable options and its error, which all ranks are to hear."""
+    """Return the result of `options_of`, or usable options and the error that all ranks will raise."""
     try:
-        return options_of(options, kind, call, unused), None
+        return options_of(options, kind, call), None
     except UsageError as error:
         return options if isinstance(options, kind) else kind(), error
 
 
-def _check_used(options: Any, call: str, unused: Sequence[str]) -> None:
-    """Raise `UsageError` for an option that was given and has no meaning for a call."""
-    for option in fields(options):
-        usual = option.default if option.default_factory is MISSING else option.default_factory()
-        value = getattr(options, option.name)
-        if option.name in unused and value != usual and (value or usual):
-            raise UsageError(
-                f"{option.name}={shown(value)} means nothing to {call}",
-                remedy=f"leave {option.name} out of these options",
-            )
-
-
-def _no_options(options: Any, kind: type[_Options]) -> UsageError:
-    """Return the error for what is no options object of this kind."""
+def _wrong_options(options: Any, kind: type[_Options]) -> UsageError:
+    """Return the error for options that are not an object of a kind."""
     by_name = isinstance(options, Mapping) and all(isinstance(name, str) for name in options)
     return UsageError(
         f"options is a reknit.{kind.__name__} here, not a {type(options).__name__}",

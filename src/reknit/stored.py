@@ -6,9 +6,6 @@ from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Literal
 
 from reknit.arguments import (
-    NOT_FOR_OPEN,
-    NOT_FOR_PROMOTE,
-    NOT_FOR_VERIFY,
     check_flag,
     check_places,
     checked_metrics,
@@ -52,7 +49,7 @@ def open(path: str | PathLike[str], *, options: LoadOptions | None = None) -> Ch
 
     Raises `CheckpointNotFoundError`, `CorruptError`, `VersionError`, `StorageError`.
     """
-    options = options_of(options, LoadOptions, "reknit.open", NOT_FOR_OPEN)
+    options = options_of(options, LoadOptions, "open")
     if parted(options.transforms)[1]:
         raise UsageError(
             "reknit.open shows tensors as they were saved, so of transforms it takes names only",
@@ -84,7 +81,7 @@ def verify(
         level = "metadata"
     if level not in ("metadata", "data"):
         raise UsageError(f"level is 'metadata' or 'data', not {shown(level)}")
-    options = options_of(options, LoadOptions, "reknit.verify", NOT_FOR_VERIFY)
+    options = options_of(options, LoadOptions, "verify")
     with closing(open_checkpoint(path)) as storage:
         recorder = Recorder("verify", path=storage.url, sinks=outlets_for(options.events))
         with recorder.whole():
@@ -216,7 +213,7 @@ def promote(
     Raises `CheckpointNotFoundError`, `CheckpointExistsError`, `CorruptError`, `CommitError` (files are in
     neither place), `StorageError`.
     """
-    options = options_of(options, SaveOptions, "reknit.promote", NOT_FOR_PROMOTE)
+    options = options_of(options, SaveOptions, "promote")
     check_flag("overwrite", overwrite)
     with (
         closing(open_checkpoint(path)) as source,

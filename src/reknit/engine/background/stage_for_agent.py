@@ -18,6 +18,7 @@ from reknit.engine.saving.copies import choose
 from reknit.engine.saving.file_layout import outline
 from reknit.monitor.phase import monotonic
 from reknit.monitor.sinks.choosing import everywhere
+from reknit.options.fields import names_in
 from reknit.system import start_thread
 from reknit.types.shard import Encoded
 
@@ -31,17 +32,6 @@ if TYPE_CHECKING:
     from reknit.engine.saving.claims import EncodedHoldings
     from reknit.engine.saving.job import SaveJob
     from reknit.types.shard import Blob, SharedFile
-
-_FOR_AGENT = (
-    "allow_pickle",
-    "check_replicas",
-    "durability",
-    "inflight_nbytes",
-    "piece_nbytes",
-    "reuse",
-    "threads",
-    "timeout_s",
-)
 
 
 def stage_for_agent(ahead: Ahead, agents: Agents, save: TrainerSave) -> None:
@@ -146,7 +136,7 @@ def _begin(
         url=job.url,
         factory=job.factory,
         overwrite=job.overwrite,
-        options={name: getattr(job.options, name) for name in _FOR_AGENT}
+        options={name: getattr(job.options, name) for name in names_in(job.options, "agent")}
         | {"events": everywhere(job.options.events)},
         extra=json.dumps(extra, default=dict).encode(),
         claims=messages.RankClaims(
