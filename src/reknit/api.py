@@ -5,41 +5,31 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, MutableMapping
 from contextlib import ExitStack
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from reknit import arguments
 from reknit.arguments import (
-    check_flag,
-    check_metadata,
-    check_promotion,
     check_state,
-    checked_step,
+    checked_seconds,
     lenient_patterns,
     open_places,
     part_of,
-    place_of,
     tried_options,
-    warn_of_loose_tensors,
 )
 from reknit.calls import (
     all_backgrounds,
-    all_told,
     background_of,
     backgrounds_of,
     entering,
-    origin_of,
+    raised_on_all_ranks,
+    removed_backgrounds,
     save_now,
-    taken_backgrounds,
 )
 from reknit.engine.display import logged
 from reknit.engine.loading import load as load_story
 from reknit.engine.loading.job import LoadJob
 from reknit.engine.outcome import PendingSave, SaveOutcome
-from reknit.engine.run_record import Run, folder_above
-from reknit.engine.saving.job import SaveJob
-from reknit.errors import ReknitError, UsageError
+from reknit.errors import ReknitError
 from reknit.frameworks import registry
 from reknit.keywords import checked_call
 from reknit.locations import location_text
@@ -47,7 +37,8 @@ from reknit.monitor.phase import Recorder, Stopwatch
 from reknit.monitor.sinks.choosing import outlets_for
 from reknit.options import LoadOptions, SaveOptions
 from reknit.ranks import acting
-from reknit.storage.registry import open_storage, recorded
+from reknit.save_request import SaveRequest
+from reknit.storage.registry import recorded
 from reknit.transforms.names import parted
 from reknit.types.entry import entered
 
@@ -124,62 +115,36 @@ def save_in_run(
 ) -> PendingSave:
     """Save as `save` does, as a step of the run that has `records` in some folders, by their URLs."""
     options, wrong = tried_options(options, SaveOptions, "save" if wait is True else None)
-    joined, ranks, _ = acting(group, options.comm)
-
-    def job() -> SaveJob:
-        if wrong is not None:
-            raise wrong
-        check_state(state)
-        warn_of_loose_tensors(state)
-        check_metadata(metadata or {})
-        check_flag("wait", wait)
-        check_flag("overwrite", overwrite)
-        number = checked_step(step)
-        storage = open_storage(path, durability=options.durability)
-        if options.promotions:
-            check_promotion(storage, options, joined.rank, overwrite=overwrite)
-        recorder = Recorder("save", joined.rank, number, storage.url, outlets_for(options.events))
-        return SaveJob(
-            lambda: registry.collect(state, joined.rank, joined.size, ranks=ranks),
-            joined,
-            recorded(storage, recorder),
-            options,
-            recorder,
-            number,
-            overwrite,
-            origin_of(joined),
-            metadata or {},
-            place.url,
-            place.factory,
-            [
-                (each.url, each.factory, target.bytes_per_s, records.get(folder_above(each.url)))
-                for each, target in then
-            ],
-            None if record is None else Run(partial(open_storage, folder_above(place.url)), record),
-        )
-
-    place = place_of(path)
-    record = records.get(folder_above(place.url))
-    then = [(place_of(target.path), target) for target in options.promotions]
-
+    request = SaveRequest(
+        path=path,
+        state=state,
+        options=options,
+        wrong=wrong,
+        ranks=acting(group, options.comm),
+        step=step,
+        wait=wait,
+        overwrite=overwrite,
+        metadata=metadata,
+        records=records,
+    )
     try:
         if wait:
-            pending = save_now(joined, job, options)
+            outcome = save_now(request.group, request.save_job, options)
         else:
-            elsewhere = place.elsewhere and all(each.elsewhere for each, _ in then)
-            pending = background_of(joined, elsewhere).save(joined, job, place.url, options)
+            background = background_of(request.group, request.elsewhere)
+            outcome = background.save(request.group, request.save_job, request.place.url, options)
             if wrong is not None:
-                pending.result()  # raises it here, and not only when somebody asks
+                outcome.result()  # raises the error here, and not only when the user asks for the result
         if options.on_error == "raise":
-            for background in backgrounds_of(joined):
-                background.surface(but=pending)
+            for background in backgrounds_of(request.group):
+                background.surface(but=outcome)
     except ReknitError as error:
-        if options.on_error == "raise" or isinstance(error, UsageError):
+        if request.raises(error):
             raise
         logger.warning("save to %s failed: %s", path, error)
-        pending = SaveOutcome(str(location_text(path)), step)
-        pending.end(error)
-    return PendingSave(pending)
+        outcome = SaveOutcome(str(location_text(path)), step)
+        outcome.end(error)
+    return PendingSave(outcome)
 
 
 @checked_call
@@ -207,30 +172,18 @@ def prepare(
     what is no wrong call is logged, and the first save does what was not done.
     """
     options, wrong = tried_options(options, SaveOptions)
-    joined, ranks, _ = acting(group, options.comm)
-    place = place_of(path)
-    elsewhere = all(each.elsewhere for each in (place, *(place_of(to.path) for to in options.promotions)))
-
-    def job() -> SaveJob:
-        if wrong is not None:
-            raise wrong
-        held = {} if state is None else state
-        check_state(held)
-        storage = open_storage(path, durability=options.durability)
-        return SaveJob(
-            lambda: registry.collect(held, joined.rank, joined.size, ranks=ranks),
-            joined,
-            storage,
-            options,
-            Recorder("prepare", joined.rank, None, storage.url, outlets_for(options.events)),
-            url=place.url,
-            factory=place.factory,
-        )
-
+    request = SaveRequest(
+        path=path,
+        state={} if state is None else state,
+        options=options,
+        wrong=wrong,
+        ranks=acting(group, options.comm),
+    )
     try:
-        background_of(joined, elsewhere).prepare(joined, job, place.url, options)
+        background = background_of(request.group, request.elsewhere)
+        background.prepare(request.group, request.warm_up_job, request.place.url, options)
     except ReknitError as error:
-        if options.on_error == "raise" or isinstance(error, UsageError):
+        if request.raises(error):
             raise
         logger.warning("could not prepare for saves to %s: %s", path, error)
 
@@ -251,9 +204,9 @@ def close(timeout_s: float | None = None) -> bool:
     Every rank calls it, or none.
     """
     if timeout_s is not None:
-        timeout_s = arguments.checked_seconds("timeout_s", timeout_s)
+        timeout_s = checked_seconds("timeout_s", timeout_s)
     ended = True
-    for background in taken_backgrounds():
+    for background in removed_backgrounds():
         ended = background.close(timeout_s) and ended
     return ended
 
@@ -296,7 +249,7 @@ def load(
     options, wrong = tried_options(options, LoadOptions)
     joined, ranks, carrier = acting(group, options.comm)
     with ExitStack() as last:
-        with all_told(joined, load_story.FIRST_ROUND, options.timeout_s):
+        with raised_on_all_ranks(joined, load_story.FIRST_ROUND, options.timeout_s):
             if wrong is not None:
                 raise wrong
             check_state(state)
@@ -307,21 +260,21 @@ def load(
             recorder = Recorder("load", joined.rank, None, storage.url, outlets_for(options.events))
             storage, *replicas = (recorded(one, recorder) for one in (storage, *replicas))
         job = LoadJob(
-            lambda catalog: registry.wanted(
+            want=lambda catalog: registry.wanted(
                 part if isinstance(state, MutableMapping) else MappingProxyType(part),
                 catalog,
                 joined.rank,
                 joined.size,
                 ranks=ranks,
             ),
-            joined,
-            storage,
-            tuple(part),
-            options,
-            recorder,
-            carrier,
-            replicas,
-            lenient,
+            group=joined,
+            storage=storage,
+            items=tuple(part),
+            options=options,
+            recorder=recorder,
+            carrier=carrier,
+            replicas=replicas,
+            lenient=lenient,
         )
         _wait_for_copies(options.timeout_s)
         clock = Stopwatch()

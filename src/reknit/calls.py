@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
-import sys
 import threading
 import weakref
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial
-from importlib import metadata as distributions
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 from reknit.comm import group as comm
 from reknit.engine.background.background import Background
@@ -56,7 +53,7 @@ def save_now(
 ) -> SaveOutcome:
     """Save, and return when the checkpoint is committed."""
     with ExitStack() as last:
-        with all_told(joined, ASSIGN, options.timeout_s):
+        with raised_on_all_ranks(joined, ASSIGN, options.timeout_s):
             job = make()
             last.callback(job.storage.close)
             for background in backgrounds_of(joined):
@@ -108,7 +105,7 @@ def entering(call: str) -> Iterator[None]:
 
 
 @contextmanager
-def all_told(group: Group, first_round: str, timeout_s: float) -> Iterator[None]:
+def raised_on_all_ranks(group: Group, first_round: str, timeout_s: float) -> Iterator[None]:
     """Let the other ranks raise an error that keeps this one from its first round, instead of waiting."""
     try:
         yield
@@ -144,7 +141,7 @@ def all_backgrounds() -> list[Background]:
         return [background for kinds in backgrounds.values() for background in kinds.values()]
 
 
-def taken_backgrounds() -> Iterator[Background]:
+def removed_backgrounds() -> Iterator[Background]:
     """Yield the background saves that all groups have at this moment, each taken out for who closes it."""
     with making:
         found = list(backgrounds.values())
@@ -154,22 +151,6 @@ def taken_backgrounds() -> Iterator[Background]:
                 background = kinds.pop(elsewhere, None)
             if background is not None:
                 yield background
-
-
-def origin_of(group: Group) -> dict[str, Any]:
-    """Return what the manifest says about the job that wrote it; information only."""
-    names = [name for name in ("reknit", "numpy", "torch", "jax") if name == "reknit" or name in sys.modules]
-    versions = {name: version for name in names if (version := _version_of(name)) is not None}
-    return {"world_size": group.size, "python": platform.python_version(), "versions": versions}
-
-
-@cache
-def _version_of(name: str) -> str | None:
-    """Return the version of a package, None for what runs from a source tree; it is parsed from a file."""
-    try:
-        return distributions.version(name)
-    except distributions.PackageNotFoundError:
-        return None
 
 
 def _after_fork() -> None:

@@ -52,7 +52,7 @@ def readers(*scopes: Scope) -> Mapping[str, frozenset[Scope]]:
 
 def option(default: _Value, *scopes: Scope) -> _Value:
     """Return a field with a default value, which is read in some scopes."""
-    return field(default=default, metadata=readers(*scopes))  # type: ignore[no-any-return]
+    return field(default=default, metadata=readers(*scopes))
 
 
 def scopes_of(kind: Any) -> dict[str, frozenset[Scope]]:
@@ -89,7 +89,7 @@ def check_values(options: Any) -> None:
 
     A text "no" would count as true otherwise.
     """
-    for name, annotation in _annotations(type(options)).items():
+    for name, annotation in _annotations(options.__class__).items():
         value = getattr(options, name)
         if get_origin(annotation) is Literal:
             *others, last = map(repr, get_args(annotation))

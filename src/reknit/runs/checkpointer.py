@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from reknit import api
 from reknit.arguments import check_state, checked_metrics
-from reknit.calls import all_told
+from reknit.calls import raised_on_all_ranks
 from reknit.engine.display import Shown, some
 from reknit.engine.stored.notes import add_metrics
 from reknit.engine.stored.steps import METRICS, step_name
@@ -195,7 +195,7 @@ class Checkpointer(Shown):
         The saves of this run are waited for.  So are agents of an earlier run that are at work on the host of
         rank 0, up to five minutes; what that run has begun and nobody finished can never commit afterwards.
         """
-        with all_told(self._group, "settle", self._timeout_s):
+        with raised_on_all_ranks(self._group, "settle", self._timeout_s):
             check_state(state)
         self._under_way.settle()
         self._folder.open_to_resume(self._settle_s)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from reknit.arguments import check_state, following
-from reknit.calls import all_told
+from reknit.calls import raised_on_all_ranks
 from reknit.engine.run_record import Run, folder_above, open_run
 from reknit.engine.saving.commit import size_of
 from reknit.engine.stored.copy_files import Promotion
@@ -112,7 +112,7 @@ class RunFolder:
         has `resumed` from one, or `later_steps` says otherwise; `UsageError` for what is no state.
         """
         if not (resumed and self.records):
-            with all_told(self._group, "open run", self._options.timeout_s):
+            with raised_on_all_ranks(self._group, "open run", self._options.timeout_s):
                 check_state(state)
             self.records = self.ask("open run", partial(self._open, step, timeout_s, resumed))
         self.is_open = True
