@@ -10,7 +10,7 @@ import pytest
 
 import reknit
 from reknit.monitor.sinks.jsonl import JsonLines
-from reknit.policies.interval import RunCosts
+from reknit.policies.cost_model import RunCosts
 from tests.monitor.test_reports import record
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from reknit.engine.stored.opening import manifest_in
 from reknit.engine.stored.steps import numbered
 from reknit.errors import UsageError
 from reknit.monitor.progress_text import amount
-from reknit.policies.base import HOUR_S
-from reknit.policies.interval import RunCosts
+from reknit.policies.cost_model import RunCosts
+from reknit.policies.policy import HOUR_S
 from reknit.storage.registry import open_storage
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from reknit.engine.stored.newest import absent
 from reknit.engine.stored.steps import numbered
 from reknit.errors import UsageError, shown
 from reknit.monitor.progress_text import amount
-from reknit.policies.keeping import named_items, require_items
-from reknit.runs.arguments import items_of
+from reknit.policies.keep_policies import named_items, require_items
 from reknit.runs.retention import Retention
+from reknit.runs.run_arguments import items_of
 from reknit.storage.registry import open_storage
 
 if TYPE_CHECKING:

@@ -5,10 +5,10 @@ Keep policies: `latest`, `best`, `every`, `at`, `younger`; `without` keeps steps
 A plain function does too: of a `Moment` for saving, of a list of steps for keeping (it returns step numbers).
 """
 
-from reknit.policies.base import Facts, Moment, Policy
-from reknit.policies.keeping import best, latest, without, younger
-from reknit.policies.saving import auto, continuous, first, on_preemption
-from reknit.policies.stretches import at, every, last
+from reknit.policies.intervals import at, every, last
+from reknit.policies.keep_policies import best, latest, without, younger
+from reknit.policies.policy import Facts, Moment, Policy
+from reknit.policies.save_policies import auto, continuous, first, on_preemption
 
 __all__ = [
     "Facts",

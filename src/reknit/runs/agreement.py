@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from reknit.comm import group as comm
 from reknit.monitor.phase import monotonic
-from reknit.policies.base import Moment
-from reknit.policies.saving import OnPreemption
+from reknit.policies.policy import Moment
+from reknit.policies.save_policies import OnPreemption
 from reknit.runs.preemption import Notice, Notices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reknit.comm.group import Group
-    from reknit.policies.base import Facts, Policy
+    from reknit.policies.policy import Facts, Policy
 
 logger = logging.getLogger("reknit")
 

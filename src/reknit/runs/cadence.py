@@ -15,7 +15,7 @@ from reknit.engine.stored.steps import described, numbered, steps_below
 from reknit.errors import ReknitError
 from reknit.monitor.phase import Recorder, monotonic, now
 from reknit.options import LEAST_INFLIGHT_NBYTES
-from reknit.policies.base import Facts, Moment
+from reknit.policies.policy import Facts, Moment
 from reknit.runs.agreement import asked
 from reknit.storage.registry import recorded
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from reknit.engine.run_record import Run
     from reknit.monitor.outlet import Outlet
     from reknit.options import SaveOptions
-    from reknit.policies.base import Policy
+    from reknit.policies.policy import Policy
     from reknit.runs.tiers import Level
     from reknit.types.saved_step import SavedStep
 

@@ -18,16 +18,16 @@ from reknit.keywords import checked_call
 from reknit.monitor.phase import Recorder, monotonic, now
 from reknit.monitor.sinks.choosing import outlets_for
 from reknit.options import LoadOptions, SaveOptions
-from reknit.policies.base import Facts, KeepRule, SaveRule
+from reknit.policies.policy import Facts, KeepRule, SaveRule
 from reknit.ranks import AnyGroup, acting
 from reknit.runs.agreement import Agreement
-from reknit.runs.arguments import check_keep, check_one_root, policy_for, step_number
 from reknit.runs.cadence import Cadence, late, missing
 from reknit.runs.load_step import UNSOUND, load_step
 from reknit.runs.other_hosts import OtherHosts
+from reknit.runs.pending_saves import PendingSaves
+from reknit.runs.run_arguments import check_keep, check_one_root, policy_for, step_number
 from reknit.runs.run_folder import LaterSteps, RunFolder
 from reknit.runs.tiers import FoundStep, Tier, below, opened, promoting
-from reknit.runs.under_way import UnderWay
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -100,7 +100,7 @@ class Checkpointer(Shown):
         self._saved: int | None = None
         self._decided: tuple[int, bool] | None = None
         self._stall_s: float | None = None
-        self._under_way = UnderWay(self._retentions, self._tiers.coolings(sinks) if decides else {})
+        self._pending_saves = PendingSaves(self._retentions, self._tiers.coolings(sinks) if decides else {})
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -124,7 +124,7 @@ class Checkpointer(Shown):
     def should_save(self, step: int) -> bool:
         """Tell whether the policy wants `step` saved; all ranks ask, and get the same answer."""
         step = step_number(step)
-        self._under_way.tend()
+        self._pending_saves.tend()
         if self._agreement is None:
             return True
         if self._decided is None or self._decided[0] != step:
@@ -156,15 +156,15 @@ class Checkpointer(Shown):
         if not (force or self.should_save(step)):
             return None
         numbers = checked_metrics(metrics)
-        if (last := self._under_way.last(step, sure=force or self._wait)) is not None:
+        if (last := self._pending_saves.last(step, sure=force or self._wait)) is not None:
             return last
         self._keeps = check_keep(
             self._group, self._keeps, state, numbers, steps=self._tiers.steps, timeout_s=self._timeout_s
         )
         begin = monotonic()
-        tiers = self._cadence.due(step, self._under_way.busy_with, preempted=self.preempted is not None)
+        tiers = self._cadence.due(step, self._pending_saves.busy_with, preempted=self.preempted is not None)
         if not self._folder.is_open:
-            self._under_way.settle()  # promotions that this run has begun late are no saves of an earlier one
+            self._pending_saves.drain()  # its late promotions are not saves of an earlier run
             self._folder.open_at(step, state, self._settle_s, resumed=self._resumed)
         pending = api.save_in_run(
             below(self._root, step_name(step)),
@@ -179,9 +179,9 @@ class Checkpointer(Shown):
         )
         self._saved, self._saved_at = step, monotonic()
         self._stall_s = self._saved_at - begin
-        self._under_way.add(step, pending, begin, tiers)
+        self._pending_saves.add(step, pending, begin, tiers)
         self._folder.saved(step, pending)
-        self._under_way.clear(self._other_hosts)
+        self._pending_saves.clear(self._other_hosts)
         return pending
 
     def resume(self, state: Mapping[str, Any]) -> int:
@@ -197,7 +197,7 @@ class Checkpointer(Shown):
         """
         with raised_on_all_ranks(self._group, "settle", self._timeout_s):
             check_state(state)
-        self._under_way.settle()
+        self._pending_saves.drain()
         self._folder.open_to_resume(self._settle_s)
         bad: list[str] = []
         before: Folder | None = None
@@ -216,7 +216,7 @@ class Checkpointer(Shown):
                         self._retentions[tier].note_damaged(*before)
                 self._say(logging.WARNING, "passed over step %d: %s", found.number, error.message)
             else:
-                self._under_way.tend(surplus=True)  # the run before may have ended before it removed that
+                self._pending_saves.tend(surplus=True)  # the run before may have ended before it removed that
                 self._say(logging.INFO, "resumed from %s: the next step is %d", report.path, reached + 1)
                 return reached + 1
         if bad:
@@ -271,14 +271,14 @@ class Checkpointer(Shown):
         That happens by itself after each save and after `resume`.  One rank does it; the others return an
         empty list.
         """
-        return self._under_way.prune(dry_run=dry_run)
+        return self._pending_saves.prune(dry_run=dry_run)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until all saves are committed, and what they made surplus is removed.
 
         Raises what made a save fail, and `DeadlineError` after `timeout_s` seconds.
         """
-        self._under_way.wait(timeout_s)
+        self._pending_saves.wait(timeout_s)
 
     def close(self) -> None:
         """Wait for all saves, and watch for signals no longer.  Every rank calls it, or none.
@@ -289,17 +289,17 @@ class Checkpointer(Shown):
         """
         promoted = True
         try:
-            self._under_way.wait(None, removals=not self.preempted)
-            promoted = self._under_way.end_promotions(self._used.exit_wait_s, late=not self.preempted)
-            self._under_way.wait(None, removals=not self.preempted)
+            self._pending_saves.wait(None, removals=not self.preempted)
+            promoted = self._pending_saves.end_promotions(self._used.exit_wait_s, late=not self.preempted)
+            self._pending_saves.wait(None, removals=not self.preempted)
             if not self.preempted:
-                self._under_way.clear(self._other_hosts)
+                self._pending_saves.clear(self._other_hosts)
         finally:
             self._leave(promoted)
 
     def _leave(self, promoted: bool = True) -> None:
         if not self.preempted:
-            self._under_way.end_pruning()
+            self._pending_saves.end_pruning()
             self._folder.close()
             if promoted:
                 self._tiers.close()
@@ -307,15 +307,15 @@ class Checkpointer(Shown):
             self._agreement.close()
 
     def _facts(self) -> dict[str, object]:
-        steps, why = some(self._under_way.steps()), self.preempted
+        steps, why = some(self._pending_saves.steps()), self.preempted
         return {"root": self._tiers.where, "step": self._saved, "under way": steps, "preempted": why}
 
     def _measured(self) -> Facts:
         return Facts(
             seconds=monotonic() - self._saved_at,
-            busy=self._under_way.busy(),
+            busy=self._pending_saves.busy(),
             stall_s=self._stall_s,
-            write_s=self._under_way.write_s,
+            write_s=self._pending_saves.write_s,
         )
 
     def _load(self, found: FoundStep, state: Mapping[str, Any]) -> tuple[LoadReport, int]:
@@ -325,7 +325,7 @@ class Checkpointer(Shown):
             self._say(logging.WARNING, "%s holds step %d", report.path, report.step)
         reached = found.number if report.step is None else report.step
         self._resumed, self._saved, self._saved_at, self._decided = True, reached, monotonic(), None
-        self._under_way.loaded(reached)
+        self._pending_saves.loaded(reached)
         if len(self._tiers.levels) > 1:
             self._cadence.go_on(self._folder.ask("tiers", partial(self._promote_missing, reached)))
         return report, reached
@@ -333,10 +333,10 @@ class Checkpointer(Shown):
     def _promote_missing(self, reached: int) -> list[int | None]:
         """Let threads promote what an earlier run has left, and return the newest step of each tier then."""
         steps, newest = missing(self._tiers.levels, reached)
-        steps = [step for step in steps if step.number not in self._under_way.needed()]
+        steps = [step for step in steps if step.number not in self._pending_saves.needed()]
         runs = self._folder.runs()
         for tier, (numbers, work) in late(self._tiers.levels, steps, self._used, self._sinks, runs).items():
-            self._under_way.promote_late(tier, numbers, work)
+            self._pending_saves.promote_late(tier, numbers, work)
         return newest
 
     def _save_options(self, name: str, tiers: Sequence[int]) -> SaveOptions | None:

@@ -16,8 +16,8 @@ from reknit.keywords import checked_call
 from reknit.locations import is_location
 from reknit.monitor.phase import Recorder, monotonic, now
 from reknit.options import SaveOptions, check_rate
-from reknit.runs.arguments import policy_for
 from reknit.runs.retention import Retention
+from reknit.runs.run_arguments import policy_for
 from reknit.storage.registry import open_storage, recipe, recorded
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Container
 
     from reknit.monitor.outlet import Outlet
-    from reknit.policies.base import KeepRule
+    from reknit.policies.policy import KeepRule
     from reknit.storage.base import Storage
     from reknit.types.saved_step import SavedStep
 

@@ -16,7 +16,7 @@ from reknit.runs.cloud_notices import CloudNotices
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from reknit.policies.saving import OnPreemption
+    from reknit.policies.save_policies import OnPreemption
 
 logger = logging.getLogger("reknit")
 

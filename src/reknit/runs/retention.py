@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Container
 
     from reknit.monitor.outlet import Outlet
-    from reknit.policies.base import Policy
+    from reknit.policies.policy import Policy
     from reknit.storage.base import Storage
     from reknit.types.saved_step import SavedStep
 

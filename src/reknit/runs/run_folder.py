@@ -30,8 +30,8 @@ from reknit.errors import (
 )
 from reknit.monitor.phase import Deadline, Recorder
 from reknit.runs.agreement import asked
-from reknit.runs.settle import forbid_markers, wait_for_agents
 from reknit.runs.tiers import FoundStep, below
+from reknit.runs.unfinished_saves import forbid_markers, wait_for_agents
 from reknit.storage.registry import open_storage, recipe
 from reknit.system import start_thread
 from reknit.types.rank_text import named

@@ -12,12 +12,12 @@ from reknit.errors import CheckpointNotFoundError, CorruptError, UsageError, sho
 from reknit.keywords import checked_call
 from reknit.locations import is_location, location_text
 from reknit.options import PromotionTarget, check_rate
-from reknit.policies.keeping import ranked
-from reknit.policies.saving import OnPreemption
-from reknit.policies.stretches import every
-from reknit.runs.arguments import policy_for
+from reknit.policies.intervals import every
+from reknit.policies.keep_policies import ranked
+from reknit.policies.save_policies import OnPreemption
 from reknit.runs.cooling import Cool, Cooling
 from reknit.runs.retention import Retention
+from reknit.runs.run_arguments import policy_for
 from reknit.storage.registry import open_storage, recipe
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from reknit.monitor.outlet import Outlet
     from reknit.options import Durability, SaveOptions
-    from reknit.policies.base import KeepRule, Policy, SaveRule
+    from reknit.policies.policy import KeepRule, Policy, SaveRule
     from reknit.storage.base import Storage
     from reknit.types.saved_step import SavedStep
 

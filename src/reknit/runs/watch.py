@@ -23,10 +23,10 @@ from reknit.format.notes import MAX_FOLLOWER_NBYTES, Follower, decode_note, enco
 from reknit.keywords import checked_call
 from reknit.monitor.phase import Deadline
 from reknit.options import CommOptions
-from reknit.policies.base import positive
+from reknit.policies.policy import positive
 from reknit.ranks import AnyGroup, acting
 from reknit.runs.agreement import asked
-from reknit.runs.arguments import step_number
+from reknit.runs.run_arguments import step_number
 from reknit.storage.registry import open_storage
 from reknit.types.saved_step import SavedStep
 

@@ -6,7 +6,7 @@ import secrets
 from typing import TYPE_CHECKING
 
 from reknit.cli.program.numbers import whole
-from reknit.cli.reports.costs import add_costs, cost_table
+from reknit.cli.reports.cost_options import add_costs, cost_table
 from reknit.cli.reports.report import add_places
 
 if TYPE_CHECKING:

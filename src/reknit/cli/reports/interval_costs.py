@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reknit.policies.base import DAY_S, HOUR_S
+from reknit.policies.policy import DAY_S, HOUR_S
 
 if TYPE_CHECKING:
-    from reknit.policies.interval import RunCosts
+    from reknit.policies.cost_model import RunCosts
 
 HEADS = ("SAVE EVERY", "KEPT (ETTR)", "STALLS", "DONE AGAIN", "RESTARTS", "LOST A DAY")
 _AROUND = (0.1, 0.3, 1.0, 3.0, 10.0)

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from reknit.arguments import checked_step
 from reknit.comm import group as comm
 from reknit.errors import UsageError, did_you_mean, shown
-from reknit.policies.base import policy_of
-from reknit.policies.keeping import named_items, named_metrics, require_items
+from reknit.policies.keep_policies import named_items, named_metrics, require_items
+from reknit.policies.policy import policy_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from reknit.comm.group import Group
-    from reknit.policies.base import Policy
+    from reknit.policies.policy import Policy
     from reknit.types.saved_step import SavedStep
 
 logger = logging.getLogger("reknit")

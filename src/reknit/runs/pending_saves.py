@@ -52,7 +52,7 @@ class _Save:
         return self.write_s is not None and self.promoted
 
 
-class UnderWay:
+class PendingSaves:
     """Watches the saves of a run; `retentions` are those of rank 0 by the numbers of tiers, none elsewhere.
 
     A tier of which all steps stay has none.
@@ -178,7 +178,7 @@ class UnderWay:
             self.tend()
             self.end_pruning(deadline)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait until all saves and removals have ended, well or not."""
         for save in self._saves:
             save.pending.wait()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from reknit.errors import UsageError, did_you_mean, shown
 from reknit.keywords import checked_call
-from reknit.policies.base import KeepPolicy, Policy, at_least_1, stretch_s
+from reknit.policies.policy import KeepPolicy, Policy, at_least_1, stretch_s
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reknit.keywords import checked_call
-from reknit.policies.base import Moment, Policy, at_least_1, stretch_s, whole
+from reknit.policies.policy import Moment, Policy, at_least_1, stretch_s, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

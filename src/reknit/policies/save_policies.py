@@ -9,8 +9,8 @@ from typing import Literal
 
 from reknit.errors import UsageError, shown
 from reknit.keywords import checked_call
-from reknit.policies.base import HOUR_S, Moment, Policy, SavePolicy, positive
-from reknit.policies.interval import RunCosts
+from reknit.policies.cost_model import RunCosts
+from reknit.policies.policy import HOUR_S, Moment, Policy, SavePolicy, positive
 
 CLOUDS = ("aws", "gcp", "azure")
 """Providers whose notices `on_preemption` knows."""

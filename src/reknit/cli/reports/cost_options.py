@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from reknit.cli.program.numbers import amount_of
 from reknit.cli.reports.interval_costs import HEADS, cells, duration, rows_around
 from reknit.monitor.reports.costs import CostTable, measured_saves
-from reknit.policies.base import HOUR_S
-from reknit.policies.interval import RunCosts
+from reknit.policies.cost_model import RunCosts
+from reknit.policies.policy import HOUR_S
 
 if TYPE_CHECKING:
     import argparse
