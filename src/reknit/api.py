@@ -69,13 +69,13 @@ def save(
     `state` maps item names to live objects (modules, optimizers, schedulers, anything with `state_dict`),
     tensors, arrays, or nested containers of these and of plain values.  Every rank calls with its own part,
     and the same `path` (a folder, or a URL).  Nothing live is changed.  The checkpoint exists when `result()`
-    returns, and not before; a save that fails or is killed leaves what was there before.
+    returns, and not before; a save that fails or is killed leaves an earlier checkpoint unchanged.
 
     With `wait=False` the call returns once the state is copied to host memory and may be changed.  The agent,
-    a separate process for each rank, writes and commits, even if the trainer dies meanwhile.  A failure is
-    logged, and raised by `result()`, or by the next `save` if nobody called that.  With
-    ``SaveOptions(stage="lazy")`` what only the steps of an optimizer change is copied after the call, and
-    these steps wait for it.
+    a separate process for each rank, writes and commits, even if the trainer dies.  A failure is logged, and
+    raised by `result()`, or by the next `save` if `result()` was not called.  With
+    ``SaveOptions(stage="lazy")``, tensors that only the steps of an optimizer change are copied after the
+    call, and these steps wait for the copies.
 
     `step` and `metadata` (JSON-like) are stored in the manifest.  `overwrite=True` replaces a checkpoint at
     `path` by a safe switch.  `group`: a torch process group or a `reknit` group, default all ranks of the
@@ -84,7 +84,7 @@ def save(
     Raises `StateError` (something cannot be saved; nothing was written), `CheckpointExistsError`,
     `CommitError` (the ranks' parts leave a hole), `StorageError`, `CommError`: on every rank the same error,
     naming rank and phase.  An exception of your own code (a `state_dict` that fails) becomes a `StateError`
-    that names the object, on every rank; where it began, `__cause__` is the exception.  Only Ctrl-C and
+    that names the object, on every rank; on the rank of the exception, `__cause__` has it.  Only Ctrl-C and
     `SystemExit` are raised as they are.
     """
     return save_in_run(
@@ -113,7 +113,7 @@ def save_in_run(
     options: SaveOptions | None,
     group: AnyGroup | None,
 ) -> PendingSave:
-    """Save as `save` does, as a step of the run that has `records` in some folders, by their URLs."""
+    """Save as `save` does, as a step of a run; `records` are its records by the URLs of their folders."""
     options, wrong = tried_options(options, SaveOptions, "save" if wait is True else None)
     request = SaveRequest(
         path=path,
@@ -156,20 +156,20 @@ def prepare(
     options: SaveOptions | None = None,
     group: AnyGroup | None = None,
 ) -> None:
-    """Do ahead what the first `save(path, state, wait=False)` would do, so that it blocks like later ones.
+    """Prepare for the first `save(path, state, wait=False)`, so that it blocks only as long as later saves.
 
-    Every rank calls it, like `save`, with the `options` of the saves to come.  `path` is any place in the
-    store that will be saved to, such as the folder of the run; nothing is written there.  Agents are started
-    and connected.  With `state`, they also agree on a plan, and the host memory that staging needs is taken
-    and filled with pages.  Nothing of the state is changed or kept.
+    Every rank calls it, like `save`, with the `options` of the later saves.  `path` is any place in the store
+    of these saves, such as the folder of the run; nothing is written there.  Agents are started and
+    connected.  With `state`, the ranks also agree on a plan, and the host memory for staging is allocated.
+    The state is neither changed nor kept.
 
-    A plan is for one layout: names, shapes, dtypes, and who holds what.  For a state that has another one at
-    the save (optimizers make theirs in the first step) the plan is made then, and what memory is missing is
-    taken then.
+    A plan is for one layout: the names, shapes and dtypes of all tensors, and the ranks that hold them.  If
+    the state has another layout at the save (optimizers make their states in the first step), the plan is
+    made then, and missing memory is allocated then.
 
     Raises `StateError`, `UnknownSchemeError`, `StorageError`, `AgentError`, `CommError`, on every rank the
-    same error, as for `save`, and `ShortageError` where there is too little memory.  With ``on_error="warn"``
-    what is no wrong call is logged, and the first save does what was not done.
+    same error, as for `save`, and `ShortageError` if memory is short.  With ``on_error="warn"`` all errors
+    but those of wrong calls are logged, and the first save prepares the rest.
     """
     options, wrong = tried_options(options, SaveOptions)
     request = SaveRequest(
@@ -189,7 +189,7 @@ def prepare(
 
 
 def _wait_for_copies(timeout_s: float) -> None:
-    """Wait until the copies of all saves under way are made, and their states may be changed."""
+    """Wait until all pending saves are copied, so that their states may be changed."""
     for background in all_backgrounds():
         background.wait_staged(timeout_s)
 
@@ -197,11 +197,11 @@ def _wait_for_copies(timeout_s: float) -> None:
 @checked_call
 @entered("reknit.close")
 def close(timeout_s: float | None = None) -> bool:
-    """Wait for the saves under way, let the agents end, and give their memory back; tell whether all ended.
+    """Wait for the pending saves, end the agents, free their memory; return whether all saves have ended.
 
-    Waits up to `timeout_s`, by default as long as the saves' `exit_wait_s`; what is staged is finished by the
-    agents all the same.  Later saves start new agents.  At the end of the interpreter this happens by itself.
-    Every rank calls it, or none.
+    Waits up to `timeout_s`, by default as long as the `exit_wait_s` of the saves; agents finish staged saves
+    in any case.  Later saves start new agents.  The end of the interpreter calls this, too.  Every rank calls
+    it, or none.
     """
     if timeout_s is not None:
         timeout_s = checked_seconds("timeout_s", timeout_s)
@@ -222,25 +222,25 @@ def load(
     options: LoadOptions | None = None,
     group: AnyGroup | None = None,
 ) -> LoadReport:
-    """Fill `state` in place from the checkpoint at `path`, whatever layout it was saved in.
+    """Fill `state` in place from the checkpoint at `path`, in any layout, not only that of the save.
 
-    `state` is as for `save`; each rank brings its own part of the target layout.  `items` names those to
-    load, default all of `state`; items of the checkpoint that `state` does not name are left alone.  Each
-    rank reads just the bytes that it needs, and checks them.
+    `state` is as for `save`; each rank passes its own part of the target layout.  `items` names the items to
+    load, by default all of `state`; other items of the checkpoint are not loaded.  Each rank reads only the
+    bytes that it needs, and checks them.
 
-    With `strict` (the default) anything that would not be restored exactly raises `MismatchError` on every
-    rank before anything changes; with `strict=False` the `LoadReport` tells it.  A list of patterns
-    of names ``item/fqn`` says what is strict: ``["model/*"]`` the model alone, ``["!model/head.*"]`` all but
-    its head; the last pattern that matches a name decides.  Whatever `strict` says, it is a `MismatchError`
-    if `state` has tensors and none of them on any rank would be restored (unless the checkpoint has only
-    values, and some are), or if a pattern matches no name on any rank.  A value that each rank saved for
-    itself (random state, `PerRank`) is restored when the ranks are the same, and otherwise left alone and
-    mentioned in `LoadReport.notes`.
+    With `strict` (the default), an entry that cannot be restored exactly raises `MismatchError` on every rank
+    before anything changes; with `strict=False`, the `LoadReport` lists it.  `strict` may be a list of
+    patterns of names ``item/fqn``:  ``["model/*"]`` is strict for the model alone, ``["!model/head.*"]`` for
+    all but its head; the last pattern that matches a name decides.  A load that would restore no tensor of
+    `state` on any rank is always a `MismatchError`, unless the checkpoint has only values, and some of them
+    are restored.  So is a pattern that matches no name on any rank.  A value that each rank saved for itself
+    (random state, `PerRank`) is restored if the ranks are the same; otherwise it stays, and
+    `LoadReport.notes` mentions it.
 
     Objects with `load_state_dict` are loaded before any tensor of `state` changes, unless their class has
     `load_after_tensors = True`.  If one raises an exception, that is a `StateError`: reknit has changed no
-    tensor on any rank, and the error names the objects that were loaded before.  What the objects' own code
-    changed until then, the one that raised included, stays.
+    tensor on any rank, and the error names the objects that were loaded before.  Changes by the code of the
+    objects until then stay.
 
     Raises `CheckpointNotFoundError`, `MismatchError`, `CorruptError`, `VersionError`, `StateError`,
     `StorageError`, `CommError`: on every rank the same error, naming rank and phase, and never an exception

@@ -1,4 +1,4 @@
-"""What a user passed to `save` or `load`: is it fit, and what does the engine take of it?"""
+"""Check the arguments of calls, and turn them into values for the engine."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _wrong_options(options: Any, kind: type[_Options]) -> UsageError:
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Raise `UsageError` for what is neither true nor false: the text "no" would count as true."""
+    """Raise `UsageError` for a value other than True or False: the text "no" would count as true."""
     if not isinstance(value, (bool, np.bool_)):  # such as `step % 100 == 0` may be
         raise UsageError(f"{name} is True or False, not {shown(value)}")
 
@@ -119,7 +119,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def checked_metrics(metrics: Any) -> dict[str, float | None]:
-    """Return metrics as numbers of JSON; one that is not finite is None.  Raises `UsageError`."""
+    """Return metrics as numbers of JSON, with None for infinite ones and NaN.  Raises `UsageError`."""
     numbers: dict[str, float | None] = {}
     try:
         for name, value in dict(metrics or {}).items():
@@ -128,7 +128,7 @@ def checked_metrics(metrics: Any) -> dict[str, float | None]:
     except (TypeError, ValueError, OverflowError) as error:
         raise UsageError(f"metrics are numbers by name, not {shown(metrics)}") from error
     if wrong := [name for name in numbers if not isinstance(name, str)]:
-        raise UsageError(f"metrics have names, and {shown(wrong[0])} is none")
+        raise UsageError(f"metrics have names, and {shown(wrong[0])} is not a text")
     return numbers
 
 
@@ -149,7 +149,7 @@ def checked_step(step: Any) -> int | None:
 
 
 def check_metadata(metadata: Any) -> None:
-    """Raise `UsageError` for metadata that is no mapping; the root looks into it."""
+    """Raise `UsageError` for metadata that is not a mapping; the root checks its content."""
     if not isinstance(metadata, Mapping):
         raise UsageError(f"metadata is a mapping of names, not a {type(metadata).__name__}")
 
@@ -184,7 +184,7 @@ def part_of(state: Mapping[str, Any], items: Sequence[str] | None) -> dict[str, 
 
 
 def place_of(path: str | PathLike[str]) -> StoreRecipe:
-    """Return how an agent opens a store; what is wrong with a path is told when the save is under way."""
+    """Return the recipe of a store for an agent; errors of the path are raised later, by the save."""
     try:
         return recipe(path)
     except ReknitError:
@@ -197,12 +197,12 @@ def open_places(path: str | PathLike[str], options: LoadOptions, last: ExitStack
 
 
 def open_checkpoint(path: str | PathLike[str]) -> Storage:
-    """Open the place of a checkpoint, to read it wherever its files have moved."""
+    """Open the place of a checkpoint, whose files may have moved."""
     return following(open_storage(path))
 
 
 def following(storage: Storage) -> Storage:
-    """Return a store that reads files of a checkpoint that have moved where they are."""
+    """Return a store that reads moved files of a checkpoint at their new place."""
     return MovedStorage(storage, _moved, STAYS)
 
 
@@ -212,7 +212,7 @@ def _moved(storage: Storage) -> Storage | None:
 
 
 def check_promotion(storage: Storage, options: SaveOptions, rank: int, *, overwrite: bool) -> None:
-    """Raise what is wrong with a place to promote to, before anything is written; rank 0 looks there."""
+    """Raise the errors of the places to promote to, before any write; rank 0 looks for checkpoints there."""
     for place in options.promotions:
         with closing(open_storage(place.path, durability=options.durability)) as target:
             check_places(storage, target)
@@ -221,7 +221,7 @@ def check_promotion(storage: Storage, options: SaveOptions, rank: int, *, overwr
 
 
 def check_places(source: Storage, target: Storage) -> None:
-    """Raise `UsageError` where source and target are one place, or one lies in the other."""
+    """Raise `UsageError` if source and target are one place, or one is inside the other."""
     if source.url == target.url:
         raise UsageError(
             f"a checkpoint cannot be promoted to where it is: {source.url}",

@@ -141,7 +141,7 @@ class SaveRequest:
 
 
 def _origin_of(group: Group) -> dict[str, Any]:
-    """Return what the manifest says about the job that wrote it; information only."""
+    """Return the entry of the manifest about the job that wrote it; information only."""
     names = [name for name in ("reknit", "numpy", "torch", "jax") if name == "reknit" or name in sys.modules]
     versions = {name: version for name in names if (version := _version_of(name)) is not None}
     return {"world_size": group.size, "python": platform.python_version(), "versions": versions}

@@ -23,7 +23,7 @@ ANYWHERE = ("0.0.0.0", "::")
 """The addresses that stand for all that a host has."""
 
 UNIX = "unix"
-"""What stands for a socket in a folder that only this user can enter, in the place of an address."""
+"""A value in the place of an address, for a socket in a folder that only this user can enter."""
 
 
 @runtime_checkable
@@ -41,10 +41,10 @@ class Transform(Protocol):
 @checked_call
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tls:
-    """Certificates by which ranks know each other, as paths of PEM files."""
+    """Certificates by which ranks identify each other, as paths of PEM files."""
 
     ca: str | os.PathLike[str]
-    """Whoever has a certificate that one of these signed takes part."""
+    """Certificates of authorities; a process with a certificate signed by one of them can take part."""
     certificate: str | os.PathLike[str]
     """This rank's certificate, for both directions, followed by the intermediate ones."""
     key: str | os.PathLike[str]
@@ -81,7 +81,7 @@ class CommOptions:
 
     # The tree of ranks
     fan_out: int = option(16, "connect", "start")
-    """Children of each rank in the tree; that of rank 0 counts."""
+    """Children of each rank in the tree; the value of rank 0 counts."""
     connect_timeout_s: float = option(120.0, "connect", "start")
     """Longest wait for another rank to come up."""
     max_message_nbytes: int = option(GIB, "connect", "start")
@@ -108,7 +108,7 @@ class CommOptions:
             self.tls is None or self.bind != UNIX,
             "bind='unix' reaches nobody who would need certificates: leave out bind or tls",
         )
-        if isinstance(self.tls, Mapping):  # what became of it in `dataclasses.asdict`, on its way to an agent
+        if isinstance(self.tls, Mapping):  # from `dataclasses.asdict`, on its way to an agent
             object.__setattr__(self, "tls", Tls(**self.tls))
         require(
             self.tls is None or isinstance(self.tls, Tls),
@@ -139,7 +139,7 @@ _Place = str | os.PathLike[str] | PromotionTarget
 class SaveOptions:
     """How `reknit.save` writes."""
 
-    # What is stored
+    # Content
     check_replicas: Literal["sample", "all", "warn", "off"] = option("sample", "save", "background", "agent")
     """How copies of a tensor are compared: by 8 KiB, in full, by 8 KiB and only with a warning, or not."""
     allow_pickle: bool = option(False, "save", "background", "agent")
@@ -147,13 +147,13 @@ class SaveOptions:
     max_file_nbytes: int = option(16 * GIB, "save", "background")
     """A rank begins its next data file at this size."""
 
-    # How safely
+    # Safety
     durability: Durability = option("power", "save", "background", "agent", "promote")
     """``"power"`` survives a power cut (everything is synced), ``"process"`` the death of all processes."""
     timeout_s: float = option(1800.0, "save", "background", "agent")
     """Longest wait for other ranks."""
     on_error: Literal["raise", "warn"] = option("raise", "save", "background")
-    """``"warn"`` logs what goes wrong with storage or ranks instead of raising it from `save`."""
+    """``"warn"`` logs errors of storage or ranks instead of raising them from `save`."""
     reuse: bool = option(True, "save", "background", "agent")
     """Take over unchanged files of frozen tensors from the save before in the same folder, as hard links or
     copies that the store makes."""
@@ -169,19 +169,19 @@ class SaveOptions:
 
     # Saves with wait=False only
     stage: Literal["eager", "lazy"] = option("eager", "background")
-    """``"lazy"`` copies what only steps of optimizers change after `save` has returned; these steps wait."""
+    """``"lazy"`` copies tensors that only optimizer steps change after `save` returns; these steps wait."""
     when_busy: Literal["wait", "skip"] = option("wait", "background")
-    """What to do while two earlier saves still fill the host memory."""
+    """Whether to wait or to skip the save while two earlier saves still fill the host memory."""
     host_nbytes: int | None = option(None, "background", "start")
-    """Host memory that a rank keeps for staging; None for its share of half of what is free."""
+    """Host memory that a rank keeps for staging; None for its share of half of the free memory."""
     piece_nbytes: int | None = option(None, "background", "agent")
-    """Bytes written at once: 4, 8, 16 or 32 MiB; None to measure what is best."""
+    """Bytes written at once: 4, 8, 16 or 32 MiB; None to measure the best size."""
     priority: Literal["low", "normal"] = option("low", "background", "start")
-    """Whether agents give way to training where both want the processor or the disk."""
+    """Whether agents give way to training when both need the processor or the disk."""
     exit_wait_s: float = option(300.0, "background")
     """Longest wait for saves at the end of the interpreter; agents go on afterwards."""
 
-    # What is recorded and shown
+    # Events and progress
     events: Events = option(None, "save", "background", "agent", "promote")
     """Where phases and operations of stores go: a file for lines of JSON, a folder, sinks, functions."""
     progress: bool = option(True, "save")
@@ -216,25 +216,25 @@ class SaveOptions:
 @checked_call
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadOptions:
-    """How `reknit.load` reads.  Patterns are those of ``fnmatch``, for names ``item/fqn`` of the state."""
+    """How `reknit.load` reads.  Patterns are as in ``fnmatch``, for names ``item/fqn`` of the state."""
 
-    # What is loaded
+    # Content
     only: tuple[str, ...] = option((), "load")
-    """Load only what these patterns match, and leave the rest of the state as it is."""
+    """Load only entries that these patterns match, and leave the rest of the state as it is."""
     transforms: Sequence[Transform] = option((), "load", "open")
-    """Rules of `reknit.transforms` that turn the checkpoint's names and layouts into those of the state."""
+    """Rules of `reknit.transforms` that turn names and layouts of the checkpoint into those of the state."""
     cast: bool = option(False, "load")
     """Convert where the saved dtype differs, as long as nothing but rounding is lost."""
     allow_shape_mismatch: tuple[str, ...] = option((), "load")
-    """Patterns of tensors that may have another shape; what both shapes have is loaded."""
+    """Patterns of tensors that may have another shape; the common part of both shapes is loaded."""
     allow_pickle: bool = option(False, "load", "open", "verify")
     """Unpickle values saved with pickle.  Only for checkpoints that you trust."""
 
-    # How safely
+    # Safety
     verify: Literal["touched", "full", "off"] = option("touched", "load", "open")
     """Which digests are checked: of the blocks that are read, of all files, or none."""
     replicas: tuple[str | os.PathLike[str], ...] = option((), "load", "open")
-    """Copies of the checkpoint that stand in, in this order, for what is damaged or cannot be read."""
+    """Copies of the checkpoint that replace, in this order, parts that are damaged or cannot be read."""
     timeout_s: float = option(1800.0, "load", "open")
     """Longest wait for other ranks."""
 
@@ -244,11 +244,11 @@ class LoadOptions:
     inflight_nbytes: int = option(256 * MIB, "load", "open", "verify")
     """Host memory for reads that cannot go straight into their target."""
     gap_nbytes: int | None = option(None, "load", "open")
-    """With ``verify="off"``: read over holes up to this size; None for what suits the storage."""
+    """With ``verify="off"``: read over holes up to this size; None to choose it by the storage."""
     share: Literal["auto", "always", "never"] = option("auto", "load")
     """Whether ranks that want the same bytes read them once, and pass them on; ``"auto"`` if faster."""
 
-    # What is recorded and shown
+    # Events and progress
     events: Events = option(None, "load", "open", "verify")
     """Where phases and operations of stores go: a file for lines of JSON, a folder, sinks, functions."""
     progress: bool = option(True, "load")
@@ -280,7 +280,7 @@ class LoadOptions:
 
 
 def check_rate(bytes_per_s: object) -> None:
-    """Raise `UsageError` for what is no number of bytes per second."""
+    """Raise `UsageError` for a value that is not a number of bytes per second."""
     fits = isinstance(bytes_per_s, numbers.Real) and not isinstance(bytes_per_s, bool)
     require(
         bytes_per_s is None or (fits and float(bytes_per_s) > 0),  # type: ignore[arg-type]

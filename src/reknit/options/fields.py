@@ -29,8 +29,8 @@ CALLS: Mapping[Scope, str] = {
 }
 """The calls that read options.
 
-The agent receives the options of "agent" with each save.  Those of "start" are read once, when the first save
-in the background starts the agents and allocates their memory.
+The agent receives the options of "agent" with each save.  The options of "start" are read once, when the
+first save in the background starts the agents and allocates their memory.
 """
 
 _READERS = "readers"
