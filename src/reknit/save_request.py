@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from importlib import metadata as distributions
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from reknit.frameworks import registry
 from reknit.monitor.phase import Recorder
 from reknit.monitor.sinks.choosing import outlets_for
 from reknit.storage.registry import StoreRecipe, open_storage, recorded
+from reknit.types.lazy_property import lazy_property
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -63,12 +64,12 @@ class SaveRequest:
         """The ranks that make this call."""
         return self.ranks.group
 
-    @cached_property
+    @lazy_property
     def place(self) -> StoreRecipe:
         """The place to save to, for an agent."""
         return place_of(self.path)
 
-    @cached_property
+    @lazy_property
     def copies(self) -> list[StoreRecipe]:
         """The places to promote to, for an agent."""
         return [place_of(target.path) for target in self.options.promotions]
