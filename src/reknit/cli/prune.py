@@ -27,7 +27,7 @@ _MOST_DIGITS = 18
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of the program."""
+    """Add the command to the program."""
     parser = commands.add_parser(
         "prune",
         help="remove old steps of a run",
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _keep(args: argparse.Namespace) -> Policy:
-    """Return what the options keep together.  Raises `UsageError` where none is given."""
+    """Return the policy of all options together.  Raises `UsageError` without an option."""
     found = []
     if args.keep_last is not None:
         found.append(policies.latest(args.keep_last))

@@ -71,9 +71,9 @@ class Wanted:
     `coordinate`: as in `Holdings`.
     `early`: names (`full_name`) of wanted tensors in new memory, for objects with a `state_dict`.
     `deliver_early`: called without arguments once these have arrived, before any other memory is filled;
-    gives objects their states, and may raise an error.  `has_early` is whether it does anything.  `deliver`:
-    called without arguments once every byte has arrived; puts values into the live objects.  Before that,
-    only the memory of `shards` has changed.
+    gives objects their states, and may raise an error.  `has_early` is whether it does anything.
+    `deliver`: called without arguments once every byte has arrived; puts values into the live objects.
+    Before that, only the memory of `shards` has changed.
     """
 
     items: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""``reknit dash``: what saves and loads do on all ranks, in a browser, while they do it."""
+"""``reknit dash``: show saves and loads on all ranks in a browser, while they run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``reknit report``: what saves and loads did on all ranks, as text or as a page."""
+"""``reknit report``: show the saves and loads of all ranks, as text or as a page."""
 
 from __future__ import annotations
 
