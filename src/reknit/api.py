@@ -131,7 +131,7 @@ def save_in_run(
         if wait:
             outcome = save_now(request.group, request.save_job, options)
         else:
-            background = background_of(request.group, request.elsewhere)
+            background = background_of(request.group, elsewhere=request.elsewhere)
             outcome = background.save(request.group, request.save_job, request.place.url, options)
             if wrong is not None:
                 outcome.result()  # raises the error here, and not only when the user asks for the result
@@ -180,7 +180,7 @@ def prepare(
         ranks=acting(group, options.comm),
     )
     try:
-        background = background_of(request.group, request.elsewhere)
+        background = background_of(request.group, elsewhere=request.elsewhere)
         background.prepare(request.group, request.warm_up_job, request.place.url, options)
     except ReknitError as error:
         if request.raises(error):

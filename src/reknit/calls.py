@@ -117,7 +117,7 @@ def raised_on_all_ranks(group: Group, first_round: str, timeout_s: float) -> Ite
         comm.fail(group, first_round, error, timeout_s)
 
 
-def background_of(group: Group, elsewhere: bool) -> Background:
+def background_of(group: Group, *, elsewhere: bool) -> Background:
     """Return the background saves of a group, to stores that other processes can or cannot open."""
     with making:
         kinds = backgrounds.setdefault(group, {})

@@ -78,7 +78,7 @@ def check_scope(options: Any, scope: Scope) -> None:
             )
 
 
-def require(ok: bool, message: str) -> None:
+def require(ok: object, message: str) -> None:
     """Raise `UsageError` with a message unless a condition holds."""
     if not ok:
         raise UsageError(message)

@@ -294,9 +294,9 @@ class Checkpointer(Shown):
             if not self.preempted:
                 self._pending_saves.clear(self._other_hosts)
         finally:
-            self._leave(promoted)
+            self._leave(promoted=promoted)
 
-    def _leave(self, promoted: bool = True) -> None:
+    def _leave(self, *, promoted: bool = True) -> None:
         if not self.preempted:
             self._pending_saves.end_pruning()
             self._folder.close()

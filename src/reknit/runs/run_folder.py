@@ -114,7 +114,7 @@ class RunFolder:
         if not (resumed and self.records):
             with raised_on_all_ranks(self._group, "open run", self._options.timeout_s):
                 check_state(state)
-            self.records = self.ask("open run", partial(self._open, step, timeout_s, resumed))
+            self.records = self.ask("open run", partial(self._open, step, timeout_s, resumed=resumed))
         self.is_open = True
 
     def saved(self, step: int, pending: PendingSave) -> None:
@@ -147,7 +147,7 @@ class RunFolder:
         self._forbid(None)
         return records
 
-    def _open(self, step: int, timeout_s: float, resumed: bool) -> dict[str, str]:
+    def _open(self, step: int, timeout_s: float, *, resumed: bool) -> dict[str, str]:
         refuses = not resumed and not self.replaces
         if refuses:  # before a run that may still use the folder is fenced
             self._refuse_later(step)

@@ -74,7 +74,7 @@ def kinds_in_use() -> list[str]:
     """
     accelerator = sys.modules["torch"].accelerator.current_accelerator()
     kinds = dict.fromkeys([CUDA] if accelerator is None else [accelerator.type, CUDA])
-    return [kind for kind in kinds if _asked(kind, "is_initialized", True) and is_here(kind)]
+    return [kind for kind in kinds if _asked(kind, "is_initialized", unknown=True) and is_here(kind)]
 
 
 def is_here(kind: str) -> bool:
@@ -82,19 +82,19 @@ def is_here(kind: str) -> bool:
     module = module_of(kind)
     return (
         module is not None
-        and _asked(kind, "is_available", False)
-        and not _asked(kind, "_is_in_bad_fork", False)
+        and _asked(kind, "is_available", unknown=False)
+        and not _asked(kind, "_is_in_bad_fork", unknown=False)
     )
 
 
 def num_devices(kind: str) -> int:
     """Return the number of devices of a kind that this process sees."""
-    return int(_asked(kind, "device_count", 1))
+    return int(_asked(kind, "device_count", unknown=1))
 
 
 def current_index(kind: str) -> int:
     """Return the number of the current device of a kind, and initialise the kind."""
-    return int(_asked(kind, "current_device", 0))
+    return int(_asked(kind, "current_device", unknown=0))
 
 
 def indices_with_memory(kind: str) -> list[int]:
@@ -103,7 +103,7 @@ def indices_with_memory(kind: str) -> list[int]:
     return [index for index in range(num_devices(kind)) if peak is not None and peak(index)]
 
 
-def _asked(kind: str, name: str, unknown: Any) -> Any:
+def _asked(kind: str, name: str, *, unknown: Any) -> Any:
     """Return the result of a function of torch's module of a kind, or `unknown` without this function."""
     question = getattr(module_of(kind), name, None)
     return unknown if question is None else question()
