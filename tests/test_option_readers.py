@@ -1,4 +1,4 @@
-"""Each option that a user sets is the one that its readers see, in the trainer and in the agent."""
+"""The readers of each option, in the trainer and in the agent, get the value that the user has set."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.arguments import BACKGROUND_ONLY, NOT_FOR_OPEN, NOT_FOR_PROMOTE, NOT_FOR_VERIFY
 from reknit.options import MIB, CommOptions, LoadOptions, SaveOptions
+from reknit.options.fields import CALLS, names_in, scopes_of
 from reknit.storage.registry import register
 from reknit.testing.world import run_ranks
 from reknit.transforms import names, rename
 from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from reknit.comm.group import Group
+    from reknit.options.fields import Scope
 
-    Seen = dict[str, list[tuple[str, Any]]]
-    """By option, the places that read it, and the values that they got."""
+    Seen = dict[str, list[tuple[str, Any, bool]]]
+    """By option, the places that read it, the values that they got, and whether an agent received them."""
 
 ROOT = Path(reknit.__file__).parent
 NO_USE: Mapping[str, tuple[str, ...] | None] = {
-    "options.py": None,
+    "__init__.py": None,
+    "fields.py": None,
     "keywords.py": None,
-    "arguments.py": ("_check_used",),
-    "stage_for_agent.py": ("_begin", "<dictcomp>"),
+    "begin_message.py": ("begin_message", "<dictcomp>"),
 }
 """Functions, or all of a module, that only check options, or hand them to the agent."""
 
@@ -89,19 +90,25 @@ COMM: dict[str, Any] = {
     "generation": 99,
 }
 
+VALUES: dict[type[Any], dict[str, Any]] = {SaveOptions: SAVE, LoadOptions: LOAD, CommOptions: COMM}
+
+NOT_SENT = SaveOptions().on_error
+"""The value of an option in objects that agents receive, unlike in those that users make here."""
+
 register("optional", lambda url, durability: ProcessMemory("options").sub(url.partition("://")[2]))
 
 
 @contextmanager
 def reading(monkeypatch: pytest.MonkeyPatch, kind: type[Any]) -> Iterator[Seen]:
-    """Note meanwhile who reads which option, and the value that is read."""
+    """Record meanwhile the readers of options, and the values that they get."""
     seen: Seen = defaultdict(list)
     options = {field.name for field in fields(kind)}
 
     def read(self: Any, name: str) -> Any:
         value = object.__getattribute__(self, name)
         if name in options and (reader := _reader()) is not None:
-            seen[name].append((reader, value))
+            of_agent = kind is SaveOptions and object.__getattribute__(self, "on_error") == NOT_SENT
+            seen[name].append((reader, value, of_agent))
         return value
 
     with monkeypatch.context() as patch:
@@ -123,20 +130,16 @@ def _reader() -> str | None:
     return f"{path.relative_to(ROOT)}:{frame.f_lineno}"
 
 
-def check(seen: Seen, chosen: dict[str, Any], unread: Container[str] = ()) -> None:
-    """Check that all readers have seen the chosen values, and that each has a reader, unless `unread`."""
-    other = [
-        (name, reader, value)
-        for name, readers in seen.items()
-        for reader, value in readers
-        if name in chosen and value != chosen[name]
-    ]
-    assert other == []
-    assert [name for name in chosen if (name in seen) == (name in unread)] == []
+def check(seen: Seen, chosen: dict[str, Any]) -> None:
+    """Check that exactly the options of these values were read, and each time with its value."""
+    read = [(name, *each) for name, readers in seen.items() for each in readers]
+    assert [each for each in read if each[2] != chosen.get(each[0])] == []
+    assert sorted(seen) == sorted(chosen)
 
 
-def less(values: dict[str, Any], without: Container[str]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name not in without}
+def chosen_for(kind: type[Any], scope: Scope) -> dict[str, Any]:
+    """Return a value for each option that is read in a scope, other than the usual."""
+    return {name: VALUES[kind][name] for name in names_in(kind, scope)}
 
 
 def state(name: str = "old") -> dict[str, Any]:
@@ -154,15 +157,45 @@ def nothing_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ProcessMemory.clear("options")
 
 
-@pytest.mark.parametrize(("kind", "chosen"), [(SaveOptions, SAVE), (LoadOptions, LOAD), (CommOptions, COMM)])
-def test_there_is_a_value_for_each_option_other_than_the_usual(kind: type[Any], chosen: Any) -> None:
-    assert {field.name for field in fields(kind)} == chosen.keys()
-    usual = [name for name, value in chosen.items() if value == getattr(kind(), name)]
+@pytest.mark.parametrize("kind", VALUES)
+def test_there_is_a_value_for_each_option_other_than_the_usual(kind: type[Any]) -> None:
+    assert scopes_of(kind).keys() == VALUES[kind].keys()
+    usual = [name for name, value in VALUES[kind].items() if value == getattr(kind(), name)]
     assert usual == (["interface", "tls"] if kind is CommOptions else [])
 
 
+@pytest.mark.parametrize("kind", VALUES)
+def test_each_option_is_read_somewhere_and_those_of_agents_in_the_background(kind: type[Any]) -> None:
+    for name, scopes in scopes_of(kind).items():
+        assert scopes & CALLS.keys(), name
+        assert kind is CommOptions or "background" in scopes or not scopes & {"agent", "start"}, name
+
+
+REFUSING: dict[Scope, tuple[type[Any], Callable[..., object]]] = {
+    "save": (SaveOptions, partial(reknit.save, "optional://b", {"model": {"old": 1}})),
+    "promote": (SaveOptions, partial(reknit.promote, "optional://a", "optional://b")),
+    "open": (LoadOptions, partial(reknit.open, "optional://a")),
+    "verify": (LoadOptions, partial(reknit.verify, "optional://a")),
+}
+
+
+@pytest.mark.parametrize("scope", REFUSING)
+def test_a_call_refuses_each_option_that_it_does_not_read_and_names_the_calls_that_do(scope: Scope) -> None:
+    kind, call = REFUSING[scope]
+    reknit.save("optional://a", {"model": {"old": 1}})
+    for name in sorted(VALUES[kind].keys() - names_in(kind, scope) - {"gap_nbytes"}):
+        its_calls = [text for each, text in CALLS.items() if each in scopes_of(kind)[name]]
+        with pytest.raises(reknit.UsageError, match=f"{name}=.* means nothing to {CALLS[scope]}") as caught:
+            call(options=kind(**{name: VALUES[kind][name]}))
+        assert (
+            caught.value.remedy == f"leave {name} out of these options: it is for {' and '.join(its_calls)}"
+        )
+    with pytest.raises(reknit.CheckpointNotFoundError):
+        reknit.open("optional://b")
+
+
 def test_a_save_that_waits_sees_each_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = less(SAVE, BACKGROUND_ONLY)
+    chosen = chosen_for(SaveOptions, "save")
     with reading(monkeypatch, SaveOptions) as seen:
         reknit.save("optional://a", state(), options=SaveOptions(**chosen))
         assert reknit.close(60)
@@ -174,18 +207,25 @@ def test_a_save_that_waits_sees_each_option(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_save_in_the_background_sees_each_option_and_so_do_its_agent_and_its_promotion(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    chosen = SAVE | {"events": [os.path.abspath("events.jsonl")]}
+    chosen = chosen_for(SaveOptions, "background") | {"events": [os.path.abspath("events.jsonl")]}
     with reading(monkeypatch, SaveOptions) as seen:
-        reknit.save("optional://a", state(), wait=False, options=SaveOptions(**chosen)).result(60)
+        reknit.save("optional://a", state(), wait=False, options=SaveOptions(**chosen)).promoted(60)
+    again = SaveOptions(**chosen | {"promote_to": "optional://d"})
+    with reading(monkeypatch, SaveOptions) as later:
+        reknit.save("optional://c", state(), wait=False, options=again).promoted(60)
         assert reknit.close(60)
-    check(seen, chosen, unread={"progress"})
+    check(seen, chosen)
+    once = {"comm"} | (seen.keys() - later.keys())  # that of later saves finds the group, and connects nobody
+    assert sorted(once) == sorted(names_in(SaveOptions, "start"))
+    of_agent = {name for name, readers in seen.items() if any(of_agent for _, _, of_agent in readers)}
+    assert sorted(of_agent) == sorted(names_in(SaveOptions, "agent"))
     assert is_there("optional://a")
     assert is_there("optional://b")
 
 
 def test_a_promotion_by_itself_sees_each_option_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     reknit.save("optional://a", state())
-    chosen = less(SAVE, NOT_FOR_PROMOTE)
+    chosen = chosen_for(SaveOptions, "promote")
     with reading(monkeypatch, SaveOptions) as seen:
         reknit.promote("optional://a", "optional://b", options=SaveOptions(**chosen))
     check(seen, chosen)
@@ -198,20 +238,20 @@ def load_in(load: Callable[..., object], group: Group) -> None:
 def test_a_load_sees_each_option(monkeypatch: pytest.MonkeyPatch) -> None:
     for path in ("optional://a", "optional://b"):
         reknit.save(path, state())
-    full = {"verify": "full", "gap_nbytes": None}
-    for each, unread in ({}, set[str]()), (full, {"gap_nbytes"}):
-        chosen = LOAD | each
+    chosen = chosen_for(LoadOptions, "load")
+    full = {name: value for name, value in chosen.items() if name != "gap_nbytes"} | {"verify": "full"}
+    for each in (chosen, full):
         with reading(monkeypatch, LoadOptions) as seen:
-            load = partial(reknit.load, "optional://a", options=LoadOptions(**chosen))
+            load = partial(reknit.load, "optional://a", options=LoadOptions(**each))
             load(state("a"))
             run_ranks(2, partial(load_in, load))
-        check(seen, chosen, unread)
+        check(seen, each)
 
 
 def test_a_checkpoint_that_is_opened_sees_each_option_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     for path in ("optional://a", "optional://b"):
         reknit.save(path, state())
-    chosen = less(LOAD, NOT_FOR_OPEN) | {"transforms": (names({"model/old": "model/a"}),)}
+    chosen = chosen_for(LoadOptions, "open") | {"transforms": (names({"model/old": "model/a"}),)}
     with (
         reading(monkeypatch, LoadOptions) as seen,
         reknit.open("optional://a", options=LoadOptions(**chosen)) as checkpoint,
@@ -224,7 +264,7 @@ def test_a_checkpoint_that_is_verified_sees_each_option_that_it_takes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     reknit.save("optional://a", state())
-    chosen = less(LOAD, NOT_FOR_VERIFY)
+    chosen = chosen_for(LoadOptions, "verify")
     with reading(monkeypatch, LoadOptions) as seen:
         assert reknit.verify("optional://a", "data", options=LoadOptions(**chosen)).ok
     check(seen, chosen)
@@ -235,14 +275,16 @@ def test_a_checkpoint_that_is_verified_sees_each_option_that_it_takes(
 def test_ranks_that_connect_see_each_option_and_so_do_their_agents(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    loopback = {"bind": None, "interface": socket.if_nameindex()[0][1]}
-    for each, unread in ({}, {"interface"}), (loopback, set[str]()):
-        options = CommOptions(**(COMM | each))
+    chosen = chosen_for(CommOptions, "connect")
+    loopback = chosen | {"bind": None, "interface": socket.if_nameindex()[0][1]}
+    del chosen["interface"]  # is not read beside `bind`
+    for each in (chosen, loopback):
+        options = CommOptions(**each)
         connect = partial(reknit.connect, size=2, at=tmp_path / str(len(each)), options=options)
 
         def save(group: Group, options: CommOptions = options) -> None:
-            chosen = SaveOptions(comm=options)
-            reknit.save("optional://a", state(), wait=False, overwrite=True, group=group, options=chosen)
+            of_save = SaveOptions(comm=options)
+            reknit.save("optional://a", state(), wait=False, overwrite=True, group=group, options=of_save)
 
         with reading(monkeypatch, CommOptions) as seen, ThreadPoolExecutor(2) as pool:
             groups = list(pool.map(connect, range(2)))
@@ -252,5 +294,5 @@ def test_ranks_that_connect_see_each_option_and_so_do_their_agents(
                 reknit.close(60)
                 for group in groups:
                     group.close()
-        check(seen, COMM | each, unread)
+        check(seen, each)
         assert is_there("optional://a")

@@ -26,7 +26,7 @@ from reknit.policies import (
     without,
     younger,
 )
-from reknit.policies.base import policy_of
+from reknit.policies.policy import policy_of
 from reknit.types.saved_step import SavedStep
 
 ITEMS = ("model", "optimizer", "rng")

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.pictures import draw_both
 from reknit.policies import Facts, Moment, auto, every
-from reknit.policies.interval import RunCosts
+from reknit.policies.cost_model import RunCosts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -5,41 +5,31 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, MutableMapping
 from contextlib import ExitStack
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from reknit import arguments
 from reknit.arguments import (
-    check_flag,
-    check_metadata,
-    check_promotion,
     check_state,
-    checked_step,
+    checked_seconds,
     lenient_patterns,
     open_places,
     part_of,
-    place_of,
     tried_options,
-    warn_of_loose_tensors,
 )
 from reknit.calls import (
     all_backgrounds,
-    all_told,
     background_of,
     backgrounds_of,
     entering,
-    origin_of,
+    raised_on_all_ranks,
+    removed_backgrounds,
     save_now,
-    taken_backgrounds,
 )
 from reknit.engine.display import logged
 from reknit.engine.loading import load as load_story
 from reknit.engine.loading.load_job import LoadJob
 from reknit.engine.outcome import PendingSave, SaveOutcome
-from reknit.engine.record.run_record import Run, folder_above
-from reknit.engine.saving.save_job import SaveJob
-from reknit.errors import ReknitError, UsageError
+from reknit.errors import ReknitError
 from reknit.frameworks import registry
 from reknit.keywords import checked_call
 from reknit.locations import location_text
@@ -47,7 +37,8 @@ from reknit.monitor.phase import Recorder, Stopwatch
 from reknit.monitor.sinks.choosing import outlets_for
 from reknit.options import LoadOptions, SaveOptions
 from reknit.ranks import acting
-from reknit.storage.registry import open_storage, recorded
+from reknit.save_request import SaveRequest
+from reknit.storage.registry import recorded
 from reknit.transforms.names import parted
 from reknit.types.entry import entered
 
@@ -78,13 +69,13 @@ def save(
     `state` maps item names to live objects (modules, optimizers, schedulers, anything with `state_dict`),
     tensors, arrays, or nested containers of these and of plain values.  Every rank calls with its own part,
     and the same `path` (a folder, or a URL).  Nothing live is changed.  The checkpoint exists when `result()`
-    returns, and not before; a save that fails or is killed leaves what was there before.
+    returns, and not before; a save that fails or is killed leaves an earlier checkpoint unchanged.
 
     With `wait=False` the call returns once the state is copied to host memory and may be changed.  The agent,
-    a separate process for each rank, writes and commits, even if the trainer dies meanwhile.  A failure is
-    logged, and raised by `result()`, or by the next `save` if nobody called that.  With
-    ``SaveOptions(stage="lazy")`` what only the steps of an optimizer change is copied after the call, and
-    these steps wait for it.
+    a separate process for each rank, writes and commits, even if the trainer dies.  A failure is logged, and
+    raised by `result()`, or by the next `save` if `result()` was not called.  With
+    ``SaveOptions(stage="lazy")``, tensors that only the steps of an optimizer change are copied after the
+    call, and these steps wait for the copies.
 
     `step` and `metadata` (JSON-like) are stored in the manifest.  `overwrite=True` replaces a checkpoint at
     `path` by a safe switch.  `group`: a torch process group or a `reknit` group, default all ranks of the
@@ -93,7 +84,7 @@ def save(
     Raises `StateError` (something cannot be saved; nothing was written), `CheckpointExistsError`,
     `CommitError` (the ranks' parts leave a hole), `StorageError`, `CommError`: on every rank the same error,
     naming rank and phase.  An exception of your own code (a `state_dict` that fails) becomes a `StateError`
-    that names the object, on every rank; where it began, `__cause__` is the exception.  Only Ctrl-C and
+    that names the object, on every rank; on the rank of the exception, `__cause__` has it.  Only Ctrl-C and
     `SystemExit` are raised as they are.
     """
     return save_in_run(
@@ -122,65 +113,38 @@ def save_in_run(
     options: SaveOptions | None,
     group: AnyGroup | None,
 ) -> PendingSave:
-    """Save as `save` does, as a step of the run that has `records` in some folders, by their URLs."""
-    unused = arguments.BACKGROUND_ONLY if wait is True else ()
-    options, wrong = tried_options(options, SaveOptions, "a save with wait=True", unused)
-    joined, ranks, _ = acting(group, options.comm)
-
-    def job() -> SaveJob:
-        if wrong is not None:
-            raise wrong
-        check_state(state)
-        warn_of_loose_tensors(state)
-        check_metadata(metadata or {})
-        check_flag("wait", wait)
-        check_flag("overwrite", overwrite)
-        number = checked_step(step)
-        storage = open_storage(path, durability=options.durability)
-        if options.promotions:
-            check_promotion(storage, options, joined.rank, overwrite=overwrite)
-        recorder = Recorder("save", joined.rank, number, storage.url, outlets_for(options.events))
-        return SaveJob(
-            collect=lambda: registry.collect(state, joined.rank, joined.size, ranks=ranks),
-            group=joined,
-            storage=recorded(storage, recorder),
-            options=options,
-            recorder=recorder,
-            step=number,
-            overwrite=overwrite,
-            origin=origin_of(joined),
-            metadata=metadata or {},
-            url=place.url,
-            factory=place.factory,
-            promote_to=[
-                (each.url, each.factory, target.bytes_per_s, records.get(folder_above(each.url)))
-                for each, target in then
-            ],
-            run=None if record is None else Run(partial(open_storage, folder_above(place.url)), record),
-        )
-
-    place = place_of(path)
-    record = records.get(folder_above(place.url))
-    then = [(place_of(target.path), target) for target in options.promotions]
-
+    """Save as `save` does, as a step of a run; `records` are its records by the URLs of their folders."""
+    options, wrong = tried_options(options, SaveOptions, "save" if wait is True else None)
+    request = SaveRequest(
+        path=path,
+        state=state,
+        options=options,
+        wrong=wrong,
+        ranks=acting(group, options.comm),
+        step=step,
+        wait=wait,
+        overwrite=overwrite,
+        metadata=metadata,
+        records=records,
+    )
     try:
         if wait:
-            pending = save_now(joined, job, options)
+            outcome = save_now(request.group, request.save_job, options)
         else:
-            elsewhere = place.elsewhere and all(each.elsewhere for each, _ in then)
-            pending = background_of(joined, elsewhere).save(joined, job, place.url, options)
+            background = background_of(request.group, elsewhere=request.elsewhere)
+            outcome = background.save(request.group, request.save_job, request.place.url, options)
             if wrong is not None:
-                pending.result()  # raises it here, and not only when somebody asks
+                outcome.result()  # raises the error here, and not only when the user asks for the result
         if options.on_error == "raise":
-            for background in backgrounds_of(joined):
-                background.surface(but=pending)
+            for background in backgrounds_of(request.group):
+                background.surface(but=outcome)
     except ReknitError as error:
-        if options.on_error == "raise" or isinstance(error, UsageError):
+        if request.raises(error):
             raise
         logger.warning("save to %s failed: %s", path, error)
-        pending = SaveOutcome(str(location_text(path)), step)
-        pending.end(error)
-    return PendingSave(pending)
+        outcome = SaveOutcome(str(location_text(path)), step)
+        outcome.end(error)
+    return PendingSave(outcome)
 
 
 @checked_call
@@ -192,52 +156,40 @@ def prepare(
     options: SaveOptions | None = None,
     group: AnyGroup | None = None,
 ) -> None:
-    """Do ahead what the first `save(path, state, wait=False)` would do, so that it blocks like later ones.
+    """Prepare for the first `save(path, state, wait=False)`, so that it blocks only as long as later saves.
 
-    Every rank calls it, like `save`, with the `options` of the saves to come.  `path` is any place in the
-    store that will be saved to, such as the folder of the run; nothing is written there.  Agents are started
-    and connected.  With `state`, they also agree on a plan, and the host memory that staging needs is taken
-    and filled with pages.  Nothing of the state is changed or kept.
+    Every rank calls it, like `save`, with the `options` of the later saves.  `path` is any place in the store
+    of these saves, such as the folder of the run; nothing is written there.  Agents are started and
+    connected.  With `state`, the ranks also agree on a plan, and the host memory for staging is allocated.
+    The state is neither changed nor kept.
 
-    A plan is for one layout: names, shapes, dtypes, and who holds what.  For a state that has another one at
-    the save (optimizers make theirs in the first step) the plan is made then, and what memory is missing is
-    taken then.
+    A plan is for one layout: the names, shapes and dtypes of all tensors, and the ranks that hold them.  If
+    the state has another layout at the save (optimizers make their states in the first step), the plan is
+    made then, and missing memory is allocated then.
 
     Raises `StateError`, `UnknownSchemeError`, `StorageError`, `AgentError`, `CommError`, on every rank the
-    same error, as for `save`, and `ShortageError` where there is too little memory.  With ``on_error="warn"``
-    what is no wrong call is logged, and the first save does what was not done.
+    same error, as for `save`, and `ShortageError` if memory is short.  With ``on_error="warn"`` all errors
+    but those of wrong calls are logged, and the first save prepares the rest.
     """
-    options, wrong = tried_options(options, SaveOptions, "reknit.prepare")
-    joined, ranks, _ = acting(group, options.comm)
-    place = place_of(path)
-    elsewhere = all(each.elsewhere for each in (place, *(place_of(to.path) for to in options.promotions)))
-
-    def job() -> SaveJob:
-        if wrong is not None:
-            raise wrong
-        held = {} if state is None else state
-        check_state(held)
-        storage = open_storage(path, durability=options.durability)
-        return SaveJob(
-            lambda: registry.collect(held, joined.rank, joined.size, ranks=ranks),
-            joined,
-            storage,
-            options,
-            Recorder("prepare", joined.rank, None, storage.url, outlets_for(options.events)),
-            url=place.url,
-            factory=place.factory,
-        )
-
+    options, wrong = tried_options(options, SaveOptions)
+    request = SaveRequest(
+        path=path,
+        state={} if state is None else state,
+        options=options,
+        wrong=wrong,
+        ranks=acting(group, options.comm),
+    )
     try:
-        background_of(joined, elsewhere).prepare(joined, job, place.url, options)
+        background = background_of(request.group, elsewhere=request.elsewhere)
+        background.prepare(request.group, request.warm_up_job, request.place.url, options)
     except ReknitError as error:
-        if options.on_error == "raise" or isinstance(error, UsageError):
+        if request.raises(error):
             raise
         logger.warning("could not prepare for saves to %s: %s", path, error)
 
 
 def _wait_for_copies(timeout_s: float) -> None:
-    """Wait until the copies of all saves under way are made, and their states may be changed."""
+    """Wait until all pending saves are copied, so that their states may be changed."""
     for background in all_backgrounds():
         background.wait_staged(timeout_s)
 
@@ -245,16 +197,16 @@ def _wait_for_copies(timeout_s: float) -> None:
 @checked_call
 @entered("reknit.close")
 def close(timeout_s: float | None = None) -> bool:
-    """Wait for the saves under way, let the agents end, and give their memory back; tell whether all ended.
+    """Wait for the pending saves, end the agents, free their memory; return whether all saves have ended.
 
-    Waits up to `timeout_s`, by default as long as the saves' `exit_wait_s`; what is staged is finished by the
-    agents all the same.  Later saves start new agents.  At the end of the interpreter this happens by itself.
-    Every rank calls it, or none.
+    Waits up to `timeout_s`, by default as long as the `exit_wait_s` of the saves; agents finish staged saves
+    in any case.  Later saves start new agents.  The end of the interpreter calls this, too.  Every rank calls
+    it, or none.
     """
     if timeout_s is not None:
-        timeout_s = arguments.checked_seconds("timeout_s", timeout_s)
+        timeout_s = checked_seconds("timeout_s", timeout_s)
     ended = True
-    for background in taken_backgrounds():
+    for background in removed_backgrounds():
         ended = background.close(timeout_s) and ended
     return ended
 
@@ -270,34 +222,34 @@ def load(
     options: LoadOptions | None = None,
     group: AnyGroup | None = None,
 ) -> LoadReport:
-    """Fill `state` in place from the checkpoint at `path`, whatever layout it was saved in.
+    """Fill `state` in place from the checkpoint at `path`, in any layout, not only that of the save.
 
-    `state` is as for `save`; each rank brings its own part of the target layout.  `items` names those to
-    load, default all of `state`; items of the checkpoint that `state` does not name are left alone.  Each
-    rank reads just the bytes that it needs, and checks them.
+    `state` is as for `save`; each rank passes its own part of the target layout.  `items` names the items to
+    load, by default all of `state`; other items of the checkpoint are not loaded.  Each rank reads only the
+    bytes that it needs, and checks them.
 
-    With `strict` (the default) anything that would not be restored exactly raises `MismatchError` on every
-    rank before anything changes; with `strict=False` the `LoadReport` tells it.  A list of patterns
-    of names ``item/fqn`` says what is strict: ``["model/*"]`` the model alone, ``["!model/head.*"]`` all but
-    its head; the last pattern that matches a name decides.  Whatever `strict` says, it is a `MismatchError`
-    if `state` has tensors and none of them on any rank would be restored (unless the checkpoint has only
-    values, and some are), or if a pattern matches no name on any rank.  A value that each rank saved for
-    itself (random state, `PerRank`) is restored when the ranks are the same, and otherwise left alone and
-    mentioned in `LoadReport.notes`.
+    With `strict` (the default), an entry that cannot be restored exactly raises `MismatchError` on every rank
+    before anything changes; with `strict=False`, the `LoadReport` lists it.  `strict` may be a list of
+    patterns of names ``item/fqn``:  ``["model/*"]`` is strict for the model alone, ``["!model/head.*"]`` for
+    all but its head; the last pattern that matches a name decides.  A load that would restore no tensor of
+    `state` on any rank is always a `MismatchError`, unless the checkpoint has only values, and some of them
+    are restored.  So is a pattern that matches no name on any rank.  A value that each rank saved for itself
+    (random state, `PerRank`) is restored if the ranks are the same; otherwise it stays, and
+    `LoadReport.notes` mentions it.
 
     Objects with `load_state_dict` are loaded before any tensor of `state` changes, unless their class has
     `load_after_tensors = True`.  If one raises an exception, that is a `StateError`: reknit has changed no
-    tensor on any rank, and the error names the objects that were loaded before.  What the objects' own code
-    changed until then, the one that raised included, stays.
+    tensor on any rank, and the error names the objects that were loaded before.  Changes by the code of the
+    objects until then stay.
 
     Raises `CheckpointNotFoundError`, `MismatchError`, `CorruptError`, `VersionError`, `StateError`,
     `StorageError`, `CommError`: on every rank the same error, naming rank and phase, and never an exception
     of your own code, as for `save`.
     """
-    options, wrong = tried_options(options, LoadOptions, "reknit.load")
+    options, wrong = tried_options(options, LoadOptions)
     joined, ranks, carrier = acting(group, options.comm)
     with ExitStack() as last:
-        with all_told(joined, load_story.FIRST_ROUND, options.timeout_s):
+        with raised_on_all_ranks(joined, load_story.FIRST_ROUND, options.timeout_s):
             if wrong is not None:
                 raise wrong
             check_state(state)

@@ -1,4 +1,4 @@
-"""What a user passed to `save` or `load`: is it fit, and what does the engine take of it?"""
+"""Check the arguments of calls, and turn them into values for the engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import operator
 from collections.abc import Iterable, Mapping
 from contextlib import closing
-from dataclasses import MISSING, fields
 from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,6 +16,7 @@ from reknit.engine.stored.moving import STAYS, moved_to
 from reknit.errors import ReknitError, UsageError, did_you_mean, readable, shown
 from reknit.keywords import unpacked
 from reknit.locations import is_location
+from reknit.options.fields import check_scope
 from reknit.storage.registry import MovedStorage, StoreRecipe, open_storage, recipe
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from reknit.options import LoadOptions, SaveOptions
+    from reknit.options.fields import Scope
     from reknit.storage.base import Storage
 
 logger = logging.getLogger("reknit")
@@ -32,52 +33,32 @@ logger = logging.getLogger("reknit")
 _Options = TypeVar("_Options", "SaveOptions", "LoadOptions")
 
 
-BACKGROUND_ONLY = ("stage", "when_busy", "host_nbytes", "piece_nbytes", "priority", "exit_wait_s")
-NOT_FOR_PROMOTE = (
-    *("check_replicas", "allow_pickle", "max_file_nbytes", "timeout_s", "on_error", "reuse", "promote_to"),
-    *("progress", "comm", *BACKGROUND_ONLY),
-)
-NOT_FOR_OPEN = ("only", "cast", "allow_shape_mismatch", "share", "progress", "comm")
-NOT_FOR_VERIFY = (*NOT_FOR_OPEN, "transforms", "verify", "replicas", "timeout_s", "gap_nbytes")
+def options_of(options: object, kind: type[_Options], call: Scope | None = None) -> _Options:
+    """Return options of a kind, the usual ones for None.
 
-
-def options_of(options: object, kind: type[_Options], call: str, unused: Sequence[str] = ()) -> _Options:
-    """Return options of this kind, the usual ones for None.
-
-    Raises `UsageError` for anything else, and where an option is given that has no meaning for the call.
+    Raises `UsageError` for anything else, and for an option that was set and that the call does not read.
     """
     if options is None:
         return kind()
-    if isinstance(options, kind):
-        _check_used(options, call, unused)
-        return options
-    raise _no_options(options, kind)
+    if not isinstance(options, kind):
+        raise _wrong_options(options, kind)
+    if call is not None:
+        check_scope(options, call)
+    return options
 
 
 def tried_options(
-    options: object, kind: type[_Options], call: str, unused: Sequence[str] = ()
+    options: object, kind: type[_Options], call: Scope | None = None
 ) -> tuple[_Options, UsageError | None]:
-    """Return what `options_of` does, or usable options and its error, which all ranks are to hear."""
+    """Return the result of `options_of`, or usable options and the error that all ranks will raise."""
     try:
-        return options_of(options, kind, call, unused), None
+        return options_of(options, kind, call), None
     except UsageError as error:
         return options if isinstance(options, kind) else kind(), error
 
 
-def _check_used(options: Any, call: str, unused: Sequence[str]) -> None:
-    """Raise `UsageError` for an option that was given and has no meaning for a call."""
-    for option in fields(options):
-        usual = option.default if option.default_factory is MISSING else option.default_factory()
-        value = getattr(options, option.name)
-        if option.name in unused and value != usual and (value or usual):
-            raise UsageError(
-                f"{option.name}={shown(value)} means nothing to {call}",
-                remedy=f"leave {option.name} out of these options",
-            )
-
-
-def _no_options(options: Any, kind: type[_Options]) -> UsageError:
-    """Return the error for what is no options object of this kind."""
+def _wrong_options(options: Any, kind: type[_Options]) -> UsageError:
+    """Return the error for options that are not an object of a kind."""
     by_name = isinstance(options, Mapping) and all(isinstance(name, str) for name in options)
     return UsageError(
         f"options is a reknit.{kind.__name__} here, not a {type(options).__name__}",
@@ -86,7 +67,7 @@ def _no_options(options: Any, kind: type[_Options]) -> UsageError:
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Raise `UsageError` for what is neither true nor false: the text "no" would count as true."""
+    """Raise `UsageError` for a value other than True or False: the text "no" would count as true."""
     if not isinstance(value, (bool, np.bool_)):  # such as `step % 100 == 0` may be
         raise UsageError(f"{name} is True or False, not {shown(value)}")
 
@@ -138,7 +119,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def checked_metrics(metrics: Any) -> dict[str, float | None]:
-    """Return metrics as numbers of JSON; one that is not finite is None.  Raises `UsageError`."""
+    """Return metrics as numbers of JSON, with None for infinite ones and NaN.  Raises `UsageError`."""
     numbers: dict[str, float | None] = {}
     try:
         for name, value in dict(metrics or {}).items():
@@ -147,7 +128,7 @@ def checked_metrics(metrics: Any) -> dict[str, float | None]:
     except (TypeError, ValueError, OverflowError) as error:
         raise UsageError(f"metrics are numbers by name, not {shown(metrics)}") from error
     if wrong := [name for name in numbers if not isinstance(name, str)]:
-        raise UsageError(f"metrics have names, and {shown(wrong[0])} is none")
+        raise UsageError(f"metrics have names, and {shown(wrong[0])} is not a text")
     return numbers
 
 
@@ -168,7 +149,7 @@ def checked_step(step: Any) -> int | None:
 
 
 def check_metadata(metadata: Any) -> None:
-    """Raise `UsageError` for metadata that is no mapping; the root looks into it."""
+    """Raise `UsageError` for metadata that is not a mapping; the root checks its content."""
     if not isinstance(metadata, Mapping):
         raise UsageError(f"metadata is a mapping of names, not a {type(metadata).__name__}")
 
@@ -203,7 +184,7 @@ def part_of(state: Mapping[str, Any], items: Sequence[str] | None) -> dict[str, 
 
 
 def place_of(path: str | PathLike[str]) -> StoreRecipe:
-    """Return how an agent opens a store; what is wrong with a path is told when the save is under way."""
+    """Return the recipe of a store for an agent; errors of the path are raised later, by the save."""
     try:
         return recipe(path)
     except ReknitError:
@@ -216,12 +197,12 @@ def open_places(path: str | PathLike[str], options: LoadOptions, last: ExitStack
 
 
 def open_checkpoint(path: str | PathLike[str]) -> Storage:
-    """Open the place of a checkpoint, to read it wherever its files have moved."""
+    """Open the place of a checkpoint, whose files may have moved."""
     return following(open_storage(path))
 
 
 def following(storage: Storage) -> Storage:
-    """Return a store that reads files of a checkpoint that have moved where they are."""
+    """Return a store that reads moved files of a checkpoint at their new place."""
     return MovedStorage(storage, _moved, STAYS)
 
 
@@ -231,7 +212,7 @@ def _moved(storage: Storage) -> Storage | None:
 
 
 def check_promotion(storage: Storage, options: SaveOptions, rank: int, *, overwrite: bool) -> None:
-    """Raise what is wrong with a place to promote to, before anything is written; rank 0 looks there."""
+    """Raise the errors of the places to promote to, before any write; rank 0 looks for checkpoints there."""
     for place in options.promotions:
         with closing(open_storage(place.path, durability=options.durability)) as target:
             check_places(storage, target)
@@ -240,7 +221,7 @@ def check_promotion(storage: Storage, options: SaveOptions, rank: int, *, overwr
 
 
 def check_places(source: Storage, target: Storage) -> None:
-    """Raise `UsageError` where source and target are one place, or one lies in the other."""
+    """Raise `UsageError` if source and target are one place, or one is inside the other."""
     if source.url == target.url:
         raise UsageError(
             f"a checkpoint cannot be promoted to where it is: {source.url}",

@@ -1,17 +1,14 @@
-"""What the calls of a user share: who hears of an error, what is recorded, and which saves are under way."""
+"""Code that calls of users share: errors on all ranks, saves that wait, and the pending background saves."""
 
 from __future__ import annotations
 
 import logging
 import os
-import platform
-import sys
 import threading
 import weakref
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial
-from importlib import metadata as distributions
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 from reknit.comm import group as comm
 from reknit.engine.background.background import Background
@@ -39,14 +36,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("reknit")
 
 backgrounds: weakref.WeakKeyDictionary[Group, dict[bool, Background]] = weakref.WeakKeyDictionary()
-"""The background saves of each group: those to stores that other processes can open, and those to others."""
+"""The background saves of each group, by whether other processes can open their stores."""
 
 making = threading.Lock()
-"""Held while background saves are looked up: two threads that save at once must not make two, and who goes
-through them all must not meet new ones."""
+"""Held while background saves are looked up: two threads that save at once must share one object, and an
+iteration over all of them must not see new ones."""
 
 _committed: weakref.WeakKeyDictionary[Group, Committed] = weakref.WeakKeyDictionary()
-"""What this process saved with each group, not in the background."""
+"""The last saves of this process with each group, without those in the background."""
 
 
 def save_now(
@@ -56,7 +53,7 @@ def save_now(
 ) -> SaveOutcome:
     """Save, and return when the checkpoint is committed."""
     with ExitStack() as last:
-        with all_told(joined, ASSIGN, options.timeout_s):
+        with raised_on_all_ranks(joined, ASSIGN, options.timeout_s):
             job = make()
             last.callback(job.storage.close)
             for background in backgrounds_of(joined):
@@ -77,7 +74,7 @@ def save_now(
 
 
 def _promote_now(outcome: SaveOutcome, job: SaveJob, report: SaveReport, written: Sequence[Written]) -> None:
-    """Promote what all ranks have just saved; a place that fails does not keep it from the others."""
+    """Promote a save of all ranks to each place; a place that fails does not prevent the others."""
     for number, place in enumerate(job.options.promotions):
         opened = partial(open_storage, place.path, durability=job.options.durability)
         url, _, _, record = job.promote_to[number]
@@ -97,7 +94,7 @@ def _promote_now(outcome: SaveOutcome, job: SaveJob, report: SaveReport, written
 
 @contextmanager
 def entering(call: str) -> Iterator[None]:
-    """Be in a call of a user: the only one of its thread, without collections, and with typed shortages."""
+    """Run a call of a user: the only one of its thread, without collections, with typed shortages."""
     with entered(call), typed_shortage(), without_collections():
         if is_captured():
             raise UsageError(
@@ -108,11 +105,11 @@ def entering(call: str) -> Iterator[None]:
 
 
 @contextmanager
-def all_told(group: Group, first_round: str, timeout_s: float) -> Iterator[None]:
-    """Let the other ranks raise an error that keeps this one from its first round, instead of waiting."""
+def raised_on_all_ranks(group: Group, first_round: str, timeout_s: float) -> Iterator[None]:
+    """Raise an error before the first round on all ranks, so that the others do not wait for this rank."""
     try:
         yield
-    except BaseException as error:  # Ctrl-C too: whatever it is, this rank will not come
+    except BaseException as error:  # Ctrl-C too, since this rank will not come to the round
         if group.size == 1:
             if isinstance(error, ReknitError) or not isinstance(error, Exception):
                 raise
@@ -120,8 +117,8 @@ def all_told(group: Group, first_round: str, timeout_s: float) -> Iterator[None]
         comm.fail(group, first_round, error, timeout_s)
 
 
-def background_of(group: Group, elsewhere: bool) -> Background:
-    """Return the background saves of a group, to stores that other processes can open or cannot."""
+def background_of(group: Group, *, elsewhere: bool) -> Background:
+    """Return the background saves of a group, to stores that other processes can or cannot open."""
     with making:
         kinds = backgrounds.setdefault(group, {})
         if elsewhere not in kinds:
@@ -133,19 +130,19 @@ def background_of(group: Group, elsewhere: bool) -> Background:
 
 
 def backgrounds_of(group: Group) -> list[Background]:
-    """Return the background saves that a group has at this moment."""
+    """Return the background saves of a group."""
     with making:
         return list(backgrounds.get(group, {}).values())
 
 
 def all_backgrounds() -> list[Background]:
-    """Return the background saves that all groups have at this moment."""
+    """Return the background saves of all groups."""
     with making:
         return [background for kinds in backgrounds.values() for background in kinds.values()]
 
 
-def taken_backgrounds() -> Iterator[Background]:
-    """Yield the background saves that all groups have at this moment, each taken out for who closes it."""
+def removed_backgrounds() -> Iterator[Background]:
+    """Remove the background saves of all groups one after another, and yield each, to be closed."""
     with making:
         found = list(backgrounds.values())
     for kinds in found:
@@ -154,22 +151,6 @@ def taken_backgrounds() -> Iterator[Background]:
                 background = kinds.pop(elsewhere, None)
             if background is not None:
                 yield background
-
-
-def origin_of(group: Group) -> dict[str, Any]:
-    """Return what the manifest says about the job that wrote it; information only."""
-    names = [name for name in ("reknit", "numpy", "torch", "jax") if name == "reknit" or name in sys.modules]
-    versions = {name: version for name in names if (version := _version_of(name)) is not None}
-    return {"world_size": group.size, "python": platform.python_version(), "versions": versions}
-
-
-@cache
-def _version_of(name: str) -> str | None:
-    """Return the version of a package, None for what runs from a source tree; it is parsed from a file."""
-    try:
-        return distributions.version(name)
-    except distributions.PackageNotFoundError:
-        return None
 
 
 def _after_fork() -> None:

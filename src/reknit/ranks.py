@@ -215,7 +215,7 @@ def connect(
     if not isinstance(job, str) or not job:
         raise UsageError(f"job is a name, not {job!r}")
     with ExitStack() as meeting:
-        store = _meeting_store(at, rank, size, token, options, meeting)
+        store = _meeting_store(at, rank, size, options, token=token, last=meeting)
         if size == 1:
             return SoloGroup(options.generation)
         group = _tree(store, rank, size, job, options)
@@ -236,12 +236,12 @@ def _whole(name: str, number: Any) -> int:
 
 
 def _meeting_store(
-    at: Any, rank: int, size: int, token: str | None, options: CommOptions, last: ExitStack
+    at: Any, rank: int, size: int, options: CommOptions, *, token: str | None, last: ExitStack
 ) -> Store:
-    """Return the store in which ranks meet; `last` ends what has to be ended.  Raises `UsageError`."""
+    """Return the store in which ranks meet; `last` closes it, if necessary.  Raises `UsageError`."""
     scheme, colon, _ = at.partition("://") if isinstance(at, str) else ("", "", "")
     if colon and scheme.lower() == "tcp":
-        return _addressed(at, rank, size, token, options, last)
+        return _addressed(at, rank, size, options, token=token, last=last)
     if token is not None:
         raise UsageError("a token is for at='tcp://host:port' only")
     if colon and scheme.lower() == "jax":
@@ -262,7 +262,7 @@ def _meeting_store(
 
 
 def _addressed(
-    at: str, rank: int, size: int, token: str | None, options: CommOptions, last: ExitStack
+    at: str, rank: int, size: int, options: CommOptions, *, token: str | None, last: ExitStack
 ) -> Store:
     """Return the store at an address: rank 0 serves it, the others connect."""
     with quietly():

@@ -1,4 +1,4 @@
-"""The calls of users about committed checkpoints, which one process makes alone: open, verify, find, move."""
+"""The calls of users about committed checkpoints, by one process alone: open, verify, find, move."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Literal
 
 from reknit.arguments import (
-    NOT_FOR_OPEN,
-    NOT_FOR_PROMOTE,
-    NOT_FOR_VERIFY,
     check_flag,
     check_places,
     checked_metrics,
@@ -48,11 +45,11 @@ if TYPE_CHECKING:
 @checked_call
 @typed_shortage()
 def open(path: str | PathLike[str], *, options: LoadOptions | None = None) -> Checkpoint:
-    """Open a checkpoint for looking and for reading any part of any tensor; no other rank is needed.
+    """Open a checkpoint to inspect it and to read any part of any tensor, without other ranks.
 
     Raises `CheckpointNotFoundError`, `CorruptError`, `VersionError`, `StorageError`.
     """
-    options = options_of(options, LoadOptions, "reknit.open", NOT_FOR_OPEN)
+    options = options_of(options, LoadOptions, "open")
     if parted(options.transforms)[1]:
         raise UsageError(
             "reknit.open shows tensors as they were saved, so of transforms it takes names only",
@@ -75,16 +72,16 @@ def verify(
     *,
     options: LoadOptions | None = None,
 ) -> VerifyReport:
-    """Check a checkpoint without loading it; `report.ok`, or `report.problems` naming file and place.
+    """Check a checkpoint without loading it, and return a report with `ok`, and `problems` with their files.
 
-    ``"metadata"`` reads no tensors, and `report.unread` says so; ``"data"`` reads every byte of every file
-    and compares it with its digest.  Raises `CheckpointNotFoundError` when there is nothing to check.
+    ``"metadata"`` reads no tensors, which `report.unread` counts; ``"data"`` reads every byte of every file
+    and compares it with its digest.  Raises `CheckpointNotFoundError` without a checkpoint.
     """
     if str(level) == "structure":  # the word for it in version 0.1
         level = "metadata"
     if level not in ("metadata", "data"):
         raise UsageError(f"level is 'metadata' or 'data', not {shown(level)}")
-    options = options_of(options, LoadOptions, "reknit.verify", NOT_FOR_VERIFY)
+    options = options_of(options, LoadOptions, "verify")
     with closing(open_checkpoint(path)) as storage:
         recorder = Recorder("verify", path=storage.url, sinks=outlets_for(options.events))
         with recorder.whole():
@@ -101,16 +98,16 @@ def latest(
 ) -> str | None:
     """Return the path of the newest committed checkpoint directly below `root`, or None.
 
-    Newest is the highest step; checkpoints without a step come before all that have one, by time.  A folder
-    whose manifest is damaged, that is closed to this user, or that has a name that no store takes, is passed
-    over with a logged warning.
+    The newest checkpoint has the highest step; checkpoints without a step are older than all others, and are
+    ordered by time.  A folder is skipped with a logged warning if its manifest is damaged, if this user
+    cannot read it, or if no store accepts its name.
 
-    A run that died may have left agents that still commit what it had staged.  `pending` says what becomes of
-    saves that are under way below `root`: with ``"tell"`` a warning names them, where they may be newer.
-    ``"wait"`` waits until they are over, up to `timeout_s`, and raises `DeadlineError`.  ``"fence"`` keeps
-    them from ever committing, all that have put up their marker by now, whoever's they are.  A save that is
-    staged, and has no marker yet, is not fenced; agents of this host that are at work then are named in a
-    warning.  All ranks call this together, or one calls it and tells the others.
+    Agents of a run that died may still commit its staged saves.  `pending` decides about pending saves below
+    `root`.  With ``"tell"``, a warning names the saves that may be newer.  ``"wait"`` waits for their end, up
+    to `timeout_s`, and raises `DeadlineError`.  ``"fence"`` prevents every save whose marker is there from
+    committing, also a save of another user.  A staged save without a marker is not fenced; a warning names
+    the agents of this host that still work then.  All ranks call this together, or one calls it and sends the
+    result to the others.
     """
     if pending not in ("tell", "wait", "fence"):
         raise UsageError(f"pending is 'tell', 'wait' or 'fence', not {pending!r}")
@@ -128,8 +125,8 @@ def latest(
 def steps(root: str | PathLike[str]) -> list[SavedStep]:
     """Return the committed checkpoints directly below `root`, by step, with time, size, items and metrics.
 
-    A checkpoint whose manifest cannot be read is listed with its `problem`.  Raises `UsageError` where `root`
-    is a checkpoint itself or a folder of another program, `StorageError`.
+    A checkpoint whose manifest cannot be read is listed with its `problem`.  Raises `UsageError` if `root` is
+    a checkpoint itself or a folder of another program, and `StorageError`.
     """
     with closing(open_storage(root)) as storage:
         return steps_below(storage)
@@ -140,13 +137,13 @@ def steps(root: str | PathLike[str]) -> list[SavedStep]:
 def delete(path: str | PathLike[str], *, items: Sequence[str] | None = None, dry_run: bool = False) -> int:
     """Remove the checkpoint at `path`, or only some of its `items`, and return the bytes that this freed.
 
-    Its manifest goes first: from then on it does not exist, whatever happens to this process.  Files that are
-    not of reknit's making stay.  With `items`, another manifest takes its place, which says what was dropped
-    and when; the others stay loadable at every moment.  Where the files were moved by `reknit.cool`, they go
-    there, too.  With `dry_run` nothing is removed.
+    Its manifest is deleted first: from then on it does not exist, even if this process dies.  Files of other
+    programs stay.  With `items`, another manifest replaces the manifest, and records the dropped items and
+    the time; the other items can be loaded at every moment.  Files that `reknit.cool` has moved are removed,
+    too.  With `dry_run` nothing is removed.
 
-    Raises `CheckpointNotFoundError`, `StorageError`, and `UsageError` where a save to `path` or a promotion
-    is under way, or somebody holds it; `MismatchError` for an item that it never had.
+    Raises `CheckpointNotFoundError`, `StorageError`, `UsageError` if a save to `path` or a promotion is
+    pending, or if the checkpoint is held, and `MismatchError` for an item that it never had.
     """
     if isinstance(items, str):
         raise UsageError("items is a list of names: put the text into a list")
@@ -173,7 +170,7 @@ def pin(path: str | PathLike[str], reason: str = "") -> None:
 @checked_call
 @typed_shortage()
 def unpin(path: str | PathLike[str]) -> bool:
-    """Let the checkpoint at `path` be removed again, and tell whether it was pinned.
+    """Allow the removal of the checkpoint at `path` again, and return whether it was pinned.
 
     Raises `CheckpointNotFoundError`, `StorageError`.
     """
@@ -184,12 +181,12 @@ def unpin(path: str | PathLike[str]) -> bool:
 @checked_call
 @typed_shortage()
 def note(path: str | PathLike[str], metrics: Mapping[str, float], *, write_id: str | None = None) -> None:
-    """Add metrics to the committed checkpoint at `path`, such as a score that an evaluation has found.
+    """Add metrics to the committed checkpoint at `path`, such as the score of an evaluation.
 
-    `reknit.steps`, ``keep=best(...)`` and `Checkpointer.best` know them from then on; of one name the last
-    counts.  With `write_id`, that of a `SavedStep`, they are added to this checkpoint only, and not to one
-    that has replaced it since.  Raises `CheckpointNotFoundError`, `StorageError`, `UsageError` for what is no
-    number.
+    `reknit.steps`, ``keep=best(...)`` and `Checkpointer.best` use them from then on.  A metric replaces an
+    earlier one of the same name.  With the `write_id` of a `SavedStep`, the metrics are added to this
+    checkpoint only, and not to a checkpoint that has replaced it since.  Raises `CheckpointNotFoundError`,
+    `StorageError`, and `UsageError` for a value that is not a number.
     """
     numbers = checked_metrics(metrics)
     if not isinstance(write_id, str | None):
@@ -209,14 +206,14 @@ def promote(
 ) -> PromotionReport:
     """Copy the committed checkpoint at `path` to `to`, another path or URL, and commit it there as well.
 
-    One process does it alone, with every file that it finds at `path`; each block is compared with its
-    digest on the way.  What an earlier try has brought there is checked and kept, so it can be called again
-    after any failure.  `overwrite=True` replaces another checkpoint at `to`.
+    One process copies all files alone, and compares each block with its digest on the way.  Files of an
+    earlier try are checked and kept, so the call can be repeated after any failure.  `overwrite=True`
+    replaces another checkpoint at `to`.
 
     Raises `CheckpointNotFoundError`, `CheckpointExistsError`, `CorruptError`, `CommitError` (files are in
     neither place), `StorageError`.
     """
-    options = options_of(options, SaveOptions, "reknit.promote", NOT_FOR_PROMOTE)
+    options = options_of(options, SaveOptions, "promote")
     check_flag("overwrite", overwrite)
     with (
         closing(open_checkpoint(path)) as source,
@@ -226,7 +223,7 @@ def promote(
         recorder = Recorder("promote", path=target.url, sinks=outlets_for(options.events))
         with recorder.whole():
             places = recorded(source, recorder), recorded(target, recorder)
-            return promote_alone(Promotion(*places, overwrite, options, recorder))
+            return promote_alone(Promotion(*places, overwrite=overwrite, options=options, recorder=recorder))
 
 
 @checked_call
@@ -234,10 +231,11 @@ def promote(
 def cool(path: str | PathLike[str], to: str | PathLike[str], *, bytes_per_s: float | None = None) -> int:
     """Move the files of the committed checkpoint at `path` to `to`, and return the bytes freed at `path`.
 
-    `path` goes on working for everything that reads or removes it: its manifest stays, and says where the
-    files are.  They are copied, read again at `to` and compared with their digests, before they go here.
-    Whoever reads the checkpoint meanwhile reads on.  Call it again after any failure.  A checkpoint that is
-    pinned or held stays.  `to` is the absolute path or URL, without options, of this checkpoint alone.
+    `path` stays valid for every call that reads or removes the checkpoint: its manifest stays, and has the
+    new place of the files.  These are copied, read again at `to` and compared with their digests, before they
+    are deleted at `path`.  Processes that read the checkpoint at that time are not disturbed.  Repeat the
+    call after any failure.  A checkpoint that is pinned or held is not moved.  `to` is the absolute path or
+    URL, without options, of this checkpoint alone.
 
     Raises `CheckpointNotFoundError`, `CheckpointExistsError`, `CorruptError`, `UsageError`, `StorageError`.
     """
@@ -245,5 +243,12 @@ def cool(path: str | PathLike[str], to: str | PathLike[str], *, bytes_per_s: flo
     with closing(open_storage(path)) as source, closing(open_storage(to)) as target:
         check_places(source, target)
         recorder = Recorder("promote", path=target.url)
-        job = Promotion(source, target, False, SaveOptions(), recorder, Pace(bytes_per_s))
+        job = Promotion(
+            source,
+            target,
+            overwrite=False,
+            options=SaveOptions(),
+            recorder=recorder,
+            pace=Pace(bytes_per_s),
+        )
         return move(job, recipe(to).url, open_storage)

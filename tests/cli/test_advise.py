@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.policies.interval import RunCosts
+from reknit.policies.cost_model import RunCosts
 
 if TYPE_CHECKING:
     from pathlib import Path

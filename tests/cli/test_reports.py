@@ -10,7 +10,7 @@ import pytest
 
 import reknit
 from reknit.monitor.sinks.jsonl import JsonLines
-from reknit.policies.interval import RunCosts
+from reknit.policies.cost_model import RunCosts
 from tests.monitor.records import of_rank as record
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ NUMBERS: dict[str, list[tuple[str, str, float]]] = {
             30,
         ),
         ("gives up after `timeout_s` (300 s)", "stored.py:latest.timeout_s", 300),
-        ("waits up to `exit_wait_s` (300 s)", "options.py:SaveOptions.exit_wait_s", 300),
+        ("waits up to `exit_wait_s` (300 s)", "options/__init__.py:SaveOptions.exit_wait_s", 300),
         ("60 s after the longest `timeout_s`", "engine/background/agent.py:_GRACE_S", MINUTE),
         ("the agents run with nice 10", "engine/background/agent.py:_LOW_NICE", 10),
     ],
@@ -49,8 +49,8 @@ NUMBERS: dict[str, list[tuple[str, str, float]]] = {
     ],
     "howto/connect.md": [
         ("of at least 16 characters", "comm/meeting/address_store.py:_SHORTEST_TOKEN", 16),
-        ("report to one rank (16)", "options.py:CommOptions.fan_out", 16),
-        ("`connect_timeout_s` (120)", "options.py:CommOptions.connect_timeout_s", 120),
+        ("report to one rank (16)", "options/__init__.py:CommOptions.fan_out", 16),
+        ("`connect_timeout_s` (120)", "options/__init__.py:CommOptions.connect_timeout_s", 120),
         ("and 64 more", "comm/serving.py:SPARE_CONNECTIONS", 64),
     ],
     "howto/events-and-phases.md": [
@@ -64,7 +64,7 @@ NUMBERS: dict[str, list[tuple[str, str, float]]] = {
         ("must also exceed 0.05 s", "monitor/reports/phase_summary.py:SLOW_S", 0.05),
         ("and 2 % of the whole", "monitor/reports/phase_summary.py:SLOW_SHARE", 0.02),
         ("if it exceeds 5 ms", "monitor/reports/recorded_operations.py:_LEAST_BEHIND_S", 0.005),
-        ("50,000 divided by", "cli/reports/costs.py:_RANK_MTTF_H", 50_000),
+        ("50,000 divided by", "cli/reports/cost_options.py:_RANK_MTTF_H", 50_000),
         ("takes longer than two seconds", "monitor/progress.py:Intervals.quiet_s", 2),
         ("every ten seconds;", "monitor/progress.py:Intervals.log_s", 10),
     ],
@@ -87,7 +87,7 @@ NUMBERS: dict[str, list[tuple[str, str, float]]] = {
         ("less than 1.5 GB/s, four below 2.25", "engine/sharing/share_out.py:_COPY_RATE", 1.5e9 * 2),
         ("and many below 3 GB/s", "engine/sharing/share_out.py:_COPY_RATE", 3e9),
         ("Less than 32 MiB per rank", "planner/sharing.py:WORTH_NBYTES", 32 * MIB),
-        ("`inflight_nbytes` (256 MiB)", "options.py:LoadOptions.inflight_nbytes", 256 * MIB),
+        ("`inflight_nbytes` (256 MiB)", "options/__init__.py:LoadOptions.inflight_nbytes", 256 * MIB),
     ],
     "howto/per-rank-state.md": [
         ("the first 8 KiB", "engine/saving/compared_copies.py:SAMPLE_NBYTES", 8 << 10),
@@ -176,7 +176,9 @@ def bindings(node: Any) -> dict[str, ast.expr]:
 
 
 def number(expression: ast.expr, names: dict[str, ast.expr]) -> float:
-    """Return the value of an expression of numbers and constants."""
+    """Return the value of an expression of numbers and constants, or the default of an option."""
+    if isinstance(expression, ast.Call):
+        return number(expression.args[0], names)
     if isinstance(expression, ast.Name) and expression.id in names:
         return number(names[expression.id], names)
     if isinstance(expression, ast.BinOp):

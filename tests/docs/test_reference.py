@@ -10,6 +10,8 @@ import pytest
 
 import reknit
 from reknit import errors
+from reknit.options import LoadOptions, SaveOptions
+from reknit.options.fields import scopes_of
 from tests.docs.pages import ROOT
 
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
@@ -19,6 +21,16 @@ PAGES = [*PAGES, "README.md"]
 PAGES.remove("docs/format.md")  # there, such names are keys in files
 SPACES = ("policies", "transforms", "sinks", "alerts")
 NAME = re.compile(r"(?<![\w./-])reknit((?:\.[A-Za-z_]\w*)+)")
+COLUMNS = {
+    SaveOptions: {
+        "save": "`save(wait=True)`",
+        "background": "`save(wait=False)`",
+        "promote": "`promote`",
+        "agent": "sent with each save",
+        "start": "read once",
+    },
+    LoadOptions: {"load": "`load`", "open": "`open`", "verify": "`verify`"},
+}
 FILES = (".md", ".json", ".sh", ".toml", ".py")
 
 
@@ -64,3 +76,18 @@ def test_a_name_that_a_page_teaches_exists(page: str) -> None:
         except (AttributeError, ImportError):
             lost.append(name)
     assert sorted(lost) == []
+
+
+def table(kind: type[Any]) -> str:
+    """Return the table of the scopes of the options of a class."""
+    rows = [[f"`{kind.__name__}`", *COLUMNS[kind].values()], ["---", *([":-:"] * len(COLUMNS[kind]))]]
+    for name, scopes in scopes_of(kind).items():
+        rows.append([f"`{name}`", *("yes" if scope in scopes else "" for scope in COLUMNS[kind])])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_the_page_of_options_shows_the_scopes_of_each_option(kind: type[Any]) -> None:
+    page = (ROOT / "docs/reference/options.md").read_text()
+    assert table(kind) in page, table(kind)
+    assert {scope for scopes in scopes_of(kind).values() for scope in scopes} == COLUMNS[kind].keys()

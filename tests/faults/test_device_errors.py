@@ -149,4 +149,5 @@ def test_after_an_error_of_a_device_all_ranks_raise_it_and_the_next_save_is_righ
     answers = run_simulated(world, *call, device_type=device_type, timeout=600)
     for num_failed in answers:
         assert num_failed == answers[0]
-        assert min(num_failed.values()) > 0, num_failed
+        # A lazy save without memory to watch its tensors copies them at once.
+        assert min(n for call, n in num_failed.items() if call != "lazy refuse_memory") > 0, num_failed

@@ -27,7 +27,7 @@ from reknit.errors import (
     UsageError,
 )
 from reknit.policies import at, best, every, latest, on_preemption
-from reknit.runs import settle
+from reknit.runs import unfinished_saves
 from reknit.testing.world import run_ranks
 from tests.runs.pieces import damage, numbers, state
 
@@ -276,7 +276,7 @@ def test_whatever_agents_of_an_earlier_run_do_they_are_waited_for(
 ) -> None:
     """They write, or have not read yet what they were given."""
     looks = [[AtWork(71, 0, f"{tmp_path}/7", 0.0)], [AtWork(71, 0, None, None)], []]
-    monkeypatch.setattr(settle, "at_work", lambda root: looks.pop(0))
+    monkeypatch.setattr(unfinished_saves, "at_work", lambda root: looks.pop(0))
     with Checkpointer(tmp_path) as run:
         assert run.resume(state()) == 0
     assert looks == []
@@ -285,8 +285,8 @@ def test_whatever_agents_of_an_earlier_run_do_they_are_waited_for(
 def test_an_agent_that_stands_still_without_a_save_is_not_waited_for_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(settle, "at_work", lambda root: [AtWork(71, 0, None, None)])
-    monkeypatch.setattr(settle, "_READ_S", 0.1)
+    monkeypatch.setattr(unfinished_saves, "at_work", lambda root: [AtWork(71, 0, None, None)])
+    monkeypatch.setattr(unfinished_saves, "_READ_S", 0.1)
     with Checkpointer(tmp_path) as run:
         assert run.resume(state()) == 0
     assert "still writing" not in caplog.text, "it may be one of another run"

@@ -136,7 +136,7 @@ def test_a_service_that_fails_is_told_of_once_and_asked_again(
     finally:
         notices.close()
     (record,) = caplog.records
-    assert "the metadata service of gcp tells of no notices: HTTP Error 500" in record.getMessage()
+    assert "the metadata service of gcp gives no notices: HTTP Error 500" in record.getMessage()
 
 
 @pytest.mark.parametrize("service", ["aws"], indirect=True)

@@ -15,7 +15,7 @@ import pytest
 from reknit import Checkpointer
 from reknit.errors import UsageError
 from reknit.policies import at, on_preemption
-from reknit.policies.saving import OnPreemption
+from reknit.policies.save_policies import OnPreemption
 from reknit.runs.preemption import Notices
 from reknit.testing.world import run_ranks
 

@@ -202,7 +202,7 @@ def test_leftovers_that_cannot_be_removed_hold_nothing_else_up(
     monkeypatch.setattr(LocalStorage, "delete", refuse)
     assert pruned(root, latest(9)) == []
     assert left(root) == [f"step_{n:08d}" for n in (2, 3, 4)]
-    assert "what is left of step 2 stays" in caplog.text
+    assert "files of step 2 stay" in caplog.text
 
 
 def test_foreign_files_stay(root: Path) -> None:

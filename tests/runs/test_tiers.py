@@ -261,7 +261,7 @@ def test_the_last_step_before_the_end_goes_to_the_tiers_that_ask_for_it(tmp_path
         ({"tiers": [Tier("a", every=latest(5))]}, "which steps to keep"),
         ({"tiers": [Tier("a", every=0)]}, "steps"),
         ({"tiers": [Tier("a", keep=on_preemption())]}, "when to save"),
-        ({"tiers": [Tier("a"), Tier("b", every=at(5) | on_preemption())]}, "does not hear"),
+        ({"tiers": [Tier("a"), Tier("b", every=at(5) | on_preemption())]}, "does not watch for"),
     ],
 )
 def test_what_makes_no_sense_is_refused(

@@ -1,1 +1,1 @@
-"""What can a person at a terminal do with checkpoints?"""
+"""The command `reknit`: work with checkpoints at a terminal."""

@@ -1,4 +1,4 @@
-"""`reknit advise`: how often is it best to save, and what does that take?"""
+"""`reknit advise`: how often is it best to save, and at which cost?"""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from reknit.engine.record.other_formats import absent
 from reknit.engine.stored.steps import numbered
 from reknit.errors import UsageError
 from reknit.monitor.progress_text import amount
-from reknit.policies.base import HOUR_S
-from reknit.policies.interval import RunCosts
+from reknit.policies.cost_model import RunCosts
+from reknit.policies.policy import HOUR_S
 from reknit.storage.registry import open_storage
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of the program."""
+    """Add the command to the program."""
     parser = commands.add_parser(
         "advise",
         help="compute the best time between saves",
@@ -58,7 +58,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tell it, and return the exit code."""
+    """Print the best interval and its costs, and return the exit code."""
     nbytes, ranks = (None, None) if args.root is None else _newest(args.root)
     ranks = args.ranks or ranks
     if args.rank_mttf is not None and ranks is None:

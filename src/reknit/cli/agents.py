@@ -1,4 +1,4 @@
-"""`reknit agents`: who on this host still writes checkpoints below a folder, and when is nobody left?"""
+"""`reknit agents`: list the agents of this host that still write below a folder, or wait for them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PAUSE_S = 0.2
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of the program."""
+    """Add the command to the program."""
     parser = commands.add_parser(
         "agents",
         help="list the processes that still write checkpoints, or wait for them",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of the program."""
+    """Add the command to the program."""
     parser = commands.add_parser(
         "certify-storage",
         help="check that a store supports what checkpoints need",
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
         raise MissingExtraError(
             "certify-storage runs tests, and pytest is not installed", remedy="pip install 'reknit[testing]'"
         )
-    # What is wrong with the URL, or with credentials, is told here.
+    # This raises errors of the URL and of credentials before any test runs.
     with closing(open_storage(args.url)) as storage:
         storage.folders()
     # The suite is a program of its own: it belongs to the tests, which nothing else depends on.

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 _PIECE_NBYTES = 16 * MIB
 _SLICE_NUMEL = 1 << 19
-"""Elements of which differences are computed at once, each as a double-precision number."""
+"""Elements whose differences are computed at once, each as a double-precision number."""
 
 _NO_NUMBERS = frozenset({"complex32", "float4_e2m1fn_x2"})
-"""Floating types that NumPy has no arithmetic for."""
+"""Floating types without arithmetic in NumPy."""
 
 
 _SHOWN = 60
@@ -40,7 +40,7 @@ _SHOWN_NBYTES = MIB
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """`kind` is what differs (``"item"``, ``"tensor"``, ``"value"``, ``"data"``), `what` says how."""
+    """A difference of a `kind` (``"item"``, ``"tensor"``, ``"value"``, ``"data"``), described by `what`."""
 
     kind: str
     name: str
@@ -51,8 +51,7 @@ class Difference:
 class DataDifference:
     """How the elements of a tensor differ between two checkpoints.
 
-    `largest` is the largest absolute difference of two floating numbers that are not NaN, None where there
-    are none.
+    `largest` is the largest absolute difference of two floating numbers that are not NaN, or None.
     """
 
     numel: int = 0
@@ -100,12 +99,12 @@ class Comparison:
         self.differences.append(Difference(kind, name, what))
 
     def items(self) -> list[str]:
-        """Compare the items, and return those that both have."""
+        """Compare the items, and return the common ones."""
         sides = self.a.manifest.items, self.b.manifest.items
         return list(self._in_both("item", *sides))
 
     def specs(self, items: list[str]) -> list[tuple[int, int]]:
-        """Compare names, shapes and dtypes; return the numbers of those that agree, in A and in B."""
+        """Compare names, shapes and dtypes; return the numbers of the equal tensors, in A and in B."""
         sides = [
             {key: n for key, n in side.index.ids.items() if key[0] in items} for side in (self.a, self.b)
         ]
@@ -144,7 +143,7 @@ class Comparison:
                 self.note("data", full_name(entry.item, entry.fqn), of)
 
     def _in_both(self, kind: str, a: Any, b: Any) -> Iterator[str]:
-        """Yield the names that both sides have; note the others."""
+        """Yield the names that both sides have; record the other names as differences."""
         for side, names, others in (("A", a, b), ("B", b, a)):
             for name in names:
                 if name not in others:
@@ -153,7 +152,7 @@ class Comparison:
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of the program."""
+    """Add the command to the program."""
     parser = commands.add_parser(
         "diff",
         help="compare two checkpoints",
@@ -183,7 +182,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _unequal(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return which elements differ in their bits: -0.0 is not 0.0, and a NaN is itself."""
+    """Return a mask of the elements whose bits differ: -0.0 is not 0.0, and a NaN equals itself."""
     itemsize = a.dtype.itemsize
     if itemsize <= 8:
         return np.asarray(a.view(f"u{itemsize}") != b.view(f"u{itemsize}"))
@@ -191,7 +190,7 @@ def _unequal(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def both_shown(a: bytes, b: bytes) -> tuple[str, str]:
-    """Return two values that differ, each encoded alone, as short texts that show where they begin to."""
+    """Return two different values, each encoded alone, as short texts around their first difference."""
     if max(len(a), len(b)) > _SHOWN_NBYTES:
         return f"a value of {amount(len(a))}", f"one of {amount(len(b))}"
     ((one,), (two,)) = ([repr(value) for value in decode_blobs(data).values()] for data in (a, b))
@@ -203,7 +202,7 @@ def both_shown(a: bytes, b: bytes) -> tuple[str, str]:
 
 
 def _cut(text: str, start: int) -> str:
-    """Return a piece of a text, and dots where more is left out than they take."""
+    """Return a part of a text, with dots in place of longer parts that are left out."""
     start = 0 if start <= 3 else start
     end = start + _SHOWN
     before, after = "..." if start else "", "..." if len(text) > end + 3 else text[end:]
@@ -211,7 +210,7 @@ def _cut(text: str, start: int) -> str:
 
 
 def _values(checkpoint: OpenCheckpoint, items: list[str]) -> dict[str, bytes]:
-    """Return the shared values by name, encoded: that is how they can be compared whatever they are."""
+    """Return the shared values by name, encoded, so that values of all types can be compared."""
     storage = checkpoint.storage
     whole = opened(storage, read_opened(storage, items), None, LoadOptions())
     return {

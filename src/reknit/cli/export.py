@@ -1,4 +1,4 @@
-"""`reknit export`: take an item out, in a format that other tools read."""
+"""`reknit export`: write an item in a format that other tools read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHOWN = 10
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of the program."""
+    """Add the command to the program."""
     parser = commands.add_parser(
         "export",
         help="write an item in another format",

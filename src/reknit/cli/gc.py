@@ -1,4 +1,4 @@
-"""`reknit gc`: what have killed saves left in a store, what does it cost, and away with it."""
+"""`reknit gc`: list the leftovers of killed saves in a store, and delete them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of the program."""
+    """Add the command to the program."""
     parser = commands.add_parser(
         "gc",
         help="list and delete the leftovers of killed saves",
@@ -50,7 +50,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def age(text: str) -> float:
-    """Return the seconds that an age such as ``24h`` stands for."""
+    """Return an age such as ``24h`` in seconds."""
     found = _AGE.fullmatch(text.strip())
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not an age: write 24h, 90m or 7d")
@@ -58,7 +58,7 @@ def age(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    """List, delete where that is asked for, and return the exit code."""
+    """List the leftovers, delete them with ``--delete``, and return the exit code."""
     with closing(open_storage(args.url)) as storage:
         sweep = sweepable(storage)
         if sweep is None:
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _something(storage: Storage, held: Iterable[Dated]) -> Iterator[Dated]:
-    """Pass on what a store holds; raise where that is nothing, which is more often a misspelt URL."""
+    """Yield the files of a store; raise an error for an empty store, whose URL is probably misspelt."""
     empty = True
     for each in held:
         empty = False
@@ -109,7 +109,7 @@ def _delete(storage: Storage, sweep: Sweepable, found: list[Leftover], rows: lis
 
 
 def _row(storage: Storage, leftover: Leftover, moment: float) -> dict[str, Any]:
-    """Return what is said about one save as plain data."""
+    """Return the facts about one save as plain data."""
     return {
         "folder": f"{storage.url}/{leftover.folder}".rstrip("/"),
         "name": leftover.folder or ".",

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of the program."""
+    """Add the command to the program."""
     parser = commands.add_parser(
         "latest",
         help="print the path of the newest checkpoint",
@@ -28,7 +28,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print it, and return the exit code."""
+    """Print the path, and return the exit code."""
     newest = stored.latest(args.root)
     if newest is None:
         with closing(open_storage(args.root)) as storage:

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from reknit.storage.base import Storage
 
 _SEARCH_S = 5.0
-"""How long all folders in which nothing is of reknit are searched."""
+"""Seconds for the search of all folders without files of reknit."""
 _MOST_NAMED = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A folder that is, was or may become a checkpoint; what is unknown is None.
+    """A folder that is, was or may become a checkpoint, with None for unknown facts.
 
-    `state` is ``"committed"``, ``"uncommitted"`` (a save is under way, or never ended), ``"damaged"`` or
-    ``"unreadable"`` (the store does not let us look).
+    `state` is ``"committed"``, ``"uncommitted"`` (a save is pending, or never ended), ``"damaged"`` or
+    ``"unreadable"`` (the store refuses access).
     """
 
     name: str
@@ -47,7 +47,7 @@ class Row:
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of the program."""
+    """Add the command to the program."""
     parser = commands.add_parser(
         "ls",
         help="list the checkpoints in a folder",
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _nothing(storage: Storage) -> CheckpointNotFoundError:
-    """Return the error of a folder in which nothing is reknit's."""
+    """Return the error for a folder without files of reknit."""
     message = f"there is no checkpoint in {storage.url}"
     remedy = foreign_inside(storage) or elsewhere(
         storage, "pass the folder that holds the checkpoints, such as runs for runs/step_00000010"
@@ -89,9 +89,9 @@ def _nothing(storage: Storage) -> CheckpointNotFoundError:
 
 
 def rows_of(storage: Storage) -> tuple[list[Row], list[str]]:
-    """Return a row for every checkpoint directly below a folder, or for the folder itself when it is one.
+    """Return a row for every checkpoint directly below a folder, or for the folder itself if it is one.
 
-    The names beside them are those of folders that were not searched to the end.
+    Also return the names of the folders that were not searched to the end.
     """
     if (itself := _committed(".", storage)) is not None:
         return [itself], []
@@ -106,7 +106,7 @@ def rows_of(storage: Storage) -> tuple[list[Row], list[str]]:
 
 
 def _left_out(names: list[str]) -> str:
-    """Say which folders were not searched to the end, and why."""
+    """Return a message with the folders that were not searched to the end, and the reason."""
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     named = printable(", ".join(names[:_MOST_NAMED])) + more
     return (
@@ -119,7 +119,7 @@ def _age(row: Row) -> tuple[int, float]:
 
 
 def _row(name: str, storage: Storage, deadline: Deadline, left_out: list[str]) -> Row | None:
-    """Return the row of a folder, or None when nothing in it is reknit's, as far as it was searched."""
+    """Return the row of a folder, or None if the search finds no file of reknit in it."""
     try:
         if (row := _committed(name, storage)) is not None:
             return row
@@ -132,7 +132,7 @@ def _row(name: str, storage: Storage, deadline: Deadline, left_out: list[str]) -
 
 
 def _committed(name: str, storage: Storage) -> Row | None:
-    """Return the row of a checkpoint, or None when there is none."""
+    """Return the row of a checkpoint, or None without a manifest."""
     try:
         manifest = manifest_in(storage)
     except FormatError as error:
@@ -144,11 +144,11 @@ def _committed(name: str, storage: Storage) -> Row | None:
         name,
         storage.url,
         "committed",
-        manifest.step,
-        manifest.created,
-        manifest.nbytes,
-        world_size if isinstance(world_size, int) else None,
-        manifest.items,
+        step=manifest.step,
+        created=manifest.created,
+        nbytes=manifest.nbytes,
+        world_size=world_size if isinstance(world_size, int) else None,
+        items=manifest.items,
         moved_to=manifest.moved_to,
     )
 

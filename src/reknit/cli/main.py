@@ -72,13 +72,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program with these arguments (default: those of the process) and return its exit code."""
+    """Run the program with these arguments (default: of the process) and return its exit code."""
     open_streams()
     try:
         with typed_shortage():
             code = _run(argv)
             sys.stdout.flush()
-    except BrokenPipeError:  # whoever read the output has enough
+    except BrokenPipeError:  # the reader of the output closed the pipe
         discard_output()
         return PIPE_CLOSED
     except KeyboardInterrupt:
@@ -102,7 +102,7 @@ def _run(argv: Sequence[str] | None) -> int:
         _complete(program)
     try:
         args = program.parse_args(argv)
-    except SystemExit as leaving:  # argparse has printed help, the version, or what is wrong
+    except SystemExit as leaving:  # argparse has printed help, the version, or an error
         return leaving.code if isinstance(leaving.code, int) else USAGE
     try:
         return int(args.run(args))
@@ -112,7 +112,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _complete(program: argparse.ArgumentParser) -> None:
-    """Tell the shell how the command line could go on, and leave, where argcomplete is installed."""
+    """Send completions of the command line to the shell and exit, if argcomplete is installed."""
     try:
         import argcomplete
     except ImportError:
@@ -121,7 +121,7 @@ def _complete(program: argparse.ArgumentParser) -> None:
 
 
 def in_flags(remedy: str, args: argparse.Namespace) -> str:
-    """Return a remedy in the words of the shell: what Python passes as ``name=True`` is a flag here."""
+    """Return a remedy for the command line, with flags in place of ``name=True`` of Python."""
     for name in vars(args):
         remedy = re.sub(rf"\b{name}=True\b", f"--{name.replace('_', '-')}", remedy)
     return remedy

@@ -1,4 +1,4 @@
-"""How do results look on a terminal?  Tables, sizes and times; with rich where it is installed."""
+"""Print results on a terminal: tables, sizes and times; with rich if it is installed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def time_text(seconds: float) -> str:
     """Return seconds since the epoch as UTC time."""
     try:
         return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
-    except (OverflowError, OSError, ValueError):  # a time that no calendar has
+    except (OverflowError, OSError, ValueError):  # a time beyond all calendars
         return f"{seconds:g} s"
 
 
@@ -85,7 +85,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], right:
 
 
 def _print_rich(columns: Sequence[str], cells: Sequence[Sequence[str]], right: Sequence[str]) -> bool:
-    """Print with rich, or return False where it is not installed."""
+    """Print with rich, or return False if it is not installed."""
     try:
         from rich.console import Console
         from rich.table import Table

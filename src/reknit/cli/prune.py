@@ -12,9 +12,9 @@ from reknit.engine.record.other_formats import absent
 from reknit.engine.stored.steps import numbered
 from reknit.errors import UsageError, shown
 from reknit.monitor.progress_text import amount
-from reknit.policies.keeping import named_items, require_items
-from reknit.runs.arguments import items_of
+from reknit.policies.keep_policies import named_items, require_items
 from reknit.runs.retention import Retention
+from reknit.runs.run_arguments import items_of
 from reknit.storage.registry import open_storage
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _MOST_DIGITS = 18
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of the program."""
+    """Add the command to the program."""
     parser = commands.add_parser(
         "prune",
         help="remove old steps of a run",
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _keep(args: argparse.Namespace) -> Policy:
-    """Return what the options keep together.  Raises `UsageError` where none is given."""
+    """Return the policy of all options together.  Raises `UsageError` without an option."""
     found = []
     if args.keep_last is not None:
         found.append(policies.latest(args.keep_last))

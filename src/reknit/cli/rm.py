@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the commands to those of the program."""
+    """Add the commands to the program."""
     rm = _command(
         commands,
         "rm",

@@ -1,4 +1,4 @@
-"""`reknit show`: what is in a checkpoint?"""
+"""`reknit show`: show the content of a checkpoint."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of the program."""
+    """Add the command to the program."""
     parser = commands.add_parser(
         "show",
         help="show what a checkpoint holds",
@@ -142,7 +142,7 @@ def _nothing(checkpoint: OpenCheckpoint, pattern: str) -> UsageError:
 
 
 def _no_tensors(checkpoint: OpenCheckpoint) -> str:
-    """Say what a checkpoint without tensors holds."""
+    """Return a message about a checkpoint without tensors, with its items."""
     items = printable(", ".join(checkpoint.manifest.items)) or "no items"
     return f"it holds no tensors, only values: {items}"
 

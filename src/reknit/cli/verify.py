@@ -1,4 +1,4 @@
-"""`reknit verify`: is a checkpoint whole, and does its index say what its data files say?"""
+"""`reknit verify`: is a checkpoint whole, and does its index agree with its data files?"""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of the program."""
+    """Add the command to the program."""
     parser = commands.add_parser(
         "verify",
         help="check a checkpoint without loading it",
@@ -57,7 +57,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 class _Findings:
-    """What is said: at once, or all together as JSON in the end."""
+    """Problems and notes, printed at once, or together as JSON at the end."""
 
     def __init__(self, *, quiet: bool) -> None:
         self.problems: list[str] = []
@@ -65,14 +65,14 @@ class _Findings:
         self._quiet = quiet
 
     def problem(self, text: str) -> None:
-        """Tell what is wrong."""
-        self._tell(text, self.problems)
+        """Record a problem."""
+        self._record(text, self.problems)
 
     def note(self, text: str) -> None:
-        """Tell what is well, or what was done."""
-        self._tell(text, self.notes)
+        """Record a success or an action."""
+        self._record(text, self.notes)
 
-    def _tell(self, text: str, kept: list[str]) -> None:
+    def _record(self, text: str, kept: list[str]) -> None:
         kept.append(text)
         if not self._quiet:
             print(printable(text))
@@ -106,14 +106,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _unread(report: VerifyReport, path: str) -> str | None:
-    """Say which bytes were not read, and which command reads them; None where all were read."""
+    """Return a message about unread bytes and the command that reads them, or None."""
     if not report.num_unread:
         return None
     return f"{report.unread_bytes()}; this reads them: reknit verify {shlex.quote(path)} --data"
 
 
 def _rebuild(path: str, output: str | None, findings: _Findings) -> None:
-    """Rebuild the index, compare it, and tell what came of it."""
+    """Rebuild the index, compare it, and record the result."""
     with closing(open_checkpoint(path)) as storage:
         manifest = _manifest(storage)
         try:
@@ -136,7 +136,7 @@ class _Rebuilt(NamedTuple):
 
 
 def _manifest(storage: Storage) -> Manifest | None:
-    """Return the manifest, or None where what lists the files is damaged; `stored.verify` has said so."""
+    """Return the manifest, or None if it is damaged, which `stored.verify` has reported."""
     try:
         return whole_manifest(storage, decode_record(read_manifest(storage)))
     except FormatError:
@@ -144,7 +144,7 @@ def _manifest(storage: Storage) -> Manifest | None:
 
 
 def _rebuilt(storage: Storage, manifest: Manifest | None) -> _Rebuilt:
-    """Rebuild the index from the data files that the manifest names, or else from those that are there."""
+    """Rebuild the index from the data files in the manifest, or from all data files without a manifest."""
     files = storage.list() if manifest is None else manifest.files
     names = [file.path for file in files if (name := parse_path(file.path)) and name.kind == "data"]
     index = rebuild_index({name: read_header(storage, name) for name in names})
@@ -152,7 +152,7 @@ def _rebuilt(storage: Storage, manifest: Manifest | None) -> _Rebuilt:
 
 
 def _compare(storage: Storage, manifest: Manifest | None, rebuilt: _Rebuilt, findings: _Findings) -> None:
-    """Compare the rebuilt index with the checkpoint's own, and tell how they agree, or how not."""
+    """Compare the rebuilt index with the index of the checkpoint, and record the result."""
     if manifest is None:
         return
     entry = manifest.index
@@ -161,7 +161,7 @@ def _compare(storage: Storage, manifest: Manifest | None, rebuilt: _Rebuilt, fin
     )
     try:
         own = decode_index(read_checked(storage, entry, manifest.block_nbytes))
-    except (FormatError, StorageError):  # `stored.verify` has said so
+    except (FormatError, StorageError):  # `stored.verify` has reported it
         same = f"; rebuilt, it is byte for byte the lost {entry.path}" if is_same_file else ""
         findings.note(f"the index cannot be read{same}")
         return
@@ -176,7 +176,7 @@ def _compare(storage: Storage, manifest: Manifest | None, rebuilt: _Rebuilt, fin
 
 
 def _kept(storage: Storage, manifest: Manifest) -> set[tuple[str, str]]:
-    """Return the names of what ranks keep as their own: tensors among it have entries, and no chunks."""
+    """Return the names of values that ranks saved as their own: tensors among them have no chunks."""
     files = {file.path: file for file in manifest.files}
     return {
         (blob.item, fqn)

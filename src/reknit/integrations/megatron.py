@@ -132,7 +132,7 @@ def load(
     how = _strictness(strict)
     leaves, local, _ = _parted(sharded_state_dict)
     kept = Kept()
-    report = _load(checkpoint_dir, _items(leaves), kept, how in _STRICT, options)
+    report = _load(checkpoint_dir, _items(leaves), kept, strict=how in _STRICT, options=options)
     answer = parts.merged(kept.values, parts.unwrapped(leaves))
     answer = parts.merged(answer, parts.unwrapped(local))
     if how not in _STRICT | _QUIET:
@@ -144,7 +144,12 @@ def load(
 
 
 def _load(
-    path: str | PathLike[str], items: dict[str, Any], kept: Kept, strict: bool, options: LoadOptions | None
+    path: str | PathLike[str],
+    items: dict[str, Any],
+    kept: Kept,
+    *,
+    strict: bool,
+    options: LoadOptions | None,
 ) -> LoadReport:
     """Load items, as they are if they fit, else as the checkpoint has their keys.
 

@@ -61,6 +61,7 @@ class ExportReport:
 def export_hf(
     path: str | PathLike[str],
     out: str | PathLike[str],
+    *,
     item: str = "model",
     dtype: Dtype | None = None,
     max_shard_nbytes: int = MAX_SHARD_NBYTES,

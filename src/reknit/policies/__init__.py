@@ -1,14 +1,14 @@
-"""When a run saves, and which steps it keeps: values for `Checkpointer`, combined by ``|``, ``&``, ``~``.
+"""Policies for `Checkpointer`: when a run saves, which steps it keeps; combined by ``|``, ``&``, ``~``.
 
-Save policies: `every`, `at`, `first`, `last`, `continuous`, `auto`, `on_preemption`.
-Keep policies: `latest`, `best`, `every`, `at`, `younger`; `without` keeps steps without some items.
-A plain function does too: of a `Moment` for saving, of a list of steps for keeping (it returns step numbers).
+Save policies: `every`, `at`, `first`, `last`, `continuous`, `auto`, `on_preemption`. Keep policies: `latest`,
+`best`, `every`, `at`, `younger`; `without` keeps steps without some items. A plain function is a policy too:
+of a `Moment` for saving, of a list of steps for keeping (it returns numbers).
 """
 
-from reknit.policies.base import Facts, Moment, Policy
-from reknit.policies.keeping import best, latest, without, younger
-from reknit.policies.saving import auto, continuous, first, on_preemption
-from reknit.policies.stretches import at, every, last
+from reknit.policies.intervals import at, every, last
+from reknit.policies.keep_policies import best, latest, without, younger
+from reknit.policies.policy import Facts, Moment, Policy
+from reknit.policies.save_policies import auto, continuous, first, on_preemption
 
 __all__ = [
     "Facts",

@@ -1,1 +1,1 @@
-"""A run's steps kept safe: when to save, where to go on, what to keep, and what to do before the end."""
+"""The steps of a run: when to save, where to resume, which steps to keep, preemption."""

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from reknit.comm import group as comm
 from reknit.monitor.phase import monotonic
-from reknit.policies.base import Moment
-from reknit.policies.saving import OnPreemption
+from reknit.policies.policy import Moment
+from reknit.policies.save_policies import OnPreemption
 from reknit.runs.preemption import Notice, Notices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reknit.comm.group import Group
-    from reknit.policies.base import Facts, Policy
+    from reknit.policies.policy import Facts, Policy
 
 logger = logging.getLogger("reknit")
 
@@ -27,8 +27,10 @@ _MOST_STEPS = 100
 """Between two rounds: steps may become slower at once, and a notice must not wait for long then."""
 
 
-def asked(group: Group, name: str, timeout_s: float, question: Callable[[], Any], subject: str = "") -> Any:
-    """Return what rank 0 finds, as JSON can tell it; its errors are raised on all ranks."""
+def ask_root(
+    group: Group, name: str, timeout_s: float, question: Callable[[], Any], subject: str = ""
+) -> Any:
+    """Return the answer of rank 0, made of values of JSON; its errors are raised on all ranks."""
     with comm.turn(group, name, timeout_s, merge=b"".join, subject=subject, opens=True) as turn:
         return json.loads(turn.exchange(b"", lambda _: [json.dumps(question()).encode()] * group.size))
 
@@ -37,8 +39,8 @@ class Agreement:
     """Decides for every step whether all ranks save.
 
     If a policy depends on the step alone, each rank decides by itself.  Otherwise rank 0 decides in a round
-    between the ranks, every two seconds or so: each round also says at which step the next one is held.
-    Between two rounds, each rank decides what follows from the step alone.
+    between the ranks, about every two seconds.  Each round also sets the step of the next round.  Between two
+    rounds, the ranks save only if that follows from the step alone.
     """
 
     def __init__(self, group: Group, policy: Policy, timeout_s: float) -> None:
@@ -51,12 +53,12 @@ class Agreement:
 
     @property
     def preempted(self) -> str | None:
-        """What told a rank that it will end soon; the same on all ranks."""
+        """The reason why a rank will end soon, or None; the same on all ranks."""
         return None if self._notice is None else self._notice.what
 
     def due(self, step: int, saved: int | None, facts: Callable[[], Facts]) -> bool:
-        """Tell whether to save after a step; rank 0 asks for `facts`, to which it adds what ranks noticed."""
-        if step < self._asked:  # an earlier step was loaded: the next round was for where the run is no more
+        """Return whether to save after a step; rank 0 calls `facts`, and adds the notices of all ranks."""
+        if step < self._asked:  # an earlier step was loaded, so the step of the next round is out of date
             self._next, self._last = 0, None
         self._asked = step
         answer = self._policy.due(Moment(step=step, saved=saved))
@@ -96,12 +98,12 @@ class Agreement:
         return step + max(1, min(_MOST_STEPS, int(_ROUND_EVERY_S / max(step_s, 1e-9))))
 
     def close(self) -> None:
-        """Watch for notices no longer."""
+        """Stop watching for notices."""
         self._notices.close()
 
 
 def _encoded(notice: Notice | None) -> bytes:
-    """Return a notice for others, whose clocks are their own; nothing if there is none."""
+    """Return a notice as bytes, with the time left, since the clocks of ranks differ; no bytes for None."""
     if notice is None:
         return b""
     left_s = None if notice.ends_at is None else notice.ends_at - monotonic()

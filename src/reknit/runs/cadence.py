@@ -1,4 +1,4 @@
-"""Which steps of a run go to which tier, as they are saved, and those that an earlier run has left?"""
+"""Which steps go to which tier: the steps of this run as they are saved, and the steps of an earlier run?"""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from reknit.engine.stored.steps import described, numbered, steps_below
 from reknit.errors import ReknitError
 from reknit.monitor.phase import Recorder, monotonic, now
 from reknit.options import LEAST_INFLIGHT_NBYTES
-from reknit.policies.base import Facts, Moment
-from reknit.runs.agreement import asked
+from reknit.policies.policy import Facts, Moment
+from reknit.runs.agreement import ask_root
 from reknit.storage.registry import recorded
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from reknit.engine.record.run_record import Run
     from reknit.monitor.outlet import Outlet
     from reknit.options import SaveOptions
-    from reknit.policies.base import Policy
+    from reknit.policies.policy import Policy
     from reknit.runs.tiers import Level
     from reknit.types.saved_step import SavedStep
 
@@ -36,8 +36,8 @@ logger = logging.getLogger("reknit")
 class Cadence:
     """Decides to which tiers beside the first a step goes; the same on all ranks.
 
-    A tier to which a step is still being copied gets no other one meanwhile, or a slow store would fill the
-    first tier with steps that wait for it; the next one that is saved goes there instead.
+    While a step is being copied to a tier, that tier gets no other step: steps that wait for a slow store
+    would fill the first tier.  The next step that is saved after the copy goes there instead.
     """
 
     def __init__(self, group: Group, levels: Sequence[Level], timeout_s: float) -> None:
@@ -47,7 +47,7 @@ class Cadence:
         self._at = dict.fromkeys(self._policies, monotonic())
 
     def due(self, step: int, busy: Callable[[int], bool], *, preempted: bool) -> list[int]:
-        """Return the numbers of the tiers; rank 0 decides what does not follow from the step alone."""
+        """Return the numbers of the tiers; rank 0 decides unless the step alone does."""
         maybe = [tier for tier in self._policies if self._wants(tier, step, None) is not False]
         if not maybe:
             return []
@@ -61,24 +61,24 @@ class Cadence:
                     chosen.append(tier)
             return chosen
 
-        chosen: list[int] = asked(self._group, "tiers", self._timeout_s, decide, f"step {step}")
+        chosen: list[int] = ask_root(self._group, "tiers", self._timeout_s, decide, f"step {step}")
         for tier in chosen:
             self._last[tier], self._at[tier] = step, monotonic()
         return chosen
 
     def go_on(self, newest: Sequence[int | None]) -> None:
-        """Go on from another step: `newest` is which step each tier has, or is about to get."""
+        """Continue from another step; `newest` are the newest steps that the tiers have or will have."""
         self._last = dict(enumerate(newest, start=1))
 
     def _wants(self, tier: int, step: int, facts: Facts | None) -> bool | None:
         last, policy = self._last[tier], self._policies[tier]
-        if policy is None or last == step:  # a save that is tried again
+        if policy is None or last == step:  # the save is tried again
             return True
         return policy.due(Moment(step=step, saved=last, facts=facts))
 
 
 class Missing(NamedTuple):
-    """A step that a tier should have, and the tiers from which it can be had, the fastest first."""
+    """A step that is missing in a tier, and the tiers that have it, the fastest first."""
 
     number: int
     name: str
@@ -87,10 +87,10 @@ class Missing(NamedTuple):
 
 
 def missing(levels: Sequence[Level], reached: int) -> tuple[list[Missing], list[int | None]]:
-    """Return what has to be promoted where a run goes on after a step, and the newest step of each tier then.
+    """Return the steps to promote when a run continues after a step, and the newest step of each tier then.
 
-    Those are the steps that are newer than the newest of a tier, which its cadence wants and its `keep` would
-    not remove at once.
+    A step is promoted to a tier if it is newer than the newest step there, if the cadence of the tier selects
+    it, and if `keep` would not remove it at once.
     """
     found: list[Missing] = []
     newest: list[int | None] = []
@@ -112,7 +112,7 @@ _Candidate = tuple[int, "SavedStep", list[int]]
 
 
 def _candidates(levels: Sequence[Level], above: int, reached: int) -> list[_Candidate]:
-    """Return the steps of some tiers in a range, ascending, each with the tiers that have it."""
+    """Return the steps of some tiers in a range, ascending, each with the numbers of its tiers."""
     found: dict[tuple[int, str], _Candidate] = {}
     for tier, level in enumerate(levels):
         folders = [folder for folder in numbered(level.storage) if above < folder[0] <= reached]
@@ -124,7 +124,7 @@ def _candidates(levels: Sequence[Level], above: int, reached: int) -> list[_Cand
 
 
 def _due(policy: Policy | None, candidates: list[_Candidate], last: int | None) -> list[_Candidate]:
-    """Return the steps that the cadence of a tier wants, if they had been saved one after another."""
+    """Return the steps that the cadence of a tier would have selected as they were saved."""
     chosen: list[_Candidate] = []
     since = None
     for number, step, sources in candidates:
@@ -143,8 +143,10 @@ def late(
     sinks: tuple[Outlet, ...] = (),
     runs: Sequence[Run | None] = (),
 ) -> dict[int, tuple[set[int], Callable[[], None]]]:
-    """Return which steps have to be promoted to each tier, and what does so; together they take the memory of
-    one save.  `sinks` hear of it.  `runs` are the run that promotes, as each tier knows it.
+    """Return for each tier the numbers of the steps to promote, and a function that promotes them.
+
+    Together the functions take the memory of one save.  `sinks` receive their records.  `runs` has the run
+    for each tier.
     """
     tiers = sorted({step.tier for step in steps})
     share = options.inflight_nbytes // max(1, len(tiers))
@@ -153,7 +155,14 @@ def late(
     return {
         tier: (
             {step.number for step in mine},
-            partial(_promote_missing, levels, mine, options, sinks, runs[tier] if runs else None),
+            partial(
+                _promote_missing,
+                levels,
+                mine,
+                options=options,
+                sinks=sinks,
+                run=runs[tier] if runs else None,
+            ),
         )
         for tier, mine in of_tier.items()
     }
@@ -162,11 +171,12 @@ def late(
 def _promote_missing(
     levels: Sequence[Level],
     steps: Sequence[Missing],
+    *,
     options: SaveOptions,
     sinks: tuple[Outlet, ...],
     run: Run | None,
 ) -> None:
-    """Promote steps alone, from the fastest tier from which that works; what cannot be is logged."""
+    """Promote steps from the fastest tier that can be read, without other ranks; log failures."""
     for step in steps:
         target = levels[step.tier]
         place = target.storage.sub(step.name)
@@ -176,11 +186,11 @@ def _promote_missing(
             job = Promotion(
                 recorded(held, recorder),
                 recorded(place, recorder),
-                False,
-                options,
-                recorder,
-                Pace(target.bytes_per_s),
-                run,
+                overwrite=False,
+                options=options,
+                recorder=recorder,
+                pace=Pace(target.bytes_per_s),
+                run=run,
             )
             try:
                 with recorder.whole() as promotion:

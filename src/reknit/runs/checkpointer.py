@@ -1,4 +1,4 @@
-"""The checkpoints of a run: saved when a policy says so, found after a restart, kept as long as wanted."""
+"""The checkpoints of a run: saved when a policy decides, found after a restart, kept by a policy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from reknit import api
 from reknit.arguments import check_state, checked_metrics
-from reknit.calls import all_told
+from reknit.calls import raised_on_all_ranks
 from reknit.engine.display import Shown, some
 from reknit.engine.record.checkpoint_notes import add_metrics
 from reknit.engine.stored.steps import METRICS, step_name
@@ -18,16 +18,16 @@ from reknit.keywords import checked_call
 from reknit.monitor.phase import Recorder, monotonic, now
 from reknit.monitor.sinks.choosing import outlets_for
 from reknit.options import LoadOptions, SaveOptions
-from reknit.policies.base import Facts, KeepRule, SaveRule
+from reknit.policies.policy import Facts, KeepRule, SaveRule
 from reknit.ranks import AnyGroup, acting
 from reknit.runs.agreement import Agreement
-from reknit.runs.arguments import check_keep, check_one_root, policy_for, step_number
 from reknit.runs.cadence import Cadence, late, missing
 from reknit.runs.load_step import UNSOUND, load_step
 from reknit.runs.other_hosts import OtherHosts
+from reknit.runs.pending_saves import PendingSaves
+from reknit.runs.run_arguments import check_keep, check_one_root, policy_for, step_number
 from reknit.runs.run_folder import LaterSteps, RunFolder
 from reknit.runs.tiers import FoundStep, Tier, below, opened, promoting
-from reknit.runs.under_way import UnderWay
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -45,23 +45,23 @@ _SETTLE_S = 300.0
 
 @checked_call
 class Checkpointer(Shown):
-    """Saves the steps of a run below one folder, resumes from the newest, and keeps those that are wanted.
+    """Saves the steps of a run below one folder, resumes from the newest step, and removes old steps.
 
-    All ranks make one and make the same calls, as for `reknit.save`.  `save` says when (default: at each
-    call of `save`), `keep` which committed steps stay (default: all); see `reknit.policies`.  Whatever
-    `keep` says, the newest step whose files are all there is never removed.  With `wait=False` (the default)
-    saves go on in the background.  Step 500 is the checkpoint ``ROOT/step_00000500``, which all other calls
-    take as well.
+    All ranks make one and make the same calls, as for `reknit.save`.  The policy `save` decides when to save
+    (default: at each call of `save`), and `keep` which committed steps stay (default: all); see
+    `reknit.policies`.  The newest step whose files are all there is never removed, even if `keep` does not
+    select it.  With `wait=False` (the default) saves continue in the background.  Step 500 is the checkpoint
+    ``ROOT/step_00000500``, which all other calls take as well.
 
-    The last Checkpointer that opens a folder for writing, with `resume` or its first `save`, owns it: what
-    earlier ones have begun commits nothing there any more (`FencedError`).  Without `resume`, a run that
-    begins before steps which are there already is refused; `later_steps` may say ``"move"``, which puts these
-    aside in a folder beside them, or ``"replace"``, which removes them.
+    The last Checkpointer that opens a folder for writing, with `resume` or its first `save`, owns it: the
+    saves of earlier ones cannot commit there any more (`FencedError`).  Without `resume`, a run that begins
+    before steps of an earlier run is refused.  ``later_steps="move"`` puts these steps aside in a folder
+    beside them, and ``later_steps="replace"`` removes them.
 
     `options.promote_to` and `load_options.replicas` are roots here too: each step is promoted to, and read
-    from, the folder of its name there.  With `tiers`, a list of `Tier`, in the place of `root`, `save` and
-    `keep`, saves write to the first; agents promote the steps that the others want, and all of them are
-    looked at for steps.  Use it as a context manager, or call `close` at the end.
+    from, the folder of its name there.  `tiers`, a list of `Tier`, replaces `root`, `save` and `keep`.  Saves
+    then write to the first tier, agents promote steps to the other tiers, and all tiers are searched for
+    steps.  Use a Checkpointer as a context manager, or call `close` at the end.
     """
 
     def __init__(
@@ -91,7 +91,8 @@ class Checkpointer(Shown):
         self._cadence = Cadence(self._group, self._tiers.levels, self._timeout_s)
         self._other_hosts = OtherHosts(self._group, first, self._timeout_s)
         decides, sinks = self._group.rank == 0, outlets_for(options.events)
-        # After all that may fail: it takes note of signals, and nobody may for a run that does not begin.
+        # Last, after all calls that may fail: it handles signals, which a run that does not begin must not
+        # do.
         self._agreement = None if first.when is None else Agreement(self._group, first.when, self._timeout_s)
         self._sinks = sinks if decides else ()
         self._retentions = self._tiers.retentions(sinks, apart=self._other_hosts.apart) if decides else {}
@@ -100,7 +101,7 @@ class Checkpointer(Shown):
         self._saved: int | None = None
         self._decided: tuple[int, bool] | None = None
         self._stall_s: float | None = None
-        self._under_way = UnderWay(self._retentions, self._tiers.coolings(sinks) if decides else {})
+        self._pending_saves = PendingSaves(self._retentions, self._tiers.coolings(sinks) if decides else {})
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -108,12 +109,12 @@ class Checkpointer(Shown):
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self.close()
-        else:  # the other ranks may not come; agents finish what is staged
+        else:  # the other ranks may not come; agents finish the staged saves
             self._leave()
 
     @property
     def preempted(self) -> str | None:
-        """Why a rank will end soon, see `on_preemption`; None if none will.  The same on all ranks."""
+        """The reason why a rank will end soon, see `on_preemption`, or None; the same on all ranks."""
         return None if self._agreement is None else self._agreement.preempted
 
     @property
@@ -122,9 +123,9 @@ class Checkpointer(Shown):
         return os.EX_TEMPFAIL if self.preempted else 0
 
     def should_save(self, step: int) -> bool:
-        """Tell whether the policy wants `step` saved; all ranks ask, and get the same answer."""
+        """Return whether the policy saves `step`; all ranks call this, and receive the same answer."""
         step = step_number(step)
-        self._under_way.tend()
+        self._pending_saves.tend()
         if self._agreement is None:
             return True
         if self._decided is None or self._decided[0] != step:
@@ -143,28 +144,28 @@ class Checkpointer(Shown):
         *,
         force: bool = False,
     ) -> PendingSave | None:
-        """Save `state` as it is after `step`, if the policy wants that or with `force`; else return None.
+        """Save `state` as it is after `step`, if the policy or `force` demands that; else return None.
 
-        `metrics` are numbers that are stored with the step, for `best` and for people; those of rank 0 count.
-        The last step can be saved again with `force`, which waits until it is there; if its save failed, that
-        is one more try.
+        `metrics` are numbers that are stored with the step, for `best` and for people; the numbers of rank 0
+        count.  For a step that was just saved, `force` waits for that save, and repeats it if it failed.
 
-        Raises what `reknit.save` does, and `UsageError` where `keep` is `without` an item that nothing has.
-        A step that exists is replaced if this run resumed from an earlier one, else `CheckpointExistsError`.
+        Raises the errors of `reknit.save`, and `UsageError` if `keep` is `without` an item that neither the
+        state nor any step has.  A step that exists is replaced if this run resumed from an earlier step;
+        otherwise this raises `CheckpointExistsError`.
         """
         step = step_number(step)
         if not (force or self.should_save(step)):
             return None
         numbers = checked_metrics(metrics)
-        if (last := self._under_way.last(step, sure=force or self._wait)) is not None:
+        if (last := self._pending_saves.last(step, sure=force or self._wait)) is not None:
             return last
         self._keeps = check_keep(
             self._group, self._keeps, state, numbers, steps=self._tiers.steps, timeout_s=self._timeout_s
         )
         begin = monotonic()
-        tiers = self._cadence.due(step, self._under_way.busy_with, preempted=self.preempted is not None)
+        tiers = self._cadence.due(step, self._pending_saves.busy_with, preempted=self.preempted is not None)
         if not self._folder.is_open:
-            self._under_way.settle()  # promotions that this run has begun late are no saves of an earlier one
+            self._pending_saves.drain()  # its late promotions are not saves of an earlier run
             self._folder.open_at(step, state, self._settle_s, resumed=self._resumed)
         pending = api.save_in_run(
             below(self._root, step_name(step)),
@@ -179,25 +180,25 @@ class Checkpointer(Shown):
         )
         self._saved, self._saved_at = step, monotonic()
         self._stall_s = self._saved_at - begin
-        self._under_way.add(step, pending, begin, tiers)
+        self._pending_saves.add(step, pending, begin, tiers)
         self._folder.saved(step, pending)
-        self._under_way.clear(self._other_hosts)
+        self._pending_saves.clear(self._other_hosts)
         return pending
 
     def resume(self, state: Mapping[str, Any]) -> int:
         """Load the newest complete step of any tier into `state`, and return the next step.
 
-        That is the loaded step plus one, or 0 if nothing has been saved yet; the log says which.  Skipped,
-        with the reason in the log, are steps that are damaged, and those of which items were dropped that
-        `state` has.  If all are, this raises `CorruptError` rather than start from step 0.  Other errors,
-        such as `MismatchError`, are raised.
+        That is the loaded step plus one, or 0 if nothing has been saved yet; the log shows the loaded step.
+        Steps that are damaged, or that lack items of `state` because these were dropped, are skipped, with
+        the reason in the log.  If all steps are skipped, this raises `CorruptError` rather than start from
+        step 0.  Other errors, such as `MismatchError`, are raised.
 
-        The saves of this run are waited for.  So are agents of an earlier run that are at work on the host of
-        rank 0, up to five minutes; what that run has begun and nobody finished can never commit afterwards.
+        This waits for the saves of this run, and up to five minutes for agents of an earlier run on the host
+        of rank 0.  Saves that the earlier run has not finished by then can never commit.
         """
-        with all_told(self._group, "settle", self._timeout_s):
+        with raised_on_all_ranks(self._group, "settle", self._timeout_s):
             check_state(state)
-        self._under_way.settle()
+        self._pending_saves.drain()
         self._folder.open_to_resume(self._settle_s)
         bad: list[str] = []
         before: Folder | None = None
@@ -216,7 +217,7 @@ class Checkpointer(Shown):
                         self._retentions[tier].note_damaged(*before)
                 self._say(logging.WARNING, "passed over step %d: %s", found.number, error.message)
             else:
-                self._under_way.tend(surplus=True)  # the run before may have ended before it removed that
+                self._pending_saves.tend(surplus=True)  # an earlier run may have ended before it removed them
                 self._say(logging.INFO, "resumed from %s: the next step is %d", report.path, reached + 1)
                 return reached + 1
         if bad:
@@ -228,9 +229,9 @@ class Checkpointer(Shown):
         return 0
 
     def note(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add metrics to a step that is committed, such as a score; `best` knows them from then on.
+        """Add metrics to a step that is committed, such as a score; `best` uses them from then on.
 
-        Those of rank 0 count.  Raises `CheckpointNotFoundError`; see `reknit.note`.
+        The metrics of rank 0 count.  Raises `CheckpointNotFoundError`; see `reknit.note`.
         """
         numbers, number = checked_metrics(metrics), step_number(step)
 
@@ -245,7 +246,7 @@ class Checkpointer(Shown):
     def load(self, state: Mapping[str, Any], step: int | Literal["latest", "best"] = "latest") -> LoadReport:
         """Fill `state` from one step: a number, the newest, or the best by the metric that `keep` names.
 
-        Raises `CheckpointNotFoundError` where there is none, and what `reknit.load` does.
+        Raises `CheckpointNotFoundError` without such a step, and the errors of `reknit.load`.
         """
         number = step if step in ("latest", "best") else step_number(step)
         if (found := self._folder.find("find", number)) is None:
@@ -268,38 +269,36 @@ class Checkpointer(Shown):
     def prune(self, *, dry_run: bool = False) -> list[SavedStep]:
         """Remove the steps that `keep` does not keep, and return them; with `dry_run` only return them.
 
-        That happens by itself after each save and after `resume`.  One rank does it; the others return an
-        empty list.
+        Each save and `resume` do this as well.  Rank 0 removes steps; other ranks return an empty list.
         """
-        return self._under_way.prune(dry_run=dry_run)
+        return self._pending_saves.prune(dry_run=dry_run)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until all saves are committed, and what they made surplus is removed.
+        """Wait until all saves are committed, and the steps that are surplus then are removed.
 
-        Raises what made a save fail, and `DeadlineError` after `timeout_s` seconds.
+        Raises the error of a failed save, and `DeadlineError` after `timeout_s` seconds.
         """
-        self._under_way.wait(timeout_s)
+        self._pending_saves.wait(timeout_s)
 
     def close(self) -> None:
-        """Wait for all saves, and watch for signals no longer.  Every rank calls it, or none.
+        """Wait for all saves, and stop watching for signals.  Every rank calls it, or none.
 
-        It waits up to `exit_wait_s` for promotions to tiers, which agents finish, and for steps that move to
-        a cold store, which the next run does.  It waits for the removal of old steps too, but not where the
-        run is `preempted`: the next run does it.
+        It waits up to `exit_wait_s` for promotions and moves; agents and the next run finish the others.
+        Unless the run is `preempted`, it also waits for the removal of old steps.
         """
         promoted = True
         try:
-            self._under_way.wait(None, removals=not self.preempted)
-            promoted = self._under_way.end_promotions(self._used.exit_wait_s, late=not self.preempted)
-            self._under_way.wait(None, removals=not self.preempted)
+            self._pending_saves.wait(None, removals=not self.preempted)
+            promoted = self._pending_saves.end_promotions(self._used.exit_wait_s, late=not self.preempted)
+            self._pending_saves.wait(None, removals=not self.preempted)
             if not self.preempted:
-                self._under_way.clear(self._other_hosts)
+                self._pending_saves.clear(self._other_hosts)
         finally:
-            self._leave(promoted)
+            self._leave(promoted=promoted)
 
-    def _leave(self, promoted: bool = True) -> None:
+    def _leave(self, *, promoted: bool = True) -> None:
         if not self.preempted:
-            self._under_way.end_pruning()
+            self._pending_saves.end_pruning()
             self._folder.close()
             if promoted:
                 self._tiers.close()
@@ -307,41 +306,39 @@ class Checkpointer(Shown):
             self._agreement.close()
 
     def _facts(self) -> dict[str, object]:
-        steps, why = some(self._under_way.steps()), self.preempted
+        steps, why = some(self._pending_saves.steps()), self.preempted
         return {"root": self._tiers.where, "step": self._saved, "under way": steps, "preempted": why}
 
     def _measured(self) -> Facts:
-        return Facts(
-            seconds=monotonic() - self._saved_at,
-            busy=self._under_way.busy(),
-            stall_s=self._stall_s,
-            write_s=self._under_way.write_s,
-        )
+        seconds, busy = monotonic() - self._saved_at, self._pending_saves.busy()
+        return Facts(seconds=seconds, busy=busy, stall_s=self._stall_s, write_s=self._pending_saves.write_s)
 
     def _load(self, found: FoundStep, state: Mapping[str, Any]) -> tuple[LoadReport, int]:
-        """Load a step, and go on from it; also return its number, of which its manifest is sure."""
-        report = load_step(self._tiers.levels, found, state, self._load_options, self._given, self._say)
+        """Load a step, and continue after it; also return its number, as its manifest has it."""
+        report = load_step(
+            self._tiers.levels, found, state, options=self._load_options, group=self._given, say=self._say
+        )
         if report.step not in (None, found.number):
             self._say(logging.WARNING, "%s holds step %d", report.path, report.step)
         reached = found.number if report.step is None else report.step
         self._resumed, self._saved, self._saved_at, self._decided = True, reached, monotonic(), None
-        self._under_way.loaded(reached)
+        self._pending_saves.loaded(reached)
         if len(self._tiers.levels) > 1:
             self._cadence.go_on(self._folder.ask("tiers", partial(self._promote_missing, reached)))
         return report, reached
 
     def _promote_missing(self, reached: int) -> list[int | None]:
-        """Let threads promote what an earlier run has left, and return the newest step of each tier then."""
+        """Start threads that promote steps of an earlier run; return the newest step of each tier then."""
         steps, newest = missing(self._tiers.levels, reached)
-        steps = [step for step in steps if step.number not in self._under_way.needed()]
+        steps = [step for step in steps if step.number not in self._pending_saves.needed()]
         runs = self._folder.runs()
         for tier, (numbers, work) in late(self._tiers.levels, steps, self._used, self._sinks, runs).items():
-            self._under_way.promote_late(tier, numbers, work)
+            self._pending_saves.promote_late(tier, numbers, work)
         return newest
 
     def _save_options(self, name: str, tiers: Sequence[int]) -> SaveOptions | None:
         """Return the options of a save to a folder, which is promoted to folders of the same name."""
-        if self._options is not None and self._options is not self._used:  # which the save says
+        if self._options is not None and self._options is not self._used:  # the save raises the error
             return self._options
         return promoting(self._used, [self._tiers.levels[tier] for tier in tiers], name)
 

@@ -22,7 +22,7 @@ SERVICES = {
     "gcp": "http://metadata.google.internal",
     "azure": "http://169.254.169.254",
 }
-"""Where the metadata services listen."""
+"""Addresses of the metadata services."""
 
 POLL_S = 5.0
 """Notices come 30 s (Google Cloud, Azure) to two minutes (AWS) ahead."""
@@ -34,7 +34,7 @@ _ENDS = {"Preempt", "Terminate", "Redeploy", "Reboot"}
 
 
 class CloudNotices:
-    """Asks a provider every few seconds, in a thread, whether this host will end; `seen` is what it said."""
+    """Asks a provider every few seconds, in a thread, for a notice that this host will end; `seen` has it."""
 
     def __init__(self, provider: str) -> None:
         self.seen: str | None = None
@@ -44,7 +44,7 @@ class CloudNotices:
         start_thread("reknit-cloud-notices", self._watch)
 
     def close(self) -> None:
-        """Ask no more."""
+        """Stop asking."""
         self._closed.set()
 
     def _watch(self) -> None:
@@ -54,9 +54,7 @@ class CloudNotices:
                 self.seen, failed = self._ask(), False
             except Exception as error:  # a service may answer anything, and training goes on without it
                 if not failed:
-                    logger.warning(
-                        "the metadata service of %s tells of no notices: %s", self._provider, error
-                    )
+                    logger.warning("the metadata service of %s gives no notices: %s", self._provider, error)
                 failed = True
             self._closed.wait(POLL_S)
 
@@ -88,7 +86,7 @@ def _azure(service: str) -> str | None:
     events = [event for event in found.get("Events", ()) if event["EventType"] in _ENDS]
     if not events:
         return None
-    # Events of a scale set are told to all of its machines.
+    # All machines of a scale set receive its events.
     me = get(f"{service}/metadata/instance/compute/name?api-version=2021-02-01&format=text")
     for event in events:
         if me is None or me in event.get("Resources", (me,)):
@@ -98,12 +96,12 @@ def _azure(service: str) -> str | None:
 
 _PROVIDERS: Mapping[str, Callable[[str], str | None]] = {"aws": _aws, "gcp": _gcp, "azure": _azure}
 
-# The address is of this host alone: no proxy knows it.
+# The address exists on this host only, so a proxy cannot reach it.
 _open = build_opener(ProxyHandler({})).open
 
 
 def _get(url: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
-    """Return the body of an answer, None for what is not there.  Raises `OSError`."""
+    """Return the body of an answer, or None if the service answers 404.  Raises `OSError`."""
     try:
         with _open(Request(url, headers=dict(headers), method=method), timeout=_ASK_S) as answer:
             body: bytes = answer.read(_MOST_NBYTES)

@@ -1,4 +1,4 @@
-"""Steps of a run that move to a cold store, while their paths go on working."""
+"""Move steps of a run to a cold store, while their paths stay valid."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from reknit.keywords import checked_call
 from reknit.locations import is_location
 from reknit.monitor.phase import Recorder, monotonic, now
 from reknit.options import SaveOptions, check_rate
-from reknit.runs.arguments import policy_for
 from reknit.runs.retention import Retention
+from reknit.runs.run_arguments import policy_for
 from reknit.storage.registry import open_storage, recipe, recorded
 
 if TYPE_CHECKING:
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
     from collections.abc import Container
 
     from reknit.monitor.outlet import Outlet
-    from reknit.policies.base import KeepRule
+    from reknit.policies.policy import KeepRule
     from reknit.storage.base import Storage
     from reknit.types.saved_step import SavedStep
 
 logger = logging.getLogger("reknit")
 
 _MOST_LOOKED_INTO = 16
-"""Steps, the newest that have moved, of which a run looks whether the move was cut short."""
+"""Number of moved steps, the newest ones, that a run checks for a move that was interrupted."""
 
 
 @checked_call
 @dataclass(frozen=True, slots=True)
 class Cool:
-    """Where old steps of a run move, for `Checkpointer` and `Tier`.
+    """A cold store to which old steps of a run move, for `Checkpointer` and `Tier`.
 
-    `after` is a policy that says which steps do not move, such as ``latest(5)``: all others do that `keep`
-    keeps.  Each step moves to the folder of its name below `root`, at `bytes_per_s` or slower.
+    `after` is a policy for the steps that do not move, such as ``latest(5)``; all other steps that `keep`
+    keeps move.  Each step moves to the folder of its name below `root`, at `bytes_per_s` or slower.
     """
 
     root: str | os.PathLike[str]
@@ -60,12 +60,12 @@ class Cool:
 
     @property
     def url(self) -> str:
-        """The root, for who changes the folder he works in."""
+        """The root, independent of the working folder."""
         return recipe(self.root).url.rstrip("/")
 
 
 class Cooling:
-    """Moves the steps below a folder that a policy does not select, and never the newest whole one."""
+    """Moves the steps below a folder that a policy does not select, but never the newest whole step."""
 
     def __init__(self, root: Storage, cool: Cool, sinks: tuple[Outlet, ...] = ()) -> None:
         self._root, self._cool, self._sinks = root, cool, sinks
@@ -74,11 +74,11 @@ class Cooling:
         self._due: set[str] = set()
 
     def note_saved(self, number: int) -> None:
-        """Forget what was known of a step: it was saved, maybe over another.  Any thread may call this."""
+        """Forget a step: it was saved, and may replace another.  Any thread may call this."""
         self._warm.note_saved(number)
 
     def run(self, needed: Container[int], reached: int | None) -> None:
-        """Move what has to, and finish what was begun; what cannot be moved is logged."""
+        """Move the surplus steps, and finish interrupted moves; log failures."""
         steps = [step for step in self._warm.surplus(needed, reached) if step.write_id not in self._moved]
         begun = [step for step in steps if step.moved_to is not None][-_MOST_LOOKED_INTO:]
         waiting = [step for step in steps if step.moved_to is None]
@@ -108,5 +108,12 @@ class Cooling:
 
     def _move(self, hot: Storage, cold: Storage, place: str, recorder: Recorder) -> int:
         hot, cold = recorded(hot, recorder), recorded(cold, recorder)
-        job = Promotion(hot, cold, False, SaveOptions(), recorder, Pace(self._cool.bytes_per_s))
+        job = Promotion(
+            hot,
+            cold,
+            overwrite=False,
+            options=SaveOptions(),
+            recorder=recorder,
+            pace=Pace(self._cool.bytes_per_s),
+        )
         return move(job, place, open_storage)

@@ -1,4 +1,4 @@
-"""One step of a run, loaded from the fastest tier; what is damaged there comes from the others."""
+"""Load one step of a run from the fastest tier; the other tiers replace damaged files."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ if TYPE_CHECKING:
     from reknit.runs.tiers import FoundStep, Level
 
 UNSOUND = (FormatError, CheckpointNotFoundError, DroppedError)
-"""What a load raises of a step that another one may stand in for; of these `VersionError` is none."""
+"""Errors of a step that another step may replace; a `VersionError` is an exception."""
 
 
 def load_step(
     levels: Sequence[Level],
     found: FoundStep,
     state: Mapping[str, Any],
+    *,
     options: LoadOptions | None,
     group: AnyGroup | None,
     say: Callable[..., None],
 ) -> LoadReport:
-    """Load a step from the fastest tier with the others as replicas; if that fails, from the next.
+    """Load a step from the fastest tier with the others as replicas; if that fails, from the next tier.
 
-    It may: the tiers may hold different saves of a step, and items may be dropped from one of them.
+    That may help, since the tiers may hold different saves of a step, and only one may lack dropped items.
     """
     places = [below(levels[tier].url, found.name) for tier in found.tiers]
     if isinstance(options, LoadOptions):
         places += [below(location_text(replica), found.name) for replica in options.replicas]
-    elif options is not None:  # which the load says
+    elif options is not None:  # the load raises the error
         return api.load(places[0], state, options=options, group=group)
     for at in range(1, len(found.tiers) + 1):
         here = replace(options or LoadOptions(), replicas=tuple(places[at:]))

@@ -16,20 +16,20 @@ from reknit.runs.cloud_notices import CloudNotices
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from reknit.policies.saving import OnPreemption
+    from reknit.policies.save_policies import OnPreemption
 
 logger = logging.getLogger("reknit")
 
 
 class Notice(NamedTuple):
-    """What said that a process will end, and when, as `monotonic` counts; None where that is not known."""
+    """The reason why a process will end, and the time by `monotonic`, None if the notice has no time."""
 
     what: str
     ends_at: float | None
 
 
 class Notices:
-    """Watches for what the policies name; a handler of a signal takes note, and calls the one before it."""
+    """Watches for the notices that policies name; a handler of a signal also calls the previous handler."""
 
     def __init__(self, policies: Iterable[OnPreemption]) -> None:
         self._notice: Notice | None = None
@@ -66,8 +66,8 @@ class Notices:
 
     def _note(self, number: int, frame: Any) -> None:
         before = self._before[signal.Signals(number)]
-        # A process that was forked has this handler too, and so has one whose checkpointer is closed, where a
-        # later handler calls this one.  Both do what they would do without.
+        # A forked process inherits this handler.  A process whose checkpointer is closed still has it if a
+        # later handler calls it.  In both, the signal has the effect that it would have without this handler.
         watching = self._process == os.getpid()
         if watching:
             self._take(signal.Signals(number).name, self._graces[signal.Signals(number)])
@@ -81,7 +81,7 @@ class Notices:
         self._notice = Notice(what, None if grace_s is None else monotonic() + grace_s)
 
     def seen(self) -> Notice | None:
-        """Return what was noticed, None for nothing yet."""
+        """Return the notice, or None before one."""
         if self._notice is None:
             for path, grace_s in self._files.items():
                 if os.path.exists(path):
@@ -92,10 +92,10 @@ class Notices:
         return self._notice
 
     def close(self) -> None:
-        """Give the signals back to the handlers that were there before.
+        """Restore the previous handlers of the signals.
 
-        Python lets only the main thread do that.  In another one, a handler stays that does what the handler
-        before it does.
+        Python lets only the main thread do that.  In another thread the handlers stay, and only call the
+        previous ones.
         """
         self._process = None
         for cloud, _ in self._clouds.values():
@@ -109,7 +109,7 @@ class Notices:
 
 
 def _still_there(number: signal.Signals, handler: Any) -> Any:
-    """Return a handler, or, for that of notices that closed before later ones, the handler before it."""
+    """Return a handler; in place of a handler of closed notices, return the one before it."""
     while isinstance(notices := getattr(handler, "__self__", None), Notices) and notices._process is None:
         handler = notices._before[number]
     return handler

@@ -1,4 +1,4 @@
-"""Which steps of a run go, and removing them one after another."""
+"""Decide which steps of a run are removed, and remove them one after another."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Container
 
     from reknit.monitor.outlet import Outlet
-    from reknit.policies.base import Policy
+    from reknit.policies.policy import Policy
     from reknit.storage.base import Storage
     from reknit.types.saved_step import SavedStep
 
@@ -39,10 +39,10 @@ _LEFT_S = 3600.0
 
 
 class Retention:
-    """Keeps of the steps below a folder what a policy says, and always the newest that is whole.
+    """Removes the steps below a folder that a policy does not keep, but never the newest whole step.
 
-    A manifest is read once, unless the policy depends on metrics, and a step that was found whole is not
-    verified again, but for those that a run says it has saved anew.
+    A manifest is read once, unless the policy depends on metrics.  A step that was found whole is not
+    verified again, unless the run has saved it anew.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class Retention:
         self._to_sweep: set[str] = set()
 
     def note_saved(self, number: int) -> None:
-        """Forget what was known of a step: it was saved, maybe over another.  Any thread may call this."""
+        """Forget a step: it was saved, and may replace another.  Any thread may call this."""
         self._renewed.add(number)
 
     def note_damaged(self, number: int, name: str) -> None:
-        """Treat the step in a folder, which could not be loaded, like one that cannot be read."""
+        """Treat the step in a folder, which could not be loaded, like an unreadable step."""
         self._damaged[self._root.sub(name).url] = number
 
     def steps(self) -> list[SavedStep]:
@@ -72,19 +72,19 @@ class Retention:
     def surplus(self, needed: Container[int] = (), reached: int | None = None) -> list[SavedStep]:
         """Return the steps that the policy does not keep, oldest first; `needed` are numbers that stay.
 
-        A checkpoint that cannot be read, or has no step, is not counted and never goes.  Neither does a step
-        later than `reached`, where the run is now: an earlier run left it, and this one may replace it.
+        A checkpoint that cannot be read, or without a step, does not count and is never removed.  The same
+        holds for a step later than `reached`, the position of the run: this run may replace it.
         """
         return [step for step, items in self._plan(needed, reached) if items is None]
 
     def aged(self, needed: Container[int] = (), reached: int | None = None) -> list[Aged]:
-        """Return the other steps of which the policy does not keep all items, and these items."""
+        """Return the other steps some of whose items the policy does not keep, and these items."""
         return [(step, items) for step, items in self._plan(needed, reached) if items is not None]
 
     def _plan(
         self, needed: Container[int], reached: int | None
     ) -> list[tuple[SavedStep, tuple[str, ...] | None]]:
-        """Return what goes: steps, the oldest first, with the items of each, None for a whole step."""
+        """Return the steps to remove, the oldest first, each with the items to drop, or None for all."""
         steps = [step for step in self._look() if reached is None or (step.step or 0) <= reached]
         kept = self._keep.items(steps, now())
         doomed: list[tuple[SavedStep, tuple[str, ...] | None]] = []
@@ -97,23 +97,20 @@ class Retention:
                 doomed.append((step, gone))
         if not doomed:
             return []
-        # What is later than the newest whole step is damaged, and stays as well for who looks into that.
+        # Steps later than the newest whole step are damaged.  They stay, so that the damage can be examined.
         before = next((at for at in reversed(range(len(steps))) if self._is_whole(steps[at])), 0)
         older = {step.path for step in steps[:before]}
         return [(step, items) for step, items in doomed if step.path in older]
 
     def prune(self, needed: Container[int] = (), reached: int | None = None) -> list[SavedStep]:
-        """Remove what is surplus, and return the steps that went; what cannot be removed is logged.
-
-        So are the items that went of steps which stay.
-        """
+        """Remove the surplus steps, and return those that were removed; log failures, and dropped items."""
         plan = self._plan(needed, reached)
         removed = [step for step, items in plan if self._removed(step, items) and items is None]
         self._sweep()
         return removed
 
     def _removed(self, step: SavedStep, items: tuple[str, ...] | None) -> bool:
-        """Remove a step, or items of it, and tell whether that could be done."""
+        """Remove a step, or items of it, and return whether that succeeded."""
         folder, what = self._folder(step), "all" if items is None else ", ".join(map(repr, items))
         action = "remove" if items is None else "drop"
         recorder = Recorder(action, step=step.step, path=step.path, sinks=self._sinks)
@@ -126,16 +123,16 @@ class Retention:
                     drop(folder, items, step.write_id)
         except ReknitError as error:
             logger.warning("step %s stays with %s at %s: %s", step.step, what, step.path, error)
-            self._to_sweep.add(step.path)  # a marker of a process that died may be in the way
+            self._to_sweep.add(step.path)  # a marker of a dead process may prevent it
             return False
         self._steps.pop(step.path, None)
         logger.info("removed %s of step %s: %s", what, step.step, step.path)
         return True
 
     def _sweep(self) -> None:
-        """Finish the removals that a process began which then died, of steps older than the newest.
+        """Finish the removals of a process that died, of steps older than the newest.
 
-        What was changed within the last hour is left alone, as `reknit gc` does: it may be a save.
+        Files that were changed within the last hour stay, as with `reknit gc`: they may belong to a save.
         """
         newest = max((step.step or 0 for step in self._steps.values()), default=0)
         for number, name in self._folders():
@@ -146,7 +143,7 @@ class Retention:
             try:
                 self._sweep_folder(name, folder)
             except ReknitError as error:
-                logger.warning("what is left of step %s stays at %s: %s", number, folder.url, error)
+                logger.warning("files of step %s stay at %s: %s", number, folder.url, error)
 
     def _sweep_folder(self, name: str, folder: Storage) -> None:
         here, all_over = sweepable(folder), sweepable(self._root)
@@ -181,14 +178,14 @@ class Retention:
             self._damaged = {url: damaged for url, damaged in self._damaged.items() if damaged != number}
 
     def _folders(self) -> list[tuple[int, str]]:
-        """Return numbers and names of what may go.  A link is none: what it leads to is somebody else's."""
+        """Return numbers and names of the folders of steps, without links, whose targets others may use."""
         return [(number, name) for number, name in numbered(self._root) if not _is_link(self._root.sub(name))]
 
     def _folder(self, step: SavedStep) -> Storage:
         return self._root.sub(step.path.rpartition("/")[2])
 
     def _may_go(self, step: SavedStep) -> bool:
-        """Tell whether nobody needs a step, and the policy knew all of its metrics."""
+        """Return whether a step may be removed: it is not held, and all of its metrics can be read."""
         folder = self._folder(step)
         if step.write_id is None or held_by(folder, step.write_id) is not None:
             return False
@@ -200,7 +197,7 @@ class Retention:
         return True
 
     def _is_there(self, step: SavedStep) -> bool:
-        """Tell whether the checkpoint is the one that was found before; another process may remove it."""
+        """Return whether the checkpoint is unchanged; another process may have removed or replaced it."""
         try:
             manifest = manifest_in(self._folder(step))
         except FormatError:
@@ -212,14 +209,14 @@ class Retention:
         return False
 
     def _is_whole(self, step: SavedStep) -> bool:
-        """Tell whether a run can go on from a step: all that was saved is there."""
+        """Return whether a run can resume from a step: no item was dropped, and all files are there."""
         return not step.dropped and self._is_sound(step)
 
     def _problems(self, folder: Storage) -> tuple[str, ...]:
         return _problems_here(folder) if self._apart else verify(folder, "metadata", LoadOptions()).problems
 
     def _is_sound(self, step: SavedStep) -> bool:
-        """Tell whether all files of a checkpoint are there; one that was found so is not verified again."""
+        """Return whether all files of a checkpoint are there; a sound one is not verified again."""
         if not self._is_there(step):
             return False
         if step.path not in self._sound:
@@ -235,7 +232,7 @@ class Retention:
 
 
 def _problems_here(folder: Storage) -> tuple[str, ...]:
-    """Return what is wrong with those files of a checkpoint that are on this host."""
+    """Return the problems of the files of a checkpoint that are on this host."""
     manifest = whole_manifest(folder, decode_record(read_manifest(folder)))
     return tuple(
         f"{file.path} has another size"

@@ -1,4 +1,4 @@
-"""The folder of a run, in all its tiers: opened for writing by one run at a time, the last that did."""
+"""The folder of a run, in all its tiers: the last run that opened it for writing owns it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from reknit.arguments import check_state, following
-from reknit.calls import all_told
+from reknit.calls import raised_on_all_ranks
 from reknit.engine.record.at_path import manifest_in, size_of
 from reknit.engine.record.checkpoint_notes import add_metrics, held_by, metrics_of
 from reknit.engine.record.other_formats import refuse_other
@@ -28,9 +28,9 @@ from reknit.errors import (
     shown,
 )
 from reknit.monitor.phase import Deadline, Recorder
-from reknit.runs.agreement import asked
-from reknit.runs.settle import forbid_markers, wait_for_agents
+from reknit.runs.agreement import ask_root
 from reknit.runs.tiers import FoundStep, below
+from reknit.runs.unfinished_saves import forbid_markers, wait_for_agents
 from reknit.storage.registry import open_storage, recipe
 from reknit.system import start_thread
 from reknit.types.rank_text import named
@@ -48,13 +48,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("reknit")
 
 LaterSteps = Literal["refuse", "move", "replace"]
-"""What becomes of steps that an earlier run has saved, where a new one begins before them."""
+"""What happens to steps of an earlier run when a new run begins before them."""
 
 
 class _Later(NamedTuple):
-    """A committed step of an earlier run: its number, its folder, one to put it aside, and which save it is.
+    """A committed step of an earlier run: its number, its folder, a folder to put it aside, and its save id.
 
-    `problem` is what keeps it from giving way.
+    `problem` is the reason why it cannot give way, or None.
     """
 
     step: int
@@ -65,10 +65,10 @@ class _Later(NamedTuple):
 
 
 class RunFolder:
-    """What rank 0 finds and does in the folder of a run, for all ranks.
+    """The work of rank 0 in the folder of a run, for all ranks.
 
-    `records` are those of this run in each root, by its URL, once it has opened the folder for writing: at
-    `resume`, or before the first save.
+    `records` has the record of this run in each root, by the URL of the root, once the run has opened the
+    folder for writing: at `resume`, or before the first save.
     """
 
     def __init__(self, group: Group, tiers: Tiers, options: SaveOptions, later_steps: LaterSteps) -> None:
@@ -77,21 +77,21 @@ class RunFolder:
         self._group, self._tiers, self._options, self._later_steps = group, tiers, options, later_steps
         self.records: dict[str, str] = {}
         self.is_open = False
-        """Whether this run may save: the folder is open, and what was there later is settled."""
+        """Whether this run may save: the folder is open, and later steps have given way."""
         self._later: Sequence[_Later] = ()
         self._clearing: threading.Thread | None = None
 
     @property
     def replaces(self) -> bool:
-        """Whether steps of an earlier run give way, although this one did not go on from one."""
+        """Whether steps of an earlier run give way, although this run did not resume from one."""
         return self._later_steps != "refuse"
 
     def ask(self, name: str, question: Callable[[], Any], subject: str = "") -> Any:
-        """Return what rank 0 finds; its errors are raised on all ranks."""
-        return asked(self._group, name, self._options.timeout_s, question, subject)
+        """Return the answer of rank 0; its errors are raised on all ranks."""
+        return ask_root(self._group, name, self._options.timeout_s, question, subject)
 
     def find(self, name: str, step: int | str = "latest", before: Folder | None = None) -> FoundStep | None:
-        """Return a step as rank 0 finds it."""
+        """Return a step that rank 0 finds, or None."""
         found = self.ask(
             name, partial(self._tiers.find, step, before), f"step {step}" if before is None else ""
         )
@@ -100,38 +100,38 @@ class RunFolder:
     def open_to_resume(self, timeout_s: float) -> None:
         """Wait for agents of an earlier run on this host, open the folder, and let no other save commit.
 
-        Where that cannot be written to, it is read, and the first save tries again.
+        A folder that cannot be written is read only, and the first save tries again to open it.
         """
         self.records = self.ask("settle", partial(self._settle, timeout_s))
 
     def open_at(self, step: int, state: Any, timeout_s: float, *, resumed: bool) -> None:
         """Open the folder before the first save of a run, of a state at a step.
 
-        Raises `CheckpointExistsError` where this or a later step is there, of an earlier run, unless this one
-        has `resumed` from one, or `later_steps` says otherwise; `UsageError` for what is no state.
+        Raises `CheckpointExistsError` if an earlier run has saved this or a later step, unless this run has
+        `resumed`, or `later_steps` is not ``"refuse"``; `UsageError` for a wrong state.
         """
         if not (resumed and self.records):
-            with all_told(self._group, "open run", self._options.timeout_s):
+            with raised_on_all_ranks(self._group, "open run", self._options.timeout_s):
                 check_state(state)
-            self.records = self.ask("open run", partial(self._open, step, timeout_s, resumed))
+            self.records = self.ask("open run", partial(self._open, step, timeout_s, resumed=resumed))
         self.is_open = True
 
     def saved(self, step: int, pending: PendingSave) -> None:
-        """Let a thread remove later steps of an earlier run once a save of this one is committed."""
+        """Start a thread that removes later steps of an earlier run once a save of this run is committed."""
         if self._later and (self._clearing is None or not self._clearing.is_alive()):
             self._clearing = start_thread("reknit-clears", partial(self._clear, step, pending))
 
     def close(self) -> None:
-        """Wait until that is done."""
+        """Wait for the removal of later steps."""
         if self._clearing is not None:
             self._clearing.join()
 
     def runs(self) -> list[Run | None]:
-        """Return this run, as promotions to each tier carry it; None where it has not opened that."""
+        """Return this run for promotions to each tier, None for a tier that it has not opened."""
         found = [(level.url, self.records.get(_key(level.url))) for level in self._tiers.levels]
         return [None if record is None else Run(partial(open_storage, url), record) for url, record in found]
 
-    # What rank 0 does.
+    # The steps of rank 0.
 
     def _settle(self, timeout_s: float) -> dict[str, str]:
         self._wait(timeout_s)
@@ -146,9 +146,9 @@ class RunFolder:
         self._forbid(None)
         return records
 
-    def _open(self, step: int, timeout_s: float, resumed: bool) -> dict[str, str]:
+    def _open(self, step: int, timeout_s: float, *, resumed: bool) -> dict[str, str]:
         refuses = not resumed and not self.replaces
-        if refuses:  # before the run that may be at work here is shut out
+        if refuses:  # before a run that may still use the folder is fenced
             self._refuse_later(step)
         self._wait(timeout_s)
         records = self.records or self._take()
@@ -182,10 +182,10 @@ class RunFolder:
                 logger.warning("saves of an earlier run to %s may go on: %s", level.url, error.message)
 
     def _take(self, *, resumes: bool = False) -> dict[str, str]:
-        """Open the tiers, or else the root and those of `promote_to`, with generations above all known ones.
+        """Open the tiers, or the root and the places of `promote_to`, with the highest generation so far.
 
-        One that cannot be reached gets no record, except the first, to which the run saves.  Who `resumes`
-        means no folder of another program.
+        A place that cannot be reached gets no record; for the first, to which the run saves, that is an
+        error. A run that `resumes` refuses folders of other programs.
         """
         records: dict[str, str] = {}
         with ExitStack() as opened:
@@ -210,10 +210,10 @@ class RunFolder:
         return records
 
     def _look(self, step: int) -> list[_Later]:
-        """Return the committed steps from one on, in folders that a run has named."""
+        """Return the committed steps from a number on, in folders with names of steps."""
         found = []
         for level in self._tiers.levels:
-            aside = None  # named by what is newest, also where an earlier try went half the way
+            aside = None  # named by the newest step, also after an earlier try that was interrupted
             for number, name in numbered(level.storage):
                 here = level.storage.sub(name)
                 if number < step or not is_step_name(name) or not level.committed((number, name)):
@@ -223,7 +223,7 @@ class RunFolder:
                 except FormatError as error:
                     found.append(_Later(number, here, here, "", error.message))
                     continue
-                if manifest is None:  # gone meanwhile
+                if manifest is None:  # removed since it was listed
                     continue
                 problem = held_by(here, manifest.save_id)
                 if "://" not in here.url and os.path.islink(here.url):
@@ -245,7 +245,7 @@ class RunFolder:
             )
 
     def _give_way(self, step: int) -> list[_Later]:
-        """Return the steps to remove once this run has saved one, each copied if it is to be put aside."""
+        """Return the steps to remove once this run has saved a step; first copy steps that are put aside."""
         later = self._look(step)
         if problems := [f"{each.here.url}: {each.problem}" for each in later if each.problem]:
             raise UsageError(
@@ -256,14 +256,21 @@ class RunFolder:
         if self._later_steps == "move":
             for each in later:
                 recorder = Recorder("promote", step=each.step, path=each.aside.url)
-                promote_alone(Promotion(following(each.here), each.aside, False, self._options, recorder))
+                job = Promotion(
+                    following(each.here),
+                    each.aside,
+                    overwrite=False,
+                    options=self._options,
+                    recorder=recorder,
+                )
+                promote_alone(job)
                 if metrics := metrics_of(each.here, each.save_id):
                     add_metrics(each.aside, metrics)
                 logger.warning("step %d of an earlier run is put aside: %s", each.step, each.aside.url)
         return later
 
     def _clear(self, step: int, pending: PendingSave) -> None:
-        """Remove steps of an earlier run once a step is committed; if that fails, the next one may be."""
+        """Remove steps of an earlier run once a save is committed; if it fails, the next save tries again."""
         pending.wait()
         if pending.error is not None:
             return
@@ -280,7 +287,7 @@ class RunFolder:
 
 
 def _newest_generation(root: Storage, folders: Sequence[Folder]) -> int:
-    """Return the generation of the newest step in a root that has these folders, -1 without one."""
+    """Return the generation of the newest step in a root with these folders, -1 without a step."""
     for _, name in folders:
         try:
             manifest = manifest_in(root.sub(name))
@@ -292,5 +299,5 @@ def _newest_generation(root: Storage, folders: Sequence[Folder]) -> int:
 
 
 def _key(url: str) -> str:
-    """Return the place of a root as that of one of its steps names it."""
+    """Return the place of a root as a folder above one of its steps."""
     return folder_above(below(url, "step"))

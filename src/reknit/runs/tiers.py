@@ -1,4 +1,4 @@
-"""The stores of a run, the fastest first: where are its steps, and what brings them from one to another?"""
+"""The stores of a run, the fastest first, and the steps in them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from reknit.errors import CheckpointNotFoundError, CorruptError, UsageError, sho
 from reknit.keywords import checked_call
 from reknit.locations import is_location, location_text
 from reknit.options import PromotionTarget, check_rate
-from reknit.policies.keeping import ranked
-from reknit.policies.saving import OnPreemption
-from reknit.policies.stretches import every
-from reknit.runs.arguments import policy_for
+from reknit.policies.intervals import every
+from reknit.policies.keep_policies import ranked
+from reknit.policies.save_policies import OnPreemption
 from reknit.runs.cooling import Cool, Cooling
 from reknit.runs.retention import Retention
+from reknit.runs.run_arguments import policy_for
 from reknit.storage.registry import open_storage, recipe
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from reknit.monitor.outlet import Outlet
     from reknit.options import Durability, SaveOptions
-    from reknit.policies.base import KeepRule, Policy, SaveRule
+    from reknit.policies.policy import KeepRule, Policy, SaveRule
     from reknit.storage.base import Storage
     from reknit.types.saved_step import SavedStep
 
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 class Tier:
     """A store of a run, for `Checkpointer`.
 
-    `every` says which steps come here, as a number of steps or a policy; by default it is each step that is
-    saved.  `keep` says which of them stay, by default all.  What is promoted to this tier is copied at
-    `bytes_per_s` or slower, by all ranks together.  `cool` says where old steps of this tier move.
+    `every`, a number of steps or a policy, selects the steps that come here, by default every saved step.
+    `keep` selects the steps that stay, by default all.  All ranks together copy to this tier at `bytes_per_s`
+    or slower.  `cool` names the cold store to which old steps of this tier move.
     """
 
     root: str | os.PathLike[str]
@@ -67,7 +67,7 @@ class Tier:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A tier that is open; `url` stays the same for who changes the folder he works in."""
+    """A tier that is open; `url` does not depend on the working folder."""
 
     url: str
     storage: Storage
@@ -81,14 +81,21 @@ class Level:
         """Open a tier.  Raises `UsageError`, `StorageError`."""
         keep = None if tier.keep is None else policy_for("keep", tier.keep)
         storage = open_storage(tier.root, durability=durability)
-        return cls(recipe(tier.root).url, storage, tier.when(), keep, tier.bytes_per_s, tier.cool)
+        return cls(
+            url=recipe(tier.root).url,
+            storage=storage,
+            when=tier.when(),
+            keep=keep,
+            bytes_per_s=tier.bytes_per_s,
+            cool=tier.cool,
+        )
 
     def committed(self, folder: Folder) -> bool:
-        """Tell whether a folder holds a checkpoint."""
+        """Return whether a folder holds a checkpoint."""
         return manifest_exists(self.storage.sub(folder[1]))
 
     def newest(self, reached: int) -> int | None:
-        """Return the newest committed step up to one."""
+        """Return the newest committed step up to a number."""
         folders = (folder for folder in numbered(self.storage) if folder[0] <= reached)
         return next((folder[0] for folder in folders if self.committed(folder)), None)
 
@@ -102,7 +109,7 @@ class FoundStep(NamedTuple):
 
 
 class Tiers:
-    """Looks for the steps of a run in all of its tiers."""
+    """Finds the steps of a run in all of its tiers."""
 
     def __init__(self, levels: Sequence[Level]) -> None:
         self.levels = tuple(levels)
@@ -113,7 +120,7 @@ class Tiers:
         return " and ".join(level.url for level in self.levels)
 
     def newest(self, below: Folder | None = None, number: int | None = None) -> FoundStep | None:
-        """Return the newest step that comes before a folder, or the one with this number, from any tier."""
+        """Return the newest step before a folder, or the step with this number, from any tier."""
         held = [set(numbered(level.storage)) for level in self.levels]
         folders = set().union(*held)
         wanted = [f for f in folders if (below is None or f < below) and number in (None, f[0])]
@@ -129,21 +136,21 @@ class Tiers:
         return None
 
     def find(self, step: int | str, below: Folder | None = None) -> FoundStep | None:
-        """Return a step by its number, the best by ``"best"``, or the newest that comes before a folder."""
+        """Return a step by its number, the best by ``"best"``, or the newest before a folder."""
         if step == "best":
             best = self.best()
             return None if best is None else self.newest(number=best.step)
         return self.newest(below, None if isinstance(step, str) else step)
 
     def missing(self, what: str) -> CheckpointNotFoundError:
-        """Return the error of a step that no tier has."""
+        """Return the error for a step that no tier has."""
         root = self.levels[0].url
         return CheckpointNotFoundError(
             f"there is no {what} below {self.where}", path=root, remedy=f"look there: reknit ls {root}"
         )
 
     def unsound(self, paths: Sequence[str]) -> CorruptError:
-        """Return the error of a run of which none of the steps, the newest first, can be loaded."""
+        """Return the error for a run none of whose steps can be loaded; the newest comes first."""
         return CorruptError(
             f"none of the {len(paths)} steps below {self.where} can be loaded; the newest is {paths[0]}",
             path=self.levels[0].url,
@@ -151,7 +158,7 @@ class Tiers:
         )
 
     def steps(self) -> list[SavedStep]:
-        """Return the steps of all tiers, ascending, each as in the fastest tier that has it."""
+        """Return the steps of all tiers, ascending, each from the fastest tier that has it."""
         found: dict[tuple[int | None, str], SavedStep] = {}
         for level in self.levels:
             for step in steps_below(level.storage):
@@ -176,9 +183,9 @@ class Tiers:
         return next(iter(ranked(whole, self.steps())), None)
 
     def retentions(self, sinks: tuple[Outlet, ...], *, apart: bool) -> dict[int, Retention]:
-        """Return what keeps the steps of each tier, by its number; all steps of the others stay.
+        """Return the retentions of the tiers that do not keep all steps, by the numbers of the tiers.
 
-        Of the first tier other hosts have files `apart`.  `sinks` hear what is removed.
+        With `apart`, other hosts have files of the first tier.  `sinks` receive records of removals.
         """
         keeps = {tier: (level.storage, level.keep) for tier, level in enumerate(self.levels)}
         return {
@@ -188,7 +195,7 @@ class Tiers:
         }
 
     def coolings(self, sinks: tuple[Outlet, ...]) -> dict[int, Cooling]:
-        """Return what moves the old steps of each tier, by its number; `sinks` hear of it."""
+        """Return the coolings of tiers by the numbers of the tiers; `sinks` receive records of moves."""
         cools = {tier: (level.storage, level.cool) for tier, level in enumerate(self.levels)}
         return {
             tier: Cooling(storage, cool, sinks) for tier, (storage, cool) in cools.items() if cool is not None
@@ -201,7 +208,7 @@ class Tiers:
 
 
 def opened(tiers: object, durability: Durability) -> Tiers:
-    """Open tiers.  Raises `UsageError` for what is no list of them, or where they do not fit each other."""
+    """Open tiers.  Raises `UsageError` if they are not a list of tiers, or do not fit each other."""
     if not isinstance(tiers, (list, tuple)) or not tiers or not all(isinstance(t, Tier) for t in tiers):
         raise UsageError(
             f"tiers is a list of reknit.Tier, the fastest first, not {shown(tiers)}",
@@ -217,8 +224,8 @@ def opened(tiers: object, durability: Durability) -> Tiers:
     notices = [set(_notices(level.when)) for level in found.levels]
     if unheard := [level for level, own in zip(found.levels, notices, strict=True) if own - notices[0]]:
         raise UsageError(
-            f"the tier {unheard[0].url} waits for a notice that the first tier does not hear",
-            remedy="give the same on_preemption(...) to `every` of the first tier: it saves what is promoted",
+            f"the tier {unheard[0].url} waits for a notice that the first tier does not watch for",
+            remedy="give the same on_preemption(...) to `every` of the first tier, which is saved first",
         )
     return found
 
@@ -229,9 +236,9 @@ def _notices(policy: Policy | None) -> list[OnPreemption]:
 
 
 def promoting(options: SaveOptions, levels: Sequence[Level], name: str) -> SaveOptions:
-    """Return the options of a save to the folder of a step, promoted to folders of that name.
+    """Return the options of a save to the folder of a step, which is promoted to folders of the same name.
 
-    Without tiers, these are below the roots that `promote_to` names.
+    Without tiers, these folders are below the roots in `promote_to`.
     """
     targets = [PromotionTarget(level.url, level.bytes_per_s) for level in levels] or options.promotions
     places = tuple(replace(target, path=below(location_text(target.path), name)) for target in targets)

@@ -1,4 +1,4 @@
-"""Follow a run: meet each step once it is committed, and hold it while it is read."""
+"""Follow a run: yield each step once it is committed, and hold it while it is read."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from reknit.format.notes import MAX_FOLLOWER_NBYTES, Follower, decode_note, enco
 from reknit.keywords import checked_call
 from reknit.monitor.phase import Deadline
 from reknit.options import CommOptions
-from reknit.policies.base import positive
+from reknit.policies.policy import positive
 from reknit.ranks import AnyGroup, acting
-from reknit.runs.agreement import asked
-from reknit.runs.arguments import step_number
+from reknit.runs.agreement import ask_root
+from reknit.runs.run_arguments import step_number
 from reknit.storage.registry import open_storage
 from reknit.types.saved_step import SavedStep
 
@@ -41,7 +41,7 @@ logger = logging.getLogger("reknit")
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _LOOKED_AT_AGAIN = 64
-"""Steps, the newest, of which it is looked at each poll whether they were replaced since they were met."""
+"""Number of steps, the newest ones, that each poll checks for a replacement."""
 _ROUND_TIMEOUT_S = 1800.0
 _MOST_S = 30 * 86400
 
@@ -60,15 +60,15 @@ def watch(
 ) -> Iterator[SavedStep]:
     """Yield each committed step directly below `root` once, the oldest first, and wait for the next.
 
-    The steps that are there already come first, from number `since` on.  While a step is looked at, a lease
-    keeps it from being removed by `reknit.delete` and by a run's `keep`; it ends `lease_s` seconds after this
-    process does.  Who may not write to the folder reads without one, and a warning says so.  A step counts as
-    met when the next one is asked for.  With a `name` that is noted in the folder, so that a job of this name
-    goes on where the last one stopped; without, each job meets all steps.  A step that is saved anew is met
-    again.
+    The existing steps come first, from number `since` on.  While a step is processed, a lease keeps
+    `reknit.delete` and the `keep` of a run from removing it; the lease ends `lease_s` seconds after this
+    process.  Without permission to write to the folder, there is no lease, and a warning is logged.  A step
+    counts as done when the next one is requested.  With a `name`, that is recorded in the folder, so that the
+    next job of this name continues after the last step; without one, each job receives all steps.  A step
+    that is saved anew is yielded again.
 
-    `root` is looked at every `poll_s` seconds.  After `idle_s` seconds without a new step the iteration ends;
-    without, it never does.  Under torchrun or JAX all ranks iterate together, and rank 0 looks for all.
+    `root` is listed every `poll_s` seconds.  After `idle_s` seconds without a new step the iteration ends;
+    without `idle_s` it never ends.  Under torchrun or JAX all ranks iterate together, and rank 0 lists.
 
     Raises `UsageError`, `StorageError`.
     """
@@ -80,13 +80,13 @@ def watch(
     since = step_number(since)
     ranks = acting(group, comm or CommOptions()).group
     storage = open_storage(root)
-    return _met_by_all(ranks, _Follower(storage, name, since, lease_s), poll_s, idle_s)
+    return _yielded_by_all(ranks, _StepFollower(storage, name, since, lease_s), poll_s, idle_s)
 
 
-def _met_by_all(
-    group: Group, follower: _Follower, poll_s: float, idle_s: float | None
+def _yielded_by_all(
+    group: Group, follower: _StepFollower, poll_s: float, idle_s: float | None
 ) -> Iterator[SavedStep]:
-    """Yield what the follower of rank 0 meets."""
+    """Yield on all ranks the steps that rank 0 finds."""
     idle = None if idle_s is None else Deadline(idle_s)
 
     def find() -> dict[str, Any]:
@@ -95,7 +95,7 @@ def _met_by_all(
 
     try:
         while True:
-            answer = asked(group, "watch", _ROUND_TIMEOUT_S, find)
+            answer = ask_root(group, "watch", _ROUND_TIMEOUT_S, find)
             if answer["step"] is not None:
                 step = answer["step"]
                 yield SavedStep(**step | {name: tuple(step[name]) for name in ("items", "dropped")})
@@ -108,8 +108,8 @@ def _met_by_all(
         follower.close()
 
 
-class _Follower:
-    """Which steps of a run were met, and the hold on the one that is looked at."""
+class _StepFollower:
+    """The steps of a run that are done, and the hold on the current step."""
 
     def __init__(self, root: Storage, name: str | None, since: int, lease_s: float) -> None:
         self._root, self._since, self._lease_s = root, since, lease_s
@@ -120,7 +120,7 @@ class _Follower:
         self._warned = False
 
     def next(self) -> SavedStep | None:
-        """Return the next step, which is then held, or None; the one before has been met."""
+        """Return the next step, which is then held, or None; the step before is done."""
         met = self._met = self._noted() if self._met is None else self._met
         if self._held is not None:
             met[self._held[0]] = self._held[1]
@@ -133,17 +133,17 @@ class _Follower:
                 written = step.write_id or ""
                 self._held = name, written, RenewedHold(self._root.sub(name), written, self._lease_s)
             except (CheckpointNotFoundError, FormatError):
-                continue  # it went since it was listed; where it is still there, it comes again
+                continue  # it was removed since it was listed; if it is still there, it comes again
             return step
         return None
 
     def close(self) -> None:
-        """Let go what is held, which has not been met."""
+        """Release the current step, which does not count as done."""
         self._release()
         self._root.close()
 
     def _look(self, met: dict[str, str]) -> list[tuple[str, SavedStep]]:
-        """Return the steps that have not been met, with the names of their folders, ascending."""
+        """Return the steps that are not done, with the names of their folders, ascending."""
         folders = numbered(self._root)
         if not folders:
             refuse_other(self._root)
@@ -164,7 +164,7 @@ class _Follower:
         return sorted(new, key=lambda each: (each[1].step or 0, each[1].created))
 
     def _noted(self) -> dict[str, str]:
-        """Return what a job of this name has met before."""
+        """Return the steps that an earlier job of this name has done."""
         if self._path is not None:
             with suppress(StorageNotFoundError):
                 return dict(decode_note(self._root.get(self._path, limit=MAX_FOLLOWER_NBYTES), Follower).met)

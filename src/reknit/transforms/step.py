@@ -9,7 +9,7 @@ from reknit.errors import MismatchError
 from reknit.transforms.base import Binding, Made, Piece
 from reknit.transforms.pattern import Pattern
 from reknit.types.box import Box
-from reknit.types.meant import meant, some_of
+from reknit.types.pattern_suggestions import some_of, suggest
 from reknit.types.shard import TensorSpec, full_name
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _idle(rule: Rule, names: Iterable[str]) -> MismatchError:
     """Return the error of a rule that matches none of the names."""
     known = list(names)
     source = getattr(rule, "source", None) or next(iter(getattr(rule, "sources", ())), None)
-    near = some_of(known) if source is None else meant(str(source), known, _matcher)
+    near = some_of(known) if source is None else suggest(str(source), known, _matcher)
     remedy = "templates match names as in `reknit show`, without the item"
     return MismatchError(
         f"the transform {rule} matches no name in the checkpoint",

@@ -1,1 +1,1 @@
-"""The nouns of reknit: pure data and geometry, known to everyone and knowing no one."""
+"""The nouns of reknit: pure data and geometry; all packages may import them."""

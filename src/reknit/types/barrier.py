@@ -1,4 +1,4 @@
-"""What keeps memory as it is while it is copied."""
+"""The interface of barriers, which delay changes of memory while it is copied."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ if TYPE_CHECKING:
 
 
 class Barrier(Protocol):
-    """What all changes of some memory have to pass, such as the begin of an optimizer's step.
+    """A place through which all changes of some memory pass, such as the begin of an optimizer's step.
 
     Memory without a barrier may change at any time.
     """
 
     def stands(self) -> bool:
-        """Put the barrier up if it is not, and tell whether it is known to be passed before each change."""
+        """Install the barrier unless it is there; return whether every change is sure to pass it."""
 
     def memory(self) -> Iterable[tuple[Any, int, int]]:
-        """Return the ranges whose changes it keeps back: memory and first byte as in `devices`, and size."""
+        """Return the ranges that it guards: memory and first byte as in `devices`, and size."""
 
     def hold(self, wait: Callable[[], object]) -> None:
-        """Let whoever comes to the barrier wait until `wait` returns."""
+        """Make every change that reaches the barrier wait until `wait` returns."""
 
     def distrust(self) -> None:
-        """Learn that the memory was changed past the barrier: it does not stand any more."""
+        """Remove the barrier, because the memory was changed without passing it."""

@@ -57,13 +57,13 @@ class Box(msgspec.Struct, frozen=True, gc=False):
         return Box(tuple(o - b for o, b in zip(self.offsets, origin, strict=True)), self.lengths)
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the common part of two boxes of one tensor, or None where there is none."""
+        """Return the common part of two boxes of one tensor, or None for disjoint boxes."""
         offsets = tuple(map(max, self.offsets, other.offsets))
         lengths = tuple(min(a, b) - o for a, b, o in zip(self.ends, other.ends, offsets, strict=True))
         return Box(offsets, lengths) if all(n > 0 for n in lengths) else None
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Tell whether the box lies inside a tensor of this shape."""
+        """Return whether the box lies inside a tensor of this shape."""
         return len(shape) == self.ndim and all(
             o >= 0 and n >= 0 and o + n <= s
             for o, n, s in zip(self.offsets, self.lengths, shape, strict=True)
@@ -74,7 +74,7 @@ class Box(msgspec.Struct, frozen=True, gc=False):
 
 
 def padded(rows: Sequence[Sequence[int]], width: int, padding: int) -> NDArray[np.int64]:
-    """Return rows of numbers (shapes, offsets) as a matrix, those with fewer than `width` filled up."""
+    """Return rows of numbers (shapes, offsets) as a matrix, padded to `width`."""
     matrix = np.full((len(rows), width), padding, np.int64)
     held = np.arange(width) < np.fromiter(map(len, rows), np.int64, len(rows))[:, None]
     matrix[held] = np.fromiter(chain.from_iterable(rows), np.int64)
@@ -84,10 +84,10 @@ def padded(rows: Sequence[Sequence[int]], width: int, padding: int) -> NDArray[n
 def flat_range_boxes(lengths: Sequence[int], start: int, numel: int) -> list[Box]:
     """Cut the row-major range `[start, start + numel)` of a box into at most ``2 * ndim - 1`` boxes.
 
-    `lengths` is the shape of the box that the range counts in.  The boxes come back relative to it and in
-    storage order: laid end to end, their elements are exactly the range.  This is how irregular (flattened
-    ZeRO) shards become regular ones without communication (ByteCheckpoint, NSDI'25, section 4.4, decomposes
-    the same range).
+    `lengths` is the shape of the box that the range counts in.  The boxes are relative to it and in storage
+    order: laid end to end, their elements are exactly the range.  In this way irregular (flattened ZeRO)
+    shards become regular ones without communication (ByteCheckpoint, NSDI'25, section 4.4, decomposes the
+    same range).
     """
     total = prod(lengths)
     if start < 0 or numel < 0 or start + numel > total:

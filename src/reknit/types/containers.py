@@ -1,4 +1,4 @@
-"""Which containers can be made again of what is in them, and how."""
+"""The containers that can be built again from their values, and how."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 NAMESPACES: Final = frozenset({Namespace, SimpleNamespace})
 REBUILT: Final = NAMESPACES | {dict, list, tuple, deque, OrderedDict, defaultdict, Counter}
-"""Types whose values can be made again of what is in them; of a class derived from one, nobody knows that."""
+"""Types that can be built again from their values; a subclass may have further state."""
 
 
 def rebuilt(value: Any, child: Callable[[Any, Any], Any]) -> Any:
     """Return a container of the same type, one of `REBUILT`, with `child(key, value)` for each value in it.
 
-    Attributes of a mapping come along.
+    Attributes of a mapping are copied.
     """
     kind = type(value)
     if kind in NAMESPACES:
@@ -32,7 +32,7 @@ def rebuilt(value: Any, child: Callable[[Any, Any], Any]) -> Any:
         if kind is defaultdict:
             return defaultdict(value.default_factory, pairs)
         made = kind(pairs)
-        vars(made).update(vars(value))  # as the versions that torch's modules tell beside their state
+        vars(made).update(vars(value))  # such as the versions that torch's modules store beside their state
         return made
     inner = [child(index, inner) for index, inner in enumerate(value)]
     return deque(inner, value.maxlen) if kind is deque else kind(inner)

@@ -1,8 +1,8 @@
 """Devices of torch, of whatever kind: streams, events, the current device, pinned memory.
 
-`torch.accelerator` and the module of a kind (`torch.cuda`, `torch.xpu`, …) have what all kinds share.  What
-only CUDA has, and ROCm as CUDA, is in this module alone: pinning of memory that is mapped already.  A kind
-without streams of its own (MPS, XLA) copies at once.
+`torch.accelerator` and the module of a kind (`torch.cuda`, `torch.xpu`, …) have the functions of all kinds.
+Only this module uses the pinning of mapped memory, which only CUDA (and ROCm as CUDA) has.  A kind without
+streams of its own (MPS, XLA) copies at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PAGE_NBYTES = 4096
 
 
 def device_of(array: Any) -> Any:
-    """Return the `torch.device` of a tensor that is not in host memory; None for all else."""
+    """Return the `torch.device` of a tensor that is not in host memory, else None."""
     if isinstance(array, np.ndarray) or array.device.type == "cpu":
         return None
     return array.device
@@ -43,8 +43,8 @@ def device_of(array: Any) -> Any:
 def memory_of(array: Any) -> tuple[Any, int]:
     """Return the memory that an array is in, and the byte there at which the array begins.
 
-    Memory on a device is a storage of torch, since an address alone says little there: MPS has no addresses,
-    and devices may each have the same ones.
+    Memory on a device is identified by a storage of torch: MPS does not have addresses, and several devices
+    may have the same ones.
     """
     if isinstance(array, np.ndarray):
         return "cpu", int(array.__array_interface__["data"][0])
@@ -52,13 +52,13 @@ def memory_of(array: Any) -> tuple[Any, int]:
         return "cpu", array.data_ptr()
     try:
         space = array.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # of what shows no memory
+    except (NotImplementedError, RuntimeError):  # of a tensor that does not show its memory
         return (array.device, id(array)), 0
     return (array.device, space), array.storage_offset() * array.element_size()
 
 
 def shows_memory(tensor: Any) -> bool:
-    """Tell whether torch shows the memory of a tensor; XLA keeps that of its tensors to itself."""
+    """Return whether torch shows the memory of a tensor, which XLA does not."""
     if tensor.is_cpu or not tensor.numel():
         return True
     try:
@@ -70,47 +70,47 @@ def shows_memory(tensor: Any) -> bool:
 def kinds_in_use() -> list[str]:
     """Return the kinds of devices that this process has used: torch's accelerator, and CUDA beside it.
 
-    Of a kind that is not in use, the driver is asked nothing: that could break processes forked later.
+    The driver of an unused kind is not called: that could break processes that are forked later.
     """
     accelerator = sys.modules["torch"].accelerator.current_accelerator()
     kinds = dict.fromkeys([CUDA] if accelerator is None else [accelerator.type, CUDA])
-    return [kind for kind in kinds if _asked(kind, "is_initialized", True) and is_here(kind)]
+    return [kind for kind in kinds if _asked(kind, "is_initialized", unknown=True) and is_here(kind)]
 
 
 def is_here(kind: str) -> bool:
-    """Tell whether this process can use devices of a kind, of which a forked one may be unable."""
+    """Return whether this process can use devices of a kind; a forked process may be unable to."""
     module = module_of(kind)
     return (
         module is not None
-        and _asked(kind, "is_available", False)
-        and not _asked(kind, "_is_in_bad_fork", False)
+        and _asked(kind, "is_available", unknown=False)
+        and not _asked(kind, "_is_in_bad_fork", unknown=False)
     )
 
 
 def num_devices(kind: str) -> int:
-    """Return how many devices of a kind this process sees."""
-    return int(_asked(kind, "device_count", 1))
+    """Return the number of devices of a kind that this process sees."""
+    return int(_asked(kind, "device_count", unknown=1))
 
 
 def current_index(kind: str) -> int:
-    """Return the number of the current device of a kind, which is initialised for that."""
-    return int(_asked(kind, "current_device", 0))
+    """Return the number of the current device of a kind, and initialise the kind."""
+    return int(_asked(kind, "current_device", unknown=0))
 
 
 def indices_with_memory(kind: str) -> list[int]:
-    """Return the numbers of the devices of a kind on which this process has had tensors, if that is known."""
+    """Return the numbers of the devices of a kind with memory of this process, if torch counts that."""
     peak = getattr(module_of(kind), "max_memory_allocated", None)
     return [index for index in range(num_devices(kind)) if peak is not None and peak(index)]
 
 
-def _asked(kind: str, name: str, unknown: Any) -> Any:
-    """Return the answer of torch's module of a kind to a question, or `unknown` if it has none."""
+def _asked(kind: str, name: str, *, unknown: Any) -> Any:
+    """Return the result of a function of torch's module of a kind, or `unknown` without this function."""
     question = getattr(module_of(kind), name, None)
     return unknown if question is None else question()
 
 
 def memory_remedy(what: str) -> str:
-    """Return what to do about something on the meta device: give it memory where this process computes."""
+    """Return the remedy for a tensor on the meta device: memory on the device of this process."""
     torch = sys.modules["torch"]
     device = torch.accelerator.current_accelerator()
     here = "cpu" if device is None or not torch.accelerator.is_available() else device.type
@@ -118,7 +118,7 @@ def memory_remedy(what: str) -> str:
 
 
 def module_of(device: Any) -> Any:
-    """Return what torch has for a kind of device, as `torch.cuda`; None if it has nothing."""
+    """Return the module of torch for a kind of device, such as `torch.cuda`, or None."""
     try:
         return sys.modules["torch"].get_device_module(device)
     except RuntimeError:
@@ -126,19 +126,19 @@ def module_of(device: Any) -> Any:
 
 
 def has_streams(device: Any) -> bool:
-    """Tell whether work can be queued on a device beside what it does already."""
+    """Return whether a device can run copies beside its other work."""
     return side_stream(device) is not None
 
 
 def is_queued(array: Any) -> bool:
-    """Tell whether a copy of a `bits` array can be queued: it is on a device that has streams."""
+    """Return whether a copy of a `bits` array can be queued: it is on a device with streams."""
     device = device_of(array)
     return device is not None and has_streams(device)
 
 
 @cache
 def side_stream(device: Any) -> Any:
-    """Return the stream of a device on which this process copies beside its training; None if it has none."""
+    """Return the stream of a device on which this process copies beside its training, or None."""
     module = module_of(device)
     if not hasattr(module, "Stream") or not hasattr(module, "stream"):
         return None
@@ -149,15 +149,15 @@ def side_stream(device: Any) -> Any:
 
 
 def current_stream(device: Any) -> Any:
-    """Return the stream of a device on which this thread queues what it does."""
+    """Return the stream of a device on which this thread queues its work."""
     return module_of(device).current_stream(device)
 
 
 def on_device(device: Any) -> AbstractContextManager[Any]:
     """Make a device the current one of this thread within the block.
 
-    Whatever a thread asks a driver is asked of its current device, and takes some 500 MB of it on CUDA if the
-    process has not used it before.
+    A call of the driver uses the current device of the thread.  On CUDA, the first one takes some 500 MB of
+    its memory.
     """
     module = module_of(device)
     return nullcontext() if device.index is None or not hasattr(module, "device") else module.device(device)
@@ -165,8 +165,8 @@ def on_device(device: Any) -> AbstractContextManager[Any]:
 
 @contextmanager
 def on_stream(stream: Any) -> Iterator[None]:
-    """Queue within the block what this thread does on the stream, on whose device it is meanwhile."""
-    # On its device first: to leave the stream of another one would begin to use the current one.
+    """Queue the work of this thread on the stream, and make its device the current one, within the block."""
+    # On its device first: leaving the stream of another device would begin to use the current device.
     with on_device(stream.device), module_of(stream.device).stream(stream):
         yield
 
@@ -177,14 +177,14 @@ def new_event(device: Any) -> Any:
 
 
 def is_under_way(event: Any, device: Any) -> bool:
-    """Tell whether an event of a device is yet to come; nothing more comes from a device that has failed."""
+    """Return whether an event of a device is still pending; on a failed device none is."""
     with on_device(device), suppress(RuntimeError):
         return not event.query()
     return False
 
 
 def failed(error: RuntimeError, device: Any) -> ReknitError:
-    """Return a typed error for what torch raises when a copy from or to a device fails."""
+    """Return a typed error for the error of torch when a copy from or to a device fails."""
     return shortage(error) or ReknitError(
         f"a copy from or to {device} failed: {error}",
         remedy="an earlier kernel may be the cause; start a process whose device has failed again",
@@ -192,7 +192,7 @@ def failed(error: RuntimeError, device: Any) -> ReknitError:
 
 
 def is_captured() -> bool:
-    """Tell whether what this thread queues now becomes part of a graph, instead of being done."""
+    """Return whether the work that this thread queues becomes part of a graph, instead of running."""
     torch = sys.modules.get("torch")
     accelerator = None if torch is None else torch.accelerator.current_accelerator()
     module: Any = None if accelerator is None else module_of(accelerator)
@@ -201,11 +201,11 @@ def is_captured() -> bool:
 
 
 def pin(memory: NDArray[np.uint8], device: Any) -> Callable[[], None] | None:
-    """Register host memory with the driver of a device, for copies at full speed beside all else.
+    """Register host memory with the driver of a device, for copies at full speed beside other work.
 
-    The driver does so for every device of its kind.  Returns what takes that back, to be called before the
-    memory is unmapped, or None where nothing was registered: torch lets no kind but CUDA do it, or the driver
-    refused, which is logged once.
+    The registration holds for every device of its kind.  Returns a function that undoes it, to be called
+    before the memory is unmapped.  Returns None if nothing was registered: torch offers this for CUDA only,
+    and the driver may refuse it, which is logged once.
     """
     if device.type != CUDA or not memory.nbytes:
         return None
@@ -228,10 +228,10 @@ def pin(memory: NDArray[np.uint8], device: Any) -> Callable[[], None] | None:
 
 
 def pinned(nbytes: int, device: Any) -> NDArray[np.uint8] | None:
-    """Return new host memory, from a page on, that a device copies from and to beside all else.
+    """Return new host memory, aligned to pages, for copies from and to a device beside other work.
 
-    torch keeps it for later copies when it is free again.  None where torch has no such memory for the kind
-    of device, or gets none, which is logged once.
+    torch keeps it for later copies when it is free again.  Returns None if torch lacks such memory for the
+    kind of device, or cannot allocate it, which is logged once.
     """
     torch = sys.modules["torch"]
 
@@ -255,15 +255,15 @@ def pinned(nbytes: int, device: Any) -> NDArray[np.uint8] | None:
 
 @cache
 def log_unpinned(kind: str, why: str) -> None:
-    """Log once that there is no pinned memory for a kind of device."""
+    """Log once that pinned memory for a kind of device is missing."""
     logger.warning("there is no pinned memory for copies from and to %s, so they are slower: %s", kind, why)
 
 
 def _forget_error(device: Any) -> None:
-    """Take back the error that a refused call leaves behind, which the next kernel would raise as its own.
+    """Clear the error that a refused call leaves behind, and that the next kernel would raise otherwise.
 
-    torch shows no way to read it except by launching a kernel.  An error that breaks the device for good is
-    raised again by whatever uses it next, so nothing is lost here.
+    Only a kernel can read it in torch.  An error that breaks the device for good is raised again by the next
+    use of the device, so it is not lost here.
     """
     try:
         sys.modules["torch"].ones(1, device=device)
@@ -273,5 +273,5 @@ def _forget_error(device: Any) -> None:
 
 @cache
 def log_refused(what: str, code: int) -> None:
-    """Log once what the CUDA driver refused."""
+    """Log once that the CUDA driver refused a call."""
     logger.warning("%s: the CUDA driver answered with error %d", what, code)

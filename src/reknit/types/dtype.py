@@ -37,7 +37,7 @@ does).
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return the NumPy dtype of a dtype name; bytes where NumPy has none."""
+    """Return the NumPy dtype of a dtype name, or one of bytes if NumPy lacks it."""
     if name == "complex32":
         return np.dtype("V4")
     if name == "float4_e2m1fn_x2":
@@ -51,12 +51,12 @@ _FLOATS = frozenset(name for name in ITEMSIZE if "float" in name) - {"float8_e8m
 
 
 def converts(saved: str, wanted: str) -> bool:
-    """Tell whether a load may convert from one dtype to another: where nothing but rounding is lost.
+    """Return whether a load may convert from one dtype to another: only rounding may lose information.
 
     Floats become any float, and complex numbers any complex number: a wider type has the value exactly, a
     narrower one gets the nearest (ties to even).  Integers become integers that have all their values, and
-    any float.  Booleans become 0 and 1 of any number.  Nothing becomes a boolean, no float an integer, no
-    complex number a float.  Packed and exponent-only types convert to nothing, nor does complex32.
+    any float.  Booleans become 0 and 1 of any number.  No other type becomes a boolean, no float an integer,
+    no complex number a float.  Packed and exponent-only types and complex32 are never converted.
     """
     if saved == wanted:
         return True

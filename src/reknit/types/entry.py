@@ -1,4 +1,4 @@
-"""Which call of a user is this thread in, and whose turn is it?  No call can wait for one it interrupts."""
+"""The call of a user that each thread is in, since a call cannot wait for another that it interrupts."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _here = _Thread()
 
 @contextmanager
 def entered(call: str) -> Iterator[None]:
-    """Hold that this thread is in a call.  Raises `UsageError` where it is in one already.
+    """Record that this thread is in a call.  Raises `UsageError` if it is in one already.
 
-    It is there in a signal handler which interrupts that call, but not in the `own_code` of a user.
+    That is the case in a signal handler that interrupts a call, but not in the `own_code` of a user.
     """
     refuse_inside(call)
     _here.call = call
@@ -40,7 +40,7 @@ def entered(call: str) -> Iterator[None]:
 
 @contextmanager
 def own_code() -> Iterator[None]:
-    """Let code of the user, which a call runs, make calls of its own."""
+    """Allow code of the user, which a call runs, to make calls of its own."""
     call, _here.call = _here.call, None
     try:
         yield
@@ -49,7 +49,7 @@ def own_code() -> Iterator[None]:
 
 
 def refuse_inside(call: str) -> None:
-    """Raise `UsageError` where this thread is in a call, which would have to go on for `call` to end."""
+    """Raise `UsageError` if this thread is in a call, which would have to continue before `call` can end."""
     if _here.call is not None:
         raise UsageError(
             f"{call} was called while the same thread is inside {_here.call}, which it interrupts, as a "
@@ -59,7 +59,7 @@ def refuse_inside(call: str) -> None:
 
 
 class OneAtATime:
-    """Lets one thread after another do something of which there is one in a process."""
+    """A lock for work that only one thread of a process does at a time."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -68,15 +68,15 @@ class OneAtATime:
 
     @property
     def mine(self) -> bool:
-        """Whether this thread has the turn."""
+        """Whether this thread holds the lock."""
         return self._thread == threading.get_ident()
 
     @contextmanager
     def taken(self, timeout_s: float) -> Iterator[None]:
-        """Have the turn meanwhile.
+        """Hold the lock within the block.
 
-        Raises `DeadlineError` where another thread keeps it for so long, and `UsageError` where this one has
-        it already.
+        Raises `DeadlineError` if another thread holds it for longer than `timeout_s`, and `UsageError` if
+        this thread holds it already.
         """
         if self.mine:
             raise UsageError(

@@ -1,4 +1,4 @@
-"""Functions, which no checkpoint holds."""
+"""Recognise functions, which checkpoints do not hold."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ import numpy as np
 
 
 def is_function(value: object) -> bool:
-    """Tell whether a value is a function: of Python or C, a method, a ufunc, or one that wraps another."""
+    """Return whether a value is a function: of Python or C, a method, a ufunc, or a wrapper of a function."""
     return inspect.isroutine(value) or isinstance(value, (partial, np.ufunc)) or hasattr(value, "__wrapped__")

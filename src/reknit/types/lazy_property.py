@@ -13,7 +13,7 @@ else:
         """Compute the value of a property at its first use, and keep it.
 
         `cached_property` of Python 3.11 and before has one lock for a property of all instances.  A process
-        that is forked while a thread computes the value would wait for that lock for ever.  Here two threads
+        that is forked while a thread computes the value would wait for that lock forever.  Here two threads
         may both compute the value, and the last one is kept.
         """
 

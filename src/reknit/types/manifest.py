@@ -1,4 +1,4 @@
-"""What a checkpoint holds: where every chunk of every tensor lies, and the record that makes it exist."""
+"""The content of a checkpoint: the place of every chunk of every tensor, and the commit record."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Index:
         return {(entry.item, entry.fqn): number for number, entry in enumerate(self.tensors)}
 
     def chunks(self, number: int) -> Iterator[Chunk]:
-        """Yield the chunks of one tensor; for reading by people and tests, planners use the columns."""
+        """Yield the chunks of one tensor, for people and tests; planners use the columns."""
         ndim = len(self.tensors[number].spec.shape)
         for row in range(self.first[number], self.first[number + 1]):
             box = Box(tuple(self.offsets[row, :ndim].tolist()), tuple(self.lengths[row, :ndim].tolist()))
@@ -84,7 +84,7 @@ class Index:
         return self._of(kept)
 
     def without(self, names: Container[tuple[str, str]]) -> Index:
-        """Return the index but for tensors of these names, given by item and FQN."""
+        """Return the index without the tensors of these names, given by item and FQN."""
         return self._of(np.array([entry[:2] not in names for entry in self.tensors], dtype=np.bool_))
 
     def with_tensors(
@@ -152,10 +152,10 @@ class BlobFile:
 class FileTable:
     """Files as columns: many ranks write hundreds of thousands, and each has digests of its own.
 
-    `digests` are those of the blocks of all files, one file after another.  File `k` holds values of item
-    number `item[k]` of the manifest, or is a data file where that is -1.  Where the values are those of one
-    coordinate, its names are `places[place[k]]` (elsewhere `place[k]` is -1), and its numbers lie in
-    `coordinates`, again one file after another.
+    `digests` has the digests of the blocks of all files, one file after another.  File `k` holds values of
+    item number `item[k]` of the manifest; for a data file, `item[k]` is -1.  If the values belong to one
+    coordinate, its names are `places[place[k]]`, and its numbers are in `coordinates`, one file after
+    another; otherwise `place[k]` is -1.
     """
 
     paths: list[str]
@@ -169,7 +169,7 @@ class FileTable:
 
 @dataclass(frozen=True, slots=True)
 class TablePlace:
-    """The bytes of the index that are its table of files, how many these are, and their size in all."""
+    """The bytes of the table of files in the index, the number of these files, and their total size."""
 
     start: int
     nbytes: int
@@ -179,15 +179,15 @@ class TablePlace:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The commit record: a checkpoint exists when, and only when, this does.
+    """The commit record: a checkpoint exists if, and only if, its manifest exists.
 
-    `files` lists every file but the manifest itself, the index included (`index_path`).  Where there is a
-    `table`, it lists the index only, and that has all others, and all `blobs`.  `created` is seconds
-    since the epoch.  `origin` (world size, versions) is information only; `metadata` is the user's.
-    `generation` is higher in each run of a job; it is None where the writer knew of none.  `dropped` are the
-    items that were removed since, with the time; then `saved_as` is the write id of the save, and `write_id`
-    that of the manifest and its index.  `moved_to` is the place of the same checkpoint to which all files but
-    the manifest have moved.
+    `files` lists every file but the manifest itself, the index included (`index_path`).  With a `table`, it
+    lists the index only, and the table lists all other files and all `blobs`.  `created` is in seconds since
+    the epoch.  `origin` (world size, versions) is information only; `metadata` comes from the user.
+    `generation` is higher in each run of a job, and None if the writer had no generation.  `dropped` has the
+    items that were removed since, with the time.  After that, `saved_as` is the write id of the save, and
+    `write_id` belongs to the manifest and its index.  `moved_to` is the place to which all files but the
+    manifest have moved.
     """
 
     format_version: int
@@ -210,7 +210,7 @@ class Manifest:
 
     @property
     def save_id(self) -> str:
-        """The write id of the save that made the checkpoint, whatever was dropped of it since."""
+        """The write id of the save that made the checkpoint, also after items were dropped."""
         return self.saved_as or self.write_id
 
     @property
@@ -220,7 +220,7 @@ class Manifest:
 
     @property
     def num_files(self) -> int:
-        """How many files the checkpoint has, but for the manifest."""
+        """Number of files of the checkpoint without the manifest."""
         return len(self.files) + (self.table.num_files if self.table else 0)
 
     @property
@@ -231,12 +231,12 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """What a checkpoint offers to a loading rank, by item and fqn.
+    """The content of a checkpoint that a loading rank can request, by item and fqn.
 
     `tensors[item][fqn]` is a spec and `blobs[item][fqn]` a value that all ranks shared.  `coordinates[item]`
-    are the coordinates whose ranks saved values of their own, and `own(item, coordinate)` reads those of one,
-    by fqn; `read_ahead(item, coordinates)` reads those of several at once, for `own`.  `terms` are those of
-    the load.
+    are the coordinates of ranks that saved values of their own.  `own(item, coordinate)` reads the values of
+    one coordinate, by fqn; `read_ahead(item, coordinates)` reads those of several at once, for `own`.
+    `terms` are the terms of the load.
     """
 
     items: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What a rank will do, with every byte address decided."""
+"""The plans of a rank, with every byte address decided."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class WriteEntry(NamedTuple):
 class FilePlan(NamedTuple):
     """A data file that a rank writes: entries end to end, largest elements first, then by name and place.
 
-    `frozen` tells that it holds nothing but what training does not change.
+    `frozen` is whether it holds only tensors that training does not change.
     """
 
     item: str
@@ -53,7 +53,7 @@ class SavePlan:
 
 
 class StridedReads(NamedTuple):
-    """Reads that each take several runs out of a byte range and leave the bytes between them, as columns.
+    """Reads of several runs each out of a byte range, without the bytes between the runs, as columns.
 
     Read `s` takes runs `first[s]` up to `first[s] + num[s]` (more than one) of piece `piece[s]` of the plan.
     They have `run_nbytes[s]` bytes each, and lie in bytes `start[s]`, `nbytes[s]` of file number `file[s]`.
@@ -73,7 +73,7 @@ class StridedReads(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What a rank reads, as columns.
+    """The reads of a rank, as columns.
 
     Piece `p` is the part of chunk `chunk[p]` (a row of the index) that wanted box `wanted[p]` needs: the
     rectangle of `lengths[p]` elements at `in_chunk[p]` of the chunk and at `in_wanted[p]` of the wanted box
@@ -82,8 +82,8 @@ class LoadPlan:
 
     Read `r` is the byte range `read_start[r]`, `read_nbytes[r]` of file number `read_file[r]`; it touches the
     pieces `use_piece[use_first[r]:use_first[r + 1]]`, ordered by `low`.  Reads of one file ascend and do not
-    overlap.  Runs with large holes between them are taken by the `strided` reads; the ranges of these may
-    overlap each other and other reads, but no byte is taken twice.
+    overlap.  The `strided` reads take runs with large holes between them; their ranges may overlap each other
+    and other reads, but no byte is taken twice.
     """
 
     wanted: NDArray[np.int64]
@@ -107,5 +107,5 @@ class LoadPlan:
 
     @property
     def files(self) -> list[int]:
-        """Numbers of the files of which something is read."""
+        """Numbers of the files that are read."""
         return sorted({*self.read_file.tolist(), *self.strided.file.tolist()})

@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _PER_HOLE = 8
-"""Where there are so many times as many ranks as gaps between them, the gaps are named."""
+"""Gaps are named if the number of ranks is at least so many times the number of gaps."""
 
 
-class _Span(NamedTuple):
+class _NumberRange(NamedTuple):
     """The numbers from `low` to `high`, both included."""
 
     low: int
@@ -29,34 +29,34 @@ class _Span(NamedTuple):
 def spelled(ranks: Iterable[int], limit: int = 16) -> str:
     """Return the ranks as text, with neighbours joined: ``rank 3``, ``ranks 0-4, 7``.
 
-    Where few are left out between the first and the last, these are named: ``ranks 0-8,999 except 17``.  At
-    most `limit` spans are named.
+    If few ranks between the first and the last are missing, these are named: ``ranks 0-8,999 except 17``.  At
+    most `limit` ranges are named.
     """
     return named(ranks, "rank", limit)
 
 
 def named(numbers: Iterable[int], noun: str, limit: int = 16) -> str:
-    """Return the numbers of things that are called `noun` as text, as `spelled` does it with ranks."""
-    spans = _spans(numbers)
-    if not spans:
+    """Return numbers as text with a `noun`, as `spelled` does with ranks."""
+    ranges = _ranges_of(numbers)
+    if not ranges:
         return f"no {noun}"
-    if len(spans) == 1 and spans[0].size == 1:
-        return f"{noun} {spans[0]}"
-    holes = [_Span(before.high + 1, after.low - 1) for before, after in pairwise(spans)]
-    if 0 < len(holes) <= limit and _PER_HOLE * _num(holes) <= _num(spans):
-        return f"{noun}s {_Span(spans[0].low, spans[-1].high)} except {', '.join(map(str, holes))}"
-    rest = _num(spans[limit:])
-    return f"{noun}s {', '.join(map(str, spans[:limit]))}" + (f" and {rest:,} more" if rest else "")
+    if len(ranges) == 1 and ranges[0].size == 1:
+        return f"{noun} {ranges[0]}"
+    holes = [_NumberRange(before.high + 1, after.low - 1) for before, after in pairwise(ranges)]
+    if 0 < len(holes) <= limit and _PER_HOLE * _num(holes) <= _num(ranges):
+        return f"{noun}s {_NumberRange(ranges[0].low, ranges[-1].high)} except {', '.join(map(str, holes))}"
+    rest = _num(ranges[limit:])
+    return f"{noun}s {', '.join(map(str, ranges[:limit]))}" + (f" and {rest:,} more" if rest else "")
 
 
-def _spans(numbers: Iterable[int]) -> list[_Span]:
-    """Return the spans of neighbours, in order."""
-    spans: list[_Span] = []
+def _ranges_of(numbers: Iterable[int]) -> list[_NumberRange]:
+    """Return the ranges of consecutive numbers, in order."""
+    ranges: list[_NumberRange] = []
     for number in sorted(set(numbers)):
-        low = spans.pop().low if spans and number == spans[-1].high + 1 else number
-        spans.append(_Span(low, number))
-    return spans
+        low = ranges.pop().low if ranges and number == ranges[-1].high + 1 else number
+        ranges.append(_NumberRange(low, number))
+    return ranges
 
 
-def _num(spans: Iterable[_Span]) -> int:
-    return sum(span.size for span in spans)
+def _num(ranges: Iterable[_NumberRange]) -> int:
+    return sum(each.size for each in ranges)

@@ -1,4 +1,4 @@
-"""A step of a run that was saved: one checkpoint among those side by side in a folder."""
+"""A saved step of a run: one of the checkpoints in a folder."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ if TYPE_CHECKING:
 class SavedStep:
     """A committed checkpoint directly below the folder of a run.
 
-    `step` is None where none was given at the save.  `created` is seconds since the epoch, `nbytes` the size
-    of all its files.  `metrics` are the numbers given to `Checkpointer.save` and `reknit.note`; one that was
-    not finite is None.  `write_id` differs for each save, also of the same step.  `problem` says why the
-    manifest cannot be read, and is None for a checkpoint that can be opened; it does not say whether every
-    file is whole, as `reknit.verify` does.  `dropped` are items that were removed since.
-    `moved_to` is where the files are, if not at `path`.
+    `step` is None for a save without a step.  `created` is in seconds since the epoch, `nbytes` the size of
+    all files.  `metrics` are the numbers of `Checkpointer.save` and `reknit.note`, with None for infinite
+    ones and NaN.  `write_id` differs for each save, also of the same step.  `problem` is the reason why the
+    manifest cannot be read, or None; the other files are checked by `reknit.verify` only.  `dropped` are
+    items that were removed since.  `moved_to` is the place of the files, if not `path`.
     """
 
     step: int | None

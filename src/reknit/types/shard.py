@@ -1,4 +1,4 @@
-"""What a rank holds: shards of named tensors, and named values that are no tensors."""
+"""The holdings of a rank: shards of named tensors, and other named values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_NDIM = 32
 
 
 def full_name(item: str, fqn: str) -> str:
-    """Return what users are told: item/fqn, or the item alone where it is itself the value."""
+    """Return the name in messages to users: item/fqn, or the item alone if it is the value."""
     return f"{item}/{fqn}" if fqn else item
 
 
@@ -57,10 +57,10 @@ class TensorSpec(msgspec.Struct, frozen=True, gc=False):
 
 
 class Strided(msgspec.Struct, frozen=True, gc=False):
-    """A rectangle in one-dimensional memory (of torch): its first element and its steps, counted in elements.
+    """A rectangle in one-dimensional memory (of torch): its first element and its strides, in elements.
 
-    To look at memory as a rectangle costs more than all else that is known of a shard, and one who writes
-    nothing of it need not look.
+    The view of the rectangle costs more than all other facts about a shard, and only ranks that write the
+    shard need it.
     """
 
     memory: Any
@@ -79,10 +79,10 @@ class Shard(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     `item` is the top-level name in the user's state, `fqn` the name inside it.  `memory` is an array (torch
     or NumPy, on any device, with any strides) of shape `box.lengths` and dtype `spec.dtype`, or such a
-    rectangle of flat memory: live memory, never a copy, and no part of what makes two shards equal.
-    `replicas` is the sorted tuple of ranks that hold equal bytes for this box, as far as the framework knows
-    without asking; None means that it cannot know.  `frozen` is a hint, and no part of that either: training
-    does not change this tensor.
+    rectangle of flat memory.  It is live memory, never a copy.  `replicas` is the sorted tuple of ranks that
+    hold equal bytes for this box, as far as the framework records them without a message, else None.
+    `frozen` is a hint that training does not change this tensor.  Two shards can be equal whatever their
+    `memory` and `frozen` are.
     """
 
     item: str
@@ -118,7 +118,7 @@ class Shard(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 class Blob(msgspec.Struct, frozen=True):
-    """A named value that is no tensor.
+    """A named value that is not a tensor.
 
     `coordinate` is None for a value that is the same on every rank that holds it, and names the rank's
     logical place (for example ``{"dp": 1, "tp": 0}``) for a value of its own, such as the state of a random
@@ -132,7 +132,7 @@ class Blob(msgspec.Struct, frozen=True):
 
 
 class Witness(NamedTuple):
-    """A value of which a rank has a copy, and another rank the main copy, which is what is saved."""
+    """A value whose copy this rank holds; the main copy of another rank is saved."""
 
     item: str
     fqn: str
@@ -140,10 +140,10 @@ class Witness(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """A value of a `Blob` that is encoded already, as `format.blob_codec.encode_value` does it.
+    """A value of a `Blob` that is already encoded, as by `format.blob_codec.encode_value`.
 
-    It is `memory[start:]`.  What lies before is free: whoever writes the value puts its name there.  Where
-    `memory` is shared memory, it lies in `file` from byte `at` on, and another process can map it.
+    It is `memory[start:]`; the bytes before it are free for the name of the value in the file.  Shared
+    `memory` lies in `file` from byte `at` on, and another process can map it.
     """
 
     memory: memoryview
@@ -164,11 +164,11 @@ class SharedFile:
 
 
 class LoaderShard(NamedTuple):
-    """The part of a data loader's state that is never split: one source, and what was read of it ahead.
+    """The part of a data loader's state that is never split: one source, and the items read ahead.
 
     `source` is its number in the loader's replicated state; `rank` (in the data-parallel group) and `worker`
-    are where it is read.  `left` is the work that remains in it, in any unit, and `num_items` counts the
-    items that are read and not yet used.  `value` is neutral or `Encoded`, and None where it is not loaded.
+    read it.  `left` is the work that remains in it, in any unit, and `num_items` counts the items that are
+    read and not yet used.  `value` is neutral or `Encoded`, or None before it is loaded.
     """
 
     source: int
@@ -191,10 +191,10 @@ class Alias(msgspec.Struct, frozen=True, gc=False):
 class Holdings:
     """All shards, blobs and aliases of one rank.  `items` are the top-level names, also of empty items.
 
-    A save fails where no rank has the blob of which another is a witness.  `barriers` keep back changes of
-    some of the memory of the shards.  `coordinate` is the rank's place in the parallel grid, by the names of
-    its axes, as far as it is known.  In `known` anyone may keep what follows from items, shards and aliases
-    alone, but not from the memory of the shards: holdings that differ in nothing else may share it.
+    A save fails if a witness has no blob on any rank.  `barriers` delay changes of some of the memory of the
+    shards.  `coordinate` is the rank's place in the parallel grid, by the names of its axes, as far as the
+    framework records it.  `known` caches results that follow from items, shards and aliases alone, and not
+    from the memory of the shards: holdings that differ in nothing else may share it.
     """
 
     items: tuple[str, ...]
@@ -209,10 +209,10 @@ class Holdings:
 
 @dataclass(frozen=True, slots=True)
 class Tagged:
-    """A value of a type that only some framework knows, in a neutral form.
+    """A value of a type of some framework, in a neutral form.
 
-    `tag` names the type (``"torch.dtype"``, ``"torch.tensor"``, ...), `value` is made of types that the blob
-    codec knows.  Frameworks turn their own values into this at the door, and back.
+    `tag` names the type (``"torch.dtype"``, ``"torch.tensor"``, ...), and `value` is made of types of the
+    blob codec.  Frameworks convert their own values into this form, and back.
     """
 
     tag: str

@@ -1,4 +1,4 @@
-"""What a rank wants of a checkpoint, and what it will do with it."""
+"""The request of a rank for parts of a checkpoint, and how it delivers them."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ if TYPE_CHECKING:
 
 
 RESIZE = " (LoadOptions(allow_shape_mismatch=...) takes what both have)"
-"""What is said of a tensor whose shape differs, in as many dimensions, from the one that was saved."""
+"""Text about a tensor whose shape differs from the saved shape in the same number of dimensions."""
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Tell whether a name (`full_name`) is one that the patterns mean."""
+    """Return whether a name (`full_name`) matches any of the patterns."""
     return bool(patterns) and any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def selects(name: str, patterns: Sequence[str]) -> bool:
-    """Tell whether the last pattern that matches a name selects it; one that begins with ``!`` does not."""
+    """Return whether the last pattern that matches a name selects it, and so does not begin with ``!``."""
     last = next((p for p in reversed(patterns) if fnmatchcase(name, p.removeprefix("!"))), "!")
     return not last.startswith("!")
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The options of a load that decide what is wanted.
+    """The options of a load that decide which entries are wanted.
 
-    `only` are patterns of the names that are loaded, none for all.  `resizable` are patterns of tensors that
-    may have another shape in the checkpoint.  `cast` tells whether another dtype will be converted.
-    `watched` are other patterns of which it is to be found out whether they match anything.
+    `only` are patterns of the names to load; empty for all.  `resizable` are patterns of tensors that may
+    have another shape in the checkpoint.  `cast` is whether another dtype will be converted.  `watched` are
+    other patterns that are checked for matches.
     """
 
     only: tuple[str, ...] = ()
@@ -42,37 +42,38 @@ class Terms:
     watched: tuple[str, ...] = ()
 
     def takes(self, name: str) -> bool:
-        """Tell whether what has this name is loaded."""
+        """Return whether the entry with this name is loaded."""
         return not self.only or matches(name, self.only)
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a rank wants of a checkpoint, and what it will do with it.
+    """The parts of a checkpoint that a rank requests, and the functions that deliver them.
 
-    `shards`: as in `Holdings`, but `data` is the writable memory to fill; `replicas` plays no part yet.
-    `aliases`: (item, fqn, item, fqn) of saved tensors, and of the wanted tensor that is the same in the
-    target, or stands there for both: they have to be equal.
+    `shards`: as in `Holdings`, but `data` is the writable memory to fill, and `replicas` is not used.
+    `aliases`: (item, fqn, item, fqn) of a saved tensor, and of the wanted tensor in its place in the target;
+    the two saved tensors must be equal.
     `blobs`: (item, fqn) of saved shared values that this rank takes.
     `own`: (item, fqn) of values that this rank saved for itself and takes back.
-    `missing`: (item, fqn, why) of what the target needs and the catalog does not have.
-    `mismatched`: (item, fqn, why) of what the catalog has in a form that the target cannot take.
-    `notes`: (item, fqn, what) of what could not be restored by design, such as a random state after a change
-    of world.
-    `resizable`: (item, fqn) of wanted tensors that take what they have in common with a saved one of another
+    `missing`: (item, fqn, why) of entries that the target needs and the catalog does not have.
+    `mismatched`: (item, fqn, why) of entries that the catalog has in a form that the target cannot take.
+    `notes`: (item, fqn, what) of entries that are not restored by design, such as a random state after a
+    change of the number of ranks.
+    `resizable`: (item, fqn) of wanted tensors that take the common part of a saved tensor of another shape.
+    `resized`: (name, what) of wanted tensors of another shape whose shards were already adapted to the saved
     shape.
-    `resized`: (name, what) of wanted tensors whose shards say no more that the saved one has another shape.
-    `superseded`: (item, fqn) of what was saved and is not needed: another tensor says more, or it is dropped.
-    `labels`: the name of each shard in messages to users, where that is not its own.
-    `idle`: patterns of `Terms`, of any kind, that match no name of this rank's target.
-    `num_tensors`: how many tensors of the target are to be loaded, `num_kept` how many of them come
-    from values, of `own` or `blobs`.
+    `superseded`: (item, fqn) of saved entries that are not needed: another tensor replaces them, or they are
+    dropped.
+    `labels`: the name of each shard in messages to users, if that differs from its own.
+    `idle`: patterns of `Terms`, of any kind, that do not match any name of this rank's target.
+    `num_tensors`: number of tensors of the target to load; `num_kept` of them come from values, of `own` or
+    `blobs`.
     `coordinate`: as in `Holdings`.
-    `early`: names (`full_name`) of wanted tensors whose memory is new, and for objects with a `state_dict`.
-    `deliver_early`: called with nothing once these have arrived, before any other memory is filled; gives
-    objects their states, and may raise an error.  `has_early` tells whether it does anything.
-    `deliver`: called with nothing once every byte has arrived; puts values into the live objects.  Until then
-    nothing live has changed but the memory behind `shards`.
+    `early`: names (`full_name`) of wanted tensors in new memory, for objects with a `state_dict`.
+    `deliver_early`: called without arguments once these have arrived, before any other memory is filled;
+    gives objects their states, and may raise an error.  `has_early` is whether it does anything.
+    `deliver`: called without arguments once every byte has arrived; puts values into the live objects.
+    Before that, only the memory of `shards` has changed.
     """
 
     items: tuple[str, ...]

@@ -1,1 +1,1 @@
-"""The program as a whole: how it reads its command line, what its versions are, and where its output goes."""
+"""The program as a whole: its command line, its versions, its output."""

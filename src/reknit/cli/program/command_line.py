@@ -1,4 +1,4 @@
-"""What does a command line mean, and if it is wrong, which command, option or choice was meant?"""
+"""Parse a command line; for a wrong one, suggest the nearest command, option or choice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class CommandLine(argparse.ArgumentParser):
-    """A parser whose errors say the nearest right name; the parsers of its commands are of this class too."""
+    """A parser whose errors suggest the nearest name; the parsers of commands have this class too."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -22,7 +22,7 @@ class CommandLine(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # one signature in place of two overloads
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Parse, and leave with an error for what this parser does not take, with its own usage."""
+        """Parse, and exit with an error and the usage of this parser for unknown arguments."""
         self._given = list(sys.argv[1:] if args is None else args)
         found, unknown = super().parse_known_args(self._given, namespace)
         if unknown:
@@ -36,7 +36,7 @@ class CommandLine(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n  -> {remedy}\n")
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        # That of argparse passes over a full disk.
+        # The method of argparse ignores a full disk.
         (file or sys.stderr).write(message)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -49,7 +49,7 @@ class CommandLine(argparse.ArgumentParser):
             raise
 
     def _meant(self) -> str | None:
-        """Return the question whether an unknown option stands for a known one."""
+        """Return a question with the nearest option in place of an unknown one, or None."""
         for text in self._given:
             name = text.partition("=")[0]
             if name == "--":

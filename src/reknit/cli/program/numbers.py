@@ -1,4 +1,4 @@
-"""Which numbers does an option take?"""
+"""Parse the numbers of options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 _MOST = 10**18
 _MOST_DIGITS = 100
-"""Letters of the longest number that is read."""
+"""Digits of the longest number that is read."""
 
 
 def whole(least: int, most: int = _MOST) -> Callable[[str], int]:
@@ -32,7 +32,7 @@ def whole(least: int, most: int = _MOST) -> Callable[[str], int]:
 
 
 def amount_of(text: str) -> float:
-    """Return a number above 0 that a person may mean, of seconds or hours, for example."""
+    """Return a positive number in a plausible range, of seconds or hours, for example."""
     try:
         found = float(text[:_MOST_DIGITS])
     except ValueError:

@@ -1,4 +1,4 @@
-"""Which versions of reknit, of its format, and of what it works with are installed?"""
+"""The installed versions of reknit, of its format, and of related packages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PrintVersions(argparse.Action):
     """The option that prints the versions and ends the program."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        """Print, and leave."""
+        """Print the versions, and exit."""
         print("\n".join(version_lines()))
         parser.exit()
 

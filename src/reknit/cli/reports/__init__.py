@@ -1,1 +1,1 @@
-"""Commands that show what events tell."""
+"""Commands that show events."""

@@ -1,4 +1,4 @@
-"""``reknit dash``: what saves and loads do on all ranks, in a browser, while they do it."""
+"""``reknit dash``: show saves and loads on all ranks in a browser, while they run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import secrets
 from typing import TYPE_CHECKING
 
 from reknit.cli.program.numbers import whole
-from reknit.cli.reports.costs import add_costs, cost_table
+from reknit.cli.reports.cost_options import add_costs, cost_table
 from reknit.cli.reports.report import add_places
 
 if TYPE_CHECKING:

@@ -1,20 +1,20 @@
-"""What does it cost to save every so many seconds?  As a table."""
+"""The cost of intervals between saves, as a table."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reknit.policies.base import DAY_S, HOUR_S
+from reknit.policies.policy import DAY_S, HOUR_S
 
 if TYPE_CHECKING:
-    from reknit.policies.interval import RunCosts
+    from reknit.policies.cost_model import RunCosts
 
 HEADS = ("SAVE EVERY", "KEPT (ETTR)", "STALLS", "DONE AGAIN", "RESTARTS", "LOST A DAY")
 _AROUND = (0.1, 0.3, 1.0, 3.0, 10.0)
 
 
 def rows_around(costs: RunCosts, interval_s: float | None = None) -> list[dict[str, float]]:
-    """Return what intervals around the best one cost, and `interval_s`, as shares of the time."""
+    """Return the costs of intervals around the best one, and of `interval_s`, as shares of the time."""
     best_s = costs.best_interval_s()
     intervals = {max(best_s * factor, costs.write_s) for factor in _AROUND}
     if interval_s is not None:

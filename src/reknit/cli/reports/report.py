@@ -1,4 +1,4 @@
-"""``reknit report``: what saves and loads did on all ranks, as text or as a page."""
+"""``reknit report``: show the saves and loads of all ranks, as text or as a page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from reknit.cli.output import print_table, printable, write_text
 from reknit.cli.program.numbers import whole
-from reknit.cli.reports.costs import add_costs, cost_table
+from reknit.cli.reports.cost_options import add_costs, cost_table
 from reknit.errors import UsageError
 
 if TYPE_CHECKING:

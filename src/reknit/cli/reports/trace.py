@@ -1,4 +1,4 @@
-"""``reknit trace``: what saves and loads did on all ranks, as a trace for Perfetto or Chrome."""
+"""``reknit trace``: write the saves and loads of all ranks as a trace for Perfetto or Chrome."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from reknit.errors import MismatchError, UsageError, did_you_mean
 from reknit.keywords import checked_call
 from reknit.monitor.progress_text import amount
 from reknit.types.box import Box
-from reknit.types.meant import meant
+from reknit.types.pattern_suggestions import suggest
 from reknit.types.shard import TensorSpec, full_name
 from reknit.types.wanted import matches
 
@@ -215,7 +215,7 @@ class Checkpoint(Shown):
             known = [full_name(*name) for name in (*tensors, *values)]
             for pattern in only:
                 if not any(matches(name, [pattern]) for name in known):
-                    near = meant(pattern, known)
+                    near = suggest(pattern, known)
                     raise MismatchError(
                         f"only has the pattern {pattern!r}, which matches nothing in the items read",
                         path=url,

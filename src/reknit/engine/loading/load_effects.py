@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from reknit.engine.loading.match import strict_patterns
 from reknit.errors import MismatchError
 from reknit.planner.gaps import SHOWN
-from reknit.types.meant import meant
+from reknit.types.pattern_suggestions import suggest
 from reknit.types.shard import full_name
 from reknit.types.wanted import matches
 
@@ -59,7 +59,7 @@ def idle_patterns(
             saved = kind != "only" and any(matches(name, [pattern]) for name in known)
             if pattern in everywhere and not saved and not (kind == "strict" and _of_item(pattern, items)):
                 nor = "" if kind == "only" else ", nor in the checkpoint"
-                near = f": {question}" if (question := meant(pattern, known)) else ""
+                near = f": {question}" if (question := suggest(pattern, known)) else ""
                 lines.append(
                     f"{kind}: the pattern {pattern!r} matches nothing in the target of any rank{nor}{near}"
                 )
@@ -108,7 +108,7 @@ def require_some(
     if len(lines) > SHOWN:
         lines[SHOWN:] = [f"\n  ... and {len(lines) - SHOWN} more"]
     known = dict.fromkeys(names())
-    near = f"{first}: {meant(first, known)}  " if known and (first := next(iter(lacking), "")) else ""
+    near = f"{first}: {suggest(first, known)}  " if known and (first := next(iter(lacking), "")) else ""
     raise MismatchError(
         "no tensor of the target would be restored, and that is an error of any load; nothing was changed:"
         + "".join(lines),

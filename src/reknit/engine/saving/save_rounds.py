@@ -82,12 +82,10 @@ class CommitTurn:
 
     def split_copies(self) -> None:
         """Decide about copies that differ.  Raises `StateError` for one that no rank can keep as its own."""
-        differing, options = self._assigned.differing, self.job.options
+        differing, check = self._assigned.differing, self.job.options.check_replicas
         if differing:
             with self.job.recorder.phase("plan"):
-                self._copies = split(
-                    self._claimed.copies, differing, self.job.group.rank, options.check_replicas
-                )
+                self._copies = split(self._claimed.copies, differing, self.job.group.rank, check)
 
     def commit(self, items: Sequence[str], columns: round_messages.ArrayColumns | None) -> None:
         """Write the values of this rank, send the `receipt` for all `written`, and keep the outcome."""

@@ -14,7 +14,7 @@ from reknit.format.values.msgpack_reader import read_msgpack
 from reknit.transforms.names import parted
 from reknit.types.containers import REBUILT, rebuilt
 from reknit.types.manifest import TensorEntry
-from reknit.types.meant import meant, some_of
+from reknit.types.pattern_suggestions import some_of, suggest
 from reknit.types.shard import Tagged, full_name
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Naming:
         """Return what is asked about the first of them, given all names in the checkpoint."""
         known = [full_name(*name) for name in names]
         idle = self._idle(used)
-        return meant(idle[0], known, _prefixed) if idle else some_of(known)
+        return suggest(idle[0], known, _prefixed) if idle else some_of(known)
 
     def _idle(self, used: set[object]) -> list[str]:
         return [old for old in self.rename if old not in used]

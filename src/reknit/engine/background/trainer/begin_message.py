@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from reknit.engine import round_messages
 from reknit.engine.background import agent_messages as say
 from reknit.monitor.sinks.choosing import everywhere
+from reknit.options.fields import names_in
 from reknit.types.shard import Encoded
 
 if TYPE_CHECKING:
@@ -16,17 +17,6 @@ if TYPE_CHECKING:
     from reknit.engine.saving.claims import EncodedHoldings
     from reknit.engine.saving.rank_part import RankPart
     from reknit.types.shard import Blob, SharedFile
-
-_FOR_AGENT = (
-    "allow_pickle",
-    "check_replicas",
-    "durability",
-    "inflight_nbytes",
-    "piece_nbytes",
-    "reuse",
-    "threads",
-    "timeout_s",
-)
 
 
 def begin_message(part: RankPart, session: AgentSession, save: TrainerSave, *, claimed: bool) -> say.Begin:
@@ -49,7 +39,7 @@ def begin_message(part: RankPart, session: AgentSession, save: TrainerSave, *, c
         url=job.url,
         factory=job.factory,
         overwrite=job.overwrite,
-        options={name: getattr(job.options, name) for name in _FOR_AGENT}
+        options={name: getattr(job.options, name) for name in names_in(job.options, "agent")}
         | {"events": everywhere(job.options.events)},
         extra=json.dumps(extra, default=dict).encode(),
         claims=claims,

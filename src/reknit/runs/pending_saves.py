@@ -1,4 +1,4 @@
-"""The saves of a run that are under way, what they make surplus when committed, and what is promoted late."""
+"""The pending saves of a run, the removals after them, and the late promotions of steps of an earlier run."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ logger = logging.getLogger("reknit")
 class _Save:
     """A save of this run, and the numbers of the tiers to which it is promoted, in that order.
 
-    `write_s` is how long it took, None as long as that is not known.  `reached` are the tiers to which it is
-    known to be promoted, or not to be; `promoted` is whether that is known of all.
+    `write_s` is the time until it was committed, None before.  `reached` are the tiers whose promotion has
+    ended, with success or not; `promoted` is whether all promotions have ended.
     """
 
     step: int
@@ -44,18 +44,19 @@ class _Save:
     promoted: bool = False
 
     def on_its_way(self, tier: int) -> bool:
-        """Tell whether the step is still to come to a tier."""
+        """Return whether the promotion to a tier is still pending."""
         return tier in self.tiers and not self.pending.promotion_done(self.tiers.index(tier))
 
     def over(self) -> bool:
-        """Tell whether nobody needs the step for this save, nor for its promotion."""
+        """Return whether this save and its promotions have ended."""
         return self.write_s is not None and self.promoted
 
 
-class UnderWay:
-    """Watches the saves of a run; `retentions` are those of rank 0 by the numbers of tiers, none elsewhere.
+class PendingSaves:
+    """Watches the pending saves of a run.
 
-    A tier of which all steps stay has none.
+    `retentions` has the retention of each tier whose steps do not all stay, by the number of the tier.  On
+    other ranks than rank 0 it is empty.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class UnderWay:
         self._cooling: threading.Thread | None = None
         self._clearing: threading.Thread | None = None
         self.write_s: float | None = None
-        """How long the last save took until it was committed."""
+        """Seconds until the last save was committed."""
 
     def add(self, step: int, pending: PendingSave, began: float, tiers: Sequence[int] = ()) -> None:
         """Watch a save."""
@@ -81,11 +82,11 @@ class UnderWay:
         self.tend()
 
     def loaded(self, step: int) -> None:
-        """Go on after a step that was loaded: what was saved last is no longer where the run is."""
+        """Continue after a loaded step, which replaces the last saved step as the position of the run."""
         self._last, self._reached = None, step
 
     def last(self, step: int, *, sure: bool) -> PendingSave | None:
-        """Return the last save if it was that of `step`; to be `sure`, wait, and return none that failed."""
+        """Return the last save if it is of `step`; with `sure`, wait for it, and return None if it failed."""
         if self._last is None or self._last.step != step:
             return None
         if sure:
@@ -97,25 +98,25 @@ class UnderWay:
         return self._last.pending
 
     def needed(self, tier: int = 0) -> set[int]:
-        """Return the steps that have to stay in a tier: those under way to it and, in the first, from it."""
+        """Return the steps that must stay in a tier: on their way to it or, in the first tier, from it."""
         if tier:
             return {save.step for save in self._saves if save.on_its_way(tier)} | self._promoted_late
         return {save.step for save in self._saves if not save.over()} | self._promoted_late
 
     def busy(self) -> bool:
-        """Tell whether a save is under way."""
+        """Return whether a save is pending."""
         return any(not save.pending.done() for save in self._saves)
 
     def steps(self) -> list[str]:
-        """Return the steps of which the save is under way, as texts."""
+        """Return the steps of the pending saves, as texts."""
         return [str(save.step) for save in self._saves if not save.pending.done()]
 
     def busy_with(self, tier: int) -> bool:
-        """Tell whether a step is still on its way to a tier."""
+        """Return whether a step is still on its way to a tier."""
         return any(save.on_its_way(tier) for save in self._saves)
 
     def tend(self, *, surplus: bool = False) -> None:
-        """Take note of saves that have ended, and begin to remove what they, or another, made surplus."""
+        """Record the saves that have ended, and start the removal of steps that are surplus then."""
         self._note_ended()
         if surplus:
             self._surplus.update(self._retentions)
@@ -125,13 +126,13 @@ class UnderWay:
             prunes = {tier: self._retentions[tier].prune for tier in tiers}
             self._pruning = self._begin("reknit-prune", "removed", prunes)
         at_work = any(thread is not None and thread.is_alive() for thread in (self._pruning, self._cooling))
-        if self._to_cool and self._coolings and not at_work:  # what is surplus need not move
+        if self._to_cool and self._coolings and not at_work:  # surplus steps need not move
             self._to_cool = False
             moves = {tier: cooling.run for tier, cooling in self._coolings.items()}
             self._cooling = self._begin("reknit-cool", "moved", moves)
 
     def promote_late(self, tier: int, steps: set[int], work: Callable[[], object]) -> None:
-        """Let a thread promote steps to a tier that an earlier run has left; they stay meanwhile."""
+        """Start a thread that promotes steps of an earlier run to a tier; they stay until it ends."""
         if tier not in self._late or not self._late[tier][1].is_alive():
             try:
                 self._late[tier] = steps, start_thread("reknit-promote", work)
@@ -167,7 +168,7 @@ class UnderWay:
             self._surplus.add(tier)
 
     def wait(self, timeout_s: float | None, *, removals: bool = True) -> None:
-        """Wait for all saves, and for `removals`.  Raises what made a save fail, and `DeadlineError`."""
+        """Wait for all saves, and for `removals`.  Raises the error of a failed save, and `DeadlineError`."""
         deadline = None if timeout_s is None else Deadline(timeout_s)
         for save in self._saves:
             save.pending.wait(None if deadline is None else deadline.remaining())
@@ -178,8 +179,8 @@ class UnderWay:
             self.tend()
             self.end_pruning(deadline)
 
-    def settle(self) -> None:
-        """Wait until all saves and removals have ended, well or not."""
+    def drain(self) -> None:
+        """Wait until all saves and removals have ended, with success or not."""
         for save in self._saves:
             save.pending.wait()
         for thread in self._at_work():
@@ -188,7 +189,7 @@ class UnderWay:
         self.end_pruning()
 
     def clear(self, others: OtherHosts) -> None:
-        """Let a thread remove what steps that are no more have left on this host; all ranks ask for it."""
+        """Start a thread that removes files of removed steps from this host; all ranks call this."""
         if (names := others.surplus(self.needed)) and (
             self._clearing is None or not self._clearing.is_alive()
         ):
@@ -198,14 +199,14 @@ class UnderWay:
                 logger.warning("files of old steps stay in the memory of this host for now: %s", error)
 
     def end_promotions(self, timeout_s: float, *, late: bool = True) -> bool:
-        """Wait for promotions to tiers, also for `late` ones and moves; tell whether they have ended."""
+        """Wait for promotions to tiers, also for `late` ones and moves; return whether they have ended."""
         deadline = Deadline(timeout_s)
         for save in self._saves:
             if save.tiers:
                 with suppress(DeadlineError):
                     save.pending.wait_promoted(deadline.remaining())
         threads: list[threading.Thread] = []
-        for _ in range(2 if late else 0):  # what is promoted late may have to move then
+        for _ in range(2 if late else 0):  # steps that are promoted late may have to move then
             self.tend()
             threads = self._at_work()
             for thread in threads:
@@ -214,12 +215,12 @@ class UnderWay:
         return ended and all(save.pending.promotion_done() for save in self._saves if save.tiers)
 
     def _at_work(self) -> list[threading.Thread]:
-        """Return the threads that copy."""
+        """Return the threads that copy steps."""
         late = [thread for _, thread in self._late.values()]
         return late if self._cooling is None else [*late, self._cooling]
 
     def end_pruning(self, deadline: Deadline | None = None) -> None:
-        """Wait for the removal that goes on.  Raises `DeadlineError`."""
+        """Wait for the current removals.  Raises `DeadlineError`."""
         if self._clearing is not None:
             self._clearing.join(None if deadline is None else deadline.remaining())
         if self._pruning is not None:
@@ -228,7 +229,7 @@ class UnderWay:
                 raise DeadlineError("all steps are saved, but old steps are not removed yet")
 
     def prune(self, *, dry_run: bool) -> list[SavedStep]:
-        """Remove what is surplus now, and return it; with `dry_run` only return it."""
+        """Remove the surplus steps, and return them; with `dry_run` only return them."""
         self._note_ended()
         self.end_pruning()
         return [
@@ -238,13 +239,13 @@ class UnderWay:
         ]
 
     def _begin(self, name: str, done: str, work: Mapping[int, Work]) -> threading.Thread | None:
-        """Let a thread do `work` in tiers; training goes on where it fails, and the next save tries again."""
+        """Start a thread that does `work` in tiers; failures are logged, and the next save tries again."""
 
         def in_all() -> None:
             for tier, in_tier in work.items():
                 try:
                     in_tier(self.needed(tier), self._reached)
-                except Exception as error:  # a policy may be a user's own
+                except Exception as error:  # the policy may be code of the user
                     logger.warning(
                         "old steps could not be %s and stay for now: %s", done, error, exc_info=error
                     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reknit.types.meant import meant
+from reknit.types.pattern_suggestions import suggest
 
 NAMES = ["model/layers.0.weight", "model/layers.0.bias", "model/head.weight", "optimizer/step"]
 
@@ -23,9 +23,9 @@ NAMES = ["model/layers.0.weight", "model/layers.0.bias", "model/head.weight", "o
     ],
 )
 def test_a_pattern_is_meant_that_matches_and_is_most_like_the_one_given(pattern: str, question: str) -> None:
-    assert meant(pattern, NAMES) == question
+    assert suggest(pattern, NAMES) == question
 
 
 @pytest.mark.parametrize(("names", "question"), [([], ""), (["w"], "the names are 'w'")])
 def test_with_few_names_all_are_shown(names: list[str], question: str) -> None:
-    assert meant("something/else", names) == question
+    assert suggest("something/else", names) == question

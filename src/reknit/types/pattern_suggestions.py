@@ -1,4 +1,4 @@
-"""Which names may be meant by a pattern that matches none?"""
+"""Suggest patterns or names in place of a pattern that matches nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     Matcher = Callable[[str], Callable[[str], object]]
-    """Makes of a pattern what tells whether a name matches it."""
+    """Turns a pattern into a function that returns whether a name matches it."""
 
 _SEPARATORS = re.compile(r"([./])")
 _MOST_NAMES = 10_000
@@ -22,15 +22,15 @@ _SHOWN = 3
 
 
 def of_shell(pattern: str) -> Callable[[str], object]:
-    """Return what tells whether a name matches a pattern of ``fnmatch``."""
+    """Return a function that returns whether a name matches a pattern of ``fnmatch``."""
     return lambda name: fnmatchcase(name, pattern)
 
 
-def meant(pattern: str, names: Iterable[str], matcher: Matcher = of_shell) -> str:
-    """Return the question for the pattern that may be meant, else some of the names; empty without names.
+def suggest(pattern: str, names: Iterable[str], matcher: Matcher = of_shell) -> str:
+    """Return a question with a similar pattern that matches, else some of the names; empty without names.
 
-    A pattern is meant that matches some name, and is like this one but for misspelled parts, or for the item
-    that is lacking or too much in front.
+    A pattern is similar if it differs in misspelled parts only, or in an item in front that is missing or
+    surplus.
     """
     known = list(dict.fromkeys(islice(names, _MOST_NAMES)))
     for candidate in dict.fromkeys(_candidates(pattern, known)):
@@ -47,7 +47,7 @@ def some_of(names: Sequence[str]) -> str:
 
 
 def _candidates(pattern: str, names: Sequence[str]) -> Iterator[str]:
-    """Yield patterns that are like one, the most similar first."""
+    """Yield patterns that are similar to one, the most similar first."""
     parts = dict.fromkeys(part for name in names for part in _SEPARATORS.split(name))
     yield from _respelled(pattern, parts)
     items = dict.fromkeys(name.partition("/")[0] for name in names if "/" in name)
@@ -60,7 +60,7 @@ def _candidates(pattern: str, names: Sequence[str]) -> Iterator[str]:
 
 
 def _respelled(pattern: str, parts: dict[str, None]) -> Iterator[str]:
-    """Yield a pattern with the nearest of the known parts in place of each unknown literal one."""
+    """Yield a pattern with the nearest of these parts in place of each other literal part."""
     spelled = []
     for part in _SEPARATORS.split(pattern):
         near = (

@@ -12,11 +12,11 @@ from reknit.engine.call_reports import SaveReport
 from reknit.engine.outcome import PendingSave, SaveOutcome
 from reknit.errors import DeadlineError, ShortageError, SkippedError, StorageFullError
 from reknit.options import PromotionTarget
-from reknit.policies.base import policy_of
-from reknit.runs import under_way
+from reknit.policies.policy import policy_of
+from reknit.runs import pending_saves
 from reknit.runs.cooling import Cool, Cooling
+from reknit.runs.pending_saves import PendingSaves
 from reknit.runs.retention import Retention
-from reknit.runs.under_way import UnderWay
 from reknit.storage.registry import open_storage
 from tests.runs.pieces import numbers, state
 
@@ -34,8 +34,8 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def saves(root: Path, keep: Callable[[Any], Any]) -> UnderWay:
-    return UnderWay({0: Retention(open_storage(root), policy_of(keep))})
+def saves(root: Path, keep: Callable[[Any], Any]) -> PendingSaves:
+    return PendingSaves({0: Retention(open_storage(root), policy_of(keep))})
 
 
 def only_newest(steps: Any) -> set[int]:
@@ -43,14 +43,14 @@ def only_newest(steps: Any) -> set[int]:
 
 
 def test_a_save_that_was_skipped_as_asked_for_is_no_failure_at_the_end() -> None:
-    mine, outcome = UnderWay({}), SaveOutcome("/run/1", 1)
+    mine, outcome = PendingSaves({}), SaveOutcome("/run/1", 1)
     mine.add(1, PendingSave(outcome), 0.0)
     outcome.end(SkippedError("busy"))
     mine.wait(1.0)
 
 
 def test_the_steps_under_way_are_those_whose_save_has_not_ended() -> None:
-    mine, outcomes = UnderWay({}), [SaveOutcome(f"/run/{step}", step) for step in (1, 2)]
+    mine, outcomes = PendingSaves({}), [SaveOutcome(f"/run/{step}", step) for step in (1, 2)]
     for step, outcome in enumerate(outcomes, start=1):
         mine.add(step, PendingSave(outcome), 0.0)
     assert mine.steps() == ["1", "2"]
@@ -60,7 +60,7 @@ def test_the_steps_under_way_are_those_whose_save_has_not_ended() -> None:
 
 
 def test_a_save_that_failed_is_one_at_the_end() -> None:
-    mine, outcome = UnderWay({}), SaveOutcome("/run/1", 1)
+    mine, outcome = PendingSaves({}), SaveOutcome("/run/1", 1)
     mine.add(1, PendingSave(outcome), 0.0)
     outcome.end(StorageFullError("full"))
     with pytest.raises(StorageFullError):
@@ -68,7 +68,7 @@ def test_a_save_that_failed_is_one_at_the_end() -> None:
 
 
 def test_the_last_save_is_taken_for_its_step_unless_it_has_failed_and_that_matters() -> None:
-    mine, outcome = UnderWay({}), SaveOutcome("/run/1", 1)
+    mine, outcome = PendingSaves({}), SaveOutcome("/run/1", 1)
     pending = PendingSave(outcome)
     mine.add(1, pending, 0.0)
     assert mine.last(1, sure=False) is pending
@@ -107,7 +107,7 @@ def test_no_memory_for_a_thread_ends_no_training(
     def short(name: str, work: object) -> None:
         raise ShortageError("no memory")
 
-    monkeypatch.setattr(under_way, "start_thread", short)
+    monkeypatch.setattr(pending_saves, "start_thread", short)
     saves(root, only_newest).tend(surplus=True)
     assert "no memory" in caplog.text
 
@@ -148,7 +148,7 @@ def test_nothing_moves_while_steps_are_removed(root: Path, monkeypatch: pytest.M
     monkeypatch.setattr(Cooling, "run", lambda *_: asked.set())
     storage = open_storage(root)
     cooling = Cooling(storage, Cool(root.parent / "cold", after=policy_of(only_newest)))
-    mine = UnderWay({0: Retention(storage, policy_of(only_newest))}, {0: cooling})
+    mine = PendingSaves({0: Retention(storage, policy_of(only_newest))}, {0: cooling})
     mine.tend(surplus=True)
     mine.tend()
     mine.end_promotions(0.05)

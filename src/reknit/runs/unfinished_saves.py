@@ -1,4 +1,4 @@
-"""What an earlier run has begun: wait for it, or keep it from committing behind the back of a new run."""
+"""Unfinished saves of an earlier run: wait for their agents, and fence the saves that remain."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ logger = logging.getLogger("reknit")
 
 _PAUSE_S = 0.2
 _READ_S = 30.0
-"""How long an agent that its trainer left without a save may take to read of the last one that it was given.
+"""Longest wait for an agent without a save, which may still have to read a message about its last save.
 
-It may also be one of another run, and stand still.
+It may also belong to another run, and stay idle.
 """
 
 
 def wait_for_agents(root: Storage, timeout_s: float) -> None:
-    """Wait for agents of this host that are at work below a folder; those of other hosts cannot be seen."""
+    """Wait for agents of this host that work below a folder; agents of other hosts cannot be seen."""
     deadline, reading = Deadline(timeout_s), Deadline(min(timeout_s, _READ_S))
     while working := at_work(root.url):
         writing = sorted({agent.pid for agent in working if agent.path is not None})
@@ -38,11 +38,10 @@ def wait_for_agents(root: Storage, timeout_s: float) -> None:
 
 
 def forbid_markers(root: Storage, since: int | None = None) -> None:
-    """Let no save that has put up its marker commit a newer step than those that are there then.
+    """Delete the markers of saves newer than the newest committed step, or from the step `since` on.
 
-    Without its marker a save cannot commit.  Those of steps older than the newest committed one are left
-    alone, because a run does not resume from them; but none is left from the step `since` on, where a run
-    begins that did not resume.
+    Without its marker a save cannot commit.  Markers of older steps stay, because a run does not resume from
+    these.  A run that did not resume begins with the step `since`.
     """
     for number, name in numbered(root):
         folder = root.sub(name)

@@ -1,4 +1,4 @@
-"""What a policy is, and how several are combined."""
+"""The class of policies, and the combinations of several policies."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ if TYPE_CHECKING:
     from reknit.types.saved_step import SavedStep
 
 SaveRule: TypeAlias = "Policy | Callable[[Moment], object]"
-"""A policy that says when to save, or a function that does."""
+"""A policy or a function that decides when to save."""
 
 KeepRule: TypeAlias = "Policy | Callable[[Sequence[SavedStep]], Iterable[int]]"
-"""A policy that says which steps to keep, or a function that returns their numbers."""
+"""A policy for the steps to keep, or a function that returns their numbers."""
 
 MINUTE_S, HOUR_S, DAY_S = 60.0, 3600.0, 86400.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """Facts that rank 0 measures for all: `seconds` since the last save, or since the run began, and more.
+    """Facts that rank 0 measures for all ranks.
 
-    `busy`: an earlier save is still being written.  `preempted`: some rank will end soon, in `left_s`
-    seconds, where that is known.  `stall_s`: how long the last save blocked training.  `write_s`: how long
-    it took in all; None before.
+    `seconds`: time since the last save, or since the run began.  `busy`: an earlier save is still being
+    written.  `preempted`: some rank will end soon, in `left_s` seconds if the notice has a time.  `stall_s`
+    and
+    `write_s`: the time for which the last save blocked training, and until it was committed; None before.
     """
 
     seconds: float
@@ -42,7 +43,7 @@ class Facts:
 
     @property
     def in_time(self) -> bool:
-        """Whether a save that takes as long as the last one ends before a rank does."""
+        """Whether a save as long as the last one would end before a rank does."""
         if self.left_s is None or self.write_s is None:
             return True
         return self.write_s * (1 + self.busy) <= self.left_s
@@ -68,7 +69,7 @@ class Policy:
     """Whether `kept` depends on metrics, which may be added to a step at any time."""
 
     def due(self, moment: Moment) -> bool | None:
-        """Tell whether to save now; None where that depends on facts that `moment` does not have."""
+        """Return whether to save now, or None if that depends on facts that `moment` does not have."""
         raise NotImplementedError
 
     def kept(self, steps: Sequence[SavedStep], now: float) -> AbstractSet[int]:
@@ -76,12 +77,12 @@ class Policy:
         raise NotImplementedError
 
     def items(self, steps: Sequence[SavedStep], now: float) -> dict[int, AbstractSet[str]]:
-        """Return the items to keep of each step that stays, by its number: all, but for rules about items."""
+        """Return the items to keep by the numbers of their steps: all, unless a rule is about items."""
         everything = _all_items(steps)
         return {number: everything[number] for number in self.kept(steps, now) if number in everything}
 
     def leaves(self) -> Iterable[Policy]:
-        """Yield the policies of which this one is made."""
+        """Yield the policies that this one combines."""
         yield self
 
     def __or__(self, other: object) -> Policy:
@@ -175,13 +176,13 @@ class _Function(Policy):
 
 
 class SavePolicy(Policy):
-    """A policy that says only when to save."""
+    """A policy that only decides when to save."""
 
     roles = frozenset({"save"})
 
 
 class KeepPolicy(Policy):
-    """A policy that says only which steps to keep."""
+    """A policy that only decides which steps to keep."""
 
     roles = frozenset({"keep"})
 
@@ -196,7 +197,7 @@ def _all_items(steps: Sequence[SavedStep]) -> dict[int, AbstractSet[str]]:
 
 
 def policy_of(value: object) -> Policy:
-    """Return a policy, made of a plain function where it is one.  Raises `UsageError`."""
+    """Return a policy, which may wrap a plain function.  Raises `UsageError`."""
     if isinstance(value, Policy):
         return value
     if callable(value) and not isinstance(value, type):
@@ -207,8 +208,8 @@ def policy_of(value: object) -> Policy:
     )
 
 
-def stretch_s(call: str, **given: float | None) -> float:
-    """Return the one stretch of time that was given, in seconds, or of steps.  Raises `UsageError`."""
+def interval_s(call: str, **given: float | None) -> float:
+    """Return the one interval that was given, in seconds or in steps.  Raises `UsageError`."""
     units = {"seconds": 1.0, "minutes": MINUTE_S, "hours": HOUR_S, "days": DAY_S, "steps": 1.0}
     named = {name: value for name, value in given.items() if value is not None}
     if len(named) != 1:
@@ -220,7 +221,7 @@ def stretch_s(call: str, **given: float | None) -> float:
 
 
 def positive(value: object) -> bool:
-    """Tell whether a value is a finite number above 0."""
+    """Return whether a value is a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     try:

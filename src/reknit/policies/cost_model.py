@@ -1,4 +1,4 @@
-"""How often is it best to save?  What saves and failures cost, by the time between two saves."""
+"""How often is it best to save?  The costs of saves and failures, by the time between two saves."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _NEWTON_STEPS = 60
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunCosts:
-    """What saves and failures cost a run, in seconds.
+    """The costs of saves and failures in a run, in seconds.
 
-    A save holds up training for `stall_s`, and is committed `write_s` after it began.  A failure comes every
-    `mttf_s` on average, at any moment alike, and training goes on `restart_s` after it.
+    A save blocks training for `stall_s`, and is committed `write_s` after it began.  Failures come at random
+    moments, on average every `mttf_s`, and training continues `restart_s` after a failure.
     """
 
     stall_s: float
@@ -22,13 +22,14 @@ class RunCosts:
     mttf_s: float
 
     def ettr(self, interval_s: float) -> float:
-        """Return the effective training time ratio where `interval_s` of training lie between two saves.
+        """Return the effective training time ratio with `interval_s` of training between two saves.
 
-        That is the training that is never lost, over all the time.  Until a failure comes, the k-th save is
-        committed after ``k * (interval + stall) - stall + write``; failures are exponentially distributed.
+        That is the share of the time that is spent on training which is never lost.  Until a failure comes,
+        the k-th save is committed after ``k * (interval + stall) - stall + write``; failures are
+        exponentially distributed.
         """
         rate = 1.0 / self.mttf_s
-        # Beyond this the chance that even one save is committed is 0 as a float.
+        # Beyond this, the probability that even one save is committed is 0 as a float.
         period = min(rate * (interval_s + self.stall_s), 700.0)
         kept_s = interval_s * exp(-rate * max(self.write_s - self.stall_s, 0.0)) / expm1(period)
         return kept_s / (self.mttf_s + self.restart_s)
@@ -47,7 +48,7 @@ class RunCosts:
         return max(interval, self.write_s)
 
     def shares(self, interval_s: float) -> dict[str, float]:
-        """Return where the time goes, as shares of it: training kept, stalls, work done again, restarts."""
+        """Return the shares of the time for training that is kept, stalls, repeated work and restarts."""
         kept = self.ettr(interval_s)
         restart = self.restart_s / (self.mttf_s + self.restart_s)
         stalls = (1.0 - restart) * self.stall_s / (interval_s + self.stall_s)

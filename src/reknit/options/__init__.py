@@ -1,16 +1,17 @@
-"""Every option of reknit, as frozen keyword-only dataclasses."""
+"""Every option, as frozen dataclasses, with the calls that read it."""
 
 from __future__ import annotations
 
 import numbers
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from reknit.errors import UsageError, shown
+from reknit.errors import shown
 from reknit.keywords import checked_call
 from reknit.locations import Events, check_events, is_location
+from reknit.options.fields import check_patterns, check_values, option, readers, require
 
 MIB = 1 << 20
 LEAST_INFLIGHT_NBYTES = 16 * MIB
@@ -22,7 +23,7 @@ ANYWHERE = ("0.0.0.0", "::")
 """The addresses that stand for all that a host has."""
 
 UNIX = "unix"
-"""What stands for a socket in a folder that only this user can enter, in the place of an address."""
+"""A value in the place of an address, for a socket in a folder that only this user can enter."""
 
 
 @runtime_checkable
@@ -40,10 +41,10 @@ class Transform(Protocol):
 @checked_call
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tls:
-    """Certificates by which ranks know each other, as paths of PEM files."""
+    """Certificates by which ranks identify each other, as paths of PEM files."""
 
     ca: str | os.PathLike[str]
-    """Whoever has a certificate that one of these signed takes part."""
+    """Certificates of authorities; a process with a certificate signed by one of them can take part."""
     certificate: str | os.PathLike[str]
     """This rank's certificate, for both directions, followed by the intermediate ones."""
     key: str | os.PathLike[str]
@@ -54,12 +55,12 @@ class Tls:
     def __post_init__(self) -> None:
         for name in ("ca", "certificate", "key"):
             path = getattr(self, name)
-            _require(
+            require(
                 isinstance(path, (str, os.PathLike)) and path != "", f"tls.{name} is a path, not {path!r}"
             )
             # Agents read the files too, from wherever they run.
             object.__setattr__(self, name, os.path.abspath(path))
-        _require(
+        require(
             self.server_name is None or (isinstance(self.server_name, str) and self.server_name != ""),
             f"tls.server_name is a name, not {self.server_name!r}",
         )
@@ -71,47 +72,45 @@ class CommOptions:
     """How ranks reach each other.  The first save or load of a group decides for all later ones."""
 
     # Addresses
-    bind: str | None = None
+    bind: str | None = option(None, "connect", "start")
     """Address to listen on; ``"0.0.0.0"`` for all, ``"unix"`` for this host only, None to choose."""
-    interface: str | None = None
+    interface: str | None = option(None, "connect", "start")
     """Network interface to listen on, in the place of `bind`."""
-    tls: Tls | None = None
+    tls: Tls | None = option(None, "connect", "start")
     """Certificates; None for plain connections, which any listener in the network can read."""
 
     # The tree of ranks
-    fan_out: int = 16
-    """Children of each rank in the tree; that of rank 0 counts."""
-    connect_timeout_s: float = 120.0
+    fan_out: int = option(16, "connect", "start")
+    """Children of each rank in the tree; the value of rank 0 counts."""
+    connect_timeout_s: float = option(120.0, "connect", "start")
     """Longest wait for another rank to come up."""
-    max_message_nbytes: int = GIB
+    max_message_nbytes: int = option(GIB, "connect", "start")
     """A larger message is refused."""
-    generation: int | None = None
+    generation: int | None = option(None, "connect", "start")
     """Number of this run of the job, higher in each; None for the time at which the ranks met."""
 
     def __post_init__(self) -> None:
-        _check_kinds(self)
-        _require(self.fan_out >= 1, "fan_out must be at least 1")
-        _require(self.connect_timeout_s > 0, "connect_timeout_s must be positive")
+        check_values(self)
+        require(self.fan_out >= 1, "fan_out must be at least 1")
+        require(self.connect_timeout_s > 0, "connect_timeout_s must be positive")
         for name in ("bind", "interface"):
             text = getattr(self, name)
-            _require(
-                text is None or (isinstance(text, str) and text != ""), f"{name} is a text, not {text!r}"
-            )
-        _require(
+            require(text is None or (isinstance(text, str) and text != ""), f"{name} is a text, not {text!r}")
+        require(
             self.interface is None or self.bind is None or self.bind in ANYWHERE,
             f"bind={self.bind!r} and interface={self.interface!r} may differ: give one of them",
         )
-        _require(
+        require(
             self.generation is None or (type(self.generation) is int and 0 <= self.generation < 1 << 63),
             f"generation is a whole number from 0 on, or None, not {self.generation!r}",
         )
-        _require(
+        require(
             self.tls is None or self.bind != UNIX,
             "bind='unix' reaches nobody who would need certificates: leave out bind or tls",
         )
-        if isinstance(self.tls, Mapping):  # what became of it in `dataclasses.asdict`, on its way to an agent
+        if isinstance(self.tls, Mapping):  # from `dataclasses.asdict`, on its way to an agent
             object.__setattr__(self, "tls", Tls(**self.tls))
-        _require(
+        require(
             self.tls is None or isinstance(self.tls, Tls),
             f"tls is a reknit.Tls, not {type(self.tls).__name__}",
         )
@@ -125,7 +124,7 @@ class PromotionTarget:
     bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             is_location(self.path) and self.path != "",
             f"promote_to is a path or a URL, or several, not {self.path!r}",
         )
@@ -140,78 +139,69 @@ _Place = str | os.PathLike[str] | PromotionTarget
 class SaveOptions:
     """How `reknit.save` writes."""
 
-    # What is stored
-    check_replicas: Literal["sample", "all", "warn", "off"] = "sample"
+    # Content
+    check_replicas: Literal["sample", "all", "warn", "off"] = option("sample", "save", "background", "agent")
     """How copies of a tensor are compared: by 8 KiB, in full, by 8 KiB and only with a warning, or not."""
-    allow_pickle: bool = False
+    allow_pickle: bool = option(False, "save", "background", "agent")
     """Store values of unknown types with pickle; the manifest says so."""
-    max_file_nbytes: int = 16 * GIB
+    max_file_nbytes: int = option(16 * GIB, "save", "background")
     """A rank begins its next data file at this size."""
 
-    # How safely
-    durability: Durability = "power"
+    # Safety
+    durability: Durability = option("power", "save", "background", "agent", "promote")
     """``"power"`` survives a power cut (everything is synced), ``"process"`` the death of all processes."""
-    timeout_s: float = 1800.0
+    timeout_s: float = option(1800.0, "save", "background", "agent")
     """Longest wait for other ranks."""
-    on_error: Literal["raise", "warn"] = "raise"
-    """``"warn"`` logs what goes wrong with storage or ranks instead of raising it from `save`."""
-    reuse: bool = True
+    on_error: Literal["raise", "warn"] = option("raise", "save", "background")
+    """``"warn"`` logs errors of storage or ranks instead of raising them from `save`."""
+    reuse: bool = option(True, "save", "background", "agent")
     """Take over unchanged files of frozen tensors from the save before in the same folder, as hard links or
     copies that the store makes."""
-    promote_to: _Place | tuple[_Place, ...] | list[_Place] | None = None
+    promote_to: _Place | tuple[_Place, ...] | list[_Place] | None = option(None, "save", "background")
     """Second path or URL, to which the checkpoint is copied, and committed, once it is committed here; or
     several, each with its own order.  `reknit.options.PromotionTarget` is a place with a limited rate."""
 
     # Resources
-    threads: int | None = None
+    threads: int | None = option(None, "save", "background", "agent", "promote")
     """Writer threads per rank; None for this rank's share of the cores, at most 4."""
-    inflight_nbytes: int = 64 * MIB
-    """Host memory of a save with ``wait=True``."""
+    inflight_nbytes: int = option(64 * MIB, "save", "background", "agent", "promote")
+    """Host memory for the writes of a save with ``wait=True``, and for the reads of promotions."""
 
     # Saves with wait=False only
-    stage: Literal["eager", "lazy"] = "eager"
-    """``"lazy"`` copies what only steps of optimizers change after `save` has returned; these steps wait."""
-    when_busy: Literal["wait", "skip"] = "wait"
-    """What to do while two earlier saves still fill the host memory."""
-    host_nbytes: int | None = None
-    """Host memory that a rank keeps for staging; None for its share of half of what is free."""
-    piece_nbytes: int | None = None
-    """Bytes written at once: 4, 8, 16 or 32 MiB; None to measure what is best."""
-    priority: Literal["low", "normal"] = "low"
-    """Whether agents give way to training where both want the processor or the disk."""
-    exit_wait_s: float = 300.0
+    stage: Literal["eager", "lazy"] = option("eager", "background")
+    """``"lazy"`` copies tensors that only optimizer steps change after `save` returns; these steps wait."""
+    when_busy: Literal["wait", "skip"] = option("wait", "background")
+    """Whether to wait or to skip the save while two earlier saves still fill the host memory."""
+    host_nbytes: int | None = option(None, "background", "start")
+    """Host memory that a rank keeps for staging; None for its share of half of the free memory."""
+    piece_nbytes: int | None = option(None, "background", "agent")
+    """Bytes written at once: 4, 8, 16 or 32 MiB; None to measure the best size."""
+    priority: Literal["low", "normal"] = option("low", "background", "start")
+    """Whether agents give way to training when both need the processor or the disk."""
+    exit_wait_s: float = option(300.0, "background")
     """Longest wait for saves at the end of the interpreter; agents go on afterwards."""
 
-    # What is recorded and shown
-    events: Events = None
+    # Events and progress
+    events: Events = option(None, "save", "background", "agent", "promote")
     """Where phases and operations of stores go: a file for lines of JSON, a folder, sinks, functions."""
-    progress: bool = True
+    progress: bool = option(True, "save")
     """Whether rank 0 shows progress of saves with ``wait=True`` that take longer than two seconds."""
 
-    comm: CommOptions = field(default_factory=CommOptions)
+    comm: CommOptions = field(default_factory=CommOptions, metadata=readers("save", "background", "start"))
     """How ranks reach each other."""
 
     def __post_init__(self) -> None:
-        _check_kinds(self)
-        _check_choices(
-            self,
-            durability=("process", "power"),
-            check_replicas=("sample", "all", "warn", "off"),
-            on_error=("raise", "warn"),
-            stage=("eager", "lazy"),
-            when_busy=("wait", "skip"),
-            priority=("low", "normal"),
-        )
+        check_values(self)
         _check_resources(self)
         check_events(self.events)
-        _require(self.max_file_nbytes >= MIB, "max_file_nbytes must be at least 1 MiB")
-        _require(len(self.promotions) > 0 or self.promote_to is None, "promote_to has no place in it")
-        _require(
+        require(self.max_file_nbytes >= MIB, "max_file_nbytes must be at least 1 MiB")
+        require(len(self.promotions) > 0 or self.promote_to is None, "promote_to has no place in it")
+        require(
             self.host_nbytes is None or self.host_nbytes >= 64 * MIB, "host_nbytes must be at least 64 MiB"
         )
         sizes = [nbytes * MIB for nbytes in (4, 8, 16, 32)]
-        _require(self.piece_nbytes in (None, *sizes), "piece_nbytes is 4, 8, 16 or 32 MiB")
-        _require(self.exit_wait_s >= 0, "exit_wait_s must not be negative")
+        require(self.piece_nbytes in (None, *sizes), "piece_nbytes is 4, 8, 16 or 32 MiB")
+        require(self.exit_wait_s >= 0, "exit_wait_s must not be negative")
 
     @property
     def promotions(self) -> tuple[PromotionTarget, ...]:
@@ -226,124 +216,81 @@ class SaveOptions:
 @checked_call
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadOptions:
-    """How `reknit.load` reads.  Patterns are those of ``fnmatch``, for names ``item/fqn`` of the state."""
+    """How `reknit.load` reads.  Patterns are as in ``fnmatch``, for names ``item/fqn`` of the state."""
 
-    # What is loaded
-    only: tuple[str, ...] = ()
-    """Load only what these patterns match, and leave the rest of the state as it is."""
-    transforms: Sequence[Transform] = ()
-    """Rules of `reknit.transforms` that turn the checkpoint's names and layouts into those of the state."""
-    cast: bool = False
+    # Content
+    only: tuple[str, ...] = option((), "load")
+    """Load only entries that these patterns match, and leave the rest of the state as it is."""
+    transforms: Sequence[Transform] = option((), "load", "open")
+    """Rules of `reknit.transforms` that turn names and layouts of the checkpoint into those of the state."""
+    cast: bool = option(False, "load")
     """Convert where the saved dtype differs, as long as nothing but rounding is lost."""
-    allow_shape_mismatch: tuple[str, ...] = ()
-    """Patterns of tensors that may have another shape; what both shapes have is loaded."""
-    allow_pickle: bool = False
+    allow_shape_mismatch: tuple[str, ...] = option((), "load")
+    """Patterns of tensors that may have another shape; the common part of both shapes is loaded."""
+    allow_pickle: bool = option(False, "load", "open", "verify")
     """Unpickle values saved with pickle.  Only for checkpoints that you trust."""
 
-    # How safely
-    verify: Literal["touched", "full", "off"] = "touched"
+    # Safety
+    verify: Literal["touched", "full", "off"] = option("touched", "load", "open")
     """Which digests are checked: of the blocks that are read, of all files, or none."""
-    replicas: tuple[str | os.PathLike[str], ...] = ()
-    """Copies of the checkpoint that stand in, in this order, for what is damaged or cannot be read."""
-    timeout_s: float = 1800.0
+    replicas: tuple[str | os.PathLike[str], ...] = option((), "load", "open")
+    """Copies of the checkpoint that replace, in this order, parts that are damaged or cannot be read."""
+    timeout_s: float = option(1800.0, "load", "open")
     """Longest wait for other ranks."""
 
     # Resources
-    threads: int | None = None
+    threads: int | None = option(None, "load", "open", "verify")
     """Reader threads per rank; None for this rank's share of the cores, at most 4."""
-    inflight_nbytes: int = 256 * MIB
+    inflight_nbytes: int = option(256 * MIB, "load", "open", "verify")
     """Host memory for reads that cannot go straight into their target."""
-    gap_nbytes: int | None = None
-    """With ``verify="off"``: read over holes up to this size; None for what suits the storage."""
-    share: Literal["auto", "always", "never"] = "auto"
+    gap_nbytes: int | None = option(None, "load", "open")
+    """With ``verify="off"``: read over holes up to this size; None to choose it by the storage."""
+    share: Literal["auto", "always", "never"] = option("auto", "load")
     """Whether ranks that want the same bytes read them once, and pass them on; ``"auto"`` if faster."""
 
-    # What is recorded and shown
-    events: Events = None
+    # Events and progress
+    events: Events = option(None, "load", "open", "verify")
     """Where phases and operations of stores go: a file for lines of JSON, a folder, sinks, functions."""
-    progress: bool = True
+    progress: bool = option(True, "load")
     """Whether rank 0 shows progress of loads that take longer than two seconds."""
 
-    comm: CommOptions = field(default_factory=CommOptions)
+    comm: CommOptions = field(default_factory=CommOptions, metadata=readers("load"))
     """How ranks reach each other."""
 
     def __post_init__(self) -> None:
-        _check_kinds(self)
-        _check_choices(self, share=("auto", "always", "never"), verify=("touched", "full", "off"))
+        check_values(self)
         for name in ("only", "allow_shape_mismatch"):
-            _check_patterns(name, getattr(self, name))
-        _require(
+            check_patterns(name, getattr(self, name))
+        require(
             isinstance(self.transforms, Sequence)
             and all(isinstance(one, Transform) for one in self.transforms),
             f"transforms is a list of rules of reknit.transforms, not {self.transforms!r}",
         )
         _check_resources(self)
         check_events(self.events)
-        _require(self.gap_nbytes is None or self.gap_nbytes >= 0, "gap_nbytes must not be negative")
-        _require(
+        require(self.gap_nbytes is None or self.gap_nbytes >= 0, "gap_nbytes must not be negative")
+        require(
             self.gap_nbytes is None or self.verify == "off",
             "gap_nbytes means something with verify='off' only: blocks that are checked are read whole",
         )
-        _require(
+        require(
             isinstance(self.replicas, (tuple, list)) and all(map(is_location, self.replicas)),
             f"replicas is a tuple of paths or URLs, not {self.replicas!r}",
         )
 
 
 def check_rate(bytes_per_s: object) -> None:
-    """Raise `UsageError` for what is no number of bytes per second."""
+    """Raise `UsageError` for a value that is not a number of bytes per second."""
     fits = isinstance(bytes_per_s, numbers.Real) and not isinstance(bytes_per_s, bool)
-    _require(
+    require(
         bytes_per_s is None or (fits and float(bytes_per_s) > 0),  # type: ignore[arg-type]
         f"bytes_per_s is a number above 0, or None, not {shown(bytes_per_s)}",
     )
 
 
-def _require(ok: bool, message: str) -> None:
-    if not ok:
-        raise UsageError(message)
-
-
-def _check_choices(options: Any, **choices: tuple[str, ...]) -> None:
-    """Raise `UsageError` for an option that is none of its choices."""
-    for name, allowed in choices.items():
-        value = getattr(options, name)
-        alternatives = f"{', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}"
-        _require(isinstance(value, str) and value in allowed, f"{name} is {alternatives}, not {value!r}")
-
-
 def _check_resources(options: Any) -> None:
     """Raise `UsageError` for too few threads, too little memory or no time."""
     threads = options.threads
-    _require(threads is None or threads >= 1, f"threads must be at least 1, not {threads}")
-    _require(options.inflight_nbytes >= LEAST_INFLIGHT_NBYTES, "inflight_nbytes must be at least 16 MiB")
-    _require(options.timeout_s > 0, "timeout_s must be positive")
-
-
-_KINDS: Mapping[str, tuple[type | tuple[type, ...], str]] = {
-    "bool": (bool, "True or False"),
-    "int": (numbers.Integral, "a whole number"),
-    "int | None": ((numbers.Integral, type(None)), "a whole number, or None"),
-    "float": (numbers.Real, "a number"),
-    "str | None": ((str, os.PathLike, type(None)), "a text, or None"),
-    "CommOptions": (CommOptions, "a reknit.CommOptions"),
-}
-"""What a knob of a type may be, and how that is called."""
-
-
-def _check_kinds(options: Any) -> None:
-    """Raise `UsageError` for a knob of another type than it should have: a text "no" would count as true."""
-    for knob in fields(options):
-        kinds, called = _KINDS.get(str(knob.type), (object, ""))
-        value = getattr(options, knob.name)
-        fits = isinstance(value, kinds) and (kinds in (bool, object) or not isinstance(value, bool))
-        _require(fits, f"{knob.name} is {called}, not {shown(value)}")
-
-
-def _check_patterns(name: str, patterns: object) -> None:
-    """Raise `UsageError` unless `patterns` are several texts."""
-    _require(not isinstance(patterns, str), f"{name} is a tuple of patterns, not one string")
-    _require(
-        isinstance(patterns, (tuple, list)) and all(isinstance(p, str) and p for p in patterns),
-        f"{name} is a tuple of patterns, which are texts that are not empty, not {patterns!r}",
-    )
+    require(threads is None or threads >= 1, f"threads must be at least 1, not {threads}")
+    require(options.inflight_nbytes >= LEAST_INFLIGHT_NBYTES, "inflight_nbytes must be at least 16 MiB")
+    require(options.timeout_s > 0, "timeout_s must be positive")

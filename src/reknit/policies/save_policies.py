@@ -1,4 +1,4 @@
-"""Policies that say when to save."""
+"""Policies for the moments to save."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Literal
 
 from reknit.errors import UsageError, shown
 from reknit.keywords import checked_call
-from reknit.policies.base import HOUR_S, Moment, Policy, SavePolicy, positive
-from reknit.policies.interval import RunCosts
+from reknit.policies.cost_model import RunCosts
+from reknit.policies.policy import HOUR_S, Moment, Policy, SavePolicy, positive
 
 CLOUDS = ("aws", "gcp", "azure")
-"""Providers whose notices `on_preemption` knows."""
+"""Providers whose notices `on_preemption` reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class _Auto(SavePolicy):
         if facts is None:
             return None
         if facts.stall_s is None:
-            return not facts.busy  # the first save is what is measured
+            return not facts.busy  # the first save gives the measurements
         return not facts.busy and facts.seconds >= self.interval_s(facts.stall_s, facts.write_s or 0.0)
 
     def interval_s(self, stall_s: float, write_s: float) -> float:
-        """Return the time between saves that hold up training for `stall_s` and take `write_s` in all."""
+        """Return the time between saves that block training for `stall_s` and commit after `write_s`."""
         least = write_s if self.overhead is None else max(stall_s / self.overhead, write_s)
         if self.mttf_s is None:
             return least
@@ -69,7 +69,7 @@ class OnPreemption(SavePolicy):
 
 @checked_call
 def first() -> Policy:
-    """Save at the first step of a run that starts from nothing."""
+    """Save at the first step of a run that did not resume."""
     return _First()
 
 
@@ -83,11 +83,11 @@ def continuous(*, least_gap_s: float = 0.0) -> Policy:
 
 @checked_call
 def auto(*, overhead: float | None = None, mttf_hours: float | None = None) -> Policy:
-    """Save as often as failures and saves together cost least, by what the saves of this run take.
+    """Save at the interval at which failures and saves cost least, by the measured times of this run.
 
-    `mttf_hours` is the mean time to a failure of the whole job; `reknit advise` tells the interval beforehand
-    (Daly).  Saves take at most the share `overhead` of the time of training, if that is given; without
-    `mttf_hours` they take just that share, by default 0.01.
+    `mttf_hours` is the mean time to a failure of the whole job; `reknit advise` computes the interval
+    beforehand (Daly).  Saves take at most the share `overhead` of the time of training, if that is given.
+    Without `mttf_hours` they take just that share, by default 0.01.
     """
     if overhead is None and mttf_hours is None:
         overhead = 0.01
@@ -107,15 +107,15 @@ def on_preemption(
 ) -> Policy:
     """Save at the next step after any rank was preempted.
 
-    That is by one of `signals` (SIGTERM where nothing is given; ``SIGUSR1`` for Slurm's
-    ``--signal=USR1@120``), by a `file` that appears, or by a notice of the `cloud` provider that a host will
-    end: each rank asks the metadata service of its instance every five seconds.  The handler of a signal only
-    sets a flag, and calls the previous handler (except Python's own for Ctrl-C).  Leave the loop when
+    The notice is one of `signals` (by default SIGTERM; ``SIGUSR1`` for Slurm's ``--signal=USR1@120``), a
+    `file` that appears, or a message of the `cloud` provider that a host will end.  For that, each rank asks
+    the metadata service of its instance every five seconds.  The handler of a signal only sets a flag, and
+    calls the previous handler (except Python's own for Ctrl-C).  Leave the loop when
     `Checkpointer.preempted` is true, and close the checkpointer: that waits for the save.
 
-    `grace_s` is how many seconds pass between the notice and the end.  If the last save took longer than
-    what is left of them, nothing is saved, which the log says: a save that is under way has the storage for
-    itself then.
+    `grace_s` is the number of seconds between the notice and the end.  If the last save took longer than the
+    rest of them, nothing is saved, with a line in the log.  Then a save that has begun has the storage for
+    itself.
     """
     try:
         numbers = tuple(signal.Signals(number) for number in signals)

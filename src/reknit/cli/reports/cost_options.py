@@ -1,4 +1,4 @@
-"""What does the time between saves cost?  The formula of `reknit advise`, with what events measured."""
+"""The cost of the time between saves, by the formula of `reknit advise` and the times in events."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from reknit.cli.program.numbers import amount_of
 from reknit.cli.reports.interval_costs import HEADS, cells, duration, rows_around
 from reknit.monitor.reports.measured_saves import CostTable, measured_saves
-from reknit.policies.base import HOUR_S
-from reknit.policies.interval import RunCosts
+from reknit.policies.cost_model import RunCosts
+from reknit.policies.policy import HOUR_S
 
 if TYPE_CHECKING:
     import argparse
@@ -21,7 +21,7 @@ _RANK_MTTF_H = 50_000.0
 
 
 def add_costs(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say what failures cost."""
+    """Add the options for the cost of failures."""
     parser.add_argument(
         "--mttf",
         type=amount_of,
@@ -38,7 +38,7 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
 
 
 def cost_table(operations: Sequence[RecordedOperation], args: argparse.Namespace) -> CostTable | None:
-    """Return what the measured interval costs, and what others would; None where there are too few saves."""
+    """Return the costs of the measured interval and of others, or None for too few saves."""
     measured = measured_saves(operations)
     if measured is None:
         return None

@@ -1,4 +1,4 @@
-"""Checks of what users pass to a `Checkpointer`."""
+"""Checks of the arguments of a `Checkpointer`."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Any
 from reknit.arguments import checked_step
 from reknit.comm import group as comm
 from reknit.errors import UsageError, did_you_mean, shown
-from reknit.policies.base import policy_of
-from reknit.policies.keeping import named_items, named_metrics, require_items
+from reknit.policies.keep_policies import named_items, named_metrics, require_items
+from reknit.policies.policy import policy_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from reknit.comm.group import Group
-    from reknit.policies.base import Policy
+    from reknit.policies.policy import Policy
     from reknit.types.saved_step import SavedStep
 
 logger = logging.getLogger("reknit")
 
 
 def policy_for(role: str, value: object) -> Policy:
-    """Return a policy for saving or keeping.  Raises `UsageError` where it is for the other."""
+    """Return a policy for saving or keeping.  Raises `UsageError` for a policy with the other role."""
     policy = policy_of(value)
     if role not in policy.roles:
         other = "which steps to keep" if role == "save" else "when to save"
@@ -41,7 +41,7 @@ def step_number(step: Any) -> int:
 
 
 def check_one_root(root: object, tiers: object, given: Mapping[str, object], *options: object) -> None:
-    """Raise `UsageError` unless either one root is given or tiers, which have all that is said of them."""
+    """Raise `UsageError` unless either one root or tiers are given, and for options that only a root has."""
     if tiers is None:
         if root is None:
             raise UsageError("a run needs a root, or tiers", remedy='Checkpointer("s3://bucket/run")')
@@ -73,10 +73,10 @@ def check_keep(
     steps: Callable[[], Sequence[SavedStep]],
     timeout_s: float,
 ) -> list[Policy]:
-    """Raise `UsageError` on all ranks for an item that policies name, but no rank's state has and no step.
+    """Raise `UsageError` on all ranks for an item that policies name, but that neither state nor steps have.
 
-    Return the policies that are still to be checked: none.  Where items are named, the ranks hold a round.
-    A metric may be added to a step later, so one that is like one of `metrics` is only logged.
+    Return the policies that are still to be checked: none.  If policies name items, the ranks hold a round.
+    A metric may be added to a step later, so a likely misspelling of one of `metrics` is only logged.
     """
     for name in named_metrics(policies) if group.rank == 0 else ():
         if name not in metrics and (question := did_you_mean(name, metrics)) is not None:
@@ -90,7 +90,7 @@ def check_keep(
             require_items(named, [*items, *items_of(steps())])
         return [b""] * len(requests)
 
-    # What is no state of items `reknit.save` refuses, with every rank.
+    # A state that is not a mapping is refused by `reknit.save`, on every rank.
     items = [item for item in state if isinstance(item, str)] if isinstance(state, Mapping) else named
     with comm.turn(group, "items", timeout_s) as turn:
         turn.exchange(json.dumps(items).encode(), decide)

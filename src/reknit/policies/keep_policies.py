@@ -1,4 +1,4 @@
-"""Policies that say which steps stay."""
+"""Policies for the steps to keep."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from reknit.errors import UsageError, did_you_mean, shown
 from reknit.keywords import checked_call
-from reknit.policies.base import KeepPolicy, Policy, at_least_1, stretch_s
+from reknit.policies.policy import KeepPolicy, Policy, at_least_1, interval_s
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -37,7 +37,7 @@ class _Best(KeepPolicy):
         return {each.step for each in self.ranked(steps)[: self.count] if each.step is not None}
 
     def ranked(self, steps: Sequence[SavedStep]) -> list[SavedStep]:
-        """Return the steps that have the metric, the best first; of equals the later."""
+        """Return the steps with the metric, the best first, and of equal steps the later first."""
         sign = 1.0 if self.mode == "min" else -1.0
         scored = [
             (sign * value, -(each.step or 0), each)
@@ -103,20 +103,20 @@ def younger(
     hours: float | None = None,
     days: float | None = None,
 ) -> Policy:
-    """Keep what was saved less than so long ago."""
-    return _Younger(stretch_s("younger", seconds=seconds, minutes=minutes, hours=hours, days=days))
+    """Keep the steps that were saved within this time."""
+    return _Younger(interval_s("younger", seconds=seconds, minutes=minutes, hours=hours, days=days))
 
 
 @checked_call
 def without(*items: str, after_hours: float) -> Policy:
-    """Keep all of every step, but for these items of steps that were saved longer ago than that.
+    """Keep all steps, but drop these items from steps that were saved more than `after_hours` ago.
 
-    It is combined by ``&`` with what says which steps stay at all, and by ``|`` with what says which stay
+    Combine it by ``&`` with a policy for the steps to keep, and by ``|`` with a policy for the steps to keep
     whole: ``(latest(3) | every(1000)) & (latest(3) | without("optimizer", after_hours=168))``.
     """
     if not items or not all(isinstance(item, str) for item in items):
         raise UsageError(f'without takes names of items, such as "optimizer", not {shown(items)}')
-    return _Without(frozenset(items), stretch_s("without", hours=after_hours))
+    return _Without(frozenset(items), interval_s("without", hours=after_hours))
 
 
 def named_items(policies: Iterable[Policy]) -> list[str]:
@@ -132,7 +132,7 @@ def named_metrics(policies: Iterable[Policy]) -> list[str]:
 
 
 def require_items(named: Iterable[str], items: Iterable[str]) -> None:
-    """Raise `UsageError` for an item that `without` names and no step has: its rule would do nothing."""
+    """Raise `UsageError` for an item of `without` that does not exist, so that the rule has no effect."""
     known = dict.fromkeys(items)
     if absent := [name for name in named if name not in known]:
         question = did_you_mean(absent[0], known)

@@ -1,4 +1,4 @@
-"""Policies for both purposes: stretches of steps or of time, and listed steps."""
+"""Policies for saving and keeping: intervals of steps or of time, and listed steps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reknit.keywords import checked_call
-from reknit.policies.base import Moment, Policy, at_least_1, stretch_s, whole
+from reknit.policies.policy import Moment, Policy, at_least_1, interval_s, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ class _EverySteps(Policy):
     steps: int
 
     def due(self, moment: Moment) -> bool | None:
-        # Not only exact multiples: a loop may ask after every tenth step, or begin anywhere.
+        # Not only exact multiples: a loop may ask after every tenth step only, or begin at any step.
         return moment.step // self.steps > (moment.saved or 0) // self.steps
 
     def kept(self, steps: Sequence[SavedStep], now: float) -> AbstractSet[int]:
@@ -58,18 +58,18 @@ def every(
     minutes: float | None = None,
     hours: float | None = None,
 ) -> Policy:
-    """Save every so many steps, or once so much time is over; or keep one step of each such stretch.
+    """Save at an interval of steps or of time; or keep the first step of each interval.
 
-    ``every(steps=500)`` saves at the first step from each multiple of 500 on.  To keep, it is the first step
-    of each stretch that stays; the steps before the first multiple are not kept by it.
+    ``every(steps=500)`` saves at the first step from each multiple of 500 on.  As a policy for keeping, it
+    keeps these steps, and none before the first multiple.
     """
-    stretch = stretch_s("every", steps=steps, seconds=seconds, minutes=minutes, hours=hours)
-    return _EverySteps(at_least_1("steps", steps)) if steps is not None else _EverySeconds(stretch)
+    length = interval_s("every", steps=steps, seconds=seconds, minutes=minutes, hours=hours)
+    return _EverySteps(at_least_1("steps", steps)) if steps is not None else _EverySeconds(length)
 
 
 @checked_call
 def at(*steps: int) -> Policy:
-    """Save at these steps; or keep them, whatever the other policies say."""
+    """Save at these steps; or keep them."""
     return _At(frozenset(whole("a step", step, least=0) for step in steps))
 
 
@@ -79,10 +79,10 @@ def last(total: int) -> Policy:
     return _At(frozenset({at_least_1("total", total) - 1}))
 
 
-def _first_of_each(steps: Sequence[SavedStep], stretch: Callable[[SavedStep], int]) -> AbstractSet[int]:
-    """Return the first step of each stretch."""
+def _first_of_each(steps: Sequence[SavedStep], interval: Callable[[SavedStep], int]) -> AbstractSet[int]:
+    """Return the first step of each interval."""
     first: dict[int, int] = {}
     for each in steps:
         if each.step is not None:
-            first.setdefault(stretch(each), each.step)
+            first.setdefault(interval(each), each.step)
     return set(first.values())
