@@ -16,7 +16,7 @@ import pytest
 from reknit.comm.meeting.entries import Shape
 from reknit.comm.meeting.hosts import gather_shape
 from reknit.errors import CommError, DeadlineError, MissingExtraError, UsageError
-from reknit.frameworks.jax.job import JaxStore, coordination_store
+from reknit.frameworks.jax.jax_job import JaxStore, coordination_store
 from reknit.options import CommOptions
 from tests.ports import free_port
 
@@ -159,7 +159,7 @@ rank, port = int(sys.argv[1]), sys.argv[2]
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
 import reknit
 from reknit.errors import DeadlineError
-from reknit.frameworks.jax.job import coordination_store
+from reknit.frameworks.jax.jax_job import coordination_store
 store = coordination_store("test")
 store.set(f"of {rank}", b"")
 store.set(f"of {rank}", bytes([rank, 0, 255]))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from reknit.errors import StateError
-from reknit.frameworks.optimizer import protocol as optimizer_protocol
+from reknit.frameworks.optimizer import optimizer_protocol
 from reknit.frameworks.registry import collect, wanted
 from reknit.types.wanted import Terms
 from tests.frameworks.checkpoint import Checkpoint, assemble, fill, load, portable, save

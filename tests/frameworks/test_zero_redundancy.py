@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from reknit.errors import StateError
 from reknit.frameworks.registry import collect
-from reknit.frameworks.torch import private as torch_private
+from reknit.frameworks.torch import torch_private
 from tests.frameworks.checkpoint import Checkpoint, assemble, load, portable
 from tests.frameworks.silence import Silence
 from tests.ranks import run

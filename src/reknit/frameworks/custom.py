@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from importlib.metadata import EntryPoint
 
-    from reknit.frameworks.walk.loading import Loading
-    from reknit.frameworks.walk.saving import Saving
+    from reknit.frameworks.walk.load_walk import Loading
+    from reknit.frameworks.walk.save_walk import Saving
     from reknit.frameworks.walk.walk import Assign, Place, Walk
 
 GROUP = "reknit.frameworks"

@@ -29,7 +29,7 @@ _CURRENT = ":current"
 """Stands for the number of a device of torch that was the current one."""
 
 _JAX = "jax"
-_JAX_VALUES = "reknit.frameworks.jax.values"
+_JAX_VALUES = "reknit.frameworks.jax.array_values"
 
 
 def to_neutral(value: Any, where: str) -> Any:

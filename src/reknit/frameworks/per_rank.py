@@ -17,8 +17,8 @@ from reknit.frameworks.neutral import conflict, from_neutral, placed_as, put_arr
 from reknit.frameworks.numbers import element, from_element, is_number, like, misfit, read_as
 from reknit.frameworks.stateful import fits, hand_over, is_stateful, present_state, tensors_of
 from reknit.frameworks.walk.adapter import Adapter
-from reknit.frameworks.walk.effects import has_effects
 from reknit.frameworks.walk.own_code import cause
+from reknit.frameworks.walk.state_dict_effects import has_effects
 from reknit.frameworks.walk.writable import may_fill
 from reknit.keywords import checked_call
 from reknit.types.devices import CUDA
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reknit.frameworks.walk.loading import Loading
-    from reknit.frameworks.walk.saving import Saving
+    from reknit.frameworks.walk.load_walk import Loading
+    from reknit.frameworks.walk.save_walk import Saving
     from reknit.frameworks.walk.walk import Assign, Place, World
 
 logger = logging.getLogger("reknit")

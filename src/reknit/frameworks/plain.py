@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reknit.frameworks.walk.loading import Loading
-    from reknit.frameworks.walk.saving import Saving
+    from reknit.frameworks.walk.load_walk import Loading
+    from reknit.frameworks.walk.save_walk import Saving
     from reknit.frameworks.walk.walk import Assign, Place, Walk, World
 
     Child = tuple[Any, Any, Place]

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from reknit.errors import StateError
 from reknit.frameworks import custom
-from reknit.frameworks.loader import LoaderAdapter
+from reknit.frameworks.loader_adapter import LoaderAdapter
 from reknit.frameworks.per_rank import PerRankAdapter
 from reknit.frameworks.plain import ContainerAdapter, NumpyArrays, TensorAdapter, ValueAdapter, setter
 from reknit.frameworks.stateful import StatefulAdapter
-from reknit.frameworks.walk.loading import Loading
-from reknit.frameworks.walk.repeat import Repeats
-from reknit.frameworks.walk.saving import Saving
+from reknit.frameworks.walk.load_walk import Loading
+from reknit.frameworks.walk.save_walk import Saving
 from reknit.frameworks.walk.walk import Place, World
+from reknit.frameworks.walk.walk_cache import WalkCache
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -32,21 +32,21 @@ if TYPE_CHECKING:
     from reknit.types.wanted import Wanted
 
 _FRAMEWORKS = (
-    ("deepspeed", "deepspeed.optimizers"),
+    ("deepspeed", "deepspeed.zero_optimizers"),
     ("vescale", "vescale"),
-    ("megatron.core", "megatron.objects"),
+    ("megatron.core", "megatron.megatron_adapters"),
     ("torch", "torch.tensor"),
-    ("torch", "torch.signed"),
-    ("torch", "torch.modules.adapter"),
-    ("torch", "optimizer.states"),
-    ("jax", "jax.arrays"),
+    ("torch", "torch.tensor_signature"),
+    ("torch", "torch.modules.module_adapter"),
+    ("torch", "optimizer.optimizer_adapter"),
+    ("jax", "jax.jax_arrays"),
 )
 """A module that makes a framework's objects, and the module here that knows them, in the order of asking.
 
 A framework that is not imported yet can have no object in any state.
 """
 
-_repeats = Repeats()
+_walk_cache = WalkCache()
 
 
 def collect(
@@ -57,12 +57,12 @@ def collect(
     `rank` and `size` count the ranks that save; `ranks` are their numbers in the whole job (None: the same).
     Raises `StateError` for what cannot be saved, with the key path to it.
     """
-    looks = _all(_loaded(), "looks")
+    signers = _all(_loaded(), "signers")
     make = partial(saving, state, rank, size, ranks=ranks)
     # Frameworks of users, and what knows more of torch's objects, may make something else of any of them.
-    if custom.adapters() or make().extensions or not looks:
+    if custom.adapters() or make().extensions or not signers:
         return make().walk()
-    return _repeats.collect(make, looks[0])
+    return _walk_cache.collect(make, signers[0])
 
 
 def saving(state: Mapping[str, Any], rank: int, size: int, *, ranks: Sequence[int] | None = None) -> Saving:

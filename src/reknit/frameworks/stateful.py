@@ -12,15 +12,15 @@ from reknit.frameworks import tree
 from reknit.frameworks.neutral import conflict, is_renewable, record_of, to_neutral, trained
 from reknit.frameworks.torchdata import mismatched_workers
 from reknit.frameworks.walk.adapter import Adapter
-from reknit.frameworks.walk.effects import comes_last, has_effects, may_disturb
+from reknit.frameworks.walk.state_dict_effects import comes_last, has_effects, may_disturb
 from reknit.types.entry import own_code
 from reknit.types.shard import Tagged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from reknit.frameworks.walk.loading import Loading
-    from reknit.frameworks.walk.saving import Saving
+    from reknit.frameworks.walk.load_walk import Loading
+    from reknit.frameworks.walk.save_walk import Saving
     from reknit.frameworks.walk.walk import Arrays, Assign, Place, Walk
     from reknit.types.shard import TensorSpec
 

@@ -14,12 +14,11 @@ import torch
 
 from reknit.errors import StateError
 from reknit.frameworks.imported import imported
-from reknit.frameworks.optimizer import protocol as optimizer_protocol
-from reknit.frameworks.optimizer import slots
+from reknit.frameworks.optimizer import optimizer_protocol, slots
+from reknit.frameworks.optimizer.optimizer_adapter import OptimizerAdapter
 from reknit.frameworks.optimizer.slots import ParamSlot, Slots
-from reknit.frameworks.optimizer.states import OptimizerAdapter
 from reknit.frameworks.torch import dtensor
-from reknit.frameworks.torch.flat import FlatPart
+from reknit.frameworks.torch.flat_part import FlatPart
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,8 +8,7 @@ import jax
 import numpy as np
 
 from reknit.errors import StateError
-from reknit.frameworks.jax import private as jax_private
-from reknit.frameworks.jax import values as jax_values
+from reknit.frameworks.jax import array_values, jax_private
 from reknit.frameworks.stateful import Unfilled
 from reknit.frameworks.walk.walk import View
 from reknit.types.box import Box
@@ -126,7 +125,7 @@ class Filling(Unfilled):
         else:
             array = self._cut(self._sharding)
         array = jax_private.weakly_typed(array) if self._weak else array
-        return jax_values.as_recorded(array, self.record)
+        return array_values.as_recorded(array, self.record)
 
     def _cut(self, sharding: Any) -> Any:
         """Return the array on the devices of a sharding."""

@@ -10,15 +10,14 @@ import torch
 from msgspec import structs
 
 from reknit.errors import StateError
-from reknit.frameworks.torch import dtensor, inner_cuts, subclasses
-from reknit.frameworks.torch import private as torch_private
+from reknit.frameworks.torch import dtensor, inner_cuts, subclasses, torch_private
 from reknit.frameworks.torch.tensor import torch_dtype
 from reknit.frameworks.walk.composites import misfit
 
 if TYPE_CHECKING:
     from reknit.frameworks.optimizer.slots import ParamSlot
     from reknit.frameworks.walk.composites import Record
-    from reknit.frameworks.walk.loading import Loading
+    from reknit.frameworks.walk.load_walk import Loading
     from reknit.frameworks.walk.walk import Composite, Place, Walk
 
 _MODULES = {

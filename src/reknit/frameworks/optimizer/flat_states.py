@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from reknit.frameworks.optimizer.slots import ParamSlot
-    from reknit.frameworks.walk.saving import Saving
+    from reknit.frameworks.walk.save_walk import Saving
     from reknit.frameworks.walk.walk import Place, Replicas, Walk
 
 _NUMBER = Box((), ())

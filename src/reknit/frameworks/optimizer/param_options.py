@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reknit.frameworks.neutral import to_neutral
-from reknit.frameworks.optimizer import protocol as optimizer_protocol
-from reknit.frameworks.same import same_value
-from reknit.frameworks.torch import numbers
+from reknit.frameworks.optimizer import optimizer_protocol
+from reknit.frameworks.same_value import same_value
+from reknit.frameworks.torch import tensor_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from reknit.frameworks.optimizer.slots import ParamSlot, Slots
-    from reknit.frameworks.walk.loading import Loading
-    from reknit.frameworks.walk.saving import Saving
+    from reknit.frameworks.walk.load_walk import Loading
+    from reknit.frameworks.walk.save_walk import Saving
     from reknit.frameworks.walk.walk import Place
 
 KIND = "~optimizer"
@@ -125,7 +125,7 @@ def _want_group(
                 return
     made, cast = {}, loading.catalog.terms.cast
     for key, value in options.items():
-        made[key], misfit = numbers.fitted(group.get(key), value, cast=cast)
+        made[key], misfit = tensor_numbers.fitted(group.get(key), value, cast=cast)
         if misfit is not None:
             loading.report_mismatched(first, f"its {key}: {misfit}")
             return
@@ -145,4 +145,4 @@ def _set(group: dict[str, Any], options: dict[str, Any], groups: list[dict[str, 
         shared = any(other is not group and other.get(key) is present for other in groups)
         if shared and isinstance(present, torch.Tensor):
             present = present.detach().clone()
-        group[key] = numbers.put(present, value)
+        group[key] = tensor_numbers.put(present, value)

@@ -10,7 +10,7 @@ from reknit.frameworks.walk.walk import Place
 
 if TYPE_CHECKING:
     from reknit.frameworks.optimizer.slots import Slots
-    from reknit.frameworks.walk.loading import Loading
+    from reknit.frameworks.walk.load_walk import Loading
 
 
 class SavedStates:

@@ -11,16 +11,15 @@ import torch
 
 from reknit.errors import StateError
 from reknit.frameworks import tree
-from reknit.frameworks.optimizer import protocol as optimizer_protocol
-from reknit.frameworks.optimizer import zero_redundancy
-from reknit.frameworks.torch import private as torch_private
+from reknit.frameworks.optimizer import optimizer_protocol, zero_redundancy
+from reknit.frameworks.torch import torch_private
 from reknit.frameworks.torch.modules.members import parameters
-from reknit.frameworks.torch.modules.names import without_wrappers
+from reknit.frameworks.torch.modules.module_names import without_wrappers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 
-    from reknit.frameworks.torch.flat import FlatPart
+    from reknit.frameworks.torch.flat_part import FlatPart
     from reknit.frameworks.torch.modules.members import NamedParameter
     from reknit.frameworks.walk.walk import Place, Replicas, Walk
 
@@ -39,13 +38,13 @@ def element(name: Any, where: Place) -> str:
 class ParamSlot(msgspec.Struct, frozen=True, eq=False):
     """A parameter of an optimizer.
 
-    `key` is its key in the optimizer's `state`, `places` where modules have it: several where it is tied.
-    `flat` tells which elements this rank holds of one that is flattened, and `counter` which ranks have its
-    counters; several slots are `joint` where they have one key together.  `kept` tells whether this rank
-    keeps the states at all.  `master` are the weights of higher precision that the optimizer works on, where
-    it has some beside the parameter, in the form of the states.  `resizable` tells that the checkpoint may
-    have them all in another shape.  `kind` is that of the optimizer (`protocol.kind`).  `whole_steps` tells
-    that its steps are counted in integers.
+    `key` is its key in the `state` of the optimizer.  `places` are its places in modules, several if it is
+    tied.  `flat` describes the elements that this rank holds of a flattened parameter, and `counter` are the
+    ranks with its counters.  Several slots are `joint` if they share one key.  `kept` is false if this rank
+    does not keep the states.  `master` are the weights of higher precision that the optimizer updates, in the
+    form of the states; None if it updates the parameter itself.  `resizable` allows another shape in the
+    checkpoint.  `kind` is that of the optimizer (`optimizer_protocol.kind`).  With `whole_steps`, its steps
+    are counted in integers.
     """
 
     name: str

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from reknit.frameworks.torch import dtensor
-from reknit.frameworks.torch import private as torch_private
+from reknit.frameworks.torch import dtensor, torch_private
 from reknit.types import devices
 
 if TYPE_CHECKING:

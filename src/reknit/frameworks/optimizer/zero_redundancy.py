@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.errors import StateError
 from reknit.frameworks.imported import imported
-from reknit.frameworks.optimizer import protocol as optimizer_protocol
-from reknit.frameworks.torch import private as torch_private
+from reknit.frameworks.optimizer import optimizer_protocol
+from reknit.frameworks.torch import torch_private
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.errors import StateError
 from reknit.frameworks.imported import imported
-from reknit.frameworks.torch import private as torch_private
-from reknit.frameworks.torch import ragged
+from reknit.frameworks.torch import ragged, torch_private
 from reknit.types.box import Box
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.errors import StateError
-from reknit.frameworks.torch.flat import FlatPart
+from reknit.frameworks.torch.flat_part import FlatPart
 from reknit.types.box import Box
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ import torch
 from msgspec import structs
 
 from reknit.errors import ReknitError, StateError
-from reknit.frameworks.torch import dtensor, inner_cuts
-from reknit.frameworks.torch import private as torch_private
+from reknit.frameworks.torch import dtensor, inner_cuts, torch_private
 from reknit.frameworks.walk.walk import Composite
 from reknit.types.devices import memory_remedy
 from reknit.types.shard import MAX_DEPTH, TensorSpec
@@ -101,7 +100,7 @@ def opened(tensor: Any, arrays: Arrays, place: Place, world: World, *, fill: boo
             remedy=memory_remedy("it"),
         )
     cut = inner_cuts.of(tensor, local, place, world) if dtensor.is_dtensor(tensor) else None
-    looked = _Looked(arrays, world, fill)
+    looked = _InnerViews(arrays, world, fill)
     shape = tuple(tensor.shape)
     record = record_of(local, shape, place)
 
@@ -114,7 +113,7 @@ def opened(tensor: Any, arrays: Arrays, place: Place, world: World, *, fill: boo
 
 
 @dataclasses.dataclass(frozen=True)
-class _Looked:
+class _InnerViews:
     """How to look at the tensors inside of a composite one."""
 
     arrays: Arrays

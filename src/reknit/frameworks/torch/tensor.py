@@ -8,8 +8,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from reknit.errors import StateError
-from reknit.frameworks.torch import dtensor, meta, subclasses
-from reknit.frameworks.torch import private as torch_private
+from reknit.frameworks.torch import dtensor, meta, subclasses, torch_private
 from reknit.frameworks.walk import overlap
 from reknit.frameworks.walk.walk import View
 from reknit.types.box import Box

@@ -2,8 +2,8 @@
 
 from typing import Protocol
 
-from reknit.frameworks.walk.loading import LoadAdapter
-from reknit.frameworks.walk.saving import SaveAdapter
+from reknit.frameworks.walk.load_walk import LoadAdapter
+from reknit.frameworks.walk.save_walk import SaveAdapter
 
 
 class Adapter(SaveAdapter, LoadAdapter, Protocol):

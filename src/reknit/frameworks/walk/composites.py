@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from reknit.frameworks.neutral import COMPOSITE
-from reknit.frameworks.same import same_value
+from reknit.frameworks.same_value import same_value
 from reknit.types.shard import Tagged
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    from reknit.frameworks.walk.rank_catalog import Found, RankCatalog
+    from reknit.frameworks.walk.rank_catalog import FoundValue, RankCatalog
     from reknit.frameworks.walk.walk import Composite, Place, View
 
 Record = dict[str, Any]
@@ -24,7 +24,7 @@ class CompositeLoad(Protocol):
 
     saved: RankCatalog
 
-    def value(self, place: Place) -> Found:
+    def value(self, place: Place) -> FoundValue:
         """Request a saved value."""
 
     def view(self, view: View, place: Place, tensor: Any, *, early: bool = False) -> None:
@@ -108,7 +108,7 @@ REMEDY = (
 
 
 @dataclass(slots=True)
-class _Asked:
+class _CompositeRequest:
     """A composite tensor to fill, with all its names in the target; `early` before live memory."""
 
     made: Composite
@@ -121,12 +121,12 @@ class _Asked:
 class CompositeRequests:
     """The composite tensors of a target, each with all its names."""
 
-    _asked: dict[Hashable, _Asked] = field(default_factory=dict)
+    _asked: dict[Hashable, _CompositeRequest] = field(default_factory=dict)
 
     def add(self, made: Composite, place: Place, tensor: Any, *, early: bool) -> None:
         """Ask for a composite tensor, to fill the tensors inside it in place."""
         key = made.memory if made.inner else ("composite", id(tensor))
-        self._asked.setdefault(key, _Asked(made, tensor, early)).places[place] = None
+        self._asked.setdefault(key, _CompositeRequest(made, tensor, early)).places[place] = None
 
     def settle(self, loading: CompositeLoad) -> None:
         """Request the tensors inside from the names that the checkpoint has; record what does not fit."""

@@ -140,7 +140,7 @@ def _share(near: Sequence[int], shards: Sequence[Shard]) -> bool:
     if len(set(names)) == 1:
         return False
     found = [_where(shards[n].data) for n in near]
-    taken = _Image.of(found)
+    taken = _JointMemory.of(found)
     for number, name in enumerate(names):
         mine = taken.view(taken.marks, found[number])
         if mine.any():
@@ -152,7 +152,7 @@ def _share(near: Sequence[int], shards: Sequence[Shard]) -> bool:
     return False
 
 
-class _Image(NamedTuple):
+class _JointMemory(NamedTuple):
     """The memory that arrays have together: its first address, its content in units, and a mark for each.
 
     A unit is as many bytes as every element begins at and is a multiple of, at most 8.
@@ -163,7 +163,7 @@ class _Image(NamedTuple):
     marks: NDArray[np.bool_]
 
     @classmethod
-    def of(cls, found: Sequence[_Where]) -> _Image:
+    def of(cls, found: Sequence[_Where]) -> _JointMemory:
         """Return the image of memory that some arrays have, without a mark."""
         ends = [_reach(*where, 1) for where in found]
         start, stop = min(low for low, _ in ends), max(high for _, high in ends)
@@ -209,7 +209,7 @@ class FilledBeside:
         """Raise `StateError` if two names have different values for the same memory."""
         for group in self._groups:
             found = [_where(self._live[number]) for number in group]
-            image = _Image.of(found)
+            image = _JointMemory.of(found)
             for at, number in zip(found, group, strict=True):
                 content, marks = image.view(image.content, at), image.view(image.marks, at)
                 mine = image.units(self._beside[number])
@@ -229,7 +229,7 @@ class FilledBeside:
                 with torch.inference_mode(live.is_inference()), torch.no_grad():
                     live.copy_(beside)
 
-    def _refusal(self, number: int, image: _Image, differ: NDArray[np.bool_], at: _Where) -> StateError:
+    def _refusal(self, number: int, image: _JointMemory, differ: NDArray[np.bool_], at: _Where) -> StateError:
         """Return the error for a shard that contradicts an earlier one, which is searched for."""
         image.marks[...] = False
         image.view(image.marks, at)[...] = differ

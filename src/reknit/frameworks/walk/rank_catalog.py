@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from reknit.types.manifest import Catalog
 
 
-class Found(NamedTuple):
+class FoundValue(NamedTuple):
     """A saved value, or `why` there is none for this rank."""
 
     value: Any
@@ -56,16 +56,16 @@ class RankCatalog:
         value = self.own(place.item, {"rank": self._world.rank}).get(place.fqn)
         return value if isinstance(value, np.ndarray) and value.dtype.name in ITEMSIZE else None
 
-    def look_up(self, place: Place) -> Found:
+    def look_up(self, place: Place) -> FoundValue:
         """Look a saved value up, without asking for it."""
         shared = self._catalog.blobs.get(place.item, {})
         if place.fqn in shared:
-            return Found(from_neutral(shared[place.fqn]))
+            return FoundValue(from_neutral(shared[place.fqn]))
         saved = self.ranks_saved(place.item)
         mine = self.own(place.item, {"rank": self._world.rank}) if saved == self._world.size else {}
         if place.fqn in mine:
-            return Found(from_neutral(mine[place.fqn]))
-        return Found(None, self.differed(place) or "the checkpoint does not have it")
+            return FoundValue(from_neutral(mine[place.fqn]))
+        return FoundValue(None, self.differed(place) or "the checkpoint does not have it")
 
     def differed(self, place: Place) -> str | None:
         """Say that what ranks saved here differed, and that this rank has no part in it, if that is so."""

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from reknit.frameworks.torch.modules.flat_parameter import FlatParameter
-    from reknit.frameworks.walk.loading import Loading
+    from reknit.frameworks.walk.load_walk import Loading
     from reknit.frameworks.walk.walk import Place, World
 
 

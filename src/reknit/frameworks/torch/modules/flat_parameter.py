@@ -13,7 +13,7 @@ from reknit.types.shard import TensorSpec
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reknit.frameworks.torch.flat import FlatPart
+    from reknit.frameworks.torch.flat_part import FlatPart
     from reknit.frameworks.walk.walk import Place, Replicas
 
 

@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reknit.errors import StateError
-from reknit.frameworks.torch import dtensor
-from reknit.frameworks.torch import private as torch_private
-from reknit.frameworks.torch.flat import FlatPart, storage_order
+from reknit.frameworks.torch import dtensor, torch_private
+from reknit.frameworks.torch.flat_part import FlatPart, storage_order
 from reknit.frameworks.torch.modules.flat_parameter import FlatParameter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from reknit.frameworks.torch.private import FlatMember, FlatUnit
+    from reknit.frameworks.torch.torch_private import FlatMember, FlatUnit
     from reknit.frameworks.walk.walk import Place, Replicas, World
 
 _WRAPPED = "_fsdp_wrapped_module"
@@ -51,7 +50,7 @@ def parameters(key: str, wrapper: Any, place: Place, world: World, *, fill: bool
     _require_readable(unit, key, place, fill=fill)
     below = f"{key}.{_WRAPPED}" if key else _WRAPPED
     group = ("fsdp", id(unit.group), id(unit.replicas))
-    ranks = world.once(group, lambda: _Ranks(unit, world), unit.group, unit.replicas)
+    ranks = world.once(group, lambda: _UnitRanks(unit, world), unit.group, unit.replicas)
     numel, settled = unit.live.numel(), partial(settle, unit)
     for number, member in enumerate(unit.members):
         names = tuple([f"{below}.{name}" for name in member.names])
@@ -138,7 +137,7 @@ def _part(member: FlatMember, total: int, place: Place) -> FlatPart:
         ) from error
 
 
-class _Ranks:
+class _UnitRanks:
     """Which ranks have what of the units of a process group, each with a copy in a group of `replicas`.
 
     A rank without a part of a parameter has no counters of it either.

@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from reknit.errors import StateError
-from reknit.frameworks.torch import meta, subclasses
-from reknit.frameworks.torch import private as torch_private
+from reknit.frameworks.torch import meta, subclasses, torch_private
 from reknit.frameworks.torch.dtensor import is_dtensor
 from reknit.frameworks.torch.modules import ddp, fsdp
-from reknit.frameworks.torch.modules.names import ModuleNames
-from reknit.frameworks.torch.modules.states import EXTRA, SplitStates, module_state
+from reknit.frameworks.torch.modules.module_names import ModuleNames
+from reknit.frameworks.torch.modules.module_states import EXTRA, SplitStates, module_state
 from reknit.frameworks.walk.walk import Place
 from reknit.types.devices import memory_of
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
     from reknit.frameworks.torch.modules.extension import ModuleExtension
     from reknit.frameworks.torch.modules.flat_parameter import FlatParameter
-    from reknit.frameworks.torch.modules.states import ModuleState
+    from reknit.frameworks.torch.modules.module_states import ModuleState
     from reknit.frameworks.walk.walk import Replicas, Walk, World
 
 Kind = Literal["parameter", "buffer", "extra", "other"]

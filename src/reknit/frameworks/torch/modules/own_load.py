@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from reknit.errors import ReknitError, StateError
-from reknit.frameworks.torch import private as torch_private
+from reknit.frameworks.torch import torch_private
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from reknit.frameworks.torch.modules.members import ModuleHoldings
-    from reknit.frameworks.torch.modules.states import ModuleState
-    from reknit.frameworks.walk.loading import Loading
+    from reknit.frameworks.torch.modules.module_states import ModuleState
+    from reknit.frameworks.walk.load_walk import Loading
     from reknit.frameworks.walk.walk import Place
 
 _KNOWN = ("torch.nn.", "torch.distributed.", "megatron.core.", "transformer_engine.")
