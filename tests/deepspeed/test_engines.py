@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from reknit.errors import StateError
-from reknit.frameworks.deepspeed import deepspeed_private, zero_parameters
+from reknit.frameworks.deepspeed import deepspeed_private
 from reknit.frameworks.registry import collect, wanted
 from reknit.types.wanted import Terms
 from tests import ranks
@@ -572,7 +572,7 @@ def test_without_deepspeed_nothing_is_one_of_its_objects(monkeypatch: pytest.Mon
         monkeypatch.setitem(sys.modules, name, None)
     assert not deepspeed_private.is_engine(models.Tiny())
     assert not deepspeed_private.is_optimizer(torch.optim.SGD(models.Tiny().parameters()))
-    assert zero_parameters.only_here((0,), world_of_one()) == (0,)
+    assert world_of_one().only_here((0,)) == (0,)
 
 
 def world_of_one() -> Any:

@@ -23,7 +23,7 @@ class Fresh(NamedTuple):
     parts: tuple[tuple[Box, Any], ...]
 
 
-def fresh(item: str, fqn: str, spec: TensorSpec, framework: str, device: Any, sharding: Any) -> Fresh:
+def fresh(item: str, fqn: str, spec: TensorSpec, framework: str, device: Any, *, sharding: Any) -> Fresh:
     """Return an uninitialised tensor on a device, or this rank's part of one that is cut by `sharding`.
 
     `framework` is ``"numpy"`` or ``"torch"``, and without a device the tensor is on the CPU.

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from reknit.errors import FormatError, StateError
 from reknit.frameworks import tree
 from reknit.frameworks.neutral import conflict, is_renewable, record_of, to_neutral, trained
-from reknit.frameworks.torchdata import mismatched_workers
 from reknit.frameworks.walk.adapter import Adapter
 from reknit.frameworks.walk.state_dict_effects import comes_last, has_effects, may_disturb
 from reknit.types.entry import own_code
@@ -135,9 +134,6 @@ def hand_over(value: Any, action: Callable[[], None], loading: Loading) -> None:
 
 def fits(value: Any, saved: Any, place: Place, loading: Loading) -> bool:
     """Tell whether a library's object can take a saved value, as far as its class says that beforehand."""
-    if why := mismatched_workers(value, saved):
-        loading.report_mismatched(place, why)
-        return False
     if sys.modules.get("torch") is not None:
         from reknit.frameworks.torch import fitting
 

@@ -64,7 +64,7 @@ def read(optimizer: Any, place: Place, walk: Walk) -> Slots:
         if share is None and parameter.requires_grad and len(groups) == 1:
             share = SteppedRange(parameter, parameter, groups[0], 0, 0)
         if share is not None:
-            each.append(_slot(share, name, places, kind, place, walk))
+            each.append(_slot(share, name, places, kind, place, walk=walk))
         elif parameter.dtype == torch.float32:
             elsewhere.append((name, places))
     return Slots(
@@ -108,7 +108,13 @@ def _shares(optimizer: Any, place: Place) -> Iterator[SteppedRange]:
 
 
 def _slot(
-    share: SteppedRange, name: str, places: tuple[Place, ...], kind: tuple[str, ...], place: Place, walk: Walk
+    share: SteppedRange,
+    name: str,
+    places: tuple[Place, ...],
+    kind: tuple[str, ...],
+    place: Place,
+    *,
+    walk: Walk,
 ) -> ParamSlot:
     parameter, stepped, start, numel = share.parameter, share.stepped, share.start, share.end - share.start
     local, at, alone = _local(parameter), place.child("state", name), walk.world.alone
@@ -119,10 +125,21 @@ def _slot(
             remedy="make the DistributedOptimizer after the last change of its model",
         )
     held = dtensor.held(parameter, tuple(local.shape), at) if numel else None
-    part = FlatPart.range_of(tuple(parameter.shape), start, numel, 0, numel, tuple(local.shape), held)
+    part = FlatPart.range_of(
+        tuple(parameter.shape), start, numel, 0, numel, local=tuple(local.shape), held=held
+    )
     master = stepped if numel and stepped.dtype != parameter.dtype else None
     return ParamSlot(
-        name, stepped, stepped, share.group, alone, places, part, counter=alone, master=master, kind=kind
+        name,
+        stepped,
+        stepped,
+        share.group,
+        alone,
+        places=places,
+        flat=part,
+        counter=alone,
+        master=master,
+        kind=kind,
     )
 
 

@@ -199,7 +199,7 @@ def partition(parameter: Any) -> Partition:
     start = min(dist.get_rank(parameter.ds_process_group) * length, parameter.ds_numel)
     numel = min(length, parameter.ds_numel - start)
     whole = parameter.data if parameter.ds_status.name == "AVAILABLE" else None
-    return Partition(kept.data, tuple(parameter.ds_shape), start, numel, ranks, whole)
+    return Partition(kept.data, tuple(parameter.ds_shape), start, numel, ranks, whole=whole)
 
 
 def owner(parameter: Any) -> Any:

@@ -15,11 +15,11 @@ from reknit.frameworks.torch.modules.flat_parameter import FlatParameter
 from reknit.types.dtype import converts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from reknit.frameworks.deepspeed.deepspeed_private import FlatGroup
     from reknit.frameworks.walk.load_walk import Loading
-    from reknit.frameworks.walk.walk import Place, Replicas, Walk, World
+    from reknit.frameworks.walk.walk import Place, Walk, World
 
 _MASTERS = "masters of DeepSpeed"
 """Key of a walk's memo: the places from which each parameter's master weights are loaded."""
@@ -81,10 +81,18 @@ class DeepSpeedModules:
                     "modifier_rank",
                 )
         part = FlatPart.range_of(found.shape, found.start, found.numel, 0, found.memory.numel())
-        holders = only_here(found.ranks, world)
+        holders = world.only_here(found.ranks)
         release = partial(deepspeed_private.release, [parameter])
         return FlatParameter(
-            names, parameter, parameter, 0, found.memory, part, holders, world.alone, release
+            names,
+            parameter,
+            parameter,
+            0,
+            found.memory,
+            part=part,
+            replicas=holders,
+            counter=world.alone,
+            settle=release,
         )
 
     def follow(self, parameters: list[tuple[Any, Place]], place: Place, loading: Loading) -> None:
@@ -108,11 +116,6 @@ class DeepSpeedModules:
                     remedy="put the engine itself into the state, or engine.optimizer beside its module",
                 )
         loading.later(lambda: _refresh(copied, copies, loading))
-
-
-def only_here(ranks: Iterable[int], world: World) -> Replicas:
-    """Return this rank as the only holder of its part, if these ranks are all of the group."""
-    return world.numbers([world.global_rank]) if world.inside(tuple(ranks)) else world.alone
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -106,7 +106,7 @@ class Filling(Unfilled):
     def view(self, world: World, *, fresh: bool = True) -> View:
         """Look at the memory to fill."""
         parts = tuple((with_data(box, self.spec), data) for box, data in self._memory.items())
-        return View(self.spec, parts, world.alone, ("jax", id(self)), self._arrive, fresh)
+        return View(self.spec, parts, world.alone, ("jax", id(self)), self._arrive, fresh=fresh)
 
     def start_from(self, array: Any) -> None:
         """Begin with the values of an array of this form."""

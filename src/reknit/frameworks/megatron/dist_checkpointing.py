@@ -199,12 +199,12 @@ def _entry(part: Any, start: int, strides: tuple[int, ...], *, dtype: torch.dtyp
         tuple(part.global_shape),
         tuple(part.global_offset),
         (1,) * part.prepend_axis_num + tuple(part.local_shape),
-        part.prepend_axis_num,
-        start,
-        (0,) * part.prepend_axis_num + strides,
-        bool(part.allow_shape_mismatch),
-        not any(replica),
-        replica[0],
+        stacked=part.prepend_axis_num,
+        start=start,
+        strides=(0,) * part.prepend_axis_num + strides,
+        resizable=bool(part.allow_shape_mismatch),
+        main=not any(replica),
+        stage=replica[0],
     )
 
 

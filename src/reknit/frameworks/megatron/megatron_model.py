@@ -133,7 +133,7 @@ def _held(name: str, members: Sequence[GlobalBox], total: int, place: Place) -> 
         raise StateError(f"{place}: {error}", remedy="make the parameter contiguous") from error
     if prod(local) != numel:
         raise StateError(f"{place} holds parts of {name} that do not lie side by side")
-    part = FlatPart(first.shape, local, tuple(placed), order, 0, numel, start, total)
+    part = FlatPart(first.shape, local, tuple(placed), order, 0, numel=numel, offset=start, total=total)
     stage = any(member.stage for member in members)
     return HeldPart(name, part, first.resizable, not stage, all(member.main for member in members))
 

@@ -202,7 +202,9 @@ def working(optimizer: Any, place: Place) -> Iterator[Working]:
     elif type(optimizer).__name__ == "FP32Optimizer":
         for group in inner.param_groups:
             for parameter in group["params"]:
-                yield Working(parameter, parameter, 0, parameter.numel(), group, inner, False)
+                yield Working(
+                    parameter, parameter, 0, parameter.numel(), group, inner=inner, distributed=False
+                )
     else:
         raise _unknown(optimizer, place)
 
@@ -217,7 +219,15 @@ def _distributed(optimizer: Any) -> Iterator[Working]:
                     number, place = optimizer.model_param_group_index_map[parameter]
                     group = inner.param_groups[number]
                     main = group["params"][place]
-                    yield Working(parameter, main, held.start, held.end - held.start, group, inner, True)
+                    yield Working(
+                        parameter,
+                        main,
+                        held.start,
+                        held.end - held.start,
+                        group,
+                        inner=inner,
+                        distributed=True,
+                    )
 
 
 def _float16(optimizer: Any) -> Iterator[Working]:
@@ -231,9 +241,9 @@ def _float16(optimizer: Any) -> Iterator[Working]:
     )
     for group, low, high, plain in pairs:
         for parameter, main in zip(low, high, strict=True):
-            yield Working(parameter, main, 0, main.numel(), group, inner, False)
+            yield Working(parameter, main, 0, main.numel(), group, inner=inner, distributed=False)
         for parameter in plain:
-            yield Working(parameter, parameter, 0, parameter.numel(), group, inner, False)
+            yield Working(parameter, parameter, 0, parameter.numel(), group, inner=inner, distributed=False)
 
 
 def is_instance_of_several(optimizer: Any) -> bool:

@@ -68,9 +68,9 @@ def collect(slot: ParamSlot, states: Mapping[Any, Any], below: Place, saving: Sa
         if is_flat:
             spec = TensorSpec(shape, dtype)
             for box, strides, first in pieces:
-                add(Shard(item, fqn, spec, box, replicas, Strided(state, box.lengths, strides, first)))
+                add(Shard(item, fqn, spec, box, replicas, memory=Strided(state, box.lengths, strides, first)))
         else:
-            add(Shard(item, fqn, TensorSpec((), dtype), _NUMBER, _counts(slot, place, saving), state))
+            add(Shard(item, fqn, TensorSpec((), dtype), _NUMBER, _counts(slot, place, saving), memory=state))
     return others
 
 

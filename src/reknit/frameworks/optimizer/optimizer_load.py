@@ -182,10 +182,10 @@ class OptimizerLoad:
                 at, f"its value {found.value!r} is not that of the other parameters in its flat parameter"
             )
         else:
-            rebuild(found.value, at, self.loading, {}, partial(self._ask, value, slot, at))
+            rebuild(found.value, at, self.loading, {}, partial(self._ask, value=value, slot=slot, at=at))
 
     def _ask(
-        self, value: _JointValue, slot: ParamSlot, at: Place, spec: TensorSpec, like: Any, inside: Place
+        self, spec: TensorSpec, like: Any, inside: Place, *, value: _JointValue, slot: ParamSlot, at: Place
     ) -> Any:
         """Ask for a tensor inside a value; parameters with one flat tensor have one here too."""
         loading, name = self.loading, inside.fqn.removeprefix(f"{at.fqn}/")
@@ -195,7 +195,7 @@ class OptimizerLoad:
                 like = None
             elif state_memory.fits(like, slot, spec):
                 like = torch.empty_like(like, requires_grad=False)
-            tensor = state_memory.memory_for(spec, like, slot, inside, loading, self.noted)
+            tensor = state_memory.memory_for(spec, like, slot, inside, loading, noted=self.noted)
             value.tensors.setdefault(name, tensor)
         else:
             tensor = value.tensors[name]
@@ -229,7 +229,7 @@ class OptimizerLoad:
         """Ask for a state, a tensor of the shape `spec` here or a value; return whether it comes, and it."""
         loading, noted = self.loading, self.noted
         if spec is not None:
-            state = state_memory.memory_for(spec, current, slot, at, loading, noted)
+            state = state_memory.memory_for(spec, current, slot, at, loading, noted=noted)
             if self.slots.load is not None and (why := state_memory.converted(state, slot, at)):
                 loading.report_mismatched(at, why)
                 return False, None
@@ -253,7 +253,7 @@ class OptimizerLoad:
             return True, tensor_numbers.put(torch.empty_like(current, requires_grad=False), made)
         asks = None
         if slot is not None and slot.parameter is not None:
-            asks = partial(self._ask, value, slot, at)
+            asks = partial(self._ask, value=value, slot=slot, at=at)
         return rebuild(found.value, at, loading, tensors_of(current, at, loading), asks)
 
     def _want_composite(

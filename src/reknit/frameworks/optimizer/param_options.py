@@ -76,7 +76,7 @@ def want(slots: Slots, place: Place, loading: Loading) -> OptionNotes:
         members.setdefault(id(slot.group), []).append(slot)
     noted = OptionNotes()
     for group in slots.groups:
-        _want_group(group, members.get(id(group), []), slots, place, loading, noted)
+        _want_group(group, members.get(id(group), []), slots, place, loading, noted=noted)
     return noted
 
 
@@ -86,6 +86,7 @@ def _want_group(
     slots: Slots,
     place: Place,
     loading: Loading,
+    *,
     noted: OptionNotes,
 ) -> None:
     """Ask for the options of all parameters of a group, which must agree, and set them in the group."""

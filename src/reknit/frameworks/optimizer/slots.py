@@ -1,4 +1,4 @@
-"""An optimizer's parameters and their names."""
+"""The parameters of an optimizer: their names, their options, and the share of this rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 
 from reknit.errors import StateError
 from reknit.frameworks import tree
-from reknit.frameworks.optimizer import optimizer_protocol, zero_redundancy
+from reknit.frameworks.imported import imported
+from reknit.frameworks.optimizer import optimizer_protocol
 from reknit.frameworks.torch import torch_private
 from reknit.frameworks.torch.modules.members import parameters
 from reknit.frameworks.torch.modules.module_names import without_wrappers
@@ -140,18 +141,37 @@ def read(value: Any, place: Place, walk: Walk) -> Slots:
     if isinstance(value, dict):
         groups = value["param_groups"]
         return Slots(value["state"], groups, tuple(_raw_slots(groups, place, walk)))
-    if (mine := zero_redundancy.share(value, place, walk.world)) is not None:
-        kind = optimizer_protocol.kind(value.optim)
-        shared = [
-            msgspec.structs.replace(slot, replicas=mine.replicas, kept=id(slot.parameter) in mine.mine)
-            for slot in _slots(value.param_groups, kind, place, walk)
-        ]
-        return Slots(mine.state, value.param_groups, tuple(shared))
+    if isinstance(value, imported("torch.distributed.optim", "ZeroRedundancyOptimizer")):
+        return _read_share(value, place, walk)
     optimizer = optimizer_protocol.unwrapped(value)
     more = optimizer_protocol.entries(optimizer, place)
     each = tuple(_slots(optimizer.param_groups, optimizer_protocol.kind(optimizer), place, walk))
     load = None if more is None else partial(optimizer_protocol.load, optimizer)
     return Slots(optimizer.state, optimizer.param_groups, each, more=more, load=load)
+
+
+def _read_share(optimizer: Any, place: Place, walk: Walk) -> Slots:
+    """Return the parameters of a ZeroRedundancyOptimizer; each rank keeps the states of some.  Sends nothing.
+
+    Raises `StateError` if DistributedDataParallel steps the optimizer in the backward pass: it has no states
+    of its own before the first steps.  Raises it for hooks, too: its `state_dict` gathers.
+    """
+    if torch_private.steps_in_backward(optimizer):
+        raise StateError(
+            f"{place} is a ZeroRedundancyOptimizer with overlap_with_ddp=True, whose states are not its own",
+            remedy="leave overlap_with_ddp out",
+        )
+    for one in (optimizer, optimizer.optim):
+        optimizer_protocol.require_none(one, place)
+    import torch.distributed as dist
+
+    rank = dist.get_rank(optimizer.process_group)
+    owners = torch_private.zero_owners(optimizer)
+    mine = {id(parameter) for parameter, owner in owners.items() if owner == rank}
+    replicas = walk.world.only_here(dist.get_process_group_ranks(optimizer.process_group))
+    slots = _slots(optimizer.param_groups, optimizer_protocol.kind(optimizer.optim), place, walk)
+    share = [msgspec.structs.replace(one, replicas=replicas, kept=id(one.parameter) in mine) for one in slots]
+    return Slots(optimizer.optim.state, optimizer.param_groups, tuple(share))
 
 
 def named(parameter: Any, own: Mapping[int, str], walk: Walk) -> tuple[str, tuple[Place, ...]]:
@@ -202,7 +222,7 @@ def _slots(
                     yield _slot(one, group, kind)
             elif own_names is not None and not torch_private.is_flattened(parameter):
                 name = without_wrappers(own_names[index])
-                yield ParamSlot(name, parameter, parameter, group, walk.world.alone, (), kind=kind)
+                yield ParamSlot(name, parameter, parameter, group, walk.world.alone, places=(), kind=kind)
             else:
                 raise StateError(
                     f"parameter {index} of shape {list(parameter.shape)} of the optimizer {place} belongs "
@@ -215,11 +235,20 @@ def _slot(named: NamedParameter, group: dict[str, Any], kind: tuple[str, ...]) -
     parameter = named.parameter
     replicas, at = named.replicas, named.places
     if named.flat is None:
-        return ParamSlot(named.name, parameter, parameter, group, replicas, at, kind=kind)
+        return ParamSlot(named.name, parameter, parameter, group, replicas, places=at, kind=kind)
     joint = named.flat.original is None
     part = named.flat.part if joint else named.flat.part.alone
     return ParamSlot(
-        named.name, parameter, parameter, group, replicas, at, part, named.flat.counter, joint, kind=kind
+        named.name,
+        parameter,
+        parameter,
+        group,
+        replicas,
+        places=at,
+        flat=part,
+        counter=named.flat.counter,
+        joint=joint,
+        kind=kind,
     )
 
 
@@ -235,4 +264,4 @@ def _raw_slots(groups: list[dict[str, Any]], place: Place, walk: Walk) -> Iterat
                 remedy="put the optimizer itself into the state",
             )
         for name, key in zip(names, keys, strict=True):
-            yield ParamSlot(without_wrappers(name), key, None, group, walk.world.alone, ())
+            yield ParamSlot(without_wrappers(name), key, None, group, walk.world.alone, places=())

@@ -117,7 +117,7 @@ def converted(state: torch.Tensor, slot: ParamSlot | None, at: Place) -> str | N
 
 
 def memory_for(
-    spec: TensorSpec, current: Any, slot: ParamSlot | None, at: Place, loading: Loading, noted: OptionNotes
+    spec: TensorSpec, current: Any, slot: ParamSlot | None, at: Place, loading: Loading, *, noted: OptionNotes
 ) -> torch.Tensor:
     """Return the tensor for a saved state: the present one, or one such as the optimizer would make."""
     if isinstance(current, torch.Tensor) and fits(current, slot, spec):

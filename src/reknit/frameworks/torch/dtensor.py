@@ -220,7 +220,7 @@ def _ragged(dealt: ragged.Ragged, tensor: Any, local: Any, place: Place) -> tupl
         )
     offsets = tuple(per_dim[0][0] if per_dim else 0 for per_dim in runs)
     position = tensor.device_mesh.get_coordinate()[dealt.number]
-    held_part = ragged.part(dealt, position, shape, Box(offsets, lengths), local.numel(), place)
+    held_part = ragged.part(dealt, position, shape, Box(offsets, lengths), local.numel(), place=place)
     return held_part.parts(local.view(-1))
 
 

@@ -56,7 +56,7 @@ class FlatPart:
     @classmethod
     def nothing(cls, shape: tuple[int, ...], total: int) -> FlatPart:
         """Return the part of a rank that holds no element."""
-        return cls(shape, shape, (), None, 0, 0, 0, total)
+        return cls(shape, shape, (), None, 0, numel=0, offset=0, total=total)
 
     @classmethod
     def range_of(
@@ -66,6 +66,7 @@ class FlatPart:
         numel: int,
         offset: int,
         total: int,
+        *,
         local: tuple[int, ...] | None = None,
         held: Held | None = None,
         order: tuple[int, ...] | None = None,
@@ -74,7 +75,16 @@ class FlatPart:
         if not numel:
             return cls.nothing(shape, total)
         whole = Box.whole(shape)
-        return cls(shape, local or shape, held or ((whole, whole),), order, start, numel, offset, total)
+        return cls(
+            shape,
+            local or shape,
+            held or ((whole, whole),),
+            order,
+            start,
+            numel=numel,
+            offset=offset,
+            total=total,
+        )
 
     @lazy_property
     def alone(self) -> FlatPart:

@@ -77,7 +77,7 @@ def _require_sound(ragged: Ragged, size: int, place: Place) -> None:
 
 
 def part(
-    ragged: Ragged, position: int, shape: tuple[int, ...], box: Box, numel: int, place: Place
+    ragged: Ragged, position: int, shape: tuple[int, ...], box: Box, numel: int, *, place: Place
 ) -> FlatPart:
     """Return the part of `box` that the rank at `position` has, in local memory of `numel` elements.
 
@@ -103,4 +103,4 @@ def part(
             remedy="its placements are wrong: create it with the library that defines them",
         )
     held = ((box, Box.whole(box.lengths)),)
-    return FlatPart(shape, box.lengths, held, None, before * per_unit, numel, 0, numel)
+    return FlatPart(shape, box.lengths, held, None, before * per_unit, numel=numel, offset=0, total=numel)

@@ -195,11 +195,13 @@ def like(tensor: Any, place: Place) -> Any:
             name: like(one, place.child(name)) if is_composite(one) else torch.empty_like(one)
             for name, one in inner.items()
         }
-        made = _unflattened(type(local), new, context, local.shape, local.stride(), place)
+        made = _unflattened(type(local), new, context, local.shape, local.stride(), place=place)
         return wrapped_as(tensor, made) if dtensor.is_dtensor(tensor) else made
 
 
-def _unflattened(kind: Any, inner: dict[str, Any], context: Any, size: Any, stride: Any, place: Place) -> Any:
+def _unflattened(
+    kind: Any, inner: dict[str, Any], context: Any, size: Any, stride: Any, *, place: Place
+) -> Any:
     try:
         return kind.__tensor_unflatten__(inner, context, size, stride)
     except Exception as error:

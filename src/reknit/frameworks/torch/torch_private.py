@@ -153,11 +153,11 @@ def flat_unit(module: Any) -> FlatUnit | None:
         live,
         shard,
         handle.uses_sharded_strategy,
-        flat._params is not None,
-        phase,
-        handle.process_group,
-        vars(module).get("_inter_node_pg"),  # getattr would ask the wrapped module, which takes long
-        tuple(_flat_members(flat)),
+        originals=flat._params is not None,
+        phase=phase,
+        group=handle.process_group,
+        replicas=vars(module).get("_inter_node_pg"),  # getattr would ask the wrapped module, which takes long
+        members=tuple(_flat_members(flat)),
     )
 
 
@@ -185,8 +185,8 @@ def _flat_members(flat: Any) -> Iterator[FlatMember]:
             parameter,
             tuple(shape),
             None if contiguous else tuple(stride),
-            spec,
-            part if here.numel_in_shard else None,
+            spec=spec,
+            part=part if here.numel_in_shard else None,
         )
 
 

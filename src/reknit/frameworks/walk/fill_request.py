@@ -50,7 +50,8 @@ class FillRequest:
         """Return what this rank wants of the tensor at a place."""
         view = self.view
         return [
-            Shard(place.item, place.fqn, view.spec, box, view.replicas, memory) for box, memory in view.parts
+            Shard(place.item, place.fqn, view.spec, box, view.replicas, memory=memory)
+            for box, memory in view.parts
         ]
 
     def memories(self) -> list[Any]:

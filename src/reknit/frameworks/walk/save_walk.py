@@ -75,7 +75,7 @@ class Saving(Walk):
             )
         holders = view.holders or (view.replicas,) * len(view.parts)
         for (box, memory), replicas in zip(view.parts, holders, strict=True):
-            self.shards.append(Shard(item, fqn, view.spec, box, replicas, memory, frozen))
+            self.shards.append(Shard(item, fqn, view.spec, box, replicas, memory=memory, frozen=frozen))
 
     def composite(
         self,
@@ -101,7 +101,7 @@ class Saving(Walk):
         `empty` is memory without elements, of the tensor's dtype and with as many dimensions.
         """
         nothing = Box((0,) * len(spec.shape), tuple(empty.shape))
-        self.shards.append(Shard(place.item, place.fqn, spec, nothing, (), empty))
+        self.shards.append(Shard(place.item, place.fqn, spec, nothing, (), memory=empty))
 
     def claim(self, memory: Hashable, place: Place, tensor: Any) -> bool:
         """Take a name for memory; tell whether it is the first that it has, and note another as an alias."""
@@ -136,7 +136,7 @@ class Saving(Walk):
             tuple(self.blobs),
             tuple(self.aliases),
             tuple(self.witnesses),
-            tuple(dict.fromkeys(self.barriers)),
-            self.world.coordinate,
-            {} if known is None else known,
+            barriers=tuple(dict.fromkeys(self.barriers)),
+            coordinate=self.world.coordinate,
+            known={} if known is None else known,
         )

@@ -66,6 +66,10 @@ class World:
         """Tell whether these (job-wide) ranks include every rank of this world."""
         return set(self.ranks) <= set(ranks)
 
+    def only_here(self, ranks: Collection[int]) -> Replicas:
+        """Return this rank as the only holder of its part, if these (job-wide) ranks hold all other parts."""
+        return self.numbers([self.global_rank]) if self.inside(ranks) else self.alone
+
     def numbers(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Return the sorted numbers in this world of those (job-wide) ranks that are in it."""
         place = {rank: number for number, rank in enumerate(self.ranks)}

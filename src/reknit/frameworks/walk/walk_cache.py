@@ -56,11 +56,11 @@ class _FoundPart(NamedTuple):
             [shard.spec for shard in shards],
             [shard.box for shard in shards],
             [shard.replicas for shard in shards],
-            [shard.frozen for shard in shards],
-            memories,
-            aliases,
-            blobs,
-            locate,
+            frozen=[shard.frozen for shard in shards],
+            memories=memories,
+            aliases=aliases,
+            blobs=blobs,
+            locate=locate,
         )
 
 
@@ -181,7 +181,7 @@ def _walk(saving: Saving, signature: Signature, looked: TensorsAtOnce) -> tuple[
     if num_unfit:
         return None, num_others
     coordinate = dict(saving.world.coordinate)
-    return _PastWalk(signature.facts, signature.objects, found, items, coordinate, {}), num_others
+    return _PastWalk(signature.facts, signature.objects, found, items, coordinate, known={}), num_others
 
 
 def _visit(part: SignedPart, start: int, saving: Saving) -> None:

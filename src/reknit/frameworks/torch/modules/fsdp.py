@@ -57,7 +57,15 @@ def parameters(key: str, wrapper: Any, place: Place, world: World, *, fill: bool
         part = _part(member, numel, place.child(names[0]) if member.spec is not None else place)
         replicas, counter = ranks.of(member, unit, numel)
         yield FlatParameter(
-            names, member.parameter, unit.flat, number, unit.live, part, replicas, counter, settled
+            names,
+            member.parameter,
+            unit.flat,
+            number,
+            unit.live,
+            part=part,
+            replicas=replicas,
+            counter=counter,
+            settle=settled,
         )
 
 
@@ -128,7 +136,7 @@ def _part(member: FlatMember, total: int, place: Place) -> FlatPart:
     held = None if member.spec is None else dtensor.held(member.spec, member.shape, place)
     try:
         order = None if member.stride is None else _order(member.shape, member.stride)
-        return _range(shape, *member.part, total, member.shape, held, order)
+        return _range(shape, *member.part, total, local=member.shape, held=held, order=order)
     except ValueError as error:
         raise StateError(
             f"the parameter {member.names[0]} of an FSDP unit of {place} shares memory between elements or "

@@ -156,15 +156,15 @@ def _members(
             whole_key = state.prefix + key
             name = names.name(whole_key)
             if name.rpartition(".")[2] == EXTRA:
-                yield Member(state, key, name, value, "extra", False, None)
+                yield Member(state, key, name, value, "extra", live=False, claim=None)
             elif not isinstance(value, torch.Tensor):
-                yield Member(state, key, name, value, "other", False, None)
+                yield Member(state, key, name, value, "other", live=False, claim=None)
             else:
                 identity = _identity(value)
                 kind: Kind = "buffer" if identity in is_buffer else "parameter"
                 claim = names.claim(whole_key, value, is_buffer=kind == "buffer", world=world)
                 frozen = not trained.get(identity, True)
-                yield Member(state, key, name, value, kind, identity in own, claim, frozen)
+                yield Member(state, key, name, value, kind, live=identity in own, claim=claim, frozen=frozen)
 
 
 def _identity(tensor: torch.Tensor) -> Any:
