@@ -131,14 +131,14 @@ def test_the_store_is_that_of_the_process_and_knows_its_master(jax_with: Any) ->
 
 def test_a_job_that_has_not_been_initialized_is_told_how(jax_with: Any) -> None:
     jax_with(None, None)
-    with pytest.raises(UsageError, match="do not know each other yet") as caught:
+    with pytest.raises(UsageError, match="are not connected yet") as caught:
         coordination_store("a")
     assert "jax.distributed.initialize()" in str(caught.value)
 
 
 def test_a_jax_that_is_too_old_is_named(jax_with: Any) -> None:
     jax_with(SimpleNamespace(), None)
-    with pytest.raises(MissingExtraError, match=r"JAX 0\.0\.1 has a store without what reknit needs"):
+    with pytest.raises(MissingExtraError, match=r"JAX 0\.0\.1 has a store without a call that reknit needs"):
         coordination_store("a")
 
 

@@ -108,7 +108,7 @@ def hooked() -> None:
         module, optimizer = build(0)
         one = optimizer.optim if inside else optimizer
         one.register_state_dict_post_hook(kept)
-        with pytest.raises(StateError, match=r"with the hook .*kept, which cannot be followed"):
+        with pytest.raises(StateError, match=r"with the hook .*kept, which cannot be run"):
             collect({"m": module, "o": optimizer}, dist.get_rank(), 2)
 
 

@@ -443,7 +443,7 @@ def refusals(root: str) -> None:
     blobs = collect({"model": trained.chunks, "optimizer": plain}, 0, 1).blobs
     assert {blob.fqn.split(".")[0] for blob in blobs if blob.item == "optimizer"} == {"param_groups/module"}
     hook = inner.optimizer.register_state_dict_post_hook(lambda *args: None)
-    with pytest.raises(StateError, match=r"with the hook .*, which cannot be followed"):
+    with pytest.raises(StateError, match=r"with the hook .*, which cannot be run"):
         collect(trained.state(), 0, 1)
     hook.remove()
     offloaded, inner.optimizer = inner.optimizer, type("HybridDeviceOptimizer", (), {})()

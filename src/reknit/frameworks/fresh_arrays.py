@@ -17,17 +17,18 @@ from reknit.types.shard import Tagged, TensorSpec, full_name
 
 
 class Fresh(NamedTuple):
-    """A new tensor, and the boxes of it that this rank holds, each with its memory."""
+    """A new tensor, and this rank's boxes of it, each with its memory."""
 
     tensor: Any
     parts: tuple[tuple[Box, Any], ...]
 
 
 def fresh(item: str, fqn: str, spec: TensorSpec, framework: str, device: Any, *, sharding: Any) -> Fresh:
-    """Return an uninitialised tensor on a device, or this rank's part of one that is cut by `sharding`.
+    """Return an uninitialised tensor on a device, or this rank's part of a tensor that `sharding` cuts.
 
-    `framework` is ``"numpy"`` or ``"torch"``, and without a device the tensor is on the CPU.
-    `sharding` is as for `reknit.Checkpoint.read_all`.  Raises `UsageError` for what a framework cannot do.
+    `framework` is ``"numpy"`` or ``"torch"``, and without a device the tensor is on the CPU.  `sharding` is
+    as for `reknit.Checkpoint.read_all`.  Raises `UsageError` for a request that the framework does not
+    support.
     """
     if framework == "numpy":
         if sharding is not None or (device is not None and str(device) != "cpu"):
@@ -47,13 +48,13 @@ def fresh(item: str, fqn: str, spec: TensorSpec, framework: str, device: Any, *,
     layout = _layout(full_name(item, fqn), spec, sharding)
     if layout is not None:
         return _cut(Place(item, fqn), spec, device, *layout)
-    # Without a device a tensor would go where torch.set_default_device says, which may be nowhere (meta).
+    # Without a device, torch.set_default_device would decide, and "meta" has no memory
     tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device or "cpu")
     return Fresh(tensor, ((Box.whole(spec.shape), tensor),))
 
 
 def _layout(name: str, spec: TensorSpec, sharding: Any) -> tuple[Any, Any] | None:
-    """Return mesh and placements of a tensor, or None for one that is whole and plain."""
+    """Return mesh and placements of a tensor, or None for a whole, plain tensor."""
     if isinstance(sharding, Mapping):
         sharding = sharding.get(name)
     elif callable(sharding):
@@ -62,21 +63,21 @@ def _layout(name: str, spec: TensorSpec, sharding: Any) -> tuple[Any, Any] | Non
         return None
     if not isinstance(sharding, tuple) or len(sharding) != 2 or not hasattr(sharding[0], "get_coordinate"):
         raise UsageError(
-            f"the sharding of {name} is {sharding!r}, which is no pair of a device mesh and its placements",
+            f"the sharding of {name} is {sharding!r}, not a pair of a device mesh and its placements",
             remedy="pass (mesh, placements), or a mapping or function from names to such pairs",
         )
     return sharding
 
 
 def _cut(place: Place, spec: TensorSpec, device: Any, mesh: Any, placements: Any) -> Fresh:
-    """Return a DTensor without values, and what this rank holds of it."""
+    """Return a DTensor without values, and this rank's parts of it."""
     import torch
     from torch.distributed.tensor import empty as empty_dtensor
 
     from reknit.frameworks.torch import dtensor
 
     if device is not None and torch.device(device).type != mesh.device_type:
-        raise UsageError(f"{place} is to be on {device}, and its mesh is one of {mesh.device_type}")
+        raise UsageError(f"{place} is to be on {device}, and its mesh consists of {mesh.device_type} devices")
     fitting = [_fitting(placement, len(spec.shape)) for placement in placements]
     dtype = getattr(torch, spec.dtype)
     tensor = empty_dtensor(spec.shape, dtype=dtype, device_mesh=mesh, placements=fitting)
@@ -85,7 +86,7 @@ def _cut(place: Place, spec: TensorSpec, device: Any, mesh: Any, placements: Any
 
 
 def _fitting(placement: Any, ndim: int) -> Any:
-    """Return a placement for a tensor of `ndim` dimensions, with the one that it cuts counted from the first.
+    """Return a placement for a tensor of `ndim` dimensions; its dimension is counted from the first.
 
     One sharding serves all tensors, also those (a bias, a counter) that lack a dimension which it cuts.
     """
@@ -100,9 +101,9 @@ def _fitting(placement: Any, ndim: int) -> Any:
 
 
 def live(value: Any, fqn: str, tensors: Mapping[str, Any]) -> Any:
-    """Return a saved value in the types that it had, with the tensors of its item, by fqn, that it refers to.
+    """Return a saved value in its original types, with the tensors of its item, by fqn, that it refers to.
 
-    The record of an object with a `state_dict` so becomes the whole of what `load_state_dict` takes.
+    For an object with a `state_dict`, the result is the whole argument of `load_state_dict`.
     """
     base = fqn.removesuffix(tree.SKELETON).rstrip("/") if fqn.endswith(tree.SKELETON) else fqn
 

@@ -1,8 +1,8 @@
-"""Data loaders: what all ranks share is one value, and each shard is a value of its own.
+"""Data loaders: the state that all ranks share is one value, and each shard is a value of its own.
 
-A loader is known by its methods (`dataloader.protocols`).  Where a shard was read, and what is left of it,
-stands in its coordinate: with that table alone every rank knows which shards it goes on with, and reads no
-others.
+A loader is recognised by its methods (`dataloader.protocols`).  The coordinate of a shard records where the
+shard was read, and the number of its remaining items.  With these coordinates alone, every rank finds the
+shards that it continues with, and reads no others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from reknit.frameworks.walk.walk import Assign, Place
 
 _REPLICATED = "~l"
-"""Path element of what all ranks share of a loader; no escaped key looks like it."""
+"""Path element of the state of a loader that all ranks share; no escaped key looks like it."""
 _SHARD = "~p"
 """Path element of a shard."""
 
@@ -31,11 +31,11 @@ _STREAM = ("stream_state", "load_stream")
 _SHARDED = ("replicated_state", "sharded_state", "choose_shards", "load_shards")
 
 _NAMES = {"source": "source", "dp": "rank", "worker": "worker", "left": "left", "items": "num_items"}
-"""What stands in a coordinate, beside which loader it is of."""
+"""Names in a coordinate, besides the number of the loader, with the fields of `LoaderShard`."""
 
 
 def _has(value: Any, names: tuple[str, ...]) -> bool:
-    # Every value in a state is asked, and nearly all lack the first name.
+    # Every value in a state is checked, and nearly all lack the first name.
     return (
         callable(getattr(value, names[0], None))
         and not isinstance(value, type)
@@ -44,14 +44,14 @@ def _has(value: Any, names: tuple[str, ...]) -> bool:
 
 
 class LoaderAdapter(Adapter):
-    """Data loaders that can go on in another layout."""
+    """Data loaders that can continue in another layout."""
 
     def matches(self, value: Any) -> bool:
-        """Tell whether this is such a loader."""
+        """Return whether this is such a loader."""
         return _has(value, _SHARDED) or _has(value, _STREAM)
 
     def collect(self, value: Any, place: Place, saving: Saving) -> None:
-        """Collect what all ranks share, and the shards that this rank has to save."""
+        """Collect the state that all ranks share, and the shards that this rank has to save."""
         is_sharded = _has(value, _SHARDED)
         shared = value.replicated_state() if is_sharded else value.stream_state()
         saving.blob(to_neutral(shared, str(place)), place.below(_REPLICATED))
@@ -70,7 +70,7 @@ class LoaderAdapter(Adapter):
             saving.blobs.append(Blob(place.item, part.fqn, state, coordinate))
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
-        """Ask for what this rank goes on with, in the layout that the loader has now."""
+        """Request the shards that this rank continues with, in the present layout of the loader."""
         found = loading.value(place.below(_REPLICATED))
         if found.why is not None:
             return
@@ -106,7 +106,7 @@ def _why(error: StateError) -> str:
 
 
 def _number(place: Place) -> int:
-    """Return a number for the loaders of an item: coordinates are numbers, and tell whose shard it is."""
+    """Return the number that stands for the loader at a place in coordinates, which hold only numbers."""
     return zlib.crc32(place.fqn.encode())
 
 
@@ -115,13 +115,13 @@ def _claim(saving: Saving, number: int, place: Place) -> None:
     first = saving.memo.setdefault(("loader", place.item, number), place.fqn)
     if first != place.fqn:
         raise StateError(
-            f"the loaders {place.item}/{first} and {place} have names that are told apart by chance only",
+            f"the names of the loaders {place.item}/{first} and {place} have the same checksum",
             remedy="rename one of them",
         )
 
 
 def _table(place: Place, loading: Loading) -> dict[LoaderShard, Mapping[str, int]]:
-    """Return the shards that were saved of this loader, without values, and the coordinate of each."""
+    """Return the saved shards of this loader, without values, and the coordinate of each."""
     number = _number(place)
     return {
         LoaderShard(**{field: coordinate[name] for name, field in _NAMES.items()}): coordinate

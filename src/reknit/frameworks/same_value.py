@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _LIBRARIES = {"torch": "reknit.frameworks.torch.same_tensors", "jax": "reknit.frameworks.jax.same_arrays"}
-"""Frameworks whose arrays can be compared, once they are imported, and the module that does."""
+"""Frameworks with arrays, each with the module that compares these once the framework is imported."""
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Tell whether two values are the same: of one type, and with the same bits.
+    """Return whether two values are the same: of one type, and with the same bits.
 
     1 is not True or 1.0, zero has its sign, and NaN is NaN.  Arrays and tensors are the same if dtype, shape
-    and bytes are; a distributed tensor is compared by what this rank holds of it, without a message.
-    Mappings are compared by key, in any order, and a list is the same as a tuple of the same values.  Keys
-    and members of sets are the same as values are: 1 is not True there, and NaN is NaN.
+    and bytes are.  Of a distributed tensor, only this rank's part is compared, without a message. Mappings
+    are compared by key, in any order, and a list is the same as a tuple of the same values.  Keys and members
+    of sets are compared in the same way as values: 1 is not True there, and NaN is NaN.
     """
     if a is b:
         return True
@@ -48,7 +48,7 @@ def same_value(a: Any, b: Any) -> bool:
 
 
 def _class(array: Any) -> type:
-    """Return the class of an array; one that is mapped from a file is like others."""
+    """Return the class of an array; an array that is mapped from a file has that of other arrays."""
     return np.ndarray if type(array) is np.memmap else type(array)
 
 
@@ -64,7 +64,7 @@ def _same_mappings(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> bool:
 
 
 def _mark(key: Any) -> Any:
-    """Return what is equal for two keys, or members of sets, if and only if they are the same value."""
+    """Return a mark that two keys, or members of sets, share if and only if they are the same value."""
     kind = type(key)
     if kind is str:
         return key
@@ -96,7 +96,7 @@ def _same_plain(a: Any, b: Any) -> bool:
         return repr(a) == repr(b)
     try:
         return bool(a == b or (a != a and b != b))
-    except Exception as error:  # a class may raise anything from a comparison: it says nothing of the two
+    except Exception as error:  # a class may raise anything in a comparison: the values count as different
         if short := shortage(error):
             raise short from error
         return False

@@ -14,7 +14,7 @@ class TrainingJob:
     """The ranks that save and load together, of torch or of JAX.
 
     `rank` and `size` count inside the job or subgroup, `ranks` are the job-wide numbers of its ranks.
-    `identity` is the same object as long as it is the same group, for those who keep something per group.
+    `identity` is one object for the lifetime of a group, as a key for data that is kept per group.
     """
 
     rank: int

@@ -52,12 +52,12 @@ class FlatGroup(NamedTuple):
 
     @property
     def is_master(self) -> bool:
-        """Tell whether `flat` has another dtype than the parameters: it holds master weights."""
+        """Return whether `flat` has another dtype than the parameters: it holds master weights."""
         return bool(self.flat.dtype != self.live.dtype)
 
     @property
     def is_twin(self) -> bool:
-        """Tell whether `flat` is a copy of the parameters in separate memory, with the same dtype."""
+        """Return whether `flat` is a copy of the parameters in separate memory, with the same dtype."""
         return not self.is_master and bool(self.flat.data_ptr() != self.live.data_ptr())
 
 
@@ -76,7 +76,7 @@ class Partition(NamedTuple):
 
 
 def is_engine(module: Any) -> bool:
-    """Tell whether a module is what `deepspeed.initialize` returned."""
+    """Return whether a module is an engine of `deepspeed.initialize`."""
     return isinstance(module, imported("deepspeed.runtime.engine", "DeepSpeedEngine"))
 
 
@@ -86,7 +86,7 @@ def optimizer_type() -> Any:
 
 
 def is_optimizer(value: Any) -> bool:
-    """Tell whether this is an optimizer in which DeepSpeed wraps another one."""
+    """Return whether this is an optimizer in which DeepSpeed wraps another one."""
     return isinstance(value, optimizer_type())
 
 
@@ -155,7 +155,7 @@ def optimizer_flaw(optimizer: Any) -> str | None:
 
 
 def _has_model_parallelism() -> bool:
-    """Tell whether an engine of this process got an mpu that splits the model: it is global."""
+    """Return whether an engine of this process got an mpu that splits the model: it is global."""
     groups: Any = sys.modules["deepspeed.utils.groups"]
     return bool(groups._get_model_parallel_world_size() > 1)
 
@@ -182,12 +182,12 @@ def names(optimizer: Any) -> dict[Any, str]:
 
 
 def is_partitioned(parameter: Any) -> bool:
-    """Tell whether a parameter is partitioned by ZeRO-3."""
+    """Return whether a parameter is partitioned by ZeRO-3."""
     return hasattr(parameter, "ds_id")
 
 
 def has_copies(parameter: Any) -> bool:
-    """Tell whether a ZeRO-1 or ZeRO-2 optimizer keeps a copy of its share of a parameter."""
+    """Return whether a ZeRO-1 or ZeRO-2 optimizer keeps a copy of its share of a parameter."""
     return hasattr(parameter, "_hp_mapping")
 
 
@@ -302,7 +302,7 @@ def relink(optimizer: Any) -> None:
 
 
 def steps_are_numbers(optimizer: Any) -> bool:
-    """Tell whether the inner optimizer is DeepSpeed's own, which counts steps in plain numbers."""
+    """Return whether the inner optimizer is DeepSpeed's own, which counts steps in plain numbers."""
     return type(inner(optimizer)).__module__.startswith("deepspeed.ops")
 
 

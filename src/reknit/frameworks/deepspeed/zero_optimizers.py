@@ -1,8 +1,8 @@
 """Optimizers of DeepSpeed: the flat ranges of parameters that each rank steps, read in place.
 
 ZeRO keeps the states of many parameters in one flat tensor per group, cut evenly over the data-parallel
-ranks: through the middle of parameters in ZeRO-1 and ZeRO-2, each parameter for itself in ZeRO-3.  Engines
-are read like other data-parallel wrappers, and their parameters in `parameters`.
+ranks.  ZeRO-1 and ZeRO-2 cut through the middle of parameters; ZeRO-3 cuts each parameter for itself. Engines
+are read like other data-parallel wrappers, and their parameters in `zero_parameters`.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 
 
 def adapters() -> tuple[Adapter, ...]:
-    """Return what knows DeepSpeed's optimizers; its engines are known as torch's modules are."""
+    """Return the adapter of DeepSpeed's optimizers; its engines are recognised as torch's modules are."""
     return (OptimizerAdapter(deepspeed_private.is_optimizer, read),)
 
 
 def extensions() -> tuple[ModuleExtension, ...]:
-    """Return what DeepSpeed tells of torch's modules."""
+    """Return DeepSpeed's extension for torch's modules."""
     return (DeepSpeedModules(),)
 
 
 def read(optimizer: Any, place: Place, walk: Walk) -> Slots:
     """Return the parameters, each with the elements that this rank steps.  Sends nothing.
 
-    Raises `StateError` for an optimizer that is not one of ZeRO stage 1, 2 or 3, and for one that has other
-    weights than its model has.
+    Raises `StateError` for an optimizer that is not one of ZeRO stage 1, 2 or 3, and for an optimizer with
+    other weights than its model.
     """
     groups = zero_parameters.groups(optimizer, place, walk)
     if not walk.fills:
@@ -58,7 +58,7 @@ def read(optimizer: Any, place: Place, walk: Walk) -> Slots:
         _note_masters(each, groups, place, walk)
     live = state = inner.state
     if deepspeed_private.steps_are_numbers(optimizer):
-        # A load makes the counter in the dtype that was saved, and leaves that of the optimizer as it is.
+        # A load makes the counter in the saved dtype, and leaves that of the optimizer unchanged.
         state = {
             flat: dict(states) if walk.fills else counted_in_tensor(states, place)
             for flat, states in live.items()
@@ -95,7 +95,7 @@ def _slot(
 def _note_masters(
     each: tuple[ParamSlot, ...], groups: tuple[FlatGroup, ...], place: Place, loading: Loading
 ) -> None:
-    """Note which master weights are loaded.  Raises `StateError` where their parameters stay as they are."""
+    """Record the loaded master weights.  Raises `StateError` where their parameters are not loaded."""
     members = [member for group in groups for member in group.members]
     for slot, member in zip(each, members, strict=True):
         at = place.child("state", slot.name, MASTER)
@@ -104,7 +104,7 @@ def _note_masters(
         zero_parameters.note_master(member.parameter, at, slot.places, loading)
         if loading.saved.spec(at) is not None and not any(map(loading.takes, slot.places)):
             raise StateError(
-                f"{at} would be loaded and the parameter itself would not, and then the two are at odds",
+                f"{at} would be loaded and the parameter itself would not, and then the two would differ",
                 remedy="load the engine (or its module) together with the optimizer",
             )
 

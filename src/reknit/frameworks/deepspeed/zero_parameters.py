@@ -12,6 +12,7 @@ from reknit.errors import StateError
 from reknit.frameworks.deepspeed import deepspeed_private
 from reknit.frameworks.torch.flat_part import FlatPart
 from reknit.frameworks.torch.modules.flat_parameter import FlatParameter
+from reknit.frameworks.torch.same_tensors import same
 from reknit.types.dtype import converts
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class DeepSpeedModules:
     """DeepSpeed engines, and modules whose parameters they have partitioned."""
 
     def is_wrapper(self, module: Any) -> bool:
-        """Tell whether a module is an engine."""
+        """Return whether a module is an engine."""
         return deepspeed_private.is_engine(module)
 
     def ranks(self, wrapper: Any) -> tuple[int, ...]:
@@ -53,12 +54,12 @@ class DeepSpeedModules:
             flaw = deepspeed_private.parameter_flaw(parameter)
             if flaw is not None:
                 raise StateError(
-                    f"the parameter {name} of {place} {flaw}; reknit cannot tell which part this rank holds",
+                    f"the parameter {name} of {place} {flaw}; reknit cannot determine this rank's part of it",
                     remedy="use DeepSpeed's own save_checkpoint, or turn that feature off",
                 )
 
     def is_partitioned(self, parameter: Any) -> bool:
-        """Tell whether a parameter is partitioned by ZeRO-3."""
+        """Return whether a parameter is partitioned by ZeRO-3."""
         return deepspeed_private.is_partitioned(parameter)
 
     def partitioned(
@@ -73,7 +74,7 @@ class DeepSpeedModules:
         here = found.memory[: found.numel]
         if found.whole is not None and found.numel:
             shown = found.whole.reshape(-1)[found.start : found.start + found.numel]
-            if not _same(shown.to(here.device), here):
+            if not same(shown.to(here.device), here):
                 raise StateError(
                     f"the gathered parameter {names[0]} of {place} was changed, but its partitions were "
                     "not updated yet",
@@ -118,15 +119,6 @@ class DeepSpeedModules:
         loading.later(lambda: _refresh(copied, copies, loading))
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether two tensors have the same bytes; equal NaNs count as equal."""
-    return one.dtype == other.dtype and torch.equal(_bytes(one), _bytes(other))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(torch.uint8)
-
-
 def groups(optimizer: Any, place: Place, walk: Walk) -> tuple[FlatGroup, ...]:
     """Return the flat groups of a DeepSpeed optimizer.  Raises `StateError` if it is not supported."""
     return walk.world.once(("DeepSpeed", id(optimizer)), lambda: _groups(optimizer, place))
@@ -136,7 +128,7 @@ def _groups(optimizer: Any, place: Place) -> tuple[FlatGroup, ...]:
     flaw = deepspeed_private.optimizer_flaw(optimizer)
     if flaw is not None:
         raise StateError(
-            f"the optimizer {place} {flaw}; reknit cannot tell which parameters its states belong to",
+            f"the optimizer {place} {flaw}; reknit cannot determine which parameters its states belong to",
             remedy="use ZeRO stage 1, 2 or 3 with its states in memory",
         )
     try:
@@ -196,14 +188,14 @@ def _refresh(parameters: list[Any], copies: Copies, loading: Loading) -> None:
 
 
 def _comes(master: torch.Tensor, sources: tuple[Place, ...], loading: Loading) -> bool:
-    """Tell whether master weights are loaded: a lenient load leaves those whose dtype does not fit."""
+    """Return whether master weights are loaded: a lenient load leaves those of a dtype that does not fit."""
     saved = next((spec.dtype for at in sources if (spec := loading.saved.spec(at)) is not None), None)
     mine = str(master.dtype).removeprefix("torch.")
     return saved == mine or (saved is not None and loading.catalog.terms.cast and converts(saved, mine))
 
 
 def note_master(parameter: Any, at: Place, places: tuple[Place, ...], loading: Loading) -> None:
-    """Note that a parameter's master weights are loaded from the first of these places that exists."""
+    """Record that a parameter's master weights are loaded from the first of these places that exists."""
     loading.memo.setdefault(_MASTERS, {})[id(parameter)] = (at, *places)
 
 
@@ -211,7 +203,7 @@ def require_equal(optimizer: Any, place: Place, walk: Walk) -> None:
     """Raise `StateError` if an optimizer's copies of the parameters differ from the parameters."""
     for group in groups(optimizer, place, walk):
         copies = group.copies() if group.is_twin else ()
-        if not all(_same(stepped.to(live.device), live) for _, stepped, live in copies):
+        if not all(same(stepped.to(live.device), live) for _, stepped, live in copies):
             raise StateError(
                 f"the optimizer {place} has other weights than the model: one of the two was changed alone",
                 remedy="if the model is right, call engine.optimizer.refresh_fp32_params(); if the optimizer "

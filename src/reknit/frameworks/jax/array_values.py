@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -10,6 +9,7 @@ import numpy as np
 
 from reknit.errors import StateError
 from reknit.frameworks.jax import jax_private
+from reknit.frameworks.neutral import checked_bytes
 from reknit.types.dtype import ITEMSIZE, numpy_dtype
 from reknit.types.shard import Tagged
 
@@ -20,15 +20,15 @@ TAG: Final = "jax.array"
 
 
 def is_array(value: Any) -> bool:
-    """Tell whether this is an array of JAX."""
+    """Return whether this is an array of JAX."""
     return isinstance(value, jax.Array)
 
 
 def to_tagged(array: Any, where: str) -> Tagged:
     """Return an array as plain data.
 
-    Raises `StateError` for one that has no values, of which other processes have parts, or whose dtype is not
-    stored.
+    Raises `StateError` for an array without values, with parts in other processes, or with a dtype that is
+    not stored.
     """
     whole = not isinstance(array, jax.core.Tracer) and not array.is_deleted() and array.is_fully_addressable
     record = record_of(array) if whole else {}
@@ -54,7 +54,7 @@ def to_tagged(array: Any, where: str) -> Tagged:
 
 
 def record_of(array: Any) -> dict[str, Any]:
-    """Return what `neutral.record_of` tells of an array: `keys` or `weak`, and unusual `memory`."""
+    """Return the part of `neutral.record_of` for JAX: `keys` or `weak`, and unusual `memory`."""
     if jax_private.is_key_dtype(array.dtype):
         record: dict[str, Any] = {"keys": jax_private.implementation(array.dtype)}
     else:
@@ -70,7 +70,7 @@ def _usual_memory(sharding: Any) -> str:
 
 
 def as_recorded(array: Any, record: Mapping[str, Any]) -> Any:
-    """Return an array with what its record says beside values, shape and dtype.
+    """Return an array with the properties in its record besides values, shape and dtype.
 
     An array that is committed to memory stays there, and so does one on devices without such memory.
     """
@@ -87,7 +87,7 @@ def as_recorded(array: Any, record: Mapping[str, Any]) -> Any:
 
 
 def placed_as(array: Any, present: Any) -> Any:
-    """Return an array on the devices of another one, and cut as that is, if it has the same shape."""
+    """Return an array on the devices of another one, and cut in the same way, if the shapes are equal."""
     alike = array.shape == present.shape and present.committed
     return jax.device_put(array, present.sharding) if alike else array
 
@@ -95,10 +95,8 @@ def placed_as(array: Any, present: Any) -> Any:
 def from_value(value: dict[str, Any]) -> Any:
     """Return the array that `to_tagged` made plain, on the default device.
 
-    Raises `KeyError`, `TypeError` or `ValueError` for what it never makes.
+    Raises `KeyError`, `TypeError` or `ValueError` for a value that `to_tagged` never returns.
     """
-    name, shape, data = str(value["dtype"]), [int(n) for n in value["shape"]], bytes(value["data"])
-    if min(shape, default=0) < 0 or prod(shape) * ITEMSIZE[name] != len(data):
-        raise ValueError(f"{len(data)} bytes are no {name}{shape}")
+    name, shape, data = checked_bytes(value)
     array = jax.device_put(np.frombuffer(bytearray(data), numpy_dtype(name)).reshape(shape))
     return as_recorded(array, value)

@@ -1,4 +1,4 @@
-"""`jax.Array`: the boxes that this process has, host memory of each, and which ranks have the same."""
+"""`jax.Array`: the boxes of this process, host memory of each, and the ranks with equal ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from reknit.errors import StateError
 from reknit.frameworks.jax import jax_private
 from reknit.frameworks.jax.filling import Filling, box_of, is_reduced, require_reduced, spec_of, with_data
-from reknit.frameworks.jax.pytree import Into, JaxNodeAdapter, leaves
+from reknit.frameworks.jax.pytree import JaxNodeAdapter, VariableSetter, leaves
 from reknit.frameworks.walk.adapter import Adapter
 from reknit.frameworks.walk.walk import Place, View
 from reknit.types.devices import memory_of
@@ -41,16 +41,16 @@ def libraries() -> tuple[Arrays, ...]:
 
 
 class JaxArrays:
-    """JAX's arrays, and host memory that will become some."""
+    """JAX's arrays, and host memory that will become such arrays."""
 
     library = "jax"
 
     def matches(self, value: Any) -> bool:
-        """Tell whether this is an array; `view` refuses those without values."""
+        """Return whether this is an array; `view` refuses those without values."""
         return isinstance(value, (jax.Array, Filling))
 
     def view(self, tensor: Any, place: Place, world: World, *, fill: bool) -> View:
-        """Look at an array, to read it.  Raises `StateError` for one that is deleted or traced.
+        """Return the view of an array, to read it.  Raises `StateError` for a deleted or traced array.
 
         Only a `Filling` can be filled.
         """
@@ -65,7 +65,7 @@ class JaxArrays:
         spec = spec_of(tensor, place)
         shape = tuple(tensor.shape)
         held = local_boxes(tensor, world)
-        # On a CPU that is an array's own memory, elsewhere a copy.
+        # On a CPU this is the array's own memory, elsewhere a copy.
         parts = tuple((with_data(box, spec), np.asarray(data)) for box, data in held.items())
         replicas = _replicas(tensor.sharding, shape, world)
         holders = None if replicas is None else tuple(replicas[box] for box in held)
@@ -75,10 +75,10 @@ class JaxArrays:
         """Return None: an array has memory of its own."""
 
     def changed(self, memories: Iterable[Any]) -> None:
-        """Learn what memory was filled: none that JAX knows of."""
+        """Do nothing: JAX does not count changes of memory."""
 
     def fresh(self, spec: TensorSpec, like: Any = None) -> Any:
-        """Return memory that will become an array: cut and placed as `like` where that has its shape."""
+        """Return memory that will become an array: cut and placed like `like` if the shapes are equal."""
         place, sharding = Place("a new array"), None
         if like is not None and spec_of(like, place).shape == spec.shape:
             filling = Filling.like(like, place)
@@ -92,17 +92,17 @@ def _require_values(array: Any, place: Place) -> None:
     if isinstance(array, jax.core.Tracer):
         raise StateError(
             f"{place} is traced by JAX: it is a step in a computation and has no values yet",
-            remedy="save outside of jax.jit, what the compiled function returned",
+            remedy="save the result of the compiled function, outside of jax.jit",
         )
     if array.is_deleted():
         raise StateError(
             f"{place} is a jax.Array whose memory was given away (donated) or deleted",
-            remedy="save what the function that it was donated to returned",
+            remedy="save the result of the function that it was donated to",
         )
 
 
 def local_boxes(array: Any, world: World) -> dict[Box, Any]:
-    """Return the distinct boxes that this process has of an array, each as an array of one device."""
+    """Return the distinct boxes of an array in this process, each as an array of one device."""
 
     def find() -> dict[Box, Any]:
         shape = tuple(array.shape)
@@ -117,7 +117,8 @@ def local_boxes(array: Any, world: World) -> dict[Box, Any]:
 def without_host_copy(data: Any) -> Any:
     """Return another array on the same memory.
 
-    An array keeps the host copy that was made of it as long as it lives.  This one ends with the save.
+    An array keeps the copy in host memory that was made of it for as long as it lives.  The new array ends
+    with the save.
     """
     if jax_private.is_key_dtype(data.dtype):
         data = jax.random.key_data(data)
@@ -125,9 +126,9 @@ def without_host_copy(data: Any) -> Any:
 
 
 def _replicas(sharding: Any, shape: tuple[int, ...], world: World) -> dict[Box, Replicas] | None:
-    """Return which ranks have each box, None where JAX does not know.
+    """Return the ranks of each box, or None if JAX cannot determine them.
 
-    It knows its own processes: whoever is alone in JAX may be one of many ranks all the same.
+    JAX counts its own processes: a process that is alone in JAX may be one of many ranks.
     """
     if sharding.is_fully_addressable or jax.process_index() != world.global_rank:
         return None
@@ -142,7 +143,7 @@ def _replicas(sharding: Any, shape: tuple[int, ...], world: World) -> dict[Box, 
 
 
 def start_copies(state: Any, world: World) -> None:
-    """Let the devices begin to copy all arrays in a state to the host, so that none waits for another."""
+    """Start the copies of all arrays in a state to the host, so that no copy waits for another."""
     for leaf in leaves(state, set()):
         live = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and not leaf.is_deleted()
         if live and is_reduced(leaf.sharding):
@@ -152,18 +153,18 @@ def start_copies(state: Any, world: World) -> None:
 
 
 def is_on_host(data: Any) -> bool:
-    """Tell whether all devices of an array are CPUs."""
+    """Return whether all devices of an array are CPUs."""
     return all(device.platform == "cpu" for device in data.sharding.device_set)
 
 
-class Unchanging:
+class UnchangingArrays:
     """The barrier of constant memory: JAX does not reuse memory that an array still refers to."""
 
     def __init__(self) -> None:
         self.arrays: list[Any] = []
 
     def stands(self) -> bool:
-        """Tell that there is nothing to wait for."""
+        """Return True: there is nothing to wait for."""
         return True
 
     def memory(self) -> Iterable[tuple[Any, int, int]]:
@@ -181,11 +182,11 @@ class JaxArrayAdapter(Adapter):
     """JAX's arrays, and abstract ones (`jax.ShapeDtypeStruct`) as targets."""
 
     def matches(self, value: Any) -> bool:
-        """Tell whether this is an array, or what one will be."""
+        """Return whether this is an array, or an abstract array."""
         return isinstance(value, (jax.Array, jax.ShapeDtypeStruct))
 
     def collect(self, value: Any, place: Place, saving: Saving) -> None:
-        """Collect the array, and for keys the name of what they are keys of."""
+        """Collect the array, and for keys the name of their random generator."""
         if isinstance(value, jax.ShapeDtypeStruct):
             raise StateError(
                 f"{place} is a jax.ShapeDtypeStruct, which has no values",
@@ -194,14 +195,14 @@ class JaxArrayAdapter(Adapter):
         saving.world.once("jax copies", lambda: start_copies(saving.state, saving.world))
         first = len(saving.shards)
         saving.tensor(value, place)
-        unchanging = saving.world.once("jax arrays", Unchanging)
+        unchanging = saving.world.once("jax arrays", UnchangingArrays)
         unchanging.arrays += [shard.memory for shard in saving.shards[first:]]
         saving.barriers.append(unchanging)
         if jax_private.is_key_dtype(value.dtype):
             saving.blob(jax_private.implementation(value.dtype), place.below(IMPLEMENTATION))
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
-        """Ask for a successor of the array, and put it in its place."""
+        """Request a successor of the array, and put it in its place."""
         if not loading.takes(place):
             return
         if assign is None:
@@ -221,7 +222,7 @@ class JaxArrayAdapter(Adapter):
             loading.later(lambda: assign(filling.filled()) if filling.arrived else None)
             return filling.view(loading.world, fresh=not holds), filling
 
-        if isinstance(assign, Into):
+        if isinstance(assign, VariableSetter):
             tie = ("jax variable", id(assign.variable))
             view, filling = loading.world.once(tie, fill, assign.variable)
         else:
@@ -230,9 +231,9 @@ class JaxArrayAdapter(Adapter):
 
 
 def _leave_out_options(place: Place, loading: Loading) -> None:
-    """Leave out the options that torch keeps beside the states of an optimizer, if this is one of those.
+    """Leave out the options that torch stores beside the states of an optimizer, if these are states of one.
 
-    Transformations of JAX hold them as functions and settings, which are no part of a tree of arrays.
+    Transformations of JAX hold them as functions and settings, which do not belong to a tree of arrays.
     """
     parts = place.fqn.split("/")
     key = ("jax options", place.item, *parts[:-3])
@@ -243,17 +244,17 @@ def _leave_out_options(place: Place, loading: Loading) -> None:
     for fqn, value in loading.catalog.blobs.get(place.item, {}).items():
         if fqn.startswith(prefix) and isinstance(value, Mapping):
             at = Place(place.item).below(fqn)
-            loading.leave_out(at, "options of a torch optimizer, which a tree of arrays has no place for")
+            loading.leave_out(at, "options of a torch optimizer, which have no place in a tree of arrays")
 
 
 def _fits_implementation(value: Any, place: Place, loading: Loading) -> bool:
-    """Tell whether keys were saved for the random generator of the target's, as far as that is known."""
+    """Return whether saved keys fit the random generator of the target, as far as both are recorded."""
     record = place.below(IMPLEMENTATION)
     if loading.saved.look_up(record).why is not None:
         return True
     saved = loading.value(record).value
     if not jax_private.is_key_dtype(value.dtype):
-        loading.note(place, f"keys of {saved} are restored as the plain numbers that they are made of")
+        loading.note(place, f"keys of {saved} are restored as plain numbers, their data")
         return True
     mine = jax_private.implementation(value.dtype)
     if saved is not None and saved != mine:

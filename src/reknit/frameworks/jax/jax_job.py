@@ -1,8 +1,8 @@
 """The processes of a JAX job, and the key-value store in which they meet before they are connected.
 
-That is the store of JAX's coordination service.  JAX has no public interface to it: `jax.distributed`
-has no more than `initialize`, `is_initialized` and `shutdown`.  What is used here is the client that JAX
-keeps for itself, and this module is the only place that does.
+That is the store of JAX's coordination service.  JAX has no public interface to it: `jax.distributed` has
+only `initialize`, `is_initialized` and `shutdown`.  This module uses JAX's internal client, and is the only
+one that does.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from reknit.errors import CommError, DeadlineError, MissingExtraError, UsageErro
 from reknit.frameworks.training_job import TrainingJob
 
 _SLICE_S = 1.0
-"""The longest wait inside the client, which does not hear Ctrl-C meanwhile."""
+"""The longest wait inside the client, during which Ctrl-C has no effect."""
 
 
 class JaxStore:
-    """The key-value store of the coordination service, under a prefix that nobody else uses."""
+    """The key-value store of the coordination service, under a prefix of reknit's own."""
 
     is_open = True
 
@@ -27,7 +27,7 @@ class JaxStore:
         self._client, self._prefix, self.master = client, prefix, master
 
     def set(self, key: str, value: bytes) -> None:
-        """Put `value` under `key`, over what was there.  Raises `CommError` when the service is gone."""
+        """Put `value` under `key`, and replace an earlier one.  Raises `CommError` if the service is gone."""
         try:
             self._client.key_value_set_bytes(self._name(key), value, allow_overwrite=True)
         except RuntimeError as error:
@@ -36,7 +36,7 @@ class JaxStore:
     def get(self, key: str, timeout_s: float) -> bytes:
         """Return the value of `key`, waiting up to `timeout_s` for it.
 
-        Raises `DeadlineError` when none came, `CommError` when the service is gone.
+        Raises `DeadlineError` if no value came, and `CommError` if the service is gone.
         """
         left_s = timeout_s
         while True:
@@ -45,7 +45,7 @@ class JaxStore:
             try:
                 return self._look(self._name(key), slice_s)
             except RuntimeError as error:
-                # JAX has one type for all that the service may answer; its message begins with the kind.
+                # JAX has one type for all errors of the service; the message begins with the kind.
                 if not str(error).startswith(("NOT_FOUND", "DEADLINE_EXCEEDED")):
                     raise _lost(key, error) from error
                 if left_s <= 0:
@@ -66,7 +66,7 @@ class JaxStore:
 def coordination_store(prefix: str) -> JaxStore:
     """Return the store of this JAX job.
 
-    Raises `MissingExtraError` without JAX, or with one that is too old; `UsageError` before
+    Raises `MissingExtraError` without JAX, or for a JAX that is too old; `UsageError` before
     ``jax.distributed.initialize``.
     """
     try:
@@ -78,26 +78,26 @@ def coordination_store(prefix: str) -> JaxStore:
     client = distributed.global_state.client
     if client is None:
         raise UsageError(
-            "the processes of this JAX job do not know each other yet",
+            "the processes of this JAX job are not connected yet",
             remedy="call jax.distributed.initialize() first",
         )
     if not hasattr(client, "key_value_try_get_bytes"):
         raise MissingExtraError(
-            f"JAX {sys.modules['jax'].__version__} has a store without what reknit needs",
+            f"JAX {sys.modules['jax'].__version__} has a store without a call that reknit needs",
             remedy="pip install --upgrade 'reknit[jax]', or meet in a folder",
         )
     return JaxStore(client, prefix, _host(distributed.global_state.coordinator_address))
 
 
-class _Meeting:
-    """Stands for the group of all processes, as long as they are connected to one service."""
+class _ServiceGroup:
+    """The group of all processes, for as long as they are connected to one service."""
 
     def __init__(self, client: Any) -> None:
         self.client = client
 
 
-_meetings: list[_Meeting] = []
-"""The present one; another service (JAX was shut down and initialised again) is another one."""
+_meetings: list[_ServiceGroup] = []
+"""The present group; another service (JAX was shut down and initialised again) has another group."""
 
 
 def current_job() -> TrainingJob | None:
@@ -111,7 +111,7 @@ def current_job() -> TrainingJob | None:
         _meetings.clear()
         return None
     if not _meetings or _meetings[0].client is not state.client:
-        _meetings[:] = [_Meeting(state.client)]
+        _meetings[:] = [_ServiceGroup(state.client)]
     store = coordination_store("reknit/all")
     return TrainingJob(
         state.process_id, state.num_processes, tuple(range(state.num_processes)), store, _meetings[0]

@@ -9,13 +9,13 @@ from jax._src.array import ArrayImpl
 
 
 def is_key_dtype(dtype: Any) -> bool:
-    """Tell whether this is the dtype of typed keys of random generators."""
+    """Return whether this is the dtype of typed keys of random generators."""
     return bool(jax.numpy.issubdtype(dtype, jax.dtypes.prng_key))
 
 
 def implementation(dtype: Any) -> str:
-    """Return the name of the random generator that keys of a dtype are for."""
-    # `jax.random.key_impl` tells it of arrays only, and targets may be abstract.
+    """Return the name of the random generator for keys of a dtype."""
+    # `jax.random.key_impl` accepts arrays only, and targets may be abstract.
     return str(dtype._impl.name)
 
 
@@ -25,7 +25,7 @@ def key_shape(dtype: Any) -> tuple[int, ...]:
 
 
 def weakly_typed(array: Any, weak: bool = True) -> Any:
-    """Return an array on the same memory whose type gives way in promotion, as Python's numbers do, or not.
+    """Return an array on the same memory, with a weak type (as Python's numbers have) or a strong one.
 
     The public ways to such arrays are computations, which all processes of a job would have to begin.
     """

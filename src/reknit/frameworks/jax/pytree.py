@@ -24,14 +24,17 @@ _LEAVES = frozenset({int, float, complex, str, bytes, bool, type(None)})
 
 
 def is_node(value: Any) -> bool:
-    """Tell whether a value is a registered node that no other library's containers are."""
+    """Return whether a value is a registered node, and not a container of another library."""
     if type(value) in _LEAVES or isinstance(value, (jax.Array, list, tuple, MutableMapping, type)):
         return False
     return type(value) is not dict and not tree_util.all_leaves((value,))
 
 
 class _Node(NamedTuple):
-    """A node one level deep: the children by key, and what rebuilds it.  A `box` has no name of its own."""
+    """A node one level deep: its children by key, and the structure that rebuilds it.
+
+    A `box` has no name of its own.
+    """
 
     children: dict[str | int, Any]
     build: Any
@@ -39,7 +42,7 @@ class _Node(NamedTuple):
 
 
 def _opened(value: Any, place: Place) -> _Node:
-    """Return what is in a node.  Raises `StateError` where two children have one name."""
+    """Return the contents of a node.  Raises `StateError` if two children have one name."""
     paths, build = tree_util.tree_flatten_with_path(value, is_leaf=lambda inner: inner is not value)
     children = {_key(path[0]): inner for path, inner in paths}
     if len(children) < len(paths):
@@ -47,7 +50,7 @@ def _opened(value: Any, place: Place) -> _Node:
             f"{place} is a {type(value).__name__} whose children do not all have keys of their own",
             remedy="register it with jax.tree_util.register_pytree_with_keys",
         )
-    # Flax wraps arrays in objects that say how they are split or used, and are no part of their names.
+    # Flax wraps arrays in objects that describe their split or use, and do not appear in their names.
     box = type(value).__module__.startswith("flax.") and list(children) == ["value"]
     return _Node(children, build, box or _is_variable(value))
 
@@ -61,15 +64,15 @@ def _key(entry: Any) -> str | int:
 
 
 def _is_variable(value: Any) -> bool:
-    """Tell whether this is a variable of Flax NNX, which holds an array and can be given another one."""
+    """Return whether this is a variable of Flax NNX, which holds an array and can be given another one."""
     return any(
         kind.__module__.startswith("flax.nnx") and kind.__name__ == "Variable" for kind in type(value).__mro__
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Into:
-    """Puts an array into a variable, which may be in the target at several places."""
+class VariableSetter:
+    """A function that puts an array into a variable, which may be at several places of the target."""
 
     variable: Any
 
@@ -79,25 +82,25 @@ class Into:
 
 
 class JaxNodeAdapter(Adapter):
-    """Dataclasses, frozen dicts, and whatever else JAX has been told how to take apart."""
+    """Dataclasses, frozen dicts, and all other classes that are registered with JAX as nodes."""
 
     def matches(self, value: Any) -> bool:
-        """Tell whether JAX can take this apart."""
+        """Return whether JAX can take this value apart."""
         return is_node(value)
 
     def collect(self, value: Any, place: Place, saving: Saving) -> None:
-        """Collect what is inside."""
+        """Collect the children."""
         node = _opened(value, place)
         for key, inner in node.children.items():
             saving.visit(inner, place if node.box else place.child(key))
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
-        """Ask for what is inside; if anything in it has to be replaced, so has the node."""
+        """Request the children; if one of them has to be replaced, the node is replaced, too."""
         node = _opened(value, place)
         loading.leave_nones(place, node.children)
         if _is_variable(value):
             for inner in node.children.values():
-                loading.visit(inner, place, Into(value))  # it keeps its place in the model
+                loading.visit(inner, place, VariableSetter(value))  # it keeps its place in the model
             return
 
         def rebuilt(fresh: dict[str | int, Any]) -> Any:
@@ -110,13 +113,13 @@ class JaxNodeAdapter(Adapter):
 
 
 def leaves(value: Any, seen: set[int], depth: int = 0) -> Iterator[Any]:
-    """Yield what is in nested containers and nodes, each of which is looked into once, as `seen` knows.
+    """Yield the leaves of nested containers and nodes, each of which is visited once (`seen`).
 
-    Raises `StateError` where these are too deep.
+    Raises `StateError` if these are nested too deeply.
     """
     if type(value) in _LEAVES or id(value) in seen:
         return
-    if depth > 2 * MAX_DEPTH:  # what is at one place may be as deep again
+    if depth > 2 * MAX_DEPTH:  # a value at one place may be as deep again
         raise too_deep("the state")
     inside: Any = None
     if isinstance(value, Mapping):

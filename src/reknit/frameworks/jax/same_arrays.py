@@ -1,4 +1,4 @@
-"""Are two arrays of JAX the same, as far as this process holds them?"""
+"""Comparison of two arrays of JAX, as far as this process holds them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["is_array", "same"]
 
 
 def same(a: Any, b: Any) -> bool:
-    """Tell whether two arrays have one dtype, shape, type of weakness and kind of key, and the same bytes.
+    """Return whether two arrays have one dtype, shape, weakness of type and kind of key, and the same bytes.
 
-    Sends no message.  An array whose values cannot be seen is the same as none but itself.
+    Sends no message.  An array without visible values is the same only as itself.
     """
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     if a.is_fully_addressable and b.is_fully_addressable:
         try:
             return same_value(to_tagged(a, "an array"), to_tagged(b, "an array"))
-        except StateError:  # a tracer, or an array that was deleted
+        except StateError:  # for a tracer or a deleted array
             return False
     return a.sharding == b.sharding and all(
         one.index == other.index and same_value(np.asarray(one.data), np.asarray(other.data))

@@ -10,6 +10,8 @@ import torch
 
 from reknit.errors import StateError
 from reknit.frameworks.imported import imported
+from reknit.frameworks.torch.modules.own_load import called
+from reknit.frameworks.torch.same_tensors import bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,35 +26,35 @@ _PIECE = 1 << 18
 
 
 def tensor_types() -> Any:
-    """Return the types that say where a tensor lies: ShardedTensor, and the factory of several."""
+    """Return the types that describe the place of a tensor: ShardedTensor, and the factory of several."""
     return imported(_MAPPING, "ShardedTensor"), imported(_MAPPING, "ShardedTensorFactory")
 
 
 def is_tensor(value: Any) -> bool:
-    """Tell whether this says where a tensor lies."""
+    """Return whether this describes the place of a tensor."""
     return isinstance(value, tensor_types())
 
 
 def is_object(value: Any) -> bool:
-    """Tell whether this is a ShardedObject: a value with a place in a grid of them."""
+    """Return whether this is a ShardedObject: a value with a place in a grid of them."""
     return isinstance(value, imported(_MAPPING, "ShardedObject"))
 
 
 def is_sharded(value: Any) -> bool:
-    """Tell whether this is a tensor or an object with a place in what all ranks have together."""
+    """Return whether this is a tensor or an object with a place among those of all ranks."""
     return is_tensor(value) or is_object(value)
 
 
 def is_local(value: Any) -> bool:
-    """Tell whether Megatron marked this as not to be saved."""
+    """Return whether Megatron marked this as not to be saved."""
     return isinstance(value, imported(_MAPPING, "LocalNonpersistentObject"))
 
 
 class GlobalBox(NamedTuple):
     """A box of a global tensor, and the memory that holds it: from `start` on in the local tensor's.
 
-    `stacked` is how many leading dimensions the local tensor does not have.  `main` tells whether Megatron
-    would save this copy, and `stage` is not 0 where another pipeline stage has the first copy.
+    `stacked` is the number of leading dimensions that the local tensor does not have.  `main` is set if
+    Megatron would save this copy, and `stage` is not 0 if another pipeline stage has the first copy.
     """
 
     key: str
@@ -69,11 +71,11 @@ class GlobalBox(NamedTuple):
 
 
 def entries(sharded: Any, place: Place) -> list[GlobalBox]:
-    """Return the boxes that a ShardedTensor or a factory stands for.  Moves no data."""
+    """Return the boxes of a ShardedTensor or a factory.  Moves no data."""
     local = sharded.data
     if getattr(sharded, "flattened_range", None) is not None:
         raise StateError(
-            f"{place} is a flat range of {sharded.key}, as older Megatron has states of optimizers",
+            f"{place} is a flat range of {sharded.key}, a form of states in optimizers of older Megatron",
             remedy="put the optimizer itself into the state",
         )
     if not hasattr(sharded, "build_fn"):
@@ -87,7 +89,7 @@ def entries(sharded: Any, place: Place) -> list[GlobalBox]:
     if all(part.data.untyped_storage().data_ptr() == memory for part in built):
         first = local.storage_offset()
         return [_entry(part, part.data.storage_offset() - first, tuple(part.data.stride())) for part in built]
-    # The factory copies: what it makes of the numbers of the elements tells where each element goes.
+    # The factory copies: applied to the numbers of the elements, it shows the place of each element.
     copies = _tensors(sharded, _numbers(local))
     return [
         _entry(part, *_affine(copy.data, place), dtype=part.data.dtype)
@@ -110,20 +112,19 @@ def _tensors(factory: Any, local: torch.Tensor) -> list[Any]:
 
 
 def _is_megatrons(function: Any) -> bool:
-    """Tell whether a function of a factory is Megatron's own: those part a tensor, and merge the parts."""
-    function = getattr(function, "func", function)
-    return str(getattr(function, "__module__", "")).startswith("megatron.core.")
+    """Return whether a function of a factory is Megatron's own: those split a tensor, and merge its parts."""
+    return called(function).startswith("megatron.core.")
 
 
 def _require_parts(factory: Any, built: list[Any], place: Place) -> None:
-    """Refuse a factory that does more than to part a tensor, or whose `merge_fn` does not put it together.
+    """Refuse a factory that does more than split a tensor, or whose `merge_fn` does not restore it.
 
-    Tensors are saved and filled where they lie, so that neither function has a say in what is in them.
+    Tensors are saved and filled in place, so that neither function can change their contents.
     """
     local = factory.data.detach()
     numbers = _numbers(local)
     parts = merges = False
-    with suppress(Exception):  # of a user's own code: whatever it makes of numbers, or raises, is not known
+    with suppress(Exception):  # of a user's own code: it may raise anything for numbers
         made = factory.build_fn(factory.key, numbers, factory.replica_id, None)
         copies = list(filter(is_tensor, nested(made)))
         parts = len(copies) == len(built) and all(
@@ -132,18 +133,18 @@ def _require_parts(factory: Any, built: list[Any], place: Place) -> None:
         whole = factory.merge_fn(unwrapped(made))
         merges = whole.dtype == numbers.dtype and torch.equal(whole, numbers)
     if not parts:
-        raise _computes(f"{_called(factory.build_fn)} (build_fn) computes what is saved", factory, place)
+        raise _computes(f"{called(factory.build_fn)} (build_fn) computes what is saved", factory, place)
     if not merges:
-        merge = f"{_called(factory.merge_fn)} (merge_fn) does not put the parts together as they were"
+        merge = f"{called(factory.merge_fn)} (merge_fn) does not put the parts together as they were"
         raise _computes(merge, factory, place)
 
 
 def _has_elements(part: torch.Tensor, local: torch.Tensor, numbers: torch.Tensor) -> bool:
-    """Tell whether a part has the elements of a tensor that have these numbers, in their order."""
+    """Return whether a part has the elements of a tensor with these numbers, in their order."""
     flat, held, wanted = local.reshape(-1), part.reshape(-1), numbers.reshape(-1)
     pieces = [slice(first, first + _PIECE) for first in range(0, wanted.numel(), _PIECE)]
     return held.numel() == wanted.numel() and all(
-        _bytes(flat[wanted[piece].to(flat.device)]).equal(_bytes(held[piece])) for piece in pieces
+        bytes_of(flat[wanted[piece].to(flat.device)]).equal(bytes_of(held[piece])) for piece in pieces
     )
 
 
@@ -155,19 +156,8 @@ def _computes(what: str, factory: Any, place: Place) -> StateError:
     )
 
 
-def _called(function: Any) -> str:
-    """Return the module and name of a function."""
-    function = getattr(function, "func", function)
-    name = getattr(function, "__qualname__", type(function).__qualname__)
-    return f"{getattr(function, '__module__', None) or type(function).__module__}.{name}"
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
 def nested(value: Any) -> Iterator[Any]:
-    """Yield what is in nested dicts, lists and tuples."""
+    """Yield the leaves of nested dicts, lists and tuples."""
     if not isinstance(value, (dict, list, tuple)):
         yield value
         return
@@ -187,7 +177,7 @@ def _affine(numbers: torch.Tensor, place: Place) -> tuple[int, tuple[int, ...]]:
         steps = torch.arange(numbers.shape[d], device=numbers.device) * stride
         expected += steps.reshape([-1 if d == e else 1 for e in range(numbers.ndim)])
     if not torch.equal(numbers, expected):
-        raise StateError(f"{place}: Megatron saves its elements in an order that is none of its memory")
+        raise StateError(f"{place}: Megatron saves its elements in an order that its memory cannot have")
     return start, strides
 
 
@@ -215,7 +205,7 @@ def described(value: Any) -> tuple[str, tuple[int, ...], tuple[int, ...], bool]:
 
 
 def holds_something(extra: Any) -> bool:
-    """Tell whether the extra state of a module is more than a place for one."""
+    """Return whether the extra state of a module is not empty."""
     if isinstance(extra, io.BytesIO):
         return extra.getbuffer().nbytes > 0
     if isinstance(extra, torch.Tensor):
@@ -224,7 +214,7 @@ def holds_something(extra: Any) -> bool:
 
 
 def split_leaves(state: Any, which: Any) -> tuple[Any, Any]:
-    """Return those leaves of a state dict that `which` picks, and the others, as Megatron parts them."""
+    """Return the leaves of a state dict that `which` picks, and the others, as Megatron splits them."""
     from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
 
     picked, others = extract_matching_values(state, which)
@@ -232,14 +222,14 @@ def split_leaves(state: Any, which: Any) -> tuple[Any, Any]:
 
 
 def merged(one: Any, other: Any) -> Any:
-    """Return two state dicts put together as Megatron does."""
+    """Return two state dicts merged in Megatron's way."""
     from megatron.core.dist_checkpointing.dict_utils import merge
 
     return merge(one, other)
 
 
 def unwrapped(state: Any) -> Any:
-    """Return a state dict with what sharded parts and local objects hold in their place."""
+    """Return a state dict with the contents of sharded parts and local objects in their place."""
     if isinstance(state, dict):
         return {key: unwrapped(inner) for key, inner in state.items()}
     if isinstance(state, (list, tuple)):
@@ -257,7 +247,7 @@ def local_object(value: Any) -> Any:
 
 
 def async_request(wait: Any, args: tuple[Any, ...], finish: Any) -> Any:
-    """Return a save under way as Megatron's queue knows it: `wait` in a process of its own, then `finish`."""
+    """Return a running save for Megatron's queue: `wait` in a process of its own, then `finish`."""
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
     return AsyncRequest(wait, args, [finish])

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def adapters() -> tuple[Adapter, ...]:
-    """Return what knows Megatron's objects."""
+    """Return the adapters of Megatron's objects."""
     return (
         ModelAdapter(),
         OptimizerAdapter(megatron_private.is_optimizer, read),

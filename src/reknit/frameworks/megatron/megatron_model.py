@@ -34,10 +34,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HeldPart:
-    """What a local tensor holds of one whole tensor.
+    """The part of one whole tensor that a local tensor holds.
 
-    `whole` tells whether that is all of it.  `first` tells whether no other pipeline stage has the copy that
-    is saved, and `main` whether Megatron would save this one.
+    `first` is set if no other pipeline stage has the saved copy, and `main` if Megatron would save this copy.
     """
 
     name: str
@@ -48,7 +47,7 @@ class HeldPart:
 
     @property
     def whole(self) -> bool:
-        """Whether the local tensor holds all of the whole one."""
+        """Whether the local tensor holds the whole one."""
         return self.part.numel == prod(self.part.shape)
 
     @property
@@ -58,7 +57,7 @@ class HeldPart:
 
 
 def held(sharded: Any, place: Place, prefix: str = "") -> list[HeldPart]:
-    """Return the whole tensors of which a local one holds something; `prefix` is cut off Megatron's keys."""
+    """Return the parts of whole tensors in a local one; `prefix` is removed from Megatron's keys."""
     if is_dtensor(sharded.data):
         raise StateError(
             f"{place} is a DTensor in a Megatron model", remedy="use Megatron's DistributedDataParallel"
@@ -72,7 +71,7 @@ def held(sharded: Any, place: Place, prefix: str = "") -> list[HeldPart]:
 
 
 def _unstacked(entry: GlobalBox) -> list[GlobalBox]:
-    """Return an entry without the dimensions that number layers and experts, under names that do."""
+    """Return an entry without the dimensions that number layers and experts; its names have the numbers."""
     found = [entry]
     if entry.stacked and parameter_names.stacks_layers(entry.key):
         found = _split(entry, parameter_names.with_layer)
@@ -82,7 +81,7 @@ def _unstacked(entry: GlobalBox) -> list[GlobalBox]:
 
 
 def _split(entry: GlobalBox, name: Callable[[str, int], str]) -> list[GlobalBox]:
-    """Return the entries along the first dimension, without it."""
+    """Return the entries along the first dimension, without that dimension."""
     return [
         entry._replace(
             key=name(entry.key, entry.offsets[0] + n),
@@ -98,7 +97,7 @@ def _split(entry: GlobalBox, name: Callable[[str, int], str]) -> list[GlobalBox]
 
 
 def _renamed(entry: GlobalBox) -> GlobalBox:
-    """Return an entry of one expert, or of one half of a gated layer, under the name that all have."""
+    """Return an entry of one expert, or of one half of a gated layer, under the name in the whole model."""
     entry = entry._replace(key=parameter_names.plain(entry.key))
     if (half := parameter_names.half(entry.key)) is None:
         return entry
@@ -111,11 +110,11 @@ def _renamed(entry: GlobalBox) -> GlobalBox:
 
 
 def _held(name: str, members: Sequence[GlobalBox], total: int, place: Place) -> HeldPart:
-    """Put the boxes of one whole tensor in one local tensor together."""
+    """Return the part that the boxes of one whole tensor in one local tensor form together."""
     first = members[0]
     dims = range(len(first.shape))
     start = min(member.start for member in members)
-    # Where a box has one element along a dimension, its own stride there need not mean anything.
+    # The stride of a box is meaningless along a dimension with one element.
     longest = [max(members, key=lambda member: member.lengths[d]) for d in dims]
     strides = [longest[d].strides[d] for d in dims]
     placed = []
@@ -139,7 +138,7 @@ def _held(name: str, members: Sequence[GlobalBox], total: int, place: Place) -> 
 
 
 class LocalTensor(NamedTuple):
-    """A tensor of a model: `home` is the model's place, and `parts` are what it holds of whole tensors."""
+    """A tensor of a model: `home` is the model's place, and `parts` are its parts of whole tensors."""
 
     local: Any
     home: Place
@@ -147,9 +146,9 @@ class LocalTensor(NamedTuple):
 
 
 def tensors(walk: Walk) -> dict[int, LocalTensor]:
-    """Return what the parameters of all Megatron models in the state hold, by their ids.
+    """Return the parts in the parameters of all Megatron models in the state, by the parameters' ids.
 
-    Of models that are there as what `sharded_state_dict` returned, too.
+    The state may contain a model as the result of `sharded_state_dict`, too.
     """
     return walk.world.once("megatron tensors", lambda: _tensors(walk))
 
@@ -166,7 +165,7 @@ def _tensors(walk: Walk) -> dict[int, LocalTensor]:
 
 
 def model(module: Any, place: Place, walk: Walk) -> list[tuple[str, Any, list[HeldPart]]]:
-    """Return all that a model saves: the name in this process, Megatron's word on it, what it holds."""
+    """Return all entries that a model saves: name in this process, Megatron's description, parts."""
 
     def describe() -> list[tuple[str, Any, list[HeldPart]]]:
         return [
@@ -183,19 +182,19 @@ def groups(walk: Walk) -> RankGroups:
 
 
 def view(tensor: Any, one: HeldPart, place: Place, replicas: Replicas, *, fill: bool) -> View:
-    """Look at what a local tensor holds of a whole one."""
+    """Return the view of a part of a whole tensor in a local one."""
     memory, settle = local_memory(tensor, place, fill=fill)
     dtype = spec_of(memory, place).dtype
-    # In the order of memory: a transposed one has no flat view, and is its own order.
+    # In the order of memory, as a transposed tensor has no flat view.
     flat = memory.as_strided((memory.numel(),), (1,), memory.storage_offset())
     key = ("megatron", *memory_of(memory), tuple(memory.shape), memory.stride(), one.name)
     return View(TensorSpec(one.part.shape, dtype), one.part.parts(flat), replicas, key, settle)
 
 
 def collect_part(tensor: Any, one: HeldPart, at: Place, saving: Saving, *, alone: bool = False) -> None:
-    """Collect what a local tensor holds of a whole one, or tell that Megatron saves it from another copy.
+    """Collect a part of a whole tensor, or record that Megatron saves it from another copy.
 
-    Where the tensor is `alone`, no group tells who else has it, and Megatron which copy counts.
+    If the tensor is `alone`, its copies on other ranks are unknown, and Megatron's main copy is saved.
     """
     if not (one.main if alone else one.first):
         empty = tensor.detach().new_empty((0,) * len(one.part.shape))
@@ -207,7 +206,7 @@ def collect_part(tensor: Any, one: HeldPart, at: Place, saving: Saving, *, alone
 
 
 def want_part(tensor: Any, one: HeldPart, at: Place, loading: Loading) -> None:
-    """Fill what a local tensor holds of a whole one."""
+    """Request a part of a whole tensor, to fill the local one."""
     if loading.takes(at):
         loading.view(view(tensor, one, at, None, fill=True), at, tensor, resize=one.resizable)
 
@@ -225,11 +224,11 @@ class ModelAdapter(Adapter):
     unites = True
 
     def matches(self, value: Any) -> bool:
-        """Tell whether this is a model of Megatron."""
+        """Return whether this is a model of Megatron."""
         return megatron_private.is_module(value)
 
     def collect(self, value: Any, place: Place, saving: Saving) -> None:
-        """Collect what the model holds.  Calls the model's own `sharded_state_dict`, which sends nothing."""
+        """Collect the tensors and objects of the model.  Its own `sharded_state_dict` sends nothing."""
         found = model(value, place, saving)
         if max(len(groups(saving).data), len(groups(saving).expert_data)) > 1:
             megatron_private.require_gathered(value, place)
@@ -246,7 +245,7 @@ class ModelAdapter(Adapter):
         if comes and own_load.has_own(bare):
             read = members.read(bare, place, loading)
             for back in own_load.returns(read, place, loading).values():
-                # Before the extra state, which that gives back as it was.
+                # Before the extra state: `give` restores the present one.
                 loading.later(lambda back=back: back.give(read, place))  # type: ignore[misc]
         for key, sharded, parts in found:
             if not dist_checkpointing.is_tensor(sharded):

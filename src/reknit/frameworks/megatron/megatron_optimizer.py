@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 _GRAD_SCALER = "grad_scaler"
 _STEP = "step"
 _LOCAL = frozenset({"params", _STEP, "is_expert_parallel"})
-"""What of a parameter group is no option: the step is a state, and who has which experts is the layout."""
+"""Entries of a parameter group that are not options: the step is a state, and the experts are the layout."""
 
 
 def read(value: Any, place: Place, walk: Walk) -> Slots:
-    """Return the parameters of an optimizer of Megatron, or of a chain of some, by name.
+    """Return the parameters of an optimizer of Megatron, or of a chain of them, by name.
 
-    Raises `StateError` where a name cannot be known.
+    Raises `StateError` for a parameter whose name cannot be determined.
     """
     reading = _OptimizerReader(place, walk)
     for optimizer in megatron_private.chained(value, place):
@@ -45,7 +45,7 @@ class _OptimizerReader:
     """An optimizer, while it is read, and the way back into it.
 
     `groups` are its groups by their ids, each with a copy of its options, which may be changed.  `rows` are
-    the flat states by their ids, each with the state on whose memory it is.
+    the flat states by their ids, each with the state that has its memory.
     """
 
     place: Place
@@ -82,7 +82,7 @@ class _OptimizerReader:
             )
         mine = [(one, flat) for one in known.parts if (flat := _cut(one, work)) is not None]
         joint = len(known.parts) > 1
-        # Of the copies of a counter, the one beside the first element is saved.
+        # The saved copy of a counter is that beside the first element.
         counts = joint or self.walk.fills or work.start == 0
         if states := self._states(work, counts=counts):
             self.state[work.main] = states
@@ -94,7 +94,7 @@ class _OptimizerReader:
         present = work.inner.state.get(work.main) or {}
         states = {name: self._flat(state, work.parameter) for name, state in present.items()}
         if states and _STEP not in states and _STEP in work.group:
-            # A load makes the counter in the dtype that was saved, whatever the group counts in.
+            # A load makes the counter in the saved dtype, not in that of the group.
             step = work.group[_STEP]
             fills = self.walk.fills
             states[_STEP] = (
@@ -109,7 +109,7 @@ class _OptimizerReader:
         if not isinstance(state, torch.Tensor) or state.ndim < 1:
             return state
         row = _row(state, parameter, self.place)
-        self.rows[id(row)] = (row, state)  # the row too, so that no other tensor gets its id
+        self.rows[id(row)] = (row, state)  # the row is kept, so that no other tensor gets its id
         return row
 
     def _slot(self, work: Working, one: HeldPart, flat: FlatPart, home: Place, joint: bool) -> ParamSlot:
@@ -135,7 +135,7 @@ class _OptimizerReader:
         )
 
     def _replicas(self, work: Working, one: HeldPart) -> tuple[Replicas, Replicas]:
-        """Return who has the same part of the states, and who the same counter."""
+        """Return the ranks with the same part of the states, and those with the same counter."""
         ours, world = groups(self.walk), self.walk.world
         who, expert = ours.copies, one.expert
         if work.distributed:
@@ -146,7 +146,7 @@ class _OptimizerReader:
         return world.numbers(part), world.numbers(counter)
 
     def elsewhere(self) -> list[tuple[str, tuple[Place, ...]]]:
-        """Return names and places of parameters in full precision of which other ranks have the states."""
+        """Return names and places of parameters in full precision with states on other ranks."""
         taken = {slot.name for slot in self.slots}
         return [
             (one.name, (known.home.child(one.name),))
@@ -156,7 +156,7 @@ class _OptimizerReader:
         ]
 
     def deliver(self) -> None:
-        """Put what has arrived into the optimizers."""
+        """Put the loaded states and options into the optimizers."""
         steps = self._steps()
         for work, _ in self.works:
             self._put(work, self.state.get(work.main, {}))
@@ -168,7 +168,7 @@ class _OptimizerReader:
             scaler.load_state_dict(self.state[_GRAD_SCALER])
 
     def _counted(self, present: Any, step: Any) -> Any:
-        """Return the counter of a group for a number of steps: the present one if that is a tensor."""
+        """Return the counter of a group for a number of steps: the present one if it is a tensor."""
         count = whole(step)
         made, why = tensor_numbers.fitted(present, step if count is None else count, cast=False)
         if why is not None:
@@ -178,9 +178,9 @@ class _OptimizerReader:
         return tensor_numbers.put(present, made)
 
     def _steps(self) -> dict[int, Any]:
-        """Return how many steps each group that counts them has taken, by its id.
+        """Return the number of steps of each group that counts them, by its id.
 
-        Raises `StateError` where the parameters of one group have taken different numbers of them.
+        Raises `StateError` if the parameters of one group have taken different numbers of steps.
         """
         steps: dict[int, tuple[Any, str]] = {}
         for work, name in self.works:
@@ -216,14 +216,14 @@ class _OptimizerReader:
 
 
 def _counts_in_integers(work: Working) -> bool:
-    """Tell whether the group of a parameter counts its steps, and does so in integers."""
+    """Return whether the group of a parameter counts its steps, and in integers."""
     step = work.group.get(_STEP)
     floats = isinstance(step, torch.Tensor) and step.is_floating_point()
     return megatron_private.counts_in_group(work.inner) and step is not None and not floats
 
 
 def _row(tensor: torch.Tensor, parameter: Any, place: Place) -> torch.Tensor:
-    """Return what an optimizer keeps of a parameter as a row of elements on the same memory.
+    """Return a state of a parameter as a row of elements on the same memory.
 
     These are in the order of the parameter's memory.  Raises `StateError` for memory in another order.
     """
@@ -240,7 +240,7 @@ def _row(tensor: torch.Tensor, parameter: Any, place: Place) -> torch.Tensor:
 
 
 def _cut(one: HeldPart, work: Working) -> FlatPart | None:
-    """Return what an optimizer's range of a local tensor holds of a whole one, or None for nothing."""
+    """Return the part of a whole tensor in an optimizer's range of a local one, or None if it is empty."""
     whole = one.part
     low = max(work.start, whole.offset)
     high = min(work.start + work.numel, whole.offset + whole.numel)

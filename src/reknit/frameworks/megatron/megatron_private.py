@@ -28,17 +28,17 @@ def module_type() -> Any:
 
 
 def is_module(value: Any) -> bool:
-    """Tell whether this is a Megatron model, or one of its wrappers around a model."""
+    """Return whether this is a Megatron model, or one of its wrappers around a model."""
     return isinstance(value, module_type())
 
 
 def is_optimizer(value: Any) -> bool:
-    """Tell whether this is a Megatron optimizer, including one that chains others."""
+    """Return whether this is a Megatron optimizer, including one that chains others."""
     return isinstance(value, imported("megatron.core.optimizer.optimizer", "MegatronOptimizer"))
 
 
 def is_rng_tracker(value: Any) -> bool:
-    """Tell whether this tracks the random generators of tensor and expert parallelism."""
+    """Return whether this tracks the random generators of tensor and expert parallelism."""
     return isinstance(value, imported("megatron.core.tensor_parallel.random", "CudaRNGStatesTracker"))
 
 
@@ -147,15 +147,15 @@ def coordinate() -> tuple[dict[str, int], dict[str, int]]:
 
 
 def is_synced_with_experts(parameter: Any) -> bool:
-    """Tell whether a parameter's gradients are reduced over the ranks that have the same experts."""
+    """Return whether a parameter's gradients are reduced over the ranks that have the same experts."""
     return not getattr(parameter, "allreduce", True)
 
 
 class Working(NamedTuple):
     """A parameter as an optimizer updates it.
 
-    `main` is what the inner optimizer updates: the whole parameter, or a flat range of `numel` elements from
-    `start` on.  `distributed` tells whether each rank of the data parallel group has another range.
+    `main` is the tensor that the inner optimizer updates: the whole parameter, or a flat range of `numel`
+    elements from `start` on.  `distributed` is set if each rank of the data parallel group has another range.
     """
 
     parameter: Any
@@ -247,7 +247,7 @@ def _float16(optimizer: Any) -> Iterator[Working]:
 
 
 def is_instance_of_several(optimizer: Any) -> bool:
-    """Tell whether several groups of data parallel ranks each hold the whole optimizer."""
+    """Return whether several groups of data parallel ranks each hold the whole optimizer."""
     config = getattr(optimizer, "ddp_config", None)
     return getattr(config, "num_distributed_optimizer_instances", 1) > 1
 
@@ -258,15 +258,15 @@ def scaler(optimizer: Any) -> Any:
 
 
 def counts_in_group(inner: Any) -> bool:
-    """Tell whether an optimizer counts its steps in the group, as those of Apex and TransformerEngine do.
+    """Return whether an optimizer counts its steps in the group, as those of Apex and TransformerEngine do.
 
-    Those of torch count, if at all, in the states of each parameter.
+    Torch's optimizers count steps, if at all, in the states of each parameter.
     """
     return not type(inner).__module__.startswith("torch.optim.")
 
 
 def is_leaf(value: Any) -> bool:
-    """Tell whether its own adapter saves this value inside a state dict: a sharded part, or a live object."""
+    """Return whether a value in a state dict has its own adapter: a sharded part, or a live object."""
     return any(
         is_one(value) for is_one in (dist_checkpointing.is_sharded, is_module, is_optimizer, is_rng_tracker)
     )

@@ -13,7 +13,7 @@ _MASTERS = ("param", "fp32_param")
 
 
 def stacks_layers(key: str) -> bool:
-    """Tell whether a key is that of all layers, which are numbered by a dimension."""
+    """Return whether a key is that of all layers, numbered by a dimension."""
     return _LAYER.search(key) is not None
 
 
@@ -23,7 +23,7 @@ def with_layer(key: str, number: int) -> str:
 
 
 def stacks_experts(key: str) -> bool:
-    """Tell whether a key is that of all experts of a layer, which are numbered by a dimension."""
+    """Return whether a key is that of all experts of a layer, numbered by a dimension."""
     return _EXPERTS.search(key) is not None
 
 
@@ -33,17 +33,17 @@ def with_expert(key: str, number: int) -> str:
 
 
 def plain(key: str) -> str:
-    """Return the key of one expert under the name that a model in one process has for it."""
+    """Return the key of one expert under its name in a model in one process."""
     return _EXPERT.sub(".experts.local_experts.", key)
 
 
 def is_of_expert(name: str) -> bool:
-    """Tell whether a tensor belongs to an expert."""
+    """Return whether a tensor belongs to an expert."""
     return ".local_experts." in name
 
 
 def half(key: str) -> tuple[str, bool] | None:
-    """Return the name of the whole of which a key is one half, and whether it is the second one."""
+    """Return the name of the whole tensor for the key of one half, and whether it is the second half."""
     found = _HALF.fullmatch(key)
     return None if found is None else (found[1], found[2] == "v")
 

@@ -1,4 +1,4 @@
-"""What `sharded_state_dict` returns: each leaf is saved under the name of the whole tensor that it is of."""
+"""The leaves of a `sharded_state_dict`, each saved under the name of its whole tensor."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ if TYPE_CHECKING:
 
 
 class ShardedTensorAdapter(Adapter):
-    """Megatron's ShardedTensor and ShardedTensorFactory: named by their keys, wherever in the state they are.
+    """Megatron's ShardedTensor and ShardedTensorFactory, named by their keys, at any place in the state.
 
-    A state of a parameter in an optimizer has the name that it has when the optimizer itself is saved.
+    A state of a parameter has the same name as if the optimizer itself were saved.
     """
 
     def matches(self, value: Any) -> bool:
-        """Tell whether this is one of them."""
+        """Return whether this is a ShardedTensor or a factory."""
         return dist_checkpointing.is_tensor(value)
 
     def collect(self, value: Any, place: Place, saving: Saving) -> None:
-        """Collect what the local tensor holds."""
-        # Only for parameters are the groups known.
+        """Collect the parts of whole tensors in the local tensor."""
+        # Groups are known for parameters only.
         alone = not isinstance(value.data, nn.Parameter)
         for at, one in _named(value, place):
             collect_part(value.data, one, at, saving, alone=alone)
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
-        """Fill the local tensor in place; one that has no memory yet gets some."""
+        """Fill the local tensor in place; one without memory gets some."""
         _give_memory(value)
         for at, one in _named(value, place):
             want_part(value.data, one, at, loading)
 
 
 def _named(value: Any, place: Place) -> list[tuple[Place, HeldPart]]:
-    """Return what a leaf holds, with the place of each."""
+    """Return the parts of whole tensors in a leaf, each with its place."""
     item = Place(place.item)
     state = parameter_names.state_of(value.key)
     prefix = state[0] if state else ""
@@ -55,7 +55,7 @@ def _named(value: Any, place: Place) -> list[tuple[Place, HeldPart]]:
 
 
 def names_of(value: Any) -> list[str]:
-    """Return the names in an item of what Megatron's ShardedTensor, factory or ShardedObject stands for."""
+    """Return the names in an item that Megatron's ShardedTensor, factory or ShardedObject stands for."""
     if dist_checkpointing.is_object(value):
         return [name_of_object(value)]
     _give_memory(value)
@@ -68,14 +68,14 @@ def _give_memory(value: Any) -> None:
 
 
 class LocalAdapter(Adapter):
-    """What Megatron marks as local: it is in no checkpoint, and stays as it is."""
+    """Objects that Megatron marks as local: they are not saved, and a load leaves them unchanged."""
 
     def matches(self, value: Any) -> bool:
-        """Tell whether this is so marked."""
+        """Return whether this is marked as local."""
         return dist_checkpointing.is_local(value)
 
     def collect(self, value: Any, place: Place, saving: Saving) -> None:
         """Collect nothing."""
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
-        """Ask for nothing."""
+        """Request nothing."""

@@ -1,4 +1,4 @@
-"""Megatron's values that are no tensors: extra states by name, random states by coordinate."""
+"""Megatron's values other than tensors: extra states by name, random states by coordinate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from reknit.frameworks.walk.walk import Assign, World
 
 _AXES = {2: ("pp", "tp"), 3: ("pp", "tp", "dp")}
-"""Names of the places of random states, by how many numbers there are."""
+"""Names of the axes of random states, by the number of axes."""
 
 
 class _Keyed(PerRank):
@@ -38,7 +38,7 @@ class _Keyed(PerRank):
 
 
 class _Known(NamedTuple):
-    """A ShardedObject under its name; `keyed` is set for one with a place that the name does not tell."""
+    """A ShardedObject under its name; `keyed` is set for one with a place that the name does not contain."""
 
     name: str
     main: bool
@@ -46,7 +46,7 @@ class _Known(NamedTuple):
 
     @property
     def extra(self) -> bool:
-        """Whether this is the extra state of a module, which mostly holds nothing."""
+        """Whether this is the extra state of a module, which is mostly empty."""
         return self.name.endswith("_extra_state")
 
 
@@ -71,10 +71,10 @@ def name_of_object(value: Any) -> str:
 
 
 class ObjectAdapter(Adapter):
-    """Megatron's ShardedObject: a shared value, or one of a rank's place in a grid."""
+    """Megatron's ShardedObject: a shared value, or a value of a rank's place in a grid."""
 
     def matches(self, value: Any) -> bool:
-        """Tell whether this is one."""
+        """Return whether this is a ShardedObject."""
         return dist_checkpointing.is_object(value)
 
     def collect(self, value: Any, place: Place, saving: Saving) -> None:
@@ -82,12 +82,12 @@ class ObjectAdapter(Adapter):
         collect_object(value, Place(place.item), saving)
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
-        """Ask for the value, which becomes the object's data."""
+        """Request the value, which becomes the object's data."""
         want_object(value, Place(place.item), loading, lambda new: setattr(value, "data", new))
 
 
 def collect_object(value: Any, place: Place, saving: Saving) -> None:
-    """Collect the copy of a ShardedObject that Megatron would save, below a place, or tell of another one."""
+    """Collect the copy of a ShardedObject that Megatron would save, or record that another rank has it."""
     known = _known(value)
     at = place.child(known.name)
     if known.extra and not dist_checkpointing.holds_something(value.data):
@@ -101,14 +101,14 @@ def collect_object(value: Any, place: Place, saving: Saving) -> None:
 
 
 def want_object(value: Any, place: Place, loading: Loading, put: Callable[[Any], None]) -> None:
-    """Ask for the value of a ShardedObject below a place, to `put` it where it belongs."""
+    """Request the value of a ShardedObject below a place; `put` stores it."""
     known = _known(value)
     at, keyed = place.child(known.name), known.keyed
     if keyed is not None:
         PerRankAdapter().wanted(keyed, at, loading, None)
         loading.later(lambda: put(keyed.value))
         return
-    # Extra state is expected where the module has some, or the checkpoint does.
+    # Extra state is expected if the module or the checkpoint has some.
     nothing = known.extra and not dist_checkpointing.holds_something(value.data)
     if nothing and at.fqn not in loading.saved.value_names(at.item):
         return
@@ -129,7 +129,7 @@ class RngAdapter(Adapter):
     """Megatron's tracker of the random states for tensor and expert parallelism."""
 
     def matches(self, value: Any) -> bool:
-        """Tell whether this is the tracker."""
+        """Return whether this is the tracker."""
         return megatron_private.is_rng_tracker(value)
 
     def collect(self, value: Any, place: Place, saving: Saving) -> None:
@@ -137,7 +137,7 @@ class RngAdapter(Adapter):
         PerRankAdapter().collect(self._keyed(value), place, saving)
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
-        """Ask for the states where there are as many places as when they were saved."""
+        """Request the states if there are as many places as at the save."""
         PerRankAdapter().wanted(self._keyed(value), place, loading, assign)
 
     @staticmethod

@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 
 def adapters() -> tuple[Adapter, ...]:
-    """Return what knows torch's optimizers."""
+    """Return the adapter of torch's optimizers."""
     return (OptimizerAdapter(is_optimizer, read),)
 
 
 class OptimizerAdapter(Adapter):
-    """Optimizers of one kind: `known` tells which these are, and `read` returns their parameters by name.
+    """Optimizers of one kind: `known` recognises them, and `read` returns their parameters by name.
 
-    `read` sends no message, and raises `StateError` where there is no name.
-    `state/<parameter>/<name>` is a state of a parameter, `state/<parameter>/master` its master weights where
-    the optimizer keeps some, `param_groups/<parameter>` the options of its group, and `shared/<name>` what
-    belongs to no parameter.  `more/<name>` is what its own `state_dict` has beside all that.
+    `read` sends no message, and raises `StateError` for a parameter without a name.
+    `state/<parameter>/<name>` is a state of a parameter, and `state/<parameter>/master` its master weights,
+    if the optimizer keeps some.  `param_groups/<parameter>` are the options of its group, and `shared/<name>`
+    is a state of no parameter.  `more/<name>` is another entry of its own `state_dict`.
     """
 
     unites = True
@@ -46,7 +46,7 @@ class OptimizerAdapter(Adapter):
         self._known, self._read = known, read
 
     def matches(self, value: Any) -> bool:
-        """Tell whether this is such an optimizer."""
+        """Return whether this is such an optimizer."""
         return self._known(value)
 
     def collect(self, value: Any, place: Place, saving: Saving) -> None:
@@ -73,7 +73,7 @@ class OptimizerAdapter(Adapter):
         saving.barriers.extend(barriers(value))
 
     def sign(self, value: Any, signature: Signature) -> int | None:
-        """Add what the states of a plain optimizer of torch depend on; None for any other."""
+        """Add the facts that the states of a plain optimizer of torch depend on; None for any other."""
         return optimizer_signature.sign(value, signature) if self._read is read else None
 
     def add_values(self, value: Any, place: Place, saving: Saving, before: Sequence[Blob]) -> None:
@@ -81,7 +81,7 @@ class OptimizerAdapter(Adapter):
         optimizer_signature.add_values(value, saving, before)
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
-        """Fill states where there are some, make those that are not there yet, and take over the options."""
+        """Fill the present states, make the missing ones, and take over the options."""
         slots = require_distinct(self._read(value, place, loading), place)
         OptimizerLoad(slots, place, loading).want()
 

@@ -1,4 +1,4 @@
-"""What an optimizer takes of a checkpoint: states by the names of parameters, options, and more."""
+"""The requests of an optimizer to a checkpoint: states by the names of parameters, options, and more."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from reknit.types.shard import TensorSpec
 
 Asked = dict[str, "TensorSpec | None"]
-"""States that are asked for, by their path elements: the spec that each has here, None for a value."""
+"""Requested states by their path elements: the spec of each here, None for a value."""
 
 
 @dataclass
 class _JointValue:
-    """A saved value of parameters that have one flat tensor together.
+    """A saved value of parameters that share one flat tensor.
 
-    `tensors` inside it are as long as that one, but each parameter has `counters` of its own, to be compared.
+    Its `tensors` are as long as the flat one, but each parameter has `counters` of its own, to be compared.
     """
 
     saved: Any = None
@@ -46,7 +46,7 @@ class _JointValue:
 
 @dataclass
 class OptimizerLoad:
-    """What is asked of a checkpoint for one optimizer."""
+    """The requests of one optimizer to a checkpoint."""
 
     slots: Slots
     place: Place
@@ -57,7 +57,7 @@ class OptimizerLoad:
         self.noted = optimizer_options.want(self.slots, self.place, self.loading)
 
     def want(self) -> None:
-        """Ask for all states, and for what belongs to no parameter."""
+        """Request all states, and the values that belong to no parameter."""
         slots, saved, loading = self.slots, self.saved, self.loading
         joined: dict[Any, list[ParamSlot]] = {}
         for slot in slots.each:
@@ -80,9 +80,10 @@ class OptimizerLoad:
         return self.place.child("state", slot.name)
 
     def _want_master(self, slot: ParamSlot) -> None:
-        """Ask for master weights.
+        """Request master weights.
 
-        Where none were saved the parameter is the truth, and where none are kept they are.
+        If none were saved, they are loaded from the saved parameter.  If the optimizer keeps none, the
+        parameter is loaded from saved master weights.
         """
         loading, at = self.loading, self._states_of(slot).below(MASTER)
         if slot.master is None:
@@ -92,16 +93,16 @@ class OptimizerLoad:
             loading.view(view, at, slot.master, resize=slot.resizable, instead=slot.places)
 
     def _prefer_master(self, name: str, places: Sequence[Place]) -> None:
-        """Take a parameter from saved master weights, unless it was saved in its precision here."""
+        """Load a parameter from saved master weights, unless it was saved in the present precision."""
         at = self.place.child("state", name, MASTER)
         if self.loading.saved.spec(at) is not None:
             self.loading.prefer(at, places)
 
     def _want_states(self, members: list[ParamSlot]) -> None:
-        """Ask for all saved states of a parameter, or of several that have theirs together in a flat one.
+        """Request all saved states of a parameter, or of several parameters with one flat state.
 
-        They become its states, and what was not saved is dropped.  States that are not to be loaded stay as
-        they are.
+        They become its states, and states that were not saved are dropped.  States that are not selected stay
+        as they are.
         """
         loading, slots, current = self.loading, self.slots, self.slots.state_of(members[0])
         asked = {slot.name: specs for slot in members if (specs := self._asked(slot, members)) is not None}
@@ -120,7 +121,7 @@ class OptimizerLoad:
                     continue
                 present = given.get(name, current.get(name))
                 if counts := len(members) > 1 and state_memory.is_counter(spec, slot, at):
-                    present = None  # each member has its own, to be compared with the others
+                    present = None  # each member has a counter of its own, to be compared with the others
                 value = values.setdefault(name, _JointValue()) if spec is None else None
                 whole, state = self._want_state(present, slot, at, spec, value)
                 if whole and slot.whole_steps and name == "step":
@@ -140,7 +141,7 @@ class OptimizerLoad:
             loading.later(lambda: slots.put(members[0], _in_kind(fresh, current)))
 
     def _asked(self, slot: ParamSlot, members: list[ParamSlot]) -> Asked | None:
-        """Return which states of a parameter are to be loaded, None where they cannot be taken."""
+        """Return the states of a parameter to load, or None if they cannot be taken."""
         loading, below, foreign = self.loading, self._states_of(slot), self.noted.foreign
         elements = [one for one in self.saved.states(slot.name) if loading.takes(below.below(one))]
         resize = state_memory.may_resize(slot, elements, below, loading)
@@ -162,7 +163,7 @@ class OptimizerLoad:
         return specs
 
     def _left(self, current: Mapping[Any, Any], members: list[ParamSlot]) -> dict[Any, Any]:
-        """Return the present states that are to be left as they are."""
+        """Return the present states that stay as they are."""
         loading = self.loading
         if not loading.catalog.terms.only:
             return {}
@@ -173,7 +174,7 @@ class OptimizerLoad:
         }
 
     def _want_again(self, value: _JointValue | None, slot: ParamSlot, at: Place) -> None:
-        """Ask for a value that another parameter of the same flat one has given, and its part of tensors."""
+        """Request a value that another parameter of the same flat one has given, and its part of tensors."""
         found = self.loading.value(at)
         if found.why is not None:
             return
@@ -187,7 +188,7 @@ class OptimizerLoad:
     def _ask(
         self, spec: TensorSpec, like: Any, inside: Place, *, value: _JointValue, slot: ParamSlot, at: Place
     ) -> Any:
-        """Ask for a tensor inside a value; parameters with one flat tensor have one here too."""
+        """Request a tensor inside a value; parameters with one flat tensor have one here too."""
         loading, name = self.loading, inside.fqn.removeprefix(f"{at.fqn}/")
         counts = slot.joint and state_memory.is_counter(spec, slot, inside)
         if name not in value.tensors or counts:
@@ -226,7 +227,7 @@ class OptimizerLoad:
         spec: TensorSpec | None,
         value: _JointValue | None = None,
     ) -> tuple[bool, Any]:
-        """Ask for a state, a tensor of the shape `spec` here or a value; return whether it comes, and it."""
+        """Request a state: a tensor of the shape `spec`, or a value.  Return whether it comes, and it."""
         loading, noted = self.loading, self.noted
         if spec is not None:
             state = state_memory.memory_for(spec, current, slot, at, loading, noted=noted)
@@ -259,7 +260,7 @@ class OptimizerLoad:
     def _want_composite(
         self, record: Record, current: Any, slot: ParamSlot | None, at: Place
     ) -> tuple[bool, Any]:
-        """Ask for a state that is made of other tensors; return whether it comes, and it."""
+        """Request a composite state; return whether it is loaded, and the state."""
         loading = self.loading
         state, why = composite_states.memory_for(record, current, slot, at, loading)
         if why is not None:
@@ -267,7 +268,7 @@ class OptimizerLoad:
             loading.pass_over(at)
             return False, None
         made = composite_states.opened(state, slot, at, loading)
-        if made is None:  # of which this rank has nothing
+        if made is None:  # this rank has no part of it
             return loading.value(at).why is None, state
         loading.composite(made, at, state)
         return True, state
@@ -285,10 +286,10 @@ class OptimizerLoad:
             loading.later(lambda: slots.state.update(_in_kind({name: state}, current)))
 
     def _want_more(self) -> None:
-        """Ask for what an optimizer's own `state_dict` has beside states and options, and let it load it all.
+        """Request the other entries of an optimizer's own `state_dict`, and let it load them all.
 
-        What is not to be loaded stays as it is.  An optimizer that had entries, but not all of these, loads
-        what it had, as torch would: some come with the first step.
+        Entries that are not selected stay as they are.  If the saved optimizer had only some of the present
+        entries, these alone are loaded, as torch would: some entries come with the first step.
         """
         loading, slots, saved = self.loading, self.slots, self.saved.others["more"]
         present = slots.more or {}
@@ -296,7 +297,7 @@ class OptimizerLoad:
         for name in dict.fromkeys([*present, *saved]):
             at = self.place.child("more", name)
             if saved and name not in saved and loading.takes(at):
-                loading.note(at, "the optimizer that was saved had none: it loads without")
+                loading.note(at, "the saved optimizer had none: it loads without")
                 del fresh[name]
             elif loading.takes(at):
                 whole, value = self._want_state(present.get(name), None, at, loading.saved.spec(at))
@@ -316,7 +317,7 @@ def _in_kind(states: dict[Any, Any], current: Mapping[Any, Any]) -> dict[Any, An
 
 
 def _require_equal(counters: Mapping[Any, list[tuple[Place, torch.Tensor]]]) -> None:
-    """Refuse counters that differ in the checkpoint, where the parameters have one together here."""
+    """Raise `StateError` for different counters of parameters that share one counter here."""
     for (first, counter), *others in counters.values():
         for at, other in others:
             if not torch.equal(other, counter):

@@ -1,4 +1,4 @@
-"""What kind of optimizer this is, and its own ways (methods, hooks) to save and load its state."""
+"""The kind of an optimizer, and its own methods and hooks to save and load its state."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _METHODS = ("state_dict", "load_state_dict", "__setstate__")
 
 _TORCH = ("torch.optim",)
 _KNOWN = ("torch", "deepspeed", "apex", "transformer_engine", "megatron", "vescale")
-"""Packages whose optimizers, inside those of a framework, are read as that framework does."""
+"""Packages of optimizers that, inside those of a framework, are read in the framework's way."""
 
 _WRAPPERS = {
     "AcceleratedOptimizer": "optimizer",
     "LightningOptimizer": "_optimizer",
     "_FabricOptimizer": "_optimizer",
 }
-"""Classes of Accelerate and Lightning around an optimizer that has the state, and where they have it."""
+"""Classes of Accelerate and Lightning around an optimizer with the state, and the attributes that hold it."""
 
 _HOW = re.compile(r"^(DeepSpeed)?(CPU|Fused)?")
-"""How a class of DeepSpeed, Apex or Transformer Engine computes what torch's has the rest of the name for."""
+"""Prefix of a class of DeepSpeed, Apex or Transformer Engine; the rest is the name of torch's class."""
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer that has the state, without wrappers that only hand on what they are asked."""
+    """Return the optimizer with the state, without wrappers that only forward calls."""
     for kind in type(optimizer).__mro__:
         if kind.__name__ in _WRAPPERS and kind.__module__.partition(".")[0] != "torch":
             inside = vars(optimizer).get(_WRAPPERS[kind.__name__])
@@ -47,7 +47,7 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def is_plain(optimizer: Any) -> bool:
-    """Tell whether this is an optimizer of torch, in and around no other, without a protocol of its own."""
+    """Return whether this is an optimizer of torch, in and around no other, without a protocol of its own."""
     return (
         isinstance(optimizer, torch.optim.Optimizer)
         and not isinstance(optimizer, imported("torch.distributed.optim", "ZeroRedundancyOptimizer"))
@@ -58,10 +58,10 @@ def is_plain(optimizer: Any) -> bool:
 
 
 def kind(optimizer: Any, *, inside: bool = False) -> tuple[str, ...]:
-    """Return the names of an optimizer's class and of those that it derives from, the nearest first.
+    """Return the names of an optimizer's class and its base classes, the nearest first.
 
-    Adam with decoupled weight decay is AdamW, whatever its class.  Those `inside` a framework's optimizer,
-    whose states are saved in torch's form, are called as torch calls them.
+    Adam with decoupled weight decay is AdamW, whatever its class.  Optimizers `inside` that of a framework,
+    with states that are saved in torch's form, have torch's names.
     """
     base = torch.optim.Optimizer
     if (stepped := _inner(optimizer)) is not None:
@@ -87,18 +87,18 @@ def _name(one: type, *, inside: bool, decoupled: bool) -> str:
 
 
 def differs(saved: Any, here: Sequence[str]) -> bool:
-    """Tell whether what was saved is another optimizer: neither of these classes derives from the other."""
+    """Return whether another optimizer was saved: neither of these classes derives from the other."""
     if not here or not isinstance(saved, (list, tuple)) or not saved:
         return False
     return saved[0] not in here and here[0] not in saved
 
 
 def entries(optimizer: Any, place: Place) -> dict[Any, Any] | None:
-    """Return what an optimizer's own `state_dict` has beside states and groups.
+    """Return the entries of an optimizer's own `state_dict` besides states and groups.
 
-    None where it has no protocol of its own; hooks run.  Raises `StateError` where its states or groups are
-    not those that the optimizer has, so that what would be saved is not what it says, and for a wrapper that
-    leaves out the states of the optimizer inside.
+    None without a protocol of its own; hooks run.  Raises `StateError` if its states or groups are not those
+    of the optimizer, so that a save would not store the result of the method.  Raises it, too, for a wrapper
+    that leaves out the states of the optimizer inside.
     """
     found, stepped = list(_own(optimizer, _TORCH)), _inner(optimizer)
     if stepped is not None and stepped.state is not optimizer.state and stepped.state and _SAVES not in found:
@@ -113,33 +113,36 @@ def entries(optimizer: Any, place: Place) -> dict[Any, Any] | None:
     if (why := _changed(given, optimizer)) is not None:
         raise StateError(
             f"the state_dict() of {place} ({type(optimizer).__name__}, with {', '.join(found)}) {why}",
-            remedy="let it change nothing but add entries at the top; or put what it is made of into the "
-            "state, or an object of your own with state_dict and load_state_dict, which is saved as it says",
+            remedy="let it change nothing but add entries at the top; or put its parts into the state; or an "
+            "object of your own with state_dict and load_state_dict, which is saved by these methods",
         )
     return {key: value for key, value in given.items() if key not in _PARTS}
 
 
 def load(optimizer: Any, more: Mapping[Any, Any]) -> None:
-    """Let an optimizer load, in its own way, the states and options that it has by now, and `more`."""
+    """Call an optimizer's own `load_state_dict` with its present states and options, and `more`."""
     stepped, given = _inner(optimizer), optimizer.state_dict()
     optimizer.load_state_dict({**{part: given[part] for part in _PARTS}, **more})
-    # torch makes new groups, and wrappers keep the old ones, which a scheduler would then change in vain.
+    # torch makes new groups, and wrappers keep the old ones: a scheduler would change those in vain.
     if stepped is not None and stepped.param_groups is not optimizer.param_groups:
         optimizer.param_groups = stepped.param_groups
 
 
 def require_none(optimizer: Any, place: Place) -> None:
-    """Refuse a protocol of its own in an optimizer whose `state_dict` would gather, or is not the whole."""
+    """Raise `StateError` for an optimizer with a protocol of its own.
+
+    The `state_dict` of such an optimizer would gather, or not contain all states.
+    """
     if found := list(_own(optimizer, _KNOWN)):
         raise StateError(
             f"{place} steps by a {type(optimizer).__name__} with {', '.join(found)}, which cannot be "
-            "followed where each rank has a part of the states",
-            remedy="remove that, and save what it would add under an item of its own",
+            "run where each rank has a part of the states",
+            remedy="remove that, and save its additions under an item of their own",
         )
 
 
 def _own(optimizer: Any, known: tuple[str, ...]) -> Iterator[str]:
-    """Yield what of the state protocol is not that of `known` packages: methods, and hooks."""
+    """Yield the methods and hooks of the state protocol that are not of `known` packages."""
     for method in _METHODS:
         home = next(one for one in type(optimizer).__mro__ if method in vars(one))
         if method in vars(optimizer) or not f"{home.__module__}.".startswith(
@@ -159,7 +162,7 @@ def _inner(optimizer: Any) -> Any:
 
 
 def _changed(given: Any, optimizer: Any) -> str | None:
-    """Say how a state dict is another than the optimizer's own states and groups, if it is."""
+    """Return how a state dict differs from the optimizer's own states and groups, or None."""
     if (
         not isinstance(given, Mapping)
         or not given.keys() >= _PARTS
@@ -177,7 +180,7 @@ def _changed(given: Any, optimizer: Any) -> str | None:
 
 
 def _same_objects(given: Any, live: Any) -> bool:
-    """Tell whether two values are the very same tensors in containers of the same values."""
+    """Return whether two values are the very same tensors in containers of the same values."""
     if isinstance(given, Mapping) and isinstance(live, Mapping):
         return given.keys() == live.keys() and all(_same_objects(given[key], live[key]) for key in given)
     if isinstance(given, (list, tuple)) and isinstance(live, (list, tuple)):

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def sign(optimizer: Any, signature: Signature) -> int | None:
-    """Add what names and places the states of an optimizer, and return the number of its parameters.
+    """Add the facts that decide names and places of the states, and return the number of parameters.
 
-    None for any but a plain optimizer of torch whose states are all tensors of parameters.
-    Which parameters of modules are its own is told by their objects, which are among the tensors again.
+    None for any but a plain optimizer of torch whose states are all tensors of parameters.  Its parameters
+    are among the tensors of the signature again, which identifies them with those of modules.
     """
     if not optimizer_protocol.is_plain(optimizer):
         return None
@@ -49,12 +49,12 @@ def sign(optimizer: Any, signature: Signature) -> int | None:
                 facts.append(form)
                 tensors += state.values()
     if num_found != len(states) or {type(key) for form in forms for key in form} - {str}:
-        return None  # some states are of no parameter, or have no plain name
+        return None  # states without a parameter, or without a plain name
     return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
 def add_values(optimizer: Any, saving: Saving, before: Sequence[Blob]) -> None:
-    """Add the options of all parameters, under the names that they had before."""
+    """Add the options of all parameters, under the names of the last walk."""
     names = iter(before)
     plain = before[0].value.get(param_options.PLAIN, ()) if before else ()
     kind = optimizer_protocol.kind(optimizer)

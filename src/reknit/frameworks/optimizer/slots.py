@@ -28,7 +28,7 @@ MASTER = "master"
 """Name of the master weights of a parameter, among its states."""
 
 _OWN_MASTER = f"~2{MASTER}"
-"""Path element of a state that an optimizer itself calls so."""
+"""Path element of a state with that name in the optimizer itself."""
 
 
 def element(name: Any, where: Place) -> str:
@@ -65,14 +65,14 @@ class ParamSlot(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """Shape of the whole parameter, where it is known."""
+        """Shape of the whole parameter, None if it is unknown."""
         if self.flat is not None:
             return self.flat.shape
         return None if self.parameter is None else tuple(self.parameter.shape)
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether other ranks have the states; what is kept for no element counts as none."""
+        """Whether other ranks have the states; states of zero elements count as not kept."""
         return not self.kept or (self.flat is not None and not self.flat.numel and not self.joint)
 
 
@@ -80,10 +80,10 @@ class ParamSlot(msgspec.Struct, frozen=True, eq=False):
 class Slots:
     """An optimizer, or its raw state dict, as its parameters.
 
-    `deliver` runs when `state` and `groups` are filled, where the optimizer keeps them in another form.
-    `more` is what its own `state_dict` has beside them, None where it has no protocol of its own: `load`
-    then lets it load all this in its own way.  `elsewhere` are names and places of the parameters of which
-    other ranks have the states, and no rank has master weights.
+    `deliver` runs when `state` and `groups` are filled, if the optimizer keeps them in another form.  `more`
+    are the other entries of its own `state_dict`, None without a protocol of its own; `load` then lets it
+    load all this in its own way.  `elsewhere` are names and places of the parameters that have their states
+    on other ranks, and no master weights.
     """
 
     state: MutableMapping[Any, Any]
@@ -95,7 +95,7 @@ class Slots:
     elsewhere: Sequence[tuple[str, tuple[Place, ...]]] = ()
 
     def state_of(self, slot: ParamSlot) -> Mapping[Any, Any]:
-        """Return the states of a parameter by name; empty where it has none.  Adds no entry."""
+        """Return the states of a parameter by name; empty if it has none.  Adds no entry."""
         states: Mapping[Any, Any] = self.state.get(slot.key, {})
         return states
 
@@ -107,9 +107,9 @@ class Slots:
             self.state.pop(slot.key, None)
 
     def shared(self) -> dict[Any, Any]:
-        """Return what the optimizer keeps for no parameter in particular, by its key, whatever that is.
+        """Return the states of the optimizer that belong to no parameter, by their keys.
 
-        What is kept for a parameter that it has no more is none of that.
+        States of a parameter that the optimizer has dropped are not among them.
         """
         taken = {slot.key for slot in self.each if not isinstance(slot.key, torch.Tensor)}
         others = ((key, value) for key, value in self.state.items() if not isinstance(key, torch.Tensor))
@@ -117,7 +117,7 @@ class Slots:
 
 
 def is_optimizer(value: Any) -> bool:
-    """Tell whether this is an optimizer of torch, or its own raw state dict."""
+    """Return whether this is an optimizer of torch, or its own raw state dict."""
     return isinstance(value, torch.optim.Optimizer) or _is_state_dict(value)
 
 
@@ -134,9 +134,9 @@ def _is_state_dict(value: Any) -> bool:
 
 
 def read(value: Any, place: Place, walk: Walk) -> Slots:
-    """Return the parameters of an optimizer of torch, or those that its raw state dict names.
+    """Return the parameters of an optimizer of torch, or those in its raw state dict.
 
-    Raises `StateError` where a name cannot be known.
+    Raises `StateError` for a parameter without a name.
     """
     if isinstance(value, dict):
         groups = value["param_groups"]
@@ -177,7 +177,7 @@ def _read_share(optimizer: Any, place: Place, walk: Walk) -> Slots:
 def named(parameter: Any, own: Mapping[int, str], walk: Walk) -> tuple[str, tuple[Place, ...]]:
     """Return a parameter's name and places in the modules of the state.
 
-    One of no module there has the name of its id in `own`, and no place.
+    A parameter of no module there has the name of its id in `own`, and no place.
     """
     if known := parameters(walk).get(id(parameter)):
         return known[0].name, known[0].places
@@ -185,7 +185,7 @@ def named(parameter: Any, own: Mapping[int, str], walk: Walk) -> tuple[str, tupl
 
 
 def require_distinct(slots: Slots, place: Place) -> Slots:
-    """Return the parameters of an optimizer.  Raises `StateError` where two of them have one name."""
+    """Return the parameters of an optimizer.  Raises `StateError` if two of them have one name."""
     names: set[str] = set()
     for slot in slots.each:
         if slot.name in names:
@@ -204,16 +204,16 @@ def _slots(
     named = parameters(walk)
     if not any(group["params"] for group in groups):
         raise StateError(
-            f"the optimizer {place} has no parameters: what it was made for has taken them out of its groups",
-            remedy="put that into the state instead, for example engine.optimizer of DeepSpeed",
+            f"the optimizer {place} has no parameters: its owner has taken them out of its groups",
+            remedy="put the owner into the state instead, for example engine.optimizer of DeepSpeed",
         )
     for group in groups:
         own_names = group.get("param_names")
         if own_names is not None and len(own_names) != len(group["params"]):
             raise StateError(
                 f"a group of the optimizer {place} has {len(own_names)} names for {len(group['params'])} "
-                "parameters: what it was made for has put others into it",
-                remedy="put that into the state instead, for example engine.optimizer of DeepSpeed",
+                "parameters: its owner has put others into it",
+                remedy="put the owner into the state instead, for example engine.optimizer of DeepSpeed",
             )
         for index, parameter in enumerate(group["params"]):
             known = named.get(id(parameter))

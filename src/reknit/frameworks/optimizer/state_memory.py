@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def is_local(state: torch.Tensor, slot: ParamSlot) -> bool:
-    """Tell whether a state is a plain tensor though its parameter is a DTensor; counters always are."""
+    """Return whether a state is a plain tensor though its parameter is a DTensor; counters always are."""
     return (
         dtensor.is_dtensor(slot.parameter)
         and not dtensor.is_dtensor(state)
@@ -36,21 +36,22 @@ def path_of(at: Place, slot: ParamSlot) -> str:
 
 
 def may_resize(slot: ParamSlot, elements: list[str], below: Place, loading: Loading) -> bool:
-    """Tell whether the states, or the parameter that they follow, may have been saved in another shape."""
+    """Return whether the states, or their parameter, may have been saved in another shape."""
     if slot.parameter is None:
         return False
     return slot.resizable or any(map(loading.may_resize, (*slot.places, *map(below.below, elements))))
 
 
 def _saved_spec(slot: ParamSlot, loading: Loading) -> TensorSpec | None:
-    """Return the spec of the saved parameter, under the first of its names that the checkpoint has."""
+    """Return the spec of the saved parameter, under the first of its names in the checkpoint."""
     return next((spec for place in slot.places if (spec := loading.saved.spec(place)) is not None), None)
 
 
 def resized(spec: TensorSpec, current: Any, slot: ParamSlot, loading: Loading) -> TensorSpec:
-    """Return the spec that a saved state has here, where its parameter has another shape.
+    """Return the spec of a saved state here, if its parameter has another shape.
 
-    A state is as long as its parameter, or 1, along each dimension; of others only a present one tells.
+    A state is as long as its parameter, or 1, along each dimension; the shape of others comes from a present
+    one.
     """
     here = slot.shape
     assert here is not None
@@ -66,12 +67,12 @@ def resized(spec: TensorSpec, current: Any, slot: ParamSlot, loading: Loading) -
 
 
 def misfit(slot: ParamSlot, elements: list[str], below: Place, loading: Loading) -> str | None:
-    """Say why saved states cannot be those of a parameter of this shape, if they cannot."""
+    """Return why saved states cannot be those of a parameter of this shape, or None."""
     return _reshaped(slot, loading) or _too_large(slot, elements, below, loading)
 
 
 def _reshaped(slot: ParamSlot, loading: Loading) -> str | None:
-    """Say that the parameter itself has another shape in the checkpoint, if that can be seen."""
+    """Return the error text for another shape of the saved parameter, if the checkpoint shows it."""
     spec = _saved_spec(slot, loading)
     if spec is None or slot.shape is None or spec.shape == slot.shape:
         return None
@@ -79,7 +80,7 @@ def _reshaped(slot: ParamSlot, loading: Loading) -> str | None:
 
 
 def _too_large(slot: ParamSlot, elements: list[str], below: Place, loading: Loading) -> str | None:
-    """Say that states cannot belong to a parameter of this shape, where no module tells the saved one.
+    """Return why states cannot belong to a parameter of this shape, without a module that has the saved one.
 
     States are as large as their parameter, or 1 along some dimensions (factored second moments).
     """
@@ -99,27 +100,30 @@ def _too_large(slot: ParamSlot, elements: list[str], below: Place, loading: Load
             n not in (1, m) for n, m in zip(spec.shape, shape, strict=True)
         ):
             why = f"a state of shape {list(spec.shape)} is not for a parameter of shape {list(shape)}"
-            return f"{why}; where it is right all the same, put the model into the state too"
+            return f"{why}; if it is right, put the model into the state too"
     return None
 
 
 def converted(state: torch.Tensor, slot: ParamSlot | None, at: Place) -> str | None:
-    """Say that torch's `load_state_dict`, which an optimizer's own one ends in, would round a state."""
+    """Return the error text for a state that an optimizer's own load would round.
+
+    Such a load ends in torch's `load_state_dict`, which converts states to the parameter's dtype.
+    """
     parameter: Any = slot.parameter if slot else None
     if parameter is None or at.fqn.endswith("/step"):
         return None
     if not parameter.is_floating_point() or state.dtype == parameter.dtype:
         return None
     return (
-        f"the optimizer loads in a way of its own (a hook, a load_state_dict), which makes {parameter.dtype} "
-        f"of a state of {state.dtype}: remove that, or make the states of the parameter's dtype"
+        f"the optimizer loads in a way of its own (a hook, a load_state_dict), which converts a state of "
+        f"{state.dtype} to {parameter.dtype}.  Remove that, or make the states of the parameter's dtype"
     )
 
 
 def memory_for(
     spec: TensorSpec, current: Any, slot: ParamSlot | None, at: Place, loading: Loading, *, noted: OptionNotes
 ) -> torch.Tensor:
-    """Return the tensor for a saved state: the present one, or one such as the optimizer would make."""
+    """Return the tensor for a saved state: the present one, or one like those of the optimizer itself."""
     if isinstance(current, torch.Tensor) and fits(current, slot, spec):
         return current
     if slot is None or slot.parameter is None:
@@ -140,13 +144,13 @@ def _new_memory(
                 dtype = torch_dtype(spec.dtype)
                 return torch.empty(spec.shape, dtype=dtype, device=parameter.device)
         if is_counter(spec, slot, at):
-            # Where optimizers of torch have their counters.
+            # The device on which optimizers of torch keep their counters.
             on_device = slot.group.get("capturable") or slot.group.get("fused")
             device = parameter.device if on_device else "cpu"
             return torch.empty((), dtype=torch_dtype(spec.dtype), device=device)
         dtype = _dtype_for(spec, slot, loading)
         if slot.joint:
-            # The padding is zero, and so is what the checkpoint lacks, as optimizers begin.
+            # Optimizers begin with zeros: in the padding, and in elements that the checkpoint lacks.
             return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         if spec.shape == slot.shape:
             return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
@@ -155,14 +159,14 @@ def _new_memory(
 
 
 def is_counter(spec: TensorSpec | None, slot: ParamSlot, at: Place) -> bool:
-    """Tell whether a saved state is a number that counts, and not one as large as its parameter."""
+    """Return whether a saved state is a counter, and not as large as its parameter."""
     return spec is not None and spec.shape == () and (slot.shape != () or at.fqn.endswith("/step"))
 
 
 def _dtype_for(spec: TensorSpec, slot: ParamSlot, loading: Loading) -> torch.dtype:
-    """Return the dtype of a state that is not there yet, for what was saved as `spec`.
+    """Return the dtype of a new state, for a state that was saved as `spec`.
 
-    One that had its parameter's precision has that of the parameter here, where a load may convert.
+    A state with its parameter's precision gets the precision of the parameter here, if a load may convert.
     """
     assert slot.parameter is not None
     home = _saved_spec(slot, loading)
@@ -172,7 +176,7 @@ def _dtype_for(spec: TensorSpec, slot: ParamSlot, loading: Loading) -> torch.dty
 
 
 def fits(current: torch.Tensor, slot: ParamSlot | None, spec: TensorSpec) -> bool:
-    """Tell whether a present state can take what was saved as `spec`."""
+    """Return whether a present state can hold a saved state of this spec."""
     if subclasses.local_composite(current) is not None:
         return False
     if slot is not None and slot.flat is not None and current.ndim and spec.shape:
@@ -187,7 +191,7 @@ def fits(current: torch.Tensor, slot: ParamSlot | None, spec: TensorSpec) -> boo
 
 
 def view(state: Any, slot: ParamSlot | None, place: Place, walk: Walk) -> View:
-    """Look at a state of a parameter, with what its parameter tells about it."""
+    """Return the view of a state of a parameter, with the properties that follow from its parameter."""
     if slot is not None and slot.flat is not None and not dtensor.is_dtensor(state):
         return optimizer_flat.view(state, slot, place, walk)
     view = walk.look(state, place, fill=walk.fills)
@@ -197,12 +201,12 @@ def view(state: Any, slot: ParamSlot | None, place: Place, walk: Walk) -> View:
     if parameter is None or not dtensor.is_dtensor(parameter):
         return structs.replace(view, replicas=slot.replicas)
     if state.ndim and state.shape == torch_private.local_of(parameter).shape:
-        # An optimizer that works on local tensors: the state lies where the parameter's part does.
+        # An optimizer that works on local tensors: the state has the boxes of the parameter's part.
         spec = type(view.spec)(tuple(parameter.shape), view.spec.dtype)
         parts = dtensor.parts(parameter, view.parts[0][1], place)
         holders = dtensor.replicas(parameter, walk.world)
         return structs.replace(view, spec=spec, parts=parts, replicas=holders)
-    # A counter that every rank of the mesh advances alike; anything else may be one rank's own.
+    # Every rank of the mesh advances a counter alike; other states may be one rank's own.
     is_counter = state.ndim == 0 and place.fqn.endswith("/step")
     holders = dtensor.mesh_ranks(parameter.device_mesh, walk.world) if is_counter else None
     return structs.replace(view, replicas=holders or walk.world.alone)

@@ -23,17 +23,17 @@ def misfit(value: Any, saved: Any) -> str | None:
 
 
 def ignored(value: Any, saved: Any) -> str | None:
-    """Return what to note of a state that an object takes without using it."""
+    """Return the note for a state that an object takes without using it."""
     if isinstance(value, torch.amp.GradScaler) and not value.is_enabled() and saved != {}:
         return "this scaler is disabled, and takes none of the saved values"
     return None
 
 
 def _other_scheduler(value: Any, saved: Mapping[str, Any]) -> str | None:
-    """Say how a saved scheduler is another than this one, if it is: torch would take any.
+    """Return how a saved scheduler differs from this one, or None: torch would take any.
 
-    Only the classes of torch itself are looked at, whose state is their attributes.  What one of two releases
-    has more than the other is no difference.
+    Only classes of torch itself are compared: their state is their attributes.  An attribute that one of two
+    releases lacks does not count.
     """
     kind = type(value)
     if kind.__module__ != lr_scheduler.__name__:
@@ -66,7 +66,7 @@ def _other_workers(here: int, state: Any) -> str | None:
         return None
     return (
         f"a StatefulDataLoader with num_workers={saved} was saved, and this one has "
-        f"num_workers={here}; keep that number, or, before the next save, wrap the "
+        f"num_workers={here}.  Keep that number, or, before the next save, wrap the "
         "loader for any number: in ConsumedSamples for a map-style dataset, in ShardedDataLoader for a "
         "SourceDataset"
     )
@@ -82,6 +82,6 @@ def _num_workers(state: Mapping[str, Any]) -> int | None:
 
 
 def _settings(state: Mapping[str, Any]) -> set[str]:
-    """Return the names that tell classes apart; releases differ in the private ones, and in one more."""
-    told = {name for name in state if not name.startswith("_")} - {"verbose"}
-    return told | (state.keys() & {"_schedulers"})
+    """Return the names that distinguish classes; releases differ in the private ones, and in one more."""
+    public = {name for name in state if not name.startswith("_")} - {"verbose"}
+    return public | (state.keys() & {"_schedulers"})

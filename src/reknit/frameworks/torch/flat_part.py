@@ -19,7 +19,7 @@ Held = tuple[tuple[Box, Box], ...]
 
 
 class FlatPiece(NamedTuple):
-    """A box, and where its elements lie in flat memory: the first of them, and the steps between them."""
+    """A box, and the place of its elements in flat memory: the first of them, and the steps between them."""
 
     box: Box
     strides: tuple[int, ...]
@@ -28,13 +28,13 @@ class FlatPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class FlatPart:
-    """What a rank holds of a tensor: `numel` consecutive elements of the local tensor, from `start` on.
+    """A rank's part of a tensor: `numel` consecutive elements of the local tensor, from `start` on.
 
-    The whole tensor has the shape `shape`, the local one `local`, and it holds the boxes `held` of the whole:
-    one that is all of it, or what tensor parallelism left.  Its elements are flattened in storage order:
-    row-major, or with `order` the dimensions from the slowest to the fastest.  In flat memory of `total`
-    elements, which may have other tensors and padding too, the range begins at `offset`.  `pieces` are the
-    boxes of the range in that memory.
+    The whole tensor has the shape `shape`, and the local one `local`.  The local tensor holds the boxes
+    `held` of the whole: one box of all elements, or the boxes that tensor parallelism left.  Its elements are
+    flattened in storage order: row-major, or with `order` the dimensions from the slowest to the fastest.  In
+    flat memory of `total` elements, which may have other tensors and padding too, the range begins at
+    `offset`.  `pieces` are the boxes of the range in that memory.
     """
 
     shape: tuple[int, ...]
@@ -71,7 +71,7 @@ class FlatPart:
         held: Held | None = None,
         order: tuple[int, ...] | None = None,
     ) -> FlatPart:
-        """Return a range of a tensor that is flattened whole, or of a `local` one that has boxes of it."""
+        """Return a range of a tensor that is flattened as a whole, or of a `local` one with boxes of it."""
         if not numel:
             return cls.nothing(shape, total)
         whole = Box.whole(shape)
@@ -88,23 +88,23 @@ class FlatPart:
 
     @lazy_property
     def alone(self) -> FlatPart:
-        """The same part in memory that has nothing else."""
+        """The same part in memory without other elements."""
         return replace(self, offset=0, total=self.numel)
 
     def fits(self, memory: Any) -> bool:
-        """Tell whether a tensor has the form of the flat memory, or of a local tensor that is held whole."""
+        """Return whether a tensor has the form of the flat memory, or of a whole local tensor."""
         if self.is_flat(memory):
             return True
         whole: bool = memory.shape == self.local and self.numel == prod(self.local)
         return whole and (memory.ndim != 1 or (not self.offset and memory.is_contiguous()))
 
     def is_flat(self, memory: Any) -> bool:
-        """Tell whether a tensor has the form of the flat memory."""
+        """Return whether a tensor has the form of the flat memory."""
         flat: bool = memory.shape == (self.total,) and memory.is_contiguous()
         return flat
 
     def parts(self, memory: Any) -> tuple[tuple[Box, Any], ...]:
-        """Return the boxes that are held and the memory of each, for memory that `fits`.
+        """Return the boxes of the part and the memory of each, for memory that `fits`.
 
         A tensor without elements is one empty box on every rank.
         """
@@ -113,7 +113,7 @@ class FlatPart:
         )
 
     def unseen(self, memory: Any) -> tuple[tuple[Box, Any], ...]:
-        """Return the same, where `memory` is flat each as a `Strided`, of which no view was made yet."""
+        """Return the same; pieces of flat memory are each a `Strided`, without a view."""
         if not self.pieces and not prod(self.shape):
             return ((Box.whole(self.shape), memory.new_empty(self.shape)),)
         if memory.ndim != 1:
@@ -126,7 +126,7 @@ class FlatPart:
 def storage_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
     """Return the dimensions from the slowest to the fastest of memory without gaps.
 
-    Raises `ValueError` for memory that has gaps, or places that are several elements.
+    Raises `ValueError` for memory with gaps, or with places that are several elements.
     """
     order = sorted(range(len(shape)), key=lambda d: (-strides[d], d))
     step = 1
@@ -144,7 +144,7 @@ def storage_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ..
 def _pieces(
     local: tuple[int, ...], held: Held, order: tuple[int, ...] | None, start: int, numel: int
 ) -> tuple[FlatPiece, ...]:
-    """Return the pieces of a range of a local tensor, in memory that begins with it: pure, kept for saves."""
+    """Return the pieces of a range of a local tensor, in memory that begins with the range.  Cached."""
     dims = tuple(range(len(local))) if order is None else order
     found: list[FlatPiece] = []
     position = 0

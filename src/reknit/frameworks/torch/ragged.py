@@ -31,15 +31,16 @@ class Ragged(NamedTuple):
 
 
 def is_ragged(placement: Any) -> bool:
-    """Tell whether this is a ragged placement, whatever library defines it."""
+    """Return whether this is a ragged placement, of any library."""
     return hasattr(placement, "dims") and hasattr(placement, "local_units")
 
 
 def find(placements: Sequence[Any], sizes: Sequence[int], place: Place) -> Ragged | None:
     """Return the ragged one among the placements on a mesh of `sizes`, or None.
 
-    Raises `StateError` for one that reknit does not support: a second one, one after another shard placement
-    (veScale does not define what that means), a strided one, and units that do not fit the mesh.
+    Raises `StateError` for a placement that reknit does not support: a second ragged one, a strided one, or
+    one after another shard placement (veScale does not define its meaning).  Raises it for units that do not
+    fit the mesh, too.
     """
     found = [number for number, placement in enumerate(placements) if is_ragged(placement)]
     if not found:

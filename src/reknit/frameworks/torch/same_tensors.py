@@ -1,4 +1,4 @@
-"""Are two tensors of torch the same, as far as this rank holds them?"""
+"""Comparison of two tensors of torch, as far as this rank holds them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from reknit.frameworks.torch.subclasses import is_composite
 
 
 def is_array(value: Any) -> bool:
-    """Tell whether this is a tensor of torch."""
+    """Return whether this is a tensor of torch."""
     return isinstance(value, torch.Tensor)
 
 
 def same(a: Any, b: Any) -> bool:
-    """Tell whether two tensors have one class, dtype, shape and layout, and the same bytes on this rank.
+    """Return whether two tensors have one class, dtype, shape and layout, and the same bytes on this rank.
 
-    Sends no message.  A sparse tensor, and one of a class that says what it is made of, is compared by its
-    parts.  A tensor whose bytes cannot be seen (nested, on the meta device, with a dtype like qint8) is the
-    same as none but itself, which the caller has looked at.
+    Sends no message.  Sparse tensors, and composite ones, are compared by their parts.  A tensor without
+    visible bytes (nested, on the meta device, with a dtype like qint8) is the same only as itself, which the
+    caller has compared.
     """
     if _class(a) is not _class(b) or a.dtype != b.dtype or tuple(a.shape) != tuple(b.shape):
         return False
@@ -38,12 +38,12 @@ def same(a: Any, b: Any) -> bool:
             return same_value(parts, _parts(b))
         if torch_private.hides_data(_class(a)):
             return False
-        one, other = _bytes(a), _bytes(b)
+        one, other = bytes_of(a), bytes_of(b)
         return torch.equal(one, other if one.device == other.device else other.to(one.device))
 
 
 def _parts(tensor: Any) -> Any:
-    """Return what a tensor without bytes of its own is made of, tensors and values; None for any other."""
+    """Return the parts of a tensor without bytes of its own, tensors and values; None for any other."""
     if is_composite(tensor):
         names, context = tensor.__tensor_flatten__()
         return [context, {name: getattr(tensor, name) for name in names}]
@@ -64,13 +64,13 @@ def _same_shards(held: list[tuple[tuple[int, ...], Any]], others: list[tuple[tup
 
 
 def _class(tensor: Any) -> type:
-    """Return the class of a tensor; a parameter is like others."""
+    """Return the class of a tensor; a parameter has that of other tensors."""
     return torch.Tensor if type(tensor) is torch.nn.Parameter else type(tensor)
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of a tensor as a row of bytes."""
     plain = tensor.detach().resolve_conj().resolve_neg()
-    # torch calls one element contiguous at any stride, and then cannot look at its bytes.
+    # For torch, one element is contiguous at any stride, and then it cannot view its bytes.
     dense = plain.contiguous() if plain.numel() > 1 else plain.clone(memory_format=torch.contiguous_format)
     return dense.reshape(-1).view(torch.uint8)

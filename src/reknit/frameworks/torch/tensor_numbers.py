@@ -1,4 +1,4 @@
-"""Numbers that meet tensors of torch: what is saved becomes what the target has, with all its bits."""
+"""Numbers and tensors of torch: a saved number takes the form of the target, with all its bits."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def number_in(value: Any) -> Any:
 
 
 def counter(step: Any, where: object) -> torch.Tensor:
-    """Return a number of steps as the tensor that torch's optimizers have, in more bits if it needs them.
+    """Return a number of steps as a tensor like those of torch's optimizers, in more bits if it needs them.
 
-    Raises `StateError` for what is not a number, or for one that no tensor holds.
+    Raises `StateError` for a value that is not a number, or that no tensor holds.
     """
     number = number_in(step)
     if is_number(number):
@@ -51,10 +51,10 @@ def require_whole(step: Any, where: object) -> None:
 
 
 def fitted(present: Any, saved: Any, *, cast: bool) -> tuple[Any, str | None]:
-    """Return a saved option in the form that the present one has, and why it has no such form.
+    """Return a saved option in the form of the present one, and the reason why it has no such form.
 
-    A tensor stays a tensor of its dtype, and a number of Python a number.  Nothing is changed: a tensor that
-    is returned is to be copied into the present one by `put`.
+    A tensor stays a tensor of its dtype, and a number of Python a number.  Nothing is changed: `put` has to
+    copy a returned tensor into the present one.
     """
     if isinstance(present, (list, tuple)) and isinstance(saved, (list, tuple)):
         if len(present) != len(saved):
@@ -75,7 +75,7 @@ def fitted(present: Any, saved: Any, *, cast: bool) -> tuple[Any, str | None]:
 
 
 def put(present: Any, made: Any) -> Any:
-    """Copy what `fitted` returned into the present tensors, and return what is to be in their place."""
+    """Copy the result of `fitted` into the present tensors, and return the value to store in their place."""
     if isinstance(present, torch.Tensor) and isinstance(made, torch.Tensor):
         with torch.no_grad():
             present.copy_(made)
@@ -105,7 +105,7 @@ def _tensor_like(present: torch.Tensor, saved: Any, *, cast: bool) -> tuple[Any,
 
 
 def _misfit(present: torch.Tensor, saved: torch.Tensor, *, cast: bool) -> str | None:
-    """Say why a saved tensor, which is not a number, cannot be copied into the present one."""
+    """Return why a saved tensor, which is not a number, cannot be copied into the present one."""
     if saved.shape != present.shape:
         return f"its shape is {list(saved.shape)} in the checkpoint and {list(present.shape)} here"
     was, here = _name(saved), _name(present)

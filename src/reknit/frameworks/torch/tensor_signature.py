@@ -1,4 +1,4 @@
-"""Many tensors of torch at one look: what decides how they are stored, and their memory."""
+"""The facts that decide how tensors of torch are stored, and their memory, read of many tensors at once."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _size, _dtype, _address = _TENSOR.size, attrgetter("dtype"), _TENSOR.data_ptr
 
 
 def signers() -> tuple[TensorSigner, ...]:
-    """Return what looks at torch's tensors."""
+    """Return the signer of torch's tensors."""
     return (TorchSigner(),)
 
 
 class TorchSigner:
-    """Plain tensors, parameters and DTensors of torch; of no type that derives from these."""
+    """Plain tensors, parameters and DTensors of torch, but no types derived from these."""
 
     def __init__(self) -> None:
         self._dtensor = imported("torch.distributed.tensor", "DTensor")
         self.kinds = frozenset({_TENSOR, torch.nn.Parameter, self._dtensor})
 
     def signed(self, signature: Signature) -> TorchTensors | None:
-        """Add what decides how all the tensors are stored; None where that is more than is looked at here.
+        """Add the facts that decide how all the tensors are stored; None if there may be other facts.
 
         An address decides only which tensors are the same memory.  As no two are, addresses may change.
         """
@@ -70,14 +70,14 @@ class TorchSigner:
         signature.facts += [
             (mesh.mesh.tolist(), mesh.mesh_dim_names, mesh.get_coordinate()) for mesh in _few(meshes)
         ]
-        # Neither of them is ever changed, but replaced by others.
+        # Placements and meshes are immutable: a change replaces them.
         signature.objects += placements
         signature.objects += meshes
         return TorchTensors(tensors, memories, here)
 
 
 def _different(tensors: Sequence[Any]) -> tuple[Sequence[int], Sequence[Any]]:
-    """Return the different ones among tensors, and which of these each of them is."""
+    """Return the different ones among tensors, and the number of each tensor among these."""
     ids = [*map(id, tensors)]
     different = dict(zip(ids, tensors, strict=True))
     if len(different) == len(ids):
@@ -87,14 +87,14 @@ def _different(tensors: Sequence[Any]) -> tuple[Sequence[int], Sequence[Any]]:
 
 
 def _few(meshes: Sequence[Any]) -> Sequence[Any]:
-    """Return one of all equal meshes, nearly always that of all tensors."""
+    """Return one mesh if all are equal, as nearly always; else the different ones."""
     if meshes and meshes.count(meshes[0]) == len(meshes):
         return meshes[:1]
     return [*dict(zip(map(id, meshes), meshes, strict=True)).values()]
 
 
 def _are_apart(memories: Sequence[Any], sizes: Sequence[Any]) -> bool:
-    """Tell whether each has memory of its own; those without elements have none, and nothing else has."""
+    """Return whether each has memory of its own; tensors without elements have the address 0."""
     addresses = [*map(_address, memories)]
     num_without = addresses.count(0)
     if num_without and num_without != sum(0 in size for size in sizes):
@@ -110,7 +110,7 @@ class TorchTensors:
         self._tensors, self._kind = tensors, kind
 
     def find(self, memories: Sequence[Any]) -> list[int]:
-        """Return the number of each of these that is the memory of a tensor, and no part or copy of it."""
+        """Return the number of the tensor for each memory that is all of that tensor's own memory."""
         ids = {id(memory): number for number, memory in enumerate(self.memories)}
         forms: dict[Any, int] = {}
         numbers = []
@@ -132,11 +132,11 @@ class TorchTensors:
         return [*found.values()]
 
     def locate(self, number: int, world: World) -> None:
-        """Let `world` know the coordinate of this rank, as far as a walk finds it from a DTensor."""
+        """Add the coordinate of this rank to `world`, as far as a walk finds it from a DTensor."""
         dtensor.replicas(self._tensors[number], world)
 
 
 def _form(memory: Any) -> tuple[Any, ...]:
-    """Return what tells memories apart; all without elements are as good as each other."""
+    """Return a key for memory.  Without elements, the address does not matter."""
     at = memory_of(memory) if memory.numel() else memory.device
     return at, memory.shape, memory.stride(), memory.dtype

@@ -22,7 +22,7 @@ _LAST_PAUSE_S = 0.5
 
 
 class TorchStore:
-    """The key-value store by which torch's ranks found each other, under a prefix that nobody else uses."""
+    """The key-value store in which torch's ranks met, under a prefix of reknit's own."""
 
     is_open = True
 
@@ -32,7 +32,7 @@ class TorchStore:
         self._store: Any = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
 
     def set(self, key: str, value: bytes) -> None:
-        """Put `value` under `key`, over what was there.  Raises `CommError` when the store is gone."""
+        """Put `value` under `key`, and replace an earlier one.  Raises `CommError` if the store is gone."""
         try:
             self._store.set(key, value)
         except RuntimeError as error:
@@ -41,12 +41,12 @@ class TorchStore:
     def get(self, key: str, timeout_s: float) -> bytes:
         """Return the value of `key`, waiting up to `timeout_s` for it.
 
-        Raises `DeadlineError` when none came, `CommError` when the store is gone.
+        Raises `DeadlineError` if no value came, and `CommError` if the store is gone.
         """
         return self.get_many([key], timeout_s)[0]
 
     def get_many(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
-        """Return the values of `keys`, many in a call where the store can; waits and raises as `get` does."""
+        """Return the values of `keys`, many per call if the store can; waits and raises as `get` does."""
         # torch's server takes time that grows with the square of the keys in a call, beyond a few hundred.
         batches = [list(keys[first : first + _BATCH]) for first in range(0, len(keys), _BATCH)]
         values: list[bytes] = []
@@ -70,10 +70,10 @@ class TorchStore:
         return getattr(store, "host", None)
 
     def _wait(self, keys: list[str], timeout_s: float) -> float:
-        """Wait until all keys have values; return how long that took.
+        """Wait until all keys have values; return the seconds that this took.
 
-        They are asked for again and again, since torch's own `wait` writes warnings into the log of a rank
-        each time that it ends in vain.
+        The store is polled, since torch's own `wait` writes warnings into the log of a rank each time that it
+        ends in vain.
         """
         waited_s, pause_s = 0.0, _FIRST_PAUSE_S
         try:
@@ -103,7 +103,7 @@ def _lost(key: str, error: RuntimeError) -> CommError:
 
 
 def current_job() -> TrainingJob | None:
-    """Return the job of torch's default process group, or None where there is none."""
+    """Return the job of torch's default process group, or None without such a group."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return None

@@ -1,4 +1,4 @@
-"""The parts of torch that reknit uses though torch promises none of them: these, and no others."""
+"""The private parts of torch that reknit uses, all in this module."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def split_factor(placement: Any) -> int | None:
 
 
 def chunk_list(tensor: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]] | None:
-    """Return (offsets, sizes) as a DTensor's local tensor claims them, or None when it does not say."""
+    """Return (offsets, sizes) as a DTensor's local tensor declares them, or None if it does not."""
     hook = getattr(tensor._local_tensor, "__create_chunk_list__", None)
     if hook is None:
         return None
@@ -35,12 +35,12 @@ def chunk_list(tensor: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]] | N
 
 
 def any_chunk_list(locals_: Iterable[Any]) -> bool:
-    """Tell whether one of the local tensors of some DTensors claims itself where it lies."""
+    """Return whether one of the local tensors of some DTensors declares its own place."""
     return any([getattr(local, "__create_chunk_list__", None) is not None for local in locals_])
 
 
 def quick_access() -> Any:
-    """Return a `with` block in which a DTensor tells its own shape and dtype as quickly as a plain tensor."""
+    """Return a `with` block in which a DTensor returns shape and dtype as quickly as a plain tensor."""
     import torch
 
     return torch._C.DisableTorchFunctionSubclass()
@@ -52,25 +52,25 @@ def locals_of(tensors: Iterable[Any]) -> list[Any]:
 
 
 def layouts_of(tensors: Iterable[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Return placements, meshes and orders of the cuts of many DTensors, quicker than these tell them."""
+    """Return placements, meshes and orders of the cuts of many DTensors, without their slow properties."""
     specs = [tensor._spec for tensor in tensors]
     orders = [getattr(spec, "shard_order", None) for spec in specs]
     return [spec.placements for spec in specs], [spec.mesh for spec in specs], orders
 
 
 def is_reordered(tensor: Any) -> bool:
-    """Tell whether several mesh dimensions cut one dimension of a DTensor in another order than their own."""
+    """Return whether mesh dimensions cut one dimension of a DTensor in another order than their own."""
     order = getattr(getattr(tensor, "_spec", None), "shard_order", None)
     return any(tuple(cut.mesh_dims) != tuple(sorted(cut.mesh_dims)) for cut in order or ())
 
 
 def local_of(tensor: Any) -> Any:
-    """Return the memory of a DTensor on this rank; unlike `to_local`, without a view that autograd knows."""
+    """Return the memory of a DTensor on this rank; unlike `to_local`, without a view in autograd's graph."""
     return tensor._local_tensor
 
 
 def plain_spec(tensor: Any, local: Any) -> tuple[Any, tuple[Any, ...]] | None:
-    """Return mesh and placements of a DTensor of torch itself; None where these may not say where it lies."""
+    """Return mesh and placements of one of torch's own DTensors; None if they may not give its place."""
     import torch
 
     module: Any = sys.modules.get("torch.distributed.tensor")
@@ -87,25 +87,24 @@ def plain_spec(tensor: Any, local: Any) -> tuple[Any, tuple[Any, ...]] | None:
 
 
 def hides_data(kind: type) -> bool:
-    """Tell whether a type of tensor handles operations itself, so that its memory is not its values."""
+    """Return whether a type of tensor handles operations itself, so that its memory is not its values."""
     import torch
 
     return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
 
 
 def group_name(group: Any) -> str:
-    """Return the name that all members of a process group know it by."""
+    """Return the name of a process group, the same for all its members."""
     return str(group.group_name)
 
 
 class FlatMember(NamedTuple):
     """A parameter inside the flat parameter of an FSDP1 unit.
 
-    `names` are those below the unit's wrapped module, more than one where it is tied; `owner` is the module
-    that has it under the last element of the first.  `shape` and `stride` are of the tensor that was
-    flattened, which is the local one of `spec` where the parameter was a DTensor.  `part` is the
-    first element that this rank has, how many it has from there on, and where they begin in its shard; None
-    where it has none.
+    `names` are those below the unit's wrapped module, more than one if it is tied; `owner` is the module that
+    has it under the last element of the first.  `shape` and `stride` are of the tensor that was flattened,
+    which is the local one of `spec` if the parameter was a DTensor.  `part` is the first element that this
+    rank has, the number of elements from there on, and their offset in its shard; None without an element.
     """
 
     names: tuple[str, ...]
@@ -120,9 +119,9 @@ class FlatMember(NamedTuple):
 class FlatUnit(NamedTuple):
     """The flat parameter of an FSDP1 unit, of which each rank has a shard.
 
-    `live` is the memory of this rank's shard, padding included, and `shard` what FSDP goes back to when it
-    gives up the gathered copy (None before the first forward).  `phase` is what FSDP is doing with it.
-    `originals` tells whether optimizers see the original parameters and not the flat one.
+    `live` is the memory of this rank's shard, padding included.  `shard` is the tensor to which FSDP returns
+    when it drops the gathered copy (None before the first forward).  `phase` is FSDP's present action.
+    `originals` is set if optimizers see the original parameters and not the flat one.
     """
 
     handle: Any
@@ -138,7 +137,7 @@ class FlatUnit(NamedTuple):
 
 
 def flat_unit(module: Any) -> FlatUnit | None:
-    """Return the flat parameter of an FSDP1 module, or None for one that has none of its own."""
+    """Return the flat parameter of an FSDP1 module, or None for a module without one of its own."""
     handle = getattr(module, "_handle", None)
     if handle is None:
         return None
@@ -156,7 +155,7 @@ def flat_unit(module: Any) -> FlatUnit | None:
         originals=flat._params is not None,
         phase=phase,
         group=handle.process_group,
-        replicas=vars(module).get("_inter_node_pg"),  # getattr would ask the wrapped module, which takes long
+        replicas=vars(module).get("_inter_node_pg"),  # getattr would search the wrapped module: slow
         members=tuple(_flat_members(flat)),
     )
 
@@ -191,12 +190,12 @@ def _flat_members(flat: Any) -> Iterator[FlatMember]:
 
 
 def is_flattened(parameter: Any) -> bool:
-    """Tell whether FSDP1 made a parameter a part of a flat one, or the flat one of it."""
+    """Return whether FSDP1 made a parameter a part of a flat one, or this is that flat one."""
     return bool(getattr(parameter, "_fsdp_flattened", False))
 
 
 def has_gathered_copy(unit: FlatUnit) -> bool:
-    """Tell whether an FSDP1 unit keeps gathered parameters, which the next forward would use."""
+    """Return whether an FSDP1 unit keeps gathered parameters, which the next forward would use."""
     return any(copy.untyped_storage().size() for copy in _gathered_copies(unit))
 
 
@@ -219,7 +218,7 @@ def _gathered_copies(unit: FlatUnit) -> list[Any]:
 
 
 def offloaded(module: Any) -> list[Any]:
-    """Return the parameters of a module and those inside it whose shards FSDP2 wants in host memory."""
+    """Return the parameters of a module and its inner modules with shards that FSDP2 keeps in host memory."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     kind = None if fsdp is None else getattr(fsdp, "FSDPModule", None)
     states = [one._get_fsdp_state() for one in module.modules() if kind is not None and isinstance(one, kind)]
@@ -233,13 +232,13 @@ def offloaded(module: Any) -> list[Any]:
 
 
 def zero_owners(optimizer: Any) -> dict[Any, int]:
-    """Return which rank of its group has the states of each parameter of a ZeroRedundancyOptimizer."""
+    """Return the rank in its group that has the states of each parameter of a ZeroRedundancyOptimizer."""
     owners: dict[Any, int] = optimizer._param_to_rank
     return owners
 
 
 def steps_in_backward(optimizer: Any) -> bool:
-    """Tell whether a ZeroRedundancyOptimizer leaves its steps to DistributedDataParallel."""
+    """Return whether a ZeroRedundancyOptimizer leaves its steps to DistributedDataParallel."""
     return bool(optimizer._overlap_with_ddp)
 
 
@@ -251,7 +250,7 @@ def own_entries(module: Any) -> dict[str, Any]:
 
 
 def has_state_dict_hooks(module: Any) -> bool:
-    """Tell whether a module has hooks that change what its state dict holds."""
+    """Return whether a module has hooks that change its state dict."""
     return bool(module._state_dict_hooks or module._state_dict_pre_hooks)
 
 
@@ -261,7 +260,7 @@ _SHARDS_AGAIN = "FSDPParamGroup._register_state_dict_hooks.<locals>.to_sharded_h
 def run_sharding_hooks(module: Any) -> bool:
     """Run the hooks by which FSDP2 puts parameters back into their shards before a state dict is made.
 
-    False, with nothing run, where a module has other hooks that run then.
+    False, and nothing is run, for a module with other hooks of that kind.
     """
     hooks = module._state_dict_pre_hooks.values()
     known = all(
@@ -279,7 +278,7 @@ _STATE_HOOKS = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "loa
 
 
 def has_step_hooks(optimizer: Any) -> bool:
-    """Tell whether an optimizer of torch has hooks; a wrapper that only derives from one has none."""
+    """Return whether an optimizer of torch has hooks; a wrapper without torch's `__init__` has none."""
     return "_optimizer_step_pre_hooks" in vars(optimizer)
 
 
@@ -290,7 +289,7 @@ def state_hooks(optimizer: Any) -> list[Any]:
 
 
 def load_hooks(module: Any) -> list[tuple[Any, bool]]:
-    """Return the hooks that a load of a module's state dict runs, and whether each does so before it."""
+    """Return the hooks that a load of a module's state dict runs, and whether each runs before it."""
     before = [(getattr(hook, "hook", hook), True) for hook in module._load_state_dict_pre_hooks.values()]
     return before + [(hook, False) for hook in module._load_state_dict_post_hooks.values()]
 
@@ -301,7 +300,7 @@ def loading_method(kind: type) -> Any:
 
 
 def local_shards(tensor: Any) -> list[tuple[tuple[int, ...], Any]] | None:
-    """Return offsets and memory of the shards that this rank has of a tensor that is made of such shards.
+    """Return offsets and memory of this rank's shards of a tensor that consists of such shards.
 
     That is a ShardedTensor, or a DTensor whose local tensor is a LocalShardsWrapper; None for any other.
     """
@@ -314,5 +313,5 @@ def local_shards(tensor: Any) -> list[tuple[tuple[int, ...], Any]] | None:
     local = getattr(tensor, "_local_tensor", None)
     if not isinstance(local, module.LocalShardsWrapper):
         return None
-    # One without a shard has the offsets of an empty one all the same.
+    # A wrapper without a shard has the offsets of an empty one nevertheless.
     return [(tuple(at), one) for at, one in zip(local.local_offsets(), local.local_shards(), strict=False)]

@@ -1,4 +1,4 @@
-"""What every kind of object in a state needs: an adapter for both passes."""
+"""The adapter of a kind of object in a state, for both passes."""
 
 from typing import Protocol
 

@@ -1,4 +1,4 @@
-"""One request of a load: memory to fill, and the names that it has in the target."""
+"""One request of a load: memory to fill, and its names in the target."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class FoundNumber(NamedTuple):
-    """A number that was saved under names of a tensor, and why it does not fit, if so."""
+    """A number that was saved under names of a tensor, and the reason why it does not fit, or None."""
 
     places: list[Place]
     value: Any
@@ -35,8 +35,8 @@ class FoundNumber(NamedTuple):
 class FillRequest:
     """Memory to fill, with all its names in the target; with `resize`, also from another shape.
 
-    If the checkpoint has none of these names, the load looks for those in `instead`.  What is `early` is
-    filled before live memory.
+    If the checkpoint has none of these names, the load uses the first in `instead` that it has.  `early`
+    memory is filled before live memory.
     """
 
     view: View
@@ -47,7 +47,7 @@ class FillRequest:
     instead: list[Place] = field(default_factory=list)
 
     def shards(self, place: Place) -> list[Shard]:
-        """Return what this rank wants of the tensor at a place."""
+        """Return the parts of the tensor that this rank requests at a place."""
         view = self.view
         return [
             Shard(place.item, place.fqn, view.spec, box, view.replicas, memory=memory)
@@ -60,7 +60,7 @@ class FillRequest:
         return [*held, self.tensor] if isinstance(self.tensor, np.ndarray) else held
 
     def wrong_shape(self, saved: TensorSpec) -> str | None:
-        """Say why the memory cannot take a tensor of the shape that was saved, if it cannot."""
+        """Return why the memory cannot take a tensor of the saved shape, or None."""
         here = self.view.spec.shape
         alike = len(saved.shape) == len(here)
         if saved.shape == here or (self.resize and alike):

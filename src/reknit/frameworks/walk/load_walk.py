@@ -1,4 +1,4 @@
-"""The pass over the target of a load: which tensors and values it needs, and what to do once they arrived."""
+"""The pass over the target of a load: tensors and values to request, and actions after their arrival."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class LoadAdapter(Matcher, Protocol):
     """How one kind of object is filled from a checkpoint."""
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
-        """Request from `loading` what the value needs; `assign` replaces the value in the target."""
+        """Request the tensors and values of an object from `loading`; `assign` replaces it in the target."""
 
 
 @dataclass
 class Loading(Selecting):
-    """A walk over the target that collects what to load."""
+    """A walk over the target that collects the requests of a load."""
 
     adapters: tuple[LoadAdapter, ...]
     fills = True
@@ -62,18 +62,18 @@ class Loading(Selecting):
     _num_kept: int = 0
 
     def visit(self, value: Any, place: Place, assign: Assign) -> None:
-        """Request what a value of any kind needs."""
+        """Request the tensors and values of an object of any kind."""
         outer, self._at = self._at, (place, type(value).__name__)
         try:
             first_match(self.adapters, value).wanted(value, place, self, assign)
         except ReknitError:
             raise
-        except Exception as error:  # of a `state_dict`, a hook, an iterator: whatever the value runs
+        except Exception as error:  # of a `state_dict`, a hook, an iterator: of any code of the value
             raise failed_search(error, value, place) from error
         self._at = outer
 
     def leave_nones(self, place: Place, keys: Iterable[str | int]) -> None:
-        """Leave out each None saved in a container, here one with these keys, that it has no place for."""
+        """Leave out each saved None in a container, here with these keys, that has no place in it."""
         if nones := self.saved.nones_in(place):
             self._superseded += nones - {(place.item, place.child(key).fqn) for key in keys}
 
@@ -105,15 +105,15 @@ class Loading(Selecting):
             self.view(self.look(tensor, place, fill=True), place, tensor, early=early)
 
     def composite(self, made: Composite, place: Place, tensor: Any, *, early: bool = False) -> None:
-        """Request a tensor that is made of others, to fill these in place."""
+        """Request a composite tensor, to fill its inner tensors in place."""
         self._composites.add(made, place, tensor, early=early)
 
     def touch(self, tensor: Any, *, early: bool) -> None:
-        """Record that the load changes a tensor by filling what it is made of."""
+        """Record that the load changes a tensor by filling its inner tensors."""
         (self._early if early else self._late).filled.append(tensor)
 
     def pass_over(self, place: Place) -> None:
-        """Record that a name and those below it are of no use, as the name itself was reported."""
+        """Record that a name and those below it are not needed, as the name itself was reported."""
         below = f"{place.fqn}/" if place.fqn else ""
         names = self.catalog.tensors.get(place.item, {})
         self._superseded += [
@@ -132,8 +132,8 @@ class Loading(Selecting):
     ) -> None:
         """Request a tensor by its view; with `resize`, from any saved shape.
 
-        If the checkpoint has no tensor with this name, the first in `instead` that it has is loaded.
-        What is `early` is filled before any live tensor changes.
+        If the checkpoint has no tensor with this name, the first in `instead` that it has is loaded.  `early`
+        memory is filled before any live tensor changes.
         """
         if self.claim_name(place, ("tensor", view.memory), tensor):
             request = self._requests.setdefault(view.memory, FillRequest(view, tensor, early=early))
@@ -162,7 +162,7 @@ class Loading(Selecting):
         (self.blobs if place.fqn in shared else self.taken_back).append((place.item, place.fqn))
 
     def report_missing(self, place: Place, why: str) -> None:
-        """Record that the checkpoint lacks what the target needs."""
+        """Record that the checkpoint lacks an entry that the target needs."""
         if self.saved.spec(place) is not None:
             self.report_mismatched(place, "it is a tensor in the checkpoint and a plain value in the target")
         elif (record := record_at(place, self.saved)) is not None:
@@ -176,11 +176,11 @@ class Loading(Selecting):
             self._superseded.append((place.item, place.fqn))  # None, if anything
 
     def report_mismatched(self, place: Place, why: str) -> None:
-        """Record that the checkpoint has something in a form that the target cannot take."""
+        """Record that the checkpoint has an entry in a form that the target cannot take."""
         self.mismatched.append((place.item, place.fqn, why))
 
     def note(self, place: Place, what: str) -> None:
-        """Record what the load leaves unchanged by design."""
+        """Record a part of the target that the load leaves unchanged by design."""
         self.notes.append((place.item, place.fqn, what))
 
     def leave_out(self, place: Place, why: str) -> None:
@@ -221,7 +221,7 @@ class Loading(Selecting):
         )
 
     def _fill_beside(self) -> None:
-        """Fill tensors that share memory beside it, early, and put there what they agree on."""
+        """Fill tensors that share memory in copies, early, and put the agreed values into that memory."""
         if not overlap.overlapping(self._shards):
             return
         shared = overlap.fill_beside(list(filter(self._is_filled, self._shards)), self._resizable)
@@ -232,7 +232,7 @@ class Loading(Selecting):
             self._late.settles.insert(0, shared.put)
 
     def _is_filled(self, shard: Shard) -> bool:
-        """Tell whether a shard will be filled: a lenient load leaves one that does not fit as it is."""
+        """Return whether a shard will be filled: a lenient load skips a shard that does not fit."""
         spec = self.saved.spec(Place(shard.item, shard.fqn))
         return spec is not None and self.converts_to(spec, shard.spec)
 
@@ -246,7 +246,7 @@ class Loading(Selecting):
         if not saved:
             if request.view.num_elements or record_at(request.places[0], self.saved) is None:
                 self._settle_number(request)
-            # Or else other ranks have all of it, as a tensor that is made of others.
+            # Otherwise other ranks have all of it, as a composite tensor.
             return
         place, view = saved[0], request.view
         spec = self.saved.spec(place)

@@ -27,12 +27,12 @@ class SaveAdapter(Matcher, Protocol):
     """How one kind of object becomes shards and blobs."""
 
     def collect(self, value: Any, place: Place, saving: Saving) -> None:
-        """Give what the value holds to `saving`."""
+        """Add the shards and blobs of a value to `saving`."""
 
 
 @dataclass
 class Saving(Walk):
-    """What a walk gathers to save."""
+    """The results of a walk over a state to save."""
 
     adapters: tuple[SaveAdapter, ...]
     shards: list[Shard] = field(default_factory=list)
@@ -43,18 +43,18 @@ class Saving(Walk):
     _first: dict[str, dict[Hashable, str]] = field(default_factory=lambda: defaultdict(dict))
 
     def visit(self, value: Any, place: Place) -> None:
-        """Collect a value, whatever it is."""
+        """Collect a value of any kind."""
         try:
             first_match(self.adapters, value).collect(value, place, self)
         except ReknitError:
             raise
-        except Exception as error:  # of a `state_dict`, a hook, an iterator: whatever the value runs
+        except Exception as error:  # of a `state_dict`, a hook, an iterator: of any code of the value
             raise failed_save(error, value, place) from error
 
     def tensor(
         self, tensor: Any, place: Place, replicas: Replicas | EllipsisType = ..., *, frozen: bool = False
     ) -> None:
-        """Collect a tensor; `replicas` and `frozen`, as in a `Shard`, say more than the tensor itself can."""
+        """Collect a tensor; `replicas` and `frozen`, as in a `Shard`, are facts that the tensor lacks."""
         if (made := self.opened(tensor, place)) is not None:
             self.composite(made, place, tensor, replicas, frozen=frozen)
             return
@@ -64,7 +64,7 @@ class Saving(Walk):
         self.view(view, place, tensor, frozen=frozen)
 
     def view(self, view: View, place: Place, tensor: Any, *, frozen: bool = False) -> None:
-        """Collect a tensor that was looked at already."""
+        """Collect a tensor by its view."""
         if not self.claim(view.memory, place, tensor):
             return
         item, fqn = place.item, place.fqn
@@ -86,7 +86,7 @@ class Saving(Walk):
         *,
         frozen: bool = False,
     ) -> None:
-        """Collect a tensor that is made of others: its record, and each of these below its name."""
+        """Collect a composite tensor: its record, and each of its inner tensors below its name."""
         if not self.claim_name(place, made.memory if made.inner else id(tensor), tensor):
             return
         self.blobs.append(Blob(place.item, place.fqn, made.value))
@@ -96,7 +96,7 @@ class Saving(Walk):
             self.view(view, place.below(name), inner, frozen=frozen)
 
     def witness(self, spec: TensorSpec, place: Place, empty: Any) -> None:
-        """Say that there is a tensor of which other ranks hold what is saved; the save fails if none does.
+        """Record that other ranks hold the saved parts of a tensor; the save fails if none does.
 
         `empty` is memory without elements, of the tensor's dtype and with as many dimensions.
         """
@@ -104,7 +104,7 @@ class Saving(Walk):
         self.shards.append(Shard(place.item, place.fqn, spec, nothing, (), memory=empty))
 
     def claim(self, memory: Hashable, place: Place, tensor: Any) -> bool:
-        """Take a name for memory; tell whether it is the first that it has, and note another as an alias."""
+        """Take a name for memory; return whether it is the first name, and record another one as an alias."""
         if not self.claim_name(place, memory, tensor):
             return False
         first = self._first[place.item].setdefault(memory, place.fqn)
@@ -119,17 +119,17 @@ class Saving(Walk):
         self.blobs.append(Blob(place.item, place.fqn, value, coordinate))
 
     def blob_elsewhere(self, place: Place, coordinate: Mapping[str, int] | None = None) -> None:
-        """Say that another rank has the main copy of a value, which is saved; the save fails if none does."""
+        """Record that another rank has the saved copy of a value; the save fails if none does."""
         self.witnesses.append(Witness(place.item, place.fqn, coordinate))
 
     def walk(self) -> Holdings:
-        """Walk through the state, and return all that it holds."""
+        """Walk through the state, and return all its contents on this rank."""
         for item, value in self.state.items():
             self.visit(value, Place(item))
         return self.holdings()
 
     def holdings(self, known: dict[Hashable, Any] | None = None) -> Holdings:
-        """Return all that was collected; `known` is that of the last holdings, where they were alike."""
+        """Return all collected contents; `known` is that of the last holdings, if they were alike."""
         return Holdings(
             tuple(self.state),
             tuple(self.shards),

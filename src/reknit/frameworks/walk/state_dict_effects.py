@@ -1,4 +1,4 @@
-"""Which objects a load must not ask for their present state, and which are loaded after the tensors."""
+"""Objects with a `state_dict` that a load must not call, and those that are loaded after the tensors."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _DEPTH_OF_TENSORS = 3
 
 
 def has_effects(value: Any) -> bool:
-    """Tell whether `state_dict` may change the object, so that a load must not call it.
+    """Return whether `state_dict` may change the object, so that a load must not call it.
 
-    The object says so by its attribute `state_dict_has_effects`.  By default it is so for what can be
-    iterated and is no container, and for what holds such an object with a state: data loaders make an
-    iterator, start workers and draw random numbers.  It is not so if the object holds tensors that are
-    distributed, or not on the CPU: these are to come back as they are now.
+    The object's attribute `state_dict_has_effects` decides.  Without it, the answer is yes for objects that
+    can be iterated and are not containers, and for objects that hold such an object with a state.  Data
+    loaders make an iterator, start workers and draw random numbers.  The answer is no if the object holds
+    tensors that are distributed, or not on the CPU: these are to come back as they are now.
     """
     declared = _declared(value)
     if declared is not None:
@@ -27,12 +27,12 @@ def has_effects(value: Any) -> bool:
 
 
 def may_disturb(value: Any) -> bool:
-    """Tell whether an object holds a data loader and is asked for its state all the same, undeclared."""
+    """Return whether a load calls `state_dict` of an object that holds a data loader and declares nothing."""
     return _declared(value) is None and _holds_loader(value) and _holds_placed(value)
 
 
 def comes_last(value: Any) -> bool:
-    """Tell whether an object declares that its `load_state_dict` reads tensors that the load fills."""
+    """Return whether an object declares that its `load_state_dict` reads tensors that the load fills."""
     return bool(getattr(value, "load_after_tensors", False))
 
 
@@ -42,7 +42,7 @@ def _declared(value: Any) -> bool | None:
 
 
 def _is_loader(value: Any) -> bool:
-    """Tell it by the class alone: a property of the object might run anything."""
+    """Return whether an object's class is a data loader's: a property of the object might run any code."""
     kind = type(value)
     torch = sys.modules.get("torch")
     return (
@@ -59,7 +59,7 @@ def _holds_loader(value: Any) -> bool:
 
 
 def _holds_placed(value: Any) -> bool:
-    """Tell whether an object holds tensors whose place matters, itself or in its modules."""
+    """Return whether an object holds tensors with a significant device, itself or in its modules."""
     torch = sys.modules.get("torch")
     seen: set[int] = set()
     rest = deque(_held(value, _DEPTH_OF_TENSORS))
@@ -81,15 +81,15 @@ def _is_placed(value: Any) -> bool:
         if distributed is not None and issubclass(kind, distributed.DTensor):
             return True
         return value.device.type not in ("cpu", "meta")
-    # By its name, as a class of a library that need not be there: that of arrays over many devices.
+    # By its name, as JAX need not be imported: the class of arrays over many devices.
     return kind.__name__ == "ArrayImpl" and len(value.sharding.device_set) > 1
 
 
 def _held(value: Any, depth: int) -> Iterator[Any]:
-    """Return what the attributes of an object hold, also in containers, and run no code of the object."""
+    """Yield the objects in the attributes of an object, also in containers, without running its code."""
     try:
         attributes = vars(value)
-    except TypeError:  # it has slots
+    except TypeError:  # for an object with slots
         return
     yield from _inside(attributes, depth)
 

@@ -1,4 +1,4 @@
-"""What decides what a walk over a state finds, but for memory and plain values?"""
+"""The facts that decide the results of a walk over a state, except memory and plain values."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class SignedPart(NamedTuple):
     """A value that an adapter collects whole, or tensors in a dict: those from its entry number `first` on.
 
-    `end` counts the tensors of the signature up to there, and `num_values` the blobs; `end` is None for what
-    is walked anew at every save.
+    `end` counts the tensors of the signature up to there, and `num_values` the blobs.  `end` is None for a
+    part that is walked anew at every save.
     """
 
     value: Any
@@ -36,10 +36,10 @@ class SignedPart(NamedTuple):
 
 @dataclass(slots=True)
 class Signature:
-    """All that decides how the tensors of a state are stored, in the order of the walk.
+    """All facts that decide how the tensors of a state are stored, in the order of the walk.
 
-    `facts` are equal, and `objects` the same, as long as nothing of that has changed.  They keep no tensor
-    alive.  `tensors` are those that decide it, several times where they are at several places.
+    `facts` are equal, and `objects` the same, as long as no fact has changed.  They keep no tensor alive.
+    `tensors` are those of the state, several times if they are at several places.
     """
 
     facts: list[Any] = field(default_factory=list)
@@ -50,13 +50,13 @@ class Signature:
 
 @runtime_checkable
 class SigningAdapter(Protocol):
-    """An adapter that can tell, for less than a walk takes, whether it would find the same as before."""
+    """An adapter that can check, quicker than a walk, whether a walk would have the same results."""
 
     def sign(self, value: Any, signature: Signature) -> int | None:
-        """Add what `collect` depends on but for memory and plain values, and return how many blobs there are.
+        """Add all facts for `collect` except memory and plain values; return the number of blobs.
 
         Two values with equal facts, the same objects and such tensors have the same shards, aliases and names
-        of blobs.  Returns None for a value of which that is not known.
+        of blobs.  Returns None for a value without this property.
         """
 
     def add_values(self, value: Any, place: Place, saving: Saving, before: Sequence[Blob]) -> None:
@@ -64,31 +64,31 @@ class SigningAdapter(Protocol):
 
 
 class TensorsAtOnce(Protocol):
-    """What a library knows of tensors: `memories` are what the different ones among them hold here."""
+    """A library's record of tensors: `memories` are the local memories of the different ones."""
 
     memories: Sequence[Any]
 
     def find(self, memories: Sequence[Any]) -> list[int]:
-        """Return the number of each of these that is the memory of a tensor, and no part or copy of it."""
+        """Return the number of the tensor for each memory that is all of that tensor's own memory."""
 
     def leads(self) -> list[int]:
-        """Return the first of the different tensors on each mesh, about which `locate` is to be asked."""
+        """Return the first of the different tensors on each mesh, for `locate`."""
 
     def locate(self, number: int, world: World) -> None:
-        """Let `world` know the coordinate of this rank, as a walk finds it from one of the tensors."""
+        """Add the coordinate of this rank to `world`, as a walk finds it from one of the tensors."""
 
 
 class TensorSigner(Protocol):
-    """A library that looks at many tensors at once, of these types."""
+    """A library that reads many tensors of these types at once."""
 
     kinds: frozenset[type]
 
     def signed(self, signature: Signature) -> TensorsAtOnce | None:
-        """Add what decides how all the tensors are stored; None where it is not known."""
+        """Add the facts that decide how all the tensors are stored; None if there may be other facts."""
 
 
 def sign(saving: Saving, kinds: frozenset[type]) -> Signature | None:
-    """Return the signature of a state, with tensors of these types; None where something is unusual."""
+    """Return the signature of a state, with tensors of these types; None for an unusual state."""
     signature = Signature()
     try:
         for item, value in saving.state.items():
@@ -98,13 +98,13 @@ def sign(saving: Saving, kinds: frozenset[type]) -> Signature | None:
         return None
     except ReknitError:
         raise
-    except Exception:  # of an object's own code: a walk meets it again, and names the object
+    except Exception:  # of an object's own code: it is raised again in the walk, which names the object
         return None
     return signature
 
 
 class _Unusual(Exception):
-    """Something in a state is not what most states have."""
+    """A state has an object that most states do not have."""
 
 
 def _sign(value: Any, place: Place, saving: Saving, kinds: frozenset[type], signature: Signature) -> None:
@@ -149,7 +149,7 @@ def _sign_dict(
     if place.fqn.count("/") >= MAX_DEPTH or len(parts) > tree.COUNTED:
         raise _Unusual
     if not {*map(type, value)} <= {str, int}:
-        raise _Unusual  # one key may be equal to another, and no name
+        raise _Unusual  # such keys may be equal to each other, or not be names
     facts.append((type(value), len(value)))
     facts.extend(value)
     first: int | None = None

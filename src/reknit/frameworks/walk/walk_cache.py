@@ -1,4 +1,4 @@
-"""A walk that takes over what the last one found, where the state has the same signature."""
+"""Walks that reuse the results of the last walk, if the state has the same signature."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from reknit.types.shard import Alias, Blob, Holdings, TensorSpec
 
 NUM_KEPT = 4
-"""So many walks are kept: of states with different items, or of different groups."""
+"""Number of walks that are kept: of states with different items, or of different groups."""
 
 
 class _FoundPart(NamedTuple):
-    """What a walk found in one part of a state.
+    """The results of a walk in one part of a state.
 
-    The columns have all of its shards but their memory, which is that of the tensors numbered `memories`.
-    `locate` are those that tell the coordinate of this rank.
+    The columns have all of its shards without their memory, which is that of the tensors numbered `memories`.
+    `locate` are the tensors that give the coordinate of this rank.
     """
 
     items: list[str]
@@ -49,7 +49,7 @@ class _FoundPart(NamedTuple):
         blobs: list[Blob],
         locate: list[int],
     ) -> _FoundPart:
-        """Return what was found, as columns."""
+        """Return results as columns."""
         return cls(
             [shard.item for shard in shards],
             [shard.fqn for shard in shards],
@@ -66,10 +66,10 @@ class _FoundPart(NamedTuple):
 
 @dataclass(frozen=True)
 class _PastWalk:
-    """A walk that is over: the signature of its state, and what it found.
+    """A walk that is over: the signature of its state, and its results.
 
-    `found` has None for a part that is walked anew, and `items` those of which some part is not.  `known` is
-    what others found out of the shards and aliases.
+    `found` has None for a part that is walked anew, and `items` are the items with a part that is not.
+    `known` are results that others computed from the shards and aliases.
     """
 
     facts: list[Any]
@@ -81,16 +81,16 @@ class _PastWalk:
 
 
 class WalkCache:
-    """The latest walks.  What they keep holds no tensor, module or optimizer alive."""
+    """The latest walks.  They keep no tensor, module or optimizer alive."""
 
     def __init__(self) -> None:
         self._walked: dict[Hashable, _PastWalk] = {}
 
     def collect(self, make: Callable[[], Saving], look: TensorSigner) -> Holdings:
-        """Return what a walk with a new `Saving` finds.
+        """Return the results of a walk with a new `Saving`.
 
-        No walk is made where all that one depends on is as it was at the last: the tensors then have the
-        places that it found, and only values are read.
+        No walk is made if all facts that it depends on are as they were at the last.  The tensors then have
+        the places of that walk, and only values are read.
         """
         saving = make()
         world = saving.world
@@ -117,7 +117,7 @@ class WalkCache:
 
 
 def _is_same(signature: Signature, last: _PastWalk) -> bool:
-    """Tell whether all that a walk depends on is as it was at the last."""
+    """Return whether all facts that a walk depends on are as they were at the last."""
     return (
         signature.facts == last.facts
         and len(signature.objects) == len(last.objects)
@@ -126,10 +126,10 @@ def _is_same(signature: Signature, last: _PastWalk) -> bool:
 
 
 def _repeat(saving: Saving, signature: Signature, looked: TensorsAtOnce, last: _PastWalk) -> tuple[bool, int]:
-    """Take over what the last walk found, and walk through the rest.
+    """Reuse the results of the last walk, and walk through the rest.
 
-    Tells whether that is what a walk finds, and how many shards are in the rest.  In an item of which a part
-    is taken over it may have none: one could be the same memory as another there.
+    Returns whether a walk would have the same results, and the number of shards in the rest.  In an item with
+    a reused part, the rest may have no shards: one could be the same memory as another there.
     """
     memories, num_others = looked.memories, 0
     for part, found in zip(signature.parts, last.found, strict=True):
@@ -153,9 +153,9 @@ def _repeat(saving: Saving, signature: Signature, looked: TensorsAtOnce, last: _
 
 
 def _walk(saving: Saving, signature: Signature, looked: TensorsAtOnce) -> tuple[_PastWalk | None, int]:
-    """Walk through a state, and return what there is to take over at the next walk, if that can be told.
+    """Walk through a state, and return the results that the next walk can reuse, or None.
 
-    Returns as well how many shards are in parts of which nothing can be taken over.
+    Returns as well the number of shards in parts that cannot be reused.
     """
     leads = {*looked.leads()}
     items = frozenset(part.place.item for part in signature.parts if part.end is not None)

@@ -1,4 +1,4 @@
-"""What a rank holds of each parameter in an FSDP1 unit, read from its flat parameter without gathering."""
+"""A rank's part of each parameter in an FSDP1 unit, read from its flat parameter without gathering."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 _WRAPPED = "_fsdp_wrapped_module"
 
-# The same at every save.
+# The results are the same at every save.
 _range = lru_cache(maxsize=1 << 16)(FlatPart.range_of)
 _order = lru_cache(maxsize=1 << 16)(storage_order)
 
 
 def is_wrapper(module: Any) -> bool:
-    """Tell whether a module is an FSDP1 wrapper, without importing what defines them."""
+    """Return whether a module is an FSDP1 wrapper, without an import of FSDP."""
     return is_wrapper_type(type(module))
 
 
 def is_wrapper_type(kind: type) -> bool:
-    """Tell it of all modules of a type."""
+    """Return whether a type is that of FSDP1 wrappers."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and issubclass(kind, fsdp.FullyShardedDataParallel)
 
@@ -41,8 +41,8 @@ def is_wrapper_type(kind: type) -> bool:
 def parameters(key: str, wrapper: Any, place: Place, world: World, *, fill: bool) -> Iterator[FlatParameter]:
     """Yield the parameters of the unit of a wrapper at `key` in the module tree; none if it has no unit.
 
-    Raises `StateError` while FSDP shows the gathered parameters, which the caller may be changing, and where
-    to `fill` them is to be in the middle of a forward or backward.
+    Raises `StateError` while FSDP shows the gathered parameters, which the caller may be changing.  With
+    `fill`, raises it also in the middle of a forward or backward pass.
     """
     unit = torch_private.flat_unit(wrapper)
     if unit is None:
@@ -72,7 +72,7 @@ def parameters(key: str, wrapper: Any, place: Place, world: World, *, fill: bool
 def _require_readable(unit: FlatUnit, key: str, place: Place, *, fill: bool) -> None:
     if unit.phase == "SUMMON_FULL_PARAMS":
         raise StateError(
-            f"{_named(key, place)} has its full parameters summoned, and what is written to them is not in "
+            f"{_named(key, place)} has its full parameters summoned, and values written to them are not in "
             "the shards yet",
             remedy="save and load after leaving the summon_full_params context",
         )
@@ -106,9 +106,9 @@ def _kind(tensor: Any) -> str:
 
 
 def _require_in_place(unit: FlatUnit, key: str, place: Place) -> None:
-    """Refuse parameters that were given other memory than their part of the flat one.
+    """Raise `StateError` for parameters that were given other memory than their part of the flat one.
 
-    FSDP itself copies them back before the next forward; until then there are two truths.
+    FSDP itself copies them back before the next forward pass; until then, both exist and may differ.
     """
     first, itemsize = unit.live.data_ptr(), unit.live.element_size()
     for member in unit.members:
@@ -129,7 +129,7 @@ def _require_in_place(unit: FlatUnit, key: str, place: Place) -> None:
 
 
 def _part(member: FlatMember, total: int, place: Place) -> FlatPart:
-    """Return what a rank has of a parameter in its shard of `total` elements."""
+    """Return a rank's part of a parameter in its shard of `total` elements."""
     shape = member.shape if member.spec is None else tuple(member.spec.shape)
     if member.part is None:
         return FlatPart.nothing(shape, total)
@@ -140,13 +140,13 @@ def _part(member: FlatMember, total: int, place: Place) -> FlatPart:
     except ValueError as error:
         raise StateError(
             f"the parameter {member.names[0]} of an FSDP unit of {place} shares memory between elements or "
-            f"leaves gaps ({error}), so FSDP did not flatten what it holds",
+            f"leaves gaps ({error}), so FSDP did not flatten its elements",
             remedy="make the parameter contiguous before wrapping the module",
         ) from error
 
 
 class _UnitRanks:
-    """Which ranks have what of the units of a process group, each with a copy in a group of `replicas`.
+    """The ranks of each part in the units of a process group, each with a copy in a group of `replicas`.
 
     A rank without a part of a parameter has no counters of it either.
     """
@@ -169,14 +169,14 @@ class _UnitRanks:
         self._counters: dict[tuple[int, int], Replicas] = {}
 
     def of(self, member: FlatMember, unit: FlatUnit, numel: int) -> tuple[Replicas, Replicas]:
-        """Return who has what this rank has of a parameter, and who its counters, where that is known.
+        """Return the ranks with the same part of a parameter, and those with its counters.
 
-        The shards of the unit have `numel` elements.
+        None stands for unknown ranks.  The shards of the unit have `numel` elements.
         """
         if member.spec is not None:
             if not all(placement.is_shard() for placement in member.spec.placements):
                 return self._alone, self._alone
-            # The counters of other tensor-parallel ranks are equal, but nobody here knows their groups.
+            # The counters of other tensor-parallel ranks are equal, but their groups are unknown here.
             covers = self._grid * prod(member.spec.mesh.shape) == self._job
             return self._part[unit.sharded] if covers else None, self._alone
         if not self._known:
@@ -185,7 +185,7 @@ class _UnitRanks:
 
     def _counter(self, member: FlatMember, unit: FlatUnit, numel: int) -> Replicas:
         if self._has_copies:
-            return self._alone  # on the ranks of other groups too, which this one does not know
+            return self._alone  # ranks of other groups have it too, and they are unknown here
         if not (unit.sharded and unit.originals):
             return self._together
         if member.part is None:
@@ -199,7 +199,7 @@ class _UnitRanks:
 
 
 def settle(unit: FlatUnit) -> None:
-    """Make an FSDP1 unit use what was just written to its shard.  Sends nothing."""
+    """Make an FSDP1 unit use new contents of its shard.  Sends nothing."""
     if unit.shard is None:
         return
     if unit.shard.data_ptr() != unit.live.data_ptr():

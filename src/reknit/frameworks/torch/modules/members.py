@@ -1,4 +1,4 @@
-"""What a module holds, read from its state dicts: each entry, its name without wrappers, and who has it."""
+"""The tensors and values of a module, read from its state dicts: names without wrappers, and replicas."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ Kind = Literal["parameter", "buffer", "extra", "other"]
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One entry of a state dict: its key there, its name without wrappers, and what it is.
+    """One entry of a state dict: its key there, its name without wrappers, and its kind.
 
-    `live` tells whether the value is the module's own memory, and `frozen` whether it is a parameter that is
-    not trained.
+    `live` is set if the value is the module's own memory, and `frozen` if it is a parameter that is not
+    trained.
     """
 
     state: ModuleState
@@ -48,9 +48,10 @@ class Member:
 
 
 class NamedParameter(msgspec.Struct, frozen=True, eq=False):
-    """A parameter of some module in the state: its name, where it sits, and who has equal copies.
+    """A parameter of some module in the state: its name, its places, and the ranks with equal copies.
 
-    `flat` is set for one of FSDP1 or ZeRO-3; `parameter` is then what optimizers see instead.
+    `flat` is set for a parameter of FSDP1 or ZeRO-3; `parameter` is then the tensor that optimizers see
+    instead.
     """
 
     name: str
@@ -61,10 +62,10 @@ class NamedParameter(msgspec.Struct, frozen=True, eq=False):
 
 
 class ModuleHoldings(NamedTuple):
-    """What a module holds, read once per walk.
+    """The contents of a module, read once per walk.
 
-    `parameters` are those of `named_parameters`, with duplicates, `members` the entries of all `states`, and
-    `flats` the parameters of FSDP1 and ZeRO-3, which are not whole in any state dict.
+    `parameters` are those of `named_parameters`, with duplicates.  `members` are the entries of all `states`,
+    and `flats` the parameters of FSDP1 and ZeRO-3, which are not whole in any state dict.
     """
 
     names: ModuleNames
@@ -75,7 +76,7 @@ class ModuleHoldings(NamedTuple):
 
 
 def read(module: nn.Module, place: Place, walk: Walk) -> ModuleHoldings:
-    """Return what a module holds.  Raises `StateError` where FSDP1 keeps it from being known or filled."""
+    """Return the contents of a module.  Raises `StateError` if FSDP1 prevents reading or filling them."""
     return walk.world.once(("module", id(module)), lambda: _read(module, place, walk))
 
 
@@ -87,7 +88,7 @@ def _read(module: nn.Module, place: Place, walk: Walk) -> ModuleHoldings:
     split = tuple(SplitStates(module, names, flats, place).states()) if names.flattened else None
     states = split or (module_state(module, ""),)
     parted = tuple(_partitioned(states, names, place, walk))
-    # After the state dict was read, which puts parameters that FSDP2 has gathered back into their shards.
+    # Only now: reading the state dict puts parameters that FSDP2 has gathered back into their shards.
     parameters = tuple(module.named_parameters(remove_duplicate=False))
     if walk.fills and any(parameter.is_meta for _, parameter in parameters):
         meta.keep_on_host(torch_private.offloaded(module), walk.world)
@@ -111,7 +112,7 @@ def _flats(names: ModuleNames, place: Place, walk: Walk) -> Iterator[FlatParamet
 def _partitioned(
     states: Iterable[ModuleState], names: ModuleNames, place: Place, walk: Walk
 ) -> Iterator[FlatParameter]:
-    """Yield the parameters of which a library on top of torch keeps parts, with all their names."""
+    """Yield the parameters that a library on top of torch keeps in parts, with all their names."""
     known: dict[int, tuple[ModuleExtension, Any, dict[str, None]]] = {}
     for state in states:
         for key, value in state.raw.items():
@@ -127,13 +128,13 @@ def _partitioned_by(value: Any, walk: Walk) -> ModuleExtension | None:
 
 
 def _whole_ones(members: tuple[Member, ...], place: Place, walk: Walk) -> Iterator[Member]:
-    """Yield what is no parameter of ZeRO-3, and refuse what only looks as if it were none."""
+    """Yield the members that are not parameters of ZeRO-3, and refuse those computed from such parameters."""
     for member in members:
         if _partitioned_by(member.value, walk) is not None:
             continue
         if member.kind in ("parameter", "buffer") and not member.live:
             raise StateError(
-                f"{place.child(member.name)} was made by a state-dict hook or a module's own state_dict, and "
+                f"{place.child(member.name)} was made by a state-dict hook or a module's own state_dict, "
                 "under ZeRO-3 of parameters that are not whole",
                 remedy="remove its state-dict hooks or its own state_dict, or use ZeRO-1 or ZeRO-2",
             )
@@ -168,7 +169,7 @@ def _members(
 
 
 def _identity(tensor: torch.Tensor) -> Any:
-    """Return what is equal for a parameter and the detached view of it that a state dict may show."""
+    """Return a key that is equal for a parameter and the detached view of it that a state dict may show."""
     if torch_private.local_shards(tensor) is not None:
         return id(tensor)
     if is_dtensor(tensor):
@@ -185,9 +186,9 @@ def _identity(tensor: torch.Tensor) -> Any:
 
 
 def parameters(walk: Walk) -> dict[int, tuple[NamedParameter, ...]]:
-    """Return what optimizers see of all modules in the state: by the id of a parameter, what it stands for.
+    """Return the parameters behind each tensor that optimizers see of all modules, by the tensor's id.
 
-    That is one parameter; for the flat parameter of an FSDP1 unit they are all that are in it.
+    That is one parameter; for the flat parameter of an FSDP1 unit they are all parameters in it.
     """
     return walk.world.once("parameters", lambda: _all_parameters(walk))
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def adapters() -> tuple[Adapter, ...]:
-    """Return what knows torch's modules."""
+    """Return the adapter of torch's modules."""
     return (ModuleAdapter(),)
 
 
@@ -37,11 +37,11 @@ class ModuleAdapter(Adapter):
     unites = True
 
     def matches(self, value: Any) -> bool:
-        """Tell whether this is a module."""
+        """Return whether this is a module."""
         return isinstance(value, nn.Module)
 
     def collect(self, value: Any, place: Place, saving: Saving) -> None:
-        """Collect all that the module's state dict names."""
+        """Collect all entries of the module's state dict."""
         held = read(value, place, saving)
         for member in held.members:
             at = place.child(member.name)
@@ -57,14 +57,14 @@ class ModuleAdapter(Adapter):
                 saving.view(view, place.child(name), flat.flat, frozen=flat.frozen)
 
     def sign(self, value: Any, signature: Signature) -> int | None:
-        """Add what the module's state dict depends on; None where it may have more than tensors."""
+        """Add the facts that the module's state dict depends on; None if it may have more than tensors."""
         return 0 if module_signature.sign(value, signature) else None
 
     def add_values(self, value: Any, place: Place, saving: Saving, before: Sequence[Blob]) -> None:
         """Add nothing: a module that was signed has no values."""
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
-        """Fill the module's tensors where they are."""
+        """Fill the module's tensors in place."""
         held = read(value, place, loading)
         returns = own_load.returns(held, place, loading)
         for member in held.members:
@@ -83,7 +83,7 @@ class ModuleAdapter(Adapter):
 
 
 def _want(member: Member, back: OwnLoad, at: Place, loading: Loading) -> None:
-    """Ask for an entry of a state dict."""
+    """Request an entry of a state dict."""
     if member.kind == "other":
         found = loading.value(at)
         back.copies[member.key] = member.value if found.why else found.value
@@ -98,7 +98,7 @@ def _want(member: Member, back: OwnLoad, at: Place, loading: Loading) -> None:
 
 
 def _want_flats(held: ModuleHoldings, place: Place, loading: Loading) -> None:
-    """Ask for what FSDP1 and ZeRO-3 hold of parameters that are not whole."""
+    """Request this rank's parts of parameters of FSDP1 and ZeRO-3."""
     units = {}
     for flat in held.flats:
         places = [at for at in map(place.child, flat.names) if loading.takes(at)]
@@ -130,7 +130,7 @@ def _require_not_meta(member: Member, at: Place) -> None:
 
 
 def _want_the_rest(module: nn.Module, held: ModuleHoldings, place: Place, loading: Loading) -> None:
-    """Give memory to buffers that are on the meta device and not persistent, where that can be."""
+    """Give memory to buffers on the meta device that are not persistent, if their values are saved."""
     known = {member.name for member in held.members}
     for key, buffer in module.named_buffers(remove_duplicate=False):
         name = held.names.name(key)
@@ -153,5 +153,5 @@ def _want_extra(member: Member, back: OwnLoad, names: ModuleNames, at: Place, lo
     found = loading.value(at)
     if found.why is None:
         back.copies[member.key] = found.value
-        # Where the module loads its whole state dict, this is in it.
+        # If the module loads its whole state dict, the extra state is in it.
         loading.later(lambda: None if back.asked else owner.set_extra_state(found.value))

@@ -1,4 +1,4 @@
-"""The names of what is in a module tree, without wrappers such as torch.compile, FSDP1 and DDP."""
+"""The names in a module tree, without wrappers such as torch.compile, FSDP1 and DDP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from reknit.frameworks.walk.walk import World
 
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-"""Names by which torch.compile, activation checkpointing and FSDP hold the module that they wrap."""
+"""Attributes by which torch.compile, activation checkpointing and FSDP hold the module that they wrap."""
 
 
 class ModuleNames:
@@ -43,7 +43,7 @@ class ModuleNames:
                 self._wrapped.append((elements, inner))
             if is_flattened:
                 self.flattened.append((path, inner))
-            # The innermost of a wrapper and what it wraps comes last, and is the one that the name means.
+            # A wrapper and the module in it have one name; the innermost comes last, and the name is its own.
             self.modules[name := ".".join(self._cut(elements))] = inner
             if not name:
                 self.root = (inner, tuple(path.split(".")) if path else ())
@@ -54,9 +54,9 @@ class ModuleNames:
         return ".".join(self._cut(_stripped(key))) if self._wrapped else without_wrappers(key)
 
     def claim(self, key: str, tensor: Any, *, is_buffer: bool, world: World) -> ddp.Claim | None:
-        """Return what the innermost data-parallel wrapper around a tensor says about it, if there is one.
+        """Return the claim of the innermost data-parallel wrapper around a tensor, or None.
 
-        DTensors know themselves who has the same.
+        DTensors have their own record of replicas.
         """
         if is_dtensor(tensor):
             return None
@@ -78,7 +78,7 @@ class ModuleNames:
 
 @lru_cache(maxsize=1 << 16)
 def without_wrappers(name: str) -> str:
-    """Return a parameter's name without the attributes by which wrappers hold what they wrap."""
+    """Return a parameter's name without the attributes by which wrappers hold a module."""
     return ".".join(_stripped(name))
 
 

@@ -1,4 +1,4 @@
-"""The tensors of a module tree, read without its state dicts where these would show just them."""
+"""The tensors of a module tree, read without its state dicts if these would show only tensors."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ _METHODS = (
     "_named_members",
     "__getattribute__",
 )
-"""What makes a state dict of a module, and tells the names in it."""
+"""Methods that make a state dict of a module, and the names in it."""
 
 _HELD = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks")
-"""What each module has for itself, and no type has for all of its modules."""
+"""Attributes of each module that a type must not define for all of its modules."""
 
 _OWN = {name: getattr(nn.Module, name) for name in _METHODS}
 _MAX_DEPTH = 200
-"""Levels of modules, one in another, that are read here."""
+"""Limit of the nested levels of modules that are read here."""
 
 
 def sign(module: nn.Module, signature: Signature) -> bool:
-    """Add what a module's state dict would show; False where that is not known without making it."""
+    """Add the contents that a module's state dict would show; False if only making it can show them."""
     trained: list[Any] = []
     try:
         if not _sign(module, signature, {}, trained, 0):
             return False
-    except KeyError:  # no __init__ has made what a module has
+    except KeyError:  # of a module whose __init__ did not run
         return False
     with torch_private.quick_access():
         signature.facts.append([*map(attrgetter("requires_grad"), trained)])
@@ -83,7 +83,7 @@ def _sign(
 
 
 def _is_plain(kind: type) -> bool:
-    """Tell whether modules of a type are read as those of torch itself, and stand in no wrapper."""
+    """Return whether modules of a type are read as torch's own ones, and are not wrappers."""
     return (
         all(getattr(kind, name) is own for name, own in _OWN.items())
         and not any(hasattr(kind, name) for name in _HELD)

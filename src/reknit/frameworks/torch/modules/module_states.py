@@ -1,4 +1,4 @@
-"""The state dicts of a module tree, put together without gathering what FSDP1 keeps in parts."""
+"""The state dicts of a module tree, assembled without gathering the parameters of FSDP1."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from reknit.frameworks.walk.walk import Place
 
 EXTRA = "_extra_state"
-"""Name of the entry that torch's modules have for what is no tensor."""
+"""Name of the entry that torch's modules have for values other than tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleState:
-    """A module, its prefix in the tree (empty, or ending in a dot), and what its own state dict holds.
+    """A module, its prefix in the tree (empty, or ending in a dot), and the entries of its own state dict.
 
-    `metadata` are the versions in it.  `whole` tells that it is that of the module and all below it.
+    `metadata` are the versions in it.  `whole` is set if it contains the entries of all modules below, too.
     """
 
     module: nn.Module
@@ -39,7 +39,7 @@ class ModuleState:
 
 
 def module_state(module: nn.Module, prefix: str) -> ModuleState:
-    """Return a module's state dict, with the live parameters in it where its own method shows them."""
+    """Return a module's state dict, with the live parameters in it if its own method can show them."""
     try:
         inspect.signature(module.state_dict).bind(keep_vars=True)
     except TypeError:
@@ -63,7 +63,7 @@ class SplitStates:
         self._free: dict[int, bool] = {}
 
     def states(self) -> Iterator[ModuleState]:
-        """Yield the state dicts of all parts of the tree that FSDP1 left alone, and of single modules."""
+        """Yield the state dicts of all parts of the tree without FSDP1, and of single modules."""
         return self._below(self._root, "")
 
     def _below(self, module: nn.Module, prefix: str) -> Iterator[ModuleState]:
@@ -80,7 +80,7 @@ class SplitStates:
                 yield from self._below(child, f"{prefix}{name}.")
 
     def _is_free(self, module: nn.Module) -> bool:
-        """Tell whether a module and all below it are as if there were no FSDP1."""
+        """Return whether a module and all modules below it are without FSDP1."""
         key = id(module)
         if key not in self._free:
             self._free[key] = (
@@ -102,7 +102,7 @@ class SplitStates:
         return self._names.name(key) in self._taken
 
     def _require_live(self, module: nn.Module, prefix: str, entries: dict[str, Any]) -> None:
-        """Refuse entries that a module made of what it has: FSDP may have taken that."""
+        """Raise `StateError` for entries that a module computed: FSDP may have taken its tensors."""
         own = {id(tensor) for tensor in (*module._parameters.values(), *module._buffers.values())}
         for key, value in entries.items():
             if key != EXTRA and id(value) not in own:
@@ -117,7 +117,10 @@ class SplitStates:
         )
 
     def _require_plain(self, module: nn.Module, prefix: str) -> None:
-        """Refuse what changes a state dict that FSDP has to be kept out of: what it would do is not known."""
+        """Raise `StateError` for a module's own methods and hooks that change its state dict.
+
+        Their effect on a state dict without FSDP's entries is unknown.
+        """
         if WRAPPERS & module._modules.keys():
             return
         own = type(module).state_dict is not nn.Module.state_dict
