@@ -183,7 +183,7 @@ def computing_factories() -> None:
         factory = ShardedTensorFactory("k", data.clone(), build, merge)
         wrong = merge if build is halves or build is copies else build
         name = f"{wrong.__module__}.{wrong.__qualname__}"
-        why = "does not put the parts together" if wrong is merge else "computes what is saved"
+        why = "does not put the parts together" if wrong is merge else "computes the saved values"
         state = {"i": {"f": factory}}
         for act in (partial(collect, state, 0, 1), partial(load, state, saved)):
             with pytest.raises(StateError) as caught:

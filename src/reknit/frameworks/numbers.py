@@ -129,7 +129,7 @@ def number_of(array: Any) -> int | float | complex | None:
 
 
 def whole(number: Any) -> int | None:
-    """Return a number as an integer of the same value; None if there is none, and for minus zero."""
+    """Return a number as an integer of the same value, or None without one, as for minus zero."""
     if not is_number(number) or _is_complex(number):
         return None
     if isinstance(number, (float, np.floating)) and (

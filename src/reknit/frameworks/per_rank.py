@@ -114,9 +114,9 @@ class RngState(PerRank):
 
     The generators of devices are that of the current device, and those of all other devices that have had
     tensors of this process, from its first use of a device.  The current device's state is restored on the
-    current device, whatever its number, and the others' on devices of the same numbers.  The load report
-    names each device whose state is not restored or was not saved.  `devices=False` leaves all of them out,
-    and `cuda=False` those of CUDA.
+    current device, and the others' on devices of the same numbers.  The load report names each device whose
+    state is not restored or was not saved.  `devices=False` leaves all of them out, and `cuda=False` those of
+    CUDA.
     """
 
     def __init__(

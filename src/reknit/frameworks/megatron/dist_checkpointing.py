@@ -133,7 +133,7 @@ def _require_parts(factory: Any, built: list[Any], place: Place) -> None:
         whole = factory.merge_fn(unwrapped(made))
         merges = whole.dtype == numbers.dtype and torch.equal(whole, numbers)
     if not parts:
-        raise _computes(f"{called(factory.build_fn)} (build_fn) computes what is saved", factory, place)
+        raise _computes(f"{called(factory.build_fn)} (build_fn) computes the saved values", factory, place)
     if not merges:
         merge = f"{called(factory.merge_fn)} (merge_fn) does not put the parts together as they were"
         raise _computes(merge, factory, place)

@@ -31,7 +31,7 @@ class ShardedTensorAdapter(Adapter):
 
     def collect(self, value: Any, place: Place, saving: Saving) -> None:
         """Collect the parts of whole tensors in the local tensor."""
-        # Groups are known for parameters only.
+        # Megatron's groups apply to parameters only.
         alone = not isinstance(value.data, nn.Parameter)
         for at, one in _named(value, place):
             collect_part(value.data, one, at, saving, alone=alone)

@@ -32,7 +32,7 @@ def adapters() -> tuple[Adapter, ...]:
 
 
 class OptimizerAdapter(Adapter):
-    """Optimizers of one kind: `known` recognises them, and `read` returns their parameters by name.
+    """Optimizers of one kind: `matches` recognises them, and `read` returns their parameters by name.
 
     `read` sends no message, and raises `StateError` for a parameter without a name.
     `state/<parameter>/<name>` is a state of a parameter, and `state/<parameter>/master` its master weights,
@@ -42,12 +42,12 @@ class OptimizerAdapter(Adapter):
 
     unites = True
 
-    def __init__(self, known: Callable[[Any], bool], read: Callable[[Any, Place, Walk], Slots]) -> None:
-        self._known, self._read = known, read
+    def __init__(self, matches: Callable[[Any], bool], read: Callable[[Any, Place, Walk], Slots]) -> None:
+        self._matches, self._read = matches, read
 
     def matches(self, value: Any) -> bool:
         """Return whether this is such an optimizer."""
-        return self._known(value)
+        return self._matches(value)
 
     def collect(self, value: Any, place: Place, saving: Saving) -> None:
         """Collect states and options.  Takes no step, and leaves the optimizer as it is."""

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def sign(optimizer: Any, signature: Signature) -> int | None:
     """Add the facts that decide names and places of the states, and return the number of parameters.
 
-    None for any but a plain optimizer of torch whose states are all tensors of parameters.  Its parameters
-    are among the tensors of the signature again, which identifies them with those of modules.
+    None, except for a plain optimizer of torch with no states other than tensors of parameters.  Its
+    parameters are among the tensors of the signature again, which identifies them with those of modules.
     """
     if not optimizer_protocol.is_plain(optimizer):
         return None

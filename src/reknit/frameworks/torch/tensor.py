@@ -208,7 +208,7 @@ def _require_memory(tensor: Any, local: Any, place: Place) -> None:
     if not shows_memory(local):
         raise StateError(
             f"{place} is on {local.device}, where torch shows no memory of it",
-            remedy="save what its cpu() returns, and copy that back with copy_() after a load",
+            remedy="save the result of its cpu(), and copy that back with copy_() after a load",
         )
     if torch_private.hides_data(type(local)):
         raise StateError(

@@ -1,4 +1,4 @@
-"""Tensors that are made of other tensors: each of these has a name of its own, and a record says the rest."""
+"""Composite tensors: their records, and the requests for their inner tensors, each of which has a name."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class CompositeRequests:
         self._asked.setdefault(key, _CompositeRequest(made, tensor, early)).places[place] = None
 
     def settle(self, loading: CompositeLoad) -> None:
-        """Request the inner tensors under the names in the checkpoint; record those that do not fit."""
+        """Request the inner tensors under the names in the checkpoint; record each misfit."""
         for asked in self._asked.values():
             made = asked.made
             saved = [place for place in asked.places if record_at(place, loading.saved) is not None]

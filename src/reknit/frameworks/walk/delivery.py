@@ -1,4 +1,4 @@
-"""The actions of a load on live objects: first those that take their state whole, then all others."""
+"""The actions of a load on live objects: first on objects that take their state whole, then on all others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contents of a checkpoint for one rank: shared ones, and those that the rank saved as its own."""
+"""The contents of a checkpoint for one rank: shared values, and values that the rank saved as its own."""
 
 from __future__ import annotations
 

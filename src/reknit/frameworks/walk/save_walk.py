@@ -129,7 +129,7 @@ class Saving(Walk):
         return self.holdings()
 
     def holdings(self, known: dict[Hashable, Any] | None = None) -> Holdings:
-        """Return all collected contents; `known` is that of the last holdings, if they were alike."""
+        """Return all collected contents; `known` are results for the last holdings, if they were alike."""
         return Holdings(
             tuple(self.state),
             tuple(self.shards),

@@ -1,4 +1,4 @@
-"""Objects with a `state_dict` that a load must not call, and those that are loaded after the tensors."""
+"""Objects with a `state_dict` that a load must not call, and objects that are loaded after the tensors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _DEPTH_OF_TENSORS = 3
 def has_effects(value: Any) -> bool:
     """Return whether `state_dict` may change the object, so that a load must not call it.
 
-    The object's attribute `state_dict_has_effects` decides.  Without it, the answer is yes for objects that
+    The object's attribute `state_dict_has_effects` decides.  Without it, the result is true for objects that
     can be iterated and are not containers, and for objects that hold such an object with a state.  Data
-    loaders make an iterator, start workers and draw random numbers.  The answer is no if the object holds
+    loaders make an iterator, start workers and draw random numbers.  The result is false if the object holds
     tensors that are distributed, or not on the CPU: these are to come back as they are now.
     """
     declared = _declared(value)

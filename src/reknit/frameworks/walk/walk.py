@@ -48,7 +48,7 @@ class World:
 
     @property
     def alone(self) -> Replicas:
-        """Replicas of a tensor without known copies: only this rank if it is the only one, else unknown."""
+        """Replicas of a tensor with unrecorded copies: this rank if it is the only one, else None."""
         return (0,) if self.size == 1 else None
 
     def once(self, key: Hashable, make: Callable[[], T], *keep: Any) -> T:

@@ -193,7 +193,7 @@ def _function(hook: Any) -> Any:
 
 
 def _is_own(hook: Callable[..., Any]) -> bool:
-    """Return whether a hook or method may do more with a state dict than those of known packages."""
+    """Return whether a hook or method is not of a package in `_KNOWN`, so that it may change a state dict."""
     return not str(getattr(_function(hook), "__module__", "")).startswith(_KNOWN)
 
 
