@@ -100,7 +100,7 @@ def _lasting_tensors() -> Iterator[None]:
     if torch is None or not torch.is_inference_mode_enabled():
         yield
         return
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(mode=False), torch.no_grad():
         yield
 
 

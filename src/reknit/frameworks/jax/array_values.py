@@ -78,7 +78,7 @@ def as_recorded(array: Any, record: Mapping[str, Any]) -> Any:
         array = jax.random.wrap_key_data(array, impl=str(record["keys"]))
     weak = record.get("weak")
     if weak is not None and not jax_private.is_key_dtype(array.dtype) and weak != array.weak_type:
-        array = jax_private.weakly_typed(array, bool(weak))
+        array = jax_private.weakly_typed(array, weak=bool(weak))
     kind = record.get("memory")
     kinds = {memory.kind for device in array.sharding.device_set for memory in device.addressable_memories()}
     if kind in kinds and not array.committed:

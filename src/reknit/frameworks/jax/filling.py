@@ -72,7 +72,9 @@ class Filling(Unfilled):
     move such arrays to the devices of their other arguments.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: Any, sharding: Any, weak: bool, place: Place) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], dtype: Any, sharding: Any, place: Place, *, weak: bool
+    ) -> None:
         self.spec = _spec(shape, dtype, place)
         self._shape, self._dtype, self._sharding, self._weak = shape, dtype, sharding, weak
         _require_dtype(self.spec.dtype, place)
@@ -102,7 +104,9 @@ class Filling(Unfilled):
             free = sharding is not None and sharding == jax.device_put(0).sharding
         if free:
             sharding = None
-        return cls(tuple(target.shape), target.dtype, sharding, getattr(target, "weak_type", False), place)
+        return cls(
+            tuple(target.shape), target.dtype, sharding, place, weak=getattr(target, "weak_type", False)
+        )
 
     def view(self, world: World, *, fresh: bool = True) -> View:
         """Return the view of the memory to fill."""

@@ -85,7 +85,7 @@ class JaxArrays:
             if filling.spec == spec:
                 return filling
             sharding = like.sharding if like.committed else None
-        return Filling(spec.shape, numpy_dtype(spec.dtype), sharding, False, place)
+        return Filling(spec.shape, numpy_dtype(spec.dtype), sharding, place, weak=False)
 
 
 def _require_values(array: Any, place: Place) -> None:

@@ -24,7 +24,7 @@ def key_shape(dtype: Any) -> tuple[int, ...]:
     return tuple(dtype._impl.key_shape)
 
 
-def weakly_typed(array: Any, weak: bool = True) -> Any:
+def weakly_typed(array: Any, *, weak: bool = True) -> Any:
     """Return an array on the same memory, with a weak type (as Python's numbers have) or a strong one.
 
     The public ways to such arrays are computations, which all processes of a job would have to begin.

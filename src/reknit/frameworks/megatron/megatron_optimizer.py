@@ -87,7 +87,7 @@ class _OptimizerReader:
         if states := self._states(work, counts=counts):
             self.state[work.main] = states
         self.works.append((work, mine[0][0].name if mine else ""))
-        self.slots += [self._slot(work, one, flat, known.home, joint) for one, flat in mine]
+        self.slots += [self._slot(work, one, flat, known.home, joint=joint) for one, flat in mine]
 
     def _states(self, work: Working, *, counts: bool) -> dict[Any, Any]:
         """Return the present states of a parameter, and the step that its group counts among them."""
@@ -112,7 +112,7 @@ class _OptimizerReader:
         self.rows[id(row)] = (row, state)  # the row is kept, so that no other tensor gets its id
         return row
 
-    def _slot(self, work: Working, one: HeldPart, flat: FlatPart, home: Place, joint: bool) -> ParamSlot:
+    def _slot(self, work: Working, one: HeldPart, flat: FlatPart, home: Place, *, joint: bool) -> ParamSlot:
         replicas, counter = self._replicas(work, one)
         main = _row(work.main, work.parameter, self.place)
         options = {key: value for key, value in work.group.items() if key not in _LOCAL}

@@ -113,7 +113,7 @@ def entries(optimizer: Any, place: Place) -> dict[Any, Any] | None:
     if (why := _changed(given, optimizer)) is not None:
         raise StateError(
             f"the state_dict() of {place} ({type(optimizer).__name__}, with {', '.join(found)}) {why}",
-            remedy="let it change nothing but add entries at the top.  Or put its parts into the state, or an "
+            remedy="let it change nothing but add entries at the top. Or put its parts into the state, or an "
             "object of your own with state_dict and load_state_dict, which is saved by these methods",
         )
     return {key: value for key, value in given.items() if key not in _PARTS}

@@ -124,7 +124,7 @@ def _own(held: ModuleHoldings, source: ModuleState) -> Iterator[OwnCode]:
     if source.whole and not source.prefix:
         load = _taker(held, source)[0].load_state_dict
         if _is_own(load):
-            yield OwnCode("", called(load), True)
+            yield OwnCode("", called(load), before=True)
     inside = source.module.named_modules() if source.whole else (("", source.module),)
     for path, module in inside:
         hooks = torch_private.load_hooks(module)
@@ -134,7 +134,7 @@ def _own(held: ModuleHoldings, source: ModuleState) -> Iterator[OwnCode]:
             continue
         name = held.names.name((source.prefix + path).removesuffix("."))
         if method is not None:
-            yield OwnCode(name, method, True)
+            yield OwnCode(name, method, before=True)
         for hook, before in hooks:
             if _is_own(hook):
                 yield OwnCode(name, called(hook), before)
