@@ -18,10 +18,10 @@ from reknit.comm.quiet import quietly
 from reknit.comm.round_errors import forked
 from reknit.environment import launch, store_token
 from reknit.errors import UsageError
-from reknit.frameworks.jax import job as jax_job
-from reknit.frameworks.jax.job import coordination_store
+from reknit.frameworks.jax import jax_job
+from reknit.frameworks.jax.jax_job import coordination_store
 from reknit.frameworks.torch.carrier import TorchCarrier
-from reknit.frameworks.torch.job import TorchStore, current_job, subgroup_job
+from reknit.frameworks.torch.torch_job import TorchStore, current_job, subgroup_job
 from reknit.keywords import checked_call
 from reknit.options import CommOptions
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from reknit.comm.group import Group
     from reknit.comm.meeting.rendezvous import Store
-    from reknit.frameworks.job import Job
+    from reknit.frameworks.training_job import TrainingJob
 
 
 class ProcessGroup(Protocol):
@@ -143,7 +143,7 @@ def own_rank() -> int:
     return 0 if job is None else job.rank
 
 
-def _of_all(of_torch: Job | None, of_jax: Job | None) -> Job | None:
+def _of_all(of_torch: TrainingJob | None, of_jax: TrainingJob | None) -> TrainingJob | None:
     """Return the job to act in: torch's where both are jobs of the same processes.
 
     Raises `UsageError` where they are not.
@@ -159,7 +159,7 @@ def _of_all(of_torch: Job | None, of_jax: Job | None) -> Job | None:
     return of_torch
 
 
-def _joined(job: Job, options: CommOptions) -> Group:
+def _joined(job: TrainingJob, options: CommOptions) -> Group:
     """Return the tree of a job's ranks, joined once for as long as torch's group lives."""
     if job.identity in _inherited:
         raise forked(job.rank)

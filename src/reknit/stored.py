@@ -26,7 +26,7 @@ from reknit.engine.stored.promote import promote_alone
 from reknit.engine.stored.steps import steps_below
 from reknit.engine.stored.verify import verify as verify_story
 from reknit.errors import UsageError, shown, typed_shortage
-from reknit.frameworks import arrays
+from reknit.frameworks import fresh_arrays
 from reknit.keywords import checked_call
 from reknit.monitor.phase import Recorder
 from reknit.monitor.sinks.choosing import outlets_for
@@ -59,7 +59,7 @@ def open(path: str | PathLike[str], *, options: LoadOptions | None = None) -> Ch
         storage, *replicas = open_places(path, options, failing)
         recorder = Recorder("read", path=storage.url, sinks=outlets_for(options.events))
         storage, *replicas = (recorded(one, recorder) for one in (storage, *replicas))
-        checkpoint = Checkpoint(storage, options, recorder, arrays, replicas)
+        checkpoint = Checkpoint(storage, options, recorder, fresh_arrays, replicas)
         failing.pop_all()
     return checkpoint
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import reknit
 from reknit.errors import UsageError
-from reknit.frameworks.deepspeed import private as deepspeed_private
+from reknit.frameworks.deepspeed import deepspeed_private
 from reknit.integrations import deepspeed as integration
 from tests import ranks
 from tests.deepspeed import engines

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import reknit
-from reknit.frameworks.deepspeed import private as deepspeed_private
+from reknit.frameworks.deepspeed import deepspeed_private
 from tests import ranks
 from tests.deepspeed import engines
 from tests.optional import needs

@@ -9,7 +9,7 @@ import torch
 from msgspec import structs
 
 from reknit.frameworks.registry import collect, wanted
-from reknit.frameworks.same import same_value
+from reknit.frameworks.same_value import same_value
 from reknit.types.manifest import Catalog
 from reknit.types.shard import full_name
 

@@ -162,8 +162,11 @@ WRONG: dict[str, tuple[list[Any], str]] = {
     "shape": ([whole("w", np.zeros(3), "float64", (2,))], r"float64\[3\] for a box of float64\[2\]"),
     "bytes": ([whole("w", bytearray(24), "float64", (2,))], r"float64\[3\] for a box of float64\[2\]"),
     "other dtype": ([whole("w", np.zeros(2, np.float32), "float64", (2,))], r"float32\[2\] for a box"),
-    "no memory": ([whole("w", [0.0, 0.0], "float64", (2,))], "of type list that is no array"),
-    "gaps": ([whole("w", memoryview(bytes(32))[::2], "uint8", (16,))], "of type memoryview that is no array"),
+    "no memory": ([whole("w", [0.0, 0.0], "float64", (2,))], "of type list that is not an array"),
+    "gaps": (
+        [whole("w", memoryview(bytes(32))[::2], "uint8", (16,))],
+        "of type memoryview that is not an array",
+    ),
     "two specs": (
         [whole("w", np.zeros(2), "float64", (2,)), whole("w", np.zeros(3), "float64", (3,))],
         r"as float64\[2\] and as float64\[3\]",
@@ -269,7 +272,7 @@ def test_a_custom_framework_is_asked_before_all_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "message"), [(object(), "object has no matches"), (Bags, "is a class and no object")]
+    ("what", "message"), [(object(), "object has no matches"), (Bags, "is a class and not an object")]
 )
 def test_what_is_no_framework_is_refused(what: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message), registered(what):

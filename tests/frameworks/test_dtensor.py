@@ -18,8 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from reknit.errors import StateError
 from reknit.frameworks.registry import collect, wanted
-from reknit.frameworks.torch import dtensor
-from reknit.frameworks.torch import private as torch_private
+from reknit.frameworks.torch import dtensor, torch_private
 from reknit.frameworks.torch.dtensor import MeshCut, Run, applied, boxes, chunk, decode, in_true_order
 from reknit.frameworks.walk.walk import World
 from reknit.types.box import Box
@@ -271,7 +270,7 @@ def group_of_two() -> Any:
     if rank not in (1, 3):
         return None
     tensor = distribute_tensor(torch.arange(4.0), pair, [Replicate()])
-    from reknit.frameworks.torch.job import subgroup_job
+    from reknit.frameworks.torch.torch_job import subgroup_job
 
     job = subgroup_job(group)
     return portable(collect({"t": tensor}, job.rank, job.size, ranks=job.ranks))

@@ -397,7 +397,7 @@ def a_later_save_sees_whatever_was_changed_since_an_earlier_one() -> None:
     here = next((states for p, states in optimizer.state.items() if p.numel() > 1), None)
     if here is not None:
         here["more"].resize_(here["more"].numel() - 1)
-        with pytest.raises(StateError, match="which of the whole these are cannot be known"):
+        with pytest.raises(StateError, match="their place in the whole cannot be determined"):
             collect({"m": module, "o": optimizer}, dist.get_rank(), WORLD)
     # Other names for equal shapes, another cut of the same names, and other parameters under the same names.
     around: Any = nn.ModuleDict({"inner": FSDP(nn.Linear(7, 9), device_id=CPU, use_orig_params=True)})
@@ -610,7 +610,7 @@ def states_that_are_not_as_long_as_the_shard_are_refused() -> None:
     step(module, optimizer)
     parameter = next(p for p in optimizer.state if p.numel() > 1)
     optimizer.state[parameter]["scales"] = torch.zeros(parameter.numel() + 1)
-    with pytest.raises(StateError, match="which of the whole these are cannot be known"):
+    with pytest.raises(StateError, match="their place in the whole cannot be determined"):
         holdings({"m": module, "o": optimizer})
 
 

@@ -133,7 +133,7 @@ def test_a_state_of_another_kind_of_generator_is_refused_before_any_is_set(devic
         state["devices"] = [{"device": device_type, "state": wrong}]
         want = wanted({"rng": RngState()}, checkpoint.catalog(), 0, 1)
         (told,) = want.mismatched
-        assert "is no state of random generators" in told[2]
+        assert "is not a state of random generators" in told[2]
     assert RngState().state_dict()["torch"].equal(expected["torch"])
 
 

@@ -16,7 +16,7 @@ import pytest
 from reknit.comm.meeting.entries import Shape
 from reknit.comm.meeting.hosts import gather_shape
 from reknit.errors import CommError, DeadlineError, MissingExtraError, UsageError
-from reknit.frameworks.jax.job import JaxStore, coordination_store
+from reknit.frameworks.jax.jax_job import JaxStore, coordination_store
 from reknit.options import CommOptions
 from tests.ports import free_port
 
@@ -131,14 +131,14 @@ def test_the_store_is_that_of_the_process_and_knows_its_master(jax_with: Any) ->
 
 def test_a_job_that_has_not_been_initialized_is_told_how(jax_with: Any) -> None:
     jax_with(None, None)
-    with pytest.raises(UsageError, match="do not know each other yet") as caught:
+    with pytest.raises(UsageError, match="are not connected yet") as caught:
         coordination_store("a")
     assert "jax.distributed.initialize()" in str(caught.value)
 
 
 def test_a_jax_that_is_too_old_is_named(jax_with: Any) -> None:
     jax_with(SimpleNamespace(), None)
-    with pytest.raises(MissingExtraError, match=r"JAX 0\.0\.1 has a store without what reknit needs"):
+    with pytest.raises(MissingExtraError, match=r"JAX 0\.0\.1 has a store without a call that reknit needs"):
         coordination_store("a")
 
 
@@ -159,7 +159,7 @@ rank, port = int(sys.argv[1]), sys.argv[2]
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
 import reknit
 from reknit.errors import DeadlineError
-from reknit.frameworks.jax.job import coordination_store
+from reknit.frameworks.jax.jax_job import coordination_store
 store = coordination_store("test")
 store.set(f"of {rank}", b"")
 store.set(f"of {rank}", bytes([rank, 0, 255]))

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from reknit.frameworks.registry import collect, wanted
-from reknit.frameworks.same import same_value
+from reknit.frameworks.same_value import same_value
 from tests.frameworks.checkpoint import Checkpoint, assemble, fill, portable
 from tests.frameworks.silence import Silence
 from tests.ranks import run

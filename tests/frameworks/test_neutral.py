@@ -75,5 +75,5 @@ def test_a_device_that_is_not_the_current_one_keeps_its_number(device_type: str)
 
 def test_the_current_device_of_a_kind_that_is_not_here_has_no_number() -> None:
     assert from_neutral(Tagged("torch.device", "xpu:current")) == torch.device("xpu")
-    with pytest.raises(FormatError, match=r"is no torch\.device"):
+    with pytest.raises(FormatError, match=r"is not a torch\.device"):
         from_neutral(Tagged("torch.device", "abacus:current"))

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from reknit.errors import StateError
 from reknit.frameworks.registry import collect, wanted
-from reknit.frameworks.same import same_value
+from reknit.frameworks.same_value import same_value
 from reknit.types.shard import Tagged
 from tests.frameworks.checkpoint import Checkpoint, assemble, fill, load, save
 from tests.ranks import run

@@ -11,9 +11,9 @@ import torch
 
 import reknit
 from reknit.errors import MismatchError, StateError
-from reknit.frameworks.deepspeed import optimizers as deepspeed_optimizers
+from reknit.frameworks.deepspeed import zero_optimizers
 from reknit.frameworks.registry import wanted
-from reknit.frameworks.torch import numbers
+from reknit.frameworks.torch import tensor_numbers
 from reknit.frameworks.walk.walk import Place
 from reknit.types.wanted import Terms
 from tests.frameworks.checkpoint import fill, load, save
@@ -169,21 +169,21 @@ def test_a_counter_that_a_tensor_cannot_hold_is_mismatched() -> None:
 
 def test_steps_are_counted_in_as_many_bits_as_they_need() -> None:
     for step in (0, 5, 2**24 + 1, 2**53 + 1, torch.tensor([7], dtype=torch.int32), 0.5):
-        counter = numbers.counter(step, "here")
+        counter = tensor_numbers.counter(step, "here")
         assert counter.ndim == 0
         assert counter.item() == step
-    assert numbers.counter(5, "here").dtype == torch.float32
+    assert tensor_numbers.counter(5, "here").dtype == torch.float32
     with pytest.raises(StateError, match=r"here has taken 10+ steps"):
-        numbers.counter(10**30, "here")
+        tensor_numbers.counter(10**30, "here")
     with pytest.raises(StateError, match=r"here is 2.5 .* counts in integers"):
-        numbers.require_whole(torch.tensor(2.5), "here")
+        tensor_numbers.require_whole(torch.tensor(2.5), "here")
 
 
 @pytest.mark.parametrize("step", [0, 3, 2**24 + 1, 2**53 + 1])
 def test_the_integers_in_which_deepspeed_counts_come_back(step: int) -> None:
     states = {"step": step, "exp_avg": torch.ones(1)}
-    made = deepspeed_optimizers.counted_in_tensor(states, Place("o"))
+    made = zero_optimizers.counted_in_tensor(states, Place("o"))
     assert made["step"].item() == step
     for given in (made, {**made, "step": made["step"].item()}):
-        found = deepspeed_optimizers.counted_in_number(given)["step"]
+        found = zero_optimizers.counted_in_number(given)["step"]
         assert (found, type(found)) == (step, int)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from reknit.errors import StateError
-from reknit.frameworks.optimizer import protocol as optimizer_protocol
+from reknit.frameworks.optimizer import optimizer_protocol
 from reknit.frameworks.registry import collect, wanted
 from reknit.types.wanted import Terms
 from tests.frameworks.checkpoint import Checkpoint, assemble, fill, load, portable, save
@@ -236,7 +236,7 @@ def test_states_that_a_load_hook_would_round_are_mismatched() -> None:
     other.register_load_state_dict_post_hook(lambda _: None)
     want = wanted({"m": model, "o": other}, checkpoint.catalog(), 0, 1)
     assert {fqn.rpartition("/")[2] for _, fqn, _ in want.mismatched} == {"exp_avg"}
-    assert "makes torch.bfloat16 of a state of torch.float32" in want.mismatched[0][2]
+    assert "converts a state of torch.float32 to torch.bfloat16" in want.mismatched[0][2]
 
 
 class Keyed(torch.optim.SGD):

@@ -10,7 +10,7 @@ import torch
 
 import reknit
 from reknit.errors import MismatchError
-from reknit.frameworks.same import same_value
+from reknit.frameworks.same_value import same_value
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -209,7 +209,7 @@ def test_the_ranges_of_all_ranks_are_the_box_in_storage_order(some: tuple[Any, R
     inner = prod(box.lengths[len(ragged.dims) :])
     for position, units in enumerate(ragged.units):
         memory, left = left[: units * inner].clone(), left[units * inner :]
-        found = part(ragged, position, shape, box, memory.numel(), PLACE).parts(memory)
+        found = part(ragged, position, shape, box, memory.numel(), place=PLACE).parts(memory)
         assert sum(each.numel for each, _ in found) == memory.numel()
         for each, data in found:
             assert torch.equal(numbers[each.slices()], data)
@@ -252,7 +252,7 @@ def test_units_that_do_not_fit_the_tensor_are_refused(
     units: tuple[int, ...], dims: tuple[int, ...], numel: int, message: str
 ) -> None:
     with pytest.raises(StateError, match=message) as caught:
-        part(Ragged(0, dims, units), 0, (4, 4), Box.whole((4, 4)), numel, PLACE)
+        part(Ragged(0, dims, units), 0, (4, 4), Box.whole((4, 4)), numel, place=PLACE)
     assert caught.value.remedy
 
 

@@ -359,7 +359,7 @@ sys.meta_path.insert(0, Blocked())
 import numpy as np
 from reknit.frameworks.registry import collect, wanted
 from reknit.frameworks import per_rank
-from reknit.frameworks.torch import job as torch_job
+from reknit.frameworks.torch import torch_job
 from reknit.types.manifest import Catalog
 class Sampler:
     def state_dict(self): return {"seen": 3, "order": np.arange(2)}

@@ -105,7 +105,7 @@ def test_a_framework_whose_import_is_blocked_is_not_asked(
     library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, library, None)
-    monkeypatch.delitem(sys.modules, "reknit.frameworks.jax.arrays", raising=False)
+    monkeypatch.delitem(sys.modules, "reknit.frameworks.jax.jax_arrays", raising=False)
     reknit.save(tmp_path, {"x": torch.ones(2), "y": [1, "a"]})
     state: dict[str, Any] = {"x": torch.zeros(2), "y": None}
     reknit.load(tmp_path, state)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from reknit.comm.meeting.hosts import gather_shape
 from reknit.errors import CommError, DeadlineError, UsageError
-from reknit.frameworks.torch import job as torch_job
+from reknit.frameworks.torch import torch_job
 from reknit.options import CommOptions
 from tests.ranks import run
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import reknit
-from reknit.frameworks.torch import private as torch_private
+from reknit.frameworks.torch import torch_private
 from tests.devices import every_simulated_device
 from tests.ranks import run
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from reknit.errors import StateError
 from reknit.frameworks import tree
-from reknit.frameworks.same import same_value
+from reknit.frameworks.same_value import same_value
 
 KEYS = st.one_of(
     st.integers(),

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from reknit.errors import StateError
 from reknit.frameworks.registry import collect
-from reknit.frameworks.torch import private as torch_private
+from reknit.frameworks.torch import torch_private
 from tests.frameworks.checkpoint import Checkpoint, assemble, load, portable
 from tests.frameworks.silence import Silence
 from tests.ranks import run
@@ -108,7 +108,7 @@ def hooked() -> None:
         module, optimizer = build(0)
         one = optimizer.optim if inside else optimizer
         one.register_state_dict_post_hook(kept)
-        with pytest.raises(StateError, match=r"with the hook .*kept, which cannot be followed"):
+        with pytest.raises(StateError, match=r"with the hook .*kept, which cannot be run"):
             collect({"m": module, "o": optimizer}, dist.get_rank(), 2)
 
 

@@ -19,8 +19,7 @@ from jax.sharding import PartitionSpec as P
 import reknit
 from reknit.errors import MismatchError, StateError
 from reknit.frameworks import registry
-from reknit.frameworks.jax import arrays as jax_arrays
-from reknit.frameworks.jax import private as jax_private
+from reknit.frameworks.jax import jax_arrays, jax_private
 from reknit.frameworks.walk.walk import World
 from tests.jax import training
 from tests.jax.trees import raises

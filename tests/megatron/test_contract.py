@@ -11,9 +11,7 @@ import torch.distributed as dist
 
 import reknit
 from reknit.errors import CommitError, StateError
-from reknit.frameworks.megatron import model as megatron_model
-from reknit.frameworks.megatron import private as megatron_private
-from reknit.frameworks.megatron import sharded as megatron_sharded
+from reknit.frameworks.megatron import dist_checkpointing, megatron_model, megatron_private
 from reknit.frameworks.registry import collect
 from reknit.frameworks.walk.walk import Place, World
 from reknit.types.box import Box
@@ -27,7 +25,7 @@ from tests.optional import needs
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reknit.frameworks.torch.flat import FlatPart
+    from reknit.frameworks.torch.flat_part import FlatPart
 
 pytestmark = needs("megatron", "Megatron-Core")
 
@@ -78,7 +76,7 @@ def groups(layout: Layout) -> None:
     mine = {}
     for chunk in trained.chunks:
         for _, sharded in megatron_private.described(chunk, HERE):
-            if megatron_sharded.is_tensor(sharded):
+            if dist_checkpointing.is_tensor(sharded):
                 for one in megatron_model.held(sharded, HERE):
                     boxes = tuple(box for box, _ in one.part.held)
                     mine[one.name, boxes] = ours.copies(expert=one.expert, whole=one.whole)
@@ -185,7 +183,7 @@ def computing_factories() -> None:
         factory = ShardedTensorFactory("k", data.clone(), build, merge)
         wrong = merge if build is halves or build is copies else build
         name = f"{wrong.__module__}.{wrong.__qualname__}"
-        why = "does not put the parts together" if wrong is merge else "computes what is saved"
+        why = "does not put the parts together" if wrong is merge else "computes the saved values"
         state = {"i": {"f": factory}}
         for act in (partial(collect, state, 0, 1), partial(load, state, saved)):
             with pytest.raises(StateError) as caught:
@@ -445,7 +443,7 @@ def refusals(root: str) -> None:
     blobs = collect({"model": trained.chunks, "optimizer": plain}, 0, 1).blobs
     assert {blob.fqn.split(".")[0] for blob in blobs if blob.item == "optimizer"} == {"param_groups/module"}
     hook = inner.optimizer.register_state_dict_post_hook(lambda *args: None)
-    with pytest.raises(StateError, match=r"with the hook .*, which cannot be followed"):
+    with pytest.raises(StateError, match=r"with the hook .*, which cannot be run"):
         collect(trained.state(), 0, 1)
     hook.remove()
     offloaded, inner.optimizer = inner.optimizer, type("HybridDeviceOptimizer", (), {})()
@@ -526,9 +524,9 @@ def factories_on_a_device() -> list[float]:
         factory = ShardedTensorFactory("k", weight, turned, joined)
         with pytest.MonkeyPatch.context() as patch:
             if not own:
-                patch.setattr(megatron_sharded, "_is_megatrons", lambda _: True)
+                patch.setattr(dist_checkpointing, "_is_megatrons", lambda _: True)
             device.reset_peak()
-            found = megatron_sharded.entries(factory, HERE)
+            found = dist_checkpointing.entries(factory, HERE)
         assert [(one.start, one.strides) for one in found] == [(0, (1, 2048)), (1024, (1, 2048))]
         peaks.append(device.peak() / weight.nbytes)
     return peaks

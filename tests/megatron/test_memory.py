@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import reknit
 from reknit.errors import StateError
-from reknit.frameworks.megatron import private as megatron_private
+from reknit.frameworks.megatron import megatron_private
 from reknit.frameworks.registry import collect
 from reknit.frameworks.walk.walk import Place
 from tests import ranks

@@ -245,7 +245,7 @@ def test_parameters_that_are_still_to_be_fetched_are_refused_until_the_next_forw
     for found in run(2, corners):
         assert "are outdated" in found["stepped"]
         assert "other parameters than veScale put into it" in found["groups"]
-        assert "which cannot be followed where each rank has a part of the states" in found["hooked"]
+        assert "which cannot be run where each rank has a part of the states" in found["hooked"]
 
 
 def tensor_parallel_alone(root: str) -> tuple[Any, dict[str, list[str]]]:

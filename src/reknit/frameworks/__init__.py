@@ -1,1 +1,1 @@
-"""What a rank holds: training objects become shards and blobs, and are filled from a checkpoint."""
+"""The objects of training frameworks as shards and blobs, and how a checkpoint fills them."""

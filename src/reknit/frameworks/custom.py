@@ -1,7 +1,7 @@
-"""Frameworks of other people's making: three methods, and an entry point.
+"""Frameworks of users: a class with three methods, and an entry point.
 
-A class with the methods of `CustomFramework` says what a value holds and takes back what was loaded.  It is
-made known by `register_framework`, or by the installed distribution that brings it::
+A class with the methods of `CustomFramework` returns the contents of a value, and puts loaded contents back.
+It is registered by `register_framework`, or by the installed distribution that contains it::
 
     [project.entry-points."reknit.frameworks"]
     blocks = "my_package.checkpoints:Blocks"
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from importlib.metadata import EntryPoint
 
-    from reknit.frameworks.walk.loading import Loading
-    from reknit.frameworks.walk.saving import Saving
+    from reknit.frameworks.walk.load_walk import Loading
+    from reknit.frameworks.walk.save_walk import Saving
     from reknit.frameworks.walk.walk import Assign, Place, Walk
 
 GROUP = "reknit.frameworks"
@@ -44,13 +44,14 @@ GROUP = "reknit.frameworks"
 class Held:
     """A box of a named tensor, in this rank's memory.
 
-    `name` is below the value's own place in the state (levels are parted by ``/``, and an empty one means the
-    value itself is the tensor).  `shape` is that of the whole tensor, and `dtype` one of the names in
-    `reknit.types.dtype.ITEMSIZE`.  The box begins at `offsets` and is as long as `lengths`; a tensor that a
-    rank has in several pieces is several of these.  `memory` has the elements of the box: a NumPy array or a
-    torch tensor of that shape (any strides, any device), or what speaks the buffer protocol or DLPack
-    (contiguous).  It is read while a save lasts, and filled by a load.  `replicas` are the numbers of all
-    ranks that hold this box with equal bytes, where the framework knows them without asking.
+    `name` is below the value's own place in the state.  Its levels are separated by ``/``; it is empty if the
+    value itself is the tensor.  `shape` is that of the whole tensor, and `dtype` one of the names in
+    `reknit.types.dtype.ITEMSIZE`.  The box begins at `offsets` and is as long as `lengths`; a tensor of which
+    a rank has several boxes is several of these objects.  `memory` has the elements of the box.  It is a
+    NumPy array or a torch tensor of that shape (any strides, any device), or an object with the buffer
+    protocol or DLPack (contiguous).  It is read while a save lasts, and filled by a load. `replicas` are the
+    numbers of all ranks that hold this box with equal bytes, if the framework can determine them without
+    communication.
     """
 
     name: str
@@ -71,22 +72,22 @@ class Value:
 
 
 class CustomFramework(Protocol):
-    """What knows one kind of values that nothing else here knows."""
+    """The adapter of one kind of values that reknit does not support by itself."""
 
     def matches(self, value: Any) -> bool:
-        """Tell whether this framework is for the value.  It is asked of every value in every state."""
+        """Return whether this framework is for the value.  It is called for every value in every state."""
 
     def holdings(self, value: Any, rank: int, size: int) -> Iterable[Held | Value]:
-        """Return what `rank` of the `size` ranks that save or load has of a value.
+        """Return the tensors and values that `rank` of the `size` ranks of a save or load has of a value.
 
         Sends no messages and changes nothing.  Several ranks may return the same box, with equal bytes.
         """
 
     def restore(self, value: Any, held: Sequence[Held], values: Mapping[str, Any]) -> None:
-        """Take over what was loaded: the memory of `held` is filled, and `values` are by name.
+        """Take over the loaded contents: the memory of `held` is filled, and `values` are by name.
 
-        Both have what was asked for with `holdings` and is in the checkpoint.  Where the memory was the
-        value's own, nothing is left to be done for it.
+        Both contain the results of `holdings` that were loaded.  If the memory is the value's own, nothing is
+        left to do for it.
         """
 
 
@@ -95,9 +96,9 @@ registered_frameworks: list[CustomFramework] = []
 
 @checked_call
 def register_framework(framework: CustomFramework) -> None:
-    """Make a framework known to all later saves and loads of this process; the first that matches is taken.
+    """Register a framework for all later saves and loads of this process; the first that matches is taken.
 
-    Raises `UsageError` for what lacks a method of `CustomFramework`.
+    Raises `UsageError` if a method of `CustomFramework` is missing.
     """
     _require_methods(framework, "register_framework was called with")
     if not any(known is framework for known in registered_frameworks):
@@ -106,7 +107,7 @@ def register_framework(framework: CustomFramework) -> None:
 
 @contextmanager
 def registered(framework: CustomFramework) -> Iterator[None]:
-    """Make a framework known inside the `with`, before all others."""
+    """Register a framework inside the `with` block, before all others."""
     _require_methods(framework, "registered was called with")
     registered_frameworks.insert(0, framework)
     try:
@@ -116,16 +117,16 @@ def registered(framework: CustomFramework) -> Iterator[None]:
 
 
 def adapters() -> tuple[Adapter, ...]:
-    """Return what knows the values of custom frameworks, in the order in which they were made known.
+    """Return the adapters of custom frameworks, in the order of their registration.
 
-    Raises `UsageError` where an entry point cannot be loaded, and names the distribution that has it.
+    Raises `UsageError` for an entry point that cannot be loaded, and names its distribution.
     """
     return tuple(CustomAdapter(framework) for framework in (*registered_frameworks, *installed_frameworks()))
 
 
 @cache
 def installed_frameworks() -> tuple[CustomFramework, ...]:
-    """Return what installed distributions bring, loaded once per process."""
+    """Return the frameworks of installed distributions, loaded once per process."""
     return tuple(_loaded(entry) for entry in entry_points(group=GROUP))
 
 
@@ -135,10 +136,10 @@ def _loaded(entry: EntryPoint) -> CustomFramework:
     try:
         found = entry.load()
         framework = found() if isinstance(found, type) else found
-    except Exception as error:  # other people's code: whatever it raises, the reader must learn whose it was
+    except Exception as error:  # of a user's code: the error names the distribution
         raise shortage(error) or UsageError(
             f"{what} cannot be loaded: {type(error).__name__}: {error}",
-            remedy=f"mend or uninstall {origin.removeprefix('the distribution ')}",
+            remedy=f"correct or uninstall {origin.removeprefix('the distribution ')}",
         ) from error
     _require_methods(framework, what)
     return cast("CustomFramework", framework)
@@ -148,7 +149,8 @@ def _require_methods(framework: Any, what: str) -> None:
     names = ("matches", "holdings", "restore")
     missing = [name for name in names if not callable(getattr(framework, name, None))]
     if missing or isinstance(framework, type):
-        lacks = "is a class and no object of it" if isinstance(framework, type) else f"has no {missing[0]}"
+        is_class = isinstance(framework, type)
+        lacks = "is a class and not an object of it" if is_class else f"has no {missing[0]}"
         raise UsageError(
             f"{what} {type(framework).__name__} {lacks}",
             remedy="a framework is an object with the methods matches, holdings and restore",
@@ -162,11 +164,11 @@ class CustomAdapter(Adapter):
         self._framework = framework
 
     def matches(self, value: Any) -> bool:
-        """Tell whether the framework says that this is one of its own."""
+        """Return whether the framework matches the value."""
         return bool(self._framework.matches(value))
 
     def collect(self, value: Any, place: Place, saving: Saving) -> None:
-        """Collect what the framework says that this rank has."""
+        """Collect the tensors and values that the framework returns for this rank."""
         tensors, values = self._read(value, place, saving)
         for tensor in tensors:
             saving.view(tensor.view(value), tensor.place, value)
@@ -174,7 +176,7 @@ class CustomAdapter(Adapter):
             saving.blob(to_neutral(one.value, str(at)), at)
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
-        """Ask for all that the framework says that this rank has, and give it back when it is there."""
+        """Request the tensors and values of the framework on this rank, and hand over the loaded ones."""
         tensors, values = self._read(value, place, loading)
         held: list[Held] = []
         found: dict[str, Any] = {}
@@ -194,7 +196,7 @@ class CustomAdapter(Adapter):
             loading.early(lambda: self._framework.restore(value, held, found))
 
     def _read(self, value: Any, place: Place, walk: Walk) -> tuple[list[_Tensor], list[tuple[Place, Value]]]:
-        """Return what the framework says that this rank has, checked, by name."""
+        """Return the tensors and values that the framework returns for this rank, checked, by name."""
         world = walk.world
         tensors: dict[str, _Tensor] = {}
         values: list[tuple[Place, Value]] = []
@@ -221,7 +223,7 @@ class CustomAdapter(Adapter):
         return place.child(*name.split("/")) if name else place
 
     def _spec(self, held: Held, at: Place) -> TensorSpec:
-        """Return what the whole tensor is; raise `StateError` for a box that is none of it."""
+        """Return the spec of the whole tensor.  Raises `StateError` for a box outside of it."""
         if held.dtype not in ITEMSIZE:
             raise self._wrong(at, f"gave it the dtype {held.dtype!r}", f"use one of {', '.join(ITEMSIZE)}")
         shape = tuple(held.shape)
@@ -236,13 +238,13 @@ class CustomAdapter(Adapter):
         return TensorSpec(shape, held.dtype)
 
     def _memory(self, held: Held, at: Place, *, fill: bool) -> Any:
-        """Return the memory of a box as an array; raise `StateError` where it is none, or another."""
+        """Return the memory of a box as an array.  Raises `StateError` if it does not fit the box."""
         try:
             data = _array(held)
         except (TypeError, ValueError, BufferError, RuntimeError) as error:
             raise shortage(error) or self._wrong(
                 at,
-                f"gave memory of type {type(held.memory).__name__} that is no array: {error}",
+                f"gave memory of type {type(held.memory).__name__} that is not an array: {error}",
                 "give a NumPy array, a torch tensor, or a contiguous buffer",
             ) from error
         dtype = str(data.dtype).removeprefix("torch.")
@@ -255,7 +257,7 @@ class CustomAdapter(Adapter):
         if not isinstance(data, np.ndarray) and (data.is_conj() or data.is_neg()):
             raise self._wrong(
                 at,
-                "gave a conjugate or negative view, whose memory is not its values",
+                "gave a conjugate or negative view; the values of a view differ from its memory",
                 "give tensor.resolve_conj().resolve_neg(), and take it over in restore",
             )
         if fill and isinstance(data, np.ndarray) and not data.flags.writeable:
@@ -271,7 +273,7 @@ class CustomAdapter(Adapter):
 
 
 class _Tensor(NamedTuple):
-    """All boxes of one tensor, as they were given, and each with its memory."""
+    """All boxes of one tensor, as the framework returned them, each with its memory."""
 
     place: Place
     spec: TensorSpec
@@ -279,19 +281,19 @@ class _Tensor(NamedTuple):
     parts: list[tuple[Box, Any]]
 
     def view(self, value: Any) -> View:
-        """Return the look at it."""
+        """Return the view of the tensor."""
         key = ("custom", id(value), self.place.fqn)
         holders = tuple(held.replicas for held in self.held)
         return View(self.spec, tuple(self.parts), None, key, holders=holders)
 
 
 def _names(dtype: str) -> tuple[str, ...]:
-    """Return how arrays of a dtype may call it: NumPy has plain bytes for some."""
+    """Return the names that arrays may use for a dtype: NumPy stores some dtypes as plain bytes."""
     return dtype, str(numpy_dtype(dtype))
 
 
 def _array(held: Held) -> Any:
-    """Return memory as the array that it is, without a copy."""
+    """Return memory as an array, without a copy."""
     memory, torch = held.memory, sys.modules.get("torch")
     if isinstance(memory, np.ndarray):
         return memory.view(np.ndarray)

@@ -7,5 +7,5 @@ from typing import Any
 
 
 def imported(module: str, name: str) -> Any:
-    """Return a class, without importing what defines it; without that, ``()``, which has no instances."""
+    """Return a class of a module that is already imported; otherwise ``()``, which has no instances."""
     return getattr(sys.modules.get(module), name, ())

@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 
 COMPOSITE = "composite"
-"""Tag of the record of a tensor that is made of others."""
+"""Tag of the record of a composite tensor."""
 
 _CURRENT = ":current"
-"""Stands for the number of a device of torch that was the current one."""
+"""Suffix in place of the number of torch's current device."""
 
 _JAX = "jax"
-_JAX_VALUES = "reknit.frameworks.jax.values"
+_JAX_VALUES = "reknit.frameworks.jax.array_values"
 
 
 def to_neutral(value: Any, where: str) -> Any:
-    """Return the value with torch's and JAX's objects inside it as `Tagged`; containers come as new ones.
+    """Return the value with torch's and JAX's objects in it as `Tagged`; containers are copied.
 
-    Raises `StateError` for a tensor whose bytes are not all here.
+    Raises `StateError` for a tensor that this process has only in part.
     """
     torch = sys.modules.get("torch")
     jax_values = import_module(_JAX_VALUES) if sys.modules.get(_JAX) is not None else None
@@ -61,9 +61,9 @@ def _neutral_leaf(torch: ModuleType, leaf: Any, where: str) -> Any:
 
 
 def _device_name(device: Any) -> str:
-    """Return how a device is saved: the current one of a rank is no other value than those of other ranks.
+    """Return the saved name of a device; the current device of a rank has the same name on all ranks.
 
-    So it comes back as the current device of the process that loads.
+    It is restored as the current device of the loading process.
     """
     kind = device.type
     if device.index is not None and kind in devices.kinds_in_use():
@@ -75,7 +75,7 @@ def _device(torch: ModuleType, name: str) -> Any:
     kind = name.removesuffix(_CURRENT)
     if kind == name:
         return torch.device(name)
-    # Without a number it stands for the current device, should there come to be one.
+    # Without a number, torch takes the current device as soon as the process has one.
     return torch.device(kind, devices.current_index(kind)) if devices.is_here(kind) else torch.device(kind)
 
 
@@ -88,7 +88,7 @@ def _neutral_tensor(torch: ModuleType, tensor: Any, where: str) -> dict[str, Any
             remedy="put the tensor into the state under a key of its own",
         )
     whole = tensor.detach().cpu().resolve_conj().resolve_neg()
-    # Not contiguous(): torch calls one element contiguous at any stride, and then cannot view its bytes.
+    # Not contiguous(): for torch, one element is contiguous at any stride, and then it cannot view its bytes.
     dense = whole.clone(memory_format=torch.contiguous_format).reshape(-1)
     return {
         "dtype": dtype,
@@ -99,7 +99,7 @@ def _neutral_tensor(torch: ModuleType, tensor: Any, where: str) -> dict[str, Any
 
 
 def is_renewable(tensor: Any) -> bool:
-    """Tell whether a new tensor of its library would be as this one; if not, it is a value like others.
+    """Return whether a new tensor of its library has the same class and byte order; otherwise it is a value.
 
     New arrays of NumPy are of its own class, in the byte order of the machine.
     """
@@ -107,10 +107,10 @@ def is_renewable(tensor: Any) -> bool:
 
 
 def record_of(array: Any) -> dict[str, Any]:
-    """Return what an array is beside its values, shape and dtype; of most arrays nothing.
+    """Return the properties of an array besides values, shape and dtype; most arrays have none.
 
-    That is for torch whether it is a parameter, and trained; for JAX the random generator of keys, a weak
-    type, and memory of a device other than the usual.  Every way to a checkpoint records it.
+    For torch these are whether it is a parameter, and trained; for JAX the random generator of keys, a weak
+    type, and unusual memory of a device.  Every kind of checkpoint entry records them.
     """
     if sys.modules.get(_JAX) is not None and (jax_values := import_module(_JAX_VALUES)).is_array(array):
         found: dict[str, Any] = jax_values.record_of(array)
@@ -123,7 +123,7 @@ def record_of(array: Any) -> dict[str, Any]:
 
 
 def conflict(saved: Mapping[str, Any], present: Mapping[str, Any]) -> str | None:
-    """Say why an array with one record cannot become one with another; None where it can."""
+    """Return the reason why an array with one record cannot become one with another; None if it can."""
     made_for, mine = saved.get("keys"), present.get("keys")
     if made_for is None or mine is None or made_for == mine:
         return None
@@ -131,7 +131,7 @@ def conflict(saved: Mapping[str, Any], present: Mapping[str, Any]) -> str | None
 
 
 def trained(tensor: Any, record: Mapping[str, Any]) -> Any:
-    """Return a new tensor of torch as the record of the one that was saved says, in the same memory."""
+    """Return a new tensor of torch with the record of the saved one, in the same memory."""
     requires_grad = bool(record.get("requires_grad"))
     if record.get("parameter"):
         return sys.modules["torch"].nn.Parameter(tensor, requires_grad)
@@ -141,13 +141,14 @@ def trained(tensor: Any, record: Mapping[str, Any]) -> Any:
 def from_neutral(value: Any) -> Any:
     """Return the value that `to_neutral` made neutral, sharing no memory with its argument.
 
-    What stands for tensors stored elsewhere, `Tagged("tensor", ...)` and `Tagged(COMPOSITE, ...)`, is kept.
+    Placeholders of tensors that are stored elsewhere, `Tagged("tensor", ...)` and `Tagged(COMPOSITE, ...)`,
+    are kept.
     """
     return tree.map_leaves(value, _live_leaf)
 
 
 def placed_as(value: Any, present: Any) -> Any:
-    """Return a value with its JAX arrays where those at the same paths of `present` are, if alike."""
+    """Return a value with its JAX arrays placed like those at the same paths of `present`, if alike."""
     if sys.modules.get(_JAX) is None:
         return value
     jax_values = import_module(_JAX_VALUES)
@@ -195,23 +196,23 @@ def _live_leaf(path: tree.Path, leaf: Any) -> Any:
     try:
         return _live(library, leaf)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        # Whatever they make of a damaged or hostile value, the reader is told that the value is at fault.
-        failure = FormatError(f"the saved value {tree.dotted(path)} is no {leaf.tag}: {error}")
+        # A damaged or hostile value can raise any of these; the error has to name the value.
+        failure = FormatError(f"the saved value {tree.dotted(path)} is not a {leaf.tag}: {error}")
         raise shortage(error) or failure from error
 
 
 def _no_member(value: Any, where: str) -> FormatError:
-    """Return the error for a member of an enumeration that this program has not."""
+    """Return the error for a member of an enumeration that this program does not have."""
     named = isinstance(value, list) and len(value) == 3
     module, kind, name = value if named else ("?",) * 3
     return FormatError(
-        f"the saved value {where} is {kind}.{name} of the module {module}, which is no enumeration here",
+        f"the saved value {where} is {kind}.{name} of the module {module}, which is not an enumeration here",
         remedy=f"import {module} before loading",
     )
 
 
 def _live(library: ModuleType, tagged: Tagged) -> Any:
-    """Return what torch, or the module here that knows JAX's arrays, makes of a value."""
+    """Return the object of a tagged value, made by torch or by the module for JAX's arrays."""
     if tagged.tag == "jax.array":
         return library.from_value(tagged.value)
     if tagged.tag == "torch.tensor":
@@ -222,7 +223,7 @@ def _live(library: ModuleType, tagged: Tagged) -> Any:
         return _device(library, str(tagged.value))
     if tagged.tag == "torch.Size":
         return library.Size([int(length) for length in tagged.value])
-    raise ValueError("this version of reknit does not know the type")
+    raise ValueError("this version of reknit does not support the type")
 
 
 def _dtype(torch: ModuleType, name: str) -> Any:
@@ -232,10 +233,16 @@ def _dtype(torch: ModuleType, name: str) -> Any:
     return dtype
 
 
-def _live_tensor(torch: ModuleType, value: dict[str, Any]) -> Any:
+def checked_bytes(value: Mapping[str, Any]) -> tuple[str, list[int], bytes]:
+    """Return dtype, shape and bytes of a saved array.  Raises `ValueError` if they contradict each other."""
     name, shape, data = str(value["dtype"]), [int(n) for n in value["shape"]], bytes(value["data"])
     if min(shape, default=0) < 0 or prod(shape) * ITEMSIZE[name] != len(data):
-        raise ValueError(f"{len(data)} bytes are no {name}{shape}")
+        raise ValueError(f"{len(data)} bytes are not a {name}{shape}")
+    return name, shape, data
+
+
+def _live_tensor(torch: ModuleType, value: dict[str, Any]) -> Any:
+    name, shape, data = checked_bytes(value)
     if not data:
         return trained(torch.empty(shape, dtype=_dtype(torch, name)), value)
     flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)

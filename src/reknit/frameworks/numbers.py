@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 def is_number(value: object) -> bool:
-    """Tell whether a value is a number of Python or a scalar of NumPy; a boolean or a time is neither."""
+    """Return whether a value is a number of Python or a scalar of NumPy, but not a boolean or a time."""
     is_other = isinstance(value, (bool, np.timedelta64))
     return isinstance(value, (int, float, complex, np.number)) and not is_other
 
 
 def misfit(number: Any, dtype: str, *, cast: bool = False) -> str | None:
-    """Say why a saved number cannot become an element of a dtype here, if it cannot.
+    """Return why a saved number cannot become an element of a dtype here; None if it can.
 
     With `cast` it may be rounded, as tensors are: a float of Python is a float64, an integer an int64.  A
-    float never becomes an integer, nor anything a boolean.  Zero keeps its sign, and NaN is NaN.
+    float never becomes an integer, and a number never a boolean.  Zero keeps its sign, and NaN is NaN.
     """
     saved = _dtype_of(number)
     what = f"it is the number {shown(number)} in the checkpoint and {dtype} here"
@@ -39,15 +39,15 @@ def misfit(number: Any, dtype: str, *, cast: bool = False) -> str | None:
 
 
 def element(number: Any, dtype: str) -> NDArray[Any]:
-    """Return an array without dimensions that holds a number, of which `misfit` said that it fits.
+    """Return an array without dimensions that holds a number; `misfit` has to accept the number before.
 
-    What has to be rounded goes to the nearest element, ties to even, in the way that tensors are converted.
+    A number is rounded to the nearest element, ties to even, in the same way as tensors are converted.
     """
     kind = numpy_dtype(dtype)
     if dtype in INTEGERS:
         return np.asarray(int(number), kind)
     array = np.asarray(number if _is_complex(number) else float(number))
-    with np.errstate(over="ignore", invalid="ignore"):  # what is too large becomes infinite, or NaN
+    with np.errstate(over="ignore", invalid="ignore"):  # numbers that are too large become infinite, or NaN
         if kind.itemsize < 4:
             array = array.astype(np.float32)
             if dtype == "float8_e4m3fn":  # it has no infinity: the largest number stands for more
@@ -58,9 +58,9 @@ def element(number: Any, dtype: str) -> NDArray[Any]:
 def read_as(dtype: str, target: Any, *, cast: bool = False) -> tuple[str, str | None]:
     """Return the dtype in which to read a saved element that becomes a number like `target`.
 
-    Returns as well why it cannot become one, if so: each element of its dtype has to fit, or, with `cast`, be
-    rounded.  An integer of Python holds those of any dtype, a float of Python is a float64, and a boolean is
-    no number.
+    Returns as well the reason why it cannot become one, or None.  Each element of its dtype has to fit, or,
+    with `cast`, be rounded.  An integer of Python holds those of any dtype, a float of Python is a float64,
+    and a boolean is not a number.
     """
     integer = isinstance(target, int) and dtype in INTEGERS
     wanted = dtype if integer else _dtype_of(target)
@@ -73,9 +73,9 @@ def read_as(dtype: str, target: Any, *, cast: bool = False) -> tuple[str, str | 
 
 
 def like(number: Any, target: Any) -> Any:
-    """Return a number in the type of another one, where that is of NumPy or its own is, and all bits fit.
+    """Return a number in the type of another one, if one of the two types is of NumPy and all bits fit.
 
-    Where they do not, and for what is no number, return it as it is.
+    If they do not fit, and for a value that is not a number, return the value unchanged.
     """
     if not (is_number(number) and is_number(target)) or type(number) is type(target):
         return number
@@ -88,7 +88,7 @@ def like(number: Any, target: Any) -> Any:
 
 
 def from_element(array: NDArray[Any], target: Any) -> Any:
-    """Return the element of an array, read as `read_as` said, as a number of the type of `target`."""
+    """Return the element of an array, read in the dtype of `read_as`, as a number of the type of `target`."""
     number = number_of(array)
     return number if isinstance(target, int) else _as_type(number, target, _dtype_of(target))
 
@@ -100,7 +100,7 @@ def _as_type(number: Any, target: Any, dtype: str) -> Any:
 
 
 def _holds_all(dtype: str, wanted: str) -> bool:
-    """Tell whether each element of one dtype, booleans aside, has all its bits in another."""
+    """Return whether each element of one dtype, booleans aside, has all its bits in another."""
     if dtype == wanted:
         return True
     if dtype == "bool" or not converts(dtype, wanted):
@@ -116,7 +116,7 @@ def _holds_all(dtype: str, wanted: str) -> bool:
 def number_of(array: Any) -> int | float | complex | None:
     """Return the one element of an array of NumPy as a number of Python with the same value.
 
-    None for a boolean, for a packed element, and where there are more or fewer elements.
+    None for a boolean, for a packed element, and for more or fewer elements than one.
     """
     if array.size != 1:
         return None
@@ -129,7 +129,7 @@ def number_of(array: Any) -> int | float | complex | None:
 
 
 def whole(number: Any) -> int | None:
-    """Return a number as an integer of the same value, None where it is none or is minus zero."""
+    """Return a number as an integer of the same value, or None without one, as for minus zero."""
     if not is_number(number) or _is_complex(number):
         return None
     if isinstance(number, (float, np.floating)) and (
@@ -150,7 +150,7 @@ def _is_complex(number: Any) -> bool:
 
 
 def _is_rounded(number: Any, saved: str, dtype: str) -> bool:
-    """Tell whether a load that may convert rounds this number to an element of a dtype."""
+    """Return whether a load with `cast` rounds this number to an element of a dtype."""
     if not converts(saved, dtype):
         return False
     return saved not in INTEGERS or -(2**63) <= int(number) < 2**64
@@ -173,7 +173,7 @@ def _is_exact(number: Any, dtype: str) -> bool:
 
 
 def _is_same(found: NDArray[Any], number: NDArray[Any]) -> bool:
-    """Tell whether two real numbers are one: NaN is NaN, and zero has its sign."""
+    """Return whether two real numbers are the same: NaN is NaN, and zero has its sign."""
     one, other = float(found), float(number)
     if one != one or other != other:
         return one != one and other != other

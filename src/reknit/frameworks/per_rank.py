@@ -1,4 +1,4 @@
-"""Values that differ between ranks: saved by coordinate, and given back to the same set of ranks only."""
+"""Values that differ between ranks: saved by coordinate, and restored on the same set of ranks only."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from reknit.frameworks.neutral import conflict, from_neutral, placed_as, put_arr
 from reknit.frameworks.numbers import element, from_element, is_number, like, misfit, read_as
 from reknit.frameworks.stateful import fits, hand_over, is_stateful, present_state, tensors_of
 from reknit.frameworks.walk.adapter import Adapter
-from reknit.frameworks.walk.effects import has_effects
 from reknit.frameworks.walk.own_code import cause
+from reknit.frameworks.walk.state_dict_effects import has_effects
 from reknit.frameworks.walk.writable import may_fill
 from reknit.keywords import checked_call
 from reknit.types.devices import CUDA
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reknit.frameworks.walk.loading import Loading
-    from reknit.frameworks.walk.saving import Saving
+    from reknit.frameworks.walk.load_walk import Loading
+    from reknit.frameworks.walk.save_walk import Saving
     from reknit.frameworks.walk.walk import Assign, Place, World
 
 logger = logging.getLogger("reknit")
@@ -41,10 +41,10 @@ class PerRank:
     """A value, or an object with `state_dict` and `load_state_dict`, of which every rank has its own.
 
     It is saved under this rank's coordinate: its number, or its place on `mesh` by the names of the mesh's
-    dimensions, or the `coordinate` given.  It is restored only where the ranks that load have the same
-    coordinates as those that saved; otherwise it is left as it is, and the load report says so.  Prefer
-    `mesh` where ranks share a value (all tensor-parallel ranks of a data-parallel one): a mesh tells which
-    coordinates there are, while with a `coordinate` every rank must have one of its own.
+    dimensions, or the `coordinate` given.  It is restored only if the loading ranks have the same coordinates
+    as the saving ranks.  Otherwise it is left as it is, and the load report names it.  Prefer `mesh` if ranks
+    share a value (all tensor-parallel ranks of a data-parallel one).  A mesh defines all coordinates, while
+    with a `coordinate` every rank must have one of its own.
     """
 
     def __init__(self, value: Any, *, coordinate: Mapping[str, int] | None = None, mesh: Any = None) -> None:
@@ -61,8 +61,8 @@ class PerRank:
         return f"<{type(self).__name__}{what} of {self._whose()}>"
 
     def _whose(self) -> str:
-        """Return in words the coordinate of this rank, of which a mesh or a process group is not asked."""
-        given = vars(self)  # which lacks them as long as the object is half made
+        """Return in words the coordinate of this rank, without a call of a mesh or a process group."""
+        given = vars(self)  # without them until `__init__` has ended
         mesh, coordinate = given.get("mesh"), given.get("coordinate")
         if mesh is not None:
             return " ".join(f"each place on {shown(mesh)}".splitlines())
@@ -80,7 +80,7 @@ class PerRank:
         return {"rank": world.rank} if self.coordinate is None else dict(self.coordinate)
 
     def places(self, world: World) -> set[frozenset[tuple[str, int]]] | None:
-        """Return the coordinates of all ranks, or None when this rank cannot know them."""
+        """Return the coordinates of all ranks, or None if this rank cannot determine them."""
         if self.mesh is not None:
             names, sizes = _dim_names(self.mesh), tuple(self.mesh.shape)
             return {_key(dict(zip(names, at, strict=True))) for at in product(*map(range, sizes))}
@@ -112,10 +112,11 @@ def _key(coordinate: Mapping[str, int]) -> frozenset[tuple[str, int]]:
 class RngState(PerRank):
     """The random generators of this process: Python's, NumPy's global one, torch's, and those of devices.
 
-    Those of devices are the current device's and those of all others that have had tensors of this process,
-    from when the process first uses one.  The current device's state is restored on the current one, whatever
-    its number, and the others' on devices of the same numbers.  The load report names each device whose state
-    is not restored or was not saved.  `devices=False` leaves all of them out, and `cuda=False` those of CUDA.
+    The generators of devices are that of the current device, and those of all other devices that have had
+    tensors of this process, from its first use of a device.  The current device's state is restored on the
+    current device, and the others' on devices of the same numbers.  The load report names each device whose
+    state is not restored or was not saved.  `devices=False` leaves all of them out, and `cuda=False` those of
+    CUDA.
     """
 
     def __init__(
@@ -144,12 +145,12 @@ class RngState(PerRank):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the generators, and log a warning for the devices of which none or another state was saved."""
+        """Set the generators, and log a warning for the devices without a saved state of their own."""
         if left := self._restore(state):
             logger.warning("%s", left)
 
     def _restore(self, state: Mapping[str, Any]) -> str:
-        """Set the generators, and return in words which are left as they are."""
+        """Set the generators, and return in words the generators that are left unchanged."""
         version, words, cached = state["python"]
         random.setstate((version, tuple(words), cached))
         np.random.set_state(tuple(state["numpy"]))
@@ -160,9 +161,9 @@ class RngState(PerRank):
         return str(restored.left)
 
     def _refused(self, state: Any) -> tuple[str | None, str]:
-        """Say why generators cannot take a saved state, if so, and which are left as they are.
+        """Return why generators cannot take a saved state, or None, and the generators left unchanged.
 
-        It is tried on other generators than those of this process.
+        The attempt does not use the generators of this process.
         """
         left = ""
         try:
@@ -176,11 +177,11 @@ class RngState(PerRank):
         except Exception as error:
             if short := shortage(error):
                 raise short from error
-            return f"what was saved is no state of random generators: {cause(error)}", ""
+            return f"the saved value is not a state of random generators: {cause(error)}", ""
         return None, left
 
     def _takes(self, kind: str) -> bool:
-        """Tell whether the generators of a kind of device are part of this."""
+        """Return whether the generators of a kind of device are included."""
         return self._devices and (self._cuda or kind != CUDA)
 
 
@@ -188,16 +189,16 @@ class PerRankAdapter(Adapter):
     """Values that are declared to differ between ranks."""
 
     def matches(self, value: Any) -> bool:
-        """Tell whether the user declared this."""
+        """Return whether the user declared this value."""
         return isinstance(value, PerRank)
 
     def collect(self, value: PerRank, place: Place, saving: Saving) -> None:
-        """Collect the value whole, with its tensors inside it, under this rank's coordinate."""
+        """Collect the value as a whole, with its tensors, under this rank's coordinate."""
         state = value.value.state_dict() if is_stateful(value.value) else value.value
         saving.blob(to_neutral(state, str(place)), place, value.place_of(saving.world))
 
     def wanted(self, value: PerRank, place: Place, loading: Loading, assign: Assign) -> None:
-        """Ask for the value if the ranks are the same as those that saved."""
+        """Request the value if the ranks have the same coordinates as the saving ranks."""
         if not loading.takes(place):
             return
         mine = value.place_of(loading.world)
@@ -235,7 +236,7 @@ class PerRankAdapter(Adapter):
             def restore() -> None:
                 value._restore(state)
 
-            loading.later(restore)  # not early: code of other objects may draw numbers while they are loaded
+            loading.later(restore)  # not early: other objects may draw random numbers while they are loaded
         elif is_stateful(value.value):
             hand_over(value.value, lambda: value.value.load_state_dict(state), loading)
         else:
@@ -247,7 +248,7 @@ class PerRankAdapter(Adapter):
 
 
 def _conflict(present: Any, state: Any, place: Place, loading: Loading) -> str | None:
-    """Say why a saved value has arrays of which the present ones are another kind, if that is so."""
+    """Return why arrays in a saved value cannot become the present ones, or None."""
     records = {path: record_of(array) for path, array in tensors_of(state, place, loading).items()}
     records = {path: record for path, record in records.items() if "keys" in record}
     if not records or (is_stateful(present) and has_effects(present)):
@@ -261,7 +262,7 @@ def _conflict(present: Any, state: Any, place: Place, loading: Loading) -> str |
 def _fitted(state: Any, present: Any, *, cast: bool) -> tuple[Any, str | None]:
     """Return a saved number as the present tensor without dimensions has it, or the other way round.
 
-    Returns as well why it cannot become one, if so.  Anything else is returned as it is.
+    Returns as well the reason why it cannot become one, or None.  Other values are returned unchanged.
     """
     saved, here = _element_dtype(state), _element_dtype(present)
     if here is not None and isinstance(state, (bool, np.bool_)):
@@ -300,7 +301,10 @@ def _as_tensor(array: NDArray[Any], present: Any) -> Any:
 
 
 def _was_saved(place: Place, loading: Loading) -> bool:
-    """Tell whether some rank saved its own value here; looks at one rank of each kind of coordinate."""
+    """Return whether some rank saved its own value here.
+
+    Only one rank of each kind of coordinate is looked at.
+    """
     first = {
         frozenset(coordinate): dict(coordinate)
         for coordinate in reversed(loading.catalog.coordinates.get(place.item, ()))
@@ -317,23 +321,23 @@ def _left(value: PerRank, num_saved: int, loading: Loading) -> str:
 
 
 def _of_torch() -> Any:
-    """Return what knows the generators of torch, which is imported for it."""
+    """Return the module for torch's generators, which imports torch."""
     return import_module("reknit.frameworks.torch.generators")
 
 
 def _refill(value: PerRank, state: Any) -> None:
-    """Put a saved value into the one that the user gave where that can hold it, else in its place."""
+    """Put a saved value into the user's present value if that can hold it, else in its place."""
     present = value.value
     if not _holds(present, state):
         value.value = tree.refill(present, state)
     elif isinstance(state, np.ndarray):
-        put_array(state, present)  # also to a tensor that ranks kept before it was declared
+        put_array(state, present)  # also a tensor that ranks saved as their own before it was declared
     else:
         sys.modules["torch"].Tensor.copy_(present.detach(), state)
 
 
 def _holds(present: Any, state: Any) -> bool:
-    """Tell whether an array or a tensor can hold what was saved; a cast on the way could lose some of it."""
+    """Return whether an array or a tensor can hold a saved value; a cast could lose bits of it."""
     torch = sys.modules.get("torch")
     tensor: Any = () if torch is None else torch.Tensor
     fills = isinstance(present, tensor) or (isinstance(present, np.ndarray) and isinstance(state, np.ndarray))

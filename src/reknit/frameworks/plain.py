@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reknit.frameworks.walk.loading import Loading
-    from reknit.frameworks.walk.saving import Saving
+    from reknit.frameworks.walk.load_walk import Loading
+    from reknit.frameworks.walk.save_walk import Saving
     from reknit.frameworks.walk.walk import Assign, Place, Walk, World
 
     Child = tuple[Any, Any, Place]
@@ -40,20 +40,20 @@ class NumpyArrays:
     library = "numpy"
 
     def matches(self, value: Any) -> bool:
-        """Tell whether this is an array of numbers."""
+        """Return whether this is an array of numbers."""
         return isinstance(value, np.ndarray) and ITEMSIZE.get(value.dtype.name) == value.dtype.itemsize
 
     def view(self, tensor: Any, place: Place, world: World, *, fill: bool) -> View:
-        """Look at an array.
+        """Return the view of an array.
 
-        Raises `StateError` for one that may hold more than numbers, and to fill one that is read-only.
+        Raises `StateError` for an array that may hold more than numbers, and for a read-only one with `fill`.
         """
         if isinstance(tensor, np.ma.MaskedArray):
             raise StateError(f"{place} is a masked array", remedy="save its .data and .mask")
         if type(tensor) not in _ARRAYS:
             raise StateError(
-                f"{place} is a {type(tensor).__name__}, an array that may hold more than its numbers",
-                remedy="save numpy.asarray() of it, and what else it holds as values of their own",
+                f"{place} is a {type(tensor).__name__}, an array that may hold more than numbers",
+                remedy="save numpy.asarray() of it, and its other contents as values of their own",
             )
         if fill and not tensor.flags.writeable:
             raise StateError(f"{place} is a read-only array", remedy="load into a copy of it")
@@ -75,7 +75,7 @@ class NumpyArrays:
         """Return None: an array has memory of its own."""
 
     def changed(self, memories: Iterable[Any]) -> None:
-        """Learn what memory was filled, of which NumPy keeps no account."""
+        """Do nothing: NumPy does not count changes of memory."""
 
     def fresh(self, spec: TensorSpec, like: Any = None) -> Any:
         """Return a new array."""
@@ -83,7 +83,7 @@ class NumpyArrays:
 
 
 _ARRAYS = frozenset({np.ndarray, np.memmap, np.matrix})
-"""Types of arrays that are nothing but their numbers; one that is filled in place stays of its type."""
+"""Types of arrays that hold numbers alone.  A load fills such an array in place, and its type stays."""
 
 
 def _memory(tensor: Any, base: NDArray[Any]) -> tuple[Any, ...]:
@@ -106,7 +106,7 @@ class TensorAdapter(Adapter):
         self._libraries = libraries
 
     def matches(self, value: Any) -> bool:
-        """Tell whether some library knows this as its tensor."""
+        """Return whether this is a tensor of one of the libraries."""
         return any(library.matches(value) for library in self._libraries)
 
     def collect(self, value: Any, place: Place, saving: Saving) -> None:
@@ -119,19 +119,19 @@ class TensorAdapter(Adapter):
 
 
 class ContainerAdapter(Adapter):
-    """Mappings, split by key, and lists and tuples that hold something live, split by index.
+    """Mappings, split by key, and lists and tuples with live contents, split by index.
 
-    Named tuples are split by the names of their fields, whatever they hold.
+    Named tuples are split by the names of their fields, in every case.
     """
 
     def matches(self, value: Any) -> bool:
-        """Tell whether this is a container that may be split."""
+        """Return whether this is a container that may be split."""
         return isinstance(value, (Mapping, list, tuple))
 
     def collect(self, value: Any, place: Place, saving: Saving) -> None:
-        """Collect what is inside, or the whole as one value."""
+        """Collect the contents, or the whole container as one value."""
         if _is_value(value, saving):
-            # A mapping is its keys: empty or not, its type is that of the one that the target has.
+            # Only the keys of a mapping are saved: its type comes from the target.
             foreign = isinstance(value, Mapping) and type(value) not in REBUILT
             saving.blob({} if foreign else to_neutral(value, str(place)), place)
             return
@@ -141,7 +141,7 @@ class ContainerAdapter(Adapter):
             saving.visit(inner, place if united else place.child(key))
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
-        """Ask for what is inside, or for the whole as one value."""
+        """Request the contents, or the whole container as one value."""
         if _is_value(value, loading):
             want_value(value, place, loading, assign)
             return
@@ -161,9 +161,9 @@ class ContainerAdapter(Adapter):
 
 
 def filled_fields(children: Iterable[Child], loading: Loading) -> list[Child]:
-    """Return the fields of a class less those that are None and of which the checkpoint has no value.
+    """Return the fields of a class, without each None that has no saved value.
 
-    None is an empty part of a tree, which needs nothing; a value that was saved takes its place.
+    None is an empty part of a tree and needs no value; a saved value takes its place.
     """
     return [
         (key, inner, place)
@@ -178,9 +178,9 @@ def want_successor(
     loading: Loading,
     assign: Assign,
 ) -> None:
-    """Ask for what is in a container that stays as it is: key, child and place of each.
+    """Request the contents of an immutable container: key, child and place of each.
 
-    If any of them is replaced, so is the container, by what `make` makes of the new children by their keys.
+    If any of them is replaced, the container is replaced, too: by the result of `make` for the new children.
     """
     fresh: dict[Any, Any] = {}
 
@@ -193,7 +193,7 @@ def want_successor(
 
 
 def _enter(container: Any, place: Place, walk: Walk) -> None:
-    """Look into a container; refuse one that could not be made again with other things in it."""
+    """Count a container, and refuse a kind that cannot be rebuilt with other contents."""
     walk.enter(place)
     if isinstance(container, tuple) and type(container) is not tuple and not tree.is_named(container):
         raise StateError(
@@ -203,18 +203,18 @@ def _enter(container: Any, place: Place, walk: Walk) -> None:
 
 
 def _is_first(container: Any, loading: Loading) -> bool:
-    """Tell whether this is the first place of a container, which alone may be changed in place.
+    """Return whether this is the first place of a container; only there it may be changed in place.
 
     A container that the target has twice may get other contents at each place.
     """
     key = ("container", id(container))
     first = key not in loading.memo
-    loading.memo[key] = container  # kept, so that its id cannot come to mean another one
+    loading.memo[key] = container  # kept alive, so that no other object gets its id
     return first
 
 
 def _with(container: Any, fresh: dict[Any, Any]) -> Any:
-    """Return a container like this one, with some children replaced."""
+    """Return a copy of a container with some children replaced."""
     if isinstance(container, tuple):
         return tree.retuple(container, [fresh.get(key, inner) for key, inner in tree.children(container)])
     changed = copy(container)
@@ -224,26 +224,26 @@ def _with(container: Any, fresh: dict[Any, Any]) -> Any:
 
 
 def setter(container: Any, key: Any) -> Assign:
-    """Return what puts another value into a container, where that can be."""
+    """Return a function that puts another value into a container, or None if it is immutable."""
     if isinstance(container, (MutableMapping, MutableSequence)):
         return lambda new: container.__setitem__(key, new)
     return None
 
 
 def _is_value(value: Any, walk: Walk) -> bool:
-    """Tell whether a container is saved as one value: an empty mapping, a sequence without anything live."""
+    """Return whether a container is saved as one value: an empty mapping, a sequence of plain data."""
     if isinstance(value, Mapping):
         return not value
     return not tree.any_leaf(value, lambda leaf: tree.is_named(leaf) or is_live(leaf, walk))
 
 
 def is_live(value: Any, walk: Walk) -> bool:
-    """Tell whether a value is more than plain data: a tensor, a module, something stateful."""
+    """Return whether a value is more than plain data: a tensor, a module, an object with a state."""
     return not isinstance(first_match(walk.adapters, value), (ContainerAdapter, ValueAdapter))
 
 
 def is_united(value: Any, walk: Walk) -> bool:
-    """Tell whether a sequence is the parts of one thing (pipeline stages, their optimizers)."""
+    """Return whether a sequence has the parts of one object (pipeline stages, their optimizers)."""
     if not isinstance(value, (list, tuple)) or not value:
         return False
     first, *others = (first_match(walk.adapters, inner) for inner in value)
@@ -251,10 +251,10 @@ def is_united(value: Any, walk: Walk) -> bool:
 
 
 class ValueAdapter(Adapter):
-    """Everything else: a value that the checkpoint's blob codec knows, or refuses by name."""
+    """All other values: the checkpoint's blob codec encodes them, or refuses them by name."""
 
     def matches(self, value: Any) -> bool:
-        """Take what no other adapter took."""
+        """Return True: this adapter is the last one."""
         return True
 
     def collect(self, value: Any, place: Place, saving: Saving) -> None:
@@ -262,12 +262,12 @@ class ValueAdapter(Adapter):
         saving.blob(to_neutral(value, str(place)), place)
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
-        """Ask for the value."""
+        """Request the value."""
         want_value(value, place, loading, assign)
 
 
 def want_value(target: Any, place: Place, loading: Loading, assign: Assign) -> None:
-    """Ask for a value that takes the place of `target`, inside it where it is mutable."""
+    """Request a value that takes the place of `target`, or that fills it if it is mutable."""
     if not loading.takes(place):
         return
     if assign is None and not tree.refillable(target):
@@ -276,7 +276,7 @@ def want_value(target: Any, place: Place, loading: Loading, assign: Assign) -> N
             remedy="put it into a dict or a list",
         )
     if isinstance(target, (Mapping, list, tuple)) and not target and loading.saved.is_divided(place):
-        return  # it is empty here, as other ranks have what is in it
+        return  # its saved contents belong to other ranks
     spec = loading.saved.spec(place)
     if is_number(target) and assign is not None and spec is not None and not spec.shape:
         _want_element(target, spec.dtype, place, loading, assign)
@@ -286,7 +286,7 @@ def want_value(target: Any, place: Place, loading: Loading, assign: Assign) -> N
         return
     if is_function(target):
         if found.value is None:
-            loading.note(place, "it is a function, of which a checkpoint holds nothing but None: it stays")
+            loading.note(place, "it is a function, for which a checkpoint holds only None: it stays")
         else:
             kind = type(found.value).__name__
             loading.report_mismatched(place, f"it is of type {kind} in the checkpoint and a function here")
@@ -303,7 +303,7 @@ def want_value(target: Any, place: Place, loading: Loading, assign: Assign) -> N
 def _want_element(
     target: Any, dtype: str, place: Place, loading: Loading, assign: Callable[[Any], None]
 ) -> None:
-    """Ask for a number that was saved as a tensor without dimensions; it gets the type of the target."""
+    """Request a number that was saved as a tensor without dimensions; it gets the type of the target."""
     dtype, why = read_as(dtype, target, cast=loading.catalog.terms.cast)
     if why is not None:
         loading.report_mismatched(place, why)

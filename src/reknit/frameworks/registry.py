@@ -1,4 +1,4 @@
-"""The list of adapters, and the two passes that they take part in: `collect` and `wanted`."""
+"""The adapters of all frameworks, and the two passes that use them: `collect` and `wanted`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from reknit.errors import StateError
 from reknit.frameworks import custom
-from reknit.frameworks.loader import LoaderAdapter
+from reknit.frameworks.loader_adapter import LoaderAdapter
 from reknit.frameworks.per_rank import PerRankAdapter
 from reknit.frameworks.plain import ContainerAdapter, NumpyArrays, TensorAdapter, ValueAdapter, setter
 from reknit.frameworks.stateful import StatefulAdapter
-from reknit.frameworks.walk.loading import Loading
-from reknit.frameworks.walk.repeat import Repeats
-from reknit.frameworks.walk.saving import Saving
+from reknit.frameworks.walk.load_walk import Loading
+from reknit.frameworks.walk.save_walk import Saving
 from reknit.frameworks.walk.walk import Place, World
+from reknit.frameworks.walk.walk_cache import WalkCache
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -32,41 +32,41 @@ if TYPE_CHECKING:
     from reknit.types.wanted import Wanted
 
 _FRAMEWORKS = (
-    ("deepspeed", "deepspeed.optimizers"),
+    ("deepspeed", "deepspeed.zero_optimizers"),
     ("vescale", "vescale"),
-    ("megatron.core", "megatron.objects"),
+    ("megatron.core", "megatron.megatron_adapters"),
     ("torch", "torch.tensor"),
-    ("torch", "torch.signed"),
-    ("torch", "torch.modules.adapter"),
-    ("torch", "optimizer.states"),
-    ("jax", "jax.arrays"),
+    ("torch", "torch.tensor_signature"),
+    ("torch", "torch.modules.module_adapter"),
+    ("torch", "optimizer.optimizer_adapter"),
+    ("jax", "jax.jax_arrays"),
 )
-"""A module that makes a framework's objects, and the module here that knows them, in the order of asking.
+"""The modules of frameworks, each with a module of adapters for their objects, in the order of use.
 
-A framework that is not imported yet can have no object in any state.
+A framework that is not imported has no objects in any state.
 """
 
-_repeats = Repeats()
+_walk_cache = WalkCache()
 
 
 def collect(
     state: Mapping[str, Any], rank: int, size: int, *, ranks: Sequence[int] | None = None
 ) -> Holdings:
-    """Return what this rank holds of a state.  Local, sends no messages, changes nothing.
+    """Return this rank's shards and values of a state.  Local, sends no messages, changes nothing.
 
     `rank` and `size` count the ranks that save; `ranks` are their numbers in the whole job (None: the same).
-    Raises `StateError` for what cannot be saved, with the key path to it.
+    Raises `StateError`, with the key path, for a value that cannot be saved.
     """
-    looks = _all(_loaded(), "looks")
+    signers = _all(_loaded(), "signers")
     make = partial(saving, state, rank, size, ranks=ranks)
-    # Frameworks of users, and what knows more of torch's objects, may make something else of any of them.
-    if custom.adapters() or make().extensions or not looks:
+    # Frameworks of users, and extensions for torch's objects, may store any of these objects in another way.
+    if custom.adapters() or make().extensions or not signers:
         return make().walk()
-    return _repeats.collect(make, looks[0])
+    return _walk_cache.collect(make, signers[0])
 
 
 def saving(state: Mapping[str, Any], rank: int, size: int, *, ranks: Sequence[int] | None = None) -> Saving:
-    """Return what can walk through a state once, to save it."""
+    """Return a walk through a state that collects its shards and values once."""
     return Saving(_checked(state), _world(rank, size, ranks), *_known())
 
 
@@ -78,11 +78,10 @@ def wanted(
     *,
     ranks: Sequence[int] | None = None,
 ) -> Wanted:
-    """Return what this rank wants of a checkpoint.  Local, sends no messages.
+    """Return this rank's requests to a checkpoint.  Local, sends no messages.
 
-    No object changes before `deliver_early`, and nothing else before memory that is not for objects is
-    filled.
-    Raises `StateError` for what cannot be filled, with the key path to it.
+    No object changes before `deliver_early`.  Nothing else changes before memory that is not for objects is
+    filled.  Raises `StateError`, with the key path, for a value that cannot be filled.
     """
     loading = Loading(_checked(state), _world(rank, size, ranks), *_known(), catalog=catalog)
     with _lasting_tensors():
@@ -96,12 +95,12 @@ def wanted(
 
 @contextmanager
 def _lasting_tensors() -> Iterator[None]:
-    """Let torch make tensors that can be trained with, also inside `torch.inference_mode`."""
+    """Let torch make tensors that can be trained, also inside `torch.inference_mode`."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.is_inference_mode_enabled():
         yield
         return
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(mode=False), torch.no_grad():
         yield
 
 
@@ -123,7 +122,7 @@ def _world(rank: int, size: int, ranks: Sequence[int] | None) -> World:
 
 
 def _known() -> tuple[tuple[Adapter, ...], tuple[Arrays, ...], tuple[Any, ...]]:
-    """Return the adapters in the order of asking, the libraries whose tensors are known, and extensions."""
+    """Return the adapters in the order of use, the libraries with tensors, and the extensions."""
     found = _loaded()
     libraries = (*_all(found, "libraries"), NumpyArrays())
     adapters: tuple[Adapter, ...] = (
@@ -143,10 +142,10 @@ def _loaded() -> list[ModuleType]:
     return [
         import_module(f"reknit.frameworks.{module}")
         for needs, module in _FRAMEWORKS
-        if sys.modules.get(needs) is not None  # None blocks the import of what is not to be there
+        if sys.modules.get(needs) is not None  # None blocks the import of a module
     ]
 
 
 def _all(modules: list[ModuleType], name: str) -> tuple[Any, ...]:
-    """Return what the functions of this name in some modules return together."""
+    """Return the results of the functions of this name in some modules, in one tuple."""
     return tuple(one for module in modules for one in getattr(module, name, tuple)())

@@ -10,23 +10,22 @@ from typing import TYPE_CHECKING, Any
 from reknit.errors import FormatError, StateError
 from reknit.frameworks import tree
 from reknit.frameworks.neutral import conflict, is_renewable, record_of, to_neutral, trained
-from reknit.frameworks.torchdata import mismatched_workers
 from reknit.frameworks.walk.adapter import Adapter
-from reknit.frameworks.walk.effects import comes_last, has_effects, may_disturb
+from reknit.frameworks.walk.state_dict_effects import comes_last, has_effects, may_disturb
 from reknit.types.entry import own_code
 from reknit.types.shard import Tagged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from reknit.frameworks.walk.loading import Loading
-    from reknit.frameworks.walk.saving import Saving
+    from reknit.frameworks.walk.load_walk import Loading
+    from reknit.frameworks.walk.save_walk import Saving
     from reknit.frameworks.walk.walk import Arrays, Assign, Place, Walk
     from reknit.types.shard import TensorSpec
 
 
 def is_stateful(value: Any) -> bool:
-    """Tell whether a value can give and take its state."""
+    """Return whether a value can return and take its state."""
     return (
         not isinstance(value, type)
         and callable(getattr(value, "state_dict", None))
@@ -35,19 +34,19 @@ def is_stateful(value: Any) -> bool:
 
 
 _PARTIAL = (
-    "only a part of it is to be loaded, and its present state is not asked for: name all of it or nothing in "
+    "only a part of it is to be loaded, and its present state is not read.  Name all of it or nothing in "
     "`only`, or set `state_dict_has_effects = False` in its class if state_dict() changes nothing"
 )
 _CALLED = (
-    "its state_dict() was called, to load tensors as they are placed now, and it holds a data loader that "
-    "this may start: set `state_dict_has_effects` in its class to True to prevent that, or to False to "
+    "its state_dict() was called, to load tensors as they are placed now.  It holds a data loader that "
+    "this call may start: set `state_dict_has_effects` in its class to True to prevent that, or to False to "
     "accept it"
 )
 
 
 @dataclass(frozen=True)
 class Accessors:
-    """An object that gives and takes its state by two functions."""
+    """An object with two functions that return and take its state."""
 
     state_dict: Callable[[], Any]
     load_state_dict: Callable[[Any], None]
@@ -55,7 +54,7 @@ class Accessors:
 
 @dataclass
 class Kept:
-    """Values whose form is not known before they are loaded."""
+    """Values of a form that is determined by the load."""
 
     values: Any = field(default_factory=dict)
 
@@ -69,13 +68,13 @@ class Kept:
 
 
 class Unfilled:
-    """Memory to fill in the place of a tensor of a library whose tensors cannot be changed."""
+    """Memory to fill in the place of an immutable tensor."""
 
     record: Mapping[str, Any] = MappingProxyType({})
-    """What the saved tensor was, as `record_of` says it, where the new one is to be the same."""
+    """The record of the saved tensor, as `record_of` makes it, if the new tensor has to have the same."""
 
     def filled(self) -> Any:
-        """Return the tensor with what the memory holds."""
+        """Return a tensor with the contents of the memory."""
         raise TypeError(f"{type(self).__name__} becomes no tensor")
 
 
@@ -90,7 +89,7 @@ class StatefulAdapter(Adapter):
     """Schedulers, gradient scalers, samplers, data loaders, a user's own trainer object."""
 
     def matches(self, value: Any) -> bool:
-        """Tell whether this can give and take its state."""
+        """Return whether this object can return and take its state."""
         return is_stateful(value)
 
     def collect(self, value: Any, place: Place, saving: Saving) -> None:
@@ -100,7 +99,7 @@ class StatefulAdapter(Adapter):
         saving.blob(skeleton(state, place, saving), place.below(tree.SKELETON))
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
-        """Ask for the object's state; it is handed over complete, in fresh memory."""
+        """Request the object's state; it is handed over complete, in fresh memory."""
         record = place.below(tree.SKELETON)
         if not loading.takes(record):
             _want_tensors(value, place, loading)
@@ -121,7 +120,7 @@ class StatefulAdapter(Adapter):
 
 
 def present_state(value: Any, place: Place, loading: Loading) -> Any:
-    """Return the object's present state; a note of the load says what asking for it may have done."""
+    """Return the object's present state; the load report notes possible effects of that call."""
     if may_disturb(value):
         loading.note(place, _CALLED)
     with own_code():
@@ -134,10 +133,7 @@ def hand_over(value: Any, action: Callable[[], None], loading: Loading) -> None:
 
 
 def fits(value: Any, saved: Any, place: Place, loading: Loading) -> bool:
-    """Tell whether a library's object can take a saved value, as far as its class says that beforehand."""
-    if why := mismatched_workers(value, saved):
-        loading.report_mismatched(place, why)
-        return False
+    """Return whether a library's object can take a saved value, as far as its class can decide beforehand."""
     if sys.modules.get("torch") is not None:
         from reknit.frameworks.torch import fitting
 
@@ -150,7 +146,7 @@ def fits(value: Any, saved: Any, place: Place, loading: Loading) -> bool:
 
 
 def _records(value: Any, place: Place) -> dict[Place, Mapping[str, Any]]:
-    """Return what a saved value says of the tensors that it names, by their places."""
+    """Return the records of the tensors in a saved value, by their places."""
     found: dict[Place, Mapping[str, Any]] = {}
 
     def find(path: tree.Path, leaf: Any) -> Any:
@@ -164,7 +160,7 @@ def _records(value: Any, place: Place) -> dict[Place, Mapping[str, Any]]:
 
 
 def _want_tensors(value: Any, place: Place, loading: Loading) -> None:
-    """Ask for those tensors of the object's present state that are to be loaded, and keep all else."""
+    """Request the selected tensors of the object's present state, and keep everything else."""
     if not loading.may_take_below(place):
         return
     if has_effects(value):
@@ -245,12 +241,12 @@ def rebuild(
     *,
     early: bool = False,
 ) -> tuple[bool, Any]:
-    """Ask for the tensors that a saved value names; return whether all are there, and the value with them.
+    """Request the tensors of a saved value; return whether all exist, and the value with them.
 
-    A tensor comes in fresh memory, shaped and placed like that in `current` where there is one of its path:
-    a `state_dict` may return what the object shares with others, and that must not change before delivery.
-    One that is not to be loaded stays the present one.  `ask` asks for a tensor of torch in another way.
-    With `early` the tensors are filled before any live one.
+    A tensor is loaded into fresh memory, shaped and placed like that in `current` at the same path, if there
+    is one. A `state_dict` may return memory that the object shares with others, and that must not change
+    before delivery.  A tensor that is not selected stays the present one.  `ask` requests a tensor of torch
+    in another way.  With `early` the tensors are filled before any live one.
     """
     absent: list[Place] = []
 

@@ -1,4 +1,4 @@
-"""Names for the places in nested containers, and ways to walk, rebuild and refill these."""
+"""Names for the places in nested containers, and functions that walk, rebuild and refill these."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ SKELETON: Final = "~s"
 """Path element of a stateful object's own record; no escaped key looks like it."""
 
 _PLAIN: Final = frozenset({int, float, complex, str, bytes, bool, type(None)})
-"""Types of most leaves, which nobody has to look at twice: histories can be millions of numbers long."""
+"""Types of most leaves, which need no further checks: histories can be millions of numbers long."""
 
 _INTEGER = re.compile(r"-?[0-9]+")
 
 
 COUNTED: Final = 1 << 16
-"""After so many containers it is asked once whether these are few, each of which is at many places."""
+"""After so many containers, one check finds out whether they are a few containers at many places."""
 
 _LARGEST_FACTOR: Final = 1000
 _LARGEST_NUMBER: Final = 1 << 20
-"""Of values that a state may have written out: so many, or so many times more than there are in memory."""
+"""Limits of the number of written values: this number, or this multiple of the number in memory."""
 
 
 class _Descend:
-    """What a leaf function answers for a value that it leaves to the walk."""
+    """The answer of a leaf function that leaves a value to the walk."""
 
 
 DESCEND: Final = _Descend()
@@ -53,7 +53,7 @@ def escape(key: object, where: object) -> str:
             return _escaped(key if type(key) is str else str.__str__(key))
         except UnicodeEncodeError as error:
             raise StateError(
-                f"{where} has the key {key!r}, which is no valid text", remedy="rename the key"
+                f"{where} has the key {key!r}, which is not valid text", remedy="rename the key"
             ) from error
     if isinstance(key, int) and not isinstance(key, bool):
         return str(int(key))
@@ -84,16 +84,17 @@ def unescape(element: str) -> str | int:
 
 
 def join(*parts: str) -> str:
-    """Join path elements, or paths, into one; empty ones are no part of it."""
+    """Join path elements, or paths, into one; empty ones are left out."""
     return "/".join(part for part in parts if part)
 
 
 def map_leaves(value: Any, leaf: Callable[[Path, Any], Any], where: object = "a value") -> Any:
     """Rebuild nested containers with `leaf(path, value)` in the place of every value.
 
-    Numbers, texts and None are kept as they are.  `leaf` sees containers too, before what is inside them,
-    and answers `DESCEND` to leave a value to the walk: a container of Python's own is then rebuilt as its own
-    type, anything else kept.  Raises `StateError` for what is too deep or too large, saying `where`.
+    Numbers, texts and None are kept.  `leaf` is called for containers too, before their contents.  It returns
+    `DESCEND` to leave a value to the walk: a container of Python's own is then rebuilt in its own type, and
+    any other value is kept.  Raises `StateError`, with `where`, for containers that are too deep or too
+    large.
     """
     number = count(1)
 
@@ -121,7 +122,7 @@ def dotted(path: Path) -> str:
 
 
 def too_deep(where: object) -> StateError:
-    """Return the error for containers in containers beyond any use."""
+    """Return the error for containers that are nested too deeply."""
     return StateError(
         f"{where!s:.200} ... is nested deeper than {MAX_DEPTH} levels, or contains itself",
         remedy="flatten it, or take it out of itself",
@@ -129,7 +130,7 @@ def too_deep(where: object) -> StateError:
 
 
 def require_bounded(value: Any, where: object) -> None:
-    """Raise `StateError` for containers that hold each other so often that they cannot be written out."""
+    """Raise `StateError` for containers that hold each other too often to be written out."""
     held: dict[int, int] = {}
     sizes: dict[int, int] = {}
 
@@ -142,7 +143,7 @@ def require_bounded(value: Any, where: object) -> None:
         if inside is value and not isinstance(value, (list, tuple, deque)):
             return 1
         if id(value) not in sizes:
-            sizes[id(value)], held[id(value)] = 1, len(inside)  # one that contains itself is too deep
+            sizes[id(value)], held[id(value)] = 1, len(inside)  # a container in itself is refused as too deep
             sizes[id(value)] += sum(size(inner, depth + 1) for inner in inside)
         return sizes[id(value)]
 
@@ -156,7 +157,7 @@ def require_bounded(value: Any, where: object) -> None:
 
 
 def is_named(value: Any) -> bool:
-    """Tell whether a value is a named tuple."""
+    """Return whether a value is a named tuple."""
     return isinstance(value, tuple) and hasattr(type(value), "_fields")
 
 
@@ -176,9 +177,10 @@ def retuple(like: tuple[Any, ...], values: list[Any]) -> tuple[Any, ...]:
 
 
 def any_leaf(value: Any, wanted: Callable[[Any], bool]) -> bool:
-    """Tell whether `wanted` holds for the value or anything in it; it never does for numbers and texts.
+    """Return whether `wanted` holds for the value or its contents; it never does for numbers and texts.
 
-    It counts as holding for containers that are too deep or in themselves, which the caller has to refuse.
+    It counts as holding for containers that are too deep or contain themselves: the caller has to refuse
+    these.
     """
     is_open: dict[int, bool] = {}
 
@@ -198,12 +200,12 @@ def any_leaf(value: Any, wanted: Callable[[Any], bool]) -> bool:
 
 
 def refillable(target: Any) -> bool:
-    """Tell whether `refill` can change the target itself."""
+    """Return whether `refill` can change the target itself."""
     return isinstance(target, (list, MutableMapping))
 
 
 def refill(target: Any, value: Any) -> Any:
-    """Return the target with the value's contents where that is a value of the same kind, else the value."""
+    """Return the target with the contents of a value of the same kind; otherwise return the value."""
     if not refits(target, value):
         return value
     if isinstance(target, list):
@@ -215,7 +217,7 @@ def refill(target: Any, value: Any) -> Any:
 
 
 def refits(target: Any, value: Any) -> bool:
-    """Tell whether `refill` would change the target itself: a list for a list, a mapping for a mapping."""
+    """Return whether `refill` would change the target itself: a list for a list, a mapping for a mapping."""
     if isinstance(target, list):
         return isinstance(value, list)
     return isinstance(target, MutableMapping) and isinstance(value, Mapping)

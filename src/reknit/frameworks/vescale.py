@@ -1,8 +1,8 @@
 """Optimizers of veScale: the flat ranges, inside tensor-parallel boxes, that each rank steps.
 
-This is veScale 0.0.1 and what its users built on it: DTensors of its own, which `dtensor` reads as torch's,
-and a DistributedOptimizer that cuts the flattened local tensors of all parameters evenly over the
-data-parallel ranks, wherever that falls (the irregular tensors of ByteCheckpoint, NSDI'25, section 4.4).
+This module supports veScale 0.0.1 and code that its users built on it.  Its DTensors are read by `dtensor`
+like torch's. Its DistributedOptimizer cuts the flattened local tensors of all parameters evenly over the
+data-parallel ranks, anywhere in a tensor (the irregular tensors of ByteCheckpoint, NSDI'25, section 4.4).
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import torch
 
 from reknit.errors import StateError
 from reknit.frameworks.imported import imported
-from reknit.frameworks.optimizer import protocol as optimizer_protocol
-from reknit.frameworks.optimizer import slots
+from reknit.frameworks.optimizer import optimizer_protocol, slots
+from reknit.frameworks.optimizer.optimizer_adapter import OptimizerAdapter
 from reknit.frameworks.optimizer.slots import ParamSlot, Slots
-from reknit.frameworks.optimizer.states import OptimizerAdapter
 from reknit.frameworks.torch import dtensor
-from reknit.frameworks.torch.flat import FlatPart
+from reknit.frameworks.torch.flat_part import FlatPart
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,12 +28,12 @@ if TYPE_CHECKING:
 
 
 def adapters() -> tuple[Adapter, ...]:
-    """Return what knows veScale's optimizers; its modules and tensors are known as torch's are."""
+    """Return the adapters of veScale's optimizers; its modules and tensors are read like torch's."""
     return OptimizerAdapter(_is_distributed, read), OptimizerAdapter(_is_basic, _read_basic)
 
 
 def _is_basic(value: Any) -> bool:
-    """Tell whether this is a wrapper around a torch optimizer, which has all the states itself."""
+    """Return whether this is a wrapper around a torch optimizer, which has all the states itself."""
     return isinstance(value, imported("vescale.optim.base_optimizer", "BasicOptimizer"))
 
 
@@ -43,15 +42,15 @@ def _read_basic(value: Any, place: Place, walk: Walk) -> Slots:
 
 
 def _is_distributed(value: Any) -> bool:
-    """Tell whether this is an optimizer whose states are cut over the data-parallel ranks."""
+    """Return whether this is an optimizer with states that are cut over the data-parallel ranks."""
     return isinstance(value, imported("vescale.optim.distributed_optimizer", "DistributedOptimizer"))
 
 
 def read(optimizer: Any, place: Place, walk: Walk) -> Slots:
-    """Return the parameters, each with the range of it that this rank steps.  Sends nothing.
+    """Return the parameters, each with the range that this rank steps.  Sends nothing.
 
-    Raises `StateError` between a step and the forward that fetches the parameters which others stepped,
-    and for an optimizer that was given other parameters than it cut.
+    Raises `StateError` between a step and the next forward pass, which fetches the parameters that other
+    ranks stepped. Raises it, too, for an optimizer that has other parameters now than when it cut them.
     """
     _require_gathered(optimizer, place)
     names = _names(optimizer, place, walk)
@@ -61,11 +60,11 @@ def read(optimizer: Any, place: Place, walk: Walk) -> Slots:
     each, elsewhere = [], []
     for key, (parameter, name, places) in names.items():
         share = shares.get(key)
-        # Whose group a parameter is in that others step is known where there is only one.
+        # The group of a parameter that another rank steps is unknown, unless there is only one group.
         if share is None and parameter.requires_grad and len(groups) == 1:
             share = SteppedRange(parameter, parameter, groups[0], 0, 0)
         if share is not None:
-            each.append(_slot(share, name, places, kind, place, walk))
+            each.append(_slot(share, name, places, kind, place, walk=walk))
         elif parameter.dtype == torch.float32:
             elsewhere.append((name, places))
     return Slots(
@@ -74,10 +73,9 @@ def read(optimizer: Any, place: Place, walk: Walk) -> Slots:
 
 
 class SteppedRange(NamedTuple):
-    """What this rank steps of a parameter: the elements from `start` to `end` of its local tensor.
+    """The part of a parameter that this rank steps: the elements from `start` to `end` of its local tensor.
 
-    `stepped` is the tensor that the inner optimizer knows: a view of those elements, or a copy of them in
-    another precision.
+    `stepped` is the tensor in the inner optimizer: a view of those elements, or a copy in another precision.
     """
 
     parameter: Any
@@ -88,7 +86,7 @@ class SteppedRange(NamedTuple):
 
 
 def _shares(optimizer: Any, place: Place) -> Iterator[SteppedRange]:
-    """Yield what this rank steps, as the optimizer cut it when it was made."""
+    """Yield the ranges that this rank steps, as the optimizer cut them when it was made."""
     for number, group in enumerate(optimizer.param_groups):
         known = {id(stepped) for stepped in group["params"]}
         whole = zip(optimizer.model_fp32_groups[number], optimizer.shard_fp32_groups[number], strict=True)
@@ -109,21 +107,38 @@ def _shares(optimizer: Any, place: Place) -> Iterator[SteppedRange]:
 
 
 def _slot(
-    share: SteppedRange, name: str, places: tuple[Place, ...], kind: tuple[str, ...], place: Place, walk: Walk
+    share: SteppedRange,
+    name: str,
+    places: tuple[Place, ...],
+    kind: tuple[str, ...],
+    place: Place,
+    *,
+    walk: Walk,
 ) -> ParamSlot:
     parameter, stepped, start, numel = share.parameter, share.stepped, share.start, share.end - share.start
     local, at, alone = _local(parameter), place.child("state", name), walk.world.alone
     if numel and (stepped.numel() != numel or share.end > local.numel()):
         raise StateError(
-            f"{at} has {stepped.numel()} elements on this rank, and veScale says that it has those from "
+            f"{at} has {stepped.numel()} elements on this rank, and for veScale it has those from "
             f"{start} to {share.end} of {local.numel()}",
             remedy="make the DistributedOptimizer after the last change of its model",
         )
     held = dtensor.held(parameter, tuple(local.shape), at) if numel else None
-    part = FlatPart.range_of(tuple(parameter.shape), start, numel, 0, numel, tuple(local.shape), held)
+    part = FlatPart.range_of(
+        tuple(parameter.shape), start, numel, 0, numel, local=tuple(local.shape), held=held
+    )
     master = stepped if numel and stepped.dtype != parameter.dtype else None
     return ParamSlot(
-        name, stepped, stepped, share.group, alone, places, part, counter=alone, master=master, kind=kind
+        name,
+        stepped,
+        stepped,
+        share.group,
+        alone,
+        places=places,
+        flat=part,
+        counter=alone,
+        master=master,
+        kind=kind,
     )
 
 
@@ -135,9 +150,9 @@ def _local(parameter: Any) -> torch.Tensor:
 
 
 def _names(optimizer: Any, place: Place, walk: Walk) -> dict[int, tuple[Any, str, tuple[Place, ...]]]:
-    """Return all parameters by their ids, each with the name and the places that it has in the state.
+    """Return all parameters by their ids, each with its name and its places in the state.
 
-    Those of no module in the state have the names that they have in the optimizer's own models.
+    Parameters without a module in the state have their names in the optimizer's own models.
     """
     pairs = [pair for model in optimizer.models for pair in model.module.named_parameters()]
     own = {id(parameter): key for key, parameter in pairs}
@@ -163,7 +178,7 @@ def _require_gathered(optimizer: Any, place: Place) -> None:
 
 
 def _refresh(shares: Any) -> None:
-    """Copy what was loaded into the parameters to the copies of the same precision that are stepped."""
+    """Copy loaded parameters to those stepped copies that have the same precision."""
     for share in shares:
         local = _local(share.parameter).reshape(-1)[share.start : share.end]
         if share.stepped.dtype == local.dtype and share.stepped.data_ptr() != local.data_ptr():

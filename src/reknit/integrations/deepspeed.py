@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from reknit import api
 from reknit.errors import UsageError
-from reknit.frameworks.deepspeed import private as deepspeed_private
+from reknit.frameworks.deepspeed import deepspeed_private
 from reknit.frameworks.stateful import Accessors, Kept
 from reknit.locations import location_text
 

@@ -19,9 +19,8 @@ import torch.distributed as dist
 from reknit import api, stored
 from reknit.errors import CheckpointNotFoundError, MismatchError, UsageError
 from reknit.frameworks import tree
-from reknit.frameworks.megatron import private
-from reknit.frameworks.megatron import sharded as parts
-from reknit.frameworks.megatron.leaves import names_of
+from reknit.frameworks.megatron import dist_checkpointing, megatron_private
+from reknit.frameworks.megatron.sharded_leaves import names_of
 from reknit.frameworks.stateful import Kept
 from reknit.monitor.phase import Deadline
 from reknit.options import SaveOptions
@@ -82,7 +81,7 @@ def save(
     state = _items(leaves)
     if _COMMON in state:
         raise UsageError(f"the state dict has sharded parts under {_COMMON!r}", remedy="use another key")
-    state[_COMMON] = Kept(common) if _rank() == 0 else parts.local_object(None)
+    state[_COMMON] = Kept(common) if _rank() == 0 else dist_checkpointing.local_object(None)
     number = _step(sharded_state_dict, checkpoint_dir) if step is None else step
     options = options or SaveOptions()
     pending = api.save(
@@ -93,7 +92,7 @@ def save(
         return None
     # The queue is done when it is on all ranks, and one that looks is enough for the storage.
     patience_s = options.timeout_s if _rank() == 0 else 0.0
-    return parts.async_request(_wait_for, (str(checkpoint_dir), patience_s), pending.result)
+    return dist_checkpointing.async_request(_wait_for, (str(checkpoint_dir), patience_s), pending.result)
 
 
 def _wait_for(path: str, timeout_s: float) -> None:
@@ -133,8 +132,8 @@ def load(
     leaves, local, _ = _parted(sharded_state_dict)
     kept = Kept()
     report = _load(checkpoint_dir, _items(leaves), kept, strict=how in _STRICT, options=options)
-    answer = parts.merged(kept.values, parts.unwrapped(leaves))
-    answer = parts.merged(answer, parts.unwrapped(local))
+    answer = dist_checkpointing.merged(kept.values, dist_checkpointing.unwrapped(leaves))
+    answer = dist_checkpointing.merged(answer, dist_checkpointing.unwrapped(local))
     if how not in _STRICT | _QUIET:
         _log(report, extra=how == "log_all")
     if how not in _RETURNS:
@@ -169,16 +168,20 @@ def _by_key(items: dict[str, Any], path: str | PathLike[str]) -> dict[str, Any]:
     """
     with stored.open(path) as checkpoint:
         saved = {item: {*checkpoint.tensors[item], *checkpoint.values[item]} for item in checkpoint.items}
-    live = {item for item, value in items.items() if not all(map(parts.is_sharded, parts.nested(value)))}
+    live = {
+        item
+        for item, value in items.items()
+        if not all(map(dist_checkpointing.is_sharded, dist_checkpointing.nested(value)))
+    }
     moved: dict[str, list[Any]] = {}
     gone: set[int] = set()
     for item in items.keys() - live:
-        for part in parts.nested(items[item]):
+        for part in dist_checkpointing.nested(items[item]):
             homes = [home for home, known in saved.items() if known.issuperset(names_of(part))]
             if item not in homes and len(homes) == 1 and homes[0] not in live:
                 moved.setdefault(homes[0], []).append(part)
                 gone.add(id(part))
-    found: dict[str, Any] = parts.parted(items, lambda leaf: id(leaf) in gone)[1]
+    found: dict[str, Any] = dist_checkpointing.split_leaves(items, lambda leaf: id(leaf) in gone)[1]
     for home, more in moved.items():
         found[home] = [*([found[home]] if found.get(home) else []), *more]
     return found
@@ -212,8 +215,8 @@ def _parted(state: dict[str, Any]) -> tuple[Any, Any, Any]:
     """Return what is sharded or live in a state dict, what is marked as local, and the rest."""
     if tree.any_leaf(state, lambda _: False):
         raise tree.too_deep("the state dict")
-    leaves, others = parts.parted(state, private.is_leaf)
-    return leaves, *parts.parted(others, parts.is_local)
+    leaves, others = dist_checkpointing.split_leaves(state, megatron_private.is_leaf)
+    return leaves, *dist_checkpointing.split_leaves(others, dist_checkpointing.is_local)
 
 
 def _items(leaves: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,7 +225,7 @@ def _items(leaves: Mapping[str, Any]) -> dict[str, Any]:
     chunks: list[Any] = []
     own: dict[str, Any] = {}
     for key, value in leaves.items():
-        if parts.is_tensor(value) or key.endswith("_extra_state"):
+        if dist_checkpointing.is_tensor(value) or key.endswith("_extra_state"):
             own[key] = value
         elif _CHUNK.fullmatch(key):
             chunks += value if isinstance(value, list) else [value]

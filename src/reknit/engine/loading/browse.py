@@ -42,7 +42,9 @@ Index = int | slice | EllipsisType
 class NewArrays(Protocol):
     """Makes new arrays of a framework, and values as they were before they were saved."""
 
-    def fresh(self, item: str, fqn: str, spec: TensorSpec, framework: str, device: Any, sharding: Any) -> Any:
+    def fresh(
+        self, item: str, fqn: str, spec: TensorSpec, framework: str, device: Any, *, sharding: Any
+    ) -> Any:
         """Return a new tensor, as `tensor`, and `parts`: boxes of it and the memory that each is in."""
 
     def live(self, value: Any, fqn: str, tensors: Mapping[str, Any]) -> Any:
@@ -134,7 +136,7 @@ class Checkpoint(Shown):
         spec = self.tensors[item][fqn]
         box, kept = selected(spec.shape, index)
         part = TensorSpec(box.lengths, spec.dtype)
-        array = self._arrays.fresh(item, fqn, part, framework, None, None).tensor
+        array = self._arrays.fresh(item, fqn, part, framework, None, sharding=None).tensor
         self._fill([(number, box, array)])
         return array.reshape(kept)
 
@@ -189,7 +191,7 @@ class Checkpoint(Shown):
         for number, (item, fqn, spec) in zip(names.tensors, entries, strict=True):
             tied = self._extents(number) if one_layout and spec.nbytes else number
             if tied not in made:
-                made[tied] = self._arrays.fresh(item, fqn, spec, framework, device, sharding)
+                made[tied] = self._arrays.fresh(item, fqn, spec, framework, device, sharding=sharding)
                 fills += [(number, box, memory) for box, memory in made[tied].parts]
             tensors[item, fqn] = made[tied].tensor
         self._fill(fills)

@@ -1,4 +1,4 @@
-"""New values for a `jax.Array`, which never changes: host memory is filled, and becomes a new one."""
+"""New values for an immutable `jax.Array`: host memory is filled, and becomes a new array."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import jax
 import numpy as np
 
 from reknit.errors import StateError
-from reknit.frameworks.jax import private as jax_private
-from reknit.frameworks.jax import values as jax_values
+from reknit.frameworks.jax import array_values, jax_private
 from reknit.frameworks.stateful import Unfilled
 from reknit.frameworks.walk.walk import View
 from reknit.types.box import Box
@@ -25,13 +24,13 @@ if TYPE_CHECKING:
 
 
 def box_of(index: Sequence[slice], shape: tuple[int, ...]) -> Box:
-    """Return the box that an index of JAX selects; one of keys also counts the dimension of their data."""
+    """Return the box that an index of JAX selects; for keys, it has the dimensions of their data, too."""
     ranges = [cut.indices(length) for cut, length in zip(index, shape, strict=False)]
     return Box(tuple(start for start, _, _ in ranges), tuple(end - start for start, end, _ in ranges))
 
 
 def with_data(box: Box, spec: TensorSpec) -> Box:
-    """Return a box with the dimensions that the data of keys has beside theirs, whole."""
+    """Return a box of keys with the dimensions of their data added, which are never cut."""
     inside = spec.shape[box.ndim :]
     return Box((*box.offsets, *(0,) * len(inside)), (*box.lengths, *inside))
 
@@ -57,7 +56,7 @@ def _spec(shape: tuple[int, ...], dtype: Any, place: Place) -> TensorSpec:
 
 
 def _other_dtype(name: str) -> str:
-    """Say as what to save an array of a dtype that is not stored, so that no bit of it is lost."""
+    """Return the remedy for a dtype that is not stored: a dtype that keeps all bits."""
     if "int" in name:
         kind = "uint8" if name.startswith("u") else "int8"
         return f"save it as .astype('{kind}'), which has all its values, and load with .astype('{name}')"
@@ -67,13 +66,15 @@ def _other_dtype(name: str) -> str:
 
 
 class Filling(Unfilled):
-    """A `jax.Array` to come: host memory for each box of it that this process will have.
+    """A `jax.Array` to come: host memory for each box that this process will have of it.
 
     `sharding` None stands for JAX's default device, and an array that is not committed to it: computations
-    take such arrays to wherever their other arguments are.
+    move such arrays to the devices of their other arguments.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: Any, sharding: Any, weak: bool, place: Place) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], dtype: Any, sharding: Any, place: Place, *, weak: bool
+    ) -> None:
         self.spec = _spec(shape, dtype, place)
         self._shape, self._dtype, self._sharding, self._weak = shape, dtype, sharding, weak
         _require_dtype(self.spec.dtype, place)
@@ -90,9 +91,10 @@ class Filling(Unfilled):
 
     @classmethod
     def like(cls, target: Any, place: Place) -> Filling:
-        """Return the successor of an array, also a deleted one, or what an abstract one stands for.
+        """Return the successor of an array, deleted or not, or of the array that an abstract one describes.
 
-        An abstract array cannot say that it is not committed: on the default device it is taken so.
+        An abstract array cannot state that it is not committed: on the default device it counts as not
+        committed.
         """
         sharding = target.sharding
         if isinstance(target, jax.Array):
@@ -102,31 +104,33 @@ class Filling(Unfilled):
             free = sharding is not None and sharding == jax.device_put(0).sharding
         if free:
             sharding = None
-        return cls(tuple(target.shape), target.dtype, sharding, getattr(target, "weak_type", False), place)
+        return cls(
+            tuple(target.shape), target.dtype, sharding, place, weak=getattr(target, "weak_type", False)
+        )
 
     def view(self, world: World, *, fresh: bool = True) -> View:
-        """Look at the memory to fill."""
+        """Return the view of the memory to fill."""
         parts = tuple((with_data(box, self.spec), data) for box, data in self._memory.items())
-        return View(self.spec, parts, world.alone, ("jax", id(self)), self._arrive, fresh)
+        return View(self.spec, parts, world.alone, ("jax", id(self)), self._arrive, fresh=fresh)
 
     def start_from(self, array: Any) -> None:
-        """Begin with the values of an array of this form."""
+        """Begin with the values of an array of the same form."""
         for shard in array.addressable_shards:
             box = box_of(shard.index, self._shape)
             data = jax.random.key_data(shard.data) if self._is_key else shard.data
             self._memory[box][...] = np.asarray(data)
 
     def filled(self) -> Any:
-        """Return the array with what the memory holds."""
+        """Return an array with the contents of the memory."""
         if self._sharding is None:
             array = jax.device_put(self._part(Box.whole(self._shape)))
         elif self._is_key:
-            # JAX makes them in the default memory of each device, and refuses any other.
+            # JAX makes keys in the default memory of each device, and refuses any other.
             array = jax.device_put(self._cut(self._sharding.with_memory_kind(None)), self._sharding)
         else:
             array = self._cut(self._sharding)
         array = jax_private.weakly_typed(array) if self._weak else array
-        return jax_values.as_recorded(array, self.record)
+        return array_values.as_recorded(array, self.record)
 
     def _cut(self, sharding: Any) -> Any:
         """Return the array on the devices of a sharding."""
@@ -162,21 +166,21 @@ def _indices(sharding: Any, shape: tuple[int, ...], place: Place) -> list[tuple[
 
 
 def is_reduced(sharding: Any) -> bool:
-    """Tell whether devices hold elements of an array, and not the terms of sums."""
+    """Return whether devices hold elements of an array, and not the terms of sums."""
     return not getattr(getattr(sharding, "spec", None), "unreduced", None)
 
 
 def require_reduced(sharding: Any, place: Place) -> None:
-    """Refuse a sharding with which several devices hold the terms of an element."""
+    """Raise `StateError` for a sharding with which several devices hold the terms of an element."""
     if not is_reduced(sharding):
         raise StateError(
-            f"{place} has the sharding {sharding.spec}: its elements are sums of what several devices hold",
+            f"{place} has the sharding {sharding.spec}: its elements are sums of terms on several devices",
             remedy="let jax.reshard give it a sharding without unreduced axes",
         )
 
 
 def _require_dtype(name: str, place: Place) -> None:
-    """Refuse a dtype that JAX would turn into a narrower one."""
+    """Raise `StateError` for a dtype that JAX would convert to a narrower one."""
     kind = numpy_dtype(name)
     if (held := jax.dtypes.canonicalize_dtype(kind)) != kind:
         raise StateError(
@@ -206,6 +210,6 @@ def _concrete(sharding: Any, place: Place) -> Any:
 
 
 def _is_form(mesh: Any, other: Any) -> bool:
-    """Tell whether abstract meshes have the same axes, and devices of one kind as far as both name these."""
+    """Return whether abstract meshes have the same axes, and one kind of devices as far as both name it."""
     devices = {getattr(each, "abstract_device", None) for each in (mesh, other)} - {None}
     return mesh.shape_tuple == other.shape_tuple and mesh.axis_types == other.axis_types and len(devices) < 2

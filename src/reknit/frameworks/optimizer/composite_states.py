@@ -1,4 +1,4 @@
-"""States of parameters that are made of other tensors, such as those of optimizers of 8 bits."""
+"""States of parameters that are composite tensors, such as those of 8-bit optimizers."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import torch
 from msgspec import structs
 
 from reknit.errors import StateError
-from reknit.frameworks.torch import dtensor, inner_cuts, subclasses
-from reknit.frameworks.torch import private as torch_private
+from reknit.frameworks.torch import dtensor, inner_cuts, subclasses, torch_private
 from reknit.frameworks.torch.tensor import torch_dtype
 from reknit.frameworks.walk.composites import misfit
 
 if TYPE_CHECKING:
     from reknit.frameworks.optimizer.slots import ParamSlot
     from reknit.frameworks.walk.composites import Record
-    from reknit.frameworks.walk.loading import Loading
+    from reknit.frameworks.walk.load_walk import Loading
     from reknit.frameworks.walk.walk import Composite, Place, Walk
 
 _MODULES = {
@@ -26,18 +25,18 @@ _MODULES = {
     "OptimState4bit": "torchao.optim.subclass_4bit",
     "OptimStateFp8": "torchao.optim.subclass_fp8",
 }
-"""Classes of states that are made anew for an optimizer that has none yet; no other code is called for it."""
+"""Classes of states that are made for an optimizer without states; no other class is called for that."""
 
 
 def opened(state: Any, slot: ParamSlot | None, place: Place, walk: Walk) -> Composite | None:
-    """Look at the tensors that a state is made of; None for one that has memory of its own."""
+    """Return the view of a composite state; None for a state that has memory of its own."""
     made = walk.opened(state, place)
     if made is None or slot is None:
         return made
     if slot.flat is not None or (dtensor.is_dtensor(slot.parameter) and not dtensor.is_dtensor(state)):
         raise StateError(
-            f"{place} is a {made.record['class']}, and its parameter is cut between ranks: which part of it "
-            "this is cannot be known",
+            f"{place} is a {made.record['class']}, and its parameter is cut between ranks: its part of "
+            "the whole cannot be determined",
             remedy="shard the model with torch.distributed.fsdp.fully_shard (FSDP2), and let the state be a "
             "DTensor, as DTensor.from_local makes one",
         )
@@ -50,9 +49,9 @@ def opened(state: Any, slot: ParamSlot | None, place: Place, walk: Walk) -> Comp
 def memory_for(
     record: Record, current: Any, slot: ParamSlot | None, at: Place, loading: Loading
 ) -> tuple[Any, str | None]:
-    """Return the tensor for a saved state: the present one where it fits, or a new one; or why neither does.
+    """Return the tensor for a saved state: the present one if it fits, or a new one; or why neither does.
 
-    Nothing that is there changes.
+    Nothing that exists changes.
     """
     if isinstance(current, torch.Tensor):
         made = opened(current, slot, at, loading)
@@ -76,7 +75,7 @@ def memory_for(
 
 
 def _made(kind: Any, record: Record, parameter: Any, at: Place, loading: Loading) -> Any:
-    """Return a new state of a class of torchao.  Raises `StateError` where this rank has no whole blocks."""
+    """Return a new state of a class of torchao.  Raises `StateError` if this rank cuts through a block."""
     cut, local = None, parameter
     if dtensor.is_dtensor(parameter):
         local = torch_private.local_of(parameter)
@@ -99,7 +98,7 @@ def _made(kind: Any, record: Record, parameter: Any, at: Place, loading: Loading
 
 
 def _part(shape: tuple[int, ...], kind: Any, cut: inner_cuts.Cut, at: Place) -> tuple[int, ...]:
-    """Return the shape that a tensor inside has on this rank, as part of the saved one."""
+    """Return the shape of an inner tensor on this rank, as part of the saved one."""
     if shape == cut.shape:
         return cut.box.lengths
     total, numel = prod(cut.shape), prod(cut.box.lengths)
@@ -113,7 +112,7 @@ def _part(shape: tuple[int, ...], kind: Any, cut: inner_cuts.Cut, at: Place) -> 
 
 
 def _context(record: Record, local: Any, at: Place) -> list[Any]:
-    """Return the context of a class of torchao, of plain values that were saved."""
+    """Return the saved context of a class of torchao, which consists of plain values."""
     context = record.get("context")
     if not isinstance(context, list):
         raise StateError(f"the record of {at} is not one of torchao", remedy="the checkpoint is not whole")

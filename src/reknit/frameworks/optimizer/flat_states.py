@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     import torch
 
     from reknit.frameworks.optimizer.slots import ParamSlot
-    from reknit.frameworks.walk.saving import Saving
+    from reknit.frameworks.walk.save_walk import Saving
     from reknit.frameworks.walk.walk import Place, Replicas, Walk
 
 _NUMBER = Box((), ())
 
 
 def view(state: torch.Tensor, slot: ParamSlot, place: Place, walk: Walk) -> View:
-    """Look at a state of a parameter of which this rank holds consecutive elements, or at a counter.
+    """Return the view of a counter, or of a state of which this rank holds consecutive elements.
 
-    Raises `StateError` for a state that is neither as long as what is held nor a single number.
+    Raises `StateError` for a state that is neither as long as the held part nor a single number.
     """
     flat = slot.flat
     assert flat is not None
@@ -38,7 +38,7 @@ def view(state: torch.Tensor, slot: ParamSlot, place: Place, walk: Walk) -> View
     if not flat.fits(memory):
         raise StateError(
             f"{place} has the shape {list(memory.shape)}, where the flat memory of its parameter has "
-            f"{flat.total} elements: which of the whole these are cannot be known",
+            f"{flat.total} elements: their place in the whole cannot be determined",
             remedy="use an optimizer whose states are as large as the parameter, or shard the model with "
             "torch.distributed.fsdp.fully_shard (FSDP2)",
         )
@@ -48,7 +48,7 @@ def view(state: torch.Tensor, slot: ParamSlot, place: Place, walk: Walk) -> View
 def collect(slot: ParamSlot, states: Mapping[Any, Any], below: Place, saving: Saving) -> dict[Any, Any]:
     """Collect the states of a parameter that are plain tensors, and return the others.
 
-    They are what `view` sees, without a view: a rank has many, and nearly all are of this kind.
+    The result is that of `view`, without a view: a rank has many states, and nearly all are of this kind.
     """
     flat = slot.flat
     assert flat is not None
@@ -68,17 +68,17 @@ def collect(slot: ParamSlot, states: Mapping[Any, Any], below: Place, saving: Sa
         if is_flat:
             spec = TensorSpec(shape, dtype)
             for box, strides, first in pieces:
-                add(Shard(item, fqn, spec, box, replicas, Strided(state, box.lengths, strides, first)))
+                add(Shard(item, fqn, spec, box, replicas, memory=Strided(state, box.lengths, strides, first)))
         else:
-            add(Shard(item, fqn, TensorSpec((), dtype), _NUMBER, _counts(slot, place, saving), state))
+            add(Shard(item, fqn, TensorSpec((), dtype), _NUMBER, _counts(slot, place, saving), memory=state))
     return others
 
 
 def _identity(state: torch.Tensor, slot: ParamSlot) -> tuple[str, int, str]:
-    """Return what stands for the memory of a state: parameters that have one together have a part each."""
+    """Return a key for the memory of a state: parameters that share one state each have a part of it."""
     return "flat", id(state), slot.name
 
 
 def _counts(slot: ParamSlot, place: Place, walk: Walk) -> Replicas:
-    """Return who has a state that is a single number."""
+    """Return the ranks that have a state that is a single number."""
     return slot.counter if place.fqn.endswith("/step") else walk.world.alone

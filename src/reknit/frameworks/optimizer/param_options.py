@@ -1,4 +1,4 @@
-"""What is saved for each parameter beside its states: options, and the kind of its optimizer."""
+"""The entries saved for each parameter beside its states: options, and the kind of its optimizer."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reknit.frameworks.neutral import to_neutral
-from reknit.frameworks.optimizer import protocol as optimizer_protocol
-from reknit.frameworks.same import same_value
-from reknit.frameworks.torch import numbers
+from reknit.frameworks.optimizer import optimizer_protocol
+from reknit.frameworks.same_value import same_value
+from reknit.frameworks.torch import tensor_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from reknit.frameworks.optimizer.slots import ParamSlot, Slots
-    from reknit.frameworks.walk.loading import Loading
-    from reknit.frameworks.walk.saving import Saving
+    from reknit.frameworks.walk.load_walk import Loading
+    from reknit.frameworks.walk.save_walk import Saving
     from reknit.frameworks.walk.walk import Place
 
 KIND = "~optimizer"
-"""Among the options: what the optimizer is.  No option is called so, as it is no name of an argument."""
+"""Entry among the options: the kind of the optimizer.  An option cannot have this name."""
 
 PLAIN = "~plain"
-"""Among the options: the states that are plain tensors, by their paths, of parameters that are DTensors."""
+"""Entry among the options: the paths of states that are plain tensors, of parameters that are DTensors."""
 
 _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Options that say how an optimizer computes, not what: they go with the job's devices and layout."""
+"""Options for the way to compute, not for the result: they depend on the job's devices and layout."""
 
 _NOT_OPTIONS = _HOW | {"params", "param_names", KIND, PLAIN}
 
@@ -46,7 +46,7 @@ def collect(slots: Slots, plain: Iterable[str], place: Place, saving: Saving) ->
 
 
 def of_group(group: Mapping[str, Any], kind: Sequence[str], plain: Sequence[str], at: Place) -> Any:
-    """Return what is saved of a group for each of its parameters, the first of which is told `at` a place."""
+    """Return the saved value of a group for each of its parameters; `at` is a place for errors."""
     beside = {KIND: list(kind)} if kind else {}
     if plain:
         beside[PLAIN] = list(plain)
@@ -54,15 +54,16 @@ def of_group(group: Mapping[str, Any], kind: Sequence[str], plain: Sequence[str]
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a group that mean something elsewhere."""
+    """Return the options of a group that have a meaning in other layouts."""
     return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
 
 
 @dataclass(frozen=True, slots=True)
 class OptionNotes:
-    """What saved options tell of states: why those of a parameter (by its name) are for another optimizer.
+    """Facts about states in saved options: `foreign` are reasons by the names of parameters.
 
-    `plain` are paths of states that were plain tensors, of parameters that were DTensors.
+    The states of such a parameter are for another optimizer.  `plain` are the paths of states that were plain
+    tensors, of parameters that were DTensors.
     """
 
     foreign: dict[str, str] = field(default_factory=dict)
@@ -70,13 +71,13 @@ class OptionNotes:
 
 
 def want(slots: Slots, place: Place, loading: Loading) -> OptionNotes:
-    """Ask for the options of all parameters, and return what else they tell."""
+    """Request the options of all parameters, and return the other facts in them."""
     members: dict[int, list[ParamSlot]] = {}
     for slot in slots.each:
         members.setdefault(id(slot.group), []).append(slot)
     noted = OptionNotes()
     for group in slots.groups:
-        _want_group(group, members.get(id(group), []), slots, place, loading, noted)
+        _want_group(group, members.get(id(group), []), slots, place, loading, noted=noted)
     return noted
 
 
@@ -86,9 +87,10 @@ def _want_group(
     slots: Slots,
     place: Place,
     loading: Loading,
+    *,
     noted: OptionNotes,
 ) -> None:
-    """Ask for the options of all parameters of a group, which must agree, and set them in the group."""
+    """Request the options of all parameters of a group, which must agree, and set them in the group."""
     known: list[tuple[Place, dict[str, Any]]] = []
     for slot in members:
         at = place.child("param_groups", slot.name)
@@ -98,7 +100,7 @@ def _want_group(
         if found.why is not None:
             continue
         if not isinstance(found.value, Mapping):
-            loading.report_mismatched(at, "the options of a parameter are no mapping")
+            loading.report_mismatched(at, "the options of a parameter are not a mapping")
             continue
         _note_plain(found.value, noted)
         kind: Any = found.value.get(KIND)
@@ -125,7 +127,7 @@ def _want_group(
                 return
     made, cast = {}, loading.catalog.terms.cast
     for key, value in options.items():
-        made[key], misfit = numbers.fitted(group.get(key), value, cast=cast)
+        made[key], misfit = tensor_numbers.fitted(group.get(key), value, cast=cast)
         if misfit is not None:
             loading.report_mismatched(first, f"its {key}: {misfit}")
             return
@@ -145,4 +147,4 @@ def _set(group: dict[str, Any], options: dict[str, Any], groups: list[dict[str, 
         shared = any(other is not group and other.get(key) is present for other in groups)
         if shared and isinstance(present, torch.Tensor):
             present = present.detach().clone()
-        group[key] = numbers.put(present, value)
+        group[key] = tensor_numbers.put(present, value)

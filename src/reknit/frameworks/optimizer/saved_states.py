@@ -1,4 +1,4 @@
-"""Which parameters and states does a checkpoint have for an optimizer?"""
+"""The parameters and states that a checkpoint has for an optimizer."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from reknit.frameworks.walk.walk import Place
 
 if TYPE_CHECKING:
     from reknit.frameworks.optimizer.slots import Slots
-    from reknit.frameworks.walk.loading import Loading
+    from reknit.frameworks.walk.load_walk import Loading
 
 
 class SavedStates:
-    """What the checkpoint has for the parameters of one optimizer: the names of the states of each."""
+    """The names of the saved states of each parameter of one optimizer."""
 
     def __init__(self, place: Place, loading: Loading, slots: Slots) -> None:
         self._place = place
@@ -30,7 +30,7 @@ class SavedStates:
             if slots.load is not None and not self.is_taken:
                 self.is_taken = loading.takes(Place(place.item, fqn))
             first, _, name = rest.partition("/")
-            # A deeper name is a tensor inside a nested state, which that state's own value asks for.
+            # A deeper name is a tensor inside a nested state: the state's own value requests it.
             if part == "state" and name and "/" not in name and name != MASTER:
                 self._states.setdefault(first, []).append(name)
             elif part == "param_groups":
@@ -39,7 +39,10 @@ class SavedStates:
                 self.others[part].append(tree.unescape(first))
 
     def knows(self, name: str) -> bool:
-        """Tell whether the saved optimizer had a parameter of this name; one of arrays has states alone."""
+        """Return whether the saved optimizer had a parameter of this name.
+
+        A saved optimizer of JAX's arrays has states, but no options.
+        """
         return tree.escape(name, str(self._place)) in self._known or bool(self.states(name))
 
     def states(self, name: str) -> list[str]:

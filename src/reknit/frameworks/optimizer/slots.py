@@ -1,4 +1,4 @@
-"""An optimizer's parameters and their names."""
+"""The parameters of an optimizer: their names, their options, and the share of this rank."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 
 from reknit.errors import StateError
 from reknit.frameworks import tree
-from reknit.frameworks.optimizer import protocol as optimizer_protocol
-from reknit.frameworks.optimizer import zero_redundancy
-from reknit.frameworks.torch import private as torch_private
+from reknit.frameworks.imported import imported
+from reknit.frameworks.optimizer import optimizer_protocol
+from reknit.frameworks.torch import torch_private
 from reknit.frameworks.torch.modules.members import parameters
-from reknit.frameworks.torch.modules.names import without_wrappers
+from reknit.frameworks.torch.modules.module_names import without_wrappers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 
-    from reknit.frameworks.torch.flat import FlatPart
+    from reknit.frameworks.torch.flat_part import FlatPart
     from reknit.frameworks.torch.modules.members import NamedParameter
     from reknit.frameworks.walk.walk import Place, Replicas, Walk
 
@@ -28,7 +28,7 @@ MASTER = "master"
 """Name of the master weights of a parameter, among its states."""
 
 _OWN_MASTER = f"~2{MASTER}"
-"""Path element of a state that an optimizer itself calls so."""
+"""Path element of a state with that name in the optimizer itself."""
 
 
 def element(name: Any, where: Place) -> str:
@@ -39,13 +39,13 @@ def element(name: Any, where: Place) -> str:
 class ParamSlot(msgspec.Struct, frozen=True, eq=False):
     """A parameter of an optimizer.
 
-    `key` is its key in the optimizer's `state`, `places` where modules have it: several where it is tied.
-    `flat` tells which elements this rank holds of one that is flattened, and `counter` which ranks have its
-    counters; several slots are `joint` where they have one key together.  `kept` tells whether this rank
-    keeps the states at all.  `master` are the weights of higher precision that the optimizer works on, where
-    it has some beside the parameter, in the form of the states.  `resizable` tells that the checkpoint may
-    have them all in another shape.  `kind` is that of the optimizer (`protocol.kind`).  `whole_steps` tells
-    that its steps are counted in integers.
+    `key` is its key in the `state` of the optimizer.  `places` are its places in modules, several if it is
+    tied.  `flat` describes the elements that this rank holds of a flattened parameter, and `counter` are the
+    ranks with its counters.  Several slots are `joint` if they share one key.  `kept` is false if this rank
+    does not keep the states.  `master` are the weights of higher precision that the optimizer updates, in the
+    form of the states; None if it updates the parameter itself.  `resizable` allows another shape in the
+    checkpoint.  `kind` is that of the optimizer (`optimizer_protocol.kind`).  With `whole_steps`, its steps
+    are counted in integers.
     """
 
     name: str
@@ -65,14 +65,14 @@ class ParamSlot(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """Shape of the whole parameter, where it is known."""
+        """Shape of the whole parameter, None if it is unknown."""
         if self.flat is not None:
             return self.flat.shape
         return None if self.parameter is None else tuple(self.parameter.shape)
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether other ranks have the states; what is kept for no element counts as none."""
+        """Whether other ranks have the states; states of zero elements count as not kept."""
         return not self.kept or (self.flat is not None and not self.flat.numel and not self.joint)
 
 
@@ -80,10 +80,10 @@ class ParamSlot(msgspec.Struct, frozen=True, eq=False):
 class Slots:
     """An optimizer, or its raw state dict, as its parameters.
 
-    `deliver` runs when `state` and `groups` are filled, where the optimizer keeps them in another form.
-    `more` is what its own `state_dict` has beside them, None where it has no protocol of its own: `load`
-    then lets it load all this in its own way.  `elsewhere` are names and places of the parameters of which
-    other ranks have the states, and no rank has master weights.
+    `deliver` runs when `state` and `groups` are filled, if the optimizer keeps them in another form.  `more`
+    are the other entries of its own `state_dict`, None without a protocol of its own; `load` then lets it
+    load all this in its own way.  `elsewhere` are names and places of the parameters that have their states
+    on other ranks, and no master weights.
     """
 
     state: MutableMapping[Any, Any]
@@ -95,7 +95,7 @@ class Slots:
     elsewhere: Sequence[tuple[str, tuple[Place, ...]]] = ()
 
     def state_of(self, slot: ParamSlot) -> Mapping[Any, Any]:
-        """Return the states of a parameter by name; empty where it has none.  Adds no entry."""
+        """Return the states of a parameter by name; empty if it has none.  Adds no entry."""
         states: Mapping[Any, Any] = self.state.get(slot.key, {})
         return states
 
@@ -107,9 +107,9 @@ class Slots:
             self.state.pop(slot.key, None)
 
     def shared(self) -> dict[Any, Any]:
-        """Return what the optimizer keeps for no parameter in particular, by its key, whatever that is.
+        """Return the states of the optimizer that belong to no parameter, by their keys.
 
-        What is kept for a parameter that it has no more is none of that.
+        States of a parameter that the optimizer has dropped are not among them.
         """
         taken = {slot.key for slot in self.each if not isinstance(slot.key, torch.Tensor)}
         others = ((key, value) for key, value in self.state.items() if not isinstance(key, torch.Tensor))
@@ -117,7 +117,7 @@ class Slots:
 
 
 def is_optimizer(value: Any) -> bool:
-    """Tell whether this is an optimizer of torch, or its own raw state dict."""
+    """Return whether this is an optimizer of torch, or its own raw state dict."""
     return isinstance(value, torch.optim.Optimizer) or _is_state_dict(value)
 
 
@@ -134,20 +134,15 @@ def _is_state_dict(value: Any) -> bool:
 
 
 def read(value: Any, place: Place, walk: Walk) -> Slots:
-    """Return the parameters of an optimizer of torch, or those that its raw state dict names.
+    """Return the parameters of an optimizer of torch, or those in its raw state dict.
 
-    Raises `StateError` where a name cannot be known.
+    Raises `StateError` for a parameter without a name.
     """
     if isinstance(value, dict):
         groups = value["param_groups"]
         return Slots(value["state"], groups, tuple(_raw_slots(groups, place, walk)))
-    if (mine := zero_redundancy.share(value, place, walk.world)) is not None:
-        kind = optimizer_protocol.kind(value.optim)
-        shared = [
-            msgspec.structs.replace(slot, replicas=mine.replicas, kept=id(slot.parameter) in mine.mine)
-            for slot in _slots(value.param_groups, kind, place, walk)
-        ]
-        return Slots(mine.state, value.param_groups, tuple(shared))
+    if isinstance(value, imported("torch.distributed.optim", "ZeroRedundancyOptimizer")):
+        return _read_share(value, place, walk)
     optimizer = optimizer_protocol.unwrapped(value)
     more = optimizer_protocol.entries(optimizer, place)
     each = tuple(_slots(optimizer.param_groups, optimizer_protocol.kind(optimizer), place, walk))
@@ -155,10 +150,34 @@ def read(value: Any, place: Place, walk: Walk) -> Slots:
     return Slots(optimizer.state, optimizer.param_groups, each, more=more, load=load)
 
 
+def _read_share(optimizer: Any, place: Place, walk: Walk) -> Slots:
+    """Return the parameters of a ZeroRedundancyOptimizer; each rank keeps the states of some.  Sends nothing.
+
+    Raises `StateError` if DistributedDataParallel steps the optimizer in the backward pass: it has no states
+    of its own before the first steps.  Raises it for hooks, too: its `state_dict` gathers.
+    """
+    if torch_private.steps_in_backward(optimizer):
+        raise StateError(
+            f"{place} is a ZeroRedundancyOptimizer with overlap_with_ddp=True, whose states are not its own",
+            remedy="leave overlap_with_ddp out",
+        )
+    for one in (optimizer, optimizer.optim):
+        optimizer_protocol.require_none(one, place)
+    import torch.distributed as dist
+
+    rank = dist.get_rank(optimizer.process_group)
+    owners = torch_private.zero_owners(optimizer)
+    mine = {id(parameter) for parameter, owner in owners.items() if owner == rank}
+    replicas = walk.world.only_here(dist.get_process_group_ranks(optimizer.process_group))
+    slots = _slots(optimizer.param_groups, optimizer_protocol.kind(optimizer.optim), place, walk)
+    share = [msgspec.structs.replace(one, replicas=replicas, kept=id(one.parameter) in mine) for one in slots]
+    return Slots(optimizer.optim.state, optimizer.param_groups, tuple(share))
+
+
 def named(parameter: Any, own: Mapping[int, str], walk: Walk) -> tuple[str, tuple[Place, ...]]:
     """Return a parameter's name and places in the modules of the state.
 
-    One of no module there has the name of its id in `own`, and no place.
+    A parameter of no module there has the name of its id in `own`, and no place.
     """
     if known := parameters(walk).get(id(parameter)):
         return known[0].name, known[0].places
@@ -166,7 +185,7 @@ def named(parameter: Any, own: Mapping[int, str], walk: Walk) -> tuple[str, tupl
 
 
 def require_distinct(slots: Slots, place: Place) -> Slots:
-    """Return the parameters of an optimizer.  Raises `StateError` where two of them have one name."""
+    """Return the parameters of an optimizer.  Raises `StateError` if two of them have one name."""
     names: set[str] = set()
     for slot in slots.each:
         if slot.name in names:
@@ -185,16 +204,16 @@ def _slots(
     named = parameters(walk)
     if not any(group["params"] for group in groups):
         raise StateError(
-            f"the optimizer {place} has no parameters: what it was made for has taken them out of its groups",
-            remedy="put that into the state instead, for example engine.optimizer of DeepSpeed",
+            f"the optimizer {place} has no parameters: its owner has taken them out of its groups",
+            remedy="put the owner into the state instead, for example engine.optimizer of DeepSpeed",
         )
     for group in groups:
         own_names = group.get("param_names")
         if own_names is not None and len(own_names) != len(group["params"]):
             raise StateError(
                 f"a group of the optimizer {place} has {len(own_names)} names for {len(group['params'])} "
-                "parameters: what it was made for has put others into it",
-                remedy="put that into the state instead, for example engine.optimizer of DeepSpeed",
+                "parameters: its owner has put others into it",
+                remedy="put the owner into the state instead, for example engine.optimizer of DeepSpeed",
             )
         for index, parameter in enumerate(group["params"]):
             known = named.get(id(parameter))
@@ -203,7 +222,7 @@ def _slots(
                     yield _slot(one, group, kind)
             elif own_names is not None and not torch_private.is_flattened(parameter):
                 name = without_wrappers(own_names[index])
-                yield ParamSlot(name, parameter, parameter, group, walk.world.alone, (), kind=kind)
+                yield ParamSlot(name, parameter, parameter, group, walk.world.alone, places=(), kind=kind)
             else:
                 raise StateError(
                     f"parameter {index} of shape {list(parameter.shape)} of the optimizer {place} belongs "
@@ -216,11 +235,20 @@ def _slot(named: NamedParameter, group: dict[str, Any], kind: tuple[str, ...]) -
     parameter = named.parameter
     replicas, at = named.replicas, named.places
     if named.flat is None:
-        return ParamSlot(named.name, parameter, parameter, group, replicas, at, kind=kind)
+        return ParamSlot(named.name, parameter, parameter, group, replicas, places=at, kind=kind)
     joint = named.flat.original is None
     part = named.flat.part if joint else named.flat.part.alone
     return ParamSlot(
-        named.name, parameter, parameter, group, replicas, at, part, named.flat.counter, joint, kind=kind
+        named.name,
+        parameter,
+        parameter,
+        group,
+        replicas,
+        places=at,
+        flat=part,
+        counter=named.flat.counter,
+        joint=joint,
+        kind=kind,
     )
 
 
@@ -236,4 +264,4 @@ def _raw_slots(groups: list[dict[str, Any]], place: Place, walk: Walk) -> Iterat
                 remedy="put the optimizer itself into the state",
             )
         for name, key in zip(names, keys, strict=True):
-            yield ParamSlot(without_wrappers(name), key, None, group, walk.world.alone, ())
+            yield ParamSlot(without_wrappers(name), key, None, group, walk.world.alone, places=())

@@ -1,4 +1,4 @@
-"""Which memory changes only in the steps of an optimizer, and how do these wait while it is copied?"""
+"""The barrier of memory that changes only in the steps of an optimizer: they wait while it is copied."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from reknit.frameworks.torch import dtensor
-from reknit.frameworks.torch import private as torch_private
+from reknit.frameworks.torch import dtensor, torch_private
 from reknit.types import devices
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ logger = logging.getLogger("reknit")
 
 
 def barriers(optimizer: Any) -> Iterator[Barrier]:
-    """Yield a barrier for each optimizer of torch that has a part in the steps of one, under any wrapper."""
+    """Yield a barrier for each optimizer of torch that takes part in the steps of one, under any wrapper."""
     found, queue = {id(optimizer)}, [optimizer]
     while queue:
         one = queue.pop()
@@ -39,11 +38,11 @@ def barriers(optimizer: Any) -> Iterator[Barrier]:
 
 
 class StepBarrier:
-    """Lets the steps of an optimizer wait: its parameters and states change in no other way.
+    """The barrier before the steps of an optimizer, which alone change its parameters and states.
 
-    A hook that runs before each step proves little by itself: what replays a graph of a device or runs a
-    compiled step does not come by.  So the barrier counts only if a step came by since it was last asked for,
-    and none was ever captured or compiled.
+    A hook that runs before each step proves little by itself: a replayed graph of a device, or a compiled
+    step, does not run it.  So the barrier counts only if a step ran the hook since the last check, and none
+    was ever captured or compiled.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -52,12 +51,12 @@ class StepBarrier:
         self._hooked = self._passed = self._avoided = self._warned = False
 
     def stands(self) -> bool:
-        """Put the hook up if it is not, and tell whether a step passed it since the last time."""
+        """Register the hook once, and return whether a step ran it since the last time."""
         optimizer = self._live()
         if not self._hooked:
             optimizer.register_step_pre_hook(self._wait)
             self._hooked = True
-        # Such an optimizer is made to be replayed, which need not pass the hook, ever.
+        # A capturable optimizer is made to be replayed, and a replay need not run the hook.
         self._avoided = self._avoided or any(group.get("capturable") for group in optimizer.param_groups)
         if self._avoided and not self._warned:
             self._warned = True
@@ -86,11 +85,11 @@ class StepBarrier:
         self._waits.append(wait)
 
     def distrust(self) -> None:
-        """Take it that what the optimizer has is changed by others, too."""
+        """Record that others, too, change the parameters and states."""
         self._avoided = True
 
     def forget(self) -> None:
-        """Wait for nothing, as in a forked process, where nobody copies."""
+        """Wait for nothing: in a forked process, nobody copies."""
         self._waits.clear()
 
     def _live(self) -> torch.optim.Optimizer:
@@ -100,7 +99,7 @@ class StepBarrier:
 
     def _wait(self, *_: object) -> None:
         if torch.compiler.is_compiling() or devices.is_captured():
-            # What is traced or captured now runs again without this, and must not break for it.
+            # A traced or captured step runs again without the hook, and must not fail because of it.
             self._avoided = True
             return
         self._passed = True

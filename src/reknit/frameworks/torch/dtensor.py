@@ -1,4 +1,4 @@
-"""What a rank holds of a DTensor: exact boxes for every placement, without a message."""
+"""The boxes that a rank holds of a DTensor: exact for every placement, without a message."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.errors import StateError
 from reknit.frameworks.imported import imported
-from reknit.frameworks.torch import private as torch_private
-from reknit.frameworks.torch import ragged
+from reknit.frameworks.torch import ragged, torch_private
 from reknit.types.box import Box
 
 if TYPE_CHECKING:
@@ -38,14 +37,14 @@ class MeshCut(NamedTuple):
 
 
 def is_dtensor(value: Any) -> bool:
-    """Tell whether this is a DTensor, torch's or that of veScale, without importing what defines them."""
+    """Return whether this is a DTensor, torch's or veScale's, without an import of their modules."""
     kind: Any = type(value)
     return _is_dtensor(kind)
 
 
 @lru_cache(maxsize=256)
 def _is_dtensor(kind: type) -> bool:
-    """Tell it of a type: what a type inherits was imported before it, and stays what it is."""
+    """Return whether a type is a DTensor's: its base classes were imported before it, and do not change."""
     known = (imported(name, "DTensor") for name in ("torch.distributed.tensor", "vescale.dtensor.dtensor"))
     return issubclass(kind, tuple(known))
 
@@ -66,7 +65,7 @@ def chunk(runs: Sequence[Run], size: int, position: int) -> list[Run]:
 
 
 def _append(runs: list[Run], run: Run) -> None:
-    """Add a run, merged with the one before where they touch."""
+    """Add a run; merge it with the last one if they touch."""
     if runs and sum(runs[-1]) == run[0]:
         runs[-1] = (runs[-1][0], runs[-1][1] + run[1])
     else:
@@ -84,7 +83,7 @@ def _cut_runs(runs: list[Run], cut: MeshCut) -> list[Run]:
 
 
 def applied(shape: Sequence[int], cuts: Sequence[MeshCut]) -> list[list[Run]]:
-    """Return the runs of indexes, per dimension, that are left when the cuts are made one after the other."""
+    """Return the runs of indexes, per dimension, that are left after the cuts, made one after the other."""
     runs: list[list[Run]] = [[(0, length)] if length else [] for length in shape]
     for cut in cuts:
         runs[cut.dim] = _cut_runs(runs[cut.dim], cut)
@@ -94,9 +93,10 @@ def applied(shape: Sequence[int], cuts: Sequence[MeshCut]) -> list[list[Run]]:
 def in_true_order(cuts: Sequence[MeshCut]) -> list[MeshCut]:
     """Return the cuts in the order in which `fully_shard` makes them.
 
-    A strided cut whose factor is the number of parts into which later mesh dimensions cut the same dimension
-    stands for a plain one made after those: data parallelism shards what tensor parallelism left.  torch's
-    own arithmetic takes it literally, which is another layout when the sizes are uneven.
+    A strided cut may have as its factor the number of parts into which later mesh dimensions cut the same
+    dimension.  It then stands for a plain cut made after those: data parallelism shards the result of tensor
+    parallelism.  torch's own arithmetic takes it literally, which is another layout when the sizes are
+    uneven.
     """
     ordered: list[MeshCut] = []
     for cut in reversed(cuts):
@@ -112,8 +112,8 @@ def in_true_order(cuts: Sequence[MeshCut]) -> list[MeshCut]:
 def decode(shape: Sequence[int], cuts: Sequence[MeshCut], local: Sequence[int]) -> list[list[Run]] | None:
     """Return the runs of indexes, per dimension, that a local tensor of shape `local` holds.
 
-    None when no reading of the cuts gives that shape.  A strided cut is read as `fully_shard` means it, and
-    literally where only that fits.
+    None if no reading of the cuts gives that shape.  A strided cut is read as `fully_shard` means it, and
+    literally if only that fits.
     """
     for candidate in (in_true_order(cuts), list(cuts)):
         runs = applied(shape, candidate)
@@ -136,7 +136,7 @@ def boxes(runs: Sequence[Sequence[Run]]) -> list[tuple[Box, Box]]:
 
 
 def look(tensor: Any, local: Any, place: Place, world: World) -> tuple[tuple[Part, ...], Replicas]:
-    """Return what `parts` and `replicas` do; both are found out once for all that is cut alike.
+    """Return the results of `parts` and `replicas`, computed once for all tensors that are cut alike.
 
     Raises `StateError` as `parts` does.
     """
@@ -144,7 +144,7 @@ def look(tensor: Any, local: Any, place: Place, world: World) -> tuple[tuple[Par
     if spec is None:
         return parts(tensor, local, place), replicas(tensor, world)
     mesh, placements = spec
-    kinds = tuple(map(type, placements))  # some are equal to those of another kind
+    kinds = tuple(map(type, placements))  # placements of different types can be equal
     key = ("cut", id(mesh), kinds, placements, tensor.shape, local.shape)
 
     def find() -> tuple[Box | None, Replicas]:
@@ -159,7 +159,7 @@ def look(tensor: Any, local: Any, place: Place, world: World) -> tuple[tuple[Par
 def parts(tensor: Any, local: Any, place: Place) -> tuple[Part, ...]:
     """Return the boxes of a DTensor that `local` (its local tensor, or one like it) holds, and their memory.
 
-    Raises `StateError` for partial sums, placements that reknit does not know, and placements that do not
+    Raises `StateError` for partial sums, placements that reknit does not support, and placements that do not
     describe the local tensor.
     """
     shape = tuple(tensor.shape)
@@ -210,7 +210,7 @@ def _narrow(local: Any, inside: Box) -> Any:
 
 
 def _ragged(dealt: ragged.Ragged, tensor: Any, local: Any, place: Place) -> tuple[Part, ...]:
-    """Return the boxes of a flat range: a ragged placement deals out what the cuts after it leave."""
+    """Return the boxes of a flat range: a ragged placement divides the elements that the later cuts leave."""
     shape = tuple(tensor.shape)
     runs = applied(shape, _cuts(tensor, place, without=dealt.number))
     lengths = tuple(sum(length for _, length in per_dim) for per_dim in runs)
@@ -221,7 +221,7 @@ def _ragged(dealt: ragged.Ragged, tensor: Any, local: Any, place: Place) -> tupl
         )
     offsets = tuple(per_dim[0][0] if per_dim else 0 for per_dim in runs)
     position = tensor.device_mesh.get_coordinate()[dealt.number]
-    held_part = ragged.part(dealt, position, shape, Box(offsets, lengths), local.numel(), place)
+    held_part = ragged.part(dealt, position, shape, Box(offsets, lengths), local.numel(), place=place)
     return held_part.parts(local.view(-1))
 
 
@@ -245,7 +245,7 @@ def _cuts(tensor: Any, place: Place, without: int | None = None) -> list[MeshCut
             kind = (
                 "holds partial sums"
                 if placement.is_partial()
-                else "is placed in a way that reknit does not know"
+                else "is placed in a way that reknit does not support"
             )
             raise StateError(
                 f"{place} {kind} ({placement})",
@@ -257,7 +257,7 @@ def _cuts(tensor: Any, place: Place, without: int | None = None) -> list[MeshCut
 def _hooked(
     chunks: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], local: Any, place: Place
 ) -> tuple[Part, ...]:
-    """Believe a local tensor that says itself where it lies."""
+    """Return the box that a local tensor itself declares."""
     filled = [(offsets, sizes) for offsets, sizes in chunks if prod(sizes)]
     if not filled and local.numel() == 0:
         return ()
@@ -271,7 +271,7 @@ def _hooked(
 
 
 def replicas(tensor: Any, world: World) -> Replicas:
-    """Return the ranks that hold what this one holds of a DTensor, if its mesh has all ranks of the world."""
+    """Return the ranks with the same part of a DTensor, if its mesh has all ranks of the world."""
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return None
@@ -294,7 +294,7 @@ def replicas(tensor: Any, world: World) -> Replicas:
 
 
 def mesh_ranks(mesh: Any, world: World) -> Replicas:
-    """Return all ranks of a mesh, if it knows all ranks of the world."""
+    """Return all ranks of a mesh, if these include all ranks of the world."""
 
     def find() -> Replicas:
         ranks = mesh.mesh.flatten().tolist()

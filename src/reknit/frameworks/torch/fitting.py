@@ -1,4 +1,4 @@
-"""Can an object of torch with a `state_dict` take a saved state?  What its class says before it is loaded."""
+"""Can an object of torch or torchdata take a saved state?  Its class answers that before the load."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler
 
+from reknit.frameworks.imported import imported
+
 
 def misfit(value: Any, saved: Any) -> str | None:
-    """Return why a gradient scaler or a scheduler cannot take a saved state; None for another object."""
+    """Return why a scaler, a scheduler or a loader cannot take a saved state; None for another object."""
+    if isinstance(value, imported("torchdata.stateful_dataloader", "StatefulDataLoader")):
+        return _other_workers(value.num_workers, saved)
     if isinstance(value, torch.amp.GradScaler) and value.is_enabled() and saved == {}:
         return "a disabled scaler was saved, without values, and this one is enabled"
     if isinstance(value, lr_scheduler.LRScheduler) and isinstance(saved, Mapping):
@@ -19,17 +23,17 @@ def misfit(value: Any, saved: Any) -> str | None:
 
 
 def ignored(value: Any, saved: Any) -> str | None:
-    """Return what to note of a state that an object takes without using it."""
+    """Return the note for a state that an object takes without using it."""
     if isinstance(value, torch.amp.GradScaler) and not value.is_enabled() and saved != {}:
         return "this scaler is disabled, and takes none of the saved values"
     return None
 
 
 def _other_scheduler(value: Any, saved: Mapping[str, Any]) -> str | None:
-    """Say how a saved scheduler is another than this one, if it is: torch would take any.
+    """Return how a saved scheduler differs from this one, or None: torch would take any.
 
-    Only the classes of torch itself are looked at, whose state is their attributes.  What one of two releases
-    has more than the other is no difference.
+    Only classes of torch itself are compared: their state is their attributes.  An attribute that one of two
+    releases lacks does not count.
     """
     kind = type(value)
     if kind.__module__ != lr_scheduler.__name__:
@@ -55,7 +59,29 @@ def _other_scheduler(value: Any, saved: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _other_workers(here: int, state: Any) -> str | None:
+    """Return why a StatefulDataLoader cannot take a saved state: it would fail at its first batch only."""
+    saved = _num_workers(state) if isinstance(state, Mapping) else None
+    if saved is None or saved == here:
+        return None
+    return (
+        f"a StatefulDataLoader with num_workers={saved} was saved, and this one has "
+        f"num_workers={here}.  Keep that number, or, before the next save, wrap the "
+        "loader for any number: in ConsumedSamples for a map-style dataset, in ShardedDataLoader for a "
+        "SourceDataset"
+    )
+
+
+def _num_workers(state: Mapping[str, Any]) -> int | None:
+    """Return the number of workers in the state of a loader, or None for an unknown form."""
+    try:
+        found = state["_snapshot"]["_main_snapshot"]["_num_workers"] if "_snapshot" in state else 0
+    except (KeyError, TypeError):
+        return None
+    return found if isinstance(found, int) and (found or "_num_yielded" in state) else None
+
+
 def _settings(state: Mapping[str, Any]) -> set[str]:
-    """Return the names that tell classes apart; releases differ in the private ones, and in one more."""
-    told = {name for name in state if not name.startswith("_")} - {"verbose"}
-    return told | (state.keys() & {"_schedulers"})
+    """Return the names that distinguish classes; releases differ in the private ones, and in one more."""
+    public = {name for name in state if not name.startswith("_")} - {"verbose"}
+    return public | (state.keys() & {"_schedulers"})

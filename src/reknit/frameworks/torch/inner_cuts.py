@@ -1,4 +1,4 @@
-"""How do the tensors inside a composite one lie, where a DTensor cuts that between ranks?"""
+"""The places of the tensors inside a composite tensor that a DTensor cuts between ranks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from reknit.frameworks.walk.walk import Place, Replicas, World
 
 _WHOLE = {"OptimState8bit": ("qmap",), "OptimState4bit": ("qmap",), "OptimStateFp8": ()}
-"""Classes of torchao, and which of their tensors every rank has whole; the others are cut with the outer."""
+"""Classes of torchao, and the inner tensors that every rank has whole; the others are cut with the outer."""
 
 
 class Cut(NamedTuple):
-    """A part of a whole tensor, and who has the same part.
+    """A part of a whole tensor, and the ranks with the same part.
 
-    `everyone` are the ranks that have what is not cut; `rank` is this one, for messages.
+    `everyone` are the ranks that have an inner tensor that is not cut; `rank` is this one, for messages.
     """
 
     shape: tuple[int, ...]
@@ -54,9 +54,9 @@ def of(tensor: Any, local: Any, place: Place, world: World) -> Cut:
 
 
 def whole_names(local: Any, inner: Mapping[str, Any], cut: Cut | None, place: Place) -> Collection[str]:
-    """Return the names of the tensors inside that are whole on every rank, though the outer is cut.
+    """Return the names of the inner tensors that are whole on every rank, though the outer is cut.
 
-    They are those that stay as they are when the class itself takes a part of the outer one.
+    Their shapes stay the same when the class itself takes a part of the outer tensor.
     """
     if cut is None or not cut.dims:
         return tuple(inner)
@@ -71,21 +71,21 @@ def whole_names(local: Any, inner: Mapping[str, Any], cut: Cut | None, place: Pl
             with torch.no_grad():
                 part = local.narrow(dim, 0, length)
                 shapes = {name: tuple(getattr(part, name).shape) for name in part.__tensor_flatten__()[0]}
-        except Exception:  # a class may refuse any length; one that refuses all is refused below
+        except Exception:  # a class may refuse a length; a class that refuses all lengths is refused below
             continue
         if type(part) is type(local) and shapes.keys() == inner.keys():
             return [name for name, one in inner.items() if shapes[name] == tuple(one.shape)]
     raise StateError(
         f"{place} is a {type(local).__name__} cut between ranks, and the class cannot take a part of one: "
-        "how the tensors inside are cut is not known",
+        "the parts of the tensors inside cannot be determined",
         remedy="let it implement aten.slice along the first dimension, or keep it whole on each rank",
     )
 
 
 def lay(one: Any, local: Any, cut: Cut | None, place: Place, *, whole: bool) -> Cut | None:
-    """Return the part that a tensor inside is of the whole one; None where there is no DTensor around.
+    """Return the part that an inner tensor is of the whole one; None if no DTensor is around it.
 
-    Raises `StateError` if the outer part does not begin and end where blocks of the tensor inside do.
+    Raises `StateError` if the outer part does not begin and end where blocks of the inner tensor do.
     """
     if cut is None:
         return None

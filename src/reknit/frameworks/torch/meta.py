@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def view(tensor: Any, arrays: Arrays, place: Place, world: World) -> View:
-    """Look at a tensor on the meta device as new memory, which becomes the tensor's own when it is settled.
+    """Return the view of a tensor on the meta device as new memory, which `settle` makes the tensor's own.
 
-    The memory is on the default device, or for a DTensor on that of its mesh, if it is not known to belong
-    in host memory.  All names of one tensor have the same memory.
+    The memory is on the default device, or for a DTensor on that of its mesh, unless it belongs in host
+    memory. All names of one tensor have the same memory.
     """
     _require_swappable(tensor, place)
 
@@ -41,14 +41,14 @@ def view(tensor: Any, arrays: Arrays, place: Place, world: World) -> View:
 
 
 def keep_on_host(tensors: Iterable[Any], world: World) -> None:
-    """Let tensors on the meta device get memory of the host."""
+    """Record that tensors on the meta device get memory of the host."""
     for tensor in tensors:
         if tensor.is_meta:
             world.once(_key(tensor), lambda: True, tensor)
 
 
 def follow(tensor: Any, leader: Any, world: World) -> None:
-    """Let a tensor on the meta device get memory of the host if another one does."""
+    """Record that a tensor on the meta device gets memory of the host if another one does."""
     if _key(leader) in world.memo:
         keep_on_host([tensor], world)
 
@@ -75,10 +75,10 @@ def _memory(tensor: Any, *, on_host: bool) -> torch.Tensor:
 
 
 def _become(tensor: Any, memory: torch.Tensor) -> None:
-    """Make a tensor what another one is; whoever has the tensor (modules, optimizers) sees it."""
+    """Make a tensor the same as another one, for all its owners (modules, optimizers)."""
     kind, attributes = type(tensor), dict(vars(tensor))
     with torch.no_grad():
-        # Detached, so that this is the only name of it: only such tensors can be swapped.
+        # Detached, so that it has one reference: only such tensors can be swapped.
         new: torch.Tensor = memory.detach()
     if isinstance(tensor, torch.nn.Parameter):
         new = torch.nn.Parameter(new, requires_grad=tensor.requires_grad)

@@ -11,7 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.errors import StateError
-from reknit.frameworks.torch.flat import FlatPart
+from reknit.frameworks.torch.flat_part import FlatPart
 from reknit.types.box import Box
 
 if TYPE_CHECKING:
@@ -31,15 +31,16 @@ class Ragged(NamedTuple):
 
 
 def is_ragged(placement: Any) -> bool:
-    """Tell whether this is a ragged placement, whatever library defines it."""
+    """Return whether this is a ragged placement, of any library."""
     return hasattr(placement, "dims") and hasattr(placement, "local_units")
 
 
 def find(placements: Sequence[Any], sizes: Sequence[int], place: Place) -> Ragged | None:
     """Return the ragged one among the placements on a mesh of `sizes`, or None.
 
-    Raises `StateError` for one that reknit does not support: a second one, one after another shard placement
-    (veScale does not define what that means), a strided one, and units that do not fit the mesh.
+    Raises `StateError` for a placement that reknit does not support: a second ragged one, a strided one, or
+    one after another shard placement (veScale does not define its meaning).  Raises it for units that do not
+    fit the mesh, too.
     """
     found = [number for number, placement in enumerate(placements) if is_ragged(placement)]
     if not found:
@@ -77,7 +78,7 @@ def _require_sound(ragged: Ragged, size: int, place: Place) -> None:
 
 
 def part(
-    ragged: Ragged, position: int, shape: tuple[int, ...], box: Box, numel: int, place: Place
+    ragged: Ragged, position: int, shape: tuple[int, ...], box: Box, numel: int, *, place: Place
 ) -> FlatPart:
     """Return the part of `box` that the rank at `position` has, in local memory of `numel` elements.
 
@@ -103,4 +104,4 @@ def part(
             remedy="its placements are wrong: create it with the library that defines them",
         )
     held = ((box, Box.whole(box.lengths)),)
-    return FlatPart(shape, box.lengths, held, None, before * per_unit, numel, 0, numel)
+    return FlatPart(shape, box.lengths, held, None, before * per_unit, numel=numel, offset=0, total=numel)

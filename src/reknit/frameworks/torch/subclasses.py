@@ -1,4 +1,4 @@
-"""Tensor subclasses that are made of other tensors: what these are, and what the class says beside them."""
+"""Tensor subclasses that are composite: their inner tensors, and the record of their class."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 from msgspec import structs
 
 from reknit.errors import ReknitError, StateError
-from reknit.frameworks.torch import dtensor, inner_cuts
-from reknit.frameworks.torch import private as torch_private
+from reknit.frameworks.torch import dtensor, inner_cuts, torch_private
 from reknit.frameworks.walk.walk import Composite
 from reknit.types.devices import memory_remedy
 from reknit.types.shard import MAX_DEPTH, TensorSpec
@@ -27,11 +26,11 @@ if TYPE_CHECKING:
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 _PLAIN = (bool, int, float, str, bytes, type(None))
 _FOLLOWS = {"NF4Tensor": frozenset({"n_blocks"})}
-"""What classes have in their context that follows from the shape, and is another for each cut."""
+"""Entries in the context of classes that follow from the shape, and differ between cuts."""
 
 
 def is_composite(value: Any) -> bool:
-    """Tell whether a tensor of torch is made of others, and its class can name these; no DTensor is."""
+    """Return whether a tensor of torch consists of others that its class can name; DTensors do not count."""
     kind: Any = type(value)
     return kind not in _ORDINARY and _flattens(kind) and not value.is_nested
 
@@ -50,9 +49,9 @@ def _flattens(kind: Any) -> bool:
 
 
 def local_composite(tensor: Any) -> Any:
-    """Return the composite tensor that this rank has of a tensor: itself, or what is inside a DTensor.
+    """Return this rank's composite tensor: the tensor itself, or the one inside a DTensor.
 
-    None for any other.
+    None for any other tensor.
     """
     if type(tensor) in _ORDINARY or not isinstance(tensor, torch.Tensor):
         return None
@@ -61,12 +60,12 @@ def local_composite(tensor: Any) -> Any:
 
 
 def class_name(tensor: Any) -> str:
-    """Return the name by which records call the class of a tensor."""
+    """Return the name of a tensor's class in records."""
     return f"{type(tensor).__module__}.{type(tensor).__qualname__}"
 
 
 def flattened(tensor: Any, place: Place) -> tuple[dict[str, Any], Any]:
-    """Return the tensors that a composite one is made of, by name, and the context of its class.
+    """Return the inner tensors of a composite one, by name, and the context of its class.
 
     Raises `StateError` if the class does not return them.
     """
@@ -79,7 +78,7 @@ def flattened(tensor: Any, place: Place) -> tuple[dict[str, Any], Any]:
     except Exception as error:
         raise StateError(
             f"{place}: {kind}.__tensor_flatten__ raised {type(error).__name__}: {error}",
-            remedy="mend that method; nothing was changed",
+            remedy="correct that method; nothing was changed",
         ) from error
     for name, one in inner.items():
         if not isinstance(name, str) or not isinstance(one, torch.Tensor):
@@ -91,7 +90,7 @@ def flattened(tensor: Any, place: Place) -> tuple[dict[str, Any], Any]:
 
 
 def opened(tensor: Any, arrays: Arrays, place: Place, world: World, *, fill: bool) -> Composite | None:
-    """Look at the tensors that a tensor is made of; None for one that has memory of its own."""
+    """Return a composite tensor with views of its inner tensors; None for one with memory of its own."""
     local = local_composite(tensor)
     if local is None:
         return None
@@ -101,7 +100,7 @@ def opened(tensor: Any, arrays: Arrays, place: Place, world: World, *, fill: boo
             remedy=memory_remedy("it"),
         )
     cut = inner_cuts.of(tensor, local, place, world) if dtensor.is_dtensor(tensor) else None
-    looked = _Looked(arrays, world, fill)
+    looked = _InnerViews(arrays, world, fill)
     shape = tuple(tensor.shape)
     record = record_of(local, shape, place)
 
@@ -114,8 +113,8 @@ def opened(tensor: Any, arrays: Arrays, place: Place, world: World, *, fill: boo
 
 
 @dataclasses.dataclass(frozen=True)
-class _Looked:
-    """How to look at the tensors inside of a composite one."""
+class _InnerViews:
+    """The views of the tensors inside a composite one."""
 
     arrays: Arrays
     world: World
@@ -142,9 +141,9 @@ class _Looked:
 
 
 def record_of(local: Any, shape: Sequence[int], place: Place, depth: int = 0) -> Record:
-    """Return what is saved of a composite tensor beside the tensors inside: no code, plain values only."""
+    """Return the record of a composite tensor beside the tensors inside: no code, plain values only."""
     if depth > MAX_DEPTH:
-        raise StateError(f"{place} is made of itself", remedy="mend its __tensor_flatten__")
+        raise StateError(f"{place} is made of itself", remedy="correct its __tensor_flatten__")
     inner, context = flattened(local, place)
     if isinstance(context, dict) and (left := _FOLLOWS.get(type(local).__name__)):
         context = {key: value for key, value in context.items() if key not in left}
@@ -196,17 +195,19 @@ def like(tensor: Any, place: Place) -> Any:
             name: like(one, place.child(name)) if is_composite(one) else torch.empty_like(one)
             for name, one in inner.items()
         }
-        made = _unflattened(type(local), new, context, local.shape, local.stride(), place)
+        made = _unflattened(type(local), new, context, local.shape, local.stride(), place=place)
         return wrapped_as(tensor, made) if dtensor.is_dtensor(tensor) else made
 
 
-def _unflattened(kind: Any, inner: dict[str, Any], context: Any, size: Any, stride: Any, place: Place) -> Any:
+def _unflattened(
+    kind: Any, inner: dict[str, Any], context: Any, size: Any, stride: Any, *, place: Place
+) -> Any:
     try:
         return kind.__tensor_unflatten__(inner, context, size, stride)
     except Exception as error:
         raise StateError(
             f"{place}: {kind.__name__}.__tensor_unflatten__ raised {type(error).__name__}: {error}",
-            remedy="mend that method; nothing was changed",
+            remedy="correct that method; nothing was changed",
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Tensors of torch, plain ones and DTensors: their boxes, their memory, and which ranks have the same."""
+"""Tensors of torch, plain ones and DTensors: their boxes, their memory, and the ranks with the same."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from reknit.errors import StateError
-from reknit.frameworks.torch import dtensor, meta, subclasses
-from reknit.frameworks.torch import private as torch_private
+from reknit.frameworks.torch import dtensor, meta, subclasses, torch_private
 from reknit.frameworks.walk import overlap
 from reknit.frameworks.walk.walk import View
 from reknit.types.box import Box
@@ -29,7 +28,7 @@ _STRIDED, _TENSOR = torch.strided, torch.Tensor
 
 
 def libraries() -> tuple[Arrays, ...]:
-    """Return what knows torch's tensors."""
+    """Return the library of torch's tensors."""
     return (TorchArrays(),)
 
 
@@ -39,13 +38,14 @@ class TorchArrays:
     library = "torch"
 
     def matches(self, value: Any) -> bool:
-        """Tell whether this is a tensor; `view` refuses those whose memory is not their values."""
+        """Return whether this is a tensor; `view` refuses a tensor whose memory is not its values."""
         return isinstance(value, torch.Tensor)
 
     def view(self, tensor: Any, place: Place, world: World, *, fill: bool) -> View:
-        """Look at a tensor.  Raises `StateError` for one that has no bytes of its own here.
+        """Return the view of a tensor.  Raises `StateError` for one without bytes of its own here.
 
-        To be filled, a tensor on the meta device is looked at as the memory that it gets when that is full.
+        With `fill`, a tensor on the meta device is viewed as new memory, which becomes its own once it is
+        filled.
         """
         if type(tensor) is not _TENSOR and (held := torch_private.local_shards(tensor)) is not None:
             return _of_shards(tensor, held, place, world, fill=fill)
@@ -60,17 +60,17 @@ class TorchArrays:
         return View(spec, ((Box.whole(spec.shape), local),), world.alone, _memory(tensor, local), settle)
 
     def opened(self, tensor: Any, place: Place, world: World, *, fill: bool) -> Composite | None:
-        """Look at the tensors that a tensor is made of; None for one that has memory of its own."""
+        """Return a composite tensor with views of its inner tensors; None for other tensors."""
         return subclasses.opened(tensor, self, place, world, fill=fill)
 
     def changed(self, memories: Iterable[Any]) -> None:
-        """Let autograd know of memory that was written to past torch: an older graph must not use it."""
+        """Increment the versions of memory that was written past torch: older graphs must not use it."""
         for memory in memories:
             if isinstance(memory, torch.Tensor):
                 increment_version(memory)
 
     def fresh(self, spec: TensorSpec, like: Any = None) -> Any:
-        """Return a new tensor: cut and placed as `like` if that has its shape, else whole on its device."""
+        """Return a new tensor: cut and placed like `like` if the shapes are equal, or whole on its device."""
         dtype = torch_dtype(spec.dtype)
         if like is None:
             return torch.empty(spec.shape, dtype=dtype)
@@ -85,14 +85,14 @@ class TorchArrays:
 def _of_shards(
     tensor: Any, held: list[tuple[tuple[int, ...], Any]], place: Place, world: World, *, fill: bool
 ) -> View:
-    """Look at a tensor of which this rank has several shards, or none; each is memory of its own."""
+    """Return the view of a tensor with several shards, or none, on this rank; each is memory of its own."""
     shape = tuple(tensor.shape)
     if any(len(offsets) != len(shape) for offsets, _ in held):
         raise StateError(
             f"{place} has the shape {list(shape)}, and shards at {[list(offsets) for offsets, _ in held]}",
             remedy="give the offsets of its shards one number for each dimension",
         )
-    # The shards have the dtype: that of a wrapper around them may be another.
+    # The dtype is that of the shards: a wrapper around them may have another.
     names = {dtype_name(shard, place) for _, shard in held}
     if len(names) > 1:
         raise StateError(f"{place} has shards of {' and '.join(sorted(names))}", remedy="give them one dtype")
@@ -115,7 +115,7 @@ def _of_shards(
 
 
 def _like_shards(like: Any, held: list[tuple[tuple[int, ...], Any]], spec: TensorSpec) -> Any:
-    """Return new memory in the form of a tensor that is made of shards."""
+    """Return new memory in the form of a tensor that consists of shards."""
     present = {_NAMES.get(shard.dtype) for _, shard in held}
     if tuple(like.shape) != spec.shape or not present <= {spec.dtype}:
         raise StateError(
@@ -126,7 +126,7 @@ def _like_shards(like: Any, held: list[tuple[tuple[int, ...], Any]], spec: Tenso
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return torch's dtype of a name in `ITEMSIZE`.  Raises `StateError` where this torch has none."""
+    """Return torch's dtype of a name in `ITEMSIZE`.  Raises `StateError` if this torch lacks it."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise StateError(f"torch {torch.__version__} has no dtype {name}", remedy="load with a newer torch")
@@ -134,7 +134,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def dtype_name(tensor: Any, place: Place) -> str:
-    """Return the name of a tensor's dtype.  Raises `StateError` for one that is not stored."""
+    """Return the name of a tensor's dtype.  Raises `StateError` for a dtype that is not stored."""
     name = _NAMES.get(tensor.dtype)
     if name is None:
         raise StateError(
@@ -149,10 +149,10 @@ def spec_of(tensor: Any, place: Place) -> TensorSpec:
 
 
 def local_memory(tensor: Any, place: Place, *, fill: bool) -> tuple[Any, Callable[[], None] | None]:
-    """Return this rank's part of a tensor as memory that is its values, and how to put what fills it back.
+    """Return this rank's part of a tensor as memory, and a function that puts filled memory back.
 
-    Raises `StateError` for tensors without such memory: sparse, nested, quantized, on the meta device, not
-    yet initialised, or of a type that keeps its values somewhere else.
+    That memory has the tensor's values.  Raises `StateError` for tensors without such memory: sparse, nested,
+    quantized, on the meta device, not yet initialised, or of a type that keeps its values somewhere else.
     """
     inside = torch_private.local_of(tensor) if dtensor.is_dtensor(tensor) else tensor
     if plain_dtype(inside) is not None and (not fill or inside.is_contiguous()):
@@ -172,9 +172,9 @@ def local_memory(tensor: Any, place: Place, *, fill: bool) -> tuple[Any, Callabl
 
 
 def plain_dtype(value: Any) -> str | None:
-    """Return the name of the dtype of a tensor whose memory is its values, with nothing more to ask.
+    """Return the name of the dtype of a tensor whose memory is its values, without further checks.
 
-    None for other tensors, which `local_memory` looks at from every side, and for what is no tensor.
+    None for other tensors, which `local_memory` checks in every respect, and for other objects.
     """
     if type(value) is not _TENSOR or value.layout is not _STRIDED:
         return None
@@ -208,7 +208,7 @@ def _require_memory(tensor: Any, local: Any, place: Place) -> None:
     if not shows_memory(local):
         raise StateError(
             f"{place} is on {local.device}, where torch shows no memory of it",
-            remedy="save what its cpu() returns, and copy that back with copy_() after a load",
+            remedy="save the result of its cpu(), and copy that back with copy_() after a load",
         )
     if torch_private.hides_data(type(local)):
         raise StateError(
@@ -219,7 +219,7 @@ def _require_memory(tensor: Any, local: Any, place: Place) -> None:
 
 
 def _require_distinct(local: torch.Tensor, place: Place) -> None:
-    """Refuse to fill a tensor in which one place in memory is several elements."""
+    """Raise `StateError` for a tensor to fill in which one place in memory is several elements."""
     if not (local.is_contiguous() or overlap.is_distinct(local.shape, local.stride())):
         raise StateError(
             f"{place} is an expanded or overlapping tensor: several of its elements share memory",
@@ -228,7 +228,7 @@ def _require_distinct(local: torch.Tensor, place: Place) -> None:
 
 
 def _memory(tensor: Any, local: torch.Tensor, *form: Any) -> tuple[Any, ...]:
-    """Return what is equal for two tensors that are the same memory in the same form."""
+    """Return a key that is equal for two tensors that are the same memory in the same form."""
     if local.numel() == 0:
         return ("torch", id(tensor))
     return ("torch", *memory_of(local), tuple(local.shape), local.stride(), local.dtype, *form)

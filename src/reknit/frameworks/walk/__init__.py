@@ -1,1 +1,1 @@
-"""Walk through a state: gather what it holds, or what it needs of a checkpoint."""
+"""The walk through a state: it collects the contents to save, or the requests to a checkpoint."""

@@ -1,9 +1,9 @@
-"""What every kind of object in a state needs: an adapter for both passes."""
+"""The adapter of a kind of object in a state, for both passes."""
 
 from typing import Protocol
 
-from reknit.frameworks.walk.loading import LoadAdapter
-from reknit.frameworks.walk.saving import SaveAdapter
+from reknit.frameworks.walk.load_walk import LoadAdapter
+from reknit.frameworks.walk.save_walk import SaveAdapter
 
 
 class Adapter(SaveAdapter, LoadAdapter, Protocol):

@@ -1,4 +1,4 @@
-"""Tensors that are made of other tensors: each of these has a name of its own, and a record says the rest."""
+"""Composite tensors: their records, and the requests for their inner tensors, each of which has a name."""
 
 from __future__ import annotations
 
@@ -6,41 +6,41 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from reknit.frameworks.neutral import COMPOSITE
-from reknit.frameworks.same import same_value
+from reknit.frameworks.same_value import same_value
 from reknit.types.shard import Tagged
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    from reknit.frameworks.walk.rank_catalog import Found, RankCatalog
+    from reknit.frameworks.walk.rank_catalog import FoundValue, RankCatalog
     from reknit.frameworks.walk.walk import Composite, Place, View
 
 Record = dict[str, Any]
-"""What a composite tensor is, as `Composite` has it."""
+"""The record of a composite tensor, as in `Composite`."""
 
 
 class CompositeLoad(Protocol):
-    """A load, as far as composite tensors ask for something."""
+    """A load, as far as composite tensors need it for their requests."""
 
     saved: RankCatalog
 
-    def value(self, place: Place) -> Found:
+    def value(self, place: Place) -> FoundValue:
         """Request a saved value."""
 
     def view(self, view: View, place: Place, tensor: Any, *, early: bool = False) -> None:
         """Request a tensor by its view."""
 
     def touch(self, tensor: Any, *, early: bool) -> None:
-        """Record that the load changes a tensor by filling what it is made of."""
+        """Record that the load changes a tensor by filling its inner tensors."""
 
     def pass_over(self, place: Place) -> None:
-        """Record that the tensors below a name are of no use."""
+        """Record that the tensors below a name are not needed."""
 
     def report_missing(self, place: Place, why: str) -> None:
-        """Record that the checkpoint lacks what the target needs."""
+        """Record that the checkpoint lacks an entry that the target needs."""
 
     def report_mismatched(self, place: Place, why: str) -> None:
-        """Record that the checkpoint has something in a form that the target cannot take."""
+        """Record that the checkpoint has an entry in a form that the target cannot take."""
 
 
 def record_at(place: Place, saved: RankCatalog) -> Record | None:
@@ -58,7 +58,7 @@ def record_of(value: Any) -> Record | None:
 
 
 def difference(saved: Record, here: Record) -> str | None:
-    """Say how a saved composite tensor is another than that of the target, if it is."""
+    """Return how a saved composite tensor differs from that of the target, or None."""
     if saved["class"] != here["class"]:
         return f"it is a {saved['class']} in the checkpoint and a {here['class']} here"
     if saved["shape"] != here["shape"]:
@@ -90,7 +90,7 @@ def _shown(context: Any) -> str:
 
 
 def misfit(made: Composite, record: Record, place: Place, saved: RankCatalog) -> str | None:
-    """Say why what was saved under a name does not fit a composite tensor, if it does not."""
+    """Return why a saved composite tensor does not fit that of the target, or None."""
     if why := difference(record, made.record):
         return why
     for name, _, view in made.inner:
@@ -108,7 +108,7 @@ REMEDY = (
 
 
 @dataclass(slots=True)
-class _Asked:
+class _CompositeRequest:
     """A composite tensor to fill, with all its names in the target; `early` before live memory."""
 
     made: Composite
@@ -121,15 +121,15 @@ class _Asked:
 class CompositeRequests:
     """The composite tensors of a target, each with all its names."""
 
-    _asked: dict[Hashable, _Asked] = field(default_factory=dict)
+    _asked: dict[Hashable, _CompositeRequest] = field(default_factory=dict)
 
     def add(self, made: Composite, place: Place, tensor: Any, *, early: bool) -> None:
-        """Ask for a composite tensor, to fill the tensors inside it in place."""
+        """Request a composite tensor, to fill its inner tensors in place."""
         key = made.memory if made.inner else ("composite", id(tensor))
-        self._asked.setdefault(key, _Asked(made, tensor, early)).places[place] = None
+        self._asked.setdefault(key, _CompositeRequest(made, tensor, early)).places[place] = None
 
     def settle(self, loading: CompositeLoad) -> None:
-        """Request the tensors inside from the names that the checkpoint has; record what does not fit."""
+        """Request the inner tensors under the names in the checkpoint; record each misfit."""
         for asked in self._asked.values():
             made = asked.made
             saved = [place for place in asked.places if record_at(place, loading.saved) is not None]

@@ -1,4 +1,4 @@
-"""What a load does with the live objects: first those that take their state whole, then everything else."""
+"""The actions of a load on live objects: first on objects that take their state whole, then on all others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Delivery(NamedTuple):
-    """An action on what is at a place of the target; `kind` is the type of the object there."""
+    """An action on the object at a place of the target; `kind` is its type."""
 
     place: Place
     kind: str
@@ -25,13 +25,13 @@ class Delivery(NamedTuple):
     def run(self, others: str = "") -> None:
         """Run the action.  Raises a `StateError` for an exception of the object's own code.
 
-        `others` says in the error what has happened to other objects.
+        `others` states in the error which other objects have been changed.
         """
         try:
             with own_code():
                 self.action()
         except ReknitError as error:
-            if not error.message.startswith(str(self.place)):  # that of a load inside of its own code
+            if not error.message.startswith(str(self.place)):  # of a load inside of its own code
                 error.message = f"{self.place} ({self.kind}): {error.message}"
             error.message += others
             raise
@@ -45,7 +45,7 @@ class Delivery(NamedTuple):
 
 @dataclass(slots=True)
 class DeliveryPart:
-    """The memory that is filled, what checks and settles it, and what follows; `names` if it is early."""
+    """The memory to fill, its checks and settling actions, and the deliveries; `names` if it is early."""
 
     names: list[str] = field(default_factory=list)
     filled: list[Any] = field(default_factory=list)
@@ -54,7 +54,7 @@ class DeliveryPart:
     actions: list[Delivery] = field(default_factory=list)
 
     def settle(self, libraries: Iterable[Arrays]) -> None:
-        """Let the libraries know what was filled, check it, and copy filled memory to where it belongs."""
+        """Pass the filled memory to the libraries, check it, and copy it to its place."""
         for library in libraries:
             library.changed(self.filled)
         for action in (*self.checks, *self.settles):
@@ -66,10 +66,10 @@ class DeliveryPart:
             delivery.run()
 
     def run_each(self, num_ranks: int) -> None:
-        """Run all actions; an error names the objects that were loaded, and that cannot be taken back."""
+        """Run all actions; an error names the objects that were loaded, which cannot be undone."""
         others = "" if num_ranks == 1 else "; other ranks may have loaded their objects"
         loaded: list[str] = []
         for delivery in self.actions:
             before = f"; loaded before it: {', '.join(loaded)}" if loaded else ""
-            delivery.run(f"; what its code did before that is not known{before}{others}")
+            delivery.run(f"; its code may have changed it before that{before}{others}")
             loaded.append(str(delivery.place))

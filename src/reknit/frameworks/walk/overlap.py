@@ -1,4 +1,4 @@
-"""Targets of which two elements share memory: they can only hold what was saved of both if that agrees."""
+"""Targets with elements that share memory: the saved values of both have to agree."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def is_distinct(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Tell whether an array has a place in memory for each of its elements; strides in any one unit."""
+    """Return whether an array has a place in memory for each of its elements; strides in any one unit."""
     reach = 0
     steps = sorted((abs(step), length) for step, length in zip(strides, shape, strict=True) if length != 1)
     if not all(length for _, length in steps):
@@ -36,7 +36,7 @@ def is_distinct(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def _is_distinct(steps: Sequence[tuple[int, int]]) -> bool:
-    """Tell it by marking every element, where strides are smaller than what lies inside them."""
+    """Return the same by marking every element, if strides are smaller than the extent inside them."""
     if not all(step for step, _ in steps):
         return False
     unit = gcd(*(step for step, _ in steps))
@@ -57,7 +57,7 @@ class _Where(NamedTuple):
 def overlapping(shards: Sequence[Shard]) -> list[list[int]]:
     """Return the shards, by their numbers, that share elements with one of another name, in groups.
 
-    One sort; what lies apart (nearly all) is not looked at again.
+    One sort; shards that lie apart (nearly all) are not compared.
     """
     spaces: dict[Any, tuple[list[int], list[int], list[int]]] = {}
     flats: dict[int, tuple[Any, int, int]] = {}
@@ -88,7 +88,7 @@ def ends(memory: Any) -> tuple[int, int]:
 
 
 def _ends(memory: Any, flats: dict[int, tuple[Any, int, int]]) -> tuple[Any, int, int]:
-    """Return where an array is, its first byte there, and the one behind its last; equal where it is empty.
+    """Return the memory space of an array, its first byte there, and the one behind its last; equal if empty.
 
     `flats` has the place and itemsize of flat memory that was seen, by its id.
     """
@@ -99,7 +99,7 @@ def _ends(memory: Any, flats: dict[int, tuple[Any, int, int]]) -> tuple[Any, int
         space, start, size = known
         return space, *_reach(start + memory.first * size, memory.lengths, memory.strides, size, size)
     if not isinstance(memory, np.ndarray) and not hasattr(memory, "data_ptr"):
-        return None, 0, 0  # of a library whose arrays are not filled where they are
+        return None, 0, 0  # of a library whose arrays are not filled in place
     space, low = memory_of(memory)
     if not isinstance(memory, np.ndarray) and memory.is_contiguous():
         return space, low, low + memory.numel() * memory.element_size()
@@ -122,7 +122,7 @@ def _reach(
 
 
 def _where(memory: Any) -> _Where:
-    """Return where an array lies, in whatever memory that is."""
+    """Return the bytes of an array, in any kind of memory."""
     _, start = memory_of(memory)
     if isinstance(memory, np.ndarray):
         return _Where(start, memory.shape, memory.strides, memory.itemsize)
@@ -132,7 +132,7 @@ def _where(memory: Any) -> _Where:
 
 
 def _share(near: Sequence[int], shards: Sequence[Shard]) -> bool:
-    """Tell whether shards share elements, of which it is known that their ranges in memory meet.
+    """Return whether shards share elements, if their ranges in memory meet.
 
     Parts of one tensor do not share any.
     """
@@ -140,7 +140,7 @@ def _share(near: Sequence[int], shards: Sequence[Shard]) -> bool:
     if len(set(names)) == 1:
         return False
     found = [_where(shards[n].data) for n in near]
-    taken = _Image.of(found)
+    taken = _JointMemory.of(found)
     for number, name in enumerate(names):
         mine = taken.view(taken.marks, found[number])
         if mine.any():
@@ -152,10 +152,10 @@ def _share(near: Sequence[int], shards: Sequence[Shard]) -> bool:
     return False
 
 
-class _Image(NamedTuple):
-    """The memory that arrays have together: its first address, its content in units, and a mark for each.
+class _JointMemory(NamedTuple):
+    """The joint memory of arrays: its first address, its content in units, and a mark for each.
 
-    A unit is as many bytes as every element begins at and is a multiple of, at most 8.
+    A unit is a number of bytes, at most 8, that divides the address and the size of every element.
     """
 
     start: int
@@ -163,8 +163,8 @@ class _Image(NamedTuple):
     marks: NDArray[np.bool_]
 
     @classmethod
-    def of(cls, found: Sequence[_Where]) -> _Image:
-        """Return the image of memory that some arrays have, without a mark."""
+    def of(cls, found: Sequence[_Where]) -> _JointMemory:
+        """Return the memory of some arrays, without a mark."""
         ends = [_reach(*where, 1) for where in found]
         start, stop = min(low for low, _ in ends), max(high for _, high in ends)
         unit = gcd(8, *(n for at in found for n in (at.itemsize, at.address - start, *at.strides)))
@@ -172,7 +172,7 @@ class _Image(NamedTuple):
         return cls(start, np.zeros(num, f"u{unit}"), np.zeros(num, np.bool_))
 
     def view(self, rows: NDArray[Any], at: _Where) -> NDArray[Any]:
-        """Return what lies in `rows`, content or marks, for an array: its elements, each with its units."""
+        """Return the part of `rows`, content or marks, for an array: its elements, each with its units."""
         unit, size = self.content.itemsize, rows.itemsize
         steps = (*(step // unit * size for step in at.strides), size)
         return as_strided(rows[(at.address - self.start) // unit :], (*at.shape, at.itemsize // unit), steps)
@@ -187,7 +187,7 @@ class _Image(NamedTuple):
 
 
 class FilledBeside:
-    """Shards that share memory, each filled beside it; `put` what they agree on where it belongs.
+    """Shards that share memory, each filled in a copy; `put` copies the agreed values to that memory.
 
     `names` are those of the shards, and no other shard has one of these.
     """
@@ -209,7 +209,7 @@ class FilledBeside:
         """Raise `StateError` if two names have different values for the same memory."""
         for group in self._groups:
             found = [_where(self._live[number]) for number in group]
-            image = _Image.of(found)
+            image = _JointMemory.of(found)
             for at, number in zip(found, group, strict=True):
                 content, marks = image.view(image.content, at), image.view(image.marks, at)
                 mine = image.units(self._beside[number])
@@ -220,7 +220,7 @@ class FilledBeside:
                 marks[...] = True
 
     def put(self) -> None:
-        """Copy what was filled into the live memory."""
+        """Copy the filled values into the live memory."""
         for live, beside in zip(self._live, self._beside, strict=True):
             if isinstance(live, np.ndarray):
                 np.copyto(live, beside)
@@ -229,7 +229,7 @@ class FilledBeside:
                 with torch.inference_mode(live.is_inference()), torch.no_grad():
                     live.copy_(beside)
 
-    def _refusal(self, number: int, image: _Image, differ: NDArray[np.bool_], at: _Where) -> StateError:
+    def _refusal(self, number: int, image: _JointMemory, differ: NDArray[np.bool_], at: _Where) -> StateError:
         """Return the error for a shard that contradicts an earlier one, which is searched for."""
         image.marks[...] = False
         image.view(image.marks, at)[...] = differ
@@ -244,7 +244,7 @@ class FilledBeside:
 
 
 def fill_beside(shards: list[Shard], resizable: Collection[tuple[str, str]]) -> FilledBeside | None:
-    """Return those shards that are to be filled beside their memory, or None.
+    """Return the shards that are to be filled in copies beside their memory, or None.
 
     Raises `StateError` if one of them has another shape in the checkpoint.
     """
@@ -260,7 +260,7 @@ def _reshaped(one: Shard, other: Shard) -> StateError:
     first, second = (full_name(shard.item, shard.fqn) for shard in (one, other))
     return StateError(
         f"{first} and {second} share memory and are not one tensor, and one has another shape in the "
-        "checkpoint: what is loaded into one changes the other",
+        "checkpoint: a load into one changes the other",
         remedy="load only one of them, or put a copy of the other into the state",
     )
 

@@ -1,4 +1,4 @@
-"""What becomes of an exception of an object's own code: an error that names the object and the cause."""
+"""Errors for exceptions of an object's own code: they name the object and the cause."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from reknit.errors import ReknitError, StateError, shortage
 if TYPE_CHECKING:
     from reknit.frameworks.walk.walk import Place
 
-_MEND = "mend the code that raised it (the exception is the cause of this error), or leave the object out"
+_MEND = "correct the code that raised it (the exception is the cause of this error), or leave the object out"
 
 
 def failed_save(error: Exception, value: Any, place: Place) -> ReknitError:

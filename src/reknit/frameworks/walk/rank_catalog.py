@@ -1,4 +1,4 @@
-"""What a checkpoint has for one rank: what all ranks share, and what this rank saved as its own."""
+"""The contents of a checkpoint for one rank: shared values, and values that the rank saved as its own."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from reknit.types.manifest import Catalog
 
 
-class Found(NamedTuple):
-    """A saved value, or `why` there is none for this rank."""
+class FoundValue(NamedTuple):
+    """A saved value, or the reason `why` this rank has none."""
 
     value: Any
     why: str | None = None
@@ -37,7 +37,7 @@ class RankCatalog:
         self._nones: dict[str, dict[str, set[tuple[str, str]]]] = {}
 
     def spec(self, place: Place) -> TensorSpec | None:
-        """Return the spec of the tensor that was saved here, if one was that is for this rank."""
+        """Return the spec of the tensor that was saved here for this rank, or None."""
         shared = self._catalog.tensors.get(place.item, {}).get(place.fqn)
         if shared is not None:
             return shared
@@ -45,43 +45,43 @@ class RankCatalog:
         return None if kept is None else TensorSpec(kept.shape, kept.dtype.name)
 
     def has_tensor(self, place: Place) -> bool:
-        """Tell whether a tensor was saved here, for this rank, with memory of its own or made of others."""
+        """Return whether a tensor was saved here for this rank, composite or with memory of its own."""
         value = self.look_up(place).value if self.spec(place) is None else None
         return self.spec(place) is not None or (isinstance(value, Tagged) and value.tag == COMPOSITE)
 
     def kept(self, place: Place) -> NDArray[Any] | None:
-        """Return the tensor that this rank kept as its own, as ranks did whose copies differed."""
+        """Return the tensor that this rank saved as its own, as ranks do if their copies differ."""
         if self.ranks_saved(place.item) != self._world.size:
             return None
         value = self.own(place.item, {"rank": self._world.rank}).get(place.fqn)
         return value if isinstance(value, np.ndarray) and value.dtype.name in ITEMSIZE else None
 
-    def look_up(self, place: Place) -> Found:
-        """Look a saved value up, without asking for it."""
+    def look_up(self, place: Place) -> FoundValue:
+        """Return a saved value, without a request for it."""
         shared = self._catalog.blobs.get(place.item, {})
         if place.fqn in shared:
-            return Found(from_neutral(shared[place.fqn]))
+            return FoundValue(from_neutral(shared[place.fqn]))
         saved = self.ranks_saved(place.item)
         mine = self.own(place.item, {"rank": self._world.rank}) if saved == self._world.size else {}
         if place.fqn in mine:
-            return Found(from_neutral(mine[place.fqn]))
-        return Found(None, self.differed(place) or "the checkpoint does not have it")
+            return FoundValue(from_neutral(mine[place.fqn]))
+        return FoundValue(None, self.differed(place) or "the checkpoint does not have it")
 
     def differed(self, place: Place) -> str | None:
-        """Say that what ranks saved here differed, and that this rank has no part in it, if that is so."""
+        """Return the error text for a value that differed between ranks and that this rank does not have."""
         saved = self.ranks_saved(place.item)
         ranks = {0, min(self._world.rank, saved - 1)} if saved else ()
         if not any(place.fqn in self.own(place.item, {"rank": rank}) for rank in ranks):
             return None
         if saved == self._world.size:
-            return "it differed between the ranks that saved it, and this rank was none of them"
+            return "it differed between the ranks that saved it, and this rank was not one of them"
         return (
             f"it differed between the {saved} ranks that saved it, and this job has {self._world.size}; "
             "wrap it in PerRank to declare that each rank has its own"
         )
 
     def lack(self, place: Place) -> str | None:
-        """Say that ranks differed here, or that None is saved for this place or what it is in, if so."""
+        """Return the error text if ranks differed here, or if this place or one around it is None."""
         if (why := self.differed(place)) is not None:
             return why
         shared, fqn = self._catalog.blobs.get(place.item, {}), place.fqn
@@ -102,11 +102,11 @@ class RankCatalog:
         return self._nones[place.item].get(place.fqn, set())
 
     def lacks(self, place: Place) -> bool:
-        """Tell whether no rank saved a value here, shared or its own."""
+        """Return whether no rank saved a value here, shared or its own."""
         return self.look_up(place).why is not None and self.differed(place) is None
 
     def is_divided(self, place: Place) -> bool:
-        """Tell whether the checkpoint has what is inside this place, and nothing for the place itself."""
+        """Return whether the checkpoint has entries inside this place, and none for the place itself."""
         shared, tensors = (by.get(place.item, {}) for by in (self._catalog.blobs, self._catalog.tensors))
         below = f"{place.fqn}/" if place.fqn else ""
         return place.fqn not in shared and any(fqn.startswith(below) for fqn in (*tensors, *shared))
@@ -118,14 +118,14 @@ class RankCatalog:
         return [type(place)(place.item, fqn) for fqn in saved if fqn.startswith(below)]
 
     def ranks_saved(self, item: str) -> int:
-        """Return how many ranks saved values of their own in an item, by their plain number."""
+        """Return the number of ranks that saved values of their own in an item, by their plain number."""
         if item not in self._num_saved:
             places = self._catalog.coordinates.get(item, ())
             self._num_saved[item] = sum(place.keys() == {"rank"} for place in places)
         return self._num_saved[item]
 
     def own(self, item: str, coordinate: Mapping[str, int]) -> Mapping[str, Any]:
-        """Return the values that the rank at a coordinate saved, by fqn; empty if none did."""
+        """Return the values that the rank at a coordinate saved, by fqn; empty if it saved none."""
         key = (item, frozenset(coordinate.items()))
         if key not in self._own:
             saved = coordinate in [dict(place) for place in self._catalog.coordinates.get(item, ())]
@@ -133,9 +133,9 @@ class RankCatalog:
         return self._own[key]
 
     def value_names(self, item: str) -> list[str]:
-        """Return the fqns of all saved values that this rank should ask for.
+        """Return the fqns of all saved values that this rank should request.
 
-        Those that differed between ranks are among them where no rank can take them: asking tells of that.
+        Values that differed between ranks are included if no rank can take them: the request reports that.
         """
         places = [{"rank": self._world.rank}]
         if self.ranks_saved(item) != self._world.size:

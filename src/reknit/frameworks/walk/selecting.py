@@ -1,4 +1,4 @@
-"""Which names of a checkpoint does a load take, and in what form may they be?"""
+"""The names of a checkpoint that a load takes, and the forms that they may have."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Selecting(Walk):
-    """A walk over the target of a load, which has the terms of the load and what was saved for this rank.
+    """A walk over the target of a load, with the terms of the load and the contents saved for this rank.
 
     `idle` are the patterns of the terms that no name has matched yet.
     """
@@ -36,7 +36,7 @@ class Selecting(Walk):
         self.idle = tuple(dict.fromkeys((*terms.only, *terms.resizable, *terms.watched)))
 
     def takes(self, place: Place) -> bool:
-        """Tell whether to load this name; if not, leave the target as it is."""
+        """Return whether to load this name; if not, the target stays as it is."""
         terms = self.catalog.terms
         if not (terms.only or self.idle):
             return True
@@ -46,17 +46,17 @@ class Selecting(Walk):
         return terms.takes(name)
 
     def may_take_below(self, place: Place) -> bool:
-        """Tell whether a pattern of names to load may match a name below a place, whatever that is."""
+        """Return whether a pattern of names to load may match some name below a place."""
         below = full_name(place.item, place.fqn).rstrip("/") + "/"
         literal = [re.split(r"[*?\[]", pattern, maxsplit=1)[0] for pattern in self.catalog.terms.only]
         return any(below.startswith(start) or start.startswith(below) for start in literal)
 
     def may_resize(self, place: Place) -> bool:
-        """Tell whether a tensor with this name may have another shape in the checkpoint."""
+        """Return whether a tensor with this name may have another shape in the checkpoint."""
         return matches(full_name(place.item, place.fqn), self.catalog.terms.resizable)
 
     def comes(self, place: Place, spec: TensorSpec) -> bool:
-        """Tell whether the load fills a tensor with this name, in whole or, if it may be resized, in part."""
+        """Return whether the load fills a tensor with this name, as a whole or, if resized, in part."""
         saved = self.saved.spec(place)
         if saved is None or self.is_kept(place):
             return saved == spec
@@ -64,11 +64,11 @@ class Selecting(Walk):
         return (alike or saved.shape == spec.shape) and self.converts_to(saved, spec)
 
     def converts_to(self, saved: TensorSpec, wanted: TensorSpec) -> bool:
-        """Tell whether what was saved in one dtype may be loaded into another."""
+        """Return whether a tensor saved in one dtype may be loaded into another."""
         return saved.dtype == wanted.dtype or (
             self.catalog.terms.cast and converts(saved.dtype, wanted.dtype)
         )
 
     def is_kept(self, place: Place) -> bool:
-        """Tell whether the checkpoint stores a tensor for each rank separately."""
+        """Return whether the checkpoint stores a tensor for each rank separately."""
         return place.fqn not in self.catalog.tensors.get(place.item, {})

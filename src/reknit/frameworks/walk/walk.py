@@ -29,10 +29,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The ranks that save or load together: this one, how many, and their numbers in the whole job.
+    """The ranks that save or load together: this one, their number, and their numbers in the whole job.
 
-    `memo` keeps what adapters found out, for as long as one pass over the state lasts, `coordinate` this
-    rank's place in the parallel grid.
+    `memo` keeps results of adapters for as long as one pass over the state lasts, `coordinate` this rank's
+    place in the parallel grid.
     """
 
     rank: int
@@ -48,13 +48,13 @@ class World:
 
     @property
     def alone(self) -> Replicas:
-        """Replicas of a tensor that nothing vouches for: known only where there is one rank."""
+        """Replicas of a tensor with unrecorded copies: this rank if it is the only one, else None."""
         return (0,) if self.size == 1 else None
 
     def once(self, key: Hashable, make: Callable[[], T], *keep: Any) -> T:
-        """Return what `make` returned when it was first called for this key.
+        """Return the result of the first call of `make` for this key.
 
-        `keep` stays alive as long, so that the ids of these objects in the key cannot come to mean others.
+        `keep` stays alive as long, so that no other objects get the ids of these objects in the key.
         """
         known = self.memo.get(key)
         if known is None:
@@ -63,8 +63,12 @@ class World:
         return found
 
     def inside(self, ranks: Collection[int]) -> bool:
-        """Tell whether these (job-wide) ranks include every rank of this world."""
+        """Return whether these (job-wide) ranks include every rank of this world."""
         return set(self.ranks) <= set(ranks)
+
+    def only_here(self, ranks: Collection[int]) -> Replicas:
+        """Return this rank as the only holder of its part, if these (job-wide) ranks hold all other parts."""
+        return self.numbers([self.global_rank]) if self.inside(ranks) else self.alone
 
     def numbers(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Return the sorted numbers in this world of those (job-wide) ranks that are in it."""
@@ -73,13 +77,13 @@ class World:
 
 
 class Place(msgspec.Struct, frozen=True, gc=False):
-    """Where a value sits: in which item, and under which name in it."""
+    """The place of a value: its item, and its name in the item."""
 
     item: str
     fqn: str = ""
 
     def child(self, *keys: str | int) -> Place:
-        """Return the place of what these keys lead to."""
+        """Return the place below this one that these keys lead to."""
         place = self
         for key in keys:
             place = place.below(tree.escape(key, self))
@@ -98,9 +102,9 @@ class View(msgspec.Struct, frozen=True):
     """A tensor as one rank sees it.
 
     `parts` are boxes and the local memory of each, as a `Shard` has it.  `memory` is equal for two tensors
-    that are the same memory in the same form.  `settle` copies a filled part to where it belongs when the
-    tensor's own memory cannot be filled byte by byte.  `fresh` tells that the memory is new and holds nothing
-    yet.  `holders` are the replicas of each part, where they are not the same for all.
+    that are the same memory in the same form.  `settle` copies a filled part to the tensor's own memory, if
+    that cannot be filled byte by byte.  `fresh` is set if the memory is new and empty.  `holders` are the
+    replicas of each part, if they differ between parts.
     """
 
     spec: TensorSpec
@@ -113,16 +117,16 @@ class View(msgspec.Struct, frozen=True):
 
     @property
     def num_elements(self) -> int:
-        """How many elements this rank has."""
+        """Number of elements that this rank has."""
         return sum(prod(box.lengths) for box, _ in self.parts)
 
 
 class Composite(NamedTuple):
-    """A tensor that is made of others: its record, and path, tensor and view of each tensor inside.
+    """A tensor that consists of others: its record, and path, tensor and view of each tensor inside.
 
     The record has its `class`, `shape`, `context` (plain values), and `inner`: the names of the tensors
-    inside, each with None, or with the record of one that is made of others too.  `renew` makes another such
-    tensor, with new memory.
+    inside, each with None, or with the record of a composite tensor.  `renew` makes another such tensor, with
+    new memory.
     """
 
     record: dict[str, Any]
@@ -131,7 +135,7 @@ class Composite(NamedTuple):
 
     @property
     def memory(self) -> Hashable:
-        """What is equal for two tensors that are made of the same memory."""
+        """A key that is equal for two tensors that consist of the same memory."""
         return ("composite", self.record["class"], tuple(view.memory for _, _, view in self.inner))
 
     @property
@@ -146,23 +150,23 @@ class Arrays(Protocol):
     library: str
 
     def matches(self, value: Any) -> bool:
-        """Tell whether this is a tensor of this library that can be saved as one."""
+        """Return whether this is a tensor of this library that can be saved as one."""
 
     def view(self, tensor: Any, place: Place, world: World, *, fill: bool) -> View:
-        """Look at a tensor, in order to `fill` it or only to read it.  Raises `StateError`."""
+        """Return the view of a tensor, to `fill` it or only to read it.  Raises `StateError`."""
 
     def opened(self, tensor: Any, place: Place, world: World, *, fill: bool) -> Composite | None:
-        """Look at the tensors that a tensor is made of; None for one that has memory of its own."""
+        """Return a composite tensor with views of its inner tensors; None for other tensors."""
 
     def changed(self, memories: Iterable[Any]) -> None:
-        """Learn what memory was filled; some of it may be of another library."""
+        """Take note of filled memory; some of it may be of another library."""
 
     def fresh(self, spec: TensorSpec, like: Any = None) -> Any:
-        """Return new memory for a whole tensor, placed and cut as `like` where that has the same shape."""
+        """Return new memory for a whole tensor, placed and cut like `like` if the shapes are equal."""
 
 
 class Matcher(Protocol):
-    """What an adapter tells of its kind of object, whether it saves or loads.
+    """The part of an adapter that recognises its kind of object, for saves and loads.
 
     Several objects of a kind that `unites`, in a list, are the parts of one: their names make one set.
     """
@@ -170,7 +174,7 @@ class Matcher(Protocol):
     unites: ClassVar[bool] = False
 
     def matches(self, value: Any) -> bool:
-        """Tell whether this adapter is for the value."""
+        """Return whether this adapter is for the value."""
 
 
 M = TypeVar("M", bound=Matcher)
@@ -186,9 +190,9 @@ def first_match(adapters: Iterable[M], value: Any) -> M:
 
 @dataclass
 class Walk:
-    """One pass over a state, by which adapters are called.  `fills` tells whether it fills what it finds.
+    """One pass over a state, which calls the adapters.  `fills` is set if the pass fills the objects.
 
-    `extensions` are libraries on top of a framework, which know more of its objects than it does itself.
+    `extensions` are libraries on top of a framework that change its objects.
     """
 
     fills: ClassVar[bool] = False
@@ -203,25 +207,25 @@ class Walk:
 
     @property
     def memo(self) -> dict[Any, Any]:
-        """What adapters found out during this pass."""
+        """Results of adapters during this pass."""
         return self.world.memo
 
     def arrays(self, value: Any) -> Arrays | None:
-        """Return the library whose tensor this is, or None for what is no tensor."""
+        """Return the library of a tensor, or None for an object that is not a tensor."""
         for library in self.libraries:
             if library.matches(value):
                 return library
         return None
 
     def look(self, tensor: Any, place: Place, *, fill: bool) -> View:
-        """Look at a tensor."""
+        """Return the view of a tensor."""
         library = self.arrays(tensor)
         if library is None:
             raise StateError(f"{place} is a {type(tensor).__name__} where a tensor was expected")
         return library.view(tensor, place, self.world, fill=fill)
 
     def opened(self, tensor: Any, place: Place) -> Composite | None:
-        """Look at the tensors that a tensor is made of; None for one that has memory of its own."""
+        """Return a composite tensor with views of its inner tensors; None for other objects."""
         library = self.arrays(tensor)
         return None if library is None else library.opened(tensor, place, self.world, fill=self.fills)
 
@@ -245,9 +249,10 @@ class Walk:
                 yield from self._find(inner, kind, place if united else place.child(key))
 
     def enter(self, place: Place) -> None:
-        """Count a container that is looked into.
+        """Count a container whose contents are walked.
 
-        Raises `StateError` for one that is too deep, and where few containers are looked into without end.
+        Raises `StateError` for a container that is too deep, and for a few containers that contain each other
+        without end.
         """
         if place.fqn.count("/") >= MAX_DEPTH:
             raise tree.too_deep(place)
@@ -257,9 +262,10 @@ class Walk:
                 tree.require_bounded(value, item)
 
     def claim_name(self, place: Place, what: Hashable, keep: Any) -> bool:
-        """Take a name for `what`; tell whether it was free, and raise `StateError` if something else has it.
+        """Take a name for `what`; return whether it was free.
 
-        `keep` stays alive as long as the walk, so that what identifies it (an address) is not used twice.
+        Raises `StateError` if it names another object.  `keep` stays alive as long as the walk, so that the
+        identity of `what` (an address) is not used twice.
         """
         self._alive.append(keep)
         names = self._names[place.item]

@@ -1,4 +1,4 @@
-"""Can memory be written?  A store to a mapping that is read-only would end the process."""
+"""Checks whether memory can be written: a store to a read-only mapping would end the process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAPS = Path("/proc/self/maps")
 
 
 def may_fill(array: Any) -> bool:
-    """Tell whether an array of NumPy or torch can be filled: its memory may be written, and is apart."""
+    """Return whether an array of NumPy or torch can be filled: in writable memory, its elements apart."""
     if isinstance(array, np.ndarray):
         apart = array.flags.writeable and overlap.is_distinct(array.shape, array.strides)
     else:
@@ -31,8 +31,8 @@ def may_fill(array: Any) -> bool:
 def require_writable(held: Iterable[tuple[object, Any]]) -> None:
     """Raise `StateError` for memory, given with its place, that the process may not write.
 
-    The kernel is asked once, and only about memory that neither torch nor NumPy allocated itself: torch keeps
-    no account of what others gave it, and calls it writable where NumPy asks.
+    The kernel's list is read once, and only for memory that neither torch nor NumPy allocated itself.  torch
+    does not record the protection of such memory, and presents it to NumPy as writable.
     """
     foreign = [(place, memory) for place, memory in held if _is_foreign(getattr(memory, "memory", memory))]
     if not foreign:
@@ -48,14 +48,14 @@ def require_writable(held: Iterable[tuple[object, Any]]) -> None:
 
 
 def _is_within(memory: Any, starts: list[int], stops: list[int]) -> bool:
-    """Tell whether an array has bytes in one of some ranges, which are in order."""
+    """Return whether an array has bytes in one of some ranges, which are in order."""
     low, high = overlap.ends(memory)
     near = bisect_right(starts, high - 1) - 1
     return near >= 0 and low < high and stops[near] > low
 
 
 def _is_foreign(memory: Any) -> bool:
-    """Tell whether an array is in host memory that its library did not allocate; torch cannot resize that."""
+    """Return whether an array is in host memory of another library; torch cannot resize that."""
     while isinstance(memory, np.ndarray):
         if memory.base is None:
             return not memory.flags.owndata
@@ -66,9 +66,9 @@ def _is_foreign(memory: Any) -> bool:
 
 
 def _read_only() -> tuple[list[int], list[int]]:
-    """Return where the mappings that this process may not write begin, and the bytes behind them.
+    """Return the starts of the mappings that this process may not write, and the bytes behind them.
 
-    None are known where the kernel has no such list, as only Linux has.
+    Both are empty without the kernel's list, which only Linux has.
     """
     starts, stops = [], []
     try:

@@ -1,4 +1,4 @@
-"""Which ranks DistributedDataParallel keeps equal: parameters on all of them, buffers on its first."""
+"""The ranks that DistributedDataParallel keeps equal: parameters on all of them, buffers on its first."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 
 class Claim(NamedTuple):
-    """What a wrapper says about a plain tensor: which ranks have it, and whether this one should save it."""
+    """The replicas of a plain tensor inside a wrapper, and whether this rank should save it."""
 
     replicas: Replicas
     save: bool = True
 
 
 def is_wrapper(module: Any, extensions: Iterable[ModuleExtension]) -> bool:
-    """Tell whether a module puts ``module.`` before the names of the one that it wraps."""
+    """Return whether a module puts ``module.`` before the names of the module that it wraps."""
     return is_wrapper_type(type(module)) or any(one.is_wrapper(module) for one in extensions)
 
 
 def is_wrapper_type(kind: type) -> bool:
-    """Tell it of all modules of a type, as far as torch and veScale know."""
+    """Return whether torch and veScale have this type of modules as a wrapper."""
     other = imported("vescale.ddp.distributed_data_parallel", "DistributedDataParallel")
     return issubclass(kind, (DistributedDataParallel, DataParallel, other))
 
@@ -36,11 +36,10 @@ def is_wrapper_type(kind: type) -> bool:
 def claim(
     wrapper: Any, ranks: Sequence[int] | None, *, ignored: bool, is_buffer: bool, world: World
 ) -> Claim:
-    """Return what a wrapper of these ranks says about a tensor inside it; some it was told to ignore.
+    """Return the claim of a wrapper of these ranks on a tensor inside it, which it may have `ignored`.
 
     Gradients are averaged, so parameters stay equal.  Buffers (running statistics) differ between ranks, and
-    those of the group's first rank count: that is whose DDP itself hands to the others, unless it was told
-    not to.
+    those of the group's first rank count: DDP itself broadcasts these, unless `broadcast_buffers` is off.
     """
     left = is_buffer and not getattr(wrapper, "broadcast_buffers", True)
     if ranks is None or ignored or left:
@@ -55,7 +54,7 @@ def claim(
 
 
 def ranks(wrapper: Any, extensions: Iterable[ModuleExtension]) -> tuple[int, ...] | None:
-    """Return the job-wide ranks of a wrapper's process group, in the group's order, where it has one."""
+    """Return the job-wide ranks of a wrapper's process group, in the group's order, or None without one."""
     if isinstance(wrapper, DistributedDataParallel):
         import torch.distributed as dist
 

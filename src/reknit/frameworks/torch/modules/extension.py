@@ -1,4 +1,4 @@
-"""What a library on top of torch tells about torch's modules, where torch itself does not know."""
+"""Support of libraries on top of torch for their changes to torch's modules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from reknit.frameworks.torch.modules.flat_parameter import FlatParameter
-    from reknit.frameworks.walk.loading import Loading
+    from reknit.frameworks.walk.load_walk import Loading
     from reknit.frameworks.walk.walk import Place, World
 
 
@@ -16,21 +16,21 @@ class ModuleExtension(Protocol):
     """A library that wraps torch's modules, or keeps their parameters in parts."""
 
     def is_wrapper(self, module: Any) -> bool:
-        """Tell whether a module puts ``module.`` before the names of the one that it wraps."""
+        """Return whether a module puts ``module.`` before the names of the module that it wraps."""
 
     def ranks(self, wrapper: Any) -> tuple[int, ...]:
         """Return the job-wide ranks among which a wrapper of this library averages gradients."""
 
     def require_readable(self, module: nn.Module, place: Place) -> None:
-        """Raise `StateError` for modules and parameters whose names or layouts are not known."""
+        """Raise `StateError` for modules and parameters whose names or layouts cannot be determined."""
 
     def is_partitioned(self, parameter: Any) -> bool:
-        """Tell whether each rank keeps a part of this parameter."""
+        """Return whether each rank keeps a part of this parameter."""
 
     def partitioned(
         self, parameter: Any, names: tuple[str, ...], place: Place, world: World
     ) -> FlatParameter:
-        """Return what this rank has of such a parameter.  Raises `StateError` where that cannot be known."""
+        """Return this rank's part of such a parameter.  Raises `StateError` if it cannot be determined."""
 
     def follow(self, parameters: list[tuple[Any, Place]], place: Place, loading: Loading) -> None:
-        """Let copies that the library keeps follow what is loaded into these parameters of a module."""
+        """Refresh the library's copies of these parameters of a module, once they are loaded."""

@@ -13,17 +13,17 @@ from reknit.types.shard import TensorSpec
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reknit.frameworks.torch.flat import FlatPart
+    from reknit.frameworks.torch.flat_part import FlatPart
     from reknit.frameworks.walk.walk import Place, Replicas
 
 
 class FlatParameter(msgspec.Struct, frozen=True, eq=False):
     """A parameter of which this rank holds the range `part` of flat `memory`.
 
-    `names` are its names in the module tree, several where it is tied.  `original` is the parameter that
-    optimizers see, None where they see `flat`, which may hold others too: this one is number `number` in it.
-    `replicas` have what this rank has of it, and `counter` its counters.  `settle` makes the library use what
-    was just written to the memory, without a message.
+    `names` are its names in the module tree, several if it is tied.  `original` is the parameter that
+    optimizers see, None if they see `flat`, which may hold others too: this one is number `number` in it.
+    `replicas` have the same range, and `counter` are the ranks with its counters.  `settle` makes the library
+    use new contents of the memory, without a message.
     """
 
     names: tuple[str, ...]
@@ -42,7 +42,7 @@ class FlatParameter(msgspec.Struct, frozen=True, eq=False):
         return not (self.flat if self.original is None else self.original).requires_grad
 
     def view(self, place: Place) -> View:
-        """Look at what this rank has of the parameter."""
+        """Return the view of this rank's range of the parameter."""
         spec = TensorSpec(self.part.shape, dtype_name(self.memory, place))
         memory = ("flat parameter", id(self.flat), self.number)
         return View(spec, self.part.unseen(self.memory), self.replicas, memory)

@@ -1,4 +1,4 @@
-"""What a rank holds of each parameter in an FSDP1 unit, read from its flat parameter without gathering."""
+"""A rank's part of each parameter in an FSDP1 unit, read from its flat parameter without gathering."""
 
 from __future__ import annotations
 
@@ -10,31 +10,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reknit.errors import StateError
-from reknit.frameworks.torch import dtensor
-from reknit.frameworks.torch import private as torch_private
-from reknit.frameworks.torch.flat import FlatPart, storage_order
+from reknit.frameworks.torch import dtensor, torch_private
+from reknit.frameworks.torch.flat_part import FlatPart, storage_order
 from reknit.frameworks.torch.modules.flat_parameter import FlatParameter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from reknit.frameworks.torch.private import FlatMember, FlatUnit
+    from reknit.frameworks.torch.torch_private import FlatMember, FlatUnit
     from reknit.frameworks.walk.walk import Place, Replicas, World
 
 _WRAPPED = "_fsdp_wrapped_module"
 
-# The same at every save.
+# The results are the same at every save.
 _range = lru_cache(maxsize=1 << 16)(FlatPart.range_of)
 _order = lru_cache(maxsize=1 << 16)(storage_order)
 
 
 def is_wrapper(module: Any) -> bool:
-    """Tell whether a module is an FSDP1 wrapper, without importing what defines them."""
+    """Return whether a module is an FSDP1 wrapper, without an import of FSDP."""
     return is_wrapper_type(type(module))
 
 
 def is_wrapper_type(kind: type) -> bool:
-    """Tell it of all modules of a type."""
+    """Return whether a type is that of FSDP1 wrappers."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and issubclass(kind, fsdp.FullyShardedDataParallel)
 
@@ -42,8 +41,8 @@ def is_wrapper_type(kind: type) -> bool:
 def parameters(key: str, wrapper: Any, place: Place, world: World, *, fill: bool) -> Iterator[FlatParameter]:
     """Yield the parameters of the unit of a wrapper at `key` in the module tree; none if it has no unit.
 
-    Raises `StateError` while FSDP shows the gathered parameters, which the caller may be changing, and where
-    to `fill` them is to be in the middle of a forward or backward.
+    Raises `StateError` while FSDP shows the gathered parameters, which the caller may be changing.  With
+    `fill`, raises it also in the middle of a forward or backward pass.
     """
     unit = torch_private.flat_unit(wrapper)
     if unit is None:
@@ -51,21 +50,29 @@ def parameters(key: str, wrapper: Any, place: Place, world: World, *, fill: bool
     _require_readable(unit, key, place, fill=fill)
     below = f"{key}.{_WRAPPED}" if key else _WRAPPED
     group = ("fsdp", id(unit.group), id(unit.replicas))
-    ranks = world.once(group, lambda: _Ranks(unit, world), unit.group, unit.replicas)
+    ranks = world.once(group, lambda: _UnitRanks(unit, world), unit.group, unit.replicas)
     numel, settled = unit.live.numel(), partial(settle, unit)
     for number, member in enumerate(unit.members):
         names = tuple([f"{below}.{name}" for name in member.names])
         part = _part(member, numel, place.child(names[0]) if member.spec is not None else place)
         replicas, counter = ranks.of(member, unit, numel)
         yield FlatParameter(
-            names, member.parameter, unit.flat, number, unit.live, part, replicas, counter, settled
+            names,
+            member.parameter,
+            unit.flat,
+            number,
+            unit.live,
+            part=part,
+            replicas=replicas,
+            counter=counter,
+            settle=settled,
         )
 
 
 def _require_readable(unit: FlatUnit, key: str, place: Place, *, fill: bool) -> None:
     if unit.phase == "SUMMON_FULL_PARAMS":
         raise StateError(
-            f"{_named(key, place)} has its full parameters summoned, and what is written to them is not in "
+            f"{_named(key, place)} has its full parameters summoned, and values written to them are not in "
             "the shards yet",
             remedy="save and load after leaving the summon_full_params context",
         )
@@ -99,9 +106,9 @@ def _kind(tensor: Any) -> str:
 
 
 def _require_in_place(unit: FlatUnit, key: str, place: Place) -> None:
-    """Refuse parameters that were given other memory than their part of the flat one.
+    """Raise `StateError` for parameters that were given other memory than their part of the flat one.
 
-    FSDP itself copies them back before the next forward; until then there are two truths.
+    FSDP itself copies them back before the next forward pass; until then, both exist and may differ.
     """
     first, itemsize = unit.live.data_ptr(), unit.live.element_size()
     for member in unit.members:
@@ -122,24 +129,24 @@ def _require_in_place(unit: FlatUnit, key: str, place: Place) -> None:
 
 
 def _part(member: FlatMember, total: int, place: Place) -> FlatPart:
-    """Return what a rank has of a parameter in its shard of `total` elements."""
+    """Return a rank's part of a parameter in its shard of `total` elements."""
     shape = member.shape if member.spec is None else tuple(member.spec.shape)
     if member.part is None:
         return FlatPart.nothing(shape, total)
     held = None if member.spec is None else dtensor.held(member.spec, member.shape, place)
     try:
         order = None if member.stride is None else _order(member.shape, member.stride)
-        return _range(shape, *member.part, total, member.shape, held, order)
+        return _range(shape, *member.part, total, local=member.shape, held=held, order=order)
     except ValueError as error:
         raise StateError(
             f"the parameter {member.names[0]} of an FSDP unit of {place} shares memory between elements or "
-            f"leaves gaps ({error}), so FSDP did not flatten what it holds",
+            f"leaves gaps ({error}), so FSDP did not flatten its elements",
             remedy="make the parameter contiguous before wrapping the module",
         ) from error
 
 
-class _Ranks:
-    """Which ranks have what of the units of a process group, each with a copy in a group of `replicas`.
+class _UnitRanks:
+    """The ranks of each part in the units of a process group, each with a copy in a group of `replicas`.
 
     A rank without a part of a parameter has no counters of it either.
     """
@@ -162,14 +169,14 @@ class _Ranks:
         self._counters: dict[tuple[int, int], Replicas] = {}
 
     def of(self, member: FlatMember, unit: FlatUnit, numel: int) -> tuple[Replicas, Replicas]:
-        """Return who has what this rank has of a parameter, and who its counters, where that is known.
+        """Return the ranks with the same part of a parameter, and those with its counters.
 
-        The shards of the unit have `numel` elements.
+        None stands for unknown ranks.  The shards of the unit have `numel` elements.
         """
         if member.spec is not None:
             if not all(placement.is_shard() for placement in member.spec.placements):
                 return self._alone, self._alone
-            # The counters of other tensor-parallel ranks are equal, but nobody here knows their groups.
+            # The counters of other tensor-parallel ranks are equal, but their groups are unknown here.
             covers = self._grid * prod(member.spec.mesh.shape) == self._job
             return self._part[unit.sharded] if covers else None, self._alone
         if not self._known:
@@ -178,7 +185,7 @@ class _Ranks:
 
     def _counter(self, member: FlatMember, unit: FlatUnit, numel: int) -> Replicas:
         if self._has_copies:
-            return self._alone  # on the ranks of other groups too, which this one does not know
+            return self._alone  # ranks of other groups have it too, and they are unknown here
         if not (unit.sharded and unit.originals):
             return self._together
         if member.part is None:
@@ -192,7 +199,7 @@ class _Ranks:
 
 
 def settle(unit: FlatUnit) -> None:
-    """Make an FSDP1 unit use what was just written to its shard.  Sends nothing."""
+    """Make an FSDP1 unit use new contents of its shard.  Sends nothing."""
     if unit.shard is None:
         return
     if unit.shard.data_ptr() != unit.live.data_ptr():

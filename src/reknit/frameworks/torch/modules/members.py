@@ -1,4 +1,4 @@
-"""What a module holds, read from its state dicts: each entry, its name without wrappers, and who has it."""
+"""The tensors and values of a module, read from its state dicts: names without wrappers, and replicas."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from reknit.errors import StateError
-from reknit.frameworks.torch import meta, subclasses
-from reknit.frameworks.torch import private as torch_private
+from reknit.frameworks.torch import meta, subclasses, torch_private
 from reknit.frameworks.torch.dtensor import is_dtensor
 from reknit.frameworks.torch.modules import ddp, fsdp
-from reknit.frameworks.torch.modules.names import ModuleNames
-from reknit.frameworks.torch.modules.states import EXTRA, SplitStates, module_state
+from reknit.frameworks.torch.modules.module_names import ModuleNames
+from reknit.frameworks.torch.modules.module_states import EXTRA, SplitStates, module_state
 from reknit.frameworks.walk.walk import Place
 from reknit.types.devices import memory_of
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
     from reknit.frameworks.torch.modules.extension import ModuleExtension
     from reknit.frameworks.torch.modules.flat_parameter import FlatParameter
-    from reknit.frameworks.torch.modules.states import ModuleState
+    from reknit.frameworks.torch.modules.module_states import ModuleState
     from reknit.frameworks.walk.walk import Replicas, Walk, World
 
 Kind = Literal["parameter", "buffer", "extra", "other"]
@@ -32,10 +31,10 @@ Kind = Literal["parameter", "buffer", "extra", "other"]
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One entry of a state dict: its key there, its name without wrappers, and what it is.
+    """One entry of a state dict: its key there, its name without wrappers, and its kind.
 
-    `live` tells whether the value is the module's own memory, and `frozen` whether it is a parameter that is
-    not trained.
+    `live` is set if the value is the module's own memory, and `frozen` if it is a parameter that is not
+    trained.
     """
 
     state: ModuleState
@@ -49,9 +48,10 @@ class Member:
 
 
 class NamedParameter(msgspec.Struct, frozen=True, eq=False):
-    """A parameter of some module in the state: its name, where it sits, and who has equal copies.
+    """A parameter of some module in the state: its name, its places, and the ranks with equal copies.
 
-    `flat` is set for one of FSDP1 or ZeRO-3; `parameter` is then what optimizers see instead.
+    `flat` is set for a parameter of FSDP1 or ZeRO-3; `parameter` is then the tensor that optimizers see
+    instead.
     """
 
     name: str
@@ -62,10 +62,10 @@ class NamedParameter(msgspec.Struct, frozen=True, eq=False):
 
 
 class ModuleHoldings(NamedTuple):
-    """What a module holds, read once per walk.
+    """The contents of a module, read once per walk.
 
-    `parameters` are those of `named_parameters`, with duplicates, `members` the entries of all `states`, and
-    `flats` the parameters of FSDP1 and ZeRO-3, which are not whole in any state dict.
+    `parameters` are those of `named_parameters`, with duplicates.  `members` are the entries of all `states`,
+    and `flats` the parameters of FSDP1 and ZeRO-3, which are not whole in any state dict.
     """
 
     names: ModuleNames
@@ -76,7 +76,7 @@ class ModuleHoldings(NamedTuple):
 
 
 def read(module: nn.Module, place: Place, walk: Walk) -> ModuleHoldings:
-    """Return what a module holds.  Raises `StateError` where FSDP1 keeps it from being known or filled."""
+    """Return the contents of a module.  Raises `StateError` if FSDP1 prevents reading or filling them."""
     return walk.world.once(("module", id(module)), lambda: _read(module, place, walk))
 
 
@@ -88,7 +88,7 @@ def _read(module: nn.Module, place: Place, walk: Walk) -> ModuleHoldings:
     split = tuple(SplitStates(module, names, flats, place).states()) if names.flattened else None
     states = split or (module_state(module, ""),)
     parted = tuple(_partitioned(states, names, place, walk))
-    # After the state dict was read, which puts parameters that FSDP2 has gathered back into their shards.
+    # Only now: reading the state dict puts parameters that FSDP2 has gathered back into their shards.
     parameters = tuple(module.named_parameters(remove_duplicate=False))
     if walk.fills and any(parameter.is_meta for _, parameter in parameters):
         meta.keep_on_host(torch_private.offloaded(module), walk.world)
@@ -112,7 +112,7 @@ def _flats(names: ModuleNames, place: Place, walk: Walk) -> Iterator[FlatParamet
 def _partitioned(
     states: Iterable[ModuleState], names: ModuleNames, place: Place, walk: Walk
 ) -> Iterator[FlatParameter]:
-    """Yield the parameters of which a library on top of torch keeps parts, with all their names."""
+    """Yield the parameters that a library on top of torch keeps in parts, with all their names."""
     known: dict[int, tuple[ModuleExtension, Any, dict[str, None]]] = {}
     for state in states:
         for key, value in state.raw.items():
@@ -128,13 +128,13 @@ def _partitioned_by(value: Any, walk: Walk) -> ModuleExtension | None:
 
 
 def _whole_ones(members: tuple[Member, ...], place: Place, walk: Walk) -> Iterator[Member]:
-    """Yield what is no parameter of ZeRO-3, and refuse what only looks as if it were none."""
+    """Yield the members that are not parameters of ZeRO-3, and refuse those computed from such parameters."""
     for member in members:
         if _partitioned_by(member.value, walk) is not None:
             continue
         if member.kind in ("parameter", "buffer") and not member.live:
             raise StateError(
-                f"{place.child(member.name)} was made by a state-dict hook or a module's own state_dict, and "
+                f"{place.child(member.name)} was made by a state-dict hook or a module's own state_dict, "
                 "under ZeRO-3 of parameters that are not whole",
                 remedy="remove its state-dict hooks or its own state_dict, or use ZeRO-1 or ZeRO-2",
             )
@@ -157,19 +157,19 @@ def _members(
             whole_key = state.prefix + key
             name = names.name(whole_key)
             if name.rpartition(".")[2] == EXTRA:
-                yield Member(state, key, name, value, "extra", False, None)
+                yield Member(state, key, name, value, "extra", live=False, claim=None)
             elif not isinstance(value, torch.Tensor):
-                yield Member(state, key, name, value, "other", False, None)
+                yield Member(state, key, name, value, "other", live=False, claim=None)
             else:
                 identity = _identity(value)
                 kind: Kind = "buffer" if identity in is_buffer else "parameter"
                 claim = names.claim(whole_key, value, is_buffer=kind == "buffer", world=world)
                 frozen = not trained.get(identity, True)
-                yield Member(state, key, name, value, kind, identity in own, claim, frozen)
+                yield Member(state, key, name, value, kind, live=identity in own, claim=claim, frozen=frozen)
 
 
 def _identity(tensor: torch.Tensor) -> Any:
-    """Return what is equal for a parameter and the detached view of it that a state dict may show."""
+    """Return a key that is equal for a parameter and the detached view of it that a state dict may show."""
     if torch_private.local_shards(tensor) is not None:
         return id(tensor)
     if is_dtensor(tensor):
@@ -186,9 +186,9 @@ def _identity(tensor: torch.Tensor) -> Any:
 
 
 def parameters(walk: Walk) -> dict[int, tuple[NamedParameter, ...]]:
-    """Return what optimizers see of all modules in the state: by the id of a parameter, what it stands for.
+    """Return the parameters behind each tensor that optimizers see of all modules, by the tensor's id.
 
-    That is one parameter; for the flat parameter of an FSDP1 unit they are all that are in it.
+    That is one parameter; for the flat parameter of an FSDP1 unit they are all parameters in it.
     """
     return walk.world.once("parameters", lambda: _all_parameters(walk))
 

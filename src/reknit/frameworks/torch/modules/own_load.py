@@ -1,4 +1,4 @@
-"""What a module does at a load besides taking tensors: its own hooks and methods, run as torch runs them."""
+"""A module's own hooks and methods at a load, run as torch runs them."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import torch
 from torch import nn
 
 from reknit.errors import ReknitError, StateError
-from reknit.frameworks.torch import private as torch_private
+from reknit.frameworks.torch import torch_private
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from reknit.frameworks.torch.modules.members import ModuleHoldings
-    from reknit.frameworks.torch.modules.states import ModuleState
-    from reknit.frameworks.walk.loading import Loading
+    from reknit.frameworks.torch.modules.module_states import ModuleState
+    from reknit.frameworks.walk.load_walk import Loading
     from reknit.frameworks.walk.walk import Place
 
 _KNOWN = ("torch.nn.", "torch.distributed.", "megatron.core.", "transformer_engine.")
-"""Where those are that only translate state dicts of older versions, or of wrappers."""
+"""Packages with hooks and methods that only translate state dicts of older versions, or of wrappers."""
 
 
 class OwnCode(NamedTuple):
-    """What a module does by itself at a load: its name, what does it, and whether that looks at tensors."""
+    """Code of a module that runs at a load: the names of module and code, and whether it sees tensors."""
 
     name: str
     what: str
@@ -36,7 +36,7 @@ class OwnCode(NamedTuple):
 
 @dataclass
 class OwnLoad:
-    """What goes back into a module through its own method, because only the module knows how.
+    """The entries that go back into a module through its own method.
 
     `copies` are entries of its state dict that are not its own memory, and extra state that has arrived.
     """
@@ -47,9 +47,10 @@ class OwnLoad:
     copies: dict[str, Any] = field(default_factory=dict)
 
     def give(self, held: ModuleHoldings, place: Place) -> None:
-        """Let the module load its state dict with what has arrived, as if torch loaded it.
+        """Call the module's `load_state_dict` with the loaded entries, as torch would.
 
-        What is live goes to itself.  Modules that may look at tensors get copies, which they may keep.
+        Live tensors are loaded into themselves.  Modules that may look at tensors get copies, which they may
+        keep.
         """
         source, names = self.source, held.names
         looking = {one.name for one in self.own if one.before}
@@ -79,16 +80,16 @@ class OwnLoad:
         except Exception as error:
             at = place.below(names.name(source.prefix.removesuffix(".")))
             raise StateError(
-                f"{at}: {type(module).__name__}.load_state_dict does not take what the module's own "
-                f"state_dict names: {type(error).__name__}: {error}",
-                remedy="mend its hooks: module.load_state_dict(module.state_dict()) has to succeed",
+                f"{at}: {type(module).__name__}.load_state_dict does not take the entries of the module's "
+                f"own state_dict: {type(error).__name__}: {error}",
+                remedy="correct its hooks: module.load_state_dict(module.state_dict()) has to succeed",
             ) from error
 
 
 def returns(held: ModuleHoldings, place: Place, loading: Loading) -> dict[int, OwnLoad]:
-    """Return what may go back into each module whose state dict was read, by the id of its source.
+    """Return the entries that go back into each module whose state dict was read, by the id of its source.
 
-    What looks at parameters that are not whole cannot run, and is recorded as a mismatch.
+    Code that looks at parameters that are not whole cannot run, and is recorded as a mismatch.
     """
     found = {}
     for source in held.states:
@@ -109,7 +110,7 @@ def returns(held: ModuleHoldings, place: Place, loading: Loading) -> dict[int, O
 
 
 def has_own(module: nn.Module) -> bool:
-    """Tell whether anything in a tree of modules does something by itself at a load."""
+    """Return whether any module in a tree has hooks or methods of its own for a load."""
     kinds: set[Any] = set(map(type, module.modules()))
     return (
         _is_own(module.load_state_dict)
@@ -119,11 +120,11 @@ def has_own(module: nn.Module) -> bool:
 
 
 def _own(held: ModuleHoldings, source: ModuleState) -> Iterator[OwnCode]:
-    """Yield what modules of a source do by themselves at a load."""
+    """Yield the hooks and methods of modules of a source that run at a load."""
     if source.whole and not source.prefix:
         load = _taker(held, source)[0].load_state_dict
         if _is_own(load):
-            yield OwnCode("", _called(load), True)
+            yield OwnCode("", called(load), before=True)
     inside = source.module.named_modules() if source.whole else (("", source.module),)
     for path, module in inside:
         hooks = torch_private.load_hooks(module)
@@ -133,14 +134,14 @@ def _own(held: ModuleHoldings, source: ModuleState) -> Iterator[OwnCode]:
             continue
         name = held.names.name((source.prefix + path).removesuffix("."))
         if method is not None:
-            yield OwnCode(name, method, True)
+            yield OwnCode(name, method, before=True)
         for hook, before in hooks:
             if _is_own(hook):
-                yield OwnCode(name, _called(hook), before)
+                yield OwnCode(name, called(hook), before)
 
 
 def _torn(one: OwnCode, held: ModuleHoldings, source: ModuleState) -> str | None:
-    """Return the name of a parameter inside a module that FSDP1 or ZeRO-3 keeps in parts, if one is."""
+    """Return the name of a parameter inside a module that FSDP1 or ZeRO-3 keeps in parts, or None."""
     for flat in held.flats:
         for name in flat.names:
             if one.name in _around(name):
@@ -149,7 +150,7 @@ def _torn(one: OwnCode, held: ModuleHoldings, source: ModuleState) -> str | None
 
 
 def _around(name: str) -> Iterator[str]:
-    """Yield the names of all modules around what has a name, the root's (which is empty) last."""
+    """Yield the names of all modules around a name, the root's (which is empty) last."""
     while name:
         name = name.rpartition(".")[0]
         yield name
@@ -158,7 +159,8 @@ def _around(name: str) -> Iterator[str]:
 def _taker(held: ModuleHoldings, source: ModuleState) -> tuple[nn.Module, tuple[str, ...]]:
     """Return the module whose `load_state_dict` is called, and the path to it.
 
-    torch calls that of the outermost; where that is a wrapper, which does not show, it is the one inside it.
+    torch calls that of the outermost module.  If that is a wrapper that names do not show, it is the module
+    inside.
     """
     inner, path = held.names.root
     if source.prefix or not source.whole or _is_own(source.module.load_state_dict):
@@ -167,7 +169,7 @@ def _taker(held: ModuleHoldings, source: ModuleState) -> tuple[nn.Module, tuple[
 
 
 def _inside(key: str, wrappers: tuple[str, ...]) -> str:
-    """Return a key without those elements of the path to a wrapped module that it begins with."""
+    """Return a key without the elements of the path to a wrapped module at its beginning."""
     for element in wrappers:
         key = "" if key == element else key.removeprefix(f"{element}.")
     return key
@@ -175,9 +177,9 @@ def _inside(key: str, wrappers: tuple[str, ...]) -> str:
 
 @lru_cache(maxsize=4096)
 def _own_method(kind: type[nn.Module]) -> str | None:
-    """Return what to call a type's own way to take a state dict, if it has one."""
+    """Return the name of a type's own method that takes a state dict, or None."""
     method = torch_private.loading_method(kind)
-    return _called(method) if _is_own(method) else None
+    return called(method) if _is_own(method) else None
 
 
 def _function(hook: Any) -> Any:
@@ -191,11 +193,12 @@ def _function(hook: Any) -> Any:
 
 
 def _is_own(hook: Callable[..., Any]) -> bool:
-    """Tell whether a hook or method is none of those that do nothing with a state dict of this version."""
+    """Return whether a hook or method is not of a package in `_KNOWN`, so that it may change a state dict."""
     return not str(getattr(_function(hook), "__module__", "")).startswith(_KNOWN)
 
 
-def _called(hook: Any) -> str:
+def called(hook: Any) -> str:
+    """Return the module and name of a hook or method, or of the class of another callable."""
     function = _function(hook)
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}.{named.__qualname__}"

@@ -1,0 +1,136 @@
+"""JAX's pytree nodes: saved by the names of their children, and rebuilt around new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+from jax import tree_util
+
+from reknit.errors import StateError
+from reknit.frameworks.plain import filled_fields, want_successor
+from reknit.frameworks.tree import too_deep
+from reknit.frameworks.walk.adapter import Adapter
+from reknit.types.shard import MAX_DEPTH
+
+if TYPE_CHECKING:
+    from reknit.frameworks.walk.load_walk import Loading
+    from reknit.frameworks.walk.save_walk import Saving
+    from reknit.frameworks.walk.walk import Assign, Place
+
+_LEAVES = frozenset({int, float, complex, str, bytes, bool, type(None)})
+
+
+def is_node(value: Any) -> bool:
+    """Return whether a value is a registered node, and not a container of another library."""
+    if type(value) in _LEAVES or isinstance(value, (jax.Array, list, tuple, MutableMapping, type)):
+        return False
+    return type(value) is not dict and not tree_util.all_leaves((value,))
+
+
+class _Node(NamedTuple):
+    """A node one level deep: its children by key, and the structure that rebuilds it.
+
+    A `box` has no name of its own.
+    """
+
+    children: dict[str | int, Any]
+    build: Any
+    box: bool
+
+
+def _opened(value: Any, place: Place) -> _Node:
+    """Return the contents of a node.  Raises `StateError` if two children have one name."""
+    paths, build = tree_util.tree_flatten_with_path(value, is_leaf=lambda inner: inner is not value)
+    children = {_key(path[0]): inner for path, inner in paths}
+    if len(children) < len(paths):
+        raise StateError(
+            f"{place} is a {type(value).__name__} whose children do not all have keys of their own",
+            remedy="register it with jax.tree_util.register_pytree_with_keys",
+        )
+    # Flax wraps arrays in objects that describe their split or use, and do not appear in their names.
+    box = type(value).__module__.startswith("flax.") and list(children) == ["value"]
+    return _Node(children, build, box or _is_variable(value))
+
+
+def _key(entry: Any) -> str | int:
+    for attribute in ("name", "idx", "key"):
+        if hasattr(entry, attribute):
+            key: str | int = getattr(entry, attribute)
+            return key
+    return str(entry)
+
+
+def _is_variable(value: Any) -> bool:
+    """Return whether this is a variable of Flax NNX, which holds an array and can be given another one."""
+    return any(
+        kind.__module__.startswith("flax.nnx") and kind.__name__ == "Variable" for kind in type(value).__mro__
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class VariableSetter:
+    """A function that puts an array into a variable, which may be at several places of the target."""
+
+    variable: Any
+
+    def __call__(self, new: Any) -> None:
+        """Give the variable its new array."""
+        self.variable.set_raw_value(new)
+
+
+class JaxNodeAdapter(Adapter):
+    """Dataclasses, frozen dicts, and all other classes that are registered with JAX as nodes."""
+
+    def matches(self, value: Any) -> bool:
+        """Return whether JAX can take this value apart."""
+        return is_node(value)
+
+    def collect(self, value: Any, place: Place, saving: Saving) -> None:
+        """Collect the children."""
+        node = _opened(value, place)
+        for key, inner in node.children.items():
+            saving.visit(inner, place if node.box else place.child(key))
+
+    def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
+        """Request the children; if one of them has to be replaced, the node is replaced, too."""
+        node = _opened(value, place)
+        loading.leave_nones(place, node.children)
+        if _is_variable(value):
+            for inner in node.children.values():
+                loading.visit(inner, place, VariableSetter(value))  # it keeps its place in the model
+            return
+
+        def rebuilt(fresh: dict[str | int, Any]) -> Any:
+            return tree_util.tree_unflatten(node.build, list((node.children | fresh).values()))
+
+        children = [(k, inner, place if node.box else place.child(k)) for k, inner in node.children.items()]
+        if not isinstance(value, Mapping):
+            children = filled_fields(children, loading)
+        want_successor(children, rebuilt, loading, assign)
+
+
+def leaves(value: Any, seen: set[int], depth: int = 0) -> Iterator[Any]:
+    """Yield the leaves of nested containers and nodes, each of which is visited once (`seen`).
+
+    Raises `StateError` if these are nested too deeply.
+    """
+    if type(value) in _LEAVES or id(value) in seen:
+        return
+    if depth > 2 * MAX_DEPTH:  # a value at one place may be as deep again
+        raise too_deep("the state")
+    inside: Any = None
+    if isinstance(value, Mapping):
+        inside = value.values()
+    elif isinstance(value, (list, tuple)):
+        inside = value
+    elif is_node(value):
+        inside = tree_util.tree_leaves(value, is_leaf=lambda inner: inner is not value)
+    if inside is None:
+        yield value
+        return
+    seen.add(id(value))
+    for inner in inside:
+        yield from leaves(inner, seen, depth + 1)

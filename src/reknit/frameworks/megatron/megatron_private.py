@@ -1,0 +1,272 @@
+"""All of Megatron-Core's internals that reknit uses.  Megatron may change any of them without notice."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from reknit.errors import StateError
+from reknit.frameworks.imported import imported
+from reknit.frameworks.megatron import dist_checkpointing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from reknit.frameworks.walk.walk import Place, World
+
+_METADATA = {"non_homogeneous_layers": True}
+"""Makes Megatron give each layer its own key, even if all layers are alike."""
+
+
+def module_type() -> Any:
+    """Return the type of Megatron's modules."""
+    return imported("megatron.core.transformer.module", "MegatronModule")
+
+
+def is_module(value: Any) -> bool:
+    """Return whether this is a Megatron model, or one of its wrappers around a model."""
+    return isinstance(value, module_type())
+
+
+def is_optimizer(value: Any) -> bool:
+    """Return whether this is a Megatron optimizer, including one that chains others."""
+    return isinstance(value, imported("megatron.core.optimizer.optimizer", "MegatronOptimizer"))
+
+
+def is_rng_tracker(value: Any) -> bool:
+    """Return whether this tracks the random generators of tensor and expert parallelism."""
+    return isinstance(value, imported("megatron.core.tensor_parallel.random", "CudaRNGStatesTracker"))
+
+
+def bare(module: Any, place: Place) -> Any:
+    """Return a model without Megatron's wrappers.  Raises `StateError` for wrappers that shard parameters."""
+    while is_module(module) and isinstance(getattr(module, "module", None), torch.nn.Module):
+        if "FullyShardedDataParallel" in type(module).__name__:
+            raise StateError(
+                f"{place} is wrapped in Megatron's {type(module).__name__}",
+                remedy="wrap it in Megatron's DistributedDataParallel with use_distributed_optimizer",
+            )
+        module = module.module
+    return module
+
+
+def require_gathered(module: Any, place: Place) -> None:
+    """Raise `StateError` if this rank's parameters may lack the updates of other ranks' last step."""
+    while is_module(module):
+        if getattr(module, "remove_forward_pre_hook_handles", None):
+            raise StateError(
+                f"the parameters of {place} may be outdated: with overlap_param_gather, Megatron gathers "
+                "other ranks' updates in the next forward pass",
+                remedy="call disable_forward_pre_hook() of every chunk before the save, as Megatron's own "
+                "training loop does, and enable_forward_pre_hook() after it",
+            )
+        module = getattr(module, "module", None)
+
+
+def described(module: Any, place: Place) -> list[tuple[str, Any]]:
+    """Return the name in this process's model and Megatron's sharded description of all that a model saves.
+
+    Sends nothing.
+    """
+    states = _state()
+    if states is None or not states.model_parallel_is_initialized():
+        raise StateError(
+            f"{place} is a Megatron model, but Megatron's process groups are not initialized",
+            remedy="call parallel_state.initialize_model_parallel first",
+        )
+    found = bare(module, place).sharded_state_dict(metadata=dict(_METADATA))
+    return [(key, one) for key, one in found.items() if dist_checkpointing.is_sharded(one)]
+
+
+def _state() -> Any:
+    return sys.modules.get("megatron.core.parallel_state")
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroups:
+    """The global ranks of this rank's groups, for dense layers and for experts."""
+
+    me: int
+    tensor: tuple[int, ...]
+    data: tuple[int, ...]
+    expert_tensor: tuple[int, ...]
+    expert_data: tuple[int, ...]
+
+    def copies(self, *, expert: bool, whole: bool) -> tuple[int, ...]:
+        """Return the ranks with the same part; all tensor parallel ranks have a `whole` parameter."""
+        data, tensor = (self.expert_data, self.expert_tensor) if expert else (self.data, self.tensor)
+        return self._grid(data, tensor) if whole else data
+
+    def peers(self, *, expert: bool, whole: bool) -> tuple[int, ...]:
+        """Return the ranks with the same part of a parameter and the same data parallel rank."""
+        if not whole:
+            return (self.me,)
+        return self.expert_tensor if expert else self.tensor
+
+    def _grid(self, one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the ranks in the grid that two groups span, which share this rank."""
+        return tuple(sorted(a + b - self.me for a, b in product(one, other)))
+
+
+def groups(world: World) -> RankGroups:
+    """Return this rank's groups."""
+    state = _state()
+    world.coordinate.update(
+        pp=state.get_pipeline_model_parallel_rank(),
+        dp=state.get_data_parallel_rank(with_context_parallel=True),
+        tp=state.get_tensor_model_parallel_rank(),
+    )
+    ranks = torch.distributed.get_process_group_ranks
+    tensor = tuple(ranks(state.get_tensor_model_parallel_group()))
+    data = tuple(ranks(state.get_data_parallel_group(with_context_parallel=True)))
+    if (experts := state.get_expert_data_parallel_group(check_initialized=False)) is None:
+        return RankGroups(world.global_rank, tensor, data, tensor, data)
+    expert_tensor = tuple(ranks(state.get_expert_tensor_parallel_group()))
+    return RankGroups(world.global_rank, tensor, data, expert_tensor, tuple(ranks(experts)))
+
+
+def coordinate() -> tuple[dict[str, int], dict[str, int]]:
+    """Return the coordinate of this rank's random states, and the size of each of its dimensions.
+
+    Megatron keys them by pipeline stage and tensor rank and, with expert parallelism, by data rank too.
+    """
+    state = _state()
+    here = {"pp": state.get_pipeline_model_parallel_rank(), "tp": state.get_tensor_model_parallel_rank()}
+    sizes = {
+        "pp": state.get_pipeline_model_parallel_world_size(),
+        "tp": state.get_tensor_model_parallel_world_size(),
+    }
+    if state.get_expert_model_parallel_world_size() > 1:
+        here["dp"] = state.get_data_parallel_rank(with_context_parallel=True)
+        sizes["dp"] = state.get_data_parallel_world_size(with_context_parallel=True)
+    return here, sizes
+
+
+def is_synced_with_experts(parameter: Any) -> bool:
+    """Return whether a parameter's gradients are reduced over the ranks that have the same experts."""
+    return not getattr(parameter, "allreduce", True)
+
+
+class Working(NamedTuple):
+    """A parameter as an optimizer updates it.
+
+    `main` is the tensor that the inner optimizer updates: the whole parameter, or a flat range of `numel`
+    elements from `start` on.  `distributed` is set if each rank of the data parallel group has another range.
+    """
+
+    parameter: Any
+    main: torch.Tensor
+    start: int
+    numel: int
+    group: dict[str, Any]
+    inner: Any
+    distributed: bool
+
+    @property
+    def exact(self) -> bool:
+        """Whether `main` is a copy in higher precision."""
+        return bool(self.main.dtype != self.parameter.dtype)
+
+
+def chained(optimizer: Any, place: Place) -> list[Any]:
+    """Return the optimizers in a chain.  Raises `StateError` for kinds that reknit does not support."""
+    if type(optimizer).__name__ == "LayerWiseDistributedOptimizer":
+        raise _unknown(optimizer, place)
+    parts = getattr(optimizer, "chained_optimizers", None)
+    found = [optimizer] if parts is None else [inner for part in parts for inner in chained(part, place)]
+    return [one for one in found if not getattr(one, "is_stub_optimizer", False)]
+
+
+def _unknown(optimizer: Any, place: Place) -> StateError:
+    return StateError(
+        f"{place} has a {type(optimizer).__name__}, which reknit does not support",
+        remedy="save optimizer.sharded_state_dict(...) in its place",
+    )
+
+
+def working(optimizer: Any, place: Place) -> Iterator[Working]:
+    """Yield the parameters whose states an optimizer (not a chain) has on this rank."""
+    config = optimizer.config
+    inner = optimizer.optimizer
+    scaled = getattr(config, "use_precision_aware_optimizer", False)
+    if scaled or type(inner).__name__ == "HybridDeviceOptimizer":
+        raise _unknown(inner if not scaled else optimizer, place)
+    if hasattr(optimizer, "gbuf_ranges"):
+        yield from _distributed(optimizer)
+    elif hasattr(optimizer, "fp32_from_float16_groups"):
+        yield from _float16(optimizer)
+    elif type(optimizer).__name__ == "FP32Optimizer":
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                yield Working(
+                    parameter, parameter, 0, parameter.numel(), group, inner=inner, distributed=False
+                )
+    else:
+        raise _unknown(optimizer, place)
+
+
+def _distributed(optimizer: Any) -> Iterator[Working]:
+    inner = optimizer.optimizer
+    for buffer in optimizer.gbuf_ranges:
+        for buckets in buffer.values():
+            for bucket in buckets:
+                for parameter, ranges in bucket["param_map"].items():
+                    held = ranges["param"]
+                    number, place = optimizer.model_param_group_index_map[parameter]
+                    group = inner.param_groups[number]
+                    main = group["params"][place]
+                    yield Working(
+                        parameter,
+                        main,
+                        held.start,
+                        held.end - held.start,
+                        group,
+                        inner=inner,
+                        distributed=True,
+                    )
+
+
+def _float16(optimizer: Any) -> Iterator[Working]:
+    inner = optimizer.optimizer
+    pairs = zip(
+        inner.param_groups,
+        optimizer.float16_groups,
+        optimizer.fp32_from_float16_groups,
+        optimizer.fp32_from_fp32_groups,
+        strict=True,
+    )
+    for group, low, high, plain in pairs:
+        for parameter, main in zip(low, high, strict=True):
+            yield Working(parameter, main, 0, main.numel(), group, inner=inner, distributed=False)
+        for parameter in plain:
+            yield Working(parameter, parameter, 0, parameter.numel(), group, inner=inner, distributed=False)
+
+
+def is_instance_of_several(optimizer: Any) -> bool:
+    """Return whether several groups of data parallel ranks each hold the whole optimizer."""
+    config = getattr(optimizer, "ddp_config", None)
+    return getattr(config, "num_distributed_optimizer_instances", 1) > 1
+
+
+def scaler(optimizer: Any) -> Any:
+    """Return the loss scaler of an optimizer, or None."""
+    return getattr(optimizer, "grad_scaler", None)
+
+
+def counts_in_group(inner: Any) -> bool:
+    """Return whether an optimizer counts its steps in the group, as those of Apex and TransformerEngine do.
+
+    Torch's optimizers count steps, if at all, in the states of each parameter.
+    """
+    return not type(inner).__module__.startswith("torch.optim.")
+
+
+def is_leaf(value: Any) -> bool:
+    """Return whether a value in a state dict has its own adapter: a sharded part, or a live object."""
+    return any(
+        is_one(value) for is_one in (dist_checkpointing.is_sharded, is_module, is_optimizer, is_rng_tracker)
+    )

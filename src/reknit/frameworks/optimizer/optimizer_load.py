@@ -1,0 +1,328 @@
+"""The requests of an optimizer to a checkpoint: states by the names of parameters, options, and more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from reknit.errors import StateError
+from reknit.frameworks import tree
+from reknit.frameworks.numbers import is_number, like
+from reknit.frameworks.optimizer import composite_states, state_memory
+from reknit.frameworks.optimizer import param_options as optimizer_options
+from reknit.frameworks.optimizer.saved_states import SavedStates
+from reknit.frameworks.optimizer.slots import MASTER, ParamSlot, Slots, element
+from reknit.frameworks.same_value import same_value
+from reknit.frameworks.stateful import rebuild, tensors_of
+from reknit.frameworks.torch import tensor_numbers
+from reknit.frameworks.walk.composites import record_at
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from reknit.frameworks.walk.composites import Record
+    from reknit.frameworks.walk.load_walk import Loading
+    from reknit.frameworks.walk.walk import Place
+    from reknit.types.shard import TensorSpec
+
+Asked = dict[str, "TensorSpec | None"]
+"""Requested states by their path elements: the spec of each here, None for a value."""
+
+
+@dataclass
+class _JointValue:
+    """A saved value of parameters that share one flat tensor.
+
+    Its `tensors` are as long as the flat one, but each parameter has `counters` of its own, to be compared.
+    """
+
+    saved: Any = None
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    counters: dict[Any, list[tuple[Place, torch.Tensor]]] = field(default_factory=dict)
+
+
+@dataclass
+class OptimizerLoad:
+    """The requests of one optimizer to a checkpoint."""
+
+    slots: Slots
+    place: Place
+    loading: Loading
+
+    def __post_init__(self) -> None:
+        self.saved = SavedStates(self.place, self.loading, self.slots)
+        self.noted = optimizer_options.want(self.slots, self.place, self.loading)
+
+    def want(self) -> None:
+        """Request all states, and the values that belong to no parameter."""
+        slots, saved, loading = self.slots, self.saved, self.loading
+        joined: dict[Any, list[ParamSlot]] = {}
+        for slot in slots.each:
+            self._want_master(slot)
+            if not slot.is_elsewhere:
+                joined.setdefault(slot.key if slot.joint else slot.name, []).append(slot)
+        for name, places in slots.elsewhere:
+            self._prefer_master(name, places)
+        for members in joined.values():
+            if any(saved.knows(slot.name) for slot in members):
+                self._want_states(members)
+        for name in dict.fromkeys([*slots.shared(), *saved.others["shared"]]):
+            self._want_shared(name)
+        if slots.deliver is not None:
+            loading.later(slots.deliver)
+        if slots.load is not None and saved.is_taken:
+            self._want_more()
+
+    def _states_of(self, slot: ParamSlot) -> Place:
+        return self.place.child("state", slot.name)
+
+    def _want_master(self, slot: ParamSlot) -> None:
+        """Request master weights.
+
+        If none were saved, they are loaded from the saved parameter.  If the optimizer keeps none, the
+        parameter is loaded from saved master weights.
+        """
+        loading, at = self.loading, self._states_of(slot).below(MASTER)
+        if slot.master is None:
+            self._prefer_master(slot.name, slot.places)
+        elif loading.takes(at) and not slot.is_elsewhere:
+            view = state_memory.view(slot.master, slot, at, loading)
+            loading.view(view, at, slot.master, resize=slot.resizable, instead=slot.places)
+
+    def _prefer_master(self, name: str, places: Sequence[Place]) -> None:
+        """Load a parameter from saved master weights, unless it was saved in the present precision."""
+        at = self.place.child("state", name, MASTER)
+        if self.loading.saved.spec(at) is not None:
+            self.loading.prefer(at, places)
+
+    def _want_states(self, members: list[ParamSlot]) -> None:
+        """Request all saved states of a parameter, or of several parameters with one flat state.
+
+        They become its states, and states that were not saved are dropped.  States that are not selected stay
+        as they are.
+        """
+        loading, slots, current = self.loading, self.slots, self.slots.state_of(members[0])
+        asked = {slot.name: specs for slot in members if (specs := self._asked(slot, members)) is not None}
+        if not asked:
+            return
+        fresh = self._left(current, members)
+        given: dict[Any, Any] = {}
+        values: dict[Any, _JointValue] = {}
+        counters: dict[Any, list[tuple[Place, torch.Tensor]]] = {}
+        for slot in members:
+            below = self._states_of(slot)
+            for one, spec in asked.get(slot.name, {}).items():
+                name, at = tree.unescape(one), below.below(one)
+                if spec is None and name in given:
+                    self._want_again(values.get(name), slot, at)
+                    continue
+                present = given.get(name, current.get(name))
+                if counts := len(members) > 1 and state_memory.is_counter(spec, slot, at):
+                    present = None  # each member has a counter of its own, to be compared with the others
+                value = values.setdefault(name, _JointValue()) if spec is None else None
+                whole, state = self._want_state(present, slot, at, spec, value)
+                if whole and slot.whole_steps and name == "step":
+                    loading.check(partial(tensor_numbers.require_whole, state, at))
+                if whole:
+                    given[name] = state
+                elif name in current:
+                    fresh[name] = current[name]
+                if whole and counts:
+                    counters.setdefault(name, []).append((at, state))
+        if len(members) > 1:
+            self._report_lacking(members, asked, current)
+            for each in (counters, *(value.counters for value in values.values())):
+                loading.check(partial(_require_equal, each))
+        fresh |= given
+        if any(asked.values()) or len(fresh) < len(current):
+            loading.later(lambda: slots.put(members[0], _in_kind(fresh, current)))
+
+    def _asked(self, slot: ParamSlot, members: list[ParamSlot]) -> Asked | None:
+        """Return the states of a parameter to load, or None if they cannot be taken."""
+        loading, below, foreign = self.loading, self._states_of(slot), self.noted.foreign
+        elements = [one for one in self.saved.states(slot.name) if loading.takes(below.below(one))]
+        resize = state_memory.may_resize(slot, elements, below, loading)
+        why = foreign.get(slot.name)
+        if not why and any(member.name in foreign for member in members):
+            why = "other parameters have it for another optimizer, and here they have one flat tensor"
+        if not why and not resize:
+            why = state_memory.misfit(slot, elements, below, loading)
+        if why:
+            for one in elements:
+                loading.report_mismatched(below.below(one), why)
+            return None
+        current, specs = self.slots.state_of(slot), Asked()
+        for one in elements:
+            spec = loading.saved.spec(below.below(one))
+            if spec is not None and resize:
+                spec = state_memory.resized(spec, current.get(tree.unescape(one)), slot, loading)
+            specs[one] = spec
+        return specs
+
+    def _left(self, current: Mapping[Any, Any], members: list[ParamSlot]) -> dict[Any, Any]:
+        """Return the present states that stay as they are."""
+        loading = self.loading
+        if not loading.catalog.terms.only:
+            return {}
+        return {
+            name: state
+            for name, state in current.items()
+            if not all(loading.takes(at.below(element(name, at))) for at in map(self._states_of, members))
+        }
+
+    def _want_again(self, value: _JointValue | None, slot: ParamSlot, at: Place) -> None:
+        """Request a value that another parameter of the same flat one has given, and its part of tensors."""
+        found = self.loading.value(at)
+        if found.why is not None:
+            return
+        if value is None or not same_value(value.saved, found.value):
+            self.loading.report_mismatched(
+                at, f"its value {found.value!r} is not that of the other parameters in its flat parameter"
+            )
+        else:
+            rebuild(found.value, at, self.loading, {}, partial(self._ask, value=value, slot=slot, at=at))
+
+    def _ask(
+        self, spec: TensorSpec, like: Any, inside: Place, *, value: _JointValue, slot: ParamSlot, at: Place
+    ) -> Any:
+        """Request a tensor inside a value; parameters with one flat tensor have one here too."""
+        loading, name = self.loading, inside.fqn.removeprefix(f"{at.fqn}/")
+        counts = slot.joint and state_memory.is_counter(spec, slot, inside)
+        if name not in value.tensors or counts:
+            if not isinstance(like, torch.Tensor):
+                like = None
+            elif state_memory.fits(like, slot, spec):
+                like = torch.empty_like(like, requires_grad=False)
+            tensor = state_memory.memory_for(spec, like, slot, inside, loading, noted=self.noted)
+            value.tensors.setdefault(name, tensor)
+        else:
+            tensor = value.tensors[name]
+        if counts:
+            value.counters.setdefault(name, []).append((inside, tensor))
+        loading.view(state_memory.view(tensor, slot, inside, loading), inside, tensor)
+        return tensor
+
+    def _report_lacking(
+        self, members: list[ParamSlot], asked: Mapping[str, Asked], current: Mapping[Any, Any]
+    ) -> None:
+        """Report the states that only some of the parameters of a flat one have in the checkpoint."""
+        every = dict.fromkeys(one for specs in asked.values() for one in specs)
+        for slot in members:
+            for one in every:
+                at = self._states_of(slot).below(one)
+                stays = tree.unescape(one) in current and not self.loading.takes(at)
+                if slot.name in asked and one not in asked[slot.name] and not stays:
+                    self.loading.report_missing(
+                        at, "other parameters have it, and here they have one flat tensor together"
+                    )
+
+    def _want_state(
+        self,
+        current: Any,
+        slot: ParamSlot | None,
+        at: Place,
+        spec: TensorSpec | None,
+        value: _JointValue | None = None,
+    ) -> tuple[bool, Any]:
+        """Request a state: a tensor of the shape `spec`, or a value.  Return whether it comes, and it."""
+        loading, noted = self.loading, self.noted
+        if spec is not None:
+            state = state_memory.memory_for(spec, current, slot, at, loading, noted=noted)
+            if self.slots.load is not None and (why := state_memory.converted(state, slot, at)):
+                loading.report_mismatched(at, why)
+                return False, None
+            resize = spec != loading.saved.spec(at)
+            if resize and state is not current:
+                state.zero_()  # as optimizers begin
+            loading.view(state_memory.view(state, slot, at, loading), at, state, resize=resize)
+            return True, state
+        if (record := record_at(at, loading.saved)) is not None:
+            return self._want_composite(record, current, slot, at)
+        found = loading.value(at)
+        if found.why is not None:
+            return False, None
+        value = value or _JointValue()
+        value.saved = found.value
+        if type(current) is torch.Tensor and is_number(found.value):
+            made, why = tensor_numbers.fitted(current, found.value, cast=loading.catalog.terms.cast)
+            if why is not None:
+                loading.report_mismatched(at, why)
+                return False, None
+            return True, tensor_numbers.put(torch.empty_like(current, requires_grad=False), made)
+        asks = None
+        if slot is not None and slot.parameter is not None:
+            asks = partial(self._ask, value=value, slot=slot, at=at)
+        return rebuild(found.value, at, loading, tensors_of(current, at, loading), asks)
+
+    def _want_composite(
+        self, record: Record, current: Any, slot: ParamSlot | None, at: Place
+    ) -> tuple[bool, Any]:
+        """Request a composite state; return whether it is loaded, and the state."""
+        loading = self.loading
+        state, why = composite_states.memory_for(record, current, slot, at, loading)
+        if why is not None:
+            loading.report_mismatched(at, why)
+            loading.pass_over(at)
+            return False, None
+        made = composite_states.opened(state, slot, at, loading)
+        if made is None:  # this rank has no part of it
+            return loading.value(at).why is None, state
+        loading.composite(made, at, state)
+        return True, state
+
+    def _want_shared(self, name: Any) -> None:
+        loading, slots, at = self.loading, self.slots, self.place.child("shared", name)
+        if not loading.takes(at):
+            return
+        if self.noted.foreign:
+            loading.report_mismatched(at, next(iter(self.noted.foreign.values())))
+            return
+        current = slots.shared()
+        whole, state = self._want_state(current.get(name), None, at, loading.saved.spec(at))
+        if whole:
+            loading.later(lambda: slots.state.update(_in_kind({name: state}, current)))
+
+    def _want_more(self) -> None:
+        """Request the other entries of an optimizer's own `state_dict`, and let it load them all.
+
+        Entries that are not selected stay as they are.  If the saved optimizer had only some of the present
+        entries, these alone are loaded, as torch would: some entries come with the first step.
+        """
+        loading, slots, saved = self.loading, self.slots, self.saved.others["more"]
+        present = slots.more or {}
+        fresh = dict(present)
+        for name in dict.fromkeys([*present, *saved]):
+            at = self.place.child("more", name)
+            if saved and name not in saved and loading.takes(at):
+                loading.note(at, "the saved optimizer had none: it loads without")
+                del fresh[name]
+            elif loading.takes(at):
+                whole, value = self._want_state(present.get(name), None, at, loading.saved.spec(at))
+                if whole:
+                    fresh[name] = value
+        assert slots.load is not None
+        load = slots.load
+        loading.later(lambda: load(fresh))
+
+
+def _in_kind(states: dict[Any, Any], current: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return states with a number, and not a tensor of one element, in the place of each present number."""
+    return {
+        name: like(tensor_numbers.number_in(state), current[name]) if is_number(current.get(name)) else state
+        for name, state in states.items()
+    }
+
+
+def _require_equal(counters: Mapping[Any, list[tuple[Place, torch.Tensor]]]) -> None:
+    """Raise `StateError` for different counters of parameters that share one counter here."""
+    for (first, counter), *others in counters.values():
+        for at, other in others:
+            if not torch.equal(other, counter):
+                raise StateError(
+                    f"{at} is {other.item()} in the checkpoint and {first} is {counter.item()}, and here "
+                    "the two parameters have one counter together",
+                    remedy="wrap the model with use_orig_params=True",
+                )

@@ -1,0 +1,175 @@
+"""Ranges of flattened tensors as boxes, each with its memory, without a copy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reknit.types.box import Box, flat_range_boxes
+from reknit.types.lazy_property import lazy_property
+from reknit.types.shard import Strided
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Held = tuple[tuple[Box, Box], ...]
+"""Boxes of a whole tensor that a local one holds, each with its place in the local one."""
+
+
+class FlatPiece(NamedTuple):
+    """A box, and the place of its elements in flat memory: the first of them, and the steps between them."""
+
+    box: Box
+    strides: tuple[int, ...]
+    first: int
+
+
+@dataclass(frozen=True)
+class FlatPart:
+    """A rank's part of a tensor: `numel` consecutive elements of the local tensor, from `start` on.
+
+    The whole tensor has the shape `shape`, and the local one `local`.  The local tensor holds the boxes
+    `held` of the whole: one box of all elements, or the boxes that tensor parallelism left.  Its elements are
+    flattened in storage order: row-major, or with `order` the dimensions from the slowest to the fastest.  In
+    flat memory of `total` elements, which may have other tensors and padding too, the range begins at
+    `offset`.  `pieces` are the boxes of the range in that memory.
+    """
+
+    shape: tuple[int, ...]
+    local: tuple[int, ...]
+    held: Held
+    order: tuple[int, ...] | None
+    start: int
+    numel: int
+    offset: int
+    total: int
+    pieces: tuple[FlatPiece, ...] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        pieces = _pieces(self.local, self.held, self.order, self.start, self.numel)
+        if self.offset:
+            pieces = tuple(piece._replace(first=self.offset + piece.first) for piece in pieces)
+        object.__setattr__(self, "pieces", pieces)
+
+    @classmethod
+    def nothing(cls, shape: tuple[int, ...], total: int) -> FlatPart:
+        """Return the part of a rank that holds no element."""
+        return cls(shape, shape, (), None, 0, numel=0, offset=0, total=total)
+
+    @classmethod
+    def range_of(
+        cls,
+        shape: tuple[int, ...],
+        start: int,
+        numel: int,
+        offset: int,
+        total: int,
+        *,
+        local: tuple[int, ...] | None = None,
+        held: Held | None = None,
+        order: tuple[int, ...] | None = None,
+    ) -> FlatPart:
+        """Return a range of a tensor that is flattened as a whole, or of a `local` one with boxes of it."""
+        if not numel:
+            return cls.nothing(shape, total)
+        whole = Box.whole(shape)
+        return cls(
+            shape,
+            local or shape,
+            held or ((whole, whole),),
+            order,
+            start,
+            numel=numel,
+            offset=offset,
+            total=total,
+        )
+
+    @lazy_property
+    def alone(self) -> FlatPart:
+        """The same part in memory without other elements."""
+        return replace(self, offset=0, total=self.numel)
+
+    def fits(self, memory: Any) -> bool:
+        """Return whether a tensor has the form of the flat memory, or of a whole local tensor."""
+        if self.is_flat(memory):
+            return True
+        whole: bool = memory.shape == self.local and self.numel == prod(self.local)
+        return whole and (memory.ndim != 1 or (not self.offset and memory.is_contiguous()))
+
+    def is_flat(self, memory: Any) -> bool:
+        """Return whether a tensor has the form of the flat memory."""
+        flat: bool = memory.shape == (self.total,) and memory.is_contiguous()
+        return flat
+
+    def parts(self, memory: Any) -> tuple[tuple[Box, Any], ...]:
+        """Return the boxes of the part and the memory of each, for memory that `fits`.
+
+        A tensor without elements is one empty box on every rank.
+        """
+        return tuple(
+            (box, part.view() if isinstance(part, Strided) else part) for box, part in self.unseen(memory)
+        )
+
+    def unseen(self, memory: Any) -> tuple[tuple[Box, Any], ...]:
+        """Return the same; pieces of flat memory are each a `Strided`, without a view."""
+        if not self.pieces and not prod(self.shape):
+            return ((Box.whole(self.shape), memory.new_empty(self.shape)),)
+        if memory.ndim != 1:
+            return tuple((box, memory[inside.slices()]) for box, inside in self.held)
+        return tuple(
+            [(box, Strided(memory, box.lengths, strides, first)) for box, strides, first in self.pieces]
+        )
+
+
+def storage_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the dimensions from the slowest to the fastest of memory without gaps.
+
+    Raises `ValueError` for memory with gaps, or with places that are several elements.
+    """
+    order = sorted(range(len(shape)), key=lambda d: (-strides[d], d))
+    step = 1
+    for d in reversed(order):
+        if shape[d] != 1:
+            if strides[d] != step:
+                raise ValueError(f"strides {tuple(strides)} of shape {tuple(shape)} are not dense")
+            step *= shape[d]
+    # Dimensions of length 1 may stand anywhere.
+    moving = [d for d in order if shape[d] != 1]
+    return None if moving == sorted(moving) else tuple(order)
+
+
+@lru_cache(maxsize=1 << 16)
+def _pieces(
+    local: tuple[int, ...], held: Held, order: tuple[int, ...] | None, start: int, numel: int
+) -> tuple[FlatPiece, ...]:
+    """Return the pieces of a range of a local tensor, in memory that begins with the range.  Cached."""
+    dims = tuple(range(len(local))) if order is None else order
+    found: list[FlatPiece] = []
+    position = 0
+    for stored in flat_range_boxes([local[d] for d in dims], start, numel):
+        strides = _row_major(stored.lengths)
+        here = Box(_back(stored.offsets, dims), _back(stored.lengths, dims))
+        steps = _back(strides, dims)
+        for box, inside in held:
+            common = here.intersect(inside)
+            if common is not None:
+                skipped = common.relative_to(here.offsets).offsets
+                at = position + sum(n * step for n, step in zip(skipped, steps, strict=True))
+                placed = common.relative_to(inside.offsets).shifted(box.offsets)
+                found.append(FlatPiece(placed, steps, at))
+        position += stored.numel
+    return tuple(found)
+
+
+def _row_major(lengths: Sequence[int]) -> tuple[int, ...]:
+    return tuple(prod(lengths[d + 1 :]) for d in range(len(lengths)))
+
+
+def _back(values: Sequence[int], dims: Sequence[int]) -> tuple[int, ...]:
+    """Return values given in storage order by dimension of the tensor."""
+    by_dim = [0] * len(dims)
+    for value, d in zip(values, dims, strict=True):
+        by_dim[d] = value
+    return tuple(by_dim)

@@ -1,0 +1,24 @@
+"""A job of a framework: its ranks, and the store in which they meet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from reknit.comm.meeting.rendezvous import Store
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingJob:
+    """The ranks that save and load together, of torch or of JAX.
+
+    `rank` and `size` count inside the job or subgroup, `ranks` are the job-wide numbers of its ranks.
+    `identity` is one object for the lifetime of a group, as a key for data that is kept per group.
+    """
+
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+    store: Store
+    identity: Any
