@@ -20,6 +20,7 @@ from reknit.frameworks.walk.loading import Loading
 from reknit.frameworks.walk.repeat import Repeats
 from reknit.frameworks.walk.saving import Saving
 from reknit.frameworks.walk.walk import Place, World
+from reknit.keywords import is_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -111,7 +112,7 @@ def _checked(state: Mapping[str, Any]) -> Mapping[str, Any]:
             f"the state is a {type(state).__name__}", remedy='pass a dict, such as {"model": model}'
         )
     for item in state:
-        if not isinstance(item, str) or not item:
+        if not is_text(item):
             raise StateError(
                 f"the state has the item {item!r}", remedy="items have names: strings, not empty"
             )
