@@ -168,7 +168,7 @@ def save_in_run(
             pending = save_now(joined, job, options)
         else:
             elsewhere = place.elsewhere and all(each.elsewhere for each, _ in then)
-            pending = background_of(joined, elsewhere).save(joined, job, place.url, options)
+            pending = background_of(joined, elsewhere=elsewhere).save(joined, job, place.url, options)
             if wrong is not None:
                 pending.result()  # raises it here, and not only when somebody asks
         if options.on_error == "raise":
@@ -229,7 +229,7 @@ def prepare(
         )
 
     try:
-        background_of(joined, elsewhere).prepare(joined, job, place.url, options)
+        background_of(joined, elsewhere=elsewhere).prepare(joined, job, place.url, options)
     except ReknitError as error:
         if options.on_error == "raise" or isinstance(error, UsageError):
             raise

@@ -120,7 +120,7 @@ def all_told(group: Group, first_round: str, timeout_s: float) -> Iterator[None]
         comm.fail(group, first_round, error, timeout_s)
 
 
-def background_of(group: Group, elsewhere: bool) -> Background:
+def background_of(group: Group, *, elsewhere: bool) -> Background:
     """Return the background saves of a group, to stores that other processes can open or cannot."""
     with making:
         kinds = backgrounds.setdefault(group, {})

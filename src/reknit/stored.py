@@ -245,5 +245,7 @@ def cool(path: str | PathLike[str], to: str | PathLike[str], *, bytes_per_s: flo
     with closing(open_storage(path)) as source, closing(open_storage(to)) as target:
         check_places(source, target)
         recorder = Recorder("promote", path=target.url)
-        job = Promotion(source, target, False, SaveOptions(), recorder, Pace(bytes_per_s))
+        job = Promotion(
+            source, target, overwrite=False, options=SaveOptions(), recorder=recorder, pace=Pace(bytes_per_s)
+        )
         return move(job, recipe(to).url, open_storage)

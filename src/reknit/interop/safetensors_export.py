@@ -64,6 +64,7 @@ def export_hf(
     item: str = "model",
     dtype: Dtype | None = None,
     max_shard_nbytes: int = MAX_SHARD_NBYTES,
+    *,
     overwrite: bool = False,
     keep_tied: bool = False,
 ) -> ExportReport:

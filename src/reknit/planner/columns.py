@@ -102,7 +102,7 @@ class Blocks(NamedTuple):
         return self._replace(number=same[self.number])._ordered()
 
     def _ordered(self) -> Blocks:
-        """Number the blocks as the ranks come to them, and drop those that no rank has."""
+        """Give the blocks numbers in the order of the ranks, and drop the blocks that no rank has."""
         order = _by_appearance(self.number, len(self.sizes))
         if len(order) == len(self.sizes) and (order == np.arange(len(order))).all():
             return self
@@ -218,7 +218,7 @@ def _renumbered(column: Blocks, numbers: Ints | None) -> Blocks:
 
 
 def in_order(ranks: Ints, tables: Mapping[str, list[Any]], lists: Mapping[str, Blocks]) -> RankColumns:
-    """Number the entries of every table as the ranks come to them, and drop those that no rank names."""
+    """Give the entries of tables numbers in the order of the ranks, and drop entries that no rank names."""
     ordered, lists = {}, dict(lists)
     for name, entries in tables.items():
         order = _by_appearance(lists[name].values, len(entries))

@@ -97,7 +97,7 @@ def runs(*columns: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def numbers_of(first: NDArray[np.int64], rank: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Number the different lists among `rank[first[k]:first[k + 1]]`, and return the number of each."""
+    """Return a number for each list `rank[first[k]:first[k + 1]]`, the same for equal lists."""
     content = rank.astype(np.int32).tobytes()
     numbers: dict[bytes, int] = {}
     return np.fromiter(

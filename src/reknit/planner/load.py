@@ -91,7 +91,7 @@ def _intersections(index: Index, wanted: Sequence[tuple[int, Box]]) -> Pieces:
     number = np.array([t for t, _ in wanted], np.int64)
     offsets, lengths = box_columns([box for _, box in wanted], ndim)
     counts = index.first[number + 1] - index.first[number] if len(wanted) else np.zeros(0, np.int64)
-    batches = [_batch(index, number, offsets, lengths, counts, *span) for span in _spans(counts)]
+    batches = [_batch(index, number, offsets, lengths, counts, span=span) for span in _spans(counts)]
     if not batches:
         empty = np.zeros((0, ndim), np.int64)
         return Pieces(np.zeros(0, np.int64), np.zeros(0, np.int64), empty, empty, empty)
@@ -113,10 +113,11 @@ def _batch(
     offsets: NDArray[np.int64],
     lengths: NDArray[np.int64],
     counts: NDArray[np.int64],
-    begin: int,
-    end: int,
+    *,
+    span: tuple[int, int],
 ) -> Pieces:
-    """Return the pieces of the wanted boxes `begin` up to `end`."""
+    """Return the pieces of the wanted boxes in a span."""
+    begin, end = span
     counts = counts[begin:end]
     row, within = counted(counts)
     row += begin

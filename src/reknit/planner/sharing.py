@@ -118,7 +118,7 @@ def divide(
     turn = _turns(fetches, reader, routes, bucket_nbytes)
     num_turns = int(turn.max(initial=-1)) + 1
     stage = np.where(turn < 0, _stages(fetches, reader, num_turns), turn)
-    return Division(_parts(fetches, reader, routes, turn, stage, len(reads)), num_turns)
+    return Division(_parts(fetches, reader, routes, turn=turn, stage=stage, num_ranks=len(reads)), num_turns)
 
 
 def fetch_of(reads: Reads, part: FetchTable) -> NDArray[np.int64]:
@@ -240,11 +240,12 @@ def _parts(
     fetches: Fetches,
     reader: NDArray[np.int64],
     routes: _Routes,
+    *,
     turn: NDArray[np.int64],
     stage: NDArray[np.int64],
     num_ranks: int,
 ) -> tuple[FetchTable, ...]:
-    """Number the fetches by stage, then by file and start, and return every rank's rows."""
+    """Return every rank's rows; fetches have numbers in the order of stage, file and start."""
     number = np.empty(len(reader), np.int64)
     number[np.argsort(stage, kind="stable")] = np.arange(len(reader))
     # Keys that ascend in the order of the rows of all ranks, for what a host reads and what it receives.

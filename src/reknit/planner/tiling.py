@@ -55,7 +55,7 @@ def untiled(
     start = _starts(full, tensor, offsets)
     rest[rest] = _no_line(full, tensor, start, lengths, size)[rest]
     if len(numbers := np.flatnonzero(rest)):
-        rest[numbers] = _no_grid(full, first, numbers, start, offsets, lengths)
+        rest[numbers] = _no_grid(full, first, numbers, start=start, offsets=offsets, lengths=lengths)
     if len(numbers := np.flatnonzero(rest)):
         bad[numbers] = _corners_broken(full, first, numbers, offsets, lengths)
     return [Gap(int(t), int(held[t]), int(numel[t])) for t in np.flatnonzero(bad)]
@@ -116,7 +116,7 @@ def _rows(first: Ints, numbers: Ints) -> tuple[Ints, Ints]:
 
 
 def _no_grid(
-    full: Ints, first: Ints, numbers: Ints, start: Ints, offsets: Ints, lengths: Ints
+    full: Ints, first: Ints, numbers: Ints, *, start: Ints, offsets: Ints, lengths: Ints
 ) -> NDArray[np.bool_]:
     """Tell of which of some tensors the chunks are no different cells of one grid.
 

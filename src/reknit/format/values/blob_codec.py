@@ -51,7 +51,7 @@ def encode_blobs(values: Mapping[str, Any], *, allow_pickle: bool = False, item:
     Equal values give equal bytes in every process.  Raises `StateError`, naming the path (below `item`)
     of the first value that the format does not store; with `allow_pickle` such a value is pickled instead.
     """
-    encoder = _Encoder(allow_pickle)
+    encoder = _Encoder(allow_pickle=allow_pickle)
     members = {}
     for fqn, value in values.items():
         checked_name(fqn, "name")
@@ -124,7 +124,7 @@ def decode_blobs(data: bytes, *, allow_pickle: bool = False) -> dict[str, Any]:
 
     def unpack(code: int, payload: Any) -> Any:
         if code == PICKLE:
-            return _unpickled(payload, allow_pickle)
+            return _unpickled(payload, allow_pickle=allow_pickle)
         build = BUILDERS.get(code)
         if build is None:
             raise FormatError(f"a value has the unknown extension type {code}")
@@ -142,7 +142,7 @@ def decode_blobs(data: bytes, *, allow_pickle: bool = False) -> dict[str, Any]:
 class _Encoder:
     """Turns values into what msgspec writes: plain values and extensions."""
 
-    def __init__(self, allow_pickle: bool) -> None:
+    def __init__(self, *, allow_pickle: bool) -> None:
         self._allow_pickle = allow_pickle
 
     def value(self, value: Any, depth: int) -> Any:
@@ -274,7 +274,7 @@ def _pickled(value: Any) -> bytes:
         raise shortage(error) or refused from error
 
 
-def _unpickled(payload: Any, allow_pickle: bool) -> Any:
+def _unpickled(payload: Any, *, allow_pickle: bool) -> Any:
     if not allow_pickle:
         raise FormatError("the checkpoint holds pickled values, which may run code", remedy=_LOAD_REMEDY)
     if type(payload) is not bytes:
