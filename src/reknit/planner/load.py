@@ -1,4 +1,4 @@
-"""From the index and the wanted boxes to byte ranges: which to read, and what each is for."""
+"""From the index and the wanted boxes to byte ranges, each with the boxes that need it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Granularity(NamedTuple):
     """How reads are cut.
 
     Ranges begin and end on multiples of `align` (1 = anywhere; the digest block size when blocks are
-    verified).  Where they may begin anywhere, holes of up to `gap` bytes between wanted runs are read over,
-    as long as all bytes wasted so are at most `waste` times those wanted.  A read lies in one cell of
-    `nbytes` bytes of its file, a multiple of `align`.
+    verified).  Where they may begin anywhere, holes of up to `gap` bytes between wanted runs are read over.
+    All bytes wasted so are at most `waste` times the wanted bytes.  A read lies in one cell of `nbytes` bytes
+    of its file, a multiple of `align`.
     """
 
     align: int
@@ -54,7 +54,7 @@ class _Ranges(NamedTuple):
 def plan_load(
     index: Index, wanted: Sequence[tuple[int, Box]], file_nbytes: Sequence[int], granularity: Granularity
 ) -> LoadPlan:
-    """Return what to read so that every wanted (tensor number, box) is filled.
+    """Return the reads that fill every wanted (tensor number, box).
 
     Pure.  Box intersection gives the pieces, a piece gives its byte range in a file, and the ranges of all
     pieces are merged and cut into reads.  `file_nbytes[k]` is the size of `index.files[k]`.  No byte is read
@@ -152,8 +152,8 @@ def _merged(ranges: _Ranges) -> _Ranges:
 def _bridged(segments: _Ranges, taken: _Ranges, granularity: Granularity, budget: float) -> _Ranges:
     """Merge segments over gaps, the smallest first, until `budget` bytes are wasted.
 
-    A gap with bytes of the ranges that strided reads take stays, since these would be read twice, and so does
-    a gap that crosses from cell to cell, where reads are cut anyway.
+    A gap with bytes of the ranges that strided reads take stays, since these would be read twice.  A gap
+    between two cells stays too, because reads are cut there anyway.
     """
     file, start, stop = segments
     gap = start[1:] - stop[:-1]
@@ -169,7 +169,7 @@ def _bridged(segments: _Ranges, taken: _Ranges, granularity: Granularity, budget
 
 
 def _touched(ranges: _Ranges, taken: _Ranges) -> NDArray[np.bool_]:
-    """Tell which ranges have bytes in common with a range of a strided read."""
+    """Return whether each range has bytes in common with a range of a strided read."""
     if not len(taken.file) or not len(ranges.file):
         return np.zeros(len(ranges.file), bool)
     order = np.lexsort((taken.start, taken.file))
