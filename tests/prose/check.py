@@ -64,7 +64,7 @@ def offences(source: str) -> Iterator[tuple[int, str, str]]:
     """Yield each offence of a module: its line, the rule, and the sentence."""
     for line, text in texts(source):
         for part in SENTENCE.split(text) if text.count(" ") > 2 else ():
-            sentence = " ".join(part.split())
+            sentence = " ".join(re.sub(r"`+[^`]+`+", "`x`", part).split())
             for rule, pattern in RULES.items():
                 if pattern.search(sentence) and not sentence.endswith("?"):
                     yield line, rule, sentence
