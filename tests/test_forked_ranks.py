@@ -14,7 +14,7 @@ from tests.ranks import run
 
 
 def fork_and_save(root: str, joined: bool) -> list[str]:
-    """Return what a child is told that saves with its parent's ranks, and then alone."""
+    """Let a forked process save with its parent's ranks, and then alone; return both results."""
     state = {"model": {"w": np.arange(3.0)}}
     if joined:
         reknit.save(f"{root}/all", state)
@@ -51,7 +51,7 @@ def test_a_process_forked_from_a_rank_is_refused_as_that_rank_and_may_save_alone
 
 
 def fork_often(root: str, times: int) -> list[int]:
-    """Return how forked processes end that count their threads."""
+    """Fork some processes that count their threads, and return their exit statuses."""
     reknit.save(f"{root}/step", {"model": {"w": np.arange(3.0)}})
     ends = []
     for _ in range(times):

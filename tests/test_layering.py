@@ -1,8 +1,12 @@
-"""The order of the source tree: who may import whom, and how large a module and a folder may be."""
+"""The order of the source tree: who may import whom, and how large a module and a folder may be.
+
+The page about the architecture has the rules, as tables.  Here they become contracts of import-linter.
+"""
 
 from __future__ import annotations
 
 import ast
+import json
 import logging
 import re
 import subprocess
@@ -18,25 +22,99 @@ import_linter = pytest.importorskip("importlinter.cli")
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "src/reknit"
-LAYERS = ROOT / "tests/layers.toml"
-# What needs no import statement, and so is not seen by import-linter.
-LOOKED_UP = re.compile(r"(?:sys\.modules(?:\.get\(|\[)|import_module\(|__import__\()[\"'](torch|jax|grpc)\b")
+PAGE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+LIBRARIES = ("torch", "jax", "grpc")
+# These need no import statement, and so import-linter does not find them.
+LOOKED_UP = re.compile(
+    rf"(?:sys\.modules(?:\.get\(|\[)|import_module\(|__import__\()[\"']({'|'.join(LIBRARIES)})\b"
+)
 
 
-def contracts() -> dict[str, dict[str, Any]]:
-    """Return the contracts by name, the rows first."""
-    config = tomllib.loads(LAYERS.read_text())["tool"]["importlinter"]
-    return {contract["name"]: contract for contract in config["contracts"]}
+def table(page: str, *head: str) -> list[list[list[str]]]:
+    """Return the rows of the table with this head: the words of each cell, without commas."""
+    lines = page.partition(f"| {' | '.join(head)} |\n")[2].partition("\n\n")[0].splitlines()[1:]
+    return [[re.findall(r"[^\s,`]+", cell) for cell in line.split("|")[1:-1]] for line in lines]
 
 
-def breaches(config: Path) -> int:
-    """Return the exit status of the check; 0 if every import keeps the contracts.
+def module(name: str, below: bool = False) -> str:
+    """Return the expression for a module of reknit, or for all modules below it if it is a package."""
+    path = name.removesuffix(".py").rstrip("/").replace("/", ".")
+    is_package = (SOURCES / path.replace(".", "/")).is_dir()
+    return f"reknit.{path}.**" if below and is_package else f"reknit.{path}"
 
-    It would set up logging for the whole process, and so turn off all loggers that there are.
+
+def homes(page: str) -> dict[str, list[str]]:
+    """Return the modules that may import each library."""
+    return {what[0]: [module(place) for place in places] for what, places in table(page, "what", "where")}
+
+
+def contracts(page: str) -> list[dict[str, Any]]:
+    """Return the contracts of import-linter that the tables of the page describe."""
+    rows = table(page, "row", "package", "may import")
+    layers: dict[str, list[str]] = {}
+    for (number,), packages, _ in rows:
+        layers.setdefault(number, []).extend(packages)
+    made: list[dict[str, Any]] = [
+        {
+            "name": "an import points to a lower row, and packages of one row never import each other",
+            "type": "layers",
+            "containers": ["reknit"],
+            "exhaustive": True,
+            "layers": [" | ".join(packages) for packages in layers.values()],
+        },
+        {
+            "name": "modules and folders of one package do not import each other in a circle",
+            "type": "acyclic_siblings",
+            "ancestors": ["reknit", "reknit.**"],
+        },
+    ]
+    basics = {name for number in list(layers)[-3:] for name in layers[number]}
+    extra = {
+        (name, target)
+        for names, targets in table(page, "module", "may also import")
+        for name in names
+        for target in targets
+    }
+    for (number,), packages, (*words,) in rows:
+        below = {name for row, names in layers.items() if int(row) > int(number) for name in names}
+        listed = below & set(words)
+        forbidden = listed if "anything" in words else below - listed - (set() if "only" in words else basics)
+        for name in packages if forbidden else ():
+            made.append(
+                {
+                    "name": name,
+                    "type": "forbidden",
+                    "source_modules": [module(name)],
+                    "forbidden_modules": [module(other) for other in sorted(forbidden)],
+                    "allow_indirect_imports": True,
+                    "ignore_imports": [
+                        f"{module(source, below=True)} -> {module(target, below=True)}"
+                        for source, target in sorted(extra)
+                        if source.split(".")[0] == name and target.split(".")[0] in forbidden
+                    ],
+                }
+            )
+    made += [
+        {"name": name, "type": "protected", "protected_modules": [name], "allowed_importers": importers}
+        for name, importers in homes(page).items()
+        if name in LIBRARIES
+    ]
+    return made
+
+
+def breaches(page: str, folder: Path) -> int:
+    """Check the imports by the rules of the page, and return the exit status; 0 if every import keeps them.
+
+    import-linter would set up logging for the whole process, which turns off all loggers that exist.
     """
+    lines = ["[tool.importlinter]", 'root_package = "reknit"', "include_external_packages = true"]
+    for contract in contracts(page):
+        lines += ["[[tool.importlinter.contracts]]"]
+        lines += [f"{key} = {json.dumps(value)}" for key, value in contract.items()]
+    (folder / "layers.toml").write_text("\n".join(lines))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(import_linter.logging_config, "dictConfig", lambda config: None)
-        return int(import_linter.lint_imports(config_filename=str(config), no_cache=True))
+        return int(import_linter.lint_imports(config_filename=str(folder / "layers.toml"), no_cache=True))
 
 
 @pytest.fixture(scope="module")
@@ -44,40 +122,41 @@ def tree() -> dict[str, str]:
     return {path.relative_to(SOURCES).as_posix(): path.read_text() for path in sorted(SOURCES.rglob("*.py"))}
 
 
-def test_every_import_keeps_the_contracts() -> None:
-    assert breaches(LAYERS) == 0
+def test_every_import_keeps_the_rules_of_the_page(tmp_path: Path) -> None:
+    assert breaches(PAGE, tmp_path) == 0
     assert not logging.getLogger("reknit").disabled
 
 
 @pytest.mark.parametrize(
-    ("contract", "broken"),
+    ("rule", "broken"),
     [
-        ('"types",\n  "options', '"options'),  # a package without a row
-        ('"engine",\n  "planner |', '"planner |\n  "engine",'),
-        ('protected_modules = ["torch"]\nallowed_importers = [\n  "reknit.frameworks",', ""),
+        ("| 11 | `types` | only `errors` |\n", ""),  # a package without a row
+        ("| 7 | `engine` |", "| 8 | `engine` |"),
+        ("| 9 | `storage` | `monitor` |", "| 9 | `storage` | |"),
+        ("| `engine` | `comm.group` |\n", ""),
+        ("| `torch` | `frameworks/`, ", "| `torch` | "),
     ],
 )
-def test_a_breach_is_noticed(contract: str, broken: str, tmp_path: Path) -> None:
-    text = LAYERS.read_text()
-    assert text.count(contract) == 1
-    (tmp_path / "layers.toml").write_text(text.replace(contract, broken))
-    assert breaches(tmp_path / "layers.toml") != 0
+def test_a_breach_is_noticed(rule: str, broken: str, tmp_path: Path) -> None:
+    assert PAGE.count(rule) == 1
+    assert breaches(PAGE.replace(rule, broken), tmp_path) != 0
 
 
 def test_a_library_is_looked_up_only_where_it_may_be_imported(tree: dict[str, str]) -> None:
-    known = contracts()
     for path, source in tree.items():
-        module = f"reknit.{path.removesuffix('.py').replace('/', '.')}."
         for found in LOOKED_UP.finditer(source):
-            homes = known[found[1]]["allowed_importers"]
-            assert any(module.startswith(f"{home}.") for home in homes), f"{path}: {found[0]}"
+            assert any(f"{module(path)}.".startswith(f"{home}.") for home in homes(PAGE)[found[1]]), path
 
 
-def test_the_page_about_the_architecture_has_the_same_rows() -> None:
-    page = (ROOT / "docs/architecture.md").read_text()
-    shown = [re.findall(r"`(\w+)`", packages) for packages in re.findall(r"^\| \d+ \| (.*?) \|", page, re.M)]
-    layers = next(iter(contracts().values()))["layers"]
-    assert [sorted(row) for row in shown] == [sorted(layer.split(" | ")) for layer in layers]
+def test_the_page_names_the_modules_that_may_use_banned_features() -> None:
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]["per-file-ignores"]
+    ignored = " ".join(key for key, rules in config.items() if "TID251" in rules and key.startswith("src/"))
+    spelled = re.sub(
+        r"(\S+)\{(.+?)\}(\S+)", lambda m: " ".join(m[1] + n + m[3] for n in m[2].split(",")), ignored
+    )
+    allowed = {pattern.removeprefix("src/reknit/").removesuffix("**") for pattern in spelled.split()}
+    shown = [row for row in table(PAGE, "what", "where") if row[0][0] not in LIBRARIES]
+    assert {place for _, places in shown for place in places} == allowed
 
 
 def test_no_folder_and_no_module_is_too_large_to_read(tree: dict[str, str]) -> None:

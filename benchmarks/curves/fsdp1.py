@@ -50,13 +50,14 @@ def lines(folder: Path, build: Build, first: int, second: int) -> dict[str, list
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         told = folder / f"{name}.json"
-        torch.multiprocessing.spawn(rank, (world, port, build, begin, str(folder), str(told)), world)  # type: ignore[attr-defined,no-untyped-call]
+        torch.multiprocessing.spawn(rank, ((world, port), build, begin, (str(folder), str(told))), world)  # type: ignore[attr-defined,no-untyped-call]
         found[name] = json.loads(told.read_text())
     return found
 
 
-def rank(number: int, world: int, port: int, build: Build, begin: int, folder: str, told: str) -> None:
-    """Be one rank of a training that begins with a step: train, save in the middle, and tell the losses."""
+def rank(number: int, meeting: tuple[int, int], build: Build, begin: int, files: tuple[str, str]) -> None:
+    """Be one rank of a training that begins with a step: train, save in the middle, and write the losses."""
+    (world, port), (folder, losses_file) = meeting, files
     os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(world), OMP_NUM_THREADS="1")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
@@ -73,7 +74,7 @@ def rank(number: int, world: int, port: int, build: Build, begin: int, folder: s
         dist.all_reduce(loss)
         losses.append(float(loss))
     if number == 0:
-        Path(told).write_text(json.dumps(losses))
+        Path(losses_file).write_text(json.dumps(losses))
     dist.destroy_process_group()
 
 

@@ -53,7 +53,7 @@ def _of_size(bench: LoadBench, shapes: Any) -> dict[str, Any]:
     for storage in STORAGES:
         found = {}
         for share in SHARES:
-            load = partial(_load, bench, state, contents, path, storage, share)
+            load = partial(_load, bench, state, contents, path, storage=storage, share=share)
             found[share] = bench.attempt(f"{storage}, share={share}", load)
         times = [found[share]["s"] for share in ("always", "never") if "s" in found[share]]
         result["storages"][storage] = found | {"quicker_s": min(times) if len(times) == 2 else None}
@@ -62,7 +62,7 @@ def _of_size(bench: LoadBench, shapes: Any) -> dict[str, Any]:
 
 
 def _load(
-    bench: LoadBench, state: Any, contents: Contents, path: str, storage: str, share: str
+    bench: LoadBench, state: Any, contents: Contents, path: str, *, storage: str, share: str
 ) -> dict[str, Any]:
     """Return seconds and bytes of a cold load by all ranks."""
     import reknit

@@ -109,12 +109,12 @@ def _from(
         name = f"{source.name} to {layout.name}"
         wanted = list(boxes(layout, shapes))
         target = _whole(bench, ranks, layout, shapes)
-        found[name] = failed or _case(bench, name, ours, theirs, wanted, target)
+        found[name] = failed or _case(bench, name, ours, theirs, wanted=wanted, target=target)
     for part in SLICES if source in SLICED else ():
         name = f"{source.name}, {part.name}"
         wanted = [(0, part.fqn, part.select(shapes[part.fqn]))]
         target = _sliced(bench, part, shapes)
-        found[name] = failed or _case(bench, name, ours, theirs, wanted, target)
+        found[name] = failed or _case(bench, name, ours, theirs, wanted=wanted, target=target)
     for path in (ours, *theirs.values()):
         bench.drop(path)
     return found
@@ -163,7 +163,7 @@ def _sliced(bench: LoadBench, part: Slice, shapes: Any) -> Target:
 
 
 def _case(
-    bench: LoadBench, name: str, ours: str, theirs: dict[DcpMode, str], wanted: Any, target: Target
+    bench: LoadBench, name: str, ours: str, theirs: dict[DcpMode, str], *, wanted: Any, target: Target
 ) -> dict[str, Any]:
     """Return bytes and seconds of one load, by reknit in every way and by DCP."""
     need = needed(ours, wanted)

@@ -36,7 +36,7 @@ def part(bench: LoadBench, gib: float, quick: bool) -> dict[str, Any]:
     for mode in contenders.QUICK_MODES if quick else contenders.ALL_MODES:
         stores.setdefault(mode.stored, []).append(mode)
     for stored, modes in stores.items():
-        _dcp(bench, state, contents, f"{bench.folder}/{stored}", modes, result)
+        _dcp(bench, state, contents, f"{bench.folder}/{stored}", modes=modes, result=result)
     for kind in ("cold", "warm"):
         times = [m["s"] for m in result[kind]["dcp"].values() if "error" not in m]
         result[kind]["dcp_best_s"] = min(times, default=None)
@@ -101,6 +101,7 @@ def _dcp(
     state: dict[str, Any],
     contents: Contents,
     path: str,
+    *,
     modes: list[DcpMode],
     result: dict[str, Any],
 ) -> None:

@@ -119,9 +119,10 @@ def main() -> int:
         checkpoint = last_checkpoint(folder)
         if checkpoint is not None and status == 0:
             print(ending(checkpoint if args.keep else keep(checkpoint)))
-        return status
     except KeyboardInterrupt:
         return 130
+    else:
+        return status
     finally:
         if args.keep:
             print(f"\nCheckpoints, journals and the output of all ranks are in {args.keep}.")

@@ -37,7 +37,9 @@ class Shim(http.server.BaseHTTPRequestHandler):
         path = quote(unquote(path), safe="/-_.~")
         query = canonical(query)
         address = self.s3["endpoint"].removeprefix("http://")
-        headers = signed(self.s3, self.command, address, path, query, to_s3(self.headers.items()))
+        headers = signed(
+            self.s3, self.command, address, path, query=query, headers=to_s3(self.headers.items())
+        )
         status, found, data = self.ask(address, f"{path}?{query}" if query else path, headers, body)
         self.send_response(status)
         for name, value in from_s3(found):
@@ -108,7 +110,7 @@ def canonical(query: str) -> str:
 
 
 def signed(
-    s3: dict, method: str, address: str, path: str, query: str, headers: dict[str, str]
+    s3: dict, method: str, address: str, path: str, *, query: str, headers: dict[str, str]
 ) -> dict[str, str]:
     """Return the headers with a signature of version 4, which leaves out the body."""
     moment = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")

@@ -14,7 +14,7 @@ import numpy as np
 from reknit.engine.record.at_path import check_absent
 from reknit.engine.stored.moving import STAYS, moved_to
 from reknit.errors import ReknitError, UsageError, did_you_mean, readable, shown
-from reknit.keywords import unpacked
+from reknit.keywords import is_text, unpacked
 from reknit.locations import is_location
 from reknit.options.fields import check_scope
 from reknit.storage.registry import MovedStorage, StoreRecipe, open_storage, recipe
@@ -79,7 +79,7 @@ def checked_seconds(name: str, value: Any) -> float:
     return float(value)
 
 
-def check_state(state: Mapping[str, Any]) -> None:
+def check_state(state: object) -> None:
     """Raise `UsageError` for a state that is not a mapping of items."""
     if is_location(state):
         raise UsageError(
@@ -100,7 +100,7 @@ def check_state(state: Mapping[str, Any]) -> None:
             "state is the state_dict of an optimizer, in which numbers stand for the parameters",
             remedy='pass the optimizer itself: {"optimizer": optimizer}',
         )
-    if wrong := [name for name in state if not isinstance(name, str) or not name]:
+    if wrong := [name for name in state if not is_text(name)]:
         raise UsageError(f"item names are non-empty strings, not {wrong[0]!r}")
 
 
@@ -120,7 +120,7 @@ def _is_tensor(value: Any) -> bool:
 
 def checked_metrics(metrics: Any) -> dict[str, float | None]:
     """Return metrics as numbers of JSON, with None for infinite ones and NaN.  Raises `UsageError`."""
-    numbers: dict[str, float | None] = {}
+    numbers: dict[Any, float | None] = {}
     try:
         for name, value in dict(metrics or {}).items():
             number = float(value)

@@ -70,6 +70,11 @@ _BRACKETS = re.compile(r"\[[^\[\]]*\]")
 _A_CLASS = re.compile(r"(\w+)( \| None)?")
 
 
+def is_text(value: object) -> bool:
+    """Return whether a value is a text, and not an empty one."""
+    return isinstance(value, str) and value != ""
+
+
 def checked_call(target: _Target) -> _Target:
     """Let a function, or a class with its public methods, say what is meant by a keyword it does not have.
 

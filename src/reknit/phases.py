@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from reknit.errors import UsageError, shown
-from reknit.keywords import checked_call
+from reknit.keywords import checked_call, is_text
 from reknit.locations import check_events
 from reknit.monitor.own_phase import ACTION, outer_recorder, own_phase
 from reknit.monitor.phase import Recorder
@@ -40,7 +40,7 @@ def phase(
 
     Raises `UsageError`, and `StorageError` where `events` cannot be written.
     """
-    if not isinstance(name, str) or not name:
+    if not is_text(name):
         raise UsageError(f"a phase has a name, not {shown(name)}", remedy="give a text that is not empty")
     for called, number in (("step", step), ("rank", rank), ("nbytes", nbytes)):
         if number is not None and (type(number) is not int or number < 0):

@@ -22,7 +22,7 @@ from reknit.frameworks.jax import jax_job
 from reknit.frameworks.jax.jax_job import coordination_store
 from reknit.frameworks.torch.carrier import TorchCarrier
 from reknit.frameworks.torch.torch_job import TorchStore, current_job, subgroup_job
-from reknit.keywords import checked_call
+from reknit.keywords import checked_call, is_text
 from reknit.options import CommOptions
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ def connect(
     rank, size = _whole("rank", rank), _whole("size", size)
     if not 0 <= rank < size:
         raise UsageError(f"rank must be within 0 .. size - 1, not {rank} of {size}")
-    if not isinstance(job, str) or not job:
+    if not is_text(job):
         raise UsageError(f"job is a name, not {job!r}")
     with ExitStack() as meeting:
         store = _meeting_store(at, rank, size, options, token=token, last=meeting)

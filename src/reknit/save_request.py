@@ -66,12 +66,12 @@ class SaveRequest:
 
     @lazy_property
     def place(self) -> StoreRecipe:
-        """The place to save to, for an agent."""
+        """Return the place to save to, for an agent."""
         return place_of(self.path)
 
     @lazy_property
     def copies(self) -> list[StoreRecipe]:
-        """The places to promote to, for an agent."""
+        """Return the places to promote to, for an agent."""
         return [place_of(target.path) for target in self.options.promotions]
 
     @property

@@ -36,6 +36,7 @@ def flush(timeout_s: float = 10.0) -> bool:
     Saves and loads do not wait for sinks.  Sinks, and files of `events`, receive records up to half a second
     later.  The end of the process waits for up to three seconds.  Raises `UsageError`.
     """
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not timeout_s >= 0:
+    given: object = timeout_s
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not given >= 0:
         raise UsageError(f"timeout_s is a number of seconds, not {shown(timeout_s)}")
     return flush_all(timeout_s)

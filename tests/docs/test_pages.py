@@ -90,6 +90,13 @@ def test_every_file_that_a_page_names_exists(page: str) -> None:
     assert lost == []
 
 
+def test_workflows_and_hooks_run_scripts_of_the_repository_only() -> None:
+    files = [ROOT / ".pre-commit-config.yaml", *(ROOT / ".github/workflows").iterdir()]
+    calls = [call for file in files for call in re.findall(r"\b(?:run|entry): (\S+)", file.read_text())]
+    assert len(files) == 4
+    assert [call for call in calls if call != "gh" and not (ROOT / call).is_file()] == []
+
+
 def test_no_extra_of_a_store_is_empty_for_some_pythons() -> None:
     extras = re.findall(r"^(s3|gcs|azure|hdfs) = (.*)$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert len(extras) == 4

@@ -277,7 +277,7 @@ def test_who_does_not_know_of_moves_is_told_so(
     reknit.cool(hot, cold)
     assert "moved" in json.loads((hot / "manifest.json").read_text())["requires"]
     monkeypatch.setattr(versions, "FEATURES", versions.FEATURES - {"moved"})
-    with pytest.raises(VersionError, match="does not know: moved"):
+    with pytest.raises(VersionError, match="does not support: moved"):
         reknit.load(hot, state())
 
 

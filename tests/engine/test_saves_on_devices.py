@@ -276,7 +276,7 @@ def test_a_lazy_save_without_memory_to_watch_tensors_copies_them_before_it_retur
     accelerator.refuse_memory(after)
     pending = reknit.save(tmp_path / "saved", one.state, wait=False, options=options)
     accelerator.refuse_memory(None)
-    one.forget()  # not a step of the optimizer: only what is copied already is as it was
+    one.forget()  # not a step of the optimizer: a later copy would have other values
     pending.result(LIMIT_S)
     assert is_stored(tmp_path / "saved", other, expected)
 

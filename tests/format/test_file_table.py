@@ -54,7 +54,7 @@ def test_the_manifest_stays_small_and_old_readers_are_told_that_they_cannot_read
     assert b"safetensors" not in data
     assert b'"requires":["file_table"]' in data
     check_version(1, ["file_table"])
-    with pytest.raises(VersionError, match="features that this reknit does not know: another_table"):
+    with pytest.raises(VersionError, match="features that this reknit does not support: another_table"):
         decode_record(_signed(data.replace(b'["file_table"]', b'["another_table"]')))
 
 

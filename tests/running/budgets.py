@@ -37,6 +37,7 @@ BUDGETS: dict[str, Budget] = {
     "mutants": Budget(20, 20),
     "planner": Budget(15),
     "processes": Budget(20, 8),
+    "prose": Budget(5),
     "running": Budget(20),
     "runs": Budget(40, 20, ("azure", "gcs", "hdfs", "s3")),
     "simulation": Budget(60, 4),

@@ -67,7 +67,7 @@ class SimGroup:
         """Hold one round, as `Group.exchange` says."""
         process = self.process
         began, deciding_s, stopped_s = process.schedule.moment, 0.0, process.stopped_s
-        self._asked = self._done = None
+        self._begin()
         call = Call(name, request, timeout_s, subject, merge)
         try:
             process.act(f"enter {name}", lambda: self._enter(call))
@@ -125,6 +125,10 @@ class SimGroup:
     @property
     def _now(self) -> float:
         return self.process.schedule.moment
+
+    def _begin(self) -> None:
+        """Forget the round before."""
+        self._asked = self._done = None
 
     def _enter(self, call: Call) -> None:
         self._do(self._machine.enter(call, self._now))

@@ -61,6 +61,11 @@ class Process:
         return self.schedule.moment < self._until
 
     @property
+    def running(self) -> bool:
+        """Whether it is neither dead nor stopped."""
+        return not (self.dead or self.stopped)
+
+    @property
     def live(self) -> bool:
         """Whether it is neither dead nor stopped for ever."""
         return not self.dead and self._until < inf
@@ -183,7 +188,7 @@ class Process:
             return
         self._pumping = True
         try:
-            while self._actions and not self.dead and not self.stopped:
+            while self._actions and self.running:
                 label, action = self._actions.popleft()
                 self._step(label)
                 if self.stopped:

@@ -111,9 +111,10 @@ class Cluster:
         while True:
             try:
                 self._parts.ready(self.server)
-                return
             except (OSError, RuntimeError):
                 assert time.monotonic() < end, f"see {self.server['folder']}/log"
+            else:
+                return
             time.sleep(0.1)
 
     def end(self) -> None:

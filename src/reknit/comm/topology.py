@@ -76,7 +76,7 @@ class Topology:
 
     @lazy_property
     def height(self) -> int:
-        """Number of steps from the deepest rank up to rank 0."""
+        """Return the number of steps from the deepest rank up to rank 0."""
         return max(self._depths)
 
     @lazy_property
@@ -87,7 +87,7 @@ class Topology:
 
     @lazy_property
     def _below(self) -> dict[int, list[int]]:
-        """The children of each rank with children."""
+        """Return the children of each rank with children."""
         below: dict[int, list[int]] = {}
         for rank, parent in enumerate(self._parents[1:], 1):
             below.setdefault(parent, []).append(rank)

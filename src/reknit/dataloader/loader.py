@@ -245,6 +245,6 @@ def _close(workers: list[Worker]) -> None:
     workers.clear()
 
 
-def _check(ok: bool, message: str) -> None:
+def _check(ok: object, message: str) -> None:
     if not ok:
         raise UsageError(message)

@@ -224,9 +224,9 @@ def _parts(state: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, int]]
         if state["_steps_since_snapshot"] or any("shards" not in dataset for dataset in datasets):
             raise KeyError("shards")
         turn = {"last": snapshot["_last_yielded_worker_id"], "seed": snapshot["_main_snapshot"]["_base_seed"]}
-        return datasets, turn
     except (KeyError, TypeError) as error:
         raise StateError(
             "the state of the StatefulDataLoader has a form that this version of reknit does not support",
             remedy="use torchdata 0.11, and a dataset whose state_dict returns its shards",
         ) from error
+    return datasets, turn

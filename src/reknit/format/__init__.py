@@ -1,1 +1,1 @@
-"""The format on disk: encodes and decodes bytes, and does not know where they are stored."""
+"""The format on disk: encodes and decodes bytes, wherever they are stored."""

@@ -36,7 +36,7 @@ Nbytes = TypeVar("Nbytes", int, "NDArray[np.int64]")
 
 
 def num_blocks(nbytes: Nbytes, block_nbytes: int = BLOCK_NBYTES) -> Nbytes:
-    """Return how many blocks a file of `nbytes` bytes has; the last may be shorter, an empty file has 0."""
+    """Return the number of blocks of a file of `nbytes` bytes: 0 if empty; the last block may be shorter."""
     return -(-nbytes // block_nbytes)
 
 

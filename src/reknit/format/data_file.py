@@ -58,7 +58,7 @@ NATIVE: dict[str, str] = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
-"""Dtypes that safetensors knows by name; any other is stored as U8 with a last dimension of its item size."""
+"""Dtypes that safetensors has by name; any other is stored as U8 with a last dimension of its item size."""
 _FROM_NATIVE = {native: dtype for dtype, native in NATIVE.items()}
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=_MAX_NBYTES)]
@@ -75,7 +75,7 @@ class HeaderEntry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What the header of a data file says; `data_start` is where its tensor bytes begin in the file."""
+    """The header of a data file; its tensor bytes begin at `data_start` in the file."""
 
     data_start: int
     entries: tuple[HeaderEntry, ...]
@@ -116,7 +116,7 @@ def relabelled(data: NDArray[np.uint8], write_id: str, other: str) -> NDArray[np
 
 
 def encode_header(entries: Sequence[HeaderEntry], metadata: Mapping[str, str]) -> bytes:
-    """Return the first bytes of a data file, up to where its tensor bytes begin (a multiple of `ALIGNMENT`).
+    """Return the first bytes of a data file, up to its tensor bytes (a multiple of `ALIGNMENT`).
 
     The entries lie without holes from 0 in the order given, each aligned to its item size; larger item sizes
     first makes that so.  Raises `FormatError` otherwise, and `StateError` when they are too many for a file.
@@ -157,7 +157,7 @@ def framed_header(document: Mapping[str, object], alignment: int) -> bytes:
 
 
 def data_start(prefix: bytes, file_nbytes: int) -> int:
-    """Return where the tensor bytes begin, from the first 8 bytes of a data file of `file_nbytes` bytes.
+    """Return the start of the tensor bytes, from the first 8 bytes of a data file of `file_nbytes` bytes.
 
     The header is all bytes before that place.  Raises `CorruptError` or `FormatError`.
     """
@@ -246,7 +246,7 @@ def _decode_entry(key: str, raw: msgspec.Raw, foreign: str | None) -> HeaderEntr
     if foreign is not None:
         itemsize = ITEMSIZE.get(foreign)
         if fields.dtype != "U8" or itemsize is None or foreign in NATIVE or lengths[-1:] != (itemsize,):
-            raise CorruptError(f"{what} is no {foreign[:40]!r} stored as U8")
+            raise CorruptError(f"{what} is not a {foreign[:40]!r} stored as U8")
         dtype, lengths = foreign, lengths[:-1]
     if dtype is None:
         raise FormatError(f"{what} has the dtype {fields.dtype[:40]!r}, which format 1 does not use")

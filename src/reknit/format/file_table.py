@@ -30,7 +30,7 @@ MAX_PLACES_NBYTES = 64 << 10
 """Bytes of all names of coordinates: ranks differ in their numbers, not in these."""
 
 _FILE_NBYTES = 512
-"""What a file takes in memory, about."""
+"""The memory of a file, about."""
 
 
 class _Columns(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -95,7 +95,7 @@ def with_table(manifest: Manifest, index: bytes) -> Manifest:
 
 
 def _decoded(data: bytes, num_files: int) -> FileTable:
-    """Return the table that the bytes hold; its size is known to be right before it is taken apart."""
+    """Return the table that the bytes hold; its size is checked before it is taken apart."""
     try:
         columns = _decode(data)
         if len(columns.places) > MAX_PLACES_NBYTES:

@@ -20,7 +20,7 @@ from reknit.types.manifest import BlobFile, FileEntry, Manifest, TablePlace
 MAX_MANIFEST_NBYTES = 256 << 20
 MAX_DEPTH = 32
 MAX_SPARE_VALUES = 1 << 18
-"""Values that a manifest holds beside those that each of its files has: `items`, `metadata`, and so on."""
+"""Values that a manifest holds beside the values of each of its files: `items`, `metadata`, and so on."""
 MAX_COORDINATE_NBYTES = 1 << 10
 MAX_TIME_S = 1e11
 """A time, in seconds since the epoch, that calendars still have."""
@@ -53,7 +53,7 @@ class _Blobs(msgspec.Struct):
 
 
 class _Head(msgspec.Struct):
-    """What every version of the format keeps, so that a reader can tell which version it is."""
+    """The members that every version of the format keeps, so that a reader finds the version."""
 
     format: str
     format_version: _Count
@@ -64,7 +64,7 @@ class _Head(msgspec.Struct):
 class _Document(msgspec.Struct, kw_only=True):
     """The document but its last member, in the order in which the members are written.
 
-    What may hold any number of values is left raw until these are counted.
+    Members that may hold any number of values are left raw until the values are counted.
     """
 
     format: str
@@ -158,10 +158,10 @@ def decode_manifest(data: bytes) -> Manifest:
 
 
 def decode_record(data: bytes) -> Manifest:
-    """Return what the bytes of ``manifest.json`` hold; where they have a `table`, most files are not in it.
+    """Return the content of ``manifest.json``; if it has a `table`, most files are not in it.
 
-    Raises `VersionError` for a newer format, `CorruptError` for damage, `FormatError` for what no writer
-    writes.
+    Raises `VersionError` for a newer format, `CorruptError` for damage, `FormatError` for content that no
+    writer writes.
     """
     try:
         return _decode(data)
@@ -171,7 +171,7 @@ def decode_record(data: bytes) -> Manifest:
 
 
 def decode_generation(data: bytes) -> int | None:
-    """Return the generation of the run that wrote a manifest, of whatever version; None when it says none.
+    """Return the generation of the run that wrote a manifest of any version; None if it has none.
 
     Raises as `decode_manifest` does, but never `VersionError`.
     """
@@ -296,7 +296,7 @@ def _check_manifest(manifest: Manifest) -> None:
     used = {manifest.index_path}
     for blob in manifest.blobs:
         if blob.item not in items:
-            _refuse(f"the blob file {blob.path!r} belongs to {blob.item[:200]!r}, which is no item")
+            _refuse(f"the blob file {blob.path!r} belongs to {blob.item[:200]!r}, which is not an item")
         if sizes.get(blob.path, MAX_BLOBS_NBYTES + 1) > MAX_BLOBS_NBYTES:
             _refuse(f"the blob file {blob.path!r} is not among the files, or too large")
         if blob.path in used:

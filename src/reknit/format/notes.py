@@ -1,6 +1,7 @@
-"""What small files say of a committed checkpoint: that it is pinned, is being read, has metrics.
+"""Small files about a committed checkpoint: that it is pinned, is being read, has metrics.
 
-They are no part of the checkpoint: whoever may write to its folder adds one, and it goes with the checkpoint.
+They are not a part of the checkpoint: a process that may write to its folder adds one, and it goes with the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Follower(msgspec.Struct, frozen=True):
 
 
 def encode_note(note: Pin | HolderLease | Metrics | ColdCopy | Follower) -> bytes:
-    """Return a note as bytes.  Raises `FormatError` for what no reader would take."""
+    """Return a note as bytes.  Raises `FormatError` for a note that no reader would take."""
     try:
         data = msgspec.json.encode(note)
     except UnicodeEncodeError as error:

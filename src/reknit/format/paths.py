@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MANIFEST_PATH = "manifest.json"
 MAX_PLACE_NBYTES = 4096
 NOTES_FOLDER = ".notes"
-"""Holds what is said of a checkpoint and is no part of it; no item has a folder of this name."""
+"""Holds the notes about a checkpoint, which are not a part of it; no item has a folder of this name."""
 RUN_FOLDER = ".reknit"
 """Holds the record of a run, beside the folders of its steps."""
 MAX_NAME_NBYTES = 4096
@@ -66,7 +66,7 @@ NOTE_KINDS: tuple[NoteKind, ...] = ("pin", "lease", "removal", "metrics", "copy"
 
 
 class FileName(NamedTuple):
-    """What the path of a file says about it; `write_id8` is None for the manifest, `item` for a root file."""
+    """The facts in the path of a file; `write_id8` is None for the manifest, `item` for a root file."""
 
     kind: Literal["manifest", "marker", "index", "data", "blobs", "own"] | NoteKind
     write_id8: str | None
@@ -84,7 +84,7 @@ def new_write_id() -> str:
 
 
 def numbered_write_id(seed: str, number: int) -> str:
-    """Return the write id of the `number`-th save of a series; whoever knows its `seed` can tell it alone."""
+    """Return the write id of the `number`-th save of a series; it follows from the `seed` alone."""
     return hashlib.sha256(f"{seed}:{number}".encode()).hexdigest()[:32]
 
 
@@ -118,12 +118,12 @@ def rank_paths(
 
 
 def data_tail(write_id: str, part: int = 0) -> str:
-    """Return what follows the rank in the path of a data file."""
+    """Return the end of the path of a data file, after the rank."""
     return f"{f'.{part}' if part else ''}.{short_id(write_id)}.safetensors"
 
 
 def blob_tail(write_id: str, own: int | None = None) -> str:
-    """Return what follows the rank in the path of a file of blobs."""
+    """Return the end of the path of a file of blobs, after the rank."""
     kind = "" if own is None else f".own.{own}" if own else ".own"
     return f"{kind}.{short_id(write_id)}.msgpack"
 
@@ -143,7 +143,7 @@ def marker_path(generation: int, write_id: str) -> str:
 def run_path(generation: int, identity: str) -> str:
     """Return the path, below a folder of steps, of the record that a run has opened it.
 
-    `identity` is 8 hex digits: two runs may take one generation where a store cannot tell.
+    `identity` is 8 hex digits: two runs may take one generation if a store cannot prevent it.
     """
     return f"{RUN_FOLDER}/run.{generation:016x}.{identity}"
 
@@ -155,12 +155,12 @@ def run_generation(path: str) -> int | None:
 
 
 def note_path(kind: NoteKind, write_id: str, identity: str) -> str:
-    """Return the path of something said of the checkpoint of a write; `identity` is 24 hex digits."""
+    """Return the path of a note about the checkpoint of a write; `identity` is 24 hex digits."""
     return f"{NOTES_FOLDER}/{kind}.{short_id(write_id)}.{identity}.json"
 
 
 def parse_path(path: str) -> FileName | None:
-    """Return what the path of a file says, or None when no reknit gave it that name."""
+    """Return the facts in the path of a file, or None when no reknit gave it that name."""
     if path == MANIFEST_PATH:
         return FileName("manifest", None)
     if match := _INDEX_PATH.fullmatch(path):
@@ -209,7 +209,7 @@ def check_all_relative(paths: Sequence[str]) -> None:
 
 
 def _all_plain(paths: Sequence[str]) -> bool:
-    """Tell whether all paths are safe; some safe ones, not of ASCII, are not known to be."""
+    """Return True if all paths are safe, but False for some safe paths that are not ASCII."""
     joined = "\n".join(["", *paths, ""])
     if not joined.isascii() or not paths:
         return not paths
@@ -252,7 +252,7 @@ def escape_item(name: str) -> str:
 
 
 def unescape_item(folder: str) -> str:
-    """Return the item name of a folder.  Raises `FormatError` for what `escape_item` never returns."""
+    """Return the item name of a folder.  Raises `FormatError` for a name that `escape_item` never returns."""
     name = "" if folder == _EMPTY_ITEM else _unescaped(folder)
     try:
         canonical = name is not None and escape_item(name) == folder
@@ -327,7 +327,7 @@ def _unescaped(text: str) -> str | None:
 
 
 def encodable(text: str) -> bool:
-    """Tell whether a text is valid Unicode: UTF-8 has no bytes for a lone surrogate."""
+    """Return whether a text is valid Unicode: UTF-8 has no bytes for a lone surrogate."""
     if text.isascii():
         return True
     try:
@@ -338,7 +338,7 @@ def encodable(text: str) -> bool:
 
 
 def wrong_place(place: str) -> str | None:
-    """Say why a checkpoint cannot have moved to a place: it is an absolute path, or a URL without options."""
+    """Return the fault of a place for moved files, None for an absolute path or a URL without options."""
     if not 0 < len(place.encode(errors="surrogatepass")) <= MAX_PLACE_NBYTES:
         return f"is empty, or longer than {MAX_PLACE_NBYTES} bytes"
     if any(ord(character) < 0x20 or ord(character) == 0x7F for character in place):

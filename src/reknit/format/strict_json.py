@@ -27,7 +27,7 @@ def decode_strict(
 ) -> T:
     """Return the document as a `kind`.  Raises `CorruptError`, `FormatError` above a limit, naming `what`.
 
-    `max_values` limits what `count_values` counts, and so the memory that parsed values take.
+    `max_values` limits the number that `count_values` returns, and so the memory that parsed values take.
     """
     count_values(data, what, max_nbytes=max_nbytes, max_depth=max_depth, max_values=max_values)
     decoded = decode_member(msgspec.json.Decoder(kind).decode, data, what)
@@ -36,7 +36,7 @@ def decode_strict(
 
 
 def count_values(data: bytes, what: str, *, max_nbytes: int, max_depth: int, max_values: int) -> int:
-    """Return how many values a document has at most: its commas, and the objects and lists that it opens.
+    """Return an upper bound of the number of values: the commas, and the objects and lists that begin.
 
     Done before any parser, so that none of them can be driven into the ground, and piece by piece, so that
     hardly more memory is taken than by the document.  Raises as `decode_strict`.
@@ -108,7 +108,7 @@ def refuse_duplicates(data: bytes, what: str) -> None:
 
 
 def check_object(value: Mapping[Any, Any], where: str, *, depth: int, max_depth: int) -> None:
-    """Raise `StateError` for what would not come back from JSON as it is."""
+    """Raise `StateError` for values that would not come back from JSON as they are."""
     for key, member in value.items():
         if type(key) is not str:
             raise StateError(f"{where} has the key {shown(key)}", remedy="JSON keys are str")

@@ -16,13 +16,13 @@ OLDEST_READABLE = 1
 """Versions from this one up to `FORMAT_VERSION` are read, for ever."""
 
 FILE_TABLE = "file_table"
-"""The manifest lists the index only, and that all other files."""
+"""The manifest lists the index only, and the index lists all other files."""
 
 MOVED = "moved"
-"""All files but the manifest are at another place, which this says."""
+"""All files but the manifest are at another place, which the manifest names."""
 
 FEATURES = frozenset({FILE_TABLE, MOVED})
-"""Names that a manifest may list in ``requires``: what a reader must know to read the checkpoint rightly."""
+"""Names in ``requires`` of a manifest: features that a reader must support to read the checkpoint."""
 
 
 def check_version(version: int, requires: Iterable[str] = ()) -> None:
@@ -36,6 +36,6 @@ def check_version(version: int, requires: Iterable[str] = ()) -> None:
     unknown = sorted(set(requires) - FEATURES)
     if unknown:
         raise VersionError(
-            f"the checkpoint needs features that this reknit does not know: {', '.join(unknown)}",
+            f"the checkpoint needs features that this reknit does not support: {', '.join(unknown)}",
             remedy="install the reknit that wrote it, or a newer one",
         )

@@ -217,7 +217,7 @@ class CustomAdapter(Adapter):
             tensor.parts.append((box, self._memory(one, at, fill=walk.fills)))
         return list(tensors.values()), values
 
-    def _at(self, place: Place, name: str) -> Place:
+    def _at(self, place: Place, name: object) -> Place:
         if not isinstance(name, str) or (name and not all(name.split("/"))):
             raise self._wrong(place, f"used the name {name!r}", "a name is text, with levels parted by one /")
         return place.child(*name.split("/")) if name else place

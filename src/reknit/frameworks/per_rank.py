@@ -89,7 +89,7 @@ class PerRank:
         return None
 
 
-def _checked(coordinate: Mapping[str, int]) -> dict[str, int]:
+def _checked(coordinate: Mapping[Any, Any]) -> dict[str, int]:
     if not coordinate or not all(isinstance(k, str) and type(v) is int for k, v in coordinate.items()):
         raise UsageError(f"a coordinate is a mapping from names to integers, not {coordinate!r}")
     return dict(coordinate)

@@ -20,6 +20,7 @@ from reknit.frameworks.walk.load_walk import Loading
 from reknit.frameworks.walk.save_walk import Saving
 from reknit.frameworks.walk.walk import Place, World
 from reknit.frameworks.walk.walk_cache import WalkCache
+from reknit.keywords import is_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -110,7 +111,7 @@ def _checked(state: Mapping[str, Any]) -> Mapping[str, Any]:
             f"the state is a {type(state).__name__}", remedy='pass a dict, such as {"model": model}'
         )
     for item in state:
-        if not isinstance(item, str) or not item:
+        if not is_text(item):
             raise StateError(
                 f"the state has the item {item!r}", remedy="items have names: strings, not empty"
             )

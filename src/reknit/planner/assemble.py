@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
 
 _EXACT = 2.0**62
-"""Positions below this are told apart in 64 bits, however they were rounded on the way."""
+"""Positions below this stay different in 64 bits, however they were rounded on the way."""
 
 
 class _ChunkRows(NamedTuple):
@@ -93,7 +93,7 @@ def widened(chunks: RankColumns, ndim: int) -> RankColumns:
 
 
 def num_dims(chunks: RankColumns) -> int:
-    """Return how many dimensions the boxes have."""
+    """Return the number of dimensions of the boxes."""
     return sum(name.startswith("offset.") for name in chunks.lists)
 
 
@@ -154,8 +154,8 @@ def _sorted_rows(chunks: RankColumns, entries: Sequence[TensorEntry], numbers: I
 def _order(tensor: Blocks, offsets: Sequence[Blocks], shapes: Ints) -> Ints:
     """Return the order of the rows by tensor and offsets.
 
-    One number says both: where the box begins when all tensors are laid end to end, row-major.  What ranks
-    wrote is made of long ascending runs, which a stable sort only merges.
+    One number says both: where the box begins when all tensors are laid end to end, row-major.  The chunks of
+    ranks are long ascending runs, which a stable sort only merges.
     """
     strides = row_major_strides(shapes)
     numel = strides[:, 0] * shapes[:, 0]

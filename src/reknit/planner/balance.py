@@ -22,12 +22,12 @@ SETTLING = 1 << 12
 
 
 def readers(fetches: Fetches, alone: NDArray[np.int64], host: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the rank that reads each fetch, one of those that want it, so that ranks read equally much.
+    """Return the rank that reads each fetch, one of the ranks that want it, so that ranks read equally much.
 
-    `alone` is what each rank would read without sharing.  All fetches that the same ranks want are divided
-    at once.  Small sets of ranks come first, since the ranks of large ones can then still make up for what
-    these left uneven.  What is right for a set depends on the others: so bytes are divided first, then whole
-    fetches, and once more where those came out uneven.
+    `alone` are the bytes that each rank would read without sharing.  All fetches that the same ranks want are
+    divided at once.  Small sets of ranks come first, since the ranks of large sets can then still even out
+    the rest.  The best choice for a set depends on the others.  So bytes are divided first, then whole
+    fetches, and the sets whose fetches came out uneven once more.
     """
     reader = np.empty(len(fetches.file), np.int64)
     load = alone.astype(np.float64) - np.bincount(fetches.rank, fetches.wanted, len(host))
@@ -69,7 +69,7 @@ def _sets(fetches: Fetches, host: NDArray[np.int64]) -> list[_Set]:
 
 
 def _levelling(load: NDArray[np.float64], nbytes: int) -> NDArray[np.float64]:
-    """Return how much each takes of `nbytes`, in whole bytes, so that the least loaded come to one level."""
+    """Return the share of each in `nbytes`, in whole bytes, so that the least loaded come to one level."""
     # The lowest k, filled up evenly, reach a level that falls with k until all below it are among them.
     level = float(((nbytes + np.cumsum(np.sort(load))) / np.arange(1, len(load) + 1)).min())
     shares: NDArray[np.float64] = np.ceil(np.maximum(level - load, 0))
@@ -77,10 +77,10 @@ def _levelling(load: NDArray[np.float64], nbytes: int) -> NDArray[np.float64]:
 
 
 def _dealt(nbytes: NDArray[np.int64], shares: NDArray[np.float64]) -> Iterator[int]:
-    """Deal fetches one by one to whoever has the smallest part of their share so far.
+    """Deal fetches one by one, each to the rank that has the smallest part of its share so far.
 
-    Nobody gets more than their share and one fetch, at any time: who is behind has at most the part that all
-    have together.
+    No rank gets more than its share and one fetch, at any time: the rank that is behind has at most the part
+    that all have together.
     """
     waiting = [(0.0, -share, k, 0) for k, share in enumerate(shares.tolist()) if share > 0]
     heapq.heapify(waiting)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 _SPREAD = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
-"""Odd numbers without a pattern: what they multiply is spread over 64 bits."""
+"""Odd numbers without a pattern: a multiplication with them spreads a number over 64 bits."""
 
 
 class Blocks(NamedTuple):
@@ -90,7 +90,7 @@ class Blocks(NamedTuple):
             return self._ordered()
         same = first[group].astype(np.int64)
         other = np.flatnonzero(same != np.arange(len(same)))
-        # Equal digests are only a hint; what does not hold up stays a block of its own.
+        # Equal digests are only a hint; a block that fails it stays a block of its own.
         fits = self.sizes[other] == self.sizes[same[other]]
         same[other[~fits]] = other[~fits]
         other = other[fits]
@@ -102,7 +102,7 @@ class Blocks(NamedTuple):
         return self._replace(number=same[self.number])._ordered()
 
     def _ordered(self) -> Blocks:
-        """Number the blocks as the ranks come to them, and drop those that no rank has."""
+        """Give the blocks numbers in the order of the ranks, and drop the blocks that no rank has."""
         order = _by_appearance(self.number, len(self.sizes))
         if len(order) == len(self.sizes) and (order == np.arange(len(order))).all():
             return self
@@ -114,10 +114,10 @@ class Blocks(NamedTuple):
 
 
 class RankColumns(NamedTuple):
-    """What some ranks say: for each of `ranks`, which ascend, one list of numbers in every column.
+    """The parts of some ranks: for each of `ranks`, which ascend, one list of numbers in every column.
 
-    `tables` hold what is no number.  The column of a table's name has what each rank itself names, in the
-    rank's own order; a table has just that, in the order in which the ranks come to it.  So the same data
+    `tables` hold entries other than numbers.  The column of a table's name has the entries of each rank, in
+    the rank's own order; a table has just that, in the order in which the ranks come to it.  So the same data
     have one form, however they were merged.
     """
 
@@ -126,7 +126,7 @@ class RankColumns(NamedTuple):
     lists: Mapping[str, Blocks]
 
     def select(self, places: Ints) -> RankColumns:
-        """Return what some of the ranks say, given by their ascending places among `ranks`."""
+        """Return the part of some of the ranks, given by their ascending places among `ranks`."""
         if len(places) == len(self.ranks):
             return self
         lists = {name: column.select(places) for name, column in self.lists.items()}
@@ -141,19 +141,19 @@ class RankColumns(NamedTuple):
         return self._replace(lists={other: c for other, c in self.lists.items() if other != name})
 
     def with_names(self, name: str, entries: list[Any], numbers: ArrayLike) -> RankColumns:
-        """Return what one rank says with one table more, whose entries it names in this order."""
+        """Return the part of one rank with one table more, whose entries it names in this order."""
         column = Blocks.of([numbers], name)
         return self._replace(tables={**self.tables, name: entries}, lists={**self.lists, name: column})
 
 
 NOTHING = RankColumns(np.zeros(0, np.int64), {}, {})
-"""What no rank says."""
+"""The part of no rank."""
 
 
 def columns_of(
     rank: int, tables: Mapping[str, Sequence[Any]], lists: Mapping[str, tuple[ArrayLike, str]]
 ) -> RankColumns:
-    """Return what one rank says: its own tables, without repetitions, and lists with the table they count."""
+    """Return the part of one rank: its own tables, without repetitions, and lists with their tables."""
     own = {name: list(entries) for name, entries in tables.items()}
     columns = {name: Blocks.of([values], table) for name, (values, table) in lists.items()}
     columns |= {name: Blocks.of([np.arange(len(entries))], name) for name, entries in own.items()}
@@ -161,7 +161,7 @@ def columns_of(
 
 
 def merged(parts: Sequence[RankColumns]) -> RankColumns:
-    """Return what the ranks of all parts say; the parts have different ranks, and columns of the same names.
+    """Return all parts as one; the parts have different ranks, and columns of the same names.
 
     It does not matter in which order, or in how many steps, parts are merged.
     """
@@ -218,7 +218,7 @@ def _renumbered(column: Blocks, numbers: Ints | None) -> Blocks:
 
 
 def in_order(ranks: Ints, tables: Mapping[str, list[Any]], lists: Mapping[str, Blocks]) -> RankColumns:
-    """Number the entries of every table as the ranks come to them, and drop those that no rank names."""
+    """Give the entries of tables numbers in the order of the ranks, and drop entries that no rank names."""
     ordered, lists = {}, dict(lists)
     for name, entries in tables.items():
         order = _by_appearance(lists[name].values, len(entries))
@@ -235,7 +235,7 @@ def in_order(ranks: Ints, tables: Mapping[str, list[Any]], lists: Mapping[str, B
 
 
 def _firsts(numbers: Ints, size: int) -> Ints:
-    """Return where each number below `size` comes first; behind the end for one that does not come."""
+    """Return the first place of each number below `size`; behind the end for a number that does not come."""
     firsts = np.full(size, len(numbers), np.int64)
     firsts[numbers[::-1]] = np.arange(len(numbers) - 1, -1, -1)  # of several, the last assignment counts
     return firsts

@@ -22,7 +22,7 @@ _COLUMNS = ("copy", "low", "high")
 
 
 class Differing(NamedTuple):
-    """The key of a shard of which ranks hold different values, and the first of those that hold it."""
+    """The key of a shard of which ranks hold different values, and the first of its holders."""
 
     key: int
     ranks: list[int]

@@ -52,7 +52,7 @@ def merged(
     rank: NDArray[np.int64],
     host: NDArray[np.int64],
 ) -> Fetches:
-    """Merge overlapping reads, a row for each read of a rank, and return those that two or more ranks want.
+    """Merge overlapping reads, a row for each read of a rank, and return the ranges that several ranks want.
 
     Rank `r` is on host `host[r]`.  Reads that only touch stay apart.
     """
@@ -63,7 +63,7 @@ def merged(
     stop = start + nbytes
     fresh = start >= reach_before(file, stop)
     first = np.flatnonzero(fresh)
-    # Ranks of one host side by side, since what follows goes by host.
+    # Ranks of one host side by side, since the next steps go by host.
     place = np.argsort(np.argsort(host, kind="stable"))
     fetch = np.cumsum(fresh) - 1
     by_rank = np.argsort(fetch * len(host) + place[rank], kind="stable")
@@ -82,12 +82,12 @@ def merged(
 
 
 def bounds_of(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return where groups of these sizes begin and end, laid end to end."""
+    """Return the bounds of groups of these sizes, laid end to end."""
     return np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
 
 
 def runs(*columns: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return where runs of equal rows begin, and where the last ends."""
+    """Return the starts of runs of equal rows, and the end of the last run."""
     fresh = np.zeros(max(len(columns[0]) - 1, 0), np.bool_)
     for column in columns:
         fresh |= column[1:] != column[:-1]
@@ -97,7 +97,7 @@ def runs(*columns: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def numbers_of(first: NDArray[np.int64], rank: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Number the different lists among `rank[first[k]:first[k + 1]]`, and return the number of each."""
+    """Return a number for each list `rank[first[k]:first[k + 1]]`, the same for equal lists."""
     content = rank.astype(np.int32).tobytes()
     numbers: dict[bytes, int] = {}
     return np.fromiter(
@@ -111,7 +111,7 @@ def numbers_of(first: NDArray[np.int64], rank: NDArray[np.int64]) -> NDArray[np.
 
 
 def occurrences(column: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return for each value how many equal ones come before it."""
+    """Return for each value the number of equal values before it."""
     order = np.argsort(column, kind="stable")
     bounds = runs(column[order])
     seen = np.empty(len(column), np.int64)

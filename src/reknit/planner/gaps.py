@@ -27,7 +27,7 @@ SHOWN = 20
 def untiled_error(
     gaps: Sequence[Gap], entries: Sequence[TensorEntry], tensor: Ints, rank: Ints
 ) -> CommitError:
-    """Return the error for tensors with gaps; `tensor` and `rank` say of each chunk what it is of, and whose.
+    """Return the error for tensors with gaps; `tensor` and `rank` are those of each chunk.
 
     Ranks that wrote tensors below the name of one with a gap have a tensor there that is made of others.
     """

@@ -1,4 +1,4 @@
-"""From the index and the wanted boxes to byte ranges: which to read, and what each is for."""
+"""From the index and the wanted boxes to byte ranges, each with the boxes that need it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Granularity(NamedTuple):
     """How reads are cut.
 
     Ranges begin and end on multiples of `align` (1 = anywhere; the digest block size when blocks are
-    verified).  Where they may begin anywhere, holes of up to `gap` bytes between wanted runs are read over,
-    as long as all bytes wasted so are at most `waste` times those wanted.  A read lies in one cell of
-    `nbytes` bytes of its file, a multiple of `align`.
+    verified).  Where they may begin anywhere, holes of up to `gap` bytes between wanted runs are read over.
+    All bytes wasted so are at most `waste` times the wanted bytes.  A read lies in one cell of `nbytes` bytes
+    of its file, a multiple of `align`.
     """
 
     align: int
@@ -54,7 +54,7 @@ class _Ranges(NamedTuple):
 def plan_load(
     index: Index, wanted: Sequence[tuple[int, Box]], file_nbytes: Sequence[int], granularity: Granularity
 ) -> LoadPlan:
-    """Return what to read so that every wanted (tensor number, box) is filled.
+    """Return the reads that fill every wanted (tensor number, box).
 
     Pure.  Box intersection gives the pieces, a piece gives its byte range in a file, and the ranges of all
     pieces are merged and cut into reads.  `file_nbytes[k]` is the size of `index.files[k]`.  No byte is read
@@ -91,7 +91,7 @@ def _intersections(index: Index, wanted: Sequence[tuple[int, Box]]) -> Pieces:
     number = np.array([t for t, _ in wanted], np.int64)
     offsets, lengths = box_columns([box for _, box in wanted], ndim)
     counts = index.first[number + 1] - index.first[number] if len(wanted) else np.zeros(0, np.int64)
-    batches = [_batch(index, number, offsets, lengths, counts, *span) for span in _spans(counts)]
+    batches = [_batch(index, number, offsets, lengths, counts, span=span) for span in _spans(counts)]
     if not batches:
         empty = np.zeros((0, ndim), np.int64)
         return Pieces(np.zeros(0, np.int64), np.zeros(0, np.int64), empty, empty, empty)
@@ -113,10 +113,11 @@ def _batch(
     offsets: NDArray[np.int64],
     lengths: NDArray[np.int64],
     counts: NDArray[np.int64],
-    begin: int,
-    end: int,
+    *,
+    span: tuple[int, int],
 ) -> Pieces:
-    """Return the pieces of the wanted boxes `begin` up to `end`."""
+    """Return the pieces of the wanted boxes in a span."""
+    begin, end = span
     counts = counts[begin:end]
     row, within = counted(counts)
     row += begin
@@ -151,8 +152,8 @@ def _merged(ranges: _Ranges) -> _Ranges:
 def _bridged(segments: _Ranges, taken: _Ranges, granularity: Granularity, budget: float) -> _Ranges:
     """Merge segments over gaps, the smallest first, until `budget` bytes are wasted.
 
-    A gap with bytes of the ranges that strided reads take stays, since these would be read twice, and so does
-    a gap that crosses from cell to cell, where reads are cut anyway.
+    A gap with bytes of the ranges that strided reads take stays, since these would be read twice.  A gap
+    between two cells stays too, because reads are cut there anyway.
     """
     file, start, stop = segments
     gap = start[1:] - stop[:-1]
@@ -168,7 +169,7 @@ def _bridged(segments: _Ranges, taken: _Ranges, granularity: Granularity, budget
 
 
 def _touched(ranges: _Ranges, taken: _Ranges) -> NDArray[np.bool_]:
-    """Tell which ranges have bytes in common with a range of a strided read."""
+    """Return whether each range has bytes in common with a range of a strided read."""
     if not len(taken.file) or not len(ranges.file):
         return np.zeros(len(ranges.file), bool)
     order = np.lexsort((taken.start, taken.file))

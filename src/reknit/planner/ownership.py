@@ -1,4 +1,4 @@
-"""Which rank writes which part of what several ranks hold equally."""
+"""Which rank writes which part of the shards that several ranks hold equally?"""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Owned(NamedTuple):
 
 
 def owned_parts(shards: Sequence[Shard], rank: int) -> list[Owned]:
-    """Return what `rank` writes of the shards that it holds.
+    """Return the parts that `rank` writes of the shards that it holds.
 
     Every shard's `replicas` are known here and contain the rank, or else it is not written; of equal boxes
     that one rank holds twice, the first counts.  Within one replica set the shards' bytes are laid end to end
@@ -81,7 +81,7 @@ def _share(shards: Sequence[Shard], numbers: list[int], replicas: tuple[int, ...
 
 
 def _canonical(shard: Shard) -> tuple[str, bool, str, tuple[int, ...]]:
-    """Return what orders the shards of a replica set, the same on all ranks: small ones lie together."""
+    """Return the sort key of a shard in its replica set, the same on all ranks: small ones lie together."""
     return shard.item, shard.nbytes > SMALL_NBYTES, shard.fqn, shard.box.offsets
 
 

@@ -60,7 +60,7 @@ class Runs(NamedTuple):
 
     @property
     def high(self) -> NDArray[np.int64]:
-        """Where the last run of each piece ends."""
+        """The end of the last run of each piece."""
         high: NDArray[np.int64] = self.low + ((self.steps - 1) * self.strides).sum(axis=1) + self.nbytes
         return high
 
@@ -81,12 +81,12 @@ class Runs(NamedTuple):
         return places
 
     def starts(self, row: NDArray[np.int64], run: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return where run `run[i]` of piece `row[i]` begins in its file."""
+        """Return the start of run `run[i]` of piece `row[i]` in its file."""
         starts: NDArray[np.int64] = self.low[row] + (self.places(row, run) * self.strides[row]).sum(axis=1)
         return starts
 
     def before(self, row: NDArray[np.int64], byte: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many runs of piece `row[i]` begin before `byte[i]` of the file."""
+        """Return the number of runs of piece `row[i]` that begin before `byte[i]` of the file."""
         count = np.zeros(len(row), np.int64)
         left = byte - self.low[row]
         inner = self.num[row]
@@ -101,7 +101,7 @@ class Runs(NamedTuple):
 
 
 def reach_before(file: NDArray[np.int64], stop: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return how far the byte ranges before each one reach in its file, below 0 where there are none.
+    """Return the largest end of the byte ranges before each range in its file, below 0 without such ranges.
 
     Ranges ascend by file and start; `stop` is where each ends.
     """

@@ -1,4 +1,4 @@
-"""Which rank writes what several ranks hold, where no framework knows whether the copies are equal."""
+"""Which rank writes a shard of several ranks, if no framework records whether the copies are equal?"""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ OWN = -1
 DEALT = 1 << 13
 """So many of the largest shards that several ranks hold are dealt out one by one ..."""
 LOOKS = 1 << 26
-"""... while that takes at most so many looks at what a rank has to write so far."""
+"""... while that takes at most so many comparisons of the bytes that ranks have to write so far."""
 
 
 def shard_key(shard: Shard) -> int:
-    """Return 64 bits that stand for a shard's name, spec and box, on whatever rank."""
+    """Return 64 bits that stand for a shard's name, spec and box, the same on all ranks."""
     spec, box = shard.spec, shard.box
     return xxhash.xxh3_64_intdigest(
         f"{shard.item}\0{shard.fqn}\0{spec.dtype}{spec.shape}{box.offsets}{box.lengths}".encode()
@@ -36,7 +36,7 @@ def shard_key(shard: Shard) -> int:
 def shard_owners(keys: Blocks, nbytes: Blocks) -> Blocks:
     """Return for each rank (by its place) and each of its keys the rank that writes it.
 
-    `keys` are the `shard_key` of the shards whose replicas a rank does not know, `nbytes` their sizes; equal
+    `keys` are the `shard_key` of the shards whose replicas a rank cannot name, `nbytes` their sizes; equal
     keys have equal sizes.  A shard is written whole by one of its holders, since nothing promises that the
     copies are equal; the largest go first, each to the holder that has least to write so far.  Of millions,
     the small ones go to a holder that the key chooses: enough to be even without a look at each.
@@ -86,10 +86,10 @@ def blob_owners(keys: Blocks, digests: Blocks) -> Blocks:
 
 
 class _Held:
-    """Who holds each key: the ranks of all blocks that have it.
+    """The holders of each key: the ranks of all blocks that have it.
 
     `order` sorts the rows of the blocks by key; those of the g-th key begin at `first[g]`.  `group` is the
-    number of each row's key, and `counts[g]` how many ranks hold it.
+    number of each row's key, and `counts[g]` the number of its holders.
     """
 
     def __init__(self, keys: Blocks) -> None:

@@ -1,4 +1,4 @@
-"""From what a rank holds to the files that it writes."""
+"""From the holdings of a rank to the files that it writes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 APART_NBYTES = 1 << 20
-"""What is less than this, or lies beside less, is no file of its own: it costs more than it saves."""
+"""Fewer bytes, or bytes beside fewer, do not get a file of their own: it costs more than it saves."""
 FROZEN_FILE_NBYTES = 256 << 20
-"""Files of frozen tensors are no larger, so that one that changed all the same has few written anew with it,
-and a store that copies files can copy several at once."""
+"""The largest file of frozen tensors.  If one did change, few are written anew with it, and a store that
+copies files can copy several at once."""
 
 
 def plan_save(shards: Sequence[Shard], rank: int, max_file_nbytes: int) -> SavePlan:
@@ -46,13 +46,13 @@ def plan_save(shards: Sequence[Shard], rank: int, max_file_nbytes: int) -> SaveP
 
 
 _Kind = Literal["frozen", "own", "common"]
-"""What lies together in an item; each has files of its own, in this order."""
+"""Shards that lie together in an item; each has files of its own, in this order."""
 _APART: tuple[tuple[_Kind, _Kind], ...] = (("frozen", "own"), ("own", "common"))
-"""What lies with the second of two kinds where it is too little to lie apart."""
+"""Shards of the first kind lie with the second if they are too few bytes to lie apart."""
 
 
 class _Part(NamedTuple):
-    """What is written of a shard: its number, the first element and how many, and the global box of these."""
+    """The written part of a shard: its number, the first element and how many, and their global box."""
 
     shard: int
     first: int
@@ -64,9 +64,9 @@ def _files(item: str, parts: list[_Part], shards: Sequence[Shard], max_file_nbyt
     """Divide an item's parts into files.
 
     Frozen tensors come first, in files of their own, which need not be written again (docs/decisions/0016).
-    Small shards that other ranks hold too, such as the step counters of an optimizer, are wanted by many at
-    a load.  Beside much else they lie in a file of their own: that is all that is read for them, where each
-    would cost a block if it lay between large ones.
+    Small shards that other ranks hold too, such as the step counters of an optimizer, are wanted by many at a
+    load.  Beside much else they lie in a file of their own, which is read as a whole.  Between large shards,
+    each would cost a block.
     """
     parts.sort(key=lambda p: (-shards[p.shard].spec.itemsize, shards[p.shard].fqn, p.box.offsets))
     kinds = [_kind(shards[part.shard]) for part in parts]
@@ -86,7 +86,7 @@ def _files(item: str, parts: list[_Part], shards: Sequence[Shard], max_file_nbyt
 
 
 def _kind(shard: Shard) -> _Kind:
-    """Return what a shard lies with."""
+    """Return the kind of shards with which a shard lies."""
     if shard.nbytes <= SMALL_NBYTES and len(shard.replicas or ()) > 1:
         return "common"
     return "frozen" if shard.frozen else "own"

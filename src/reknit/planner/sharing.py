@@ -23,7 +23,7 @@ WORTH_NBYTES = 32 << 20
 
 
 class Reads(NamedTuple):
-    """What one rank would read alone: byte ranges, ascending by (file, start), disjoint, none empty.
+    """The reads of one rank without sharing: byte ranges, ascending by (file, start), disjoint, none empty.
 
     `file` is the number of the file, in a numbering common to all ranks.
     """
@@ -45,16 +45,16 @@ class Costs(NamedTuple):
 
 
 class FetchTable(NamedTuple):
-    """What one rank has to know: a row for each fetch that it takes part in.
+    """The part of one rank in sharing: a row for each fetch that it takes part in.
 
     `number` counts the fetches of all ranks; `file`, `start`, `nbytes` are the bytes.  `reader` is the rank
     that reads them from storage.  `source` is the rank of this host from which this rank takes them: itself
     where it reads them or receives them from another host.  `turn` is the exchange between hosts in which
     they travel, -1 where no other host wants them.
 
-    Rows are in the order in which all ranks of this host work: turn by turn (those with turn -1 lie between),
-    in each turn what this host reads before what it receives, and else by `number`.  So what a rank reads
-    ascends by `number`, and so does what it sends, and what it receives.
+    Rows are in the order in which all ranks of this host work: turn by turn (rows with turn -1 lie between).
+    In each turn, the fetches that this host reads come before the fetches that it receives; else rows go by
+    `number`.  So the reads of a rank ascend by `number`, and so do the fetches that it sends and receives.
 
     The other ranks of this host that take row `k` from this rank (none where `source` is another) are
     `taker[taker_first[k]:taker_first[k + 1]]`.  The ranks of other hosts to which this rank sends it (none
@@ -75,7 +75,7 @@ class FetchTable(NamedTuple):
 
 
 class Division(NamedTuple):
-    """The part of every rank, and how many exchanges between hosts there are."""
+    """The part of every rank, and the number of exchanges between hosts."""
 
     parts: tuple[FetchTable, ...]
     num_turns: int
@@ -89,19 +89,20 @@ def divide(
     bucket_nbytes: int,
     costs: Costs | None,
 ) -> Division:
-    """Divide what two or more ranks want among these, so that each byte is read once.
+    """Divide the bytes that several ranks want among these ranks, so that each byte is read once.
 
-    Pure.  `reads[r]` is what rank `r`, on host `hosts[r]`, would read alone; no read crosses a multiple of
-    `cell_nbytes`.  Reads that overlap become one fetch.  One of the ranks that want it reads it, chosen such
-    that all ranks read about equally many bytes, private ones included.  On each other host one rank that
-    wants it receives it and serves the rest of its host.  In no turn does a rank send or receive more than
-    `bucket_nbytes`, counting every copy, but for a fetch that is more than that alone.
+    Pure.  `reads[r]` are the reads of rank `r`, on host `hosts[r]`, without sharing; no read crosses a
+    multiple of `cell_nbytes`.  Reads that overlap become one fetch.  One of the ranks that want it reads it,
+    chosen such that all ranks read about equally many bytes, private ones included.  On each other host one
+    rank that wants it receives it and serves the rest of its host.  In no turn does a rank send or receive
+    more than `bucket_nbytes`, counting every copy, except for a single fetch that is larger.
 
-    With `costs`, what is read sooner by everyone alone is left out; with None all is shared.
+    With `costs`, fetches that ranks read sooner alone are left out; with None all fetches are shared.
 
-    Ranks that work off their rows in order, and fill the places where they keep fetches for others in order,
-    never wait for each other in a circle, if a rank has but one such place and an exchange waits for all that
-    its turn sends: what a host reads in a turn waits only for earlier turns, and each exchange only for that.
+    Ranks work off their rows in order, and fill in order the places where they keep fetches for others.  Then
+    they never wait for each other in a circle, even if a rank has only one such place and an exchange waits
+    for all fetches that its turn sends.  For the reads of a host in a turn wait only for earlier turns, and
+    each exchange waits only for these reads.
 
     Raises `ProtocolError` when a rank's reads do not keep to the cells.
     """
@@ -118,7 +119,7 @@ def divide(
     turn = _turns(fetches, reader, routes, bucket_nbytes)
     num_turns = int(turn.max(initial=-1)) + 1
     stage = np.where(turn < 0, _stages(fetches, reader, num_turns), turn)
-    return Division(_parts(fetches, reader, routes, turn, stage, len(reads)), num_turns)
+    return Division(_parts(fetches, reader, routes, turn=turn, stage=stage, num_ranks=len(reads)), num_turns)
 
 
 def fetch_of(reads: Reads, part: FetchTable) -> NDArray[np.int64]:
@@ -179,7 +180,7 @@ def _worthwhile(fetches: Fetches, host: NDArray[np.int64], costs: Costs) -> Fetc
 
 
 def _routes(fetches: Fetches, reader: NDArray[np.int64], host: NDArray[np.int64]) -> _Routes:
-    """Choose who receives each fetch on each other host: the ranks there that want it, one after another."""
+    """Choose the receiver of each fetch on each other host: the ranks there that want it take turns."""
     want, hosts = fetches.of_rank(), host[fetches.rank]
     first = runs(want, hosts)
     fetch = want[first[:-1]]
@@ -195,7 +196,7 @@ def _routes(fetches: Fetches, reader: NDArray[np.int64], host: NDArray[np.int64]
 def _turns(
     fetches: Fetches, reader: NDArray[np.int64], routes: _Routes, bucket_nbytes: int
 ) -> NDArray[np.int64]:
-    """Return in which exchange each fetch travels: the first that has room with all who send or receive it.
+    """Return the exchange of each fetch: the first that has room on all ranks that send or receive it.
 
     No rank goes back to an earlier turn, so that it sends and receives in order of file and start.
     """
@@ -203,7 +204,8 @@ def _turns(
     fetch, receiver = routes.fetch[routes.away], routes.source[routes.away]
     bounds = runs(fetch)
     travelling = fetch[bounds[:-1]]
-    # Each rank has two buckets, an even one for what it sends, an odd one for what it receives.
+    # Each rank has two buckets, an even one for fetches that it sends, an odd one for fetches that it
+    # receives.
     num_buckets = 2 * int(fetches.rank.max(initial=-1)) + 2
     current, filled = [0] * num_buckets, [0] * num_buckets
     receiving = (2 * receiver + 1).tolist()
@@ -222,7 +224,7 @@ def _turns(
 
 
 def _stages(fetches: Fetches, reader: NDArray[np.int64], num_turns: int) -> NDArray[np.int64]:
-    """Return with which turn each fetch would come, going by how much its reader has read before.
+    """Return the turn with which each fetch would come, by the bytes that its reader has read before.
 
     That is where fetches that stay on their host have their place, so that exchanges go on beside them.
     """
@@ -240,14 +242,15 @@ def _parts(
     fetches: Fetches,
     reader: NDArray[np.int64],
     routes: _Routes,
+    *,
     turn: NDArray[np.int64],
     stage: NDArray[np.int64],
     num_ranks: int,
 ) -> tuple[FetchTable, ...]:
-    """Number the fetches by stage, then by file and start, and return every rank's rows."""
+    """Return every rank's rows; fetches have numbers in the order of stage, file and start."""
     number = np.empty(len(reader), np.int64)
     number[np.argsort(stage, kind="stable")] = np.arange(len(reader))
-    # Keys that ascend in the order of the rows of all ranks, for what a host reads and what it receives.
+    # Keys that ascend in the order of the rows of all ranks, for the fetches that a host reads or receives.
     read_key = 2 * stage * len(reader) + number
     wide = 2 * (int(stage.max(initial=0)) + 1) * len(reader)
     counts = np.diff(routes.first)
@@ -277,7 +280,7 @@ def _parts(
 def _served(
     key: NDArray[np.int64], served_key: NDArray[np.int64], ranks: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Group ranks by the row that serves them: where those of each row begin, the end, and the ranks."""
+    """Group ranks by the row that serves them, and return the bounds of the groups, and the ranks."""
     order = np.argsort(served_key, kind="stable")
     first = np.searchsorted(served_key[order], key).astype(np.int64)
     return np.append(first, len(ranks)), ranks[order]

@@ -28,7 +28,7 @@ MANY = 4
 
 
 class CutPieces(NamedTuple):
-    """Pieces to be read from first to last byte (`whole`), and those to be read by their runs (`strided`).
+    """Pieces to be read from first to last byte (`whole`), and pieces to be read by their runs (`strided`).
 
     `reads` take the runs, and number the pieces of `strided` from 0.  `nbytes_wasted` of all that is read so
     lie in holes that no piece wants.
@@ -41,7 +41,7 @@ class CutPieces(NamedTuple):
 
 
 def cut_blocks(pieces: Pieces, index: Index, block_nbytes: int) -> CutPieces:
-    """Cut where a hole may contain a whole block.  Every block that is left holds something wanted."""
+    """Cut where a hole may contain a whole block.  Every block that is left holds wanted bytes."""
     runs = runs_of(pieces, index, block_nbytes - 1, np.inf)
     if runs.depth.any():
         pieces = single_runs(pieces, runs, *counted(runs.num))
@@ -49,7 +49,7 @@ def cut_blocks(pieces: Pieces, index: Index, block_nbytes: int) -> CutPieces:
 
 
 def cut_exactly(pieces: Pieces, index: Index, gap: int, waste: float, cell_nbytes: int) -> CutPieces:
-    """Cut at holes of more than `gap` bytes, and at those that would waste too much.
+    """Cut at holes of more than `gap` bytes, and at holes that would waste too much.
 
     A strided read takes all runs of a piece in one cell of `cell_nbytes` bytes of the file.  A run that has
     few others in its cell, or crosses a border of cells, becomes a whole piece.  No byte is read twice.
@@ -58,7 +58,7 @@ def cut_exactly(pieces: Pieces, index: Index, gap: int, waste: float, cell_nbyte
     if not exact.depth.any():
         return CutPieces(pieces, pieces.rows(np.zeros(0, np.int64)), _NONE, 0)
     shared = _shared_ranges(index.file[pieces.chunk], exact, gap, waste)
-    # A hole of one piece may hold bytes of another: where pieces overlap only exact runs tell what is wasted.
+    # A hole of one piece may hold bytes of another: where pieces overlap, only exact runs show the waste.
     runs = exact.replaced(runs_of(pieces, index, gap, waste), ~shared.member)
     cut = (runs.depth > 0) & ~shared.whole
     strided = cut & ~shared.overlap & (runs.nbytes <= cell_nbytes)
@@ -76,8 +76,9 @@ def cut_exactly(pieces: Pieces, index: Index, gap: int, waste: float, cell_nbyte
 class _SharedRanges(NamedTuple):
     """Which pieces lie in a byte range that several pieces share, at least one of them with holes.
 
-    For each piece: whether it is a `member` of such a range, whether that range is to be read `whole` (which
-    wastes `nbytes_wasted` altogether), and whether some of its bytes are wanted twice (`overlap`).
+    For each piece: whether it is a `member` of such a range, whether that range is to be read `whole`, and
+    whether some of its bytes are wanted twice (`overlap`).  Ranges that are read whole waste `nbytes_wasted`
+    altogether.
     """
 
     member: NDArray[np.bool_]
@@ -87,7 +88,7 @@ class _SharedRanges(NamedTuple):
 
 
 def _shared_ranges(file: NDArray[np.int64], exact: Runs, gap: int, waste: float) -> _SharedRanges:
-    """Find the byte ranges that several pieces share, and count what is wanted of them exactly."""
+    """Find the byte ranges that several pieces share, and count their wanted bytes exactly."""
     group, low, high = _overlapping(file, exact.low, exact.high)
     shared = (np.bincount(group) > 1) & (np.bincount(group, exact.depth) > 0)
     members = np.flatnonzero(shared[group])
@@ -127,7 +128,7 @@ def _overlapping(
 def _cells(
     runs: Runs, file: NDArray[np.int64], cell_nbytes: int
 ) -> tuple[StridedReads, NDArray[np.int64], NDArray[np.int64]]:
-    """Return the strided reads of runs, one for each cell, and (piece, run) of those that none of them takes.
+    """Return the strided reads of runs, one for each cell, and (piece, run) of the other runs.
 
     No run is longer than a cell, so that at most one crosses each border.
     """

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
 
 _EXACT = 2.0**61
-"""Positions below this are told apart in 64 bits with one to spare, however they were rounded on the way."""
+"""Positions below this stay different in 64 bits with one to spare, however they were rounded on the way."""
 
 
 class Gap(NamedTuple):
@@ -38,7 +38,7 @@ def untiled(
     `tensor` ascends; `offsets` and `lengths` are padded with 0 and 1 to one number of dimensions.  Chunks lie
     inside their tensor; it is quicker if those of a tensor are sorted by their offsets.  Chunks that hold as
     many elements as the tensor tile it when they are ranges of its row-major line, one behind the other, or
-    different cells of one grid; whatever is neither is answered by its corners.
+    different cells of one grid; in all other cases the corners decide.
     """
     ndim = offsets.shape[1]
     full = np.ones((len(shapes), ndim), np.int64)
@@ -55,7 +55,7 @@ def untiled(
     start = _starts(full, tensor, offsets)
     rest[rest] = _no_line(full, tensor, start, lengths, size)[rest]
     if len(numbers := np.flatnonzero(rest)):
-        rest[numbers] = _no_grid(full, first, numbers, start, offsets, lengths)
+        rest[numbers] = _no_grid(full, first, numbers, start=start, offsets=offsets, lengths=lengths)
     if len(numbers := np.flatnonzero(rest)):
         bad[numbers] = _corners_broken(full, first, numbers, offsets, lengths)
     return [Gap(int(t), int(held[t]), int(numel[t])) for t in np.flatnonzero(bad)]
@@ -70,14 +70,14 @@ def _products(lengths: Ints) -> Ints:
 
 
 def row_major_strides(full: Ints) -> Ints:
-    """Return by how many elements of its tensor's row-major line a step in each dimension goes on."""
+    """Return the stride of each dimension in elements of its tensor's row-major line."""
     strides = np.ones_like(full)
     strides[:, :-1] = np.cumprod(full[:, :0:-1], axis=1)[:, ::-1]
     return strides
 
 
 def _starts(full: Ints, tensor: Ints, offsets: Ints) -> Ints:
-    """Return where each chunk begins on the row-major line of its tensor."""
+    """Return the start of each chunk on the row-major line of its tensor."""
     counts = np.bincount(tensor, minlength=len(full))
     strides = row_major_strides(full)
     start = np.zeros(len(tensor), np.int64)
@@ -87,7 +87,7 @@ def _starts(full: Ints, tensor: Ints, offsets: Ints) -> Ints:
 
 
 def _no_line(full: Ints, tensor: Ints, start: Ints, lengths: Ints, size: Ints) -> NDArray[np.bool_]:
-    """Tell of which tensors the chunks are no ranges of its row-major line, one behind the other.
+    """Return for each tensor whether its chunks are not consecutive ranges of its row-major line.
 
     Shards of rows are such ranges, and so are the boxes of flat ranges.  A box is one when its first and its
     last element are as far apart as it has elements.
@@ -116,12 +116,12 @@ def _rows(first: Ints, numbers: Ints) -> tuple[Ints, Ints]:
 
 
 def _no_grid(
-    full: Ints, first: Ints, numbers: Ints, start: Ints, offsets: Ints, lengths: Ints
+    full: Ints, first: Ints, numbers: Ints, *, start: Ints, offsets: Ints, lengths: Ints
 ) -> NDArray[np.bool_]:
-    """Tell of which of some tensors the chunks are no different cells of one grid.
+    """Return for each of some tensors whether its chunks are not different cells of one grid.
 
-    They are when no two begin in one place, and in each dimension by itself any two have the same extent, or
-    one ends where, or before, the other begins, without holes.
+    Chunks are such cells if no two begin in one place, and if in each dimension by itself any two extents are
+    equal or disjoint, without holes.
     """
     rows, owner = _rows(first, numbers)
     same = owner[1:] == owner[:-1]
@@ -148,10 +148,10 @@ def _no_grid(
 def _corners_broken(
     full: Ints, first: Ints, numbers: Ints, offsets: Ints, lengths: Ints
 ) -> NDArray[np.bool_]:
-    """Tell for each of some tensors whether the signed corners of its chunks differ from its shape's.
+    """Return for each of some tensors whether the signed corners of its chunks differ from its shape's.
 
-    Boxes tile a shape exactly when the signed sum of their corners (a box adds +1 at the corner where all
-    coordinates are starts, and a factor -1 for each coordinate that is an end) equals that of the shape: the
+    Boxes tile a shape exactly when the signed sum of their corners equals that of the shape.  A box adds +1
+    at the corner where all coordinates are starts, and a factor -1 for each coordinate that is an end.  The
     corners are the mixed difference of the covering count, which determines it.  So one sort answers for all
     tensors and dimensions at once, with no pairwise comparison.
     """

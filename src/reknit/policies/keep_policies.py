@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from reknit.errors import UsageError, did_you_mean, shown
-from reknit.keywords import checked_call
+from reknit.keywords import checked_call, is_text
 from reknit.policies.policy import KeepPolicy, Policy, at_least_1, interval_s
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def best(count: int, metric: str, *, mode: Literal["min", "max"] = "min") -> Pol
     """Keep the `count` steps with the lowest (or with ``mode="max"`` the highest) `metric`."""
     if mode not in ("min", "max"):
         raise UsageError(f"mode is 'min' or 'max', not {shown(mode)}")
-    if not isinstance(metric, str) or not metric:
+    if not is_text(metric):
         raise UsageError(
             f"metric is a name, as in save(step, state, metrics={{name: ...}}), not {shown(metric)}"
         )

@@ -42,11 +42,12 @@ def here() -> Circumstances:
     with suppress(OSError):
         folder = os.getcwdb()
     temporary = tempfile.tempdir
+    entries: list[object] = [*sys.path]
     return Circumstances(
         umask(),
         folder,
         all_variables(),
-        [os.fsencode(entry) for entry in sys.path if isinstance(entry, str)],
+        [os.fsencode(entry) for entry in entries if isinstance(entry, str)],
         None if temporary is None else os.fsencode(temporary),
         fsspec_config() or "",  # stores that need settings which only this process has are served by it
     )

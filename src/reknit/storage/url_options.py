@@ -48,7 +48,7 @@ def mebibytes(text: str) -> int:
     return int(text) * MIB
 
 
-def require(ok: bool, message: str) -> None:
+def require(ok: object, message: str) -> None:
     """Raise `UsageError` with the message unless `ok`."""
     if not ok:
         raise UsageError(message)

@@ -23,7 +23,7 @@ _Result = TypeVar("_Result")
 class _World(Generic[_Result]):
     """Results and errors of the threads of one run."""
 
-    def __init__(self, fn: Callable[[Group], _Result], close: bool) -> None:
+    def __init__(self, fn: Callable[[Group], _Result], *, close: bool) -> None:
         self._fn = fn
         self._close = close
         self._lock = threading.Lock()

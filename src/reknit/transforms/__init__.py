@@ -153,18 +153,18 @@ def unstack(source: str, target: str, *, over: str, dim: int = 0, optional: bool
 @checked_call
 def pad(source: str, size: int, *, dim: int = 0, was: int | None = None, optional: bool = False) -> Rule:
     """Make a tensor longer, with zeros.  `was` is its length, which only `inverted` needs."""
-    return _resize(source, size, dim, True, was, optional)
+    return _resize(source, size, dim, was, optional=optional, grows=True)
 
 
 @checked_call
 def trim(source: str, size: int, *, dim: int = 0, was: int | None = None, optional: bool = False) -> Rule:
     """Leave out the end of a tensor, which is padding.  `was` is its length, which only `inverted` needs."""
-    return _resize(source, size, dim, False, was, optional)
+    return _resize(source, size, dim, was, optional=optional, grows=False)
 
 
-def _resize(source: str, size: int, dim: int, grows: bool, was: int | None, optional: bool) -> Rule:
+def _resize(source: str, size: int, dim: int, was: int | None, *, grows: bool, optional: bool) -> Rule:
     both = (Pattern(source),)
-    return rules.Resize(both, both, size, dim, grows, was, optional=optional)
+    return rules.Resize(both, both, size, dim, grows=grows, back=was, optional=optional)
 
 
 @checked_call

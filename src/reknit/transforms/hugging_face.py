@@ -64,7 +64,7 @@ def _vocabulary(size: int | None, padded: int | None) -> list[Rule]:
     rules = [_rename(source, target) for source, target in names.items()]
     if size is not None:
         both = [(Pattern(name),) for name in names.values()]
-        rules += [Resize(name, name, size, 0, False, padded, optional=True) for name in both]
+        rules += [Resize(name, name, size, 0, grows=False, back=padded, optional=True) for name in both]
     return rules
 
 

@@ -79,6 +79,6 @@ def _check_rewrite(rewrite: Any) -> None:
         check_expression(expression, replacement)
 
 
-def _require(ok: bool, message: str) -> None:
+def _require(ok: object, message: str) -> None:
     if not ok:
         raise UsageError(message)

@@ -78,7 +78,7 @@ def apply_rule(rule: Rule, tensors: dict[Name, TensorSpec], values: dict[Name, A
                 names = tuple(family.name(source) for source in binding.sources)
                 _require_whole(rule, family, binding, members)
                 if names[0] in tensors:
-                    specs |= _make(rule, binding, family, names, tensors, step)
+                    specs |= _make(rule, binding, family, names, tensors=tensors, step=step)
                 else:
                     _take_over(binding, family, names, values, step)
                 gone.update(names)
@@ -169,6 +169,7 @@ def _make(
     binding: Binding,
     family: _Family,
     names: tuple[Name, ...],
+    *,
     tensors: dict[Name, TensorSpec],
     step: Step,
 ) -> dict[Name, TensorSpec]:

@@ -124,7 +124,7 @@ def deserted(address: str) -> bool:
     try:
         if is_unix(address):
             with socket.socket(socket.AF_UNIX) as probe:
-                probe.setblocking(False)
+                probe.settimeout(0)
                 probe.connect(address[len(_UNIX_SCHEME) :])
         else:
             host, _, port = address.rpartition(":")

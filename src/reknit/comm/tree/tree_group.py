@@ -140,13 +140,13 @@ class TreeGroup:
                 publish_address(store, job, shape.run, rank, group.address)
             above = "" if group.above is None else address_of(store, job, shape, group.above, timeout_s)
             group.connect_parent(above)
-            return group
         except BaseException as error:
             if group is not None:
                 group.close()
             if shape.topology.children(rank):  # which wait for the address of this rank
                 publish_leaving(store, job, shape.run, rank, error)
             raise
+        return group
 
     def connect_parent(self, address: str) -> None:
         """Join the group: return when this rank has connected to the rank above it.
@@ -250,7 +250,6 @@ class TreeGroup:
             try:
                 uplink.greet(max(deadline.remaining(), _PAUSE_S[0]))
                 uplink.watch(self._break_off, max(deadline.remaining(), _PAUSE_S[0]))
-                return uplink
             except BaseException as error:
                 uplink.close()
                 if isinstance(error, ProtocolError) or not isinstance(error, CommError):
@@ -266,6 +265,8 @@ class TreeGroup:
                 elif (refused := refused or Deadline(0 if is_unix(address) else _REFUSED_S)).passed():
                     detail = f"no process listens at {address} any more"
                     raise round_errors.disconnected(above, detail) from error
+            else:
+                return uplink
             self._closed.wait(min(next(pauses), deadline.remaining()))
 
     def _break_off(self, error: ReknitError) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MAX_NBYTES = (1 << 63) - 1
 
 _BLOCK_ROWS = 1 << 14
-"""Rows that are checked at a time: what is computed of them stays in the processor's cache."""
+"""Rows that are checked at a time: intermediate results of so many stay in the processor's cache."""
 
 
 def check_index(index: Index) -> None:
@@ -52,7 +52,7 @@ def check_extents(index: Index, sizes: Mapping[str, int]) -> None:
     """
     unknown = sorted(set(index.files) - sizes.keys())
     if unknown:
-        raise CorruptError(f"the index names {unknown[0]!r}, which is no file of the checkpoint")
+        raise CorruptError(f"the index names {unknown[0]!r}, which is not a file of the checkpoint")
     limits = np.array([sizes[path] for path in index.files], dtype=np.int64)
     if not len(index.tensor):
         return

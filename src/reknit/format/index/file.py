@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
     Codes = NDArray[np.int32]
     Column = Any
-    """A pyarrow.ChunkedArray, whose members' own attributes no stub knows."""
+    """A pyarrow.ChunkedArray; no stub has the attributes of its members."""
 
 GROUP_ROWS = 1 << 16
-"""Most rows of a row group.  Statistics tell its first and last name: who wants some skips the others."""
+"""Most rows of a row group.  Readers of some tensors skip groups by the first and last name in statistics."""
 _PAGE_NBYTES = 256 << 10
 """Bytes of a page before compression.  Small enough that no honest index is denser than a reader allows."""
 _BATCH_ROWS = 1 << 14
@@ -34,7 +34,7 @@ _BATCH_ROWS = 1 << 14
 UNCHECKED_ROWS = 1 << 10
 """A reader allows any index so many rows, as long as their names and as wide as they may be."""
 _STATISTICS_NBYTES = 256 << 10
-"""What statistics may take of a footer, of which a reader takes no more than `MAX_FOOTER_NBYTES`."""
+"""The largest size of statistics in a footer, which may have `MAX_FOOTER_NBYTES` in all."""
 
 _LEAST_NBYTES, _VALUE_NBYTES, _BYTES_OF_TEXT = 16 << 20, 18, 10
 """Memory that Arrow takes to read an index, at most: in any case, for each value, for each byte of a text."""
@@ -45,14 +45,14 @@ _NUM_COLUMNS, _NUM_NODES = 9, 16
 def encode_index(index: Index, *, checked: bool = False) -> bytes:
     """Return the bytes of the index file.
 
-    Raises `CorruptError` or `FormatError` when the index breaks a rule that a reader checks; `checked` tells
-    that one has passed `check_index` which differs in the write id of its files at most.
+    Raises `CorruptError` or `FormatError` when the index breaks a rule that a reader checks; `checked` says
+    that an index has passed `check_index` which differs from this one in the write id at most.
     """
     if not checked:
         check_index(index)
     sink = pa.BufferOutputStream()
     columns = IndexColumns(index)
-    writer_class: Any = pq.ParquetWriter  # its stub knows fewer forms of use_dictionary
+    writer_class: Any = pq.ParquetWriter  # its stub has fewer forms of use_dictionary
     with writer_class(
         sink,
         SCHEMA,
@@ -76,8 +76,8 @@ def encode_index(index: Index, *, checked: bool = False) -> bytes:
 def decode_index(data: bytes) -> Index:
     """Return the index that the bytes hold, with `files` sorted.
 
-    Raises `CorruptError` for what contradicts itself, naming the tensor, and `FormatError` for a file above a
-    limit or with an unsafe path.  Compare with the files' sizes by `index_checks.check_extents`.
+    Raises `CorruptError` for contradictions, naming the tensor, and `FormatError` for a file above a limit or
+    with an unsafe path.  Compare with the files' sizes by `index_checks.check_extents`.
     """
     work = _check_bounds(data)
     # C++ may end the process where memory does, so that there is enough is asked before.
@@ -121,7 +121,7 @@ def decode_index(data: bytes) -> Index:
     )
     check_index(index)
     del columns
-    # A trainer keeps what Arrow keeps: for a million chunks that is a hundred megabytes.
+    # A trainer would keep the memory that Arrow keeps: a hundred megabytes for a million chunks.
     pa.default_memory_pool().release_unused()
     return index
 
@@ -133,7 +133,7 @@ def _group_rows(index: Index) -> int:
 
 
 def _dictionaries(index: Index) -> list[str]:
-    """Return the columns whose values are numbered: those that are not take 48 bytes per row, or fewer.
+    """Return the columns whose values are numbered: all other columns take 48 bytes per row, or fewer.
 
     Numbers as they are take least time and, compressed, least space; but if there are many in a row they
     unfold to more than a reader allows a file of that size.
@@ -143,7 +143,7 @@ def _dictionaries(index: Index) -> list[str]:
 
 
 def _with_statistics(index: Index) -> list[str]:
-    """Return the columns of which readers are told the range in each row group: the footer stays small."""
+    """Return the columns whose range is recorded for each row group: few, so that the footer stays small."""
     names = [entry.item for entry in index.tensors], [entry.fqn for entry in index.tensors]
     longest = [max((len(name.encode()) for name in column), default=0) for column in names]
     groups = -(-len(index.tensor) // _group_rows(index))

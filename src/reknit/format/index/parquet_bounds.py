@@ -1,8 +1,8 @@
 """Bound the work of reading a Parquet file from its bytes, before a Parquet reader sees them.
 
 A few hundred bytes of Parquet can claim billions of rows, or unfold to gigabytes, and the sizes in its footer
-may lie.  So the footer and every page header are read here (Thrift's compact protocol, nothing decompressed),
-and the file is refused unless they agree with each other and stay within limits tied to its size.
+may lie.  So the footer and every page header are read here (Thrift's compact protocol, nothing decompressed).
+The file is refused unless they agree with each other and stay within limits tied to its size.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def check_parquet(data: bytes, *, num_columns: int, num_nodes: int) -> Work:
 
 
 def footer_start(data: bytes) -> int:
-    """Return where the footer of a Parquet file begins."""
+    """Return the start of the footer of a Parquet file."""
     if len(data) < 12 or data[:4] != _MAGIC or data[-4:] != _MAGIC:
         _refuse("it does not begin and end like a Parquet file")
     nbytes = int.from_bytes(data[-8:-4], "little")
@@ -110,16 +110,16 @@ def footer_start(data: bytes) -> int:
 
 
 def with_section(data: bytes, section: bytes) -> tuple[bytes, int]:
-    """Return an index file with more bytes between its columns and its footer, and where these begin.
+    """Return an index file with more bytes between its columns and its footer, and their start.
 
-    Who reads Parquet goes from the footer to the columns, and comes to know nothing of what lies between.
+    A Parquet reader goes from the footer to the columns, and never reads the bytes between.
     """
     start = footer_start(data)
     return b"".join((memoryview(data)[:start], section, memoryview(data)[start:])), start
 
 
 def _check_chunk(data: bytes, chunk: _Fields, position: int, end: int, most_pages: int) -> tuple[int, Work]:
-    """Walk the pages of one column of one row group; return where it ends, and the work it is."""
+    """Walk the pages of one column of one row group; return its end, and the work of reading it."""
     meta = chunk.get(3)
     if not isinstance(meta, dict) or 1 in chunk or 8 in chunk:
         _refuse("a column lies outside the file, or is encrypted")

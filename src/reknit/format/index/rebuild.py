@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class _Parts(NamedTuple):
-    """What the data files hold of a tensor: in one piece or not, and where each box is."""
+    """The boxes of a tensor in the data files: in one piece or not, and the extent of each."""
 
     dtype: str
     whole: bool
@@ -36,8 +36,8 @@ def rebuild_index(headers: Mapping[str, Header]) -> Index:
 
     The shape of a tensor that is in parts is where its parts end, so that a missing last part goes unseen
     here; of equal boxes that several files hold, the first path's counts.  Raises `CorruptError` or
-    `FormatError`, also when the files are of several writes by their names: what a header says of its write
-    may be older, since a save takes over files that did not change.
+    `FormatError`, also when the files are of several writes by their names.  The write id in a header may be
+    older, since a save takes over files that did not change.
     """
     if len({name.write_id8 for name in map(parse_path, headers) if name is not None}) > 1:
         raise FormatError("the data files are of several writes", remedy="choose the files of one write id")
@@ -56,16 +56,16 @@ def rebuild_index(headers: Mapping[str, Header]) -> Index:
         item = header.metadata[ITEM_KEY]
         for alias, fqn in decode_texts(header.metadata, ALIASES_KEY).items():
             if (item, fqn) not in tensors or (item, alias) in tensors:
-                raise CorruptError(f"{path}: {alias[:200]!r} is no second name of {fqn[:200]!r}")
+                raise CorruptError(f"{path}: {alias[:200]!r} is not a second name of {fqn[:200]!r}")
             tied[item, alias] = tensors[item, fqn]
     return _index({**tensors, **tied})
 
 
 def _item_of(header: Header, path: str) -> str:
-    """Return the item of a data file, once it is known to be one of ours."""
+    """Return the item of a data file, after a check that reknit wrote the file."""
     version = header.metadata.get(FORMAT_KEY, "")
     if not version.isascii() or not version.isdigit() or len(version) > 9 or ITEM_KEY not in header.metadata:
-        raise FormatError(f"{path} is no data file of a checkpoint: its header does not say so")
+        raise FormatError(f"{path} is not a data file of a checkpoint: its header does not say so")
     check_version(int(version))
     if header.data_start % ALIGNMENT:
         raise CorruptError(

@@ -51,7 +51,7 @@ def encode_blobs(values: Mapping[str, Any], *, allow_pickle: bool = False, item:
     Equal values give equal bytes in every process.  Raises `StateError`, naming the path (below `item`)
     of the first value that the format does not store; with `allow_pickle` such a value is pickled instead.
     """
-    encoder = _Encoder(allow_pickle)
+    encoder = _Encoder(allow_pickle=allow_pickle)
     members = {}
     for fqn, value in values.items():
         checked_name(fqn, "name")
@@ -75,12 +75,12 @@ def encode_value(value: Any) -> bytes:
 
 
 def name_of_value(fqn: str) -> bytes:
-    """Return what stands in a file of blobs before its only value."""
+    """Return the bytes of a file of blobs before its only value."""
     return b"\x81" + msgspec.msgpack.encode(checked_name(fqn, "name"))
 
 
 def join_blobs(parts: Sequence[bytes]) -> bytes:
-    """Return the file of blobs that holds what `parts` hold, each of them a file with a single value."""
+    """Return the file of blobs with the values of `parts`, each of them a file with a single value."""
     if len(parts) == 1:
         return _readable(parts[0])
     if len(parts) < 16:
@@ -124,7 +124,7 @@ def decode_blobs(data: bytes, *, allow_pickle: bool = False) -> dict[str, Any]:
 
     def unpack(code: int, payload: Any) -> Any:
         if code == PICKLE:
-            return _unpickled(payload, allow_pickle)
+            return _unpickled(payload, allow_pickle=allow_pickle)
         build = BUILDERS.get(code)
         if build is None:
             raise FormatError(f"a value has the unknown extension type {code}")
@@ -135,18 +135,18 @@ def decode_blobs(data: bytes, *, allow_pickle: bool = False) -> dict[str, Any]:
 
     values = read_msgpack(bytes(data), unpack, trusted=allow_pickle)
     if type(values) is not dict or any(type(fqn) is not str for fqn in values):
-        raise CorruptError("a file of blobs is no map of names")
+        raise CorruptError("a file of blobs is not a map of names")
     return values
 
 
 class _Encoder:
-    """Turns values into what msgspec writes: plain values and extensions."""
+    """Turns values into plain values and extensions, which msgspec writes."""
 
-    def __init__(self, allow_pickle: bool) -> None:
+    def __init__(self, *, allow_pickle: bool) -> None:
         self._allow_pickle = allow_pickle
 
     def value(self, value: Any, depth: int) -> Any:
-        """Return what stands for a value that lies inside `depth` containers."""
+        """Return the plain value or extension for a value that lies inside `depth` containers."""
         kind = type(value)
         if kind in _PLAIN:
             return value
@@ -231,13 +231,13 @@ def _described(kind: type) -> str:
 
 
 def _remedy(value: Any) -> str:
-    """Say what to save in the place of a value."""
+    """Return the remedy: the thing to save in the place of a value."""
     if isinstance(value, type):
         return "put an object of this class into the state, and not the class"
     if callable(getattr(value, "get_state", None)) and callable(getattr(value, "set_state", None)):
-        return "save what its get_state() returns, and pass that to its set_state() after a load"
+        return "save the result of its get_state(), and pass that to its set_state() after a load"
     if callable(getattr(value, "getstate", None)) and callable(getattr(value, "setstate", None)):
-        return "save what its getstate() returns, and pass that to its setstate() after a load"
+        return "save the result of its getstate(), and pass that to its setstate() after a load"
     if isinstance(value, (np.random.Generator, np.random.BitGenerator)):
         state = "bit_generator.state" if isinstance(value, np.random.Generator) else "state"
         return f"save its {state}, and set that in a generator of the same kind after a load"
@@ -274,11 +274,11 @@ def _pickled(value: Any) -> bytes:
         raise shortage(error) or refused from error
 
 
-def _unpickled(payload: Any, allow_pickle: bool) -> Any:
+def _unpickled(payload: Any, *, allow_pickle: bool) -> Any:
     if not allow_pickle:
         raise FormatError("the checkpoint holds pickled values, which may run code", remedy=_LOAD_REMEDY)
     if type(payload) is not bytes:
-        raise CorruptError("a pickled value is no bytes")
+        raise CorruptError("a pickled value is not bytes")
     import pickle
 
     try:

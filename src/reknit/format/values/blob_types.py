@@ -43,8 +43,8 @@ _FACTORIES: dict[str, type] = {
 class Kind:
     """How values of one type are stored: `take` gives the payload, `build` turns a payload into the value.
 
-    A payload that is a list has its members stored by the same rules, and names them in error messages from
-    number `first` on: by position, or, with `pairs`, by key.  `unordered` members are sorted by their bytes.
+    The members of a list payload are stored by the same rules.  Error messages name them from number `first`
+    on: by position, or, with `pairs`, by key.  `unordered` members are sorted by their bytes.
     """
 
     code: int
@@ -55,7 +55,7 @@ class Kind:
     unordered: bool = False
 
     def label(self, payload: Sequence[Any], number: int) -> str:
-        """Return how an error message names member `number` of a payload."""
+        """Return the name of member `number` of a payload for an error message."""
         at = number - self.first
         return f"[{shown(payload[number - at % 2])}]" if self.pairs and at >= 0 else f"[{max(at, 0)}]"
 
@@ -77,13 +77,13 @@ def checked_keys(keys: list[Any]) -> list[Any]:
 
 def _pairs(payload: Any) -> list[tuple[Any, Any]]:
     if type(payload) is not list or len(payload) % 2:
-        raise CorruptError("a table is no list of keys and values")
+        raise CorruptError("a table is not a list of keys and values")
     return list(zip(checked_keys(payload[::2]), payload[1::2], strict=True))
 
 
 def _members(payload: Any) -> list[Any]:
     if type(payload) is not list:
-        raise CorruptError("a container is no list")
+        raise CorruptError("a container is not a list")
     return payload
 
 
@@ -98,7 +98,7 @@ def _take_int(value: int) -> bytes:
 
 def _build_int(payload: Any) -> int:
     if type(payload) is not bytes or not 8 < len(payload) <= MAX_BIG_INT_NBYTES:
-        raise CorruptError("a large int is no bytes, or has too few or too many")
+        raise CorruptError("a large int is not bytes, or has too few or too many")
     value = int.from_bytes(payload, "big", signed=True)
     if -(1 << 63) <= value < 1 << 64 or _take_int(value) != payload:
         raise CorruptError("a large int is not in its shortest form")
@@ -145,7 +145,7 @@ def _build_path(payload: Any) -> pathlib.PurePath:
     pure = {"posix": pathlib.PurePosixPath, "windows": pathlib.PureWindowsPath}.get(flavour)
     if pure is None:
         raise CorruptError(f"a path is of the unknown kind {flavour[:40]!r}")
-    # a path of another system can be told, but not opened
+    # a path of another system can be shown, but not opened
     return pathlib.Path(text) if concrete and issubclass(type(pathlib.Path()), pure) else pure(text)
 
 
@@ -196,12 +196,12 @@ def _build_deque(payload: Any) -> deque[Any]:
 
 
 def _namespace(code: int, kind: type) -> Kind:
-    """Return how values are stored that are no more than their attributes."""
+    """Return the kind for values that are no more than their attributes."""
 
     def build(payload: Any) -> Any:
         members, value = dict(_pairs(payload)), kind()
         if any(type(name) is not str for name in members):
-            raise CorruptError("an attribute has a name that is no text")
+            raise CorruptError("an attribute has a name that is not a text")
         # not setattr, which could be made to call something
         vars(value).update(members)
         return value
@@ -210,7 +210,7 @@ def _namespace(code: int, kind: type) -> Kind:
 
 
 def _record(code: int, kind: type, **attributes: type) -> Kind:
-    """Return how values are stored that are built from these attributes, each of that type."""
+    """Return the kind for values that are built from these attributes, each of that type."""
 
     def build(payload: Any) -> Any:
         return kind(*fields(payload, *attributes.values()))
@@ -220,7 +220,7 @@ def _record(code: int, kind: type, **attributes: type) -> Kind:
 
 def _build_bytearray(payload: Any) -> bytearray:
     if type(payload) is not bytes:
-        raise CorruptError("a bytearray is no bytes")
+        raise CorruptError("a bytearray is not bytes")
     return bytearray(payload)
 
 
@@ -230,9 +230,9 @@ _PATHS = Kind(14, _take_path, _build_path)
 DICT = Kind(4, _flat, lambda payload: dict(_pairs(payload)), pairs=True)
 """A dict whose keys are not all text."""
 BIG_INT = Kind(5, _take_int, _build_int)
-"""An int outside of what msgpack holds."""
+"""An int outside of the range of msgpack."""
 ATTRIBUTED = frozenset({OrderedDict, Counter})
-"""Types of which a value may have attributes of its own, beside what is in it."""
+"""Types of which a value may have attributes of its own, beside its content."""
 WITH_ATTRIBUTES = Kind(26, _take_attributes, _build_attributes)
 SCALAR = Kind(8, numpy_values.take_scalar, numpy_values.build_scalar)
 DTYPE = Kind(9, numpy_values.take_dtype, numpy_values.build_dtype)
@@ -264,9 +264,9 @@ KINDS: dict[type, Kind] = {
     bytearray: Kind(24, bytes, _build_bytearray),
     Tagged: replace(_record(25, Tagged, tag=str, value=object), first=1),
 }
-"""What is stored, by exact type."""
+"""The kinds that are stored, by exact type."""
 
 BUILDERS: dict[int, Callable[[Any], Any]] = {
     kind.code: kind.build for kind in (DICT, BIG_INT, ENUM, WITH_ATTRIBUTES, SCALAR, DTYPE, *KINDS.values())
 }
-"""What is built, by extension code."""
+"""The functions that build a value, by extension code."""

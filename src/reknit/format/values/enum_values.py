@@ -23,7 +23,7 @@ def take_enum(value: enum.Enum) -> list[str]:
             "define the enum at the top of a module, or save value.value",
         )
     name = value.name
-    if name is None or kind.__members__.get(name) is not value:
+    if kind.__members__.get(name) is not value:
         raise RefusedError(f"{shown(value)}, a combination of flags without a name", "save value.value")
     return [kind.__module__, kind.__qualname__, name]
 

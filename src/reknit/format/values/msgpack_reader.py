@@ -1,7 +1,7 @@
 """A msgpack reader for untrusted bytes.
 
-It exists because a general decoder follows nesting as deep as the recursion limit of the interpreter lets it,
-takes the last of two equal keys, and copies every extension before anyone has looked at it.
+It exists because a general decoder follows nesting as deep as the recursion limit of the interpreter lets it.
+It also takes the last of two equal keys, and copies every extension before a check.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ _FIXEXT = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
 def read_msgpack(data: bytes, unpack: Unpack, *, trusted: bool = False) -> Any:
     """Return the one value that `data` holds.
 
-    `unpack(code, value)` turns an extension, whose payload is itself one msgpack value, into what it stands
-    for.  Raises `CorruptError`, or `FormatError` for more structure than `check_structure` allows, and for
-    more than `MAX_DEPTH` levels of arrays, maps and extensions; the array that is all of an extension's
-    payload does not count.  What is `trusted` may have as much structure as older versions wrote.
+    `unpack(code, value)` returns the value of an extension, whose payload is itself one msgpack value.
+    Raises `CorruptError`, or `FormatError` for more structure than `check_structure` allows, and for more
+    than `MAX_DEPTH` levels of arrays, maps and extensions; the array that is all of an extension's payload
+    does not count.  `trusted` data may have as much structure as older versions wrote.
     """
     return _read(_Reader(data, unpack, _MOST_TRUSTED if trusted else _MOST_STRUCTURE), data)
 
@@ -65,7 +65,7 @@ def check_structure(data: bytes) -> None:
     """Raise `FormatError` when the value in `data` has too much structure to be read.
 
     Lists, maps, extensions, texts and binaries take far more memory than bytes in a file, and so do the
-    places of what is in them.  The limits are in docs/format.md.
+    places of their members.  The limits are in docs/format.md.
     """
     if len(data) > _BASE_STRUCTURE >> 8:  # fewer bytes cannot hold so much
         _read(_Weigher(data, lambda code, value: None, _MOST_STRUCTURE), data)
@@ -206,7 +206,7 @@ class _Reader:
         for _ in range(count):
             key = self.value(depth)
             if type(key) is not str:
-                raise CorruptError(f"a map has a key that is no string, before byte {self.position}")
+                raise CorruptError(f"a map has a key that is not a string, before byte {self.position}")
             if key in members:
                 raise CorruptError(f"a map has the key {key[:200]!r} twice")
             members[key] = self.value(depth)
@@ -236,7 +236,7 @@ class _Reader:
         return int.from_bytes(self._data[start : start + nbytes], "big")
 
     def _take(self, nbytes: int) -> int:
-        """Step over `nbytes` bytes and return where they begin."""
+        """Step over `nbytes` bytes and return their start."""
         start = self.position
         if nbytes > self._end - start:
             raise _cut(start)
@@ -244,7 +244,7 @@ class _Reader:
         return start
 
     BY_TAG = [_nothing] * 256
-    """What reads a value, by its first byte."""
+    """The method that reads a value, by its first byte."""
     for _tags, _read in (
         (_ONE_BYTE, _one_byte),
         (_FIXED, _fixed),
@@ -259,7 +259,7 @@ class _Reader:
 
 
 class _Weigher(_Reader):
-    """Reads without keeping what it reads."""
+    """Reads values without keeping them."""
 
     remedy = "save long lists and large tables as tensors or arrays"
 

@@ -54,7 +54,7 @@ def build_dtype(name: Any) -> np.dtype[Any]:
             raise FormatError(f"the installed ml_dtypes has no {name}", remedy="upgrade ml_dtypes")
         return _ML_DTYPES[name]
     if type(name) is not str or not _TYPESTR.fullmatch(name):
-        raise CorruptError(f"{str(name)[:40]!r} is no dtype")
+        raise CorruptError(f"{str(name)[:40]!r} is not a dtype")
     return np.dtype(name)
 
 
@@ -114,4 +114,4 @@ def _check_elements(array: Any) -> None:
     if array.dtype.kind == "b" and (flat.view(np.uint8) > 1).any():
         raise CorruptError("an array of bool has bytes other than 0 and 1")
     if array.dtype.kind == "U" and (flat.view(array.dtype.byteorder + "u4") > 0x10FFFF).any():
-        raise CorruptError("an array of text has a number that is no character")
+        raise CorruptError("an array of text has a number that is not a character")

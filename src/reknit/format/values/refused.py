@@ -21,14 +21,14 @@ class RefusedError(Exception):
 
     @property
     def path(self) -> str:
-        """Where the value is, from the entry of the state down."""
+        """The place of the value, from the entry of the state down."""
         return "".join(reversed(self.steps))
 
 
 def fields(payload: Any, *kinds: type | tuple[type, ...]) -> list[Any]:
     """Return the members of a payload that must be a list of exactly these types; `object` means any."""
     if type(payload) is not list or len(payload) != len(kinds):
-        raise CorruptError(f"a stored value is no list of {len(kinds)} fields")
+        raise CorruptError(f"a stored value is not a list of {len(kinds)} fields")
     for member, kind in zip(payload, kinds, strict=True):
         allowed = kind if isinstance(kind, tuple) else (kind,)
         # exact, because a bool is an int to isinstance

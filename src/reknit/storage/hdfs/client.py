@@ -55,7 +55,7 @@ class HdfsClient:
 
     def make_folder(self, path: str) -> None:
         """Make a folder and its parents."""
-        self.ask("make", path, lambda client: client.mkdirs(path, 0o755, True))
+        self.ask("make", path, lambda client: client.mkdirs(path, 0o755, create_parent=True))
 
     def rename(self, source: str, target: str, *, overwrite: bool) -> None:
         """Move a file in one step; without `overwrite`, only where nothing is.  Errors are about `target`."""
@@ -63,7 +63,7 @@ class HdfsClient:
 
     def delete(self, path: str) -> bool:
         """Remove a file or an empty folder, and return whether it existed."""
-        return self.ask("delete", path, lambda client: client.delete(path, False))
+        return self.ask("delete", path, lambda client: client.delete(path, recursive=False))
 
     def discard(self, path: str) -> None:
         """Remove a temporary file; if that fails, no reader sees it, and a later sweep removes it."""
@@ -74,7 +74,7 @@ class HdfsClient:
         """Return the entries of a folder; none if it does not exist."""
         folder = folder or "/"
         try:
-            return self.ask("list", folder, lambda client: list(client.list_status(folder, False)))
+            return self.ask("list", folder, lambda client: list(client.list_status(folder, recursive=False)))
         except StorageNotFoundError:
             return []
 

@@ -216,13 +216,13 @@ class _Connection:
     def alive(self) -> bool:
         """Return whether the connection is still open at the other end."""
         try:
-            self._socket.setblocking(False)
+            self._socket.settimeout(0)
             self._socket.recv(1, socket.MSG_PEEK)  # only the end of the connection comes unasked
-            return False
         except BlockingIOError:
             return True
         except OSError:
-            return False
+            pass
+        return False
 
     def close(self) -> None:
         """Close the connection; ignore errors, because nothing uses it any more."""

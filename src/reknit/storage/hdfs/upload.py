@@ -193,11 +193,12 @@ class SubFiles:
             path = self._new_path(number)
             try:
                 self._placing.write(path, content)
-                return path
             except (StorageUnavailableError, StorageNotFoundError):  # not found: the NameNode gave it up
                 self._client.discard(path)
                 if attempt + 1 == self._client.options.tries:
                     raise
+            else:
+                return path
             self._pause(attempt)
         raise AssertionError("there is at least one try")
 
@@ -214,11 +215,12 @@ class SubFiles:
             try:
                 rest = self._reopened(number, content) if self._stream is None else content
                 self._append(number, rest, empty=not content)
-                return
             except StorageUnavailableError:
                 self._stream = None
                 if attempt + 1 == self._client.options.tries:
                     raise
+            else:
+                return
             self._pause(attempt)
 
     def _append(self, number: int, content: list[bytes], *, empty: bool) -> None:

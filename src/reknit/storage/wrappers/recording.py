@@ -58,13 +58,14 @@ class RecordingStorage(ForwardingStorage):
             result = whole()
             if isinstance(result, bytes):
                 nbytes = len(result)
-            return result
         except StorageNotFoundError:  # an answer, as many ask whether there is something
             nbytes = 0
             raise
         except BaseException as error:
             outcome, nbytes = type(error).__name__, 0
             raise
+        else:
+            return result
         finally:
             seconds = monotonic() - begin
             repeated = retries.get()

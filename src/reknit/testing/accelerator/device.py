@@ -47,11 +47,11 @@ class Accelerator:
     @contextmanager
     def held(self, stream: Any) -> Iterator[None]:
         """Let the work that is queued on a stream wait until the block ends."""
-        self._library.hold(stream.device.index, stream.stream_id, True)
+        self._library.hold(stream.device.index, stream.stream_id, 1)
         try:
             yield
         finally:
-            self._library.hold(stream.device.index, stream.stream_id, False)
+            self._library.hold(stream.device.index, stream.stream_id, 0)
 
     def sleep(self, stream: Any, seconds: float) -> None:
         """Queue nothing for some seconds: less if the host waits or asks for what follows (`waited_s`)."""
