@@ -39,7 +39,7 @@ from reknit.options import LoadOptions, SaveOptions
 from reknit.ranks import acting
 from reknit.save_request import SaveRequest
 from reknit.storage.registry import recorded
-from reknit.transforms.names import parted
+from reknit.transforms.names import split_rules
 from reknit.types.entry import entered
 
 if TYPE_CHECKING:
@@ -254,7 +254,7 @@ def load(
                 raise wrong
             check_state(state)
             lenient = lenient_patterns(strict)
-            parted(options.transforms)
+            split_rules(options.transforms)
             part = part_of(state, items)
             storage, *replicas = open_places(path, options, last)
             recorder = Recorder("load", joined.rank, None, storage.url, outlets_for(options.events))

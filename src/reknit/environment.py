@@ -1,4 +1,4 @@
-"""What the environment of this process says, and what it gives to the processes that it starts."""
+"""The environment variables of this process, and those of the processes that it starts."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ class Launch(NamedTuple):
 
 
 def launch() -> Launch | None:
-    """Return how this process was started with others, None if it was started alone or that is not known.
+    """Return the launch of this process with others, or None if it was started alone or without variables.
 
-    In a shell inside an allocation of Slurm, SLURM_NTASKS is what could be started, not what was.
+    In a shell inside an allocation of Slurm, SLURM_NTASKS is the number of processes that could be started.
     """
     variable = next((name for name in _LAUNCHED if os.environ.get(name, "").isdecimal()), None)
     if variable is None:
@@ -81,12 +81,12 @@ def launch() -> Launch | None:
 
 
 def host_name() -> str | None:
-    """Return what REKNIT_HOST says: ranks with equal names can share memory.  None to find that out."""
+    """Return REKNIT_HOST, by which ranks with equal names can share memory, or None to detect that."""
     return os.environ.get("REKNIT_HOST") or None
 
 
 def store_token() -> str | None:
-    """Return what REKNIT_TOKEN says: the secret by which ranks that meet at an address know each other."""
+    """Return REKNIT_TOKEN, the secret by which ranks that meet at an address identify each other."""
     return os.environ.get("REKNIT_TOKEN") or None
 
 
@@ -104,7 +104,7 @@ def hadoop_conf_dir() -> str | None:
 
 
 def hadoop_user() -> str:
-    """Return as whom Hadoop is asked where it authenticates nobody: HADOOP_USER_NAME, or the user here."""
+    """Return the user for Hadoop without authentication: HADOOP_USER_NAME, or the user of this process."""
     if name := os.environ.get("HADOOP_USER_NAME"):
         return name
     try:
@@ -127,12 +127,12 @@ def num_threads(wanted: int | None) -> int:
 
 
 def completing() -> bool:
-    """Tell whether a shell only asks how a command line could go on, as the package argcomplete has it."""
+    """Return whether a shell only requests completions of a command line, by the package argcomplete."""
     return "_ARGCOMPLETE" in os.environ
 
 
 def set_grpc_variables() -> list[str]:
-    """Set what gRPC reads when it is imported, where the user has set nothing; return the names that are new.
+    """Set the variables that gRPC reads at its import, unless the user has set them; return the new names.
 
     gRPC then does not report that a peer ended, and does nothing in forked processes.
     """
@@ -156,7 +156,7 @@ def grpc_handles_forks() -> bool:
 
 @contextmanager
 def programs_beside_python() -> Iterator[None]:
-    """Find the programs that lie beside Python too, within the block: those of its environment."""
+    """Add the folder of Python to the search path of programs within the block."""
     before = os.environ.get("PATH", os.defpath)
     os.environ["PATH"] = os.pathsep.join([before, os.path.dirname(sys.executable)])
     try:
@@ -167,7 +167,7 @@ def programs_beside_python() -> Iterator[None]:
 
 def all_variables() -> dict[bytes, bytes]:
     """Return the variables of this process, secrets among them, without those that agents set themselves."""
-    # Not `items`: another thread may remove a variable meanwhile.
+    # Not `items`: another thread may remove a variable at the same time.
     found = ((name, os.environb.get(name)) for name in list(os.environb))
     return {name: value for name, value in found if value is not None and name not in _OF_AGENTS}
 

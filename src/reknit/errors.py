@@ -1,20 +1,20 @@
-"""What can go wrong, grouped by what a handler would do about it.
+"""The errors of reknit, grouped by the action of a handler.
 
 ::
 
     ReknitError                        catch this to catch everything
-    ├── UsageError (ValueError)        the call is wrong: mend the code
+    ├── UsageError (ValueError)        the call is wrong: correct the code
     │   ├── StateError                 `state` holds something that cannot be saved or filled
     │   ├── KeywordError (TypeError)   the call has no such keyword
     │   ├── UnknownSchemeError         no storage is registered for this URL
     │   └── MissingExtraError          an optional dependency is not installed
     ├── CheckpointNotFoundError        there is no committed checkpoint here
     ├── CheckpointExistsError          there is one already, and overwrite=False
-    ├── FormatError                    the bytes are not what the format says
+    ├── FormatError                    the bytes do not conform to the format
     │   ├── VersionError               written by a newer reknit
     │   └── CorruptError               damaged: flipped, truncated, missing or swapped
     ├── MismatchError                  checkpoint and target do not fit; nothing was changed
-    │   └── DroppedError               an item is wanted that was removed of the checkpoint to save space
+    │   └── DroppedError               an item was requested that was removed to save space
     ├── CommitError                    the ranks' parts do not make a whole; nothing was committed
     │   ├── FencedError                a newer run of the job, or a later save, is in its place
     │   ├── AgentError                 the process that writes in the background ended, or gave up
@@ -23,16 +23,16 @@
     │   ├── StorageNotFoundError
     │   ├── StorageFullError
     │   ├── StoragePermissionError
-    │   └── StorageUnavailableError    it could not be reached, or had too much to do: try again
-    ├── ShortageError                  this process gets too little: memory, threads, open files
+    │   └── StorageUnavailableError    it could not be reached, or was overloaded: try again
+    ├── ShortageError                  this process has too little memory, threads or open files
     └── CommError                      ranks could not reach each other
         ├── DeadlineError (TimeoutError)
         ├── GroupClosedError           a rank left on purpose
         └── ProtocolError              ranks are not doing the same thing
 
-Every error says what happened, where (`rank`, `phase`, `path`) and what to do.  `with phase(...)` signs the
-place as an error passes; `to_wire` and `from_wire` carry an error to the other ranks, which raise it with the
-same type.  `typed` tells what a foreign error amounts to.
+Every error has a message, a place (`rank`, `phase`, `path`) and a remedy.  `with phase(...)` adds the place
+as an error passes; `to_wire` and `from_wire` send an error to the other ranks, which raise it with the same
+type.  `typed` converts foreign errors.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _MOST_COMPARED = 10_000
-"""So many names are compared with one that is wrong: an error must not take seconds."""
+"""Number of names that are compared with a wrong one, so that an error does not take seconds."""
 
 
 class ReknitError(Exception):
     """Base of every error that reknit raises on purpose.
 
-    `remedy` says what the reader can do; `rank`, `phase` and `path` say where it happened and are filled in
-    as the error passes the places that know them.
+    `remedy` is an action for the reader; `rank`, `phase` and `path` are the place of the
+    error, and are filled in as it passes code that has them.
     """
 
     def __init__(
@@ -131,11 +131,11 @@ class CheckpointExistsError(ReknitError):
 
 
 class FormatError(ReknitError):
-    """The bytes are not what the format says."""
+    """The bytes do not conform to the format."""
 
 
 class VersionError(FormatError):
-    """The checkpoint was written in a format version that this reknit does not know."""
+    """The checkpoint has a format version that this reknit cannot read."""
 
 
 class CorruptError(FormatError):
@@ -147,7 +147,7 @@ class MismatchError(ReknitError):
 
 
 class DroppedError(MismatchError):
-    """An item is wanted that was removed of the checkpoint since it was saved."""
+    """An item was requested that was removed from the checkpoint after the save."""
 
 
 class CommitError(ReknitError):
@@ -155,10 +155,10 @@ class CommitError(ReknitError):
 
 
 class FencedError(CommitError):
-    """A newer run of this job, or a later save to the same path, has taken this one's place.
+    """A newer run of this job, or a later save to the same path, has replaced this one.
 
-    This save committed nothing, and must not: what the newer one saves is what counts.  A process that hears
-    this and was replaced on purpose (its job was requeued, its node was given up) should end.
+    This save committed nothing, and must not: the newer save counts.  A process that receives this error and
+    was replaced on purpose (its job was requeued, its node was given up) should end.
     """
 
 
@@ -187,13 +187,13 @@ class StoragePermissionError(StorageError):
 
 
 class StorageUnavailableError(StorageError):
-    """The store could not be reached, or had too much to do; whether it did what was asked is not known."""
+    """The store could not be reached, or was overloaded; it may or may not have carried out the request."""
 
 
 class ShortageError(ReknitError):
-    """This process gets too little memory, threads or open files for what it was asked to do.
+    """This process has too little memory, threads or open files for the call.
 
-    It says nothing about the checkpoint, which may be sound: with more of what was missing, try again.
+    The checkpoint may be sound: try again with more of the missing resource.
     """
 
 
@@ -206,7 +206,7 @@ class DeadlineError(CommError, TimeoutError):
 
 
 class GroupClosedError(CommError):
-    """A rank has left the group on purpose; there can be no more rounds."""
+    """A rank has left the group on purpose, so that further rounds are impossible."""
 
 
 class ProtocolError(CommError):
@@ -232,14 +232,14 @@ def shown(value: Any) -> str:
 
 def nearest(name: str, names: Iterable[str]) -> list[str]:
     """Return at most three of `names` that resemble `name`, the most similar first, for a remedy."""
-    from difflib import get_close_matches  # of no use to those who type no wrong name
+    from difflib import get_close_matches  # imported only after a wrong name
 
     by_lower = {each.lower(): each for each in islice(names, _MOST_COMPARED)}
     return [by_lower[each] for each in get_close_matches(name.lower(), by_lower, 3)]
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str | None:
-    """Return the question whether `name` stands for the most similar of `names`, None for none."""
+    """Return a question with the most similar of `names`, or None if none is similar."""
     near = nearest(name, names)
     return f"did you mean {near[0]!r}?" if near else None
 
@@ -259,7 +259,7 @@ def from_wire(data: dict[str, Any]) -> ReknitError:
 
 
 def typed(error: BaseException) -> ReknitError:
-    """Return the error itself, or what tells a foreign one to those who did not see it: that is the cause."""
+    """Return the error itself, or a `ReknitError` with a foreign error as its cause."""
     if isinstance(error, ReknitError):
         return error
     made = shortage(error) or ReknitError(f"{type(error).__name__}: {error}")
@@ -277,10 +277,10 @@ _SAYING = (MemoryError, OSError, RuntimeError, ImportError)
 
 
 def shortage(error: BaseException) -> ShortageError | None:
-    """Return the `ShortageError` that a foreign error amounts to, None where it says something else.
+    """Return a `ShortageError` for a foreign error that means a shortage, or None.
 
-    Whoever makes a typed error of any foreign one asks here first: systems, interpreters and libraries have
-    many ways to say that there is too little, and none of them is a fault of a checkpoint.
+    Code that converts foreign errors calls this first: systems, interpreters and libraries have many errors
+    for a shortage, and none of them is a fault of a checkpoint.
     """
     if isinstance(error, ShortageError):
         return error
@@ -320,13 +320,13 @@ def shortage(error: BaseException) -> ShortageError | None:
 
 
 def says_end(error: BaseException) -> bool:
-    """Tell whether Python refuses to start something because the interpreter is about to end."""
+    """Return whether Python refuses to start something because the interpreter is about to end."""
     return any(part in str(error) for part in _SAYS_END)
 
 
 @contextmanager
 def typed_shortage() -> Iterator[None]:
-    """Raise a `ShortageError` for a foreign error that amounts to one; everything else passes as it is."""
+    """Raise a `ShortageError` for a foreign error that means a shortage; other errors are not changed."""
     try:
         yield
     except _SAYING as error:

@@ -1,4 +1,4 @@
-"""A call with a wrong keyword or argument: where does it belong, which one is meant, which type is needed?"""
+"""Errors of calls with a wrong keyword or argument, with the right place, the nearest name, or the type."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 _Target = TypeVar("_Target", bound="Callable[..., Any]")
 
 _known: dict[str, Callable[..., Any]] = {}
-"""Every checked call by the name that users know: functions, classes and their methods."""
+"""Every checked call by its public name: functions, classes and their methods."""
 
 _classes: dict[str, str] = {}
 """Names in `_known` of the classes, by the names that annotations have."""
 
 _FIRST = ("save", "load", "SaveOptions", "LoadOptions", "CommOptions", "Checkpointer")
-"""Names in `reknit` whose keywords are looked at for one that another call does not have."""
+"""Names in `reknit` whose keywords are searched for an unknown keyword of another call."""
 
 _NAMESPACES = {
     "reknit.policies": "reknit.policies",
@@ -38,14 +38,14 @@ _NAMESPACES = {
     "reknit.monitor.sinks": "reknit.sinks",
     "reknit.monitor.alerts": "reknit.alerts",
 }
-"""Where users find what is defined in a package; everything else is in `reknit` itself."""
+"""The public modules of packages; the names of all other packages are in `reknit` itself."""
 
 _CALLS = {
     "reknit.save": 'call reknit.save(path, {"model": model})',
     "reknit.load": 'call reknit.load(path, {"model": model}), which fills these objects; '
     "reknit.open(path) reads a checkpoint without them",
 }
-"""What to call where an argument is missing; `torch.load` needs no state."""
+"""The right calls where an argument is missing, unlike in `torch.load`, which needs no state."""
 
 _TYPES: dict[str, Any] = {
     "str": str,
@@ -62,8 +62,8 @@ _TYPES: dict[str, Any] = {
 }
 """The types of arguments, by the names that annotations have without their brackets.
 
-Those of numbers are wide, for tensors of one element: an error that is raised inside of a call, maybe by
-code of the user, must not be taken for one about its arguments.
+The types of numbers are wide, for tensors of one element: an error inside a call, maybe of code of the user,
+must not be taken for an error of its arguments.
 """
 
 _BRACKETS = re.compile(r"\[[^\[\]]*\]")
@@ -76,9 +76,9 @@ def is_text(value: object) -> bool:
 
 
 def checked_call(target: _Target) -> _Target:
-    """Let a function, or a class with its public methods, say what is meant by a keyword it does not have.
+    """Make a function, or a class with its public methods, suggest keywords in place of unknown ones.
 
-    Such a call raises `KeywordError`; one that is right costs a frame.
+    A call with an unknown keyword raises `KeywordError`; a correct call costs a frame.
     """
     module = f"{target.__module__}."
     places = (public for package, public in _NAMESPACES.items() if module.startswith(f"{package}."))
@@ -115,9 +115,9 @@ def _checked(function: Any, name: str) -> Any:
 def _wrong(
     function: Callable[..., Any], name: str, args: tuple[Any, ...], given: Mapping[str, Any]
 ) -> KeywordError | None:
-    """Return the error of keywords that a call does not have, lacks, or does not take by place; else None.
+    """Return the error of unknown, missing or positional keywords of a call, else None.
 
-    A `TypeError` may be about something else, or come from the inside of the call.
+    A `TypeError` may have another cause, or come from inside the call.
     """
     parameters = _parameters(function)
     kinds = [parameter.kind for parameter in parameters.values()]
@@ -144,7 +144,7 @@ def _wrong(
 
 
 def unpacked(options: Mapping[str, Any], kind: type) -> str:
-    """Return what to pass in place of a mapping of options of a kind: an object, and keywords beside it."""
+    """Return the remedy for a mapping of options: an object of the kind, and keywords beside it."""
     fields = _parameters(kind)
     inside = {name: value for name, value in options.items() if name in fields}
     rest = {name: value for name, value in options.items() if name not in fields}
@@ -161,9 +161,9 @@ def _joined(remedies: Iterable[str]) -> str:
 def _mistyped(
     function: Callable[..., Any], name: str, args: tuple[Any, ...], given: Mapping[str, Any]
 ) -> UsageError | None:
-    """Return the error of the first argument whose type is not that of its annotation; None without one.
+    """Return the error of the first argument whose type differs from its annotation, or None.
 
-    Annotations that are protocols or anything else that is not in `_TYPES` are not looked at.
+    Protocols and other annotations that are not in `_TYPES` are ignored.
     """
     parameters = _parameters(function)
     for parameter, value in {**dict(zip(parameters, args, strict=False)), **given}.items():
@@ -186,7 +186,7 @@ def _class(name: str) -> type | None:
 def _remedies(
     name: str, own: Mapping[str, Parameter], wrong: Mapping[str, Any], given: Iterable[str]
 ) -> Iterator[str]:
-    """Yield what to do about each wrong keyword of a call; those for the same options together."""
+    """Yield a remedy for each wrong keyword of a call, and one for all keywords of the same options."""
     places = _places(own)
     in_options = [each for each, place in places.items() if _called(place[-1][1]) == "option"]
     inside: dict[Place, dict[str, Any]] = {}
@@ -207,7 +207,7 @@ def _remedies(
 
 
 def _made(place: Place, options: Mapping[str, Any], given: Iterable[str]) -> str:
-    """Return the code that gives options their place in a call, to which some keywords were given."""
+    """Return the code that passes options in a call with some given keywords."""
     (parameter, kind), *deeper = place
     inside = _made(tuple(deeper), options, ()) if deeper else _spelled(options)
     return f"{parameter}={kind}({'..., ' if parameter in given else ''}{inside})"
@@ -227,7 +227,7 @@ def _places(own: Mapping[str, Parameter]) -> dict[str, Place]:
 
 
 def _taker(name: str, keyword: str) -> str | None:
-    """Return a call that has the keyword which another one lacks: first those that take it as options."""
+    """Return a call with a keyword that another call lacks; calls that take it as options come first."""
     if name.startswith(tuple(f"{namespace}." for namespace in _NAMESPACES.values())):
         return None
     calls = [call for first in _FIRST if (call := f"reknit.{first}") in _known and call != name]
@@ -236,13 +236,13 @@ def _taker(name: str, keyword: str) -> str | None:
 
 
 def _takes(call: str, kind: str) -> bool:
-    """Tell whether a call has a parameter for an object of a checked class."""
+    """Return whether a call has a parameter for an object of a checked class."""
     annotations = (_A_CLASS.fullmatch(str(each.annotation)) for each in _parameters(_known[call]).values())
     return any(each is not None and _classes.get(each[1]) == kind for each in annotations)
 
 
 def _called(name: str) -> str:
-    """Return what users call the keywords of a call."""
+    """Return the word for the keywords of a call: option or keyword."""
     return "option" if name.endswith("Options") else "keyword"
 
 

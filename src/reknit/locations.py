@@ -16,16 +16,16 @@ _LOCAL = ("file", "local")
 
 
 def is_location(value: object) -> bool:
-    """Tell whether something is a text, a path, or an object of a package for paths elsewhere."""
+    """Return whether something is a text, a path, or an object of a package for remote paths."""
     return isinstance(value, (str, os.PathLike)) or _url_of(value) is not None
 
 
 def location_text(location: Any) -> Any:
     """Return the path or URL that a location stands for; bytes where it is a path of bytes.
 
-    Packages have paths for object stores (cloudpathlib, universal_pathlib, s3path).  Some of them count as
-    paths of this machine, too, where that is the one of a copy: for reknit they stand for their URLs.  Raises
-    `UsageError` where the URL is not all that they stand for, and `TypeError` for what is no location.
+    Packages have paths for object stores (cloudpathlib, universal_pathlib, s3path).  Some of them are also
+    paths of this machine, which lead to a copy; reknit uses their URLs.  Raises `UsageError` if the URL is
+    not all of their meaning, and `TypeError` for other objects.
     """
     if isinstance(location, str):
         return location
@@ -65,7 +65,7 @@ def _url_of(location: object) -> str | None:
         return None
     texts = [str(location)]
     if isinstance(location, pathlib.PurePath):
-        with suppress(ValueError):  # a relative path has none
+        with suppress(ValueError):  # a relative path has no URL
             texts.append(location.as_uri())
     for text in texts:
         found = _URL.match(text)
@@ -75,7 +75,7 @@ def _url_of(location: object) -> str | None:
 
 
 def _has_own_client(location: object) -> bool:
-    """Tell whether a path of cloudpathlib was made by another client than all are by default."""
+    """Return whether a path of cloudpathlib was made by another client than the default one."""
     client = getattr(location, "client", None)
     default = getattr(type(client), "get_default_client", None)
     return default is not None and client is not default()
@@ -88,7 +88,7 @@ class Sink(Protocol):
     def take(self, records: Sequence[Any]) -> None:
         """Take a `PhaseRecord`, `StorageRecord` or `DroppedRecord` each, in order; from one thread at a time.
 
-        It may raise, and take as long as it likes: no save waits for it, and what it misses is counted.
+        It may raise errors, and take any time: no save waits for it, and lost records are counted.
         """
 
 

@@ -1,4 +1,4 @@
-"""Which ranks act together in a save or a load, and how do they reach each other?"""
+"""The ranks that act together in a save or a load, and their connections."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class MeetingStore(Protocol):
         """Wait until all keys are there."""
 
     def check(self, keys: Any, /) -> bool:
-        """Tell whether all keys are there."""
+        """Return whether all keys are there."""
 
 
 AnyGroup: TypeAlias = "Group | ProcessGroup"
@@ -77,11 +77,11 @@ _trees: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
 
 
 _inherited: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The identities of jobs that this process was forked into: it is none of their ranks."""
+"""The identities of jobs of the parent of this forked process, which is not a rank of them."""
 
 
 def _after_fork() -> None:
-    with suppress(Exception):  # whatever torch was doing then, the child goes on
+    with suppress(Exception):  # torch may be in any state after a fork, and the child must go on
         if (job := current_job()) is not None:
             _inherited.add(job.identity)
     _inherited.update(_trees)
@@ -91,7 +91,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class Ranks(NamedTuple):
-    """Those that act together, their torch ranks if they have some, and what carries bytes between them."""
+    """The group of ranks that act together, their ranks in torch, and the transport of bytes between them."""
 
     group: Group
     ranks: Sequence[int] | None
@@ -102,9 +102,9 @@ def acting(group: AnyGroup | None, options: CommOptions) -> Ranks:
     """Return the ranks that act together.
 
     `group` is a torch process group, a group of reknit's own (`comm.group.Group`), or None for all ranks of
-    torch's job, for all processes of JAX's, or for a process that is alone.  Raises `UsageError` where torch
-    and JAX have different jobs, and where a launcher started several processes that nothing connects: each
-    would save alone, over what the others saved.
+    torch's job, for all processes of JAX's, or for a process that is alone.  Raises `UsageError` if torch and
+    JAX have different jobs, or if a launcher started several processes without a connection: each of them
+    would overwrite the saves of the others.
     """
     if group is not None and group is _alone.get(None):
         return Ranks(_alone_as(options.generation), None, None)
@@ -138,7 +138,7 @@ def _check_launch() -> None:
 
 
 def own_rank() -> int:
-    """Return the rank of this process in torch's job or JAX's, 0 where it is in none; nobody is asked."""
+    """Return the rank of this process in the job of torch or JAX, else 0, without any message."""
     job = current_job() or jax_job.current_job()
     return 0 if job is None else job.rank
 
@@ -193,15 +193,15 @@ def connect(
     """Return the group of `size` processes of a job without torch.distributed, once all of them are there.
 
     Pass it as `group=` to `reknit.save`, `reknit.load` and `reknit.prepare`, and close it at the end.  Every
-    process calls this once with a `rank` of its own, and the same `at` and `job` otherwise.  `at` is where
-    they meet: a folder that all see, as a path or ``file://`` URL; ``tcp://host:port``, a free port of the
-    host of rank 0; a store of torch, such as a ``TCPStore``; or ``jax://``, after
-    ``jax.distributed.initialize``.  `job` keeps apart what meets in one place at the same time; a job that is
-    started again may meet under the same name.
+    process calls this once with a `rank` of its own, and with equal `at` and `job`.  `at` is the meeting
+    place: a folder that all processes see, as a path or ``file://`` URL; ``tcp://host:port``, a free port of
+    the host of rank 0; a store of torch, such as a ``TCPStore``; or ``jax://``, after
+    ``jax.distributed.initialize``.  `job` separates groups that meet in one place at the same time; a job
+    that is started again may use the same name.
 
     For ``tcp://``, `token` is a secret of at least 16 letters, the same for all, or stands in the environment
-    variable ``REKNIT_TOKEN``.  Who knows it can take part, and who can list or read the folder or the store
-    of the other kinds.
+    variable ``REKNIT_TOKEN``.  Every process with this secret can take part; with the other meeting places,
+    every process that can list or read the folder or the store.
 
     Raises `DeadlineError` naming the ranks that did not come within `options.connect_timeout_s`, `CommError`
     when a token is wrong or a process cannot be reached, `UsageError`.

@@ -32,7 +32,7 @@ from reknit.monitor.phase import Recorder
 from reknit.monitor.sinks.choosing import outlets_for
 from reknit.options import LoadOptions, SaveOptions, check_rate
 from reknit.storage.registry import open_storage, recipe, recorded
-from reknit.transforms.names import parted
+from reknit.transforms.names import split_rules
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -50,7 +50,7 @@ def open(path: str | PathLike[str], *, options: LoadOptions | None = None) -> Ch
     Raises `CheckpointNotFoundError`, `CorruptError`, `VersionError`, `StorageError`.
     """
     options = options_of(options, LoadOptions, "open")
-    if parted(options.transforms)[1]:
+    if split_rules(options.transforms)[1]:
         raise UsageError(
             "reknit.open shows tensors as they were saved, so of transforms it takes names only",
             remedy="leave the others out, or use reknit.load",

@@ -86,7 +86,7 @@ def _pause_collector() -> tuple[int, int, int]:
 
 
 def _resume_collector(before: tuple[int, int, int]) -> None:
-    if gc.get_threshold()[0] == 0:  # else other code has set it meanwhile
+    if gc.get_threshold()[0] == 0:  # else other code has set it since
         gc.set_threshold(*before)
 
 

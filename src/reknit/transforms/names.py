@@ -32,7 +32,7 @@ class Names:
         raise UsageError("transforms.names has no inverse", remedy="write the inverse rule yourself")
 
 
-def parted(rules: Sequence[Any]) -> tuple[Names | None, list[Rule]]:
+def split_rules(rules: Sequence[Any]) -> tuple[Names | None, list[Rule]]:
     """Return the rule for whole names, if there is one, and the rules for parameters.
 
     Raises `UsageError` unless it is the first of all.

@@ -12,7 +12,7 @@ from reknit.engine.loading.match import Fill, Problems, match, strict_patterns, 
 from reknit.engine.packed_columns import Name, bitmaps, left_over
 from reknit.format.checksum import digest
 from reknit.transforms.apply import Transformed
-from reknit.transforms.names import parted
+from reknit.transforms.names import split_rules
 from reknit.types.shard import full_name
 from reknit.types.wanted import selects
 
@@ -87,7 +87,7 @@ def collect(job: LoadJob, checkpoint: OpenCheckpoint) -> Collected:
         catalog = replace(
             catalog, own=partial(_own, job, catalog), read_ahead=partial(_read_ahead, job, catalog)
         )
-        _, rules = parted(options.transforms)
+        _, rules = split_rules(options.transforms)
         if rules:
             transformed = Transformed.of(rules, catalog)
             wanted = job.want(transformed.catalog)

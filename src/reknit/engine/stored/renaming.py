@@ -11,7 +11,7 @@ import numpy as np
 
 from reknit.errors import CorruptError, MismatchError
 from reknit.format.values.msgpack_reader import read_msgpack
-from reknit.transforms.names import parted
+from reknit.transforms.names import split_rules
 from reknit.types.containers import REBUILT, rebuilt
 from reknit.types.manifest import TensorEntry
 from reknit.types.pattern_suggestions import some_of, suggest
@@ -38,7 +38,7 @@ class Naming:
     @classmethod
     def of(cls, options: LoadOptions) -> Naming | None:
         """Return the rule of these options, or None where there is none."""
-        names, _ = parted(options.transforms)
+        names, _ = split_rules(options.transforms)
         if names is None or not (names.rename or names.rewrite):
             return None
         return cls(names.rename, names.rewrite, names.optional)
