@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils import cpp_extension
 
 from reknit.errors import UsageError
@@ -30,6 +31,14 @@ def test_without_a_compiler_or_ninja_the_reason_names_it(monkeypatch: pytest.Mon
     assert "'no-such-compiler'" in str(why_not())
     with pytest.raises(UsageError, match="no-such-compiler"):
         build()
+
+
+@pytest.mark.parametrize("kind", ["cuda", "hip"])
+def test_a_torch_that_has_devices_of_its_own_is_the_reason(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(torch.version, kind, "13.0")
+    assert "built for the CPU only" in str(why_not())
 
 
 class Compiler:

@@ -24,9 +24,12 @@ _FLAGS = ["-O0", "-g0", "-fvisibility=hidden", "-Wno-attributes"]
 def why_not() -> str | None:
     """Return why the device cannot be built here, or None."""
     try:
+        import torch
         from torch.utils import cpp_extension
     except ImportError:
         return "the simulated device needs torch"
+    if torch.version.cuda or torch.version.hip:
+        return "the simulated device needs a torch that was built for the CPU only"
     if _library(_folder()).exists():
         return None
     compiler = _compiler()
