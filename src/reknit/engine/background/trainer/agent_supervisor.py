@@ -120,7 +120,7 @@ class AgentSupervisor:
             try:
                 starting = AgentStart(self._side, self._options, in_process=self._in_process)
                 session = AgentSession.form(self._side, self._options, self._first_waiting, starting)
-            except Exception as error:  # whatever it is, saves wait for the outcome
+            except Exception as error:  # also a bug: saves wait for the outcome
                 logger.error("agents were lost, and new ones could not be started: %s", error)
                 with self._lock:
                     self.failure = error
