@@ -108,7 +108,7 @@ class Deliverer:
                 self._copy(at, box, data[byte - start :], strides)
 
     def run_starts(self, number: int) -> NDArray[np.int64]:
-        """Return where each run of a strided read begins in its file."""
+        """Return the start of each run of a strided read in its file."""
         at, depth, runs = self._strided(number)
         strides = _strides(at.chunk, at.itemsize)
         steps = np.unravel_index(np.arange(runs.start, runs.stop), at.lengths[:depth])

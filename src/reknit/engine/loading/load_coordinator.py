@@ -1,4 +1,4 @@
-"""What rank 0 decides in each round of a load, and what it keeps from one round for the next."""
+"""The decisions of rank 0 in each round of a load, and its memory between the rounds."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class LoadCoordinator:
     def _require_use(
         self, loads: Sequence[round_messages.LoadRequest], unexpected: Sequence[str], handout: Handout
     ) -> None:
-        """Raise what does not fit, what matches nothing, and that nothing would be loaded."""
+        """Raise an error for names that do not fit, patterns that match nothing, and a load of nothing."""
         assert self.metadata is not None
         assert self._collected is not None
         job, url, collected = self._job, self._job.storage.url, self._collected
@@ -106,7 +106,7 @@ class LoadCoordinator:
         return [b""] * len(requests)
 
     def look_again(self, error: ReknitError, requests: Sequence[bytes]) -> list[bytes]:
-        """Tell all ranks, which met this error, whether another checkpoint has replaced the one opened.
+        """Return for all ranks, which met this error, whether another checkpoint has replaced the opened one.
 
         Raises `CheckpointNotFoundError` where it was deleted.
         """

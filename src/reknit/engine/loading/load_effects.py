@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from reknit.options import LoadOptions
 
 MOST_LACKING = 1000
-"""So many names a rank sends of what it does not find, where it finds no tensor at all."""
+"""Most names of missing tensors that a rank sends if it finds no tensor at all."""
 
 
 def known_names(saved: Iterable[tuple[str, str]], collected: Collected) -> list[str]:
@@ -43,7 +43,7 @@ def idle_patterns(
     names: Callable[[], Sequence[str]],
     items: Sequence[str],
 ) -> list[str]:
-    """Say which patterns of a load match nothing.
+    """Name the patterns of a load that match nothing.
 
     A pattern of `only` has to match a name in the target of some rank.  The others may also match what was
     saved, as `names` returns it, and those of `strict` one of the `items` as a whole.
@@ -67,7 +67,7 @@ def idle_patterns(
 
 
 def _of_item(pattern: str, items: Sequence[str]) -> bool:
-    """Tell whether a pattern is for an item as a whole, which may have no names."""
+    """Return whether a pattern is for an item as a whole, which may have no names."""
     return any(matches(f"{item}/", [pattern]) for item in items)
 
 

@@ -1,4 +1,4 @@
-"""What the root reads once for all ranks of a load, and the part that each rank gets."""
+"""The metadata that the root reads once for all ranks of a load, and the part of each rank."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def read_for_all(job: LoadJob, wanted: Sequence[round_messages.Items]) -> RootMe
 
 
 def _part(contents: Contents, items: AbstractSet[str], whole_manifest: bool) -> round_messages.ItemContents:
-    """Return what concerns these items only.
+    """Return the part of the contents that concerns these items.
 
     A checkpoint of ten thousand ranks has a manifest of several megabytes, most of it digests of files.
     """
@@ -169,7 +169,7 @@ def names_only(tensors: Sequence[TensorEntry]) -> Index:
 
 
 class Handout(NamedTuple):
-    """On the root: an answer for each rank, names that no rank takes, and what is wrong with the index.
+    """On the root: an answer for each rank, names that no rank takes, and faults of the index.
 
     `items` are those of the checkpoint that no rank asked for.
     """
@@ -210,7 +210,7 @@ def hand_out(checkpoint: OpenCheckpoint, asked: Sequence[round_messages.Asked]) 
 
 
 def _alike(wants: Sequence[object]) -> bytes:
-    """Return a number for each rank, the same for those that want the same."""
+    """Return a number for each rank, the same for ranks with equal requests."""
     numbers = {want: number for number, want in enumerate(dict.fromkeys(wants))}
     return packed([numbers[want] for want in wants], "i4")
 
@@ -227,7 +227,7 @@ def _left(checkpoint: OpenCheckpoint, asked: Sequence[round_messages.Asked]) -> 
 
 
 def _stands_for_more(checkpoint: OpenCheckpoint, item: str, fqn: str) -> bool:
-    """Tell whether a value is an empty container on this rank whose members other ranks saved."""
+    """Return whether a value is an empty container on this rank whose members other ranks saved."""
     value = checkpoint.blobs[item][fqn]
     if not isinstance(value, (dict, list, tuple)) or value:
         return False

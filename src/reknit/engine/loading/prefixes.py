@@ -17,7 +17,7 @@ _MOST_ROOTS = 6
 
 
 class _NameSplit(NamedTuple):
-    """What precedes the name of a parameter in a name, and the rest, which begins with the parameter."""
+    """The prefix of a name before that of a parameter, and the rest, which begins with the parameter."""
 
     root: str
     rest: str

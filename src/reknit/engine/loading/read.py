@@ -41,7 +41,7 @@ _MOST_NAMES = 5
 
 
 def granularity(options: LoadOptions, block_nbytes: int, reading: Reading = LOCAL_DISK) -> Granularity:
-    """Return how reads are cut: on digest blocks when these are verified, else as the storage likes it."""
+    """Return the cuts of reads: at digest blocks if these are verified, else as the storage prefers."""
     size = max(reading.piece_nbytes // block_nbytes, 1) * block_nbytes
     if options.verify != "off":
         return Granularity(block_nbytes, 0, size)
@@ -71,7 +71,7 @@ class RangeReader:
     ) -> None:
         index = checkpoint.index
         self.block_nbytes = checkpoint.manifest.block_nbytes
-        """Size of a digest block: what is verified begins and ends with one, or with the file."""
+        """Size of a digest block: a verified read begins and ends with one, or with the file."""
         cut = cut or granularity(options, self.block_nbytes, checkpoint.storage.reading)
         self.cell_nbytes = cut.nbytes
         """No read of the plan crosses a multiple of this, or has more bytes."""
@@ -165,7 +165,8 @@ class RangeReader:
     def wrong(self, path: str, start: int, data: NDArray[np.uint8]) -> list[tuple[int, int]]:
         """Return the ranges of a file's bytes whose digests are not those of the checkpoint.
 
-        `data` are the bytes from `start` on, as `fetch` returns them.  Without verification there are none.
+        `data` are the bytes from `start` on, as `fetch` returns them.  Without verification the list is
+        empty.
         """
         if self._options.verify == "off":
             return []
@@ -198,7 +199,7 @@ class RangeReader:
         self._gate.close()
 
     def under_way(self) -> str:
-        """Say what is being read at this moment, for an error."""
+        """Name the files that are being read at this moment, for an error."""
         with self._lock:
             files = sorted(set(self._under_way.values()))
         return f"reading {', '.join(files) or 'files'} of {self.checkpoint.storage.url}"
@@ -296,7 +297,7 @@ class RangeReader:
             self._deliverer.deliver_strided(number, start, data)
 
     def _put(self, path: str, block: int, data: NDArray[np.uint8], spans: Sequence[ReadSpan]) -> None:
-        """Copy what spans have of a block into them."""
+        """Copy the parts of a block into its spans."""
         with self._gate.passing():
             put(data, block * self.block_nbytes, spans)
 

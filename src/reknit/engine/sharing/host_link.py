@@ -1,4 +1,4 @@
-"""How ranks of one host share memory: a ring that many read, and packets that say what is in it.
+"""Ranks of one host share memory: a ring that many read, and packets about its content.
 
 Each rank has a ring of its own, in shared memory.  It connects to every rank that takes fetches from it,
 passes it the memory, and says where each fetch is; the taker answers when it has copied it.  If a connection
@@ -38,7 +38,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class LinkListener(Protocol):
-    """What a link tells whoever uses it, in the thread that listens."""
+    """Calls of a link to its user, in the thread that listens."""
 
     def ready(self, rank: int, number: int, memory: NDArray[np.uint8]) -> None:
         """A fetch lies at the beginning of `memory`, in the ring of a rank."""
@@ -71,7 +71,7 @@ class HostLink:
 
     @classmethod
     def available(cls) -> bool:
-        """Tell whether this system has what a link needs."""
+        """Return whether this system supports a link."""
         return hasattr(socket, "SO_PEERCRED")
 
     def __init__(self, rank: int) -> None:
@@ -95,8 +95,8 @@ class HostLink:
     def open(self, ring: SharedMemory | None, takers: Mapping[int, str], listener: LinkListener) -> None:
         """Give `ring` to the `takers` (rank: address), and begin to listen.
 
-        Without a ring they are told that this rank has left.  Raises `CommError` when one of them cannot be
-        reached; the others are connected all the same, so that they notice when this rank leaves.
+        Without a ring they are notified that this rank has left.  Raises `CommError` when one of them cannot
+        be reached; the others are connected all the same, so that they notice when this rank leaves.
         """
         failures = []
         for rank, address in takers.items():
@@ -109,12 +109,12 @@ class HostLink:
             raise failures[0]
 
     def ready(self, rank: int, number: int, at: int) -> None:
-        """Tell a taker that a fetch begins at byte `at` of this rank's ring."""
+        """Announce to a taker that a fetch begins at byte `at` of this rank's ring."""
         with suppress(OSError):  # the listening thread notices the end of the connection
             self._takers[rank].send(_READY.pack(number, at))
 
     def taken(self, rank: int, number: int) -> None:
-        """Tell a rank that a fetch has been copied out of its ring."""
+        """Report to a rank that a fetch has been copied out of its ring."""
         with self._lock:
             source = self._sources.get(rank)
         if source is not None:
@@ -184,7 +184,7 @@ class HostLink:
         selector.register(peer, selectors.EVENT_READ, partial(self._greet, peer))
 
     def _greet(self, peer: socket.socket, selector: selectors.BaseSelector, listener: LinkListener) -> None:
-        """Take a caller's first packet: a rank of this job knows the token, and sends its ring."""
+        """Take a caller's first packet: a rank of this job has the token, and sends its ring."""
         selector.unregister(peer)
         self._callers.discard(peer)
         hello, fds = b"", list[int]()

@@ -1,4 +1,4 @@
-"""Find what killed saves have left in a store, and remove what can never become part of a checkpoint.
+"""Find the files that killed saves have left in a store, and remove them if they can never be committed.
 
 Nothing is removed that belongs to a committed checkpoint, or to a save that may be under way:
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """What one save has left in one folder.
+    """The files that one save has left in one folder.
 
     `folder` is that of the checkpoint, relative to where it was looked, empty for that place itself.
     `write_id8` is None for temporary files, whose names do not tell of which save they are.  `modified` is

@@ -98,7 +98,7 @@ class Naming:
 
 @dataclass(frozen=True, slots=True)
 class Renamed:
-    """What a checkpoint offers under the state's names.
+    """The contents of a checkpoint under the state's names.
 
     `stored` maps those names that differ to the names in the checkpoint.  `sources` maps items of the state
     to the items of the checkpoint that hold ranks' own values for them.

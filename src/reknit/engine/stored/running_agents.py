@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 MODULE = "reknit.engine.background.agent"
-"""What an agent's process runs."""
+"""The module that an agent's process runs."""
 
 _NOTE = "reknit-at-work"
 _NBYTES = struct.Struct("<Q")
@@ -58,7 +58,7 @@ class Note:
             self._fd = os.memfd_create(_NOTE, os.MFD_CLOEXEC)
 
     def tell(self, rank: int, saves: Mapping[int, NotedSave]) -> None:
-        """Say which saves there are, and where each goes."""
+        """Write down the saves, and the place of each."""
         with self._lock:
             if self._fd == -1:
                 return
@@ -114,7 +114,7 @@ def _own_number(pid: str) -> str | None:
 
 
 def read_note(pid: int) -> tuple[int, list[tuple[float, str]]] | None:
-    """Return what an agent says of itself, None where that cannot be known."""
+    """Return the note of an agent about itself, None if it cannot be read."""
     folder = f"/proc/{pid}/fd"
     for number in os.listdir(folder):
         with suppress(FileNotFoundError):
@@ -135,6 +135,6 @@ def _read(path: str) -> tuple[int, list[tuple[float, str]]] | None:
 
 
 def is_below(path: str, root: str) -> bool:
-    """Tell whether a path is that of a folder or lies in it, whatever links lead there."""
+    """Return whether a path is that of a folder or lies in it, with all links followed."""
     path, root = (place if "://" in place else os.path.realpath(place) for place in (path, root))
     return path == root or path.startswith(root.rstrip("/") + "/")

@@ -35,7 +35,7 @@ def step_name(step: int) -> str:
 
 
 def is_step_name(name: str) -> bool:
-    """Tell whether `step_name` may have named a folder."""
+    """Return whether `step_name` may have named a folder."""
     return _NAME.fullmatch(name) is not None
 
 

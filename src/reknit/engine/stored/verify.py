@@ -169,7 +169,7 @@ def _check_data(
 
 
 def check_sizes(storage: Storage, files: Iterable[FileEntry], replicas: Sequence[Storage] = ()) -> list[str]:
-    """Say which files are missing or have another size than the manifest says, on `replicas` too."""
+    """Name the files that are missing or have another size than in the manifest, on `replicas` too."""
     found = []
     for file in files:
         try:
@@ -182,7 +182,7 @@ def check_sizes(storage: Storage, files: Iterable[FileEntry], replicas: Sequence
 def check_all(
     checkpoint: OpenCheckpoint, rank: int, size: int, options: LoadOptions, replicas: Sequence[Storage] = ()
 ) -> list[str]:
-    """Check this rank's share of every byte of a checkpoint, and say what is damaged, once for each file.
+    """Check this rank's share of every byte of a checkpoint, and name the damage, once for each file.
 
     The files are laid end to end, in the manifest's order, and cut into `size` shares; a block belongs to the
     share in which it begins.  Every rank needs the whole manifest.  A block that one of `replicas` has is not
