@@ -165,8 +165,8 @@ class Checkpoint(Shown):
     ) -> dict[str, dict[str, Any]]:
         """Read all of some items into new memory: ``{item: {fqn: tensor or value}}``.
 
-        What an item that was a module holds is a state dict for ``load_state_dict(..., assign=True)``.  All
-        tensors are read together, in one plan; beside the result this takes the memory of
+        An item that was a module becomes a state dict for ``load_state_dict(..., assign=True)``.  All tensors
+        are read together, in one plan; beside the result this takes the memory of
         `LoadOptions.inflight_nbytes` only.  Tensors that were tied (stored once) are one object again, unless
         `sharding` differs by name.  An object that was saved by its `state_dict` has its tensors under their
         names, and under ``~s`` the dict with the tensors in it; an item that is itself a tensor or a value is

@@ -125,7 +125,8 @@ def _plan(
     collected: Collected,
     answer: round_messages.Answer,
 ) -> tuple[LoadPart | None, LoadPart]:
-    """Plan what this rank reads first, for objects, and then; add what is wrong with files to its problems.
+    """Plan the first reads of this rank, for objects, and the later ones; add faults of files to its
+    problems.
 
     The checkpoint of the readers has the rows of the index that they need.
     """
@@ -147,7 +148,7 @@ def _plan(
 def _damaged(
     job: LoadJob, checkpoint: OpenCheckpoint, parts: Sequence[LoadPart], alike: list[int]
 ) -> list[str]:
-    """Say what is wrong with the files that this rank reads; with ``verify="full"``, with its share of all.
+    """Name the faults of the files that this rank reads; with ``verify="full"``, with its share of all.
 
     The ranks `alike` read the same files: each looks at some of them.
     """

@@ -36,7 +36,7 @@ class LoadCoordinator:
         self._handout: Handout | None = None
         self._collected: Collected | None = None
         self.metadata: RootMetadata | None = None
-        """What rank 0 has read of the checkpoint; None on other ranks."""
+        """The metadata that rank 0 has read of the checkpoint; None on other ranks."""
 
     def open(self, requests: Sequence[bytes]) -> list[bytes]:
         """Read manifest, index and shared values, and answer each rank with its items."""
@@ -57,7 +57,7 @@ class LoadCoordinator:
         return handout.answers
 
     def agree(self, requests: Sequence[bytes]) -> list[bytes]:
-        """Raise one error that lists what does not fit on any rank; otherwise divide the reading."""
+        """Raise one error that lists all names that do not fit on any rank; otherwise divide the reading."""
         assert self._handout is not None
         job, handout = self._job, self._handout
         loads = [round_messages.decode(request, round_messages.LoadRequest) for request in requests]

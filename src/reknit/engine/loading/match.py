@@ -34,9 +34,10 @@ class Fill(NamedTuple):
 
 
 class Problems(NamedTuple):
-    """What does not fit, as (item/fqn, reason); `damaged` are sentences about the checkpoint's files.
+    """The entries that do not fit, as (item/fqn, reason); `damaged` are sentences about the checkpoint's
+    files.
 
-    `resized` is no problem: what was taken of tensors that may have another shape, by name.
+    `resized` is not a problem: the parts that were taken of tensors that may have another shape, by name.
     """
 
     missing: list[tuple[str, str]]
@@ -60,7 +61,7 @@ def match(
 ) -> tuple[list[Fill], Problems]:
     """Match wanted shards with saved tensors by name, shape and dtype.
 
-    Pure.  `stored` are the names in the checkpoint of what has another one there.
+    Pure.  `stored` are the names in the checkpoint of entries with another name there.
     """
     names = stored or {}
     problems = Problems(
@@ -151,7 +152,7 @@ def require_fit(
 
     `damaged` are sentences of the root.  Damaged files make it a `CorruptError`, which no option permits;
     otherwise it is a `MismatchError`.  `idle` are lines about patterns that match nothing, which no option
-    permits either.  `lenient` are patterns of the load, and `hint` says what makes missing names fit.
+    permits either.  `lenient` are patterns of the load, and `hint` returns a way to make missing names fit.
     """
     everyone = {request.rank for request in requests}
     found: dict[str, set[int]] = {f"damaged: {what}": everyone for what in damaged}

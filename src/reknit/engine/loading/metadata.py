@@ -78,9 +78,9 @@ class ReceivedMetadata:
 def read_for_all(job: LoadJob, wanted: Sequence[round_messages.Items]) -> RootMetadata:
     """Read the items that ranks load; the root alone opens the manifest, the index and the shared values.
 
-    With names to change, an item of any name in the checkpoint may hold what is wanted: everything is read,
+    With names to change, an item of any name in the checkpoint may hold wanted entries: everything is read,
     and all names go to all ranks.  With ``verify="full"`` all ranks get the whole manifest, with the digests
-    of all files.  Raises `MismatchError` for an item that is needed and missing, and what `opened` raises.
+    of all files.  Raises `MismatchError` for an item that is needed and missing, and the errors of `opened`.
     """
     items = list(dict.fromkeys(item for rank in wanted for item in rank.names))
     optional = {item for rank in wanted for item in rank.optional}
@@ -94,7 +94,7 @@ def read_for_all(job: LoadJob, wanted: Sequence[round_messages.Items]) -> RootMe
             remedy = f"pass what to fill by these names: {{{', '.join(f'{item!r}: ...' for item in known)}}}"
         raise unknown_items(absent, known, contents.manifest, job.storage.url, remedy)
     everything = frozenset(contents.manifest.items)
-    # The root keeps what it has read, so it gets no answer.
+    # The root keeps the whole contents, so it gets no answer.
     parts: dict[frozenset[str], bytes] = {}
     for rank in wanted[1:]:
         if (asked := frozenset(rank.names)) not in parts:

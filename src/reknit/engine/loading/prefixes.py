@@ -24,7 +24,7 @@ class _NameSplit(NamedTuple):
 
 
 class _Guess(NamedTuple):
-    """How names of the checkpoint become names of the target: which do, what is said, and the rule for it."""
+    """The way from names of the checkpoint to names of the target: the names, a hint, and the rule."""
 
     found: int
     said: str

@@ -53,9 +53,9 @@ class RangeReader:
     """Fills boxes of tensors from a checkpoint; every method may run in many threads at once.
 
     `boxes` are the number of a tensor in the index, a box of it, and the live array to fill; `cast` holds the
-    positions in `boxes` of those that are converted.  `replicas` are other copies of the checkpoint, used
-    where this one is damaged.  `moved` is called with the bytes of each read of the plan that is done,
-    whichever rank read it.  `cut` says how reads are cut; by default the options and the storage do.
+    positions in `boxes` of converted boxes.  `replicas` are other copies of the checkpoint, used where this
+    one is damaged.  `moved` is called with the bytes of each read of the plan that is done, whichever rank
+    read it.  `cut` says how reads are cut; by default the options and the storage do.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class RangeReader:
         self.checkpoint, self._options, self._moved = checkpoint, options, moved
         self._deliverer = Deliverer(index, self.plan, boxes, cast)
         self.transfer = Transfer(self._deliverer.on_devices, "what is loaded", options.timeout_s)
-        """The copies to devices: whatever calls the other methods does so within this context."""
+        """The copies to devices: the other methods are called within this context."""
         # A worker reads into one buffer while a device copies from the other, if there is room for two.
         wide = self.transfer.is_needed and options.inflight_nbytes >= 2 * self.cell_nbytes
         self._num_buffers = 2 if wide else 1
@@ -114,8 +114,8 @@ class RangeReader:
         """Carry out all reads of the plan, and `record` them.
 
         After an error targets may be partly written.  After `timeout_s` it is a `DeadlineError` that names
-        the files being read, and only what the storage was already asked to read straight into a target may
-        still arrive there: that cannot be recalled.
+        the files being read.  Then only reads that the storage has already begun, straight into a target, may
+        still arrive there: they cannot be recalled.
         """
         plan = self.plan
         largest = int(max(n.max(initial=1) for n in (plan.read_nbytes, plan.strided.nbytes)))
@@ -176,7 +176,7 @@ class RangeReader:
         return [(block * size, min((block + 1) * size, end)) for block in blocks]
 
     def deliver(self, number: int, start: int, data: NDArray[np.uint8], arena: Arena) -> None:
-        """Copy what read `number` is for out of `data`: the file's bytes from `start` on, at least the read.
+        """Copy the boxes of read `number` out of `data`: the file's bytes from `start` on, at least the read.
 
         Wherever these bytes come from, nothing is read or verified.  The arena is as for `read`.
         """
@@ -194,7 +194,7 @@ class RangeReader:
     def abandon(self) -> None:
         """Give up: when this has returned, nothing that is still being read is delivered any more.
 
-        What the storage was already asked to read straight into a target cannot be recalled.
+        A read that the storage has begun, straight into a target, cannot be recalled.
         """
         self._gate.close()
 

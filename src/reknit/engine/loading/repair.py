@@ -78,7 +78,7 @@ class Repairer:
     def replaced(self, path: str, block: int, error: ReknitError) -> NDArray[np.uint8]:
         """Return a block as it was saved, from a replica.
 
-        Where none has it, `error` is raised, and tells which were tried.
+        If none has it, `error` is raised, and names the replicas that were tried.
         """
         tried = []
         for replica in self._replicas:

@@ -63,10 +63,10 @@ class FetchReader(Protocol):
         """Read and verify."""
 
     def wrong(self, path: str, start: int, data: Bytes, /) -> list[tuple[int, int]]:
-        """Return the ranges of a file's bytes that are not those that were saved; none without `verify`."""
+        """Return the ranges of a file's bytes that differ from the saved ones; none without `verify`."""
 
     def deliver(self, number: int, start: int, data: Bytes, arena: Arena, /) -> None:
-        """Copy to the targets what read `number` is for; `data` is free again when this returns."""
+        """Copy the boxes of read `number` to the targets; `data` is free again when this returns."""
 
     def under_way(self) -> str:
         """Name the files that are being read."""
@@ -100,9 +100,9 @@ class PlanReader(FetchReader, Protocol):
 class Exchange:
     """One rank's part in a shared read.
 
-    `private` are the jobs that concern no other rank.  Workers take, in this order, what has arrived from
-    other ranks, the next fetch that this rank reads for others while the ring has room, and private jobs.  So
-    no worker waits for room while another rank waits for this one.
+    `private` are the jobs that concern no other rank.  Workers take, in this order, arrivals from other
+    ranks, the next fetch that this rank reads for others while the ring has room, and private jobs.  So no
+    worker waits for room while another rank waits for this one.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class Exchange:
                 if self._hosts is not None:
                     self._hosts.receive_into(self._ring, slots * cell)
         finally:
-            # Also without a ring: ranks that wait for this one then learn that it has left.
+            # Also without a ring: ranks that wait for this one are then notified that it has left.
             if self._link is not None:
                 try:
                     self._link.open(self._ring, self._sharing.peers, self._fetches)

@@ -172,7 +172,8 @@ class FetchTracker:
         return self._latest.passed()
 
     def check_other_hosts(self) -> None:
-        """Raise what keeps this rank from going on in step with other hosts; no error of its own does.
+        """Raise the error that keeps this rank from going on in step with other hosts; no error of its own
+        does.
 
         A rank that left an exchange in the middle would keep the others waiting, and spoil the process group.
         """

@@ -31,7 +31,7 @@ class Carrier(Protocol):
     """The transport of bytes to ranks of other hosts: the process group that the training has already.
 
     All ranks make the same calls in the same order.  A call that waits calls `check` now and then, whose
-    error ends it.  Raises `CommError` when a rank is gone.  As text it says what it is.
+    error ends it.  Raises `CommError` when a rank is gone.  Its text is its kind.
     """
 
     size: int
@@ -120,7 +120,7 @@ class HostExchange:
         try:
             for turn in range(num_exchanges):
                 self._hold(turn, f"exchange {turn + 1} of {num_exchanges} with other hosts")
-        except BaseException as error:  # whatever it is, the workers must not wait for more to come
+        except BaseException as error:  # also a bug: the workers must not wait for more to come
             self._fetches.failed(error)
         self.ended = True
 
@@ -170,7 +170,7 @@ class HostExchange:
         for (reader, row), at in zip(incoming, places, strict=True):
             memory = self._ring[at : at + int(part.nbytes[row])]
             if (error := self._found_wrong(reader, row, memory)) is not None:
-                # This rank goes on to the next exchange, in which all learn that it is not well.
+                # This rank goes on to the next exchange, in which all ranks receive its error.
                 fetches.failed(error)
                 return
             fetches.hold(row, HeldFetch(RingSlot(at, memory, turn), at, memory, set()))
@@ -238,7 +238,7 @@ class HostExchange:
 
     @contextmanager
     def _carrying(self, what: str) -> Iterator[None]:
-        """Say what this rank is in the middle of; a lost rank is better known to the group of ranks."""
+        """Note the present work of this rank; the group of ranks finds a lost rank sooner."""
         self._fetches.in_exchange = f"{what} by {self._carrier}"
         try:
             yield

@@ -66,7 +66,7 @@ class _Peer(NamedTuple):
 class HostLink:
     """This rank's connections with other ranks of its host, for one load.
 
-    `address` is what the others need to connect; whoever knows it, and runs as the same user, can take part.
+    The others connect to `address`; a process with this address, of the same user, can take part.
     """
 
     @classmethod
@@ -153,7 +153,7 @@ class HostLink:
             raise CommError(f"rank {rank} of this host cannot be reached: {error}") from error
         return peer
 
-    # The thread that listens.  What a selector has with a connection is what to do when there is a packet.
+    # The thread that listens.  The data of a selector's connection is the function to call for a packet.
 
     def _listen(self, listener: LinkListener) -> None:
         try:
@@ -161,12 +161,12 @@ class HostLink:
                 selector.register(self._woken, selectors.EVENT_READ)
                 selector.register(self._door, selectors.EVENT_READ, self._admit)
                 for rank, taker in self._takers.items():
-                    selector.register(taker, selectors.EVENT_READ, partial(self._hear_taker, rank))
+                    selector.register(taker, selectors.EVENT_READ, partial(self._receive_taker, rank))
                 while not self._closing.is_set():
                     for key, _ in selector.select():
                         if key.data is not None:
                             key.data(selector, listener)
-        except BaseException as error:  # those who wait for a call must learn of it, whatever it is
+        except BaseException as error:  # also a bug: threads that wait for a call must receive it
             listener.failed(error)
 
     def _admit(self, selector: selectors.BaseSelector, _: LinkListener) -> None:
@@ -208,9 +208,9 @@ class HostLink:
         peer.setblocking(True)
         with self._lock:
             self._sources[rank] = _Peer(peer, ring)
-        selector.register(peer, selectors.EVENT_READ, partial(self._hear_source, rank))
+        selector.register(peer, selectors.EVENT_READ, partial(self._receive_source, rank))
 
-    def _hear_source(self, rank: int, selector: selectors.BaseSelector, listener: LinkListener) -> None:
+    def _receive_source(self, rank: int, selector: selectors.BaseSelector, listener: LinkListener) -> None:
         """Take one packet of a rank from which this one takes."""
         source = self._sources[rank]
         packet = _packet(source.socket)
@@ -221,7 +221,7 @@ class HostLink:
             selector.unregister(source.socket)
             listener.source_ended(rank)
 
-    def _hear_taker(self, rank: int, selector: selectors.BaseSelector, listener: LinkListener) -> None:
+    def _receive_taker(self, rank: int, selector: selectors.BaseSelector, listener: LinkListener) -> None:
         """Take one packet of a rank that takes from this one."""
         packet = _packet(self._takers[rank])
         if len(packet) == _TAKEN.size:

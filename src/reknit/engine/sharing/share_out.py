@@ -88,7 +88,7 @@ def _divide(offers: Sequence[round_messages.Offer], reads: Sequence[Reads], opti
 
 
 def _bucket_nbytes(offers: Sequence[round_messages.Offer], options: LoadOptions) -> int:
-    # Of what may be in flight a rank needs two buckets to receive, and one or two to send from.
+    # Of the bytes in flight a rank needs two buckets to receive, and one or two to send from.
     return max(min(BUCKET_NBYTES, options.inflight_nbytes // 8), offers[0].cell)
 
 

@@ -114,7 +114,7 @@ class SharedRead:
             broken=lambda: self.group.broken,
             timeout_s=timeout_s,
         )
-        # One thread may wait for storage, while another copies what others have read.
+        # One thread may wait for storage, while another copies fetches of other ranks.
         try:
             threads = max(2, num_threads(self.options.threads))
             with self.reader.transfer:

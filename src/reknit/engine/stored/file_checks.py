@@ -53,7 +53,7 @@ def first_sound(places: Sequence[Storage], read: Callable[[Storage], Found]) -> 
         return read(places[0])
     except UNSOUND as error:
         for replica in places[1:]:
-            with suppress(*UNSOUND):  # a replica that fails is no replacement
+            with suppress(*UNSOUND):  # a replica that fails does not replace it
                 found = read(replica)
                 logger.warning("%s: taken from the replica %s", error.message, replica.url)
                 return found
@@ -83,7 +83,7 @@ def _has(storage: Storage, file: FileEntry) -> bool:
     try:
         return storage.size(file.path) == file.nbytes
     except StorageError:
-        return False  # a replica that fails is no replacement
+        return False  # a replica that fails does not replace it
 
 
 def _check_own_size(storage: Storage, file: FileEntry) -> None:

@@ -1,7 +1,7 @@
 """Which agents of this host are at work, and for which checkpoints?
 
 An agent keeps a note of its saves in memory that /proc lists among its descriptors.  The same user, and root,
-can read it at any time, whatever the agent does, and it is gone when the agent ends, however it ends.
+can read it at any time, without the agent's help.  It is gone when the agent ends, also when it is killed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _LOOKS = 8
 class AtWork(NamedTuple):
     """An agent that may yet commit a checkpoint at `path`.
 
-    `path` and `since` are None for one without saves whose trainer is gone: it is about to end, unless the
-    trainer gave it a save that it has not read yet.
+    `path` and `since` are None for an agent without saves whose trainer is gone.  It is about to end, unless
+    the trainer sent it a save that it has not read yet.
     """
 
     pid: int
@@ -45,11 +45,11 @@ class NotedSave(Protocol):
 
     @property
     def places(self) -> Sequence[str]:
-        """URLs of the checkpoint, and of what it is promoted to."""
+        """URLs of the checkpoint, and of the places to which it is promoted."""
 
 
 class Note:
-    """What the process of an agent says about itself; nothing on a system without nameless memory."""
+    """The note of an agent's process about itself; nothing on a system without nameless memory."""
 
     def __init__(self) -> None:
         self._fd = -1

@@ -120,7 +120,7 @@ def _problem(path: str, error: ReknitError) -> str:
 
 def _check_blobs(storage: Storage, manifest: Manifest, file: FileEntry, options: LoadOptions) -> None:
     data = read_checked(storage, file, manifest.block_nbytes)
-    # Pickled values are looked into only by those who said so, but to refuse them is no damage.
+    # Pickled values are read only if the user allows it, but a refusal is not damage.
     if options.allow_pickle or not manifest.uses_pickle:
         decode_blobs(data, allow_pickle=options.allow_pickle)
 
@@ -222,7 +222,7 @@ def _piece_nbytes(block_nbytes: int) -> int:
 
 
 def _share(files: Sequence[FileEntry], rank: int, size: int, block_nbytes: int) -> list[_CheckedPiece]:
-    """Return what one of `size` ranks checks; an empty file is an empty piece of one share."""
+    """Return the pieces that one of `size` ranks checks; an empty file is an empty piece of one share."""
     total = sum(file.nbytes for file in files)
     low, high = total * rank // size, total * (rank + 1) // size
     if rank == size - 1:
@@ -287,7 +287,7 @@ def _check_pieces(
 def _lacking(
     piece: _CheckedPiece, places: Sequence[Storage], data: memoryview, block_nbytes: int
 ) -> str | None:
-    """Say which replicas were tried for a block that no place has; None where each block has a place."""
+    """Name the replicas that were tried for a block that no place has; None where each block has a place."""
     for at in range(0, piece.nbytes, block_nbytes):
         tried = []
         for place in places:
