@@ -96,7 +96,7 @@ class Agent:
             self._channel.tell(say.Fell(typed(error).to_wire()))
             raise
         finally:
-            self.outlive(announced)  # also after a bug: no thread may wait for a message for ever
+            self.outlive(announced=announced)  # also after a bug: no thread may wait for a message for ever
             for name, jobs in queues.items():
                 jobs.put(None)
                 if name in workers:  # else it could not be started
@@ -126,7 +126,7 @@ class Agent:
             fds = () if received.fd is None else (received.fd,)
             self._hears[type(received.message)](received.message, *fds)
 
-    def outlive(self, announced: bool) -> None:
+    def outlive(self, *, announced: bool) -> None:
         """Let saves fail that the trainer did not finish staging, and limit the time of the others."""
         left = list(self.saves.values())
         for save in left:

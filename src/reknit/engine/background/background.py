@@ -136,7 +136,7 @@ class Background:
                 prepared.arena.release()
                 supervisor.give_up(number)
             if pending.end(error) and pending.logged:
-                logger.error("save to %s failed: %s", pending.path, str(error) or type(error).__name__)
+                _log_failure(pending, error)
             if not isinstance(error, Exception):
                 pending.asked = True  # raised here, and not once more by the next save
                 raise error from (None if error is caught else caught)
@@ -210,6 +210,11 @@ class Background:
             logger.warning(
                 "this process ends before its saves are committed, or promoted; its agent goes on with them"
             )
+
+
+def _log_failure(pending: SaveOutcome, error: BaseException) -> None:
+    """Log that a save failed, without the traceback, which the user gets with the outcome."""
+    logger.error("save to %s failed: %s", pending.path, str(error) or type(error).__name__)
 
 
 _all: weakref.WeakSet[Background] = weakref.WeakSet()

@@ -93,7 +93,9 @@ class LoadCoordinator:
         items, every = [*checkpoint.items, *handout.items], [*saved, *(each[:2] for each in whole)]
         idle = idle_patterns(loads, job.options, job.lenient, partial(known_names, every, collected), items)
         require_fit(loads, unexpected, idle, job.lenient, url, damaged=handout.damaged, hint=hint)
-        odd = require_some(loads, bool(whole), lambda: [full_name(*each[:2]) for each in whole], hint, url)
+        odd = require_some(
+            loads, lambda: [full_name(*each[:2]) for each in whole], hint, url, saved=bool(whole)
+        )
         if odd is not None:
             logger.warning("the load of %s is done, but %s", url, odd)
 

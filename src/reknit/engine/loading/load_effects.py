@@ -83,10 +83,11 @@ def require_rules(requests: Sequence[LoadRequest], collected: Collected) -> None
 
 def require_some(
     requests: Sequence[LoadRequest],
-    saved: bool,
     names: Callable[[], Sequence[str]],
     hint: Callable[[Sequence[str]], str | None],
     url: str,
+    *,
+    saved: bool,
 ) -> str | None:
     """Raise `MismatchError` for a load that wants tensors and restores none; return another oddity.
 

@@ -98,13 +98,17 @@ def read_for_all(job: LoadJob, wanted: Sequence[round_messages.Items]) -> RootMe
     parts: dict[frozenset[str], bytes] = {}
     for rank in wanted[1:]:
         if (asked := frozenset(rank.names)) not in parts:
-            part = _part(contents, everything if renaming else asked, job.options.verify == "full")
+            part = _part(
+                contents, everything if renaming else asked, whole_manifest=job.options.verify == "full"
+            )
             parts[asked] = round_messages.encode(part)
     answers = [b"", *(parts[frozenset(rank.names)] for rank in wanted[1:])]
     return RootMetadata(whole.of_items(items), answers, whole.index.tensors)
 
 
-def _part(contents: Contents, items: AbstractSet[str], whole_manifest: bool) -> round_messages.ItemContents:
+def _part(
+    contents: Contents, items: AbstractSet[str], *, whole_manifest: bool
+) -> round_messages.ItemContents:
     """Return the part of the contents that concerns these items.
 
     A checkpoint of ten thousand ranks has a manifest of several megabytes, most of it digests of files.

@@ -37,11 +37,10 @@ def committed(storage: Storage) -> Manifest:
 def is_committed(storage: Storage, write_id: str) -> bool | None:
     """Return whether the manifest is that of this save, with its files; None if the store does not answer."""
     try:
-        if (manifest := manifest_in(storage)) is None:
-            return False
-        return manifest.write_id == write_id and manifest.moved_to is None
+        manifest = manifest_in(storage)
     except ReknitError:
         return None
+    return manifest is not None and manifest.write_id == write_id and manifest.moved_to is None
 
 
 def check_same(storage: Storage, write_id: str) -> None:

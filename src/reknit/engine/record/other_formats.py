@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
-from reknit.engine.record.recognising import find_manifest, is_of_others, manifest_exists
+from reknit.engine.record.recognising import is_of_others, manifest_exists
 from reknit.errors import CheckpointNotFoundError, StorageError, UsageError, did_you_mean
 from reknit.format import paths
 from reknit.monitor.phase import Deadline
@@ -267,8 +267,7 @@ def _missing(url: str) -> str | None:
 def _is_checkpoint(storage: Storage, folder: str) -> bool:
     """Return whether a folder holds a checkpoint, as far as it can be read."""
     try:
-        found = find_manifest(storage.sub(folder))
-        return found is not None and found.ours
+        return manifest_exists(storage.sub(folder))
     except StorageError:  # a name that no store takes
         return False
 

@@ -41,19 +41,19 @@ class LinkListener(Protocol):
     """Calls of a link to its user, in the thread that listens."""
 
     def ready(self, rank: int, number: int, memory: NDArray[np.uint8]) -> None:
-        """A fetch lies at the beginning of `memory`, in the ring of a rank."""
+        """Note that a fetch lies at the beginning of `memory`, in the ring of a rank."""
 
     def taken(self, number: int, rank: int) -> None:
-        """A rank has copied a fetch out of this rank's ring."""
+        """Note that a rank has copied a fetch out of this rank's ring."""
 
     def source_ended(self, rank: int) -> None:
-        """A rank whose ring this one reads has left."""
+        """Note that a rank whose ring this one reads has left."""
 
     def taker_ended(self, rank: int) -> None:
-        """A rank that reads this rank's ring has left."""
+        """Note that a rank that reads this rank's ring has left."""
 
     def failed(self, error: BaseException) -> None:
-        """The link itself failed; nothing more will be called."""
+        """Take the error of the link itself, after which no call follows."""
 
 
 class _Peer(NamedTuple):
@@ -83,7 +83,7 @@ class HostLink:
         self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._door.bind(f"\0reknit-{name}")
         self._door.listen(1024)
-        self._door.setblocking(False)
+        self._door.settimeout(0.0)
         self._wake, self._woken = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._takers: dict[int, socket.socket] = {}
         self._sources: dict[int, _Peer] = {}
@@ -179,7 +179,7 @@ class HostLink:
         if _CREDENTIALS.unpack(credentials)[1] != os.geteuid():
             peer.close()
             return
-        peer.setblocking(False)
+        peer.settimeout(0.0)
         self._callers.add(peer)
         selector.register(peer, selectors.EVENT_READ, partial(self._greet, peer))
 
@@ -205,7 +205,7 @@ class HostLink:
                 raise shortage(error) or unusable from error
             listener.source_ended(rank)
             return
-        peer.setblocking(True)
+        peer.settimeout(None)
         with self._lock:
             self._sources[rank] = _Peer(peer, ring)
         selector.register(peer, selectors.EVENT_READ, partial(self._receive_source, rank))

@@ -83,13 +83,13 @@ def described(root: Storage, names: Sequence[str], *, notes: bool = True) -> lis
     found: list[SavedStep | None] = [None] * len(names)
 
     def work(number: int, _: object) -> None:
-        found[number] = _described(root, names[number], notes)
+        found[number] = _described(root, names[number], notes=notes)
 
     run_jobs(range(len(names)), work, threads=_READERS, arena_nbytes=4096, budget_nbytes=_READERS * 4096)
     return found
 
 
-def _described(root: Storage, name: str, notes: bool) -> SavedStep | None:
+def _described(root: Storage, name: str, *, notes: bool) -> SavedStep | None:
     if (folder := folder_in(root, name)) is None:
         return None
     match = _NAME.fullmatch(name)

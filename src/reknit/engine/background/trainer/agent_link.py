@@ -67,7 +67,7 @@ class AgentLink:
             if in_process:
                 self._run_here(Channel(theirs, say.decode))
             else:
-                self._spawn(theirs.fileno())
+                self._process = self._spawn(theirs.fileno())
                 theirs.close()
             start_thread(f"reknit-hears-agent-{rank}", self._listen)
         except BaseException:
@@ -157,17 +157,15 @@ class AgentLink:
         self.gone = AgentError("a forked process has no part in the saves of its parent")
         self.channel.close()
 
-    def _spawn(self, fd: int) -> None:
-        """Start the agent as a process of its own session, which no signal to the job's terminal reaches."""
+    def _spawn(self, fd: int) -> subprocess.Popen[bytes]:
+        """Start the agent in a session of its own, beyond signals to the job's terminal, and return it."""
         if not sys.executable:
             raise AgentError(
                 "there is no Python executable to start an agent with",
                 remedy="save with wait=True, or set sys.executable",
             )
         try:
-            self._process = start_child(
-                MODULE, fd, str(os.getpid()), stdout=subprocess.DEVNULL, new_session=True
-            )
+            return start_child(MODULE, fd, str(os.getpid()), stdout=subprocess.DEVNULL, new_session=True)
         except OSError as error:
             raise AgentError(
                 f"the agent of rank {self.rank} could not be started: {error}", rank=self.rank
