@@ -149,8 +149,8 @@ def test_what_is_staged_is_committed_though_its_trainer_is_gone_before_a_byte_is
 ) -> None:
     noticed, ended, outlive, run = threading.Event(), threading.Event(), Agent.outlive, Agent.run
 
-    def outlives(agent: Agent, told: bool) -> None:
-        outlive(agent, told)
+    def outlives(agent: Agent, *, announced: bool) -> None:
+        outlive(agent, announced=announced)
         noticed.set()
 
     def runs(agent: Agent) -> None:

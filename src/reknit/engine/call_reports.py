@@ -1,4 +1,4 @@
-"""What a save or a load did, as told to the user."""
+"""The reports of saves, promotions, loads and checks that the user gets."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class SaveTotals(NamedTuple):
 class SaveReport(Shown):
     """A committed checkpoint.
 
-    `nbytes` and `num_files` are what this rank wrote, `total_nbytes` what all ranks did.  Of `nbytes`,
-    `reused_nbytes` were taken over from the checkpoint before.  `warnings` say what was stored but looks
-    wrong, such as copies that differ between ranks.  `phases` are this rank's.
+    `nbytes` and `num_files` count the files of this rank, `total_nbytes` those of all ranks.  Of `nbytes`,
+    `reused_nbytes` were taken over from the checkpoint before.  `warnings` name stored data that looks wrong,
+    such as copies that differ between ranks.  `phases` are this rank's.
     """
 
     path: str
@@ -62,7 +62,7 @@ class SaveReport(Shown):
 class PromotionReport(Shown):
     """A committed checkpoint that is now at `path` too.
 
-    `nbytes` and `num_files` are what this rank copied from `source`; `phases` are its own.
+    `nbytes` and `num_files` count the files that this rank copied from `source`; `phases` are its own.
     """
 
     path: str
@@ -80,17 +80,17 @@ class PromotionReport(Shown):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class LoadReport(Shown):
-    """What a rank restored, and everything that it did not restore exactly.
+    """The result of a load on one rank, with everything that was not restored exactly.
 
     Names are `item/fqn`.  `restored`: tensors and values filled on this rank.  `missing`: wanted but not in
     the checkpoint; `unexpected`: in a loaded item of the checkpoint but wanted by no rank; `mismatched`:
-    could not be taken as a whole (with the reason, and what was taken of a tensor of another shape).  These
+    could not be taken as a whole (with the reason, and the part of a tensor of another shape).  These
     three are empty unless options of the load allow it.  `left`: items of the checkpoint that no rank asked
     for.  `cast`: converted to another dtype.  `resharded`: read from other boxes than this rank wanted.
     `notes`: left as it was by design, with the reason, such as a random state after a change of world size.
     `nbytes_wanted` are the bytes of the boxes that this rank
-    wanted, `nbytes_read` those that it read from storage, for other ranks too, and `nbytes_received` those of
-    the ranges that other ranks read for it.
+    wanted, and `nbytes_read` the bytes that it read from storage, for other ranks too.  `nbytes_received` are
+    the bytes of the ranges that other ranks read for it.
     """
 
     path: str
@@ -121,7 +121,7 @@ class LoadReport(Shown):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class VerifyReport(Shown):
-    """What `reknit.verify` found: `problems` name file and place, and are empty for a sound checkpoint.
+    """The result of `reknit.verify`: `problems` name file and place, and are empty for a sound checkpoint.
 
     `level` is ``"metadata"`` or ``"data"``.  With ``"metadata"``, the tensors in `num_unread` data files of
     `nbytes_unread` bytes were not read, and `unread` says how to read them.
@@ -137,18 +137,18 @@ class VerifyReport(Shown):
 
     @property
     def ok(self) -> bool:
-        """Tell whether no problem was found in what was read."""
+        """Return whether no problem was found in the files that were read."""
         return not self.problems
 
     @property
     def unread(self) -> str | None:
-        """Say which bytes were not read, and which call reads them; None where all were read."""
+        """Name the bytes that were not read, and the call that reads them; None if all were read."""
         if not self.num_unread:
             return None
         return f"{self.unread_bytes()}; reknit.verify({self.path!r}, 'data') reads them"
 
     def unread_bytes(self) -> str:
-        """Say which bytes were not read."""
+        """Name the bytes that were not read."""
         files = f"{self.num_unread} data file{'s' * (self.num_unread != 1)}"
         return f"the tensors in {files} ({amount(self.nbytes_unread)}) were not read"
 

@@ -18,13 +18,13 @@ _MOST, _LAST = 160, 100
 
 
 class Shown(ABC):
-    """Something with a few facts that tell what it is; what it holds in full may be long."""
+    """An object with a few facts to show; its full content may be long."""
 
     __slots__ = ()
 
     @abstractmethod
     def _facts(self) -> dict[str, object]:
-        """Return what is worth seeing by its name; None is left out."""
+        """Return the facts to be shown, by their names; None is left out."""
 
     def __repr__(self) -> str:
         try:
@@ -34,7 +34,7 @@ class Shown(ABC):
         return f"<{type(self).__name__} {', '.join(facts)}>"
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows."""
+        """Return the HTML for a notebook."""
         rows = "".join(
             f"<tr><th style='text-align: left'>{escape(name)}</th>"
             f"<td style='text-align: left'>{escape(str(fact))}</td></tr>"
@@ -51,7 +51,7 @@ def _line(fact: object) -> str:
 
 
 def some(names: Collection[str]) -> str | None:
-    """Return how many names there are, and the first of them; None for none."""
+    """Return the number of names, and the first of them; None without names."""
     if not names:
         return None
     first = ", ".join([name for name, _ in zip(names, range(_SHOWN), strict=False)])

@@ -1,4 +1,4 @@
-"""What becomes of a save: the handle that users hold, and the side that the engine writes to."""
+"""The outcome of a save: the handle that users hold, and the side that the engine writes to."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Awaited(Generic[_Report]):
         self._ending = threading.Lock()
 
     def end(self, outcome: _Report | BaseException) -> bool:
-        """Set the outcome, and tell whether there was none before."""
+        """Set the outcome, and return whether there was none before."""
         with self._ending:
             if self._ended.is_set():
                 return False
@@ -63,7 +63,7 @@ class Awaited(Generic[_Report]):
             Awaited.end(self, error)
 
     def done(self) -> bool:
-        """Tell whether there is an outcome, good or bad."""
+        """Return whether there is an outcome, good or bad."""
         return self._ended.is_set()
 
     def wait(self, timeout: float | None = None) -> None:
@@ -82,7 +82,7 @@ class Awaited(Generic[_Report]):
 
 
 class SaveOutcome(Awaited[SaveReport]):
-    """The engine's side of a save: what is known of it, and where its outcome is set."""
+    """The engine's side of a save: its facts, and its outcome, which the engine sets here."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class SaveOutcome(Awaited[SaveReport]):
         self._staged.set()
 
     def is_staged(self) -> bool:
-        """Tell whether the state may be changed again."""
+        """Return whether the state may be changed again."""
         return self._staged.is_set()
 
     def wait_staged(self, timeout: float | None = None) -> None:
@@ -145,7 +145,7 @@ class SaveOutcome(Awaited[SaveReport]):
             raise DeadlineError(f"the state was not staged within {timeout:g} s")
 
     def end(self, outcome: SaveReport | BaseException) -> bool:
-        """Set the outcome, and tell whether there was none before; a save that failed is never promoted."""
+        """Set the outcome, and return whether there was none before; a save that failed is never promoted."""
         first = super().end(outcome)
         if first and self.error is not None:
             for number in range(len(self.promotions)):
@@ -175,7 +175,7 @@ class SaveOutcome(Awaited[SaveReport]):
         self.promotion.end(whole)
 
     def over(self) -> bool:
-        """Tell whether the save has ended, and its promotion, if it has one."""
+        """Return whether the save has ended, and its promotion, if it has one."""
         return self.done() and (self.promotion is None or self.promotion.done())
 
     def wait_over(self, timeout: float | None = None) -> None:
@@ -231,11 +231,11 @@ class PendingSave(Shown):
         self._outcome.wait(timeout)
 
     def done(self) -> bool:
-        """Tell whether the save has ended, well or not."""
+        """Return whether the save has ended, well or not."""
         return self._outcome.done()
 
     def result(self, timeout: float | None = None) -> SaveReport:
-        """Return the report once the checkpoint is committed, or raise what made the save fail.
+        """Return the report once the checkpoint is committed, or raise the error of the save.
 
         Raises `DeadlineError` if it has not ended after `timeout` seconds; the save itself goes on.
         """
@@ -251,14 +251,14 @@ class PendingSave(Shown):
         self._outcome.wait_over(timeout)
 
     def promotion_done(self, place: int | None = None) -> bool:
-        """Tell whether the save and its promotion, if it has one, have ended, well or not.
+        """Return whether the save and its promotion, if it has one, have ended, well or not.
 
         Of several places, `place` is the number of one, from 0 on; by default it is about all.
         """
         return self._outcome.over() if place is None else self._outcome.promotions[place].done()
 
     def promoted(self, timeout: float | None = None) -> PromotionReport:
-        """Return the report once the checkpoint is at `SaveOptions.promote_to` too, or raise what went wrong.
+        """Return the report once the checkpoint is at `SaveOptions.promote_to` too, or raise the error.
 
         Where that names several places, the report is that of the last, with the bytes of all.
 
@@ -270,22 +270,22 @@ class PendingSave(Shown):
         self._refuse_inside("promoted")
         outcome.promotion.wait(timeout)
         if outcome.error is not None:
-            outcome.asked = True  # what is raised now is the failure of the save
+            outcome.asked = True  # the error that is raised now is that of the save
         return outcome.promotion.result()
 
     def _refuse_inside(self, wait: str) -> None:
-        """Raise `UsageError` where a signal handler would wait for what it interrupts."""
+        """Raise `UsageError` in a signal handler that would wait for the call that it interrupts."""
         if not self._outcome.over():
             refuse_inside(f"PendingSave.{wait}")
 
     @property
     def error(self) -> BaseException | None:
-        """What made the save fail, None while it is under way and when it ended well."""
+        """The error of the save, None while it is under way and when it ended well."""
         return self._outcome.error
 
     @property
     def promotion_error(self) -> BaseException | None:
-        """What made the promotion fail, None while it is under way, when it ended well, and without one."""
+        """The error of the promotion, None while it is under way, when it ended well, and without one."""
         return None if self._outcome.promotion is None else self._outcome.promotion.error
 
     @property

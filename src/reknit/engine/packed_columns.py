@@ -28,7 +28,7 @@ def unpacked(data: bytes, kind: str) -> NDArray[Any]:
 def bitmaps(names: Iterable[Name], taken: Container[Name]) -> dict[str, bytes]:
     """Return, by item, a bit per name of the item: whether it is one of the taken.
 
-    Within an item all ranks have the same names in the same order, whatever other items they have.
+    Within an item all ranks have the same names in the same order, and may have other items besides.
     """
     flags: dict[str, list[bool]] = {}
     for name in names:

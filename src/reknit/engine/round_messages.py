@@ -1,4 +1,4 @@
-"""What ranks tell the root, and what it answers: plain columns in MessagePack."""
+"""The messages of ranks to the root, and its answers: plain columns in MessagePack."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ def decode(data: bytes, kind: type[Message]) -> Message:
 
 
 class ShardClaims(msgspec.Struct, array_like=True):
-    """The `shard_key`s and sizes, as columns, of shards of which a rank cannot know who else holds them."""
+    """The `shard_key`s and sizes, as columns, of shards of which no framework records the other holders."""
 
     keys: bytes
     nbytes: bytes
 
 
 class Copies(msgspec.Struct, frozen=True, array_like=True):
-    """Shards of which several ranks have copies, as a rank tells of them to whoever compares.
+    """Shards of which several ranks have copies, as a rank sends them to be compared.
 
     `keys` (their `shard_key`) and `digests` are columns.  `names` are item, FQN, dtype and shape of each, as
-    a message, which is read only where copies differ.  `data` are the bytes of the first ones, end to end:
-    those that the rank can keep as values of its own.
+    a message, which is read only where copies differ.  `data` are the bytes of the first ones, end to end,
+    which the rank can keep as values of its own.
     """
 
     keys: bytes
@@ -41,7 +41,7 @@ NO_COPIES = Copies(b"", b"", b"", b"")
 
 
 class Witnesses(msgspec.Struct, frozen=True, array_like=True):
-    """Values that another rank must have: their names as users are told them, and a column of `blob_key`s."""
+    """Values that another rank must have: their names for users, and a column of `blob_key`s."""
 
     names: list[str]
     keys: bytes
@@ -63,11 +63,11 @@ class EncodedBlob(msgspec.Struct, array_like=True):
 
 
 class RankClaims(msgspec.Struct, array_like=True):
-    """What a rank says before all ranks' work is assigned: what only all together can say who writes.
+    """The claims of a rank before all ranks' work is assigned: data whose owner only the root can choose.
 
-    `write_id` is empty where the root has to choose one.  `plan` stands for the layout of all that the rank
-    holds; `shards` is None where it is what the rank last claimed under this plan.  `places` is to how many
-    places it promotes the checkpoint.
+    `write_id` is empty if the root has to choose one.  `plan` stands for the layout of all that the rank
+    holds; `shards` is None if the rank claimed the same under this plan before.  `places` is the number of
+    places to which it promotes the checkpoint.
     """
 
     write_id: str
@@ -81,7 +81,7 @@ class RankClaims(msgspec.Struct, array_like=True):
 
 
 class Assignment(msgspec.Struct, array_like=True):
-    """The root's answer to `claims`: who writes each of those shards and blobs, and the id of this save.
+    """The root's answer to `claims`: the owner of each of those shards and blobs, and the id of this save.
 
     `differing` are keys of shards of which ranks hold different values, each with the lowest of these ranks.
     """
@@ -138,7 +138,7 @@ class Files(msgspec.Struct, array_like=True):
 
 
 class ItemContents(msgspec.Struct, array_like=True):
-    """The root's answer to `Items`: what a checkpoint holds of these items, but not where its tensors lie.
+    """The root's answer to `Items`: the contents of these items, but not the places of their tensors.
 
     `manifest` is a file of format 1 with fewer entries: it has all items, and of files just the index and
     those of values.  `tensors` are item, FQN, dtype and shape of all tensors, `files` those in which they
@@ -154,18 +154,18 @@ class ItemContents(msgspec.Struct, array_like=True):
 
 
 class Items(msgspec.Struct, array_like=True):
-    """At the start of a load: the items that a rank wants, and those that it can do without."""
+    """At the start of a load: the items that a rank wants, and the optional ones among them."""
 
     names: list[str]
     optional: list[str]
 
 
 class Asked(msgspec.Struct, array_like=True):
-    """Once a rank knows what it wants: which tensors and blobs it takes, as `bitmaps` of the names it knows.
+    """After the walk through a target: the tensors and blobs that a rank takes, as `bitmaps` of the names.
 
     `refused` are tensors and values that it has names for but cannot take.  `boxes` stands for the boxes that
-    it wants: where these are equal, so are the files.  `made` tells like `tensors` which of those it has
-    names for that transforms make.
+    it wants: where these are equal, so are the files.  `made` has, like `tensors`, the tensors with names in
+    the target that transforms make.
     """
 
     tensors: dict[str, bytes]
@@ -176,7 +176,7 @@ class Asked(msgspec.Struct, array_like=True):
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """The root's answer to `Asked`: where these tensors lie, as `index_part.blocks_for` encodes it.
+    """The root's answer to `Asked`: the places of these tensors, as `index_part.blocks_for` encodes them.
 
     `alike` has a number for each rank; it is the same for ranks that asked for the same boxes.
     """
@@ -186,12 +186,12 @@ class Answer(msgspec.Struct, array_like=True):
 
 
 class Offer(msgspec.Struct, array_like=True):
-    """Before a load's reading: what a rank would read alone, and how it could share that with others.
+    """Before a load's reading: the ranges that a rank would read alone, and its ways to share them.
 
-    Ranks with equal `host` reach each other by `link`.  `carries` says by what bytes can go to other hosts:
-    a type of device, or nothing if the process group has no backend for one that is there; None without one.
-    Reads do not cross multiples of `cell` bytes, and are verified as `verify` says.  `read_rate` is measured,
-    in bytes per second, and 0 where it was not.  `columns` are file (a number of `files`), start and size.
+    Ranks with equal `host` reach each other by `link`.  `carries` is the way of bytes to other hosts: a type
+    of device, or nothing if the process group has no backend for one that is there; None without one.  Reads
+    do not cross multiples of `cell` bytes, and are verified as `verify` says.  `read_rate` is measured, in
+    bytes per second, and 0 if it was not.  `columns` are file (a number of `files`), start and size.
     """
 
     host: str
@@ -218,14 +218,14 @@ class SharePlan(msgspec.Struct, array_like=True):
 
 
 class LoadRequest(msgspec.Struct, array_like=True):
-    """Before a load's reading: what does not fit on a rank, and what it would read.
+    """Before a load's reading: the names that do not fit on a rank, and the ranges that it would read.
 
     `idle` are patterns of the load that match nothing in the rank's target, `idle_rules` numbers of
-    transforms that match nothing in its items, `damaged` sentences about files.  `num_tensors` are those that
-    the rank asks for, `num_filled` those that it finds, `num_values` other values that it finds.  `lacking`
-    and `unfit` are what is missing and mismatched in a lenient load on a rank that finds no tensor at all.
-    `early` tells whether the rank has objects, which are loaded before tensors, and `early_offer` is about
-    what it would read for them.
+    transforms that match nothing in its items, `damaged` sentences about files.  `num_tensors` counts the
+    tensors that the rank asks for, `num_filled` those among them that it finds, and `num_values` other values
+    that it finds.  `lacking` and `unfit` are the missing and mismatched names in a lenient load on a rank
+    that finds no tensor at all.  With `early`, the rank has objects, which are loaded before tensors, and
+    `early_offer` has the ranges for them.
     """
 
     rank: int
@@ -245,7 +245,7 @@ class LoadRequest(msgspec.Struct, array_like=True):
 
 
 class Stopped(msgspec.Struct, array_like=True):
-    """After a load's reading, in place of nothing: what stopped a rank that met no error of its own."""
+    """After a load's reading, in place of nothing: the error that stopped a rank, which was not its own."""
 
     rank: int
     why: str
@@ -256,7 +256,7 @@ class LoadDecision(msgspec.Struct, array_like=True):
 
     `left` are items of the checkpoint that no rank asked for.  `share` is this rank's part in reading
     together, None where it reads alone.  With `early` some rank has objects, and there is a round for them;
-    `early_share` is as `share`, for what is read for them.
+    `early_share` is as `share`, for their ranges.
     """
 
     unexpected: list[str]
@@ -278,7 +278,7 @@ class ListenAddress(msgspec.Struct, array_like=True):
 
 
 class TreeAddress(msgspec.Struct, array_like=True):
-    """The root's answer to `ListenAddress`: the address above, and what all ranks have in common from now on.
+    """The root's answer to `ListenAddress`: the address above, and values that all ranks share.
 
     That is the seed of all write ids to come, and the number of the first save in which all can take part.
     """

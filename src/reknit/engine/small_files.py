@@ -46,7 +46,7 @@ def write_small(
 ) -> None:
     """Write files that are whole in memory, `threads` at once, and add them to `written`, in their order.
 
-    After an error `written` has those that storage has.
+    After an error `written` has the files that are in storage.
     """
     done: dict[int, Written] = {}
 

@@ -51,7 +51,7 @@ _LOW_NICE = 10
 
 
 class Agent:
-    """The work of one rank's agent, whatever process it runs in."""
+    """The work of one rank's agent, in a process of its own or in a thread of the trainer."""
 
     def __init__(self, channel: Channel, trainer: int | None) -> None:
         """Serve `channel`; `trainer` is the process that this one is to outlive, None for its own."""
@@ -84,7 +84,7 @@ class Agent:
 
     def run(self) -> None:
         """Serve until the trainer says quit or is gone, and then until all that was staged is written."""
-        # They end in this order, and then the lanes: what is committed may have to be promoted.
+        # They end in this order, and then the lanes: a committed checkpoint may have to be promoted.
         queues = {"write": self._to_write, "commit": self._to_commit}
         workers: dict[str, threading.Thread] = {}
         announced = True
@@ -92,11 +92,11 @@ class Agent:
             for name, jobs in queues.items():
                 workers[name] = start_thread(f"reknit-agent-{name}", partial(work, jobs))
             announced = self._serve()
-        except BaseException as error:  # the trainer may be told much more than an exit status
+        except BaseException as error:  # an exit status would say much less
             self._channel.tell(say.Fell(typed(error).to_wire()))
             raise
         finally:
-            self.outlive(announced)  # also after a bug: nobody may wait for what is not heard any more
+            self.outlive(announced=announced)  # also after a bug: no thread may wait for a message for ever
             for name, jobs in queues.items():
                 jobs.put(None)
                 if name in workers:  # else it could not be started
@@ -110,10 +110,10 @@ class Agent:
             self._channel.close()
 
     def _serve(self) -> bool:
-        """Hear the trainer until the end; tell whether it said so, or is gone."""
+        """Receive messages until the end; return whether the trainer announced it, or is gone."""
         while True:
             if not self._channel.wait(_LOOK_S):
-                # Whatever the trainer forked may hold its end of the socket open.
+                # A process that the trainer forked may hold its end of the socket open.
                 if self._trainer is not None and os.getppid() != self._trainer:
                     return False
                 continue
@@ -126,8 +126,8 @@ class Agent:
             fds = () if received.fd is None else (received.fd,)
             self._hears[type(received.message)](received.message, *fds)
 
-    def outlive(self, announced: bool) -> None:
-        """Let what the trainer did not finish fail, and see to it that the rest ends, too."""
+    def outlive(self, *, announced: bool) -> None:
+        """Let saves fail that the trainer did not finish staging, and limit the time of the others."""
         left = list(self.saves.values())
         for save in left:
             if not save.staged:
@@ -150,7 +150,7 @@ class Agent:
         watchdog.daemon = True
         try:
             watchdog.start()
-        except RuntimeError:  # no further thread: what is staged has to be written all the same
+        except RuntimeError:  # no further thread: a staged save has to be written all the same
             signal.alarm(math.ceil(limit_s))
 
     def _join(self, join: say.Join) -> None:
@@ -164,7 +164,7 @@ class Agent:
             return
         with quietly():
             from reknit.comm.tree.tree_group import (
-                TreeGroup,  # brings gRPC, for those who have someone to talk to
+                TreeGroup,  # brings gRPC, which a job of one rank does not need
             )
 
         assert join.generation is not None
@@ -189,8 +189,8 @@ class Agent:
             except ReknitError as error:
                 self._channel.tell(say.Joined(error.to_wire()))
                 return
-            tell = self._channel.tell
-            self._port.on_broken(lambda error: tell(say.Broken(isinstance(error, GroupClosedError))))
+            send = self._channel.tell
+            self._port.on_broken(lambda error: send(say.Broken(isinstance(error, GroupClosedError))))
             self._group = self._port
         self._channel.tell(say.Joined(None))
 
@@ -225,7 +225,7 @@ class Agent:
 
     @lazy_property
     def _maker(self) -> AgentState:
-        # Trainers wait for agents to join, and not for what is imported now: see `AgentLink` for threads.
+        # Trainers wait for agents to join, and not for these imports: see `AgentLink` for threads.
         from reknit.engine.background.agent_state import AgentState
 
         if self._rank == 0:
@@ -235,7 +235,7 @@ class Agent:
     def take_up(self, save: AgentSave, tuner: Tuner, timeout_s: float) -> None:
         """Let the workers carry out a save, after those before it."""
         group = self._group
-        # A commit to a path clears out what else is there, so nothing of a later save may be.
+        # A commit to a path clears out other files there, so no file of a later save may be there.
         earlier = [e for e in list(self.saves.values()) if e.url == save.url]
         self.saves[save.number] = save
         save.note_end = partial(self._note_end, save)
@@ -276,11 +276,11 @@ class Agent:
             lane.jobs.put(partial(promote, target, lane))
 
     def _refuse(self, number: int, error: ReknitError, timeout_s: float) -> None:
-        """Let all ranks hear, when they come to this save, why it does not begin here."""
+        """Let all ranks raise, when they come to this save, the error with which it does not begin here."""
         group = self._group
         self._longest_s = max(self._longest_s, timeout_s)
 
-        def tell_all() -> None:
+        def refuse_everywhere() -> None:
             from reknit.engine.background.agent_state import refuse
 
             try:
@@ -289,15 +289,15 @@ class Agent:
                 self._channel.tell(say.SaveDone(number, typed(announced).to_wire()))
 
         self._channel.tell(say.ArenaFree(number))
-        self._to_commit.put(tell_all)
+        self._to_commit.put(refuse_everywhere)
 
     def _note_saves(self) -> None:
-        """Let those who look at this process know what it works on."""
+        """Note the saves of this process for other processes that look at it."""
         if self._note is not None:
             self._note.tell(self._rank, self.saves)
 
     def _note_end(self, save: AgentSave) -> None:
-        """Let them know that a save, or one of its promotions, has ended."""
+        """Note that a save, or one of its promotions, has ended."""
         if save.over.is_set():
             self.saves.pop(save.number, None)
         self._note_saves()
@@ -325,7 +325,7 @@ class Agent:
 
 
 def _load_index_code() -> None:
-    """Load what the root needs to commit before a commit waits for it, which tells of what goes wrong."""
+    """Load the modules that the root commits with before a commit waits for them; it raises their errors."""
     with suppress(Exception):
         import reknit.format.index.file  # noqa: F401
 

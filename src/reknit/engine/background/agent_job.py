@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 def agent_job(
-    begin: say.Begin, options: SaveOptions, group: Group, tell: Callable[[say.AgentMessage], object]
+    begin: say.Begin, options: SaveOptions, group: Group, send: Callable[[say.AgentMessage], object]
 ) -> SaveJob:
     """Return a save as the agent carries it out, in its own `group`, with the store opened again.
 
-    `tell` gives a message to the trainer, for those of its sinks that only it has.
+    `send` sends a message to the trainer, for the sinks that only it has.
 
     Raises `ReknitError`.
     """
@@ -40,7 +40,7 @@ def agent_job(
         storage = open_store(begin.url, begin.factory, options)
     except ReknitError:
         raise
-    except Exception as error:  # whoever made the store decides what it raises
+    except Exception as error:  # the author of the store decides about its errors
         raise shortage(error) or AgentError(
             f"the agent cannot open {begin.url}: {type(error).__name__}: {error}",
             rank=group.rank,
@@ -49,7 +49,7 @@ def agent_job(
     step, extra = begin.claims.step, json.loads(begin.extra)
     sinks = outlets_for(options.events)
     if begin.tell_events:
-        to_trainer = _ToTrainer(begin.number, tell)
+        to_trainer = _ToTrainer(begin.number, send)
         sinks += (Outlet(to_trainer, "the trainer does not hear of them", idle_s=1.0),)
     recorder = Recorder(
         action="save",
@@ -108,14 +108,14 @@ class TargetStore:
 
 
 class _ToTrainer:
-    """A sink that passes on to the trainer what the agent records of one save."""
+    """A sink that sends the agent's records of one save to the trainer."""
 
-    def __init__(self, number: int, tell: Callable[[say.AgentMessage], object]) -> None:
-        self._number, self._tell = number, tell
+    def __init__(self, number: int, send: Callable[[say.AgentMessage], object]) -> None:
+        self._number, self._send = number, send
 
     def take(self, records: Sequence[Record]) -> None:
-        """Tell the trainer; one that is gone needs to hear nothing."""
-        self._tell(say.Events(self._number, [record.as_dict() for record in records]))
+        """Send the records; a trainer that is gone does not need them."""
+        self._send(say.Events(self._number, [record.as_dict() for record in records]))
 
 
 def open_store(url: str, factory: str | None, options: SaveOptions) -> Storage:
@@ -126,5 +126,5 @@ def open_store(url: str, factory: str | None, options: SaveOptions) -> Storage:
 
 
 def _collect_nothing() -> NoReturn:
-    """Stand for what a trainer collects: its agent gets the copies."""
+    """Stand for the collecting of a trainer: its agent receives the copies."""
     raise AssertionError("an agent collects nothing")

@@ -15,7 +15,7 @@ from reknit.processes.circumstances import Circumstances  # noqa: TC001 (msgspec
 
 
 class AgentMessage(Message):
-    """Base of all messages here: what is one of its subclasses may be received."""
+    """Base of all messages here: a message of one of its subclasses may be received."""
 
 
 class Join(AgentMessage):
@@ -67,8 +67,8 @@ class Lend(AgentMessage):
 class Begin(AgentMessage):
     """To the agent: a save begins.
 
-    `factory` says how its store is opened, as `storage.registry.recipe` does.  `extra` is what only the
-    root's manifest needs, as JSON.  A `warm_up` is no save: it ends with `Ready` instead of
+    `factory` says how its store is opened, as `storage.registry.recipe` does.  `extra` has the values that
+    only the root's manifest needs, as JSON.  A `warm_up` is not a save: it ends with `Ready` instead of
     `Planned`, and nothing is written.  `promote_to` are URL, factory and rate of each store that is to
     have the checkpoint too, and the record that the run has there.  `record` is that of the run that the
     checkpoint is a step of, if it is one.
@@ -95,7 +95,7 @@ class Planned(AgentMessage):
     """To the agent: the files of a save, which the arena will hold.
 
     `files` are item, part and size, and those numbered `frozen` hold frozen tensors alone; `ring` is the
-    capacity that the arena is used with.  `columns` is None where the root knows those of this plan.
+    capacity that the arena is used with.  `columns` is None if the root has those of this plan.
     """
 
     number: int
@@ -115,7 +115,7 @@ class Filled(AgentMessage):
 
 
 class Ready(AgentMessage):
-    """To the agent: the trainer has made ready for later saves what a warm_up is about."""
+    """To the agent: the trainer has done its part of a warm-up."""
 
     number: int
 
@@ -130,7 +130,7 @@ class Abandon(AgentMessage):
 
 
 class Quit(AgentMessage):
-    """To the agent: finish what was begun, and end."""
+    """To the agent: finish the saves that have begun, and end."""
 
 
 class Listening(AgentMessage):
@@ -161,13 +161,13 @@ class Freed(AgentMessage):
 
 
 class ArenaFree(AgentMessage):
-    """To the trainer: nothing of this save is read from the arena any more, whatever became of the save."""
+    """To the trainer: this save does not read from the arena any more; it may have failed."""
 
     number: int
 
 
 class Events(AgentMessage):
-    """To the trainer: what the agent has recorded of a save, for sinks that it cannot open itself."""
+    """To the trainer: the agent's records of a save, for sinks that it cannot open itself."""
 
     number: int
     records: list[dict[str, Any]]
@@ -204,7 +204,7 @@ class Broken(AgentMessage):
 
 
 class Fell(AgentMessage):
-    """To the trainer: the agent met what it cannot go on with, and ends when what was staged is written."""
+    """To the trainer: the agent met an error with which it ends, after writing the saves that are staged."""
 
     error: dict[str, Any]
 

@@ -53,7 +53,7 @@ class AgentPromotions:
         to = self.stores[target].target()
         try:
             report = promote_saved(job, self._write_id, self.written, group, to)
-        except BaseException as error:  # whatever it is, the trainer must receive it
+        except BaseException as error:  # also a bug: the trainer must receive it
             self.fail(target, error)
             return
         job.recorder.flush()

@@ -42,11 +42,11 @@ class AgentSave(ReceivedSave):
         super().__init__(begin, job, channel)
         self.promotions = AgentPromotions(begin, job, self._end_promotion)
         self.note_end: Callable[[], None] = lambda: None
-        """Called before the trainer can know that the save, or one of its promotions, has ended."""
+        """Called before the trainer receives the end of the save, or of one of its promotions."""
         self._committed = committed
         self._reuse: Reuse | None = None
         self._written: list[Written] | None = None
-        # Whoever has committed to this path clears away the files of others, unless a marker protects them.
+        # A save that commits to this path clears away the files of others, unless a marker protects them.
         # A save that may not overwrite need not fear that: it fails anyway if another has committed.
         self._may_write = not begin.overwrite
         self.over = threading.Event()
@@ -102,7 +102,7 @@ class AgentSave(ReceivedSave):
                     busy=None if image.is_ring or _CORES_FOR_BOTH else lambda: not self.staged,
                     take_over=partial(reuse.take_over, self.fetch, "wait", stop=self.fail),
                 )
-        except BaseException as error:  # whatever it is, the other ranks wait for this one's receipt
+        except BaseException as error:  # also a bug: the other ranks wait for this one's receipt
             self.fail(error)
         finally:
             self._channel.tell(say.ArenaFree(self.number))
@@ -173,7 +173,7 @@ class AgentSave(ReceivedSave):
                 discard(self.job.storage, file.path)
 
     def _keep_for_promotion(self, written: list[Written]) -> None:
-        """Keep only what a promotion needs: many may wait for a slow store."""
+        """Keep only the part that a promotion needs: many may wait for a slow store."""
         with self._changed:
             self.promotions.written = written
             self.image = None

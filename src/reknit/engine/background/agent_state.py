@@ -1,7 +1,7 @@
-"""What an agent makes of a save that begins, a warm-up among them, with what its saves share.
+"""The state that the saves of an agent share, and the warm-ups among them.
 
 An agent imports this, and with it all that writes and commits, when its first save begins.  Trainers wait for
-agents to join, and thus for whatever is imported before.
+agents to join, and thus for all imports before.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from reknit.processes.circumstances import Circumstances
 
 ROUND = "prepare"
-"""The round in which all ranks learn that each of them is ready, or why one is not."""
+"""The round that ends when all ranks are ready, or with the error of one that is not."""
 
 
 class WarmUp(AgentSave):
     """A save that ends where others write.
 
-    It is numbered like a save and fails like one, so whatever is lost meanwhile all ranks hear of it.  The
-    root keeps what it learns of the ranks' layouts, for the saves to come.
+    It is numbered like a save and fails like one, so a loss is an error on all ranks.  The root keeps the
+    ranks' layouts for the saves to come.
     """
 
     def make_ready(self) -> None:
@@ -68,7 +68,7 @@ class WarmUp(AgentSave):
         return [], SaveTotals(0, 0, 0, 0, ())
 
     def wait_ready(self) -> None:
-        """Wait until the trainer has done its part; raises what kept it from that."""
+        """Wait until the trainer has done its part.  Raises the error of the save."""
         with self._changed:
             self._changed.wait_for(lambda: self._staged or self.error is not None)
             if self.error is not None:
@@ -111,7 +111,7 @@ class Adapting:
 
 
 class AgentState:
-    """Makes the saves of one agent."""
+    """Makes the saves of one agent, with the state that they share."""
 
     def __init__(self, channel: Channel) -> None:
         self.coordinator = Coordinator()
@@ -129,7 +129,7 @@ class AgentState:
         return (WarmUp if begin.warm_up else AgentSave)(begin, job, self._channel, self._committed)
 
     def tuner(self, url: str, options: SaveOptions) -> Tuner:
-        """Return what is known of writing to such a store."""
+        """Return the settings that were measured in writing to such a store."""
         scheme, colon, _ = url.partition("://")
         key = (scheme if colon else "", options.threads, options.piece_nbytes)
         if key not in self._tuners:
@@ -138,5 +138,5 @@ class AgentState:
 
 
 def refuse(number: int, error: ReknitError, group: comm.Group, timeout_s: float) -> None:
-    """Let all ranks hear, when they come to a save, why it does not begin here.  Raises what they hear."""
+    """Let all ranks, and this one, raise the error with which a save does not begin here."""
     comm.fail(group, ASSIGN, error, timeout_s, subject=f"save {number}")

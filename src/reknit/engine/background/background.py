@@ -49,7 +49,7 @@ class Background:
         _all.add(self)
 
     def begin_anew(self) -> None:
-        """Start without saves, agent and arenas, as a forked process has to: what it sees is its parent's."""
+        """Start without saves, agent and arenas, as a forked process has to: those are its parent's."""
         self.supervisor = AgentSupervisor(in_process=self._in_process)
         self.arenas: Arenas | None = None
         self.pending: list[SaveOutcome] = []
@@ -68,9 +68,9 @@ class Background:
             arenas.forget()
 
     def save(self, group: Group, make: Callable[[], SaveJob], url: str, options: SaveOptions) -> SaveOutcome:
-        """Stage what `make` gives, and leave the rest to the agent.
+        """Stage the job of `make`, leave the rest to the agent, and return the outcome to come.
 
-        What goes wrong is told by the `SaveOutcome`, on every rank; only what is no `Exception` is raised.
+        An error becomes the outcome on every rank; only Ctrl-C and other ends of the process are raised.
         """
         pending = SaveOutcome(url, promote_to=options.promotions)
         with self._saving.taken(options.timeout_s):
@@ -78,9 +78,9 @@ class Background:
         return pending
 
     def prepare(self, group: Group, make: Callable[[], SaveJob], url: str, options: SaveOptions) -> None:
-        """Make ready, together with all other ranks, what saving the state that `make` gives will need.
+        """Prepare, together with all other ranks, to save the state of the job of `make`.
 
-        What goes wrong on one rank is raised on all.
+        An error on one rank is raised on all.
         """
         pending = SaveOutcome(url, logged=False)
         pending.asked = True  # raised here, and by no later save
@@ -98,8 +98,8 @@ class Background:
         make: Callable[[], SaveJob],
         options: SaveOptions,
     ) -> None:
-        """Let this rank go through the story of its next number, as far as it is the trainer's."""
-        if self._exit is None:  # once in each process: `multiprocessing` takes what a parent registered away
+        """Go through the trainer's part of a story, under the next number of this rank."""
+        if self._exit is None:  # once in each process: `multiprocessing` removes the entries of a parent
             self._exit = AtExit(self.at_exit)
         with self._lock:
             keep = options.on_error == "raise"
@@ -118,7 +118,7 @@ class Background:
             wrong = prepared.prepare(make, "collect" if starting is None else until)
             session = supervisor.session_for(number, group, starting)
             save = session.new_save(number, pending)
-            save.begun, save.untold = prepared.begun, prepared.recorder
+            save.begun, save.unrecorded = prepared.begun, prepared.recorder
             prepared.arena.hand_over(save)
             supervisor.begun(number)
             self.wait_for(pending.path, options.timeout_s, but=session)
@@ -126,8 +126,8 @@ class Background:
             if wrong is not None:
                 raise wrong
             story(prepared, session, save)
-        except BaseException as caught:  # whatever it is, the other ranks must hear of it
-            # What came first; but Ctrl-C, whenever it came, is no matter of this save alone.
+        except BaseException as caught:  # also a bug: the other ranks must receive it
+            # The first error counts; but Ctrl-C, first or not, concerns more than this save.
             first = caught if wrong is None or not isinstance(caught, Exception) else wrong
             error = typed(first) if isinstance(first, Exception) else first
             if save is not None:
@@ -136,7 +136,7 @@ class Background:
                 prepared.arena.release()
                 supervisor.give_up(number)
             if pending.end(error) and pending.logged:
-                logger.error("save to %s failed: %s", pending.path, str(error) or type(error).__name__)
+                _log_failure(pending, error)
             if not isinstance(error, Exception):
                 pending.asked = True  # raised here, and not once more by the next save
                 raise error from (None if error is caught else caught)
@@ -144,14 +144,14 @@ class Background:
     def wait_for(self, url: str, timeout_s: float, but: object = None) -> None:
         """Wait until no save to a place is under way, but those of one writer, which keep their order.
 
-        Of two that commit at once one may clear away what the other has written.  Raises `DeadlineError`.
+        If two saves commit at once, one may clear away the files of the other.  Raises `DeadlineError`.
         """
         for pending in self._unfinished():
             if pending.place is not None and pending.place[0] == url and pending.place[1] is not but:
                 pending.wait_over(timeout_s)
 
     def surface(self, but: SaveOutcome) -> None:
-        """Raise the error of a save, `but` excepted, or of a promotion, that nobody has asked for."""
+        """Raise the error of a save, `but` excepted, or of a promotion, whose outcome nobody asked for."""
         with self._lock:
             failed = [pending for pending in self.pending if pending.unasked and pending is not but]
         for pending in failed:
@@ -160,7 +160,7 @@ class Background:
                 pending.promotion.result()
 
     def wait_staged(self, timeout_s: float) -> None:
-        """Wait until the states of all saves may be changed, but for that which this thread is inside of."""
+        """Wait until the states of all saves may be changed, except one that this thread is inside of."""
         for pending in self._unfinished():
             if not (self._saving.mine and pending is self._begun):
                 pending.wait_staged(timeout_s)
@@ -171,10 +171,10 @@ class Background:
             return [pending for pending in self.pending if not pending.over()]
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Wait for what is under way, and let the agent end; tell whether all has ended.
+        """Wait for the saves under way, and let the agent end; return whether all have ended.
 
-        Waits up to `timeout_s`, None for the longest `exit_wait_s` of all saves.  What is staged by then is
-        written and committed all the same.
+        Waits up to `timeout_s`, None for the longest `exit_wait_s` of all saves.  A save that is staged by
+        then is written and committed all the same.
         """
         deadline = Deadline(self._exit_wait_s if timeout_s is None else timeout_s)
         pending = self._unfinished()
@@ -192,16 +192,16 @@ class Background:
         return all(save.over() for save in pending)
 
     def retire(self) -> None:
-        """Close, as the group is gone; what is still under way is waited for when the interpreter ends."""
+        """Close, as the group is gone; the end of the interpreter waits for saves that are under way."""
         if not self._unfinished():
             self.close(0.0)
 
     def at_exit(self) -> None:
-        """Wait for the saves under way when the interpreter ends, and log what becomes of them."""
+        """Wait for the saves under way when the interpreter ends, and log their fate."""
         if unfinished := len(self._unfinished()):
             text = "this process waits for %d saves under way, for up to %g s; Ctrl-C ends the wait"
             logger.info(text, unfinished, self._exit_wait_s)
-        with suppress(KeyboardInterrupt):  # who does not want to wait is told what becomes of the saves
+        with suppress(KeyboardInterrupt):  # a user who does not want to wait reads the fate of the saves
             if self.close():
                 return
         if self._in_process:
@@ -210,6 +210,11 @@ class Background:
             logger.warning(
                 "this process ends before its saves are committed, or promoted; its agent goes on with them"
             )
+
+
+def _log_failure(pending: SaveOutcome, error: BaseException) -> None:
+    """Log that a save failed, without the traceback, which the user gets with the outcome."""
+    logger.error("save to %s failed: %s", pending.path, str(error) or type(error).__name__)
 
 
 _all: weakref.WeakSet[Background] = weakref.WeakSet()

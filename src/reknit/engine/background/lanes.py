@@ -34,7 +34,7 @@ class PromotionLane:
         self._thread: threading.Thread = start_thread("reknit-agent-promote", lambda: work(self.jobs))
 
     def end(self) -> None:
-        """Return when all is done."""
+        """Finish all promotions, then end the thread."""
         self.jobs.put(None)
         self._thread.join()
         self.group.close()
@@ -50,8 +50,8 @@ class Lanes:
     def agree(self, urls: Sequence[str], group: comm.Group, timeout_s: float) -> list[int]:
         """Return the numbers of the lanes for checkpoints at some places: those of the root for its own.
 
-        There are as many on all ranks.  What they call a store may differ, and so may which of their
-        checkpoints have one in common.  Raises `CommError`.
+        There are as many on all ranks.  The ranks' names of a store may differ, and so may the checkpoints
+        that have one store in common.  Raises `CommError`.
         """
 
         def decide(requests: list[bytes]) -> list[bytes]:
@@ -80,7 +80,7 @@ class Lanes:
         return max(1, len(self._lanes))
 
     def end(self) -> None:
-        """Return when all is promoted."""
+        """Finish all promotions."""
         for lane in self._lanes.values():
             if isinstance(lane, PromotionLane):
                 lane.end()

@@ -46,8 +46,8 @@ class ArenaImage:
 class ReceivedSave:
     """A save between the thread that receives from the trainer and the threads that write and commit.
 
-    `error` is what makes it fail.  Once it is set no thread waits for the trainer any more, and all ranks
-    receive the error in the next round.
+    Once `error` is set, no thread waits for the trainer any more, and all ranks receive the error in the next
+    round.
     """
 
     def __init__(self, begin: say.Begin, job: SaveJob, channel: Channel) -> None:

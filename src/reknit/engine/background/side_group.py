@@ -58,7 +58,7 @@ def where_of(group: comm.Group, options: CommOptions) -> CommOptions:
 
 
 def places(requests: Sequence[bytes]) -> list[bytes]:
-    """Tell each rank where the one above it is, and what all have in common from now on."""
+    """Return for each rank the address of the rank above it, and the seed and number that all share."""
     ranks = [round_messages.decode(request, round_messages.ListenAddress) for request in requests]
     seed, number = secrets.token_hex(16), max(rank.number for rank in ranks)
     above = ["" if rank.above is None else ranks[rank.above].address for rank in ranks]

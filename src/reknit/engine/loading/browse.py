@@ -55,8 +55,8 @@ class NewArrays(Protocol):
 class Checkpoint(Shown):
     """An open checkpoint.  It holds metadata only; every `read` goes to storage, and is verified.
 
-    `items` are the top-level names, `tensors[item][fqn]` the spec of each tensor, `values[item][fqn]` what is
-    no tensor and the same for all ranks, `manifest` the commit record.
+    `items` are the top-level names, `tensors[item][fqn]` the spec of each tensor, `values[item][fqn]` the
+    other values, if they are the same for all ranks, `manifest` the commit record.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Checkpoint(Shown):
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """What the user stored beside the state."""
+        """The metadata that the user stored beside the state."""
         return self._open.manifest.metadata
 
     @property
@@ -111,7 +111,7 @@ class Checkpoint(Shown):
         return self._open.manifest.step
 
     def close(self) -> None:
-        """Release what the store holds open; a later `read` opens it again."""
+        """Release the resources of the store; a later `read` opens it again."""
         for storage in (self._open.storage, *self._replicas):
             storage.close()
 
@@ -124,7 +124,7 @@ class Checkpoint(Shown):
     def read(
         self, item: str, fqn: str, index: Sequence[Index] | Index = ..., *, framework: str = "numpy"
     ) -> Any:
-        """Read a tensor, or the part of it that `index` selects, from whatever files hold it.
+        """Read a tensor, or the part of it that `index` selects, from the files that hold it.
 
         `index` is as for an array: integers, slices of step 1, and one ellipsis.  `framework` is ``"numpy"``
         (bfloat16 and float8 come as ml_dtypes types) or ``"torch"``.  Raises `MismatchError` for an unknown
@@ -165,8 +165,8 @@ class Checkpoint(Shown):
     ) -> dict[str, dict[str, Any]]:
         """Read all of some items into new memory: ``{item: {fqn: tensor or value}}``.
 
-        What an item that was a module holds is a state dict for ``load_state_dict(..., assign=True)``.  All
-        tensors are read together, in one plan; beside the result this takes the memory of
+        An item that was a module becomes a state dict for ``load_state_dict(..., assign=True)``.  All tensors
+        are read together, in one plan; beside the result this takes the memory of
         `LoadOptions.inflight_nbytes` only.  Tensors that were tied (stored once) are one object again, unless
         `sharding` differs by name.  An object that was saved by its `state_dict` has its tensors under their
         names, and under ``~s`` the dict with the tensors in it; an item that is itself a tensor or a value is
@@ -204,7 +204,7 @@ class Checkpoint(Shown):
         return result
 
     def _chosen(self, items: Sequence[str] | None, only: Sequence[str]) -> _Selection:
-        """Return what to read of the checkpoint, by item, name and pattern."""
+        """Return the entries to read of the checkpoint, by item, name and pattern."""
         if isinstance(items, str) or isinstance(only, str):
             raise UsageError("items and only are lists of texts: put the text into a list")
         wanted = self.items if items is None else tuple(dict.fromkeys(items))
@@ -228,7 +228,7 @@ class Checkpoint(Shown):
         return _Selection(wanted, [self._open.index.ids[name] for name in tensors], values)
 
     def _extents(self, number: int) -> object:
-        """Return what is equal for tensors that were tied: they are stored in the same place."""
+        """Return a key that is equal for tied tensors: their place in the files."""
         index = self._open.index
         rows = slice(*index.first[number : number + 2].tolist())
         return index.tensors[number].spec, index.file[rows].tobytes(), index.start[rows].tobytes()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Collected(NamedTuple):
-    """What a rank takes of a checkpoint.
+    """The entries that a rank takes of a checkpoint.
 
     `checkpoint` has the rank's items; unless this is the root, its index has no rows yet.  With transforms,
     `made` are `bitmaps` of those tensors made by them that the rank has a use for.
@@ -80,7 +80,7 @@ def request_items(job: LoadJob) -> bytes:
 
 
 def collect(job: LoadJob, checkpoint: OpenCheckpoint) -> Collected:
-    """Find out what this rank takes, by the names and shapes in the checkpoint."""
+    """Return the entries that this rank takes, by the names and shapes in the checkpoint."""
     options, part = job.options, checkpoint.of_items(job.items)
     with job.recorder.phase("collect"):
         catalog = part.catalog(terms(options, strict_patterns(job.lenient)))
@@ -109,7 +109,7 @@ def collect(job: LoadJob, checkpoint: OpenCheckpoint) -> Collected:
 
 
 def left_of_made(root: Collected, asked: Sequence[round_messages.Asked], left: Sequence[Name]) -> list[Name]:
-    """Return what transforms make and no rank takes, unless all it is made of is in `left` already."""
+    """Return names that transforms make and no rank takes, unless `left` has all their sources already."""
     if root.transformed is None:
         return []
     kinds = [dict(kind) for kind in {tuple(rank.made.items()) for rank in asked}]
@@ -129,10 +129,10 @@ def _known(wanted: Wanted) -> set[Name]:
 
 
 def _own(job: LoadJob, catalog: Catalog, item: str, coordinate: Mapping[str, int]) -> Mapping[str, Any]:
-    """Return what the rank with a coordinate saved for itself."""
+    """Return the values that the rank with a coordinate saved for itself."""
     return job.within_deadline(f"reading values of {item!r} of", lambda: catalog.own(item, coordinate))
 
 
 def _read_ahead(job: LoadJob, catalog: Catalog, item: str, coordinates: Sequence[Mapping[str, int]]) -> None:
-    """Read what several ranks saved for themselves."""
+    """Read the values that several ranks saved for themselves."""
     job.within_deadline(f"reading values of {item!r} of", lambda: catalog.read_ahead(item, coordinates))

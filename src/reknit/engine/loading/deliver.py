@@ -28,8 +28,8 @@ DIRECT_NBYTES = 32 << 10
 class ReadPart(NamedTuple):
     """A piece of the plan: its number there, and its bytes `low` up to `high` of a file.
 
-    `direct` are the bytes of the target where they are one run, in memory as in the file, and take what is
-    saved as it is.
+    `direct` are the bytes of the target if they are one run, in memory as in the file, and take saved bytes
+    as they are.
     """
 
     number: int
@@ -62,7 +62,7 @@ class Deliverer:
     """Puts the bytes of reads where the plan wants them; thread-safe for different reads.
 
     `boxes` are the number of a tensor in the index, a box of it, and the live array to fill; `cast` holds the
-    positions in `boxes` of those that are converted.
+    positions in `boxes` of converted boxes.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Deliverer:
                 self._copy(at, box, data[byte - start :], strides)
 
     def run_starts(self, number: int) -> NDArray[np.int64]:
-        """Return where each run of a strided read begins in its file."""
+        """Return the start of each run of a strided read in its file."""
         at, depth, runs = self._strided(number)
         strides = _strides(at.chunk, at.itemsize)
         steps = np.unravel_index(np.arange(runs.start, runs.stop), at.lengths[:depth])
@@ -227,7 +227,7 @@ class Deliverer:
 
 
 def _place(box: Box) -> tuple[Any, ...]:
-    """Return the index that selects a box from an array; what has no dimensions stays an array."""
+    """Return the index that selects a box from an array; a value without dimensions stays an array."""
     return (*box.slices(), ...)
 
 

@@ -1,10 +1,10 @@
 """Which rows of the index does a rank get?  Those of the tensors that it takes, in the boxes that it wants.
 
-The root knows all rows.  A rank says which tensors it takes, a bit for each.  Tensors that the same ranks
-take travel together, in blocks that are encoded once, however many ranks get them: the root's work grows with
-the index and with the number of different requests, not with the number of ranks.  Ranks that take the same
+The root has all rows.  A rank says which tensors it takes, a bit for each.  Tensors that the same ranks take
+travel together, in blocks that are encoded once for all of these ranks.  So the root's work grows with the
+index and with the number of different requests, not with the number of ranks.  Ranks that take the same
 tensors (data parallel, FSDP, tensor parallel) get one answer, which a tree carries as one; of each block a
-rank keeps what lies in its own boxes before it looks at the next.  See docs/decisions/0008.
+rank keeps the rows in its own boxes before it looks at the next.  See docs/decisions/0008.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BLOCK_ROWS = 1 << 16
 """Rows of a block; one tensor has all its rows in one."""
 
 MAX_KINDS = 1 << 12
-"""Sets of ranks by which tensors are told apart; with more of them, ranks get rows that they do not need."""
+"""Sets of ranks that distinguish tensors; with more of them, ranks get rows that they do not need."""
 
 _FAR = (1 << 63) - 1
 
@@ -47,7 +47,7 @@ class Reach(NamedTuple):
 
     @classmethod
     def of(cls, index: Index, fills: Sequence[Fill], wanted: Wanted) -> Reach:
-        """Return what these fills reach; what is tied to a wanted tensor is looked at in the same place."""
+        """Return the reach of these fills; tensors tied to wanted ones share their place."""
         width = index.offsets.shape[1]
         begin, size = box_columns([fill.box for fill in fills], width)
         tensor = np.array([fill.tensor for fill in fills], np.int64)
@@ -62,7 +62,7 @@ class Reach(NamedTuple):
         return cls(low, high)
 
     def touched(self, tensor: Ints, offsets: Ints, lengths: Ints) -> NDArray[np.bool_]:
-        """Tell which chunks have elements in the boxes around what is wanted of their tensors."""
+        """Return the chunks that have elements in the boxes around the wanted parts of their tensors."""
         inside = np.ones(len(tensor), np.bool_)
         for axis in range(offsets.shape[1]):
             inside &= offsets[:, axis] < self.high[tensor, axis]
@@ -91,10 +91,10 @@ _decode = msgspec.msgpack.Decoder(_Block).decode
 def blocks_for(index: Index, files: Ints, requests: Sequence[Ints]) -> list[list[bytes]]:
     """Return for each request, given as numbers of tensors, the blocks with all rows of these tensors.
 
-    `files` are the numbers by which files are known to all ranks.
+    `files` are the numbers of files that all ranks use.
     """
     wanted = np.zeros(len(index.tensors), np.bool_)
-    # Tensors with equal sums are those that the same requests name; where chance makes two sums equal, ranks
+    # Tensors with equal sums are named by the same requests; where chance makes two sums equal, ranks
     # get rows of tensors that they did not ask for, and drop them.
     marks = np.random.default_rng(0).integers(1 << 63, size=len(requests), dtype=np.uint64)
     sums = np.zeros(len(index.tensors), np.uint64)
@@ -162,7 +162,7 @@ def _steps(column: Ints) -> NDArray[np.signedinteger]:
 
 
 class Rows(NamedTuple):
-    """Rows of an index, as columns; `file` has numbers that are known to all ranks."""
+    """Rows of an index, as columns; `file` has numbers that all ranks use."""
 
     tensor: Ints
     offsets: Ints
@@ -184,7 +184,7 @@ def rows_of(index: Index, blocks: Sequence[bytes], reach: Reach) -> Rows:
 
 
 def _decoded(data: bytes, first: dict[str, int], width: int, reach: Reach) -> Rows:
-    """Return what a rank needs of a block."""
+    """Return the rows of a block that a rank needs."""
     block = _decode(data)
     plain = pa.Codec("zstd").decompress(block.body, decompressed_size=block.nbytes, asbytes=True)
     at, columns = 0, []

@@ -71,7 +71,7 @@ def _load(job: LoadJob, root: LoadCoordinator) -> LoadReport:
         with recorder.phase("open"), comm.turn(group, FIRST_ROUND, timeout_s, opens=True) as turn:
             contents = turn.exchange(request_items(job), root.open)
 
-        # 2 Collect what the target takes; the root answers where that lies.
+        # 2 Collect the entries that the target takes; the root answers with their places.
         with recorder.phase("locate"), comm.turn(group, "locate", timeout_s) as turn:
             metadata = root.metadata or ReceivedMetadata.of(contents, job)
             collected = collect(job, metadata.checkpoint)
@@ -125,7 +125,8 @@ def _plan(
     collected: Collected,
     answer: round_messages.Answer,
 ) -> tuple[LoadPart | None, LoadPart]:
-    """Plan what this rank reads first, for objects, and then; add what is wrong with files to its problems.
+    """Plan the first reads of this rank, for objects, and the later ones; add faults of files to its
+    problems.
 
     The checkpoint of the readers has the rows of the index that they need.
     """
@@ -147,7 +148,7 @@ def _plan(
 def _damaged(
     job: LoadJob, checkpoint: OpenCheckpoint, parts: Sequence[LoadPart], alike: list[int]
 ) -> list[str]:
-    """Say what is wrong with the files that this rank reads; with ``verify="full"``, with its share of all.
+    """Name the faults of the files that this rank reads; with ``verify="full"``, with its share of all.
 
     The ranks `alike` read the same files: each looks at some of them.
     """
@@ -163,7 +164,7 @@ def _damaged(
 
 
 def _request(job: LoadJob, collected: Collected, early: LoadPart | None, late: LoadPart) -> bytes:
-    """Return what does not fit, less what a lenient load accepts, and what this rank would read."""
+    """Return the request of this rank: names that do not fit and are not accepted, and ranges to read."""
     wanted, problems, lenient = collected.wanted, collected.problems, job.lenient
     num_filled = len({fill.name for fill in collected.fills} | problems.resized.keys()) + wanted.num_kept
     most = MOST_LACKING if lenient and not num_filled else 0

@@ -1,4 +1,4 @@
-"""What rank 0 decides in each round of a load, and what it keeps from one round for the next."""
+"""The decisions of rank 0 in each round of a load, and its memory between the rounds."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LoadCoordinator:
         self._handout: Handout | None = None
         self._collected: Collected | None = None
         self.metadata: RootMetadata | None = None
-        """What rank 0 has read of the checkpoint; None on other ranks."""
+        """The metadata that rank 0 has read of the checkpoint; None on other ranks."""
 
     def open(self, requests: Sequence[bytes]) -> list[bytes]:
         """Read manifest, index and shared values, and answer each rank with its items."""
@@ -57,7 +57,7 @@ class LoadCoordinator:
         return handout.answers
 
     def agree(self, requests: Sequence[bytes]) -> list[bytes]:
-        """Raise one error that lists what does not fit on any rank; otherwise divide the reading."""
+        """Raise one error that lists all names that do not fit on any rank; otherwise divide the reading."""
         assert self._handout is not None
         job, handout = self._job, self._handout
         loads = [round_messages.decode(request, round_messages.LoadRequest) for request in requests]
@@ -77,7 +77,7 @@ class LoadCoordinator:
     def _require_use(
         self, loads: Sequence[round_messages.LoadRequest], unexpected: Sequence[str], handout: Handout
     ) -> None:
-        """Raise what does not fit, what matches nothing, and that nothing would be loaded."""
+        """Raise an error for names that do not fit, patterns that match nothing, and a load of nothing."""
         assert self.metadata is not None
         assert self._collected is not None
         job, url, collected = self._job, self._job.storage.url, self._collected
@@ -93,7 +93,9 @@ class LoadCoordinator:
         items, every = [*checkpoint.items, *handout.items], [*saved, *(each[:2] for each in whole)]
         idle = idle_patterns(loads, job.options, job.lenient, partial(known_names, every, collected), items)
         require_fit(loads, unexpected, idle, job.lenient, url, damaged=handout.damaged, hint=hint)
-        odd = require_some(loads, bool(whole), lambda: [full_name(*each[:2]) for each in whole], hint, url)
+        odd = require_some(
+            loads, lambda: [full_name(*each[:2]) for each in whole], hint, url, saved=bool(whole)
+        )
         if odd is not None:
             logger.warning("the load of %s is done, but %s", url, odd)
 
@@ -106,7 +108,7 @@ class LoadCoordinator:
         return [b""] * len(requests)
 
     def look_again(self, error: ReknitError, requests: Sequence[bytes]) -> list[bytes]:
-        """Tell all ranks, which met this error, whether another checkpoint has replaced the one opened.
+        """Return for all ranks, which met this error, whether another checkpoint has replaced the opened one.
 
         Raises `CheckpointNotFoundError` where it was deleted.
         """

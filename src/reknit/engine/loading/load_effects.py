@@ -19,12 +19,11 @@ if TYPE_CHECKING:
     from reknit.options import LoadOptions
 
 MOST_LACKING = 1000
-"""So many names a rank sends of what it does not find, where it finds no tensor at all."""
+"""Most names of missing tensors that a rank sends if it finds no tensor at all."""
 
 
 def known_names(saved: Iterable[tuple[str, str]], collected: Collected) -> list[str]:
-    """Return names as users write them: those of the root's target, and of what was `saved`, before and after
-    transforms."""
+    """Return the names of the root's target and the `saved` ones, before and after transforms."""
     wanted, problems, transformed = collected.wanted, collected.problems, collected.transformed
     names = [fill.name for fill in collected.fills]
     names += [name for found in (problems.missing, problems.mismatched) for name, _ in found]
@@ -43,10 +42,10 @@ def idle_patterns(
     names: Callable[[], Sequence[str]],
     items: Sequence[str],
 ) -> list[str]:
-    """Say which patterns of a load match nothing.
+    """Name the patterns of a load that match nothing.
 
-    A pattern of `only` has to match a name in the target of some rank.  The others may also match what was
-    saved, as `names` returns it, and those of `strict` one of the `items` as a whole.
+    A pattern of `only` has to match a name in the target of some rank.  The others may also match the saved
+    names, as `names` returns them, and those of `strict` one of the `items` as a whole.
     """
     everywhere = [pattern for pattern in requests[0].idle if all(pattern in one.idle for one in requests)]
     if not everywhere:
@@ -67,7 +66,7 @@ def idle_patterns(
 
 
 def _of_item(pattern: str, items: Sequence[str]) -> bool:
-    """Tell whether a pattern is for an item as a whole, which may have no names."""
+    """Return whether a pattern is for an item as a whole, which may have no names."""
     return any(matches(f"{item}/", [pattern]) for item in items)
 
 
@@ -84,15 +83,16 @@ def require_rules(requests: Sequence[LoadRequest], collected: Collected) -> None
 
 def require_some(
     requests: Sequence[LoadRequest],
-    saved: bool,
     names: Callable[[], Sequence[str]],
     hint: Callable[[Sequence[str]], str | None],
     url: str,
+    *,
+    saved: bool,
 ) -> str | None:
-    """Raise `MismatchError` for a load that wants tensors and restores none; return what else is odd.
+    """Raise `MismatchError` for a load that wants tensors and restores none; return another oddity.
 
-    A target without tensors may be left as it is, which is said; so may one with tensors where the checkpoint
-    has none (`saved` tells that) and values are restored.
+    A target without tensors may be left as it is, which is said; so may one with tensors if the checkpoint
+    has none (`saved` is False) and values are restored.
     """
     wanted = sum(request.num_tensors for request in requests)
     values = sum(request.num_values for request in requests)

@@ -1,4 +1,4 @@
-"""What one rank is given to load, and what of it is read at once."""
+"""The input of one rank's load, and the parts of it that are read at once."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """What one rank is given to load."""
+    """The input of one rank's load."""
 
     want: Callable[[Catalog], Wanted]
-    """Walks through the target and returns what it takes of a checkpoint."""
+    """Walks through the target and returns the entries that it takes of a checkpoint."""
     group: Group
     storage: Storage
     items: tuple[str, ...]
@@ -53,7 +53,7 @@ class LoadJob:
 
 @dataclass
 class LoadPart:
-    """Boxes that are filled together, what reads them, and how many bytes came from other ranks."""
+    """Boxes that are filled together, their reader, and the number of bytes from other ranks."""
 
     fills: Sequence[Fill]
     reader: RangeReader
@@ -80,5 +80,5 @@ class LoadPart:
         last.callback(self.shared.close)
 
     def offer(self) -> round_messages.Offer | None:
-        """Return what this rank would read, if that may be shared."""
+        """Return the ranges that this rank would read, if they may be shared."""
         return None if self.shared is None else self.shared.offer()

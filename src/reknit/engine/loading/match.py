@@ -1,4 +1,4 @@
-"""Does a checkpoint fit a target?  Match what is wanted with what was saved, and list what does not fit."""
+"""Does a checkpoint fit a target?  Match wanted entries with saved ones, and list those that do not fit."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ class Fill(NamedTuple):
 
 
 class Problems(NamedTuple):
-    """What does not fit, as (item/fqn, reason); `damaged` are sentences about the checkpoint's files.
+    """The entries that do not fit, as (item/fqn, reason); `damaged` are sentences about the checkpoint's
+    files.
 
-    `resized` is no problem: what was taken of tensors that may have another shape, by name.
+    `resized` is not a problem: the parts that were taken of tensors that may have another shape, by name.
     """
 
     missing: list[tuple[str, str]]
@@ -46,12 +47,12 @@ class Problems(NamedTuple):
 
 
 def terms(options: LoadOptions, watched: Sequence[str] = ()) -> Terms:
-    """Return what those who decide what is wanted have to know of the options."""
+    """Return the terms of these options for the code that selects the wanted entries."""
     return Terms(tuple(options.only), tuple(options.allow_shape_mismatch), options.cast, tuple(watched))
 
 
 def strict_patterns(lenient: Sequence[str]) -> tuple[str, ...]:
-    """Return what the patterns of `strict` match, given those that a load made of them."""
+    """Return the names that the patterns of `strict` match, given those that a load made of them."""
     return tuple(dict.fromkeys(name for p in lenient if (name := p.removeprefix("!")) != "*"))
 
 
@@ -60,7 +61,7 @@ def match(
 ) -> tuple[list[Fill], Problems]:
     """Match wanted shards with saved tensors by name, shape and dtype.
 
-    Pure.  `stored` are the names in the checkpoint of what has another one there.
+    Pure.  `stored` are the names in the checkpoint of entries with another name there.
     """
     names = stored or {}
     problems = Problems(
@@ -108,7 +109,7 @@ def _mismatch(saved: TensorSpec, wanted: TensorSpec, *, cast: bool, resize: bool
 
 
 def _resized(saved: TensorSpec, wanted: TensorSpec) -> str:
-    """Say what is taken of a tensor that has another shape."""
+    """Describe the part that is taken of a tensor of another shape."""
     taken = Box.whole(tuple(map(min, saved.shape, wanted.shape)))
     return f"saved shape {list(saved.shape)}, wanted {list(wanted.shape)}: took {taken}"
 
@@ -127,7 +128,7 @@ def _stored_as(name: str, stored: Mapping[str, str]) -> str:
 
 
 def uncovered(index: Index, wanted: Container[int]) -> list[str]:
-    """Say which of the wanted tensors the chunks of the index do not cover exactly."""
+    """Name the wanted tensors that the chunks of the index do not cover exactly."""
     shapes = [entry.spec.shape for entry in index.tensors]
     return [
         f"the chunks of {full_name(*index.tensors[gap.tensor][:2])} in the index do not cover it exactly: "
@@ -149,9 +150,9 @@ def require_fit(
 ) -> None:
     """Raise one error that lists all that does not fit on any rank, if anything does not.
 
-    `damaged` is what the root found.  Damaged files make it a `CorruptError`, which no option permits;
+    `damaged` are sentences of the root.  Damaged files make it a `CorruptError`, which no option permits;
     otherwise it is a `MismatchError`.  `idle` are lines about patterns that match nothing, which no option
-    permits either.  `lenient` are patterns of the load, and `hint` says what makes missing names fit.
+    permits either.  `lenient` are patterns of the load, and `hint` returns a way to make missing names fit.
     """
     everyone = {request.rank for request in requests}
     found: dict[str, set[int]] = {f"damaged: {what}": everyone for what in damaged}
@@ -203,7 +204,7 @@ def _refusal(problems: Sequence[str], url: str, hint: str | None, *, damaged: bo
 
 
 def _on(ranks: set[int], size: int) -> str:
-    """Say which ranks have a problem, unless all have it."""
+    """Name the ranks that have a problem, unless all have it."""
     if len(ranks) == size:
         return ""
     return f" ({spelled(ranks)})"

@@ -1,4 +1,4 @@
-"""What the root reads once for all ranks of a load, and the part that each rank gets."""
+"""The metadata that the root reads once for all ranks of a load, and the part of each rank."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ class ReceivedMetadata:
 def read_for_all(job: LoadJob, wanted: Sequence[round_messages.Items]) -> RootMetadata:
     """Read the items that ranks load; the root alone opens the manifest, the index and the shared values.
 
-    With names to change, an item of any name in the checkpoint may hold what is wanted: everything is read,
+    With names to change, an item of any name in the checkpoint may hold wanted entries: everything is read,
     and all names go to all ranks.  With ``verify="full"`` all ranks get the whole manifest, with the digests
-    of all files.  Raises `MismatchError` for an item that is needed and missing, and what `opened` raises.
+    of all files.  Raises `MismatchError` for an item that is needed and missing, and the errors of `opened`.
     """
     items = list(dict.fromkeys(item for rank in wanted for item in rank.names))
     optional = {item for rank in wanted for item in rank.optional}
@@ -94,18 +94,22 @@ def read_for_all(job: LoadJob, wanted: Sequence[round_messages.Items]) -> RootMe
             remedy = f"pass what to fill by these names: {{{', '.join(f'{item!r}: ...' for item in known)}}}"
         raise unknown_items(absent, known, contents.manifest, job.storage.url, remedy)
     everything = frozenset(contents.manifest.items)
-    # The root keeps what it has read, so it gets no answer.
+    # The root keeps the whole contents, so it gets no answer.
     parts: dict[frozenset[str], bytes] = {}
     for rank in wanted[1:]:
         if (asked := frozenset(rank.names)) not in parts:
-            part = _part(contents, everything if renaming else asked, job.options.verify == "full")
+            part = _part(
+                contents, everything if renaming else asked, whole_manifest=job.options.verify == "full"
+            )
             parts[asked] = round_messages.encode(part)
     answers = [b"", *(parts[frozenset(rank.names)] for rank in wanted[1:])]
     return RootMetadata(whole.of_items(items), answers, whole.index.tensors)
 
 
-def _part(contents: Contents, items: AbstractSet[str], whole_manifest: bool) -> round_messages.ItemContents:
-    """Return what concerns these items only.
+def _part(
+    contents: Contents, items: AbstractSet[str], *, whole_manifest: bool
+) -> round_messages.ItemContents:
+    """Return the part of the contents that concerns these items.
 
     A checkpoint of ten thousand ranks has a manifest of several megabytes, most of it digests of files.
     """
@@ -169,7 +173,7 @@ def names_only(tensors: Sequence[TensorEntry]) -> Index:
 
 
 class Handout(NamedTuple):
-    """On the root: an answer for each rank, names that no rank takes, and what is wrong with the index.
+    """On the root: an answer for each rank, names that no rank takes, and faults of the index.
 
     `items` are those of the checkpoint that no rank asked for.
     """
@@ -210,7 +214,7 @@ def hand_out(checkpoint: OpenCheckpoint, asked: Sequence[round_messages.Asked]) 
 
 
 def _alike(wants: Sequence[object]) -> bytes:
-    """Return a number for each rank, the same for those that want the same."""
+    """Return a number for each rank, the same for ranks with equal requests."""
     numbers = {want: number for number, want in enumerate(dict.fromkeys(wants))}
     return packed([numbers[want] for want in wants], "i4")
 
@@ -227,7 +231,7 @@ def _left(checkpoint: OpenCheckpoint, asked: Sequence[round_messages.Asked]) -> 
 
 
 def _stands_for_more(checkpoint: OpenCheckpoint, item: str, fqn: str) -> bool:
-    """Tell whether a value is an empty container on this rank whose members other ranks saved."""
+    """Return whether a value is an empty container on this rank whose members other ranks saved."""
     value = checkpoint.blobs[item][fqn]
     if not isinstance(value, (dict, list, tuple)) or value:
         return False

@@ -17,14 +17,14 @@ _MOST_ROOTS = 6
 
 
 class _NameSplit(NamedTuple):
-    """What precedes the name of a parameter in a name, and the rest, which begins with the parameter."""
+    """The prefix of a name before that of a parameter, and the rest, which begins with the parameter."""
 
     root: str
     rest: str
 
 
 class _Guess(NamedTuple):
-    """How names of the checkpoint become names of the target: which do, what is said, and the rule for it."""
+    """The way from names of the checkpoint to names of the target: the names, a hint, and the rule."""
 
     found: int
     said: str

@@ -41,7 +41,7 @@ _MOST_NAMES = 5
 
 
 def granularity(options: LoadOptions, block_nbytes: int, reading: Reading = LOCAL_DISK) -> Granularity:
-    """Return how reads are cut: on digest blocks when these are verified, else as the storage likes it."""
+    """Return the cuts of reads: at digest blocks if these are verified, else as the storage prefers."""
     size = max(reading.piece_nbytes // block_nbytes, 1) * block_nbytes
     if options.verify != "off":
         return Granularity(block_nbytes, 0, size)
@@ -53,9 +53,9 @@ class RangeReader:
     """Fills boxes of tensors from a checkpoint; every method may run in many threads at once.
 
     `boxes` are the number of a tensor in the index, a box of it, and the live array to fill; `cast` holds the
-    positions in `boxes` of those that are converted.  `replicas` are other copies of the checkpoint, used
-    where this one is damaged.  `moved` is called with the bytes of each read of the plan that is done,
-    whichever rank read it.  `cut` says how reads are cut; by default the options and the storage do.
+    positions in `boxes` of converted boxes.  `replicas` are other copies of the checkpoint, used where this
+    one is damaged.  `moved` is called with the bytes of each read of the plan that is done, whichever rank
+    read it.  `cut` says how reads are cut; by default the options and the storage do.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class RangeReader:
     ) -> None:
         index = checkpoint.index
         self.block_nbytes = checkpoint.manifest.block_nbytes
-        """Size of a digest block: what is verified begins and ends with one, or with the file."""
+        """Size of a digest block: a verified read begins and ends with one, or with the file."""
         cut = cut or granularity(options, self.block_nbytes, checkpoint.storage.reading)
         self.cell_nbytes = cut.nbytes
         """No read of the plan crosses a multiple of this, or has more bytes."""
@@ -80,7 +80,7 @@ class RangeReader:
         self.checkpoint, self._options, self._moved = checkpoint, options, moved
         self._deliverer = Deliverer(index, self.plan, boxes, cast)
         self.transfer = Transfer(self._deliverer.on_devices, "what is loaded", options.timeout_s)
-        """The copies to devices: whatever calls the other methods does so within this context."""
+        """The copies to devices: the other methods are called within this context."""
         # A worker reads into one buffer while a device copies from the other, if there is room for two.
         wide = self.transfer.is_needed and options.inflight_nbytes >= 2 * self.cell_nbytes
         self._num_buffers = 2 if wide else 1
@@ -113,9 +113,8 @@ class RangeReader:
     def run(self, recorder: Recorder, timeout_s: float | None = None) -> None:
         """Carry out all reads of the plan, and `record` them.
 
-        After an error targets may be partly written.  After `timeout_s` it is a `DeadlineError` that names
-        the files being read, and only what the storage was already asked to read straight into a target may
-        still arrive there: that cannot be recalled.
+        After an error targets may be partly written.  After `timeout_s` it is a `DeadlineError` that names the
+        files being read; then only reads straight into a target that the storage has begun may still arrive.
         """
         plan = self.plan
         largest = int(max(n.max(initial=1) for n in (plan.read_nbytes, plan.strided.nbytes)))
@@ -165,7 +164,8 @@ class RangeReader:
     def wrong(self, path: str, start: int, data: NDArray[np.uint8]) -> list[tuple[int, int]]:
         """Return the ranges of a file's bytes whose digests are not those of the checkpoint.
 
-        `data` are the bytes from `start` on, as `fetch` returns them.  Without verification there are none.
+        `data` are the bytes from `start` on, as `fetch` returns them.  Without verification the list is
+        empty.
         """
         if self._options.verify == "off":
             return []
@@ -175,7 +175,7 @@ class RangeReader:
         return [(block * size, min((block + 1) * size, end)) for block in blocks]
 
     def deliver(self, number: int, start: int, data: NDArray[np.uint8], arena: Arena) -> None:
-        """Copy what read `number` is for out of `data`: the file's bytes from `start` on, at least the read.
+        """Copy the boxes of read `number` out of `data`: the file's bytes from `start` on, at least the read.
 
         Wherever these bytes come from, nothing is read or verified.  The arena is as for `read`.
         """
@@ -193,12 +193,12 @@ class RangeReader:
     def abandon(self) -> None:
         """Give up: when this has returned, nothing that is still being read is delivered any more.
 
-        What the storage was already asked to read straight into a target cannot be recalled.
+        A read that the storage has begun, straight into a target, cannot be recalled.
         """
         self._gate.close()
 
     def under_way(self) -> str:
-        """Say what is being read at this moment, for an error."""
+        """Name the files that are being read at this moment, for an error."""
         with self._lock:
             files = sorted(set(self._under_way.values()))
         return f"reading {', '.join(files) or 'files'} of {self.checkpoint.storage.url}"
@@ -296,7 +296,7 @@ class RangeReader:
             self._deliverer.deliver_strided(number, start, data)
 
     def _put(self, path: str, block: int, data: NDArray[np.uint8], spans: Sequence[ReadSpan]) -> None:
-        """Copy what spans have of a block into them."""
+        """Copy the parts of a block into its spans."""
         with self._gate.passing():
             put(data, block * self.block_nbytes, spans)
 

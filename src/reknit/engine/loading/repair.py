@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("reknit")
 
 UNREADABLE = (StorageError, DeadlineError)
-"""What a store raises when it cannot give the bytes that are asked of it."""
+"""The errors of a store that cannot return the requested bytes."""
 
 
 class Repairer:
     """Finds good copies of blocks in `replicas`, in this order; thread-safe.
 
-    `nbytes` counts what was read for it.
+    `nbytes` counts the bytes that were read for it.
     """
 
     def __init__(self, checkpoint: OpenCheckpoint, replicas: Sequence[Storage]) -> None:
@@ -40,11 +40,11 @@ class Repairer:
         """Files of which a block was found there."""
         self.nbytes = 0
         self._unsound: dict[str, str] = {}
-        """By path, what is wrong with a file's size, empty where nothing is."""
+        """The faults in the sizes of files by path, empty for a right size."""
 
     @property
     def able(self) -> bool:
-        """Tell whether there are replicas at all."""
+        """Return whether there are replicas at all."""
         return bool(self._replicas)
 
     def require_sound(self, path: str) -> None:
@@ -78,7 +78,7 @@ class Repairer:
     def replaced(self, path: str, block: int, error: ReknitError) -> NDArray[np.uint8]:
         """Return a block as it was saved, from a replica.
 
-        Where none has it, `error` is raised, and tells which were tried.
+        If none has it, `error` is raised, and names the replicas that were tried.
         """
         tried = []
         for replica in self._replicas:
@@ -91,7 +91,7 @@ class Repairer:
         raise error
 
     def _read(self, storage: Storage, path: str, block: int) -> tuple[NDArray[np.uint8], str]:
-        """Read a block and say what is wrong with it, if anything."""
+        """Read a block and return its error, if any."""
         file, block_nbytes = self._checkpoint.files[path], self._checkpoint.manifest.block_nbytes
         start = block * block_nbytes
         data = np.empty(min(block_nbytes, file.nbytes - start), np.uint8)

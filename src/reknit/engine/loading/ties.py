@@ -72,7 +72,7 @@ def _batches(index: Index, pairs: Iterator[_TiedPair]) -> Iterator[list[_TiedPai
 
 
 def _pairs(index: Index, wanted: Wanted, fills: Sequence[Fill]) -> Iterator[_TiedPair]:
-    """Yield what is to be compared, in parts of a size that can be held in memory."""
+    """Yield the tensors to be compared, in parts of a size that can be held in memory."""
     apart: dict[int, list[int]] = {}
     for item, fqn, of_item, of in wanted.aliases:
         alias, tied = index.ids[item, fqn], index.ids.get((of_item, of))
@@ -88,7 +88,7 @@ def _pairs(index: Index, wanted: Wanted, fills: Sequence[Fill]) -> Iterator[_Tie
 
 
 def _is_one(index: Index, alias: int, tied: int) -> bool:
-    """Tell whether two tensors are the same bytes of the same files."""
+    """Return whether two tensors are the same bytes of the same files."""
     ours, theirs = (
         np.stack((index.file[rows], index.start[rows]))
         for rows in (slice(*index.first[t : t + 2]) for t in (alias, tied))

@@ -41,8 +41,12 @@ class _JobSource(Generic[Job]):
         with self._taking:
             if self.error is None:
                 for job in self._jobs:
-                    return [job] if self.error is None else []
+                    # Another thread may have failed while the job was made.
+                    return [] if self._has_failed() else [job]
             return []
+
+    def _has_failed(self) -> bool:
+        return self.error is not None
 
     def fail(self, error: BaseException) -> None:
         """Keep the first error; no further job is handed out."""

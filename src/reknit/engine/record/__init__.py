@@ -1,1 +1,1 @@
-"""The record of a checkpoint: what is at a path, who may commit there, the commit, and notes about it."""
+"""The record of a checkpoint: manifest, markers, the commit, and notes; and the records of runs."""

@@ -21,7 +21,7 @@ def manifest_in(storage: Storage) -> Manifest | None:
 
 
 def read_manifest(storage: Storage) -> bytes:
-    """Return the bytes of the manifest.  Raises `CheckpointNotFoundError`, which names what is there."""
+    """Return the bytes of the manifest.  Raises `CheckpointNotFoundError`, with the kind of the path."""
     if (data := manifest_bytes(storage)) is None:
         raise no_checkpoint(storage)
     return data
@@ -37,11 +37,10 @@ def committed(storage: Storage) -> Manifest:
 def is_committed(storage: Storage, write_id: str) -> bool | None:
     """Return whether the manifest is that of this save, with its files; None if the store does not answer."""
     try:
-        if (manifest := manifest_in(storage)) is None:
-            return False
-        return manifest.write_id == write_id and manifest.moved_to is None
+        manifest = manifest_in(storage)
     except ReknitError:
         return None
+    return manifest is not None and manifest.write_id == write_id and manifest.moved_to is None
 
 
 def check_same(storage: Storage, write_id: str) -> None:
@@ -57,7 +56,7 @@ def check_absent(storage: Storage, *, overwrite: bool) -> None:
     """Raise `CheckpointExistsError` if there is a checkpoint that may not be replaced.
 
     A file that is not shown to be a manifest of reknit is never replaced (`UsageError`).  Neither is a
-    checkpoint of a newer version (`VersionError`): this version does not know which files belong to it.
+    checkpoint of a newer version (`VersionError`): the files that belong to it are unknown.
     """
     if (found := find_manifest(storage)) is None:
         return

@@ -1,14 +1,14 @@
 """Pin a committed checkpoint, hold it while it is read, and add metrics to it: small files in its folder.
 
-Their names carry the write id, so what is said of a checkpoint does not hold for one that replaces it.  A
-lease ends by itself, by the clocks of the hosts, which may be a minute apart.
+Their names carry the write id, so a note about a checkpoint does not hold for one that replaces it.  A lease
+ends by itself, by the clocks of the hosts, which may be a minute apart.
 
-Nobody removes what somebody else has just begun to hold.  Whoever holds a checkpoint puts a lease or a pin
-there, *then* looks for the note of a removal, *then* for the manifest.  Whoever removes it puts the note of
-the removal there, *then* looks for leases and pins, and only then removes the manifest.  If the holder saw no
+No process removes a checkpoint that another process has just begun to hold.  A holder puts a lease or a pin
+there, *then* looks for the note of a removal, *then* for the manifest.  A remover puts the note of the
+removal there, *then* looks for leases and pins, and only then removes the manifest.  If the holder saw no
 removal, its note was there before that of the removal, which is before the remover looked: the remover finds
 it.  Both may find each other; then nobody holds the checkpoint, and it stays.  A removal whose process died
-counts for `REMOVAL_S` and no longer, and none goes on after that time.
+counts for `REMOVAL_S` and no longer, and no removal goes on after that time.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _MAX_NOTES_NBYTES = 16 << 20
 
 
 class Hold:
-    """A lease on a checkpoint, which whoever holds it renews before it ends."""
+    """A lease on a checkpoint, which its holder renews before it ends."""
 
     def __init__(self, storage: Storage, write_id: str, lease_s: float) -> None:
         """Take the lease.  Raises `CheckpointNotFoundError` where the checkpoint is gone, or about to go."""
@@ -99,11 +99,11 @@ class RenewedHold:
     """A checkpoint that is held by a thread that renews the lease; it is only read where none can be put."""
 
     def __init__(self, storage: Storage, write_id: str, lease_s: float) -> None:
-        """Begin to hold it.  Raises `CheckpointNotFoundError` where it is gone, or about to go."""
+        """Begin to hold it.  Raises `CheckpointNotFoundError` if it is gone, or about to go."""
         self._hold: Hold | None = None
         try:
             self._hold = Hold(storage, write_id, lease_s)
-        except StorageError as error:  # who may only read can still read it
+        except StorageError as error:  # a user who may only read can still read it
             check_same(storage, write_id)
             logger.warning("%s may be removed while it is read: %s", storage.url, error)
             return
@@ -168,7 +168,7 @@ def pin(storage: Storage, reason: str) -> None:
 
 
 def unpin(storage: Storage, reason: str | None = None) -> bool:
-    """Take the pins of a checkpoint away that have this reason, or all; tell whether there was one.
+    """Remove the pins of a checkpoint that have this reason, or all; return whether there was one.
 
     Raises `CheckpointNotFoundError`.
     """
@@ -215,9 +215,10 @@ def put_note(storage: Storage, kind: paths.NoteKind, note: Pin | ColdCopy, write
 
 
 def held_by(storage: Storage, write_id: str | None, but: str | None = None) -> str | None:
-    """Say who needs the checkpoint of a write to stay, or of any write; None where nobody does.
+    """Return the reason why the checkpoint of a write, or of any write, has to stay; None without a reason.
 
-    What cannot be read counts as a pin: somebody wanted it to stay.  Pins for the reason `but` do not count.
+    A note that cannot be read counts as a pin: its author wanted the checkpoint to stay.  Pins for the reason
+    `but` do not count.
     """
     try:
         listed = _listed(storage, write_id)
@@ -270,7 +271,7 @@ def _add(storage: Storage, kind: paths.NoteKind, note: Pin | Metrics, write_id: 
 
 def _check_stays(storage: Storage, write_id: str) -> None:
     """Raise `CheckpointNotFoundError` where a checkpoint is gone, or about to go."""
-    # In this order: whoever removes it takes his own note away after the manifest.
+    # In this order, because a remover deletes its own note after the manifest.
     for removal in _notes(storage, _listed(storage, write_id), "removal", HolderLease):
         if _left_s(removal) > 0:
             raise CheckpointNotFoundError(
@@ -286,7 +287,7 @@ def _lease(seconds: float) -> HolderLease:
 
 
 def _left_s(lease: HolderLease) -> float:
-    """Return how long a lease may still count for its holder, whose clock may be behind."""
+    """Return the seconds for which a lease may still count for its holder, whose clock may be behind."""
     return lease.until + _CLOCKS_APART_S - now()
 
 
@@ -305,7 +306,7 @@ def _notes(storage: Storage, listed: Notes, kind: paths.NoteKind, as_type: type[
 
 
 def _check_amount(storage: Storage, notes: Iterable[Listed]) -> None:
-    """Raise `FormatError` before more is read than anybody means to say."""
+    """Raise `FormatError` before more is read than notes can mean."""
     sizes = [note.nbytes for note in notes]
     if len(sizes) > _MAX_NOTES or sum(sizes) > _MAX_NOTES_NBYTES or max(sizes, default=0) > MAX_NOTE_NBYTES:
         raise FormatError(

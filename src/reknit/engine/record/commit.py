@@ -34,7 +34,7 @@ def place_manifest(storage: Storage, mine: Marker, data: bytes, *, if_absent: bo
 
 
 class Fate(NamedTuple):
-    """What a rank does about a commit that ended with an error on this rank."""
+    """The fate of a commit that ended with an error on this rank."""
 
     committed: bool
     """Whether the checkpoint is committed, and only the answer was lost."""
@@ -47,7 +47,7 @@ UNSENT = Fate(committed=False, litter=True)
 
 
 def fate_of(storage: Storage, write_id: str, error: BaseException, *, sent: bool, is_root: bool) -> Fate:
-    """Return what has become of a commit that ended with `error`, after this rank gave it up.
+    """Return the fate of a commit that ended with `error`, after this rank gave it up.
 
     `sent` is whether the request to commit may be on its way to the root.  From then on only a rank that has
     the answer, or gives it, can exclude that the root commits.
@@ -61,9 +61,9 @@ def fate_of(storage: Storage, write_id: str, error: BaseException, *, sent: bool
 
 
 def replace_manifest(storage: Storage, old: Manifest, mine: Marker, write: Callable[[], bytes]) -> None:
-    """Put what `write` returns in the place of a manifest, under a marker of its own.
+    """Replace a manifest by the bytes that `write` returns, under a marker of its own.
 
-    Raises `UsageError` where somebody holds the checkpoint, saves to its place, or has changed it.  A save
+    Raises `UsageError` if another process holds the checkpoint, saves to its path, or has changed it.  A save
     that begins meanwhile removes the marker, as it does that of an older save, and then this raises.
     """
     removal = Removal(storage, old.save_id)
@@ -92,9 +92,9 @@ def replace_manifest(storage: Storage, old: Manifest, mine: Marker, write: Calla
 
 
 def put_manifest(storage: Storage, mine: Marker, data: bytes, *, overwrite: bool) -> None:
-    """Commit, or raise; after an error only `is_committed` knows.
+    """Commit, or raise; after an error only `is_committed` can say whether the checkpoint exists.
 
-    Another program may have put a file of that name there since the save began: it is looked just before.
+    Another program may have put a file of that name there since the save began, so this looks just before.
     """
     if mine.run is not None:  # one that began since may have left this marker, at a step that it passed over
         mine.run.check()
@@ -116,9 +116,10 @@ def put_manifest(storage: Storage, mine: Marker, data: bytes, *, overwrite: bool
 
 
 def _commit_again(storage: Storage, mine: Marker, data: bytes) -> bool:
-    """Commit what is committed, though the store did not say so: the answer was lost, or a folder not synced.
+    """Commit once more a manifest whose commit the store did not confirm, and return whether it is placed.
 
-    The store has to say that it will stay.  That is one more save of the same files, and begins like one.
+    The answer was lost, or a folder not synced, and the store has to confirm that the manifest will stay.
+    That is one more save of the same files, and begins like one.
     """
     put_marker(storage, mine)
     if not is_committed(storage, mine.write_id):
@@ -127,9 +128,9 @@ def _commit_again(storage: Storage, mine: Marker, data: bytes) -> bool:
 
 
 def clear_own_host(storage: Storage, group: comm.Group, write_id: str) -> None:
-    """After a commit, delete the files of earlier saves on a host of which the root sees nothing.
+    """Delete, after a commit, the files of earlier saves on a host of which the root sees nothing.
 
-    There is no marker to look at here: of a store that each host has for itself, a path is one job's.
+    No marker protects them here: a path in a store that each host has for itself belongs to one job.
     """
     if not isinstance(storage, PerHost):
         return
@@ -144,10 +145,10 @@ def clear_own_host(storage: Storage, group: comm.Group, write_id: str) -> None:
 
 
 def clear_out(storage: Storage, mine: Marker, manifest: bytes, needed: Container[str] = ()) -> list[str]:
-    """Delete the files of earlier saves to this path; what cannot be deleted is a warning, not a failure.
+    """Delete the files of earlier saves to this path, and return a warning for files that stay.
 
-    Files of an earlier save stay that the manifest names: these are `needed`.  Of what is listed, some may
-    belong to a later save.  Where one has begun, all is left to that.
+    Files of an earlier save that the manifest names stay: these are `needed`.  A file may also belong to a
+    later save.  If a later save has begun, all files are left to that save.
     """
     try:
         names = {listed.path: paths.parse_path(listed.path) for listed in storage.list()}
@@ -158,7 +159,7 @@ def clear_out(storage: Storage, mine: Marker, manifest: bytes, needed: Container
             if name is not None
             and name.write_id8 not in own
             and path not in needed
-            and name.kind != "copy"  # that goes after what it leads to
+            and name.kind != "copy"  # a note about a copy goes after the copy
         ]
         if old and is_last(storage, mine, manifest):
             for path in old:

@@ -1,7 +1,7 @@
 """Markers decide which of several saves to one path may commit (docs/decisions/0007).
 
-Every step here asks the store in a certain order, which is what makes it safe: a marker is put before others
-are looked for, and markers are looked for before the manifest, because that is what they turn into.
+The order of the requests to the store makes this safe.  A save puts its marker before it looks for other
+markers, and it looks for markers before it looks for the manifest, into which a marker turns.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _MOST_NAMED = 4
 
 
 class Marker(NamedTuple):
-    """What stands in a checkpoint's folder as long as a save may commit there."""
+    """The file that stands in a checkpoint's folder as long as a save may commit there."""
 
     generation: int
     write_id: str
     met_others: bool = False
-    """Whether it took markers of other saves away; one at the same moment may have done likewise."""
+    """Whether it removed markers of other saves; another save may have removed this one at that moment."""
     run: Run | None = None
     """The run that the save belongs to, which no newer one may have followed."""
 
@@ -40,10 +40,7 @@ class Marker(NamedTuple):
 
 
 def take_marker(storage: Storage, mine: Marker, *, overwrite: bool, newest: bool = False) -> Marker:
-    """Put up a marker and return it, as `put_marker` does.
-
-    Raises as `check_absent` where there is something that has to stay.
-    """
+    """Put a marker there and return it, as `put_marker` does; raise as `check_absent` for files that stay."""
     check_absent(
         storage, overwrite=overwrite
     )  # also before, so that nothing is touched where there is a checkpoint
@@ -58,12 +55,12 @@ def take_marker(storage: Storage, mine: Marker, *, overwrite: bool, newest: bool
 
 
 def put_marker(storage: Storage, mine: Marker, *, newest: bool = False) -> Marker:
-    """Put this save's marker there, and see to it that no save which began here before can commit any more.
+    """Put the marker of this save there, so that no save which began here before can commit, and return it.
 
-    Returns the marker.  Where a higher generation is here, a save that is the `newest` whatever clocks say
-    takes that; any other raises `FencedError`: a newer run of the job is at work here, or has been.  So it
-    does where a newer run has opened the folder above.  After any error the marker is gone again, as far as
-    the store still does what it is asked.
+    If the path has a higher generation, a save that is the `newest` takes that generation, since clocks may
+    differ.  Any other save raises `FencedError`: a newer run of the job is at work here, or has been.  It
+    also raises if a newer run has opened the folder above.  After any error the marker is removed again, as
+    far as the store still answers.
     """
     while True:
         try:
@@ -84,15 +81,15 @@ def put_marker(storage: Storage, mine: Marker, *, newest: bool = False) -> Marke
 def remove_marker(storage: Storage, mine: Marker) -> None:
     """Keep this save from ever being committed, if it is not yet.
 
-    Where the store does not even delete the marker any more, the next save to this path does.
+    If the store does not even delete the marker any more, the next save to this path does.
     """
     discard(storage, mine.path)
 
 
 def is_last(storage: Storage, mine: Marker, manifest: bytes) -> bool:
-    """Tell whether no other save that may commit has begun here since this one committed `manifest`.
+    """Return whether no other save that may commit has begun here since this one committed `manifest`.
 
-    Whatever files of others there were before this was called are then needed by nobody.
+    If so, no save needs the files of other saves that were there before this call.
     """
     if any(generation >= mine.generation for generation in _others(storage, mine).values()):
         return False
@@ -102,7 +99,7 @@ def is_last(storage: Storage, mine: Marker, manifest: bytes) -> bool:
 def fenced_off(storage: Storage, mine: Marker) -> CommitError:
     """Return the error of a save whose marker is gone when it is about to commit.
 
-    `FencedError` where another save is here that may have taken it away, or has committed, or was met before.
+    `FencedError` if another save is here that may have removed it, or has committed, or was met before.
     """
     others = (*_others(storage, mine).values(), _committed_generation(storage))
     if max(others) < mine.generation:
@@ -148,7 +145,7 @@ def begun_in(folder: Storage, files: Iterable[Listed] | None = None) -> list[Beg
 
 
 def named(begun: Sequence[Begun]) -> str:
-    """Return where markers are, as text, those of the newest runs first."""
+    """Return the places of markers as text, with the markers of the newest runs first."""
     newest = sorted(begun, key=lambda each: (-each.generation, each.url))
     more = f" and {len(begun) - _MOST_NAMED} more" if len(begun) > _MOST_NAMED else ""
     return ", ".join(each.url for each in newest[:_MOST_NAMED]) + more
@@ -182,7 +179,7 @@ class _Outrun(NamedTuple):
 
 
 def _placed_among(storage: Storage, mine: Marker) -> tuple[Iterable[str], _Outrun | None]:
-    """Put a marker there and delete older ones; return the others, and what is there of a newer run."""
+    """Put a marker there and delete older ones; return the others, and a file of a newer run, if any."""
     storage.put(mine.path, b"", if_absent=True)
     others = _others(storage, mine)
     for path, generation in others.items():
@@ -200,9 +197,9 @@ def _others(storage: Storage, mine: Marker) -> dict[str, int]:
 
 
 def _committed_generation(storage: Storage) -> int:
-    """Return the generation of the run that committed here, -1 where none did, or where none can be told."""
+    """Return the generation of the run that committed here; -1 without one, or with a damaged manifest."""
     try:
         generation = decode_generation(storage.get(paths.MANIFEST_PATH, limit=MAX_MANIFEST_NBYTES))
-    except (StorageNotFoundError, FormatError):  # what is damaged may be replaced by anybody
+    except (StorageNotFoundError, FormatError):  # any run may replace a damaged manifest
         return -1
     return -1 if generation is None else generation

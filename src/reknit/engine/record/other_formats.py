@@ -1,11 +1,11 @@
-"""What is at a path that holds no checkpoint?  Files of other programs, and what to try instead."""
+"""What is at a path that holds no checkpoint?  Files of other programs, and other paths to try instead."""
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
-from reknit.engine.record.recognising import find_manifest, is_of_others, manifest_exists
+from reknit.engine.record.recognising import is_of_others, manifest_exists
 from reknit.errors import CheckpointNotFoundError, StorageError, UsageError, did_you_mean
 from reknit.format import paths
 from reknit.monitor.phase import Deadline
@@ -26,7 +26,7 @@ _MOST_NAMED = 3
 
 
 class Foreign(NamedTuple):
-    """Something that another program saved: what it is, and how it can be read."""
+    """Files that another program saved: their kind, and a way to read them."""
 
     what: str
     remedy: str
@@ -43,7 +43,7 @@ _CHECKPOINTS = (
     ("adapter_model.safetensors", "an adapter as PEFT saves it"),
     ("_CHECKPOINT_METADATA", "a checkpoint of Orbax"),
 )
-"""Files that identify what other programs save."""
+"""Files that identify the checkpoints of other programs."""
 
 _RUNS = (
     ("zero_to_fp32.py", "a folder of DeepSpeed's own checkpoints"),
@@ -57,11 +57,11 @@ _FILES = {
     ),
     ".safetensors": ("a file of safetensors", "safetensors.torch.load_file"),
 }
-"""What files are, by the end of their names, and the call that reads them."""
+"""The kinds of files, by the end of their names, and the calls that read them."""
 
 
 def foreign(storage: Storage) -> Foreign | None:
-    """Return what another program has saved in a folder, None if it is not known."""
+    """Return the kind of files that another program has saved in a folder, None if it is unknown."""
     if os.path.isfile(storage.url):
         end = os.path.splitext(storage.url)[1].lower()
         if end not in _FILES:
@@ -76,7 +76,7 @@ def foreign(storage: Storage) -> Foreign | None:
 
 
 def foreign_manifest(storage: Storage) -> Foreign | None:
-    """Return what a folder is in which something has the name of a manifest that reknit did not write."""
+    """Return the kind of a folder with a file that has the name of a manifest, but is not shown to be one."""
     if not is_of_others(storage):
         return None
     return Foreign(
@@ -86,7 +86,7 @@ def foreign_manifest(storage: Storage) -> Foreign | None:
 
 
 def no_checkpoint(storage: Storage) -> CheckpointNotFoundError:
-    """Return the error of a place without a checkpoint, which says what is there instead."""
+    """Return the error of a path without a checkpoint; it names the files that are there instead."""
     message = f"there is no committed checkpoint at {storage.url}"
     if (other := foreign(storage) or foreign_manifest(storage)) is not None:
         message, remedy = f"{message}: it is {other.what}", other.remedy
@@ -96,7 +96,7 @@ def no_checkpoint(storage: Storage) -> CheckpointNotFoundError:
 
 
 def absent(root: Storage, what: str = "is no checkpoint at") -> CheckpointNotFoundError:
-    """Return the error of a place without what is looked for there.  Raises as `refuse_other`."""
+    """Return the error of a path without the checkpoints that were expected.  Raises as `refuse_other`."""
     refuse_other(root)
     message = f"there {what} {root.url}"
     if (other := foreign_manifest(root)) is not None:
@@ -108,7 +108,7 @@ def absent(root: Storage, what: str = "is no checkpoint at") -> CheckpointNotFou
 
 
 def refuse_other(root: Storage) -> None:
-    """Raise `UsageError` where a path leads to something that is no folder of checkpoints.
+    """Raise `UsageError` for a path that does not lead to a folder of checkpoints.
 
     With None the job would start from the beginning, which a user who named a checkpoint does not want.
     """
@@ -125,7 +125,7 @@ def refuse_other(root: Storage) -> None:
 
 
 def foreign_inside(storage: Storage) -> str | None:
-    """Say what another program saved in a folder, or in the last one below; None if it is not known."""
+    """Name the files of another program in a folder, or in the last one below; None if they are unknown."""
     if (run := _known(storage, _RUNS)) is not None:
         return f"it is {run.what}"
     for name in storage.folders()[-1:]:
@@ -146,7 +146,7 @@ def _known(storage: Storage, kinds: Sequence[tuple[str, str]]) -> Foreign | None
 
 
 def suggestion(storage: Storage) -> str:
-    """Say what a user may have meant by a path that holds no checkpoint."""
+    """Return the remedy for a path that holds no checkpoint: the path that a user may have meant."""
     if (inside := _newest_in(storage)) is not None:
         return (
             f"it holds checkpoints: did you mean {storage.url}/{inside}?  `reknit ls` lists them, and "
@@ -162,7 +162,7 @@ def suggestion(storage: Storage) -> str:
 
 
 def _begun(storage: Storage) -> bool:
-    """Tell whether a folder holds files of reknit, as far as a short look and this user's rights show it."""
+    """Return whether a folder holds files of reknit, as far as a short look by this user shows it."""
     try:
         return bool(own_files(storage, Deadline(_LOOK_S)).files)
     except StorageError:
@@ -170,9 +170,9 @@ def _begun(storage: Storage) -> bool:
 
 
 def elsewhere(storage: Storage, otherwise: str) -> str:
-    """Say where checkpoints are, if none are where a user looked: below, or in a folder of another name.
+    """Return a remedy that names checkpoints below a path, or in a folder of a similar name.
 
-    Where a short look finds none, the answer is `otherwise`.
+    If a short look finds no checkpoint, the remedy is `otherwise`.
     """
     if runs := runs_below(storage):
         more = ", and maybe in others" if len(runs) == _MOST_NAMED else ""
@@ -212,8 +212,8 @@ class OwnFiles(NamedTuple):
 def own_files(storage: Storage, deadline: Deadline | None = None) -> OwnFiles:
     """Return the files below a folder that reknit wrote, of a checkpoint or of a save.
 
-    Where none of the first thousand is of reknit, or none before the deadline, the folder is of another
-    program, and may be as large as a disk: the search ends.
+    If none of the first thousand files is of reknit, or none before the deadline, the folder is of another
+    program.  It may be as large as a disk, so the search ends.
     """
     files: list[Listed] = []
     for number, listed in enumerate(storage.list()):
@@ -247,7 +247,7 @@ def _folders(folder: Storage) -> list[Storage]:
 
 
 def _missing(url: str) -> str | None:
-    """Say which part of a local path is missing, and what its name resembles; None where all are there."""
+    """Name the missing part of a local path, and names that it resembles; None if the path exists."""
     if not os.path.isabs(url) or os.path.exists(url):
         return None
     missing = url
@@ -265,10 +265,9 @@ def _missing(url: str) -> str | None:
 
 
 def _is_checkpoint(storage: Storage, folder: str) -> bool:
-    """Tell whether a folder holds a checkpoint, as far as it can be looked into."""
+    """Return whether a folder holds a checkpoint, as far as it can be read."""
     try:
-        found = find_manifest(storage.sub(folder))
-        return found is not None and found.ours
+        return manifest_exists(storage.sub(folder))
     except StorageError:  # a name that no store takes
         return False
 

@@ -1,9 +1,9 @@
-"""Whose is the ``manifest.json`` of a folder?  Only what can be shown to be of reknit counts as a checkpoint.
+"""Whose is the ``manifest.json`` of a folder?  Only a file that is shown to be of reknit is a manifest.
 
 A name shows nothing: web sites, data sets and extensions of browsers have a file of that name, too.  One
 bounded look decides for all calls:
 
-- A manifest of reknit begins with ``{"format":"reknit"``, in every version and whatever is damaged behind.
+- A manifest of reknit begins with ``{"format":"reknit"``, in every version, even with damage behind.
 - Where that is not so, it may be one whose beginning was lost.  Then files that a save has written are beside
   it, with a write id in their names.  If the file says something of its own, it also has to name that write:
   a document of another program stays, also among files of reknit.
@@ -50,13 +50,13 @@ _SAYS = re.compile(rb"(?:\xef\xbb\xbf)?\s*[\[{]\s*[^\s\]}]")
 
 
 class FoundManifest(NamedTuple):
-    """What has the name of a manifest: whether it is one of reknit, whole or damaged, and how it begins."""
+    """A file with the name of a manifest: its first bytes, and whether it is of reknit, damaged or not."""
 
     ours: bool
     head: bytes
 
     def check_version(self) -> None:
-        """Raise `VersionError` for one of a version that this reknit does not know."""
+        """Raise `VersionError` for a manifest of an unknown version."""
         if match := _VERSION.match(self.head):
             try:
                 requires = msgspec.json.decode(match[2], type=list[str])
@@ -66,7 +66,7 @@ class FoundManifest(NamedTuple):
 
 
 def find_manifest(storage: Storage) -> FoundManifest | None:
-    """Return what has the name of the manifest in a folder, None for nothing.  Raises `StorageError`."""
+    """Return the file with the name of the manifest in a folder, or None.  Raises `StorageError`."""
     for _ in range(_TRIES):
         if (head := _head(storage)) is not None:
             return FoundManifest(_OURS.match(head) is not None or _is_damaged(storage, head), head)
@@ -84,13 +84,13 @@ def manifest_exists(storage: Storage) -> bool:
 
 
 def is_of_others(storage: Storage) -> bool:
-    """Tell whether something has the name of the manifest that cannot be shown to be one."""
+    """Return whether a file has the name of the manifest, but is not shown to be one."""
     found = find_manifest(storage)
     return found is not None and not found.ours
 
 
 def manifest_bytes(storage: Storage) -> bytes | None:
-    """Return all bytes of a manifest, maybe a damaged one; None where there is none of reknit."""
+    """Return all bytes of a manifest, maybe a damaged one; None without a manifest of reknit."""
     try:
         data = storage.get(paths.MANIFEST_PATH, limit=MAX_MANIFEST_NBYTES)
     except StorageNotFoundError:
@@ -115,14 +115,14 @@ def not_ours(storage: Storage) -> UsageError:
 
 
 def _head(storage: Storage) -> bytes | None:
-    """Return how a manifest begins, None where there is no such file."""
+    """Return the first bytes of a manifest, None if there is no such file."""
     for _ in range(_TRIES):
         try:
             nbytes = storage.size(paths.MANIFEST_PATH)
         except StorageNotFoundError:
             return None
         try:
-            if nbytes <= _WHOLE_NBYTES:  # some endpoints know no ranges
+            if nbytes <= _WHOLE_NBYTES:  # some endpoints do not support ranges
                 return storage.get(paths.MANIFEST_PATH, limit=_WHOLE_NBYTES)[:HEAD_NBYTES]
             buffer = bytearray(HEAD_NBYTES)
             storage.read_into(paths.MANIFEST_PATH, 0, [memoryview(buffer)])
@@ -140,7 +140,7 @@ def _head(storage: Storage) -> bytes | None:
 
 
 def _has_changed(storage: Storage, nbytes: int) -> bool:
-    """Tell whether another manifest has taken the place of one that had so many bytes."""
+    """Return whether another manifest has replaced the one that had so many bytes."""
     try:
         return storage.size(paths.MANIFEST_PATH) != nbytes
     except StorageNotFoundError:
@@ -148,12 +148,12 @@ def _has_changed(storage: Storage, nbytes: int) -> bool:
 
 
 def _in_the_way(storage: Storage) -> bool:
-    """Tell whether something that is no file has the name of the manifest, where a look can show it."""
+    """Return whether a folder, a pipe or a broken link has the name of the manifest; False if unknown."""
     return "://" not in storage.url and os.path.lexists(os.path.join(storage.url, paths.MANIFEST_PATH))
 
 
 def _is_damaged(storage: Storage, head: bytes) -> bool:
-    """Tell whether a file is what is left of a manifest: by files of a save that are beside it."""
+    """Return whether a file is the rest of a manifest, judged by files of a save that are beside it."""
     says = _SAYS.match(head) is not None
     for number, listed in enumerate(storage.list()):
         name = paths.parse_path(listed.path)

@@ -33,7 +33,7 @@ _PAUSE_S = 0.05
 
 
 class Run(NamedTuple):
-    """A run, as its saves carry it: what opens the store of its folder, and the path of its record there."""
+    """A run, as its saves carry it: a function that opens the store of its folder, and its record there."""
 
     open: Callable[[], Storage]
     record: str
@@ -47,9 +47,8 @@ class Run(NamedTuple):
         """Raise `FencedError` where a newer run has opened the folder."""
         with closing(self.open()) as root:
             records = _recorded(root)
-            if (
-                self.record not in records
-            ):  # a listing may lack what was put, for one that was deleted, meanwhile
+            # A listing may lack a record that was put while another one was deleted.
+            if self.record not in records:
                 records += _recorded(root)
             newest = max((each for each in records if each != self.record), key=_generation, default=None)
             if newest is None or _generation(newest) < self.generation:
@@ -76,9 +75,9 @@ def folder_above(url: str) -> str:
 def open_run(root: Storage, at_least: int) -> str:
     """Open a folder of steps for writing, as the newest run there, and return the path of its record.
 
-    Its generation is `at_least` so high, and higher than those of the runs before, whatever clocks say.  From
-    then on no save of an earlier run can put up a marker there.  Raises `StorageError`, and `CommitError`
-    where others open it all the time.
+    Its generation is `at_least` so high, and higher than those of the runs before, since clocks may differ.
+    From then on no save of an earlier run can put a marker there.  Raises `StorageError`, and `CommitError`
+    if other runs open it all the time.
     """
     about = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "opened": now()}).encode()
     for _ in range(_TRIES):
@@ -127,7 +126,7 @@ def _share(root: Storage) -> None:
 
 
 def _who(root: Storage, record: str) -> str:
-    """Return who opened a run, for messages."""
+    """Return the process that opened a run, for messages."""
     try:
         about = json.loads(root.get(record, limit=_MOST_NBYTES))
         return f", process {int(about['pid'])} of {str(about['host'])[:64]}"

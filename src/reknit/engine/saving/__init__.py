@@ -1,1 +1,1 @@
-"""One save: what a rank holds becomes part of a committed checkpoint."""
+"""One save: the holdings of a rank become part of a committed checkpoint."""

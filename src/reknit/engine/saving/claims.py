@@ -1,4 +1,4 @@
-"""What a rank brings to a save: encoded holdings, and claims on data that others may hold too."""
+"""The encoded holdings of a rank, and its claims on data that others may hold too."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class EncodedHoldings:
         return keys
 
     def shard_claims(self) -> round_messages.ShardClaims:
-        """Return what the root has to know of the guessed shards."""
+        """Return the keys and sizes of the guessed shards, for the root."""
         nbytes = [self.holdings.shards[n].nbytes for n in self.guessed]
         return round_messages.ShardClaims(packed(self.keys, "u8"), packed(nbytes, "i8"))
 
@@ -71,7 +71,7 @@ class EncodedFile(NamedTuple):
 
 
 def encode_holdings(holdings: Holdings, options: SaveOptions) -> EncodedHoldings:
-    """Check names, and encode the values.  Raises `StateError` for what no file can hold."""
+    """Check names, and encode the values.  Raises `StateError` for a name or value that no file can hold."""
     guessed = holdings.known.get("guessed")
     if guessed is None:
         guessed = holdings.known["guessed"] = _guessed(holdings)
@@ -107,19 +107,19 @@ def _guessed(holdings: Holdings) -> tuple[int, ...]:
 
 
 def blob_key(value: Blob | Witness) -> int:
-    """Return 64 bits that stand for a value's name and coordinate, on whatever rank."""
+    """Return 64 bits that stand for a value's name and coordinate, on any rank."""
     place = "" if value.coordinate is None else f"\0{sorted(value.coordinate.items())}"
     return xxhash.xxh3_64_intdigest(f"{value.item}\0{value.fqn}{place}".encode())
 
 
 def _label(witness: Witness) -> str:
-    """Return what users are told of a value: its name, and its place where it has one."""
+    """Return the name of a value for users, with its place if it has one."""
     place = ", ".join(f"{axis} {n}" for axis, n in (witness.coordinate or {}).items())
     return full_name(witness.item, witness.fqn) + (f" ({place})" if place else "")
 
 
 def _encoded(blob: Blob, options: SaveOptions) -> bytes:
-    """Return the file of blobs that holds just this one; what is encoded already is not copied."""
+    """Return the file of blobs that holds just this one; a value that is encoded already is not copied."""
     if not isinstance(blob.value, Encoded):
         return encode_blobs({blob.fqn: blob.value}, allow_pickle=options.allow_pickle, item=blob.item)
     memory, start = blob.value[:2]
@@ -142,12 +142,12 @@ def _again(blob: Blob, options: SaveOptions, known: dict[int, bytes]) -> bytes:
 
 
 def claims(rank: int, claimed: round_messages.RankClaims) -> bytes:
-    """Return what a rank says, as columns, which merge with those of other ranks."""
+    """Return the claims of a rank as columns, which merge with those of other ranks."""
     blobs, copies, witnesses = claimed.blobs, claimed.copies, claimed.witnesses
     shared = [blob for blob in blobs if blob.coordinate is None]
     keys = np.array([blob.key for blob in shared], np.uint64)
     digests = np.array([digest(blob.data) for blob in shared], np.uint64)
-    # What is a rank's alone has no copies elsewhere, and nobody asks who has it.
+    # A value of one rank alone has no copies elsewhere, so no rank needs its key.
     placed = [blob.key for blob in blobs if (blob.coordinate or {"rank": rank}).keys() != {"rank"}]
     seen = unpacked(copies.digests, "u8")
     own = columns_of(

@@ -1,4 +1,4 @@
-"""Compare the copies that several ranks hold, and decide what to keep where they differ."""
+"""Compare the copies that several ranks hold, and decide which to keep if they differ."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from reknit.types.shard import Shard
 
 SAMPLE_NBYTES = 8 << 10
-"""Of a copy for which a framework vouches the first so many bytes are compared: all of what is small."""
+"""The first bytes of a copy for which a framework vouches: so many are compared, or all of a small copy."""
 SHORT_NBYTES = 4 << 20
 """Of shards up to this size many are copied from a device at once."""
 KEPT_NBYTES = 4 << 20
@@ -47,7 +47,7 @@ CopyNote = tuple[str, str, str]
 
 
 class CopySplit(NamedTuple):
-    """What a rank does about copies that differ: values that it keeps as its own, and what it cannot keep."""
+    """The decision of a rank about copies that differ: values that it keeps, and tensors that it cannot."""
 
     blobs: list[round_messages.EncodedBlob]
     kept: list[CopyNote]
@@ -70,7 +70,7 @@ class Chosen(NamedTuple):
     names: bytes
 
     def copies(self, sources: Sequence[Any]) -> round_messages.Copies:
-        """Return what is told of the copies in one save, from the `bits` of all shards."""
+        """Return the digests of the copies in one save, from the `bits` of all shards."""
         digests, data = [0] * len(self.numbers), [b""] * self.num_kept
         for place, part in first_bytes([sources[n] for n in self.numbers], self.nbytes):
             digests[place] = digest(part.data)
@@ -80,10 +80,10 @@ class Chosen(NamedTuple):
 
 
 def choose(encoded: EncodedHoldings, check: str, rank: int, size: int) -> Chosen:
-    """Return what `rank` compares with other ranks' copies, as `SaveOptions.check_replicas` says.
+    """Return the shards that `rank` compares with other ranks' copies, as `SaveOptions.check_replicas` says.
 
-    Of what nobody vouches for that is every byte, of the rest a sample.  What is compared as a whole may be
-    kept for each rank, as long as it is small: first what nobody vouches for, and of that the smallest.
+    If no framework vouches for a copy, every byte is compared, otherwise a sample.  Small copies that are
+    compared as a whole may be kept for each rank: first those without a framework's word, the smallest first.
     """
     shards = encoded.holdings.shards
     if check == "off" or size == 1:
@@ -116,7 +116,7 @@ def choose(encoded: EncodedHoldings, check: str, rank: int, size: int) -> Chosen
 
 
 def _is_value(shard: Shard, tied: set[tuple[str, str]]) -> bool:
-    """Tell whether a shard can be a value: a whole tensor under one name, of a dtype that NumPy has."""
+    """Return whether a shard can be a value: a whole tensor under one name, of a dtype that NumPy has."""
     spec = shard.spec
     whole = shard.box.lengths == spec.shape and spec.dtype in _OF_NUMPY
     return whole and not (tied and (shard.item, shard.fqn) in tied)
@@ -125,7 +125,7 @@ def _is_value(shard: Shard, tied: set[tuple[str, str]]) -> bool:
 def split(
     copies: round_messages.Copies, differing: Sequence[tuple[int, list[int]]], rank: int, check: str
 ) -> CopySplit:
-    """Return what `rank` does about copies that turned out to differ: keys, each with ranks that hold it.
+    """Return the decision of `rank` about copies that differ; `differing` has keys, each with its ranks.
 
     Raises `StateError` for one that it cannot keep, unless `check` is ``"warn"``.
     """
@@ -164,7 +164,7 @@ def split(
 def first_bytes(sources: Sequence[Any], nbytes: Sequence[int]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
     """Yield places of `bits` arrays, in any order, and the first bytes (row-major) of each.
 
-    What is short is gathered on its device, up to `GATHER_NBYTES` there, and copied as one: a copy for each
+    Short sources are gathered on their device, up to `GATHER_NBYTES` there, and copied as one: many copies
     would take far longer.
     """
     lots: dict[Any, list[tuple[int, Any]]] = {}
@@ -202,7 +202,7 @@ def _gathered(
 
 @contextmanager
 def _typed(device: Any) -> Iterator[None]:
-    """Raise a typed error for what torch raises where a device cannot copy."""
+    """Raise a typed error in the place of torch's, if a device cannot copy."""
     try:
         yield
     except RuntimeError as error:

@@ -37,7 +37,7 @@ class OutlinedFile(NamedTuple):
 
 
 class Outline(NamedTuple):
-    """The data files of a rank, and the chunks in them as the root will be told."""
+    """The data files of a rank, and the chunks in them as its receipt has them."""
 
     rank: int
     files: tuple[OutlinedFile, ...]

@@ -1,4 +1,4 @@
-"""What all ranks wrote in a save: the root merges their receipts."""
+"""The files that all ranks wrote in a save: the root merges their receipts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
 
 KINDS = ("data", "blobs", "own")
-"""What `kind` in a receipt counts: the kinds of `format.paths.FileName` that a rank writes."""
+"""The kinds of `format.paths.FileName` that a rank writes; `kind` in a receipt is a number of these."""
 
 
 MAX_LISTED_FILES, MAX_LISTED_BLOCKS = 128, 2048
@@ -51,12 +51,16 @@ class ManifestContent(NamedTuple):
 def receipts_to_manifest(receipts: RankColumns, write_id: str) -> ManifestContent:
     """Count up all ranks' receipts of one save.
 
-    The columns of receipts are, for each rank: `urls` (the table of where ranks wrote), `items` (the table of
-    what they saved), `plan` (16 bytes as two numbers, or none), `kept` and `unequal` (tables of item, FQN and
-    ranks of copies that differ), and for each of its files: `folder` (a number of the table `folders`,
-    items), `kind` (a number of `KINDS`), `number` (part, or number of the own values), `nbytes`,
-    `num_blocks`; `digests` are those of the blocks of all its files.  For each file of own values
-    `places` has the names of its coordinate (a table), `coordinates` what follows them.
+    Receipts have these columns for each rank:
+
+    - `urls` and `items`: tables of the places where ranks wrote, and of the items;
+    - `plan`: 16 bytes as two numbers, or none;
+    - `kept` and `unequal`: tables of item, FQN and ranks of copies that differ.
+
+    For each file of a rank: `folder` (a number of the table `folders`, items), `kind` (a number of `KINDS`),
+    `number` (part, or number of the own values), `nbytes` and `num_blocks`.  `digests` are those of the
+    blocks of all its files.  For each file of own values, `places` has the names of its coordinate (a table),
+    and `coordinates` the numbers that follow them.
     """
     lists, tables = receipts.lists, receipts.tables
     ranks = np.repeat(receipts.ranks, lists["folder"].counts)
@@ -88,7 +92,7 @@ def receipts_to_manifest(receipts: RankColumns, write_id: str) -> ManifestConten
 
 
 def list_files(manifest: Manifest, index: bytes, files: FileTable) -> tuple[bytes, Manifest]:
-    """Return the bytes of the index, and a manifest that lacks only what there is to say of these."""
+    """Return the bytes of the index, and a manifest that lacks only the entry of this file."""
     if len(files.paths) <= MAX_LISTED_FILES and len(files.digests) <= MAX_LISTED_BLOCKS:
         own, values = entries(files, manifest.block_nbytes), blobs(files, manifest.items)
         return index, replace(manifest, files=own, blobs=values)
@@ -99,7 +103,7 @@ def list_files(manifest: Manifest, index: bytes, files: FileTable) -> tuple[byte
 
 
 def _tails(kinds: Ints, numbers: Ints, write_id: str) -> list[str]:
-    """Return what follows the rank in the path of each file."""
+    """Return the end of the path of each file, after the rank."""
     tails = {}
     both = (numbers << 8 | kinds).tolist()
     for each in set(both):
@@ -111,7 +115,7 @@ def _tails(kinds: Ints, numbers: Ints, write_id: str) -> list[str]:
 
 
 def _differing_copies(tables: Mapping[str, list[Any]]) -> list[str]:
-    """Return warnings for tensors whose copies differ: those that ranks keep, and those that they do not."""
+    """Return warnings for tensors whose copies differ, whether ranks keep each copy or not."""
     lines = []
     for table, what in (
         (

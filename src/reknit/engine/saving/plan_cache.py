@@ -21,10 +21,10 @@ _Kept = TypeVar("_Kept")
 
 
 class PlanCache:
-    """What every rank said last under each of its latest plans.
+    """The last columns of every rank under each of its latest plans.
 
-    Each rank has so many slots; where ranks change plans together they use the same slot, and what is in a
-    slot is then one thing for all of them.  Nothing else is kept, however long ranks go on saving.
+    Each rank has so many slots.  Ranks that change plans together use the same slot, so the columns in a slot
+    are shared by all of them.  Nothing else is kept, however long ranks go on saving.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class PlanCache:
         self.slots: list[RankColumns] = [NOTHING] * num_slots
         self._plans = np.zeros((0, num_slots, 2), np.int64)
         self._kept_at = np.zeros((0, num_slots), np.int64)
-        """When what is in a slot was told, as a number that grows; 0 where there is nothing."""
+        """The time at which a slot was filled, as a number that grows; 0 for an empty slot."""
         self._used = np.zeros((0, num_slots), np.int64)
         self._clock = 0
 
@@ -48,7 +48,7 @@ class PlanCache:
         return slots
 
     def keep(self, plans: Ints, latest: RankColumns) -> None:
-        """Keep what ranks said under their plans; what a rank used least lately makes room."""
+        """Keep the columns of ranks under their plans; the plan that a rank used least lately makes room."""
         ranks = latest.ranks
         slots = self.find(ranks, plans)
         slots = np.where(slots >= 0, slots, self._used[ranks].argmin(axis=1))
@@ -62,7 +62,7 @@ class PlanCache:
             self.slots[slot] = self._merge([rest, fresh])
 
     def latest(self, ranks: Ints, slots: Ints) -> RankColumns:
-        """Return what ranks said that is in these slots."""
+        """Return the columns of ranks that are in these slots."""
         parts = []
         for slot in np.unique(slots).tolist():
             part = self.slots[slot]
@@ -74,7 +74,7 @@ class PlanCache:
         return np.stack((slots, self._kept_at[ranks, slots])).tobytes()
 
     def _grow(self, ranks: Ints) -> None:
-        """Make room for ranks that were not heard of before."""
+        """Make room for ranks that are new."""
         more = int(ranks.max(initial=-1)) + 1 - len(self._plans)
         if more > 0:
             self._plans, self._kept_at, self._used = (
@@ -84,7 +84,7 @@ class PlanCache:
 
 
 def _only(latest: RankColumns, which: NDArray[np.bool_]) -> RankColumns:
-    """Return what some of the ranks said, the same object where that is all of them."""
+    """Return the columns of some of the ranks, the same object if that is all of them."""
     if which.all():
         return latest
     return latest.select(np.flatnonzero(which)) if which.any() else NOTHING

@@ -63,10 +63,10 @@ def receipt(
     places: Sequence[Mapping[str, int]],
     copies: CopySplit,
 ) -> bytes:
-    """Return what a rank tells the root when its files are written (`manifest_content`).
+    """Return the receipt of a rank, to be sent to the root when its files are written (`manifest_content`).
 
-    `plan` stands for the layout of what it holds, and `columns` is None where the root knows those of this
-    plan already.
+    `plan` stands for the layout of its holdings, and `columns` is None if the root has those of this plan
+    already.
     """
     rank = job.group.rank
     names = [parsed for parsed in (paths.parse_path(file.path) for file in written) if parsed is not None]

@@ -1,7 +1,7 @@
 """Files of frozen tensors that did not change since the save before are taken over, not written again.
 
-What would be written is digested as ever and compared with what the last committed checkpoint of the same
-folder has.  Only where all digests are equal does the store link or copy the file (docs/decisions/0016).
+The bytes are digested as ever and compared with the digests in the last committed checkpoint of the same
+folder.  Only if all digests are equal does the store link or copy the file (docs/decisions/0016).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _KnownCheckpoint(NamedTuple):
 class Committed:
     """The last checkpoint that a rank committed in each folder, as far as it is frozen; thread-safe.
 
-    This is known to one process only.  The files may have been deleted since.
+    Each process has only its own.  The files may have been deleted since.
     """
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class Reuse:
         return [n for n in range(len(self.files)) if n not in self._taken]
 
     def remember(self, written: Sequence[Written]) -> None:
-        """Remember what was written or taken over, now that it is committed, for saves to come."""
+        """Remember the files that were written or taken over, now that they are committed."""
         by_path = {file.path: file for file in written}
         known = {
             place: _KnownFile(
@@ -198,7 +198,7 @@ class Reuse:
         written: list[Written],
         stop: Callable[[BaseException], None],
     ) -> None:
-        """Let the store make the files that are equal of the earlier ones; what it refuses is left."""
+        """Let the store make the files that are equal of the earlier ones; files that it refuses are left."""
         recorder = self._job.recorder
 
         def copy(number: int, _: Arena) -> None:
@@ -224,5 +224,5 @@ class Reuse:
 
 
 def _folder(storage: Storage) -> str:
-    """Return where the folder lies that has the checkpoint of a store."""
+    """Return the place of the folder that has the checkpoint of a store."""
     return storage.url.rpartition("/")[0]

@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 
 
 def begin(job: SaveJob, write_id: str) -> Marker:
-    """Put up the marker with which alone this save can commit, and return it.
+    """Put the marker there without which this save cannot commit, and return it.
 
-    Raises `CheckpointExistsError`, `FencedError`, or `StateError` for what no manifest can hold.  That is
-    better said now than after hours of writing.
+    Raises `CheckpointExistsError`, `FencedError`, or `StateError` for metadata that no manifest can hold:
+    better now than after hours of writing.
     """
     check_manifest(job)
     if job.run is not None:
         mine = Marker(job.run.generation, write_id, run=job.run)
-        try:  # its record decides which run is newer, and not what was saved to this path before
+        try:  # its record decides which run is newer, and not an earlier save to this path
             return take_marker(job.storage, mine, overwrite=job.overwrite, newest=True)
         except CheckpointExistsError as error:
             error.remedy = (
@@ -52,7 +52,7 @@ def begin(job: SaveJob, write_id: str) -> Marker:
                 "resume(state) or load(state, step), or pass Checkpointer(..., later_steps='replace')"
             )
             raise
-    # Nobody tells a process that is alone which run it is; its clock may have been set back since.
+    # A process that is alone gets no number of its run; its clock may have been set back since.
     alone = isinstance(job.group, SoloGroup) and job.group.given is None
     mine = Marker(job.group.generation, write_id)
     return take_marker(job.storage, mine, overwrite=job.overwrite, newest=alone)
@@ -70,11 +70,11 @@ def check_manifest(job: SaveJob) -> None:
 def commit(
     job: SaveJob, mine: Marker, index: bytes, merged: ManifestContent, warnings: Sequence[str]
 ) -> round_messages.CommitOutcome:
-    """Write the index, which is encoded, and commit what all ranks told of.
+    """Write the index, which is encoded, and commit the files in all ranks' receipts.
 
     Raises `StateError` when no rank has an item, and `CommitError` when the parts do not make a whole, or the
-    marker of `begin` is gone; that is a `FencedError` where another save took it away.  Nothing exists before
-    the manifest is put, everything after.
+    marker of `begin` is gone; that is a `FencedError` if another save removed it.  Nothing exists before the
+    manifest is put, everything after.
     """
     if not merged.items:
         raise StateError(
@@ -124,7 +124,9 @@ def _check_files(storage: Storage, merged: ManifestContent, mine: Marker) -> Non
     for number, path, nbytes in unseen:
         if size_of(storage, path) == nbytes:
             continue
-        if size_of(storage, mine.path) is None:  # whoever took that away may have cleared away the files
+        if (
+            size_of(storage, mine.path) is None
+        ):  # the save that removed the marker may have cleared away the files
             raise fenced_off(storage, mine)
         if isinstance(storage, PerHost) and size_of(storage, path) is None:
             continue
@@ -140,7 +142,7 @@ def _check_files(storage: Storage, merged: ManifestContent, mine: Marker) -> Non
 
 
 def _write_index(storage: Storage, mine: Marker, data: bytes) -> Written:
-    """Write the index; who finds it cleared away under his hands is told by whom."""
+    """Write the index; if another save has cleared it away meanwhile, raise an error that says so."""
     try:
         return write_bytes(storage, paths.index_path(mine.write_id), data)
     except StorageError as error:

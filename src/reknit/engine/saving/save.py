@@ -1,4 +1,4 @@
-"""The save story, in numbered steps: what a rank holds becomes part of a committed checkpoint."""
+"""The save story, in numbered steps: the holdings of a rank become part of a committed checkpoint."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 def save(job: SaveJob, committed: Committed | None = None) -> tuple[SaveReport, list[Written]]:
     """Save, and return once the checkpoint is committed; every rank does, or all raise the same error.
 
-    `committed` is what this rank saved before, of which files may be taken over.  Returns the report, and the
-    files that this rank wrote.
+    `committed` are the checkpoints that this rank saved before, of which files may be taken over.  Returns
+    the report, and the files that this rank wrote.
     """
     options, recorder, alone = job.options, job.recorder, job.group.size == 1
     coordinator, clock = Coordinator(), Stopwatch()
     with clock.lap(), progress(recorder, start_thread, wanted=options.progress):
         try:
             with recorder.phase("assign"), assign_turn(job) as turn:
-                # 1 what does this rank hold (local)
+                # 1 collect the holdings of this rank, and digest copies of them (local)
                 part = RankPart(job)
                 part.compare()
-                # 2 who writes what no framework can know alone (one round)
+                # 2 assign: owners for data whose holders no framework records (one round)
                 claimed = part.claims()
                 assigned = assign(turn, coordinator, job, claimed)
             with commit_turn(job, coordinator, claimed, assigned) as commit:
@@ -49,7 +49,7 @@ def save(job: SaveJob, committed: Committed | None = None) -> tuple[SaveReport, 
                 with recorder.phase("plan"):
                     outlined = part.outline(assigned.shard_owners)
                     images = outlined.images(assigned.write_id, part.sources)
-                # 4 stage, digest and write, but for what the last checkpoint has
+                # 4 stage, digest and write, except files that the last checkpoint has
                 reuse = Reuse(
                     job, committed or Committed(), assigned.write_id, outlined.listed, outlined.frozen
                 )
@@ -87,5 +87,5 @@ def save(job: SaveJob, committed: Committed | None = None) -> tuple[SaveReport, 
 
 
 def _piece_nbytes(files: Sequence[Outgoing]) -> int:
-    """Return what a worker copies and writes at once: of little less, so that the disk soon has something."""
+    """Return the size of a piece, less for a small save, so that the disk soon has something to write."""
     return PIECE_NBYTES if sum(file.nbytes for file in files) > 2 * PIECE_NBYTES else BLOCK_NBYTES

@@ -1,4 +1,4 @@
-"""The root's decisions for all ranks, and what it remembers of them between saves."""
+"""The root's decisions for all ranks, and its memory of their plans between saves."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Assembled(NamedTuple):
 
 
 class _EncodedIndex(NamedTuple):
-    """The bytes of an index, and what was noticed when it was assembled."""
+    """The bytes of an index, and the warnings from its assembly."""
 
     data: bytes
     warnings: list[str]
@@ -68,7 +68,7 @@ class _EncodedIndex(NamedTuple):
 class Coordinator:
     """Rank 0's part in the saves of a group.
 
-    Ranks that save again what they saved before send only the digest of its layout; the root knows the rest.
+    Ranks that save a layout once more send only its digest; the root keeps the rest.
     """
 
     def __init__(self) -> None:
@@ -82,10 +82,9 @@ class Coordinator:
     def assign(self, job: SaveJob | None, requests: Sequence[bytes]) -> list[bytes]:
         """Answer every rank's `claims`, merged or not; `job` is None where nothing is going to be saved yet.
 
-        Raises `CheckpointExistsError`, `FencedError`, `StateError` for unfit metadata and for copies of which
-        no rank has the main one, `UsageError` where ranks promote to different numbers of places, and
-        `CommitError` when a rank that made its plan before cannot keep it, because other ranks now hold other
-        things.
+        Raises `CheckpointExistsError`, `FencedError`, and `StateError` for unfit metadata and for copies of
+        which no rank has the main one.  Raises `UsageError` if ranks promote to different numbers of places.
+        Raises `CommitError` if a rank cannot keep its plan, because the holdings of other ranks changed.
         """
         claims, shards = unpack(merge_claims(requests) if len(requests) > 1 else requests[0])
         write_id = _agreed_write_id(claims)
@@ -116,7 +115,7 @@ class Coordinator:
             remove_marker(*begun)
 
     def commit(self, job: SaveJob, requests: Sequence[bytes]) -> list[bytes]:
-        """Make one checkpoint of all ranks' receipts, merged or not, and tell every rank the outcome.
+        """Make one checkpoint of all ranks' receipts, merged or not, and return the outcome for each rank.
 
         It is that of the save which `assign` has begun.
 
@@ -135,9 +134,9 @@ class Coordinator:
         return [round_messages.encode(outcome)] * len(receipts.ranks)
 
     def encode_ahead(self, columns: round_messages.ArrayColumns) -> None:
-        """Encode the index before the only rank of a group tells that it has written its files.
+        """Encode the index before the only rank of a group has written its files.
 
-        Its receipt need not tell the chunks, then.
+        Its receipt has no chunks, then.
         """
         assert self._begun is not None
         chunks = merged_chunks([chunks_said(0, columns)])
@@ -161,7 +160,7 @@ class Coordinator:
         return assembled
 
     def _shard_owners(self, claims: RankColumns, fresh: RankColumns) -> Blocks:
-        """Return who writes each of the shards that ranks claim, and keep that with what they claimed."""
+        """Return the owner of each shard that ranks claim, and keep the owners with the claims."""
         ranks, plans, planned = _plans(claims)
         silent = ~np.isin(ranks, fresh.ranks)
         slots = _slots(self._claims, ranks[silent], plans[silent])
@@ -254,7 +253,7 @@ def _plans(latest: RankColumns) -> tuple[Ints, Ints, NDArray[np.bool_]]:
 
 
 def _slots(known: PlanCache, ranks: Ints, plans: Ints) -> Ints:
-    """Return where ranks' plans are kept, which they are as long as rank and root count alike."""
+    """Return the slots of ranks' plans, which are kept as long as rank and root count alike."""
     slots = known.find(ranks, plans)
     if (slots < 0).any():
         rank = int(ranks[slots < 0][0])

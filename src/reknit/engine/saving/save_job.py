@@ -1,4 +1,4 @@
-"""One save of one rank: what is saved, with whom, to where, and how."""
+"""One save of one rank: its state, its group, its store, and its options."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """What one rank is given to save; the same for a save that waits, for a trainer, and for its agent.
+    """The input of one rank's save; the same for a save that waits, for a trainer, and for its agent.
 
     `step`, `origin` and `metadata` go into the manifest.  An agent opens storage again by its `url`, with the
-    `factory` that only the trainer's program knows, if there is one (`storage.registry.recipe`).
-    `promote_to` are URL, factory and rate of each store that is to have the checkpoint too, and the record
-    that the run has there.  An agent does
-    not `collect`: it gets what its trainer staged.  `run` is the run that the checkpoint is a step of, if it
-    is one.
+    `factory` of the trainer's program, if there is one (`storage.registry.recipe`).  `promote_to` are URL,
+    factory and rate of each store that is to have the checkpoint too, and the record that the run has there.
+    An agent does not `collect`: it receives the files that its trainer stages.  `run` is the run that the
+    checkpoint is a step of, if it is one.
     """
 
     collect: Callable[[], Holdings]
@@ -44,7 +43,7 @@ class SaveJob:
     run: Run | None = None
 
     def holdings(self) -> Holdings:
-        """Collect what this rank holds; the recorder learns its place in the parallel grid."""
+        """Collect the holdings of this rank, and give the recorder its place in the parallel grid."""
         found = self.collect()
         self.recorder.coordinate = dict(found.coordinate)
         return found

@@ -28,7 +28,7 @@ ASSIGN = "assign"
 """The round in which a save begins."""
 
 _BEFORE_RECEIPT = frozenset({"plan", "stage", "digest", "write"})
-"""Phases of a rank's own writing; an error signed with one of them is no lost answer."""
+"""Phases of a rank's own writing; an error signed with one of them is not a lost answer."""
 
 
 def assign_turn(job: SaveJob, *, subject: str = "") -> comm.Turn:
@@ -116,7 +116,7 @@ class CommitTurn:
         )
 
     def clean_up(self, error: BaseException) -> Fate:
-        """Delete what this rank wrote, unless it is, or may yet become, part of a checkpoint."""
+        """Delete the files of this rank, unless they are, or may yet become, part of a checkpoint."""
         storage, is_root = self.job.storage, self.job.group.rank == 0
         sent = self.sent and not (isinstance(error, ReknitError) and error.phase in _BEFORE_RECEIPT)
         # The root decides only when it has the receipts of all ranks.
@@ -144,12 +144,14 @@ def commit_turn(
         with job.recorder.phase("commit"), mine.turn:
             mine.split_copies()
             yield mine
-    except BaseException as error:  # Ctrl-C too: what was written is part of a checkpoint, or litter
-        coordinator.give_up()  # before the look at what is committed, which is then the last word
+    except BaseException as error:  # Ctrl-C too: the files are part of a checkpoint, or litter
+        coordinator.give_up()  # before the look at the manifest, which is then final
         if not mine.clean_up(error).committed:
             raise
         mine.outcome = round_messages.CommitOutcome(
             0, [f"the checkpoint is committed, but the root's answer was lost: {error}"]
         )
-    with suppress(ReknitError):  # what could not be deleted takes memory, until the next save to this path
+    with suppress(
+        ReknitError
+    ):  # files that could not be deleted take memory, until the next save to this path
         clear_own_host(job.storage, job.group, mine.write_id)

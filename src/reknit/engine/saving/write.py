@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 PIECE_NBYTES = 2 * BLOCK_NBYTES
 """Bytes that a worker stages, digests and writes at once in a synchronous save, unless there is little."""
 _FEW_BLOCKS = 2
-"""What has no more blocks of which digests are taken is written sooner than another thread has begun."""
+"""Files with no more blocks than this are written sooner than another thread has begun."""
 _BEGIN_S = 0.01
 """Most seconds for which something else waits until writing has begun."""
 _IDLE = 0.2
@@ -47,13 +47,13 @@ FetchPhase = Literal["stage", "wait", "read"]
 
 
 class Fetch(Protocol):
-    """Whatever has the bytes of the files."""
+    """A source of the bytes of the files."""
 
     def __call__(self, file: int, start: int, nbytes: int, arena: Arena, /) -> NDArray[np.uint8]:
         """Return a piece of file number `file`.
 
-        It is copied to the worker's `arena`, or lies already in other memory (page-aligned, so that it can be
-        written directly) that stays as it is until the piece is written.
+        It is copied to the worker's `arena`, or lies already in other memory, page-aligned for direct I/O.
+        That memory stays as it is until the piece is written.
         """
 
 
@@ -76,7 +76,7 @@ class _OpenFile:
         self._lock = threading.Lock()
 
     def done_with(self, nbytes: int) -> bool:
-        """Count bytes that are written; tell whether they were the last."""
+        """Count bytes that are written, and return whether they were the last."""
         with self._lock:
             self._left -= nbytes
             return self._left == 0
@@ -90,7 +90,7 @@ class _FileRange(NamedTuple):
     nbytes: int
 
     def cut(self, nbytes: int) -> Iterator[_FileRange]:
-        """Yield it in parts of `nbytes` bytes, the last with what is left."""
+        """Yield it in parts of `nbytes` bytes; the last part may be shorter."""
         stop = self.start + self.nbytes
         for start in range(self.start, stop, nbytes):
             yield _FileRange(self.file, start, min(nbytes, stop - start))
@@ -120,7 +120,7 @@ class _Writing:
         self._clocks = {name: Stopwatch() for name in (self.phase, "digest", "write")}
 
     def open(self, files: Sequence[Outgoing], numbers: Sequence[int]) -> None:
-        """Start the files of these numbers: what does not fit is known before anything is written."""
+        """Start the files of these numbers: a file that does not fit is found before anything is written."""
         for number in numbers:
             file = files[number]
             with self._clocks["write"].lap(), self._signed(file.path):
@@ -129,7 +129,7 @@ class _Writing:
                     self.files[-1].writer.finish()
 
     def windows(self, tuner: Tuner) -> Iterator[tuple[Iterable[_FileRange], Settings]]:
-        """Yield what to write next, and how: windows as long as there is something to measure, then the rest.
+        """Yield the ranges to write next, with settings: windows to be measured, then the rest.
 
         A window is written when the next one is asked for.
         """
@@ -200,7 +200,7 @@ class _Writing:
                 self._digest(*self._undigested.popleft())
 
     def undo(self, *, keep: bool) -> None:
-        """Leave nothing behind, or with `keep` only what is finished."""
+        """Leave nothing behind, or with `keep` only finished files."""
         for file in self.files:
             file.writer.abort()
         for file in () if keep else self.files:
@@ -213,7 +213,7 @@ class _Writing:
 
     @contextmanager
     def _signed(self, path: str) -> Iterator[None]:
-        """Sign errors that pass with the place, in whatever thread; the time is taken elsewhere."""
+        """Sign errors that pass with the place, in any thread; the time is taken elsewhere."""
         try:
             yield
         except ReknitError as error:
@@ -238,27 +238,27 @@ def write_files(
     take_over: Callable[[list[Written]], Sequence[int]] | None = None,
     keep: bool = False,
 ) -> list[Written]:
-    """Write all files, several pieces at once, and return what storage has, in the order of `files`.
+    """Write all files, several pieces at once, and return the files in storage, in the order of `files`.
 
     Files that `take_over` adds to its list come first: they are in storage already.  It returns the numbers
     of the others.
 
-    Each piece is digested in the memory from which it is written, never from what storage has, so damage on
+    Each piece is digested in the memory from which it is written, and never read back for that.  So damage on
     the way to the disk shows when the bytes are read.  On an error no file of this call is left behind, or
-    with `keep` those that are finished.
+    with `keep` only finished files.
 
     `fetch` is called by the worker that will write the piece.  Pieces begin at multiples of their own size,
-    and never cross a multiple of 32 MiB.  They are handed out in order, file after file.  So whoever fills a
-    bounded ring in that order never waits for a worker that waits for him, however many there are.  The time
-    spent in `fetch` is recorded as `phase`: ``"stage"`` when it copies, ``"wait"`` when it waits for others,
+    and never cross a multiple of 32 MiB.  They are handed out in order, file after file.  So a thread that
+    fills a bounded ring in that order never waits for a worker that waits for that thread.  The time spent in
+    `fetch` is recorded as `phase`: ``"stage"`` when it copies, ``"wait"`` when it waits for other threads,
     ``"read"`` when it reads another store.
 
     `budget_nbytes` limits the memory that all workers copy to, for a `fetch` that does; they have it of
     `arenas`.  `written(file, start, nbytes)` is called when the memory of a piece is free again.
-    `failed(error)` is called by the worker that met an error, before the others have ended: let it wake those
-    that wait in `fetch`.  While `busy()` holds, the core has better things to do: pieces go to the disk,
-    which takes hardly any of it, and their digests wait; what `fetch` returns must then stay as it is until
-    this call returns.  The caller's thread calls `meanwhile()` once while workers write.
+    `failed(error)` is called by the worker that met an error, before the others have ended: let it wake
+    threads that wait in `fetch`.  While `busy()` holds, the core has better things to do: pieces go to the
+    disk, which takes hardly any of it, and their digests wait.  The memory that `fetch` returns must then
+    stay as it is until this call returns.  The caller's thread calls `meanwhile()` once while workers write.
     """
     there: list[Written] = []
     try:
@@ -305,7 +305,7 @@ def _discard_all(storage: Storage, files: Sequence[Written]) -> None:
 
 
 def staged(images: Sequence[Image], transfer: Transfer) -> Fetch:
-    """Return what copies a piece of these files from live memory, in the worker that writes it."""
+    """Return a function that copies a piece of these files from live memory, in the worker that writes it."""
 
     def fetch(file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
         piece, image = arena.view(nbytes), images[file]
@@ -321,7 +321,7 @@ def staged(images: Sequence[Image], transfer: Transfer) -> Fetch:
 
 
 def live(images: Sequence[Image], transfer: Transfer) -> Fetch:
-    """Return what finds a piece of these files in live memory, and copies it where it lies in several places.
+    """Return a function that finds a piece of these files in live memory, and copies a scattered one.
 
     This is for looking at bytes, not for writing them: they may lie at any address, and may change.
     """

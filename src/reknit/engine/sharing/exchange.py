@@ -1,4 +1,4 @@
-"""Read what several ranks want once: one rank reads a fetch, and passes it on while it reads the next."""
+"""Read shared ranges once: one rank reads a fetch, and passes it on while it reads the next."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Sharing(NamedTuple):
     """How this rank takes part.
 
     `rows[k]` are the reads (numbers of the plan) that row `k` of `part` contains, `paths[k]` is its file.
-    `peers` are the addresses of those that take from this rank's ring.  `cell_nbytes` is the size of the
+    `peers` are the addresses of the ranks that copy from this rank's ring.  `cell_nbytes` is the size of the
     largest fetch, and `num_slots` says how many of that size the ring should have.  There are `num_turns`
     exchanges with other hosts, each in `num_steps` steps.
     """
@@ -57,26 +57,26 @@ class Sharing(NamedTuple):
 
 
 class FetchReader(Protocol):
-    """What an exchange does with the bytes of fetches; `loading.read.RangeReader` is one."""
+    """The actions of an exchange on the bytes of fetches; `loading.read.RangeReader` is one."""
 
     def fetch(self, path: str, start: int, buffer: Bytes, /) -> None:
         """Read and verify."""
 
     def wrong(self, path: str, start: int, data: Bytes, /) -> list[tuple[int, int]]:
-        """Return the ranges of a file's bytes that are not those that were saved; none without `verify`."""
+        """Return the ranges of a file's bytes that differ from the saved ones; none without `verify`."""
 
     def deliver(self, number: int, start: int, data: Bytes, arena: Arena, /) -> None:
-        """Copy to the targets what read `number` is for; `data` is free again when this returns."""
+        """Copy the boxes of read `number` to the targets; `data` is free again when this returns."""
 
     def under_way(self) -> str:
-        """Say what is being read."""
+        """Name the files that are being read."""
 
     def abandon(self) -> None:
         """Touch no target any more, even if a read of the storage still hangs."""
 
 
 class PlanReader(FetchReader, Protocol):
-    """What a shared read needs of the reader of one rank's plan; `loading.read.RangeReader` is one."""
+    """The reader of one rank's plan, as a shared read needs it; `loading.read.RangeReader` is one."""
 
     plan: LoadPlan
     cell_nbytes: int
@@ -100,9 +100,9 @@ class PlanReader(FetchReader, Protocol):
 class Exchange:
     """One rank's part in a shared read.
 
-    `private` are the jobs that concern no other rank.  Workers take, in this order, what has arrived from
-    other ranks, the next fetch that this rank reads for others while the ring has room, and private jobs.  So
-    no worker waits for room while another rank waits for this one.
+    `private` are the jobs that concern no other rank.  Workers take, in this order, arrivals from other
+    ranks, the next fetch that this rank reads for others while the ring has room, and private jobs.  So no
+    worker waits for room while another rank waits for this one.
     """
 
     def __init__(
@@ -183,12 +183,12 @@ class Exchange:
 
     @property
     def _nbytes(self) -> int:
-        """Memory of the ring, and of what is packed for other hosts."""
+        """Memory of the ring, and of bytes that are packed for other hosts."""
         sent = 0 if self._hosts is None else self._hosts.packed_nbytes
         return sent if self._ring is None else sent + self._ring.nbytes
 
     def _open(self, last: ExitStack) -> None:
-        """Make the ring, no larger than needed, and give it to those who take from it."""
+        """Make the ring, no larger than needed, and give it to the ranks that copy from it."""
         cell, slots = self._sharing.cell_nbytes, 0
         try:
             slots = num_slots(self._to_read, self._sharing.part, self._sharing.num_slots)
@@ -199,7 +199,7 @@ class Exchange:
                 if self._hosts is not None:
                     self._hosts.receive_into(self._ring, slots * cell)
         finally:
-            # Also without a ring: ranks that wait for this one then learn that it has left.
+            # Also without a ring: ranks that wait for this one are then notified that it has left.
             if self._link is not None:
                 try:
                     self._link.open(self._ring, self._sharing.peers, self._fetches)
@@ -213,7 +213,7 @@ class Exchange:
             self._hosts.run(self._sharing.num_turns)
 
     def _leave(self, join_hosts: Callable[[float], None] | None) -> None:
-        """Tell ranks of this host that this one has ended, then those of others, in step with them.
+        """Report the end of this rank to ranks of this host, then to those of others, in step with them.
 
         A thread that hangs in a call of the process group or of a driver is left behind when its time is up.
         """
@@ -265,7 +265,7 @@ class Exchange:
         return counted
 
     def _read(self, rows: Sequence[int], slot: RingSlot, arena: Arena) -> None:
-        """Read fetches into a slot, tell those who want them, and take this rank's own part."""
+        """Read fetches into a slot, announce them, and take this rank's own part."""
         part = self._sharing.part
         slot.holds = set(part.number[list(rows)].tolist())
         at = 0
@@ -280,7 +280,7 @@ class Exchange:
             self._fetches.taken(int(part.number[row]), self._rank)
 
     def _copy(self, arrival: Arrival, arena: Arena) -> None:
-        """Take this rank's part of what another rank read."""
+        """Take this rank's part of a fetch of another rank."""
         row, memory, done = arrival
         self._deliver(row, memory, arena)
         fetches, part = self._fetches, self._sharing.part

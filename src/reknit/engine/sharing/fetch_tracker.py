@@ -29,7 +29,7 @@ _GRACE_S = 10.0
 
 
 class StoppedError(CommError):
-    """Another rank left the shared read; it knows why."""
+    """Another rank left the shared read; it has the reason."""
 
 
 class Arrival(NamedTuple):
@@ -41,12 +41,12 @@ class Arrival(NamedTuple):
 
 
 class FetchTracker:
-    """The state of one rank's part in a shared read; `changed` guards it and wakes whoever waits.
+    """The state of one rank's part in a shared read; `changed` guards it and wakes waiting threads.
 
-    `part` says which fetches there are, `paths` has the file of each of its rows, `under_way` says what is
-    being read from storage.  `free` are the slots of
-    the ring that can be filled, `held` the fetches that others have not copied yet, `arrived` those that
-    workers of this rank have to copy, `to_come` the numbers of those that other ranks read.
+    `part` lists the fetches, `paths` has the file of each of its rows, `under_way` names the files that are
+    being read from storage.  `free` are the slots of the ring that can be filled, `held` the fetches that
+    others have not copied yet.  `arrived` are the fetches that workers of this rank have to copy, `to_come`
+    the numbers of those that other ranks read.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class FetchTracker:
             self.changed.notify_all()
 
     def hold(self, row: int, held: HeldFetch) -> None:
-        """Keep a fetch until all have copied it, and tell the ranks of this host that want it."""
+        """Keep a fetch until all have copied it, and announce it to the ranks of this host that want it."""
         part, number = self._part, int(self._part.number[row])
         takers = part.taker[part.taker_first[row] : part.taker_first[row + 1]].tolist()
         held.waiting.update([self._rank, *takers])
@@ -99,16 +99,16 @@ class FetchTracker:
             self._link.ready(rank, number, held.at)
 
     def arrive(self, arrival: Arrival) -> None:
-        """Let a worker copy what another rank read."""
+        """Let a worker copy a fetch of another rank."""
         with self.changed:
             self.arrived.append(arrival)
             self.changed.notify_all()
 
     def all_copied(self, turn: int) -> bool:
-        """Tell whether everybody has copied what came in an exchange between hosts."""
+        """Return whether all ranks have copied the bytes of an exchange between hosts."""
         return not self._uncopied[turn]
 
-    # What the link to other ranks of this host calls.
+    # Calls of the link to other ranks of this host.
 
     def ready(self, rank: int, number: int, memory: Bytes) -> None:
         """Let a worker copy a fetch out of another rank's ring."""
@@ -151,7 +151,7 @@ class FetchTracker:
     # Waiting, and its end.
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Return once something is so; raise what went wrong meanwhile."""
+        """Return once something is so; raise an error that came meanwhile."""
         with self.changed:
             while not ready():
                 self.check()
@@ -162,17 +162,18 @@ class FetchTracker:
         self.changed.wait(min(LOOK_S, self.deadline.remaining()))
 
     def check(self) -> None:
-        """Raise what ends the exchange early."""
+        """Raise the error that ends the exchange early."""
         if self.error is not None:
             raise self.error
         self._check(self.deadline)
 
     def is_late(self) -> bool:
-        """Tell whether not even other hosts are waited for any longer."""
+        """Return whether not even other hosts are waited for any longer."""
         return self._latest.passed()
 
     def check_other_hosts(self) -> None:
-        """Raise what keeps this rank from going on in step with other hosts; no error of its own does.
+        """Raise the error that keeps this rank from going on in step with other hosts; no error of its own
+        does.
 
         A rank that left an exchange in the middle would keep the others waiting, and spoil the process group.
         """
@@ -185,11 +186,11 @@ class FetchTracker:
             raise self.late()
 
     def late(self) -> DeadlineError:
-        """Return the error that says what was not there in time."""
+        """Return the error that names the fetches that were late."""
         return DeadlineError(f"{self.doing()} did not finish within {self.deadline.seconds:g} s")
 
     def doing(self) -> str:
-        """Say what this rank is reading, or else what it waits for."""
+        """Name the files that this rank is reading, or else the fetches that it waits for."""
         if self.num_reading:
             return self._under_way()
         part, within = self._part, f"{self.in_exchange}, " if self.in_exchange else ""

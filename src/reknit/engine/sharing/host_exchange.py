@@ -1,4 +1,4 @@
-"""Exchanges between hosts: what belongs to each, packed by rank, over the process group of the training."""
+"""Exchanges between hosts: rows of fetches, packed by rank, over the process group of the training."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Carrier(Protocol):
     """The transport of bytes to ranks of other hosts: the process group that the training has already.
 
     All ranks make the same calls in the same order.  A call that waits calls `check` now and then, whose
-    error ends it.  Raises `CommError` when a rank is gone.  As text it says what it is.
+    error ends it.  Raises `CommError` when a rank is gone.  Its text is its kind.
     """
 
     size: int
@@ -44,8 +44,8 @@ class Carrier(Protocol):
     def release(self) -> None:
         """Give the memory back; no call follows."""
 
-    def all_well(self, well: bool, check: Callable[[], None]) -> bool:
-        """Tell whether all ranks say that all is well."""
+    def all_well(self, check: Callable[[], None], *, well: bool) -> bool:
+        """Return whether all ranks are well."""
 
     def swap(
         self,
@@ -67,7 +67,7 @@ class Sizes(NamedTuple):
 
 
 def largest(rank: int, part: FetchTable, num_steps: int) -> Sizes:
-    """Return the sizes of what a rank sends and receives."""
+    """Return the largest sizes that a rank sends and receives."""
     copies = np.diff(part.remote_first)
     came = (part.reader != rank) & (part.source == rank)
     turn = np.maximum(part.turn, 0)
@@ -80,11 +80,11 @@ def largest(rank: int, part: FetchTable, num_steps: int) -> Sizes:
 class HostExchange:
     """One rank's part in the exchanges between hosts, which one thread holds in order.
 
-    Each has the same number of steps on all ranks, and a part of each fetch travels in each step: so the
-    memory is bounded, to however many hosts a fetch goes.  What comes lies in one half of an area in every
-    other exchange, so that ranks of this host can copy out of one half while the other is filled.
-    `paths` has the file of each row of `part`; `wrong` returns the ranges of the bytes of a file, from a byte
-    on, that are not those of the checkpoint.
+    Each has the same number of steps on all ranks, and a part of each fetch travels in each step.  So the
+    memory is bounded for any number of hosts.  Received bytes lie in one half of an area in every other
+    exchange, so that ranks of this host can copy out of one half while the other is filled.  `paths` has the
+    file of each row of `part`; `wrong` returns the ranges of the bytes of a file, from a byte on, that are
+    not those of the checkpoint.
     """
 
     def __init__(
@@ -116,16 +116,16 @@ class HostExchange:
         self._ring, self._area_at = ring.bytes, at
 
     def run(self, num_exchanges: int) -> None:
-        """Hold all exchanges; what fails them fails the fetches."""
+        """Hold all exchanges; an error in them fails the fetches."""
         try:
             for turn in range(num_exchanges):
                 self._hold(turn, f"exchange {turn + 1} of {num_exchanges} with other hosts")
-        except BaseException as error:  # whatever it is, the workers must not wait for more to come
+        except BaseException as error:  # also a bug: the workers must not wait for more to come
             self._fetches.failed(error)
         self.ended = True
 
     def _hold(self, turn: int, what: str) -> None:
-        """Hold one exchange, when what this rank sends is read and there is room for what comes."""
+        """Hold one exchange, when its bytes of this rank are read and there is room for those of others."""
         fetches, numbers = self._fetches, self._part.number
         sending: list[int] = (self._outgoing & (self._part.turn == turn)).nonzero()[0].tolist()
         to_read = numbers[sending].tolist()
@@ -144,13 +144,13 @@ class HostExchange:
         except BaseException as error:  # the others must not wait for this rank's bytes
             failure = error
         with self._carrying(what):
-            all_well = self._carrier.all_well(failure is None, fetches.check_other_hosts)
+            all_well = self._carrier.all_well(fetches.check_other_hosts, well=failure is None)
         if not all_well:
             raise failure or StoppedError("a rank of another host has left the exchange")
         self._swap(turn, {row: fetches.held[int(numbers[row])].memory for row in sending}, what)
 
     def _swap(self, turn: int, sent: Mapping[int, Bytes], what: str) -> None:
-        """Send rows, given with their bytes, and hand what comes to the workers of this host."""
+        """Send rows, given with their bytes, and hand received rows to the workers of this host."""
         part, fetches = self._part, self._fetches
         outgoing = sorted(
             (int(rank), row)
@@ -170,7 +170,7 @@ class HostExchange:
         for (reader, row), at in zip(incoming, places, strict=True):
             memory = self._ring[at : at + int(part.nbytes[row])]
             if (error := self._found_wrong(reader, row, memory)) is not None:
-                # This rank goes on to the next exchange, in which all learn that it is not well.
+                # This rank goes on to the next exchange, in which all ranks receive its error.
                 fetches.failed(error)
                 return
             fetches.hold(row, HeldFetch(RingSlot(at, memory, turn), at, memory, set()))
@@ -209,13 +209,13 @@ class HostExchange:
                 position += end - first
 
     def _cut(self, step: int, row: int) -> tuple[int, int]:
-        """Return which bytes of a row travel in a step."""
+        """Return the range of a row's bytes that travel in a step."""
         nbytes = int(self._part.nbytes[row])
         size = -(-nbytes // self._num_steps)
         return min(step * size, nbytes), min((step + 1) * size, nbytes)
 
     def _per_rank(self, rows: Sequence[tuple[int, int]], cuts: Mapping[int, tuple[int, int]]) -> list[int]:
-        """Return how many bytes go to, or come from, each rank."""
+        """Return the number of bytes to, or from, each rank."""
         counts = [0] * self._carrier.size
         for rank, row in rows:
             first, end = cuts[row]
@@ -238,7 +238,7 @@ class HostExchange:
 
     @contextmanager
     def _carrying(self, what: str) -> Iterator[None]:
-        """Say what this rank is in the middle of; a lost rank is better known to the group of ranks."""
+        """Note the present work of this rank; the group of ranks finds a lost rank sooner."""
         self._fetches.in_exchange = f"{what} by {self._carrier}"
         try:
             yield

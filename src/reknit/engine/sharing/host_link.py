@@ -1,4 +1,4 @@
-"""How ranks of one host share memory: a ring that many read, and packets that say what is in it.
+"""Ranks of one host share memory: a ring that many read, and packets about its content.
 
 Each rank has a ring of its own, in shared memory.  It connects to every rank that takes fetches from it,
 passes it the memory, and says where each fetch is; the taker answers when it has copied it.  If a connection
@@ -38,22 +38,22 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class LinkListener(Protocol):
-    """What a link tells whoever uses it, in the thread that listens."""
+    """Calls of a link to its user, in the thread that listens."""
 
     def ready(self, rank: int, number: int, memory: NDArray[np.uint8]) -> None:
-        """A fetch lies at the beginning of `memory`, in the ring of a rank."""
+        """Note that a fetch lies at the beginning of `memory`, in the ring of a rank."""
 
     def taken(self, number: int, rank: int) -> None:
-        """A rank has copied a fetch out of this rank's ring."""
+        """Note that a rank has copied a fetch out of this rank's ring."""
 
     def source_ended(self, rank: int) -> None:
-        """A rank whose ring this one reads has left."""
+        """Note that a rank whose ring this one reads has left."""
 
     def taker_ended(self, rank: int) -> None:
-        """A rank that reads this rank's ring has left."""
+        """Note that a rank that reads this rank's ring has left."""
 
     def failed(self, error: BaseException) -> None:
-        """The link itself failed; nothing more will be called."""
+        """Take the error of the link itself, after which no call follows."""
 
 
 class _Peer(NamedTuple):
@@ -66,12 +66,12 @@ class _Peer(NamedTuple):
 class HostLink:
     """This rank's connections with other ranks of its host, for one load.
 
-    `address` is what the others need to connect; whoever knows it, and runs as the same user, can take part.
+    The others connect to `address`; a process with this address, of the same user, can take part.
     """
 
     @classmethod
     def available(cls) -> bool:
-        """Tell whether this system has what a link needs."""
+        """Return whether this system supports a link."""
         return hasattr(socket, "SO_PEERCRED")
 
     def __init__(self, rank: int) -> None:
@@ -83,7 +83,7 @@ class HostLink:
         self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._door.bind(f"\0reknit-{name}")
         self._door.listen(1024)
-        self._door.setblocking(False)
+        self._door.settimeout(0.0)
         self._wake, self._woken = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._takers: dict[int, socket.socket] = {}
         self._sources: dict[int, _Peer] = {}
@@ -95,8 +95,8 @@ class HostLink:
     def open(self, ring: SharedMemory | None, takers: Mapping[int, str], listener: LinkListener) -> None:
         """Give `ring` to the `takers` (rank: address), and begin to listen.
 
-        Without a ring they are told that this rank has left.  Raises `CommError` when one of them cannot be
-        reached; the others are connected all the same, so that they notice when this rank leaves.
+        Without a ring they are notified that this rank has left.  Raises `CommError` when one of them cannot
+        be reached; the others are connected all the same, so that they notice when this rank leaves.
         """
         failures = []
         for rank, address in takers.items():
@@ -109,12 +109,12 @@ class HostLink:
             raise failures[0]
 
     def ready(self, rank: int, number: int, at: int) -> None:
-        """Tell a taker that a fetch begins at byte `at` of this rank's ring."""
+        """Announce to a taker that a fetch begins at byte `at` of this rank's ring."""
         with suppress(OSError):  # the listening thread notices the end of the connection
             self._takers[rank].send(_READY.pack(number, at))
 
     def taken(self, rank: int, number: int) -> None:
-        """Tell a rank that a fetch has been copied out of its ring."""
+        """Report to a rank that a fetch has been copied out of its ring."""
         with self._lock:
             source = self._sources.get(rank)
         if source is not None:
@@ -153,7 +153,7 @@ class HostLink:
             raise CommError(f"rank {rank} of this host cannot be reached: {error}") from error
         return peer
 
-    # The thread that listens.  What a selector has with a connection is what to do when there is a packet.
+    # The thread that listens.  The data of a selector's connection is the function to call for a packet.
 
     def _listen(self, listener: LinkListener) -> None:
         try:
@@ -161,12 +161,12 @@ class HostLink:
                 selector.register(self._woken, selectors.EVENT_READ)
                 selector.register(self._door, selectors.EVENT_READ, self._admit)
                 for rank, taker in self._takers.items():
-                    selector.register(taker, selectors.EVENT_READ, partial(self._hear_taker, rank))
+                    selector.register(taker, selectors.EVENT_READ, partial(self._receive_taker, rank))
                 while not self._closing.is_set():
                     for key, _ in selector.select():
                         if key.data is not None:
                             key.data(selector, listener)
-        except BaseException as error:  # those who wait for a call must learn of it, whatever it is
+        except BaseException as error:  # also a bug: threads that wait for a call must receive it
             listener.failed(error)
 
     def _admit(self, selector: selectors.BaseSelector, _: LinkListener) -> None:
@@ -179,12 +179,12 @@ class HostLink:
         if _CREDENTIALS.unpack(credentials)[1] != os.geteuid():
             peer.close()
             return
-        peer.setblocking(False)
+        peer.settimeout(0.0)
         self._callers.add(peer)
         selector.register(peer, selectors.EVENT_READ, partial(self._greet, peer))
 
     def _greet(self, peer: socket.socket, selector: selectors.BaseSelector, listener: LinkListener) -> None:
-        """Take a caller's first packet: a rank of this job knows the token, and sends its ring."""
+        """Take a caller's first packet: a rank of this job has the token, and sends its ring."""
         selector.unregister(peer)
         self._callers.discard(peer)
         hello, fds = b"", list[int]()
@@ -205,12 +205,12 @@ class HostLink:
                 raise shortage(error) or unusable from error
             listener.source_ended(rank)
             return
-        peer.setblocking(True)
+        peer.settimeout(None)
         with self._lock:
             self._sources[rank] = _Peer(peer, ring)
-        selector.register(peer, selectors.EVENT_READ, partial(self._hear_source, rank))
+        selector.register(peer, selectors.EVENT_READ, partial(self._receive_source, rank))
 
-    def _hear_source(self, rank: int, selector: selectors.BaseSelector, listener: LinkListener) -> None:
+    def _receive_source(self, rank: int, selector: selectors.BaseSelector, listener: LinkListener) -> None:
         """Take one packet of a rank from which this one takes."""
         source = self._sources[rank]
         packet = _packet(source.socket)
@@ -221,7 +221,7 @@ class HostLink:
             selector.unregister(source.socket)
             listener.source_ended(rank)
 
-    def _hear_taker(self, rank: int, selector: selectors.BaseSelector, listener: LinkListener) -> None:
+    def _receive_taker(self, rank: int, selector: selectors.BaseSelector, listener: LinkListener) -> None:
         """Take one packet of a rank that takes from this one."""
         packet = _packet(self._takers[rank])
         if len(packet) == _TAKEN.size:

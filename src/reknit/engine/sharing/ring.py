@@ -1,4 +1,4 @@
-"""The slots of a ring in shared memory: what is in them, and who has not copied it yet."""
+"""The slots of a ring in shared memory: their fetches, and the ranks that have not copied these yet."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def aligned(nbytes: int) -> int:
 
 
 def num_slots(batches: Sequence[Sequence[int]], part: FetchTable, wanted: int) -> int:
-    """Return how many slots a rank's ring needs: `wanted`, unless there is less to read, or more at once."""
+    """Return the slots that a rank's ring needs: `wanted`, unless there is less to read, or more at once."""
     turns = Counter(int(part.turn[batch[0]]) for batch in batches)
-    # What travels in one exchange is in the ring all at once.
+    # The rows of one exchange are in the ring all at once.
     together = max((count for turn, count in turns.items() if turn >= 0), default=0)
     return min(len(batches), max(wanted, together + 1))

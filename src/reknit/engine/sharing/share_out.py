@@ -1,4 +1,4 @@
-"""Rank 0 divides what several ranks want to read: who reads what for whom."""
+"""Rank 0 divides the ranges that several ranks want among readers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NETWORK_RATE = 1e9
 def share_out(
     offers: Sequence[round_messages.Offer | None], options: LoadOptions
 ) -> list[round_messages.SharePlan | None]:
-    """Decide, on the root, who reads what for whom; None for a rank that reads alone."""
+    """Decide, on the root, which rank reads a range for which ranks; None for a rank that reads alone."""
     alone: list[round_messages.SharePlan | None] = [None] * len(offers)
     there = [offer for offer in offers if offer is not None]
     if len(there) < len(offers) or len({(o.cell, o.verify == "off") for o in there}) > 1:
@@ -88,12 +88,12 @@ def _divide(offers: Sequence[round_messages.Offer], reads: Sequence[Reads], opti
 
 
 def _bucket_nbytes(offers: Sequence[round_messages.Offer], options: LoadOptions) -> int:
-    # Of what may be in flight a rank needs two buckets to receive, and one or two to send from.
+    # Of the bytes in flight a rank needs two buckets to receive, and one or two to send from.
     return max(min(BUCKET_NBYTES, options.inflight_nbytes // 8), offers[0].cell)
 
 
 def _carried(kinds: Sequence[str | None]) -> bool:
-    """Tell whether all ranks can send bytes to other hosts, in the same way; log what is in the way."""
+    """Return whether all ranks can send bytes to other hosts, in the same way; log the reason if not."""
     if len(set(kinds)) == 1:
         if kinds[0]:
             return True
@@ -139,7 +139,7 @@ def _no_part() -> FetchTable:
 
 
 def _reads(offer: round_messages.Offer, files: NDArray[np.int64]) -> Reads:
-    """Return what a rank would read, by the numbers of files that all ranks have in common."""
+    """Return the ranges that a rank would read, by the numbers of files that all ranks have in common."""
     file, start, nbytes = (unpacked(column, "i8") for column in offer.columns)
     file = files[file]
     order = np.lexsort((start, file))

@@ -1,4 +1,4 @@
-"""One rank's side of a shared read: its offer to the root, and its part in what the root decides."""
+"""One rank's side of a shared read: its offer to the root, and its part in the root's decision."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class SharedRead:
         return cls(group=group, carrier=carries, reader=reader, files=files, link=link, options=options)
 
     def offer(self) -> round_messages.Offer:
-        """Return what this rank would read alone, and how other ranks can reach it."""
+        """Return the ranges that this rank would read alone, and its address for other ranks."""
         return round_messages.Offer(
             host=(self.link and host_id()) or secrets.token_hex(8),
             link="" if self.link is None else self.link.address,
@@ -114,7 +114,7 @@ class SharedRead:
             broken=lambda: self.group.broken,
             timeout_s=timeout_s,
         )
-        # One thread may wait for storage, while another copies what others have read.
+        # One thread may wait for storage, while another copies fetches of other ranks.
         try:
             threads = max(2, num_threads(self.options.threads))
             with self.reader.transfer:
@@ -164,7 +164,7 @@ def _part(share: round_messages.SharePlan) -> FetchTable:
 
 
 def host_id() -> str | None:
-    """Return what ranks have in common that can share memory: kernel, network namespace and user."""
+    """Return a key that ranks which can share memory have in common: kernel, network namespace and user."""
     if (name := host_name()) is not None:
         return name
     try:

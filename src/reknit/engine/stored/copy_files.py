@@ -32,7 +32,7 @@ _SMALL_NBYTES = 256 << 10
 """Files up to this size are read whole, and many are copied at once: they wait for stores, not for bytes."""
 _MOST_SMALL = 64
 _MOST_CHECKED = 8
-"""Files of which one process checks what is there already, each with a piece in memory."""
+"""Files that one process checks at once, each with a piece in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Promotion:
     run: Run | None = None
 
     def report(self, step: int | None, write_id: str, copied: Sequence[FileEntry]) -> PromotionReport:
-        """Return what was done here."""
+        """Return the report of this process."""
         return PromotionReport(
             path=self.target.url,
             source=self.source.url,
@@ -69,7 +69,7 @@ def unsound_files(job: Promotion, files: Sequence[FileEntry], block_nbytes: int)
 
     def check(file: FileEntry, _: Arena) -> None:
         if is_sound(job.target, file, block_nbytes):
-            sound.add(file.path)  # one step, whatever other threads add
+            sound.add(file.path)  # one step, beside those of other threads
 
     if files:
         with job.recorder.phase("verify", nbytes=sum(file.nbytes for file in files)):
@@ -78,7 +78,7 @@ def unsound_files(job: Promotion, files: Sequence[FileEntry], block_nbytes: int)
 
 
 def is_sound(storage: Storage, file: FileEntry, block_nbytes: int) -> bool:
-    """Tell whether a store has a file, with every block as it was saved."""
+    """Return whether a store has a file, with every block as it was saved."""
     piece_nbytes = max(PIECE_NBYTES, block_nbytes)
     try:
         check_size(storage, file)
@@ -95,7 +95,7 @@ def copy_files(
 ) -> None:
     """Copy files, each block compared with its digest on the way, and add them to `copied`.
 
-    After an error `copied` has at least those that the target has; `keep` leaves there what is finished.
+    After an error `copied` has at least the files in the target; `keep` leaves finished files there.
     """
     source, target = job.source, job.target
     if block_nbytes > PIECES[-1]:

@@ -2,18 +2,18 @@
 
 `delete` removes its manifest first, so that it exists no more, and then its files.
 
-Whoever opens the checkpoint after that is told that there is none.  The files are those that the manifest
-named and the notes about it, so a save that begins meanwhile has none of them.  Files of other names stay,
-and so does a folder that holds some.  `reknit gc` finds what a process leaves that dies in between.
+A reader that opens the path after that gets an error.  Only files that the manifest named and notes about the
+checkpoint are removed, so a save that begins meanwhile loses none of its files.  Files of other names stay,
+and so does a folder that holds some.  `reknit gc` finds the files that a process leaves that dies in between.
 
-Nobody can begin to hold the checkpoint once it was looked whether somebody does (`notes`).  A save to its
-place may: where it begins after the look at markers here, and commits between the last look at the manifest
-and its removal, one request later, what it has committed goes.
+No reader can begin to hold the checkpoint once it was looked for holders (`record.checkpoint_notes`).  A save
+to its path may begin after the look at markers here.  If it also commits between the last look at the
+manifest and its removal, one request later, its checkpoint is removed.
 
 `drop` removes items, such as an old optimizer, and keeps the others.  A new manifest takes the place of the
-old one in the same atomic step as that of a save: it has an index and a write id of its own, so that whoever
-reads the checkpoint at that moment finds it replaced and reads what is there now.  Then the files that the
-new one does not name go.  It says which items were dropped and when, and of which save the checkpoint is, so
+old one in the same atomic step as that of a save.  It has an index and a write id of its own, so a reader
+finds at that moment that the checkpoint was replaced, and reads the new one.  Then the files that the new one
+does not name go.  It says which items were dropped and when, and of which save the checkpoint is, so
 that notes about it go on to hold.  Killed before the commit, this leaves a marker and an index, and after it,
 files that nobody names.  A run that prunes removes them, and so does `reknit gc`.
 """
@@ -60,8 +60,8 @@ def delete(
 ) -> int:
     """Remove the checkpoint at a place, or only that of a save, and return the bytes that this freed.
 
-    With `dry_run`, only say what it would free.  Pins for the reason `but` do not keep it.  Notes about
-    copies elsewhere stay.
+    With `dry_run`, remove nothing, and return the bytes that it would free.  Pins for the reason `but` do not
+    keep it.  Notes about copies elsewhere stay.
 
     Raises `CheckpointNotFoundError`, also where the manifest is not shown to be of reknit, `VersionError`,
     and `UsageError` for a link and where somebody writes to it.
@@ -71,7 +71,7 @@ def delete(
     if write_id is not None:
         check_same(storage, write_id)
     manifest = _manifest(storage)
-    # Listed before it is looked whether a save is under way: what a later one writes is not among them.
+    # Listed before the look for saves under way: the files of a later save are not among them.
     files = _files(storage, manifest)
     notes = notes_of(storage, None)
     refuse_busy(storage)
@@ -101,9 +101,9 @@ def remove_empty(storage: Storage) -> None:
 def drop(storage: Storage, items: Sequence[str], save_id: str | None = None, *, dry_run: bool = False) -> int:
     """Remove items of the checkpoint at a place, or only of that of a save; return the bytes that this frees.
 
-    What was dropped before is passed over.  With `dry_run`, only say what it would free.  Raises
-    `CheckpointNotFoundError`, `MismatchError` for an item that it never had, and `UsageError` where none
-    would be left, for a link, and where somebody writes to it or holds it.
+    Items that were dropped before are passed over.  With `dry_run`, nothing is removed.  Raises
+    `CheckpointNotFoundError`, `MismatchError` for an item that it never had, and `UsageError` if none would
+    be left, for a link, and if another process writes to it or holds it.
     """
     old = committed(storage)
     if save_id is not None:
@@ -234,7 +234,7 @@ def refuse_busy(storage: Storage) -> None:
 
 
 def _files(storage: Storage, manifest: Manifest | None) -> list[Listed]:
-    """Return the files of a checkpoint; where they cannot be told, or moved, all that reknit has written."""
+    """Return the files of a checkpoint; if they are unknown, or moved, all files that reknit has written."""
     try:
         moved = manifest is not None and manifest.moved_to is not None
         whole = None if moved else manifest and whole_manifest(storage, manifest)

@@ -27,13 +27,13 @@ logger = logging.getLogger("reknit")
 Found = TypeVar("Found")
 
 UNSOUND = (CheckpointNotFoundError, CorruptError, StorageError, DeadlineError)
-"""What is raised where a file is missing, damaged or out of reach."""
+"""The errors for a file that is missing, damaged or out of reach."""
 
 
 def read_checked(
     storage: Storage, file: FileEntry, block_nbytes: int, replicas: Sequence[Storage] = ()
 ) -> bytes:
-    """Return a whole small file whose size and digests are what the manifest says.
+    """Return a whole small file with the size and digests that the manifest lists.
 
     If it cannot be read here, it is taken from the first of `replicas` that has it.  Raises `CorruptError`.
     """
@@ -48,12 +48,12 @@ def whole_manifest(storage: Storage, manifest: Manifest, replicas: Sequence[Stor
 
 
 def first_sound(places: Sequence[Storage], read: Callable[[Storage], Found]) -> Found:
-    """Return what is read from the first place that has it whole; raise what is wrong with the very first."""
+    """Return the result of `read` at the first place where it succeeds; else raise the error of the first."""
     try:
         return read(places[0])
     except UNSOUND as error:
         for replica in places[1:]:
-            with suppress(*UNSOUND):  # a replica that fails is no replacement
+            with suppress(*UNSOUND):  # a replica that fails does not replace it
                 found = read(replica)
                 logger.warning("%s: taken from the replica %s", error.message, replica.url)
                 return found
@@ -83,7 +83,7 @@ def _has(storage: Storage, file: FileEntry) -> bool:
     try:
         return storage.size(file.path) == file.nbytes
     except StorageError:
-        return False  # a replica that fails is no replacement
+        return False  # a replica that fails does not replace it
 
 
 def _check_own_size(storage: Storage, file: FileEntry) -> None:
@@ -117,7 +117,7 @@ def read_blocks(storage: Storage, file: FileEntry, start: int, data: memoryview,
 def corrupt_block(
     file: FileEntry, number: int, block_nbytes: int, tensors: Sequence[str] = ()
 ) -> CorruptError:
-    """Return the error for a block whose bytes are not those that were saved."""
+    """Return the error for a block whose bytes differ from the saved ones."""
     stop = min((number + 1) * block_nbytes, file.nbytes)
     of = f" (in {', '.join(tensors[:4])}{' and more' if len(tensors) > 4 else ''})" if tensors else ""
     return CorruptError(

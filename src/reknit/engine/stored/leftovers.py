@@ -1,23 +1,23 @@
-"""Find what killed saves have left in a store, and remove what can never become part of a checkpoint.
+"""Find the files that killed saves have left in a store, and remove them if they can never be committed.
 
 Nothing is removed that belongs to a committed checkpoint, or to a save that may be under way:
 
-- *What a manifest names stays*, and so does every file with its write id.  Manifests are read after the store
-  was listed, so all that was committed by then is in a manifest.  Where a manifest cannot be read, the whole
-  folder stays.
-- *Age keeps a live save from being disturbed.*  Where anything in a checkpoint's folder that is not committed
-  is younger than the limit, the whole folder stays: a save may be at work there.
+- *Files that a manifest names stay*, and so does every file with its write id.  Manifests are read after the
+  store was listed, so all that was committed by then is in a manifest.  If a manifest cannot be read, the
+  whole folder stays.
+- *Age keeps a live save from being disturbed.*  If an uncommitted file in a checkpoint's folder is younger
+  than the limit, the whole folder stays: a save may be at work there.
 - *A save whose files go cannot commit.*  A save commits only while its marker is there (docs/decisions/0007).
-  So the marker goes first.  Then it is looked whether there is a marker of that save again, and whether the
-  manifest has become its own, in this order, since a marker turns into a manifest.  Files go only if neither
-  is so.  What has no name yet (parts of uploads, temporary files) is part of no checkpoint: a save that finds
-  it gone fails before it commits.
+  So the marker goes first.  Then the store is asked for a marker of that save, and for a manifest of its own,
+  in this order, since a marker turns into a manifest.  Files go only if there is neither.  Parts of uploads
+  and temporary files, without a name yet, are not part of a checkpoint: a save that finds them gone fails
+  before it commits.
 
-One window remains, as long as one request: a save that did nothing for longer than the limit would have to
-put up its marker, look for its files and commit between the last look here and the first removal of a file.
-On an object store, where a commit is a look and a write, markers have that window anyhow.
+One window remains, as long as one request.  A save that did nothing for longer than the limit would have to
+put its marker, look for its files and commit within it: between the last look here and the first removal.  On
+an object store, where a commit is a look and a write, markers have that window anyhow.
 
-Late listings are harmless: what is not listed is not removed.
+Late listings are harmless: a file that is not listed is not removed.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """What one save has left in one folder.
+    """The files that one save has left in one folder.
 
     `folder` is that of the checkpoint, relative to where it was looked, empty for that place itself.
-    `write_id8` is None for temporary files, whose names do not tell of which save they are.  `modified` is
-    when the youngest was last changed.  `kept` says why it must stay; None where it need not.
+    `write_id8` is None for temporary files, whose names do not have the id of their save.  `modified` is when
+    the youngest was last changed.  `kept` says why it must stay; None where it need not.
     """
 
     folder: str
@@ -73,17 +73,17 @@ class Leftover:
 
 @dataclass
 class _Folder:
-    """What is in the folder of one checkpoint: all that is not its manifest, by write id."""
+    """The files in the folder of one checkpoint, except its manifest, by write id."""
 
     has_manifest: bool = False
     saves: defaultdict[str | None, list[Dated]] = field(default_factory=lambda: defaultdict(list))
 
 
 def leftovers(storage: Storage, held: Iterable[Dated], before: float) -> list[Leftover]:
-    """Return what saves have left among what a store holds, by folder and write id.
+    """Return the files that saves have left in a store, by folder and write id.
 
-    What was changed after `before` may be part of a save that is under way, and so may all in its folder.
-    Files that are not of reknit's making, by their names, are passed over.
+    A file that was changed after `before` may be part of a save that is under way, and so may all in its
+    folder.  Files that are not of reknit's making, by their names, are passed over.
     """
     found = []
     for name, folder in sorted(_by_folder(held).items()):
@@ -94,7 +94,7 @@ def leftovers(storage: Storage, held: Iterable[Dated], before: float) -> list[Le
 
 
 def remove(storage: Storage, sweep: Sweepable, leftover: Leftover, open_at: Callable[[str], Storage]) -> bool:
-    """Remove what a save has left, with copies at other places; return False if it turned out to be needed.
+    """Remove the files that a save has left, with copies elsewhere; return False for a save that needs them.
 
     Raises `UsageError` where somebody reads such a copy, `StorageError`.
     """
@@ -117,7 +117,7 @@ def remove(storage: Storage, sweep: Sweepable, leftover: Leftover, open_at: Call
 
 
 def _by_folder(held: Iterable[Dated]) -> dict[str, _Folder]:
-    """Sort what is of reknit's making into the folders of checkpoints."""
+    """Sort the files of reknit into the folders of checkpoints."""
     folders: defaultdict[str, _Folder] = defaultdict(_Folder)
     temporary = []
     for each in held:
@@ -129,7 +129,7 @@ def _by_folder(held: Iterable[Dated]) -> dict[str, _Folder]:
                 folders[folder].has_manifest |= each.kind == "file"
             else:
                 folders[folder].saves[name.write_id8].append(each)
-    known = set(folders)  # by files with names that tell it, in whatever order the store lists the others
+    known = set(folders)  # by files whose names show it, in any order of the listing
     for each in temporary:
         here = each.path.rpartition("/")[0]
         above = here.rpartition("/")[0]
@@ -138,7 +138,7 @@ def _by_folder(held: Iterable[Dated]) -> dict[str, _Folder]:
 
 
 def _place(path: str) -> tuple[str, paths.FileName] | None:
-    """Return the folder of the checkpoint that a path is in, and what the rest says; None if not ours."""
+    """Return the folder of a path's checkpoint, and the meaning of the rest; None if not ours."""
     parts = path.split("/")
     for depth in (1, 2):
         name = paths.parse_path("/".join(parts[-depth:])) if len(parts) >= depth else None
@@ -159,7 +159,7 @@ def _are_plain_files(folder: _Folder) -> bool:
 
 
 def _in_folder(storage: Storage, name: str, folder: _Folder, before: float) -> list[Leftover]:
-    """Return what is left in one folder."""
+    """Return the leftovers in one folder."""
     saves, kept = dict(folder.saves), None
     if folder.has_manifest:
         try:
@@ -191,9 +191,9 @@ def _in_folder(storage: Storage, name: str, folder: _Folder, before: float) -> l
 def _not_of(
     manifest: Manifest, name: str, saves: dict[str | None, list[Dated]]
 ) -> dict[str | None, list[Dated]]:
-    """Return what is not part of a checkpoint: of its own save only markers, and what never became a file."""
+    """Return the files outside of a checkpoint: of its own save only markers, and unfinished files."""
     prefix = f"{name}/" if name else ""
-    moved = manifest.moved_to is not None  # then what is here of it was not removed yet
+    moved = manifest.moved_to is not None  # then its files here were not removed yet
     named = {prefix + file.path for file in manifest.files if not moved}
     own, about = paths.short_id(manifest.write_id), paths.short_id(manifest.save_id)
 
@@ -211,7 +211,7 @@ def _not_of(
 
 
 def _may_commit(folder: Storage, write_id8: str) -> bool:
-    """Tell whether a save may commit here, or has; its marker was removed before this is called."""
+    """Return whether a save may commit here, or has; its marker was removed before this is called."""
     names = (paths.parse_path(listed.path) for listed in folder.list())
     if any(name is not None and name.kind == "marker" and name.write_id8 == write_id8 for name in names):
         return True

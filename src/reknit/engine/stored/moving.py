@@ -1,13 +1,13 @@
 """Move a checkpoint to a cold place, while its path goes on working.
 
-`move` copies all files, compares every block of what it has copied with its digest, and only then puts a
-*redirect* in the place of the manifest: the same manifest, with the place to which the files have moved.  Who
-reads the checkpoint at its path finds the files there, also who began before (`MovedStorage`).  Then the
+`move` copies all files, and compares every block of the copy with its digest.  Only then it puts a *redirect*
+in the place of the manifest: the same manifest, with the place to which the files have moved.  A reader of
+the checkpoint at its path finds the files there, also a reader that began before (`MovedStorage`).  Then the
 files here go.  Killed before the redirect, this leaves the checkpoint as it was and a copy; killed after it,
-files that nobody needs any more.  The next `move` goes on from there.
+files that no reader needs any more.  The next `move` goes on from there.
 
-Before the first byte is copied, a note here says where the copy will be, and a pin there whose it is.  Both
-outlive the checkpoint, also where a save replaces it: the note goes once the copy has gone.
+Before the first byte is copied, a note here names the place of the copy, and a pin there its origin.  Both
+outlive the checkpoint, also if a save replaces it: the note goes once the copy has gone.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _FILES = ("index", "data", "blobs", "own")
 
 
 def moved_to(storage: Storage) -> str | None:
-    """Return where the files of the checkpoint at a place have moved to, None where they have not."""
+    """Return the place to which the files of a checkpoint have moved, None if they have not."""
     try:
         manifest = manifest_in(storage)
-    except (FormatError, StorageError):  # whoever reads it says so
+    except (FormatError, StorageError):  # a reader raises the error
         return None
     return None if manifest is None else manifest.moved_to
 
@@ -61,9 +61,9 @@ def moved_to(storage: Storage) -> str | None:
 def move(job: Promotion, place: str, open_at: Callable[[str], Storage]) -> int:
     """Move the checkpoint at the source to the target, which is called `place`; return the bytes freed.
 
-    What an earlier try has done is not done again.  Raises `CheckpointNotFoundError`, `CheckpointExistsError`
-    (another checkpoint is there), `CorruptError` (the copy is not what was saved), `UsageError` where
-    somebody holds the checkpoint, saves to its path, or it has moved elsewhere, and `StorageError`.
+    Steps of an earlier try are not repeated.  Raises `CheckpointNotFoundError`, `CheckpointExistsError`
+    (another checkpoint is there), `CorruptError` (the copy differs), and `StorageError`.  Raises `UsageError`
+    if another process holds the checkpoint or saves to its path, or if it has moved elsewhere.
     """
     hot, cold = job.source, job.target
     manifest = committed(hot)
@@ -103,7 +103,7 @@ def move(job: Promotion, place: str, open_at: Callable[[str], Storage]) -> int:
 
 
 def _copy(job: Promotion, copy: ColdCopy) -> None:
-    """Copy all files, and see that every block of the copy is what was saved."""
+    """Copy all files, and check every block of the copy."""
     hot, cold = job.source, job.target
     if not _pins(cold, copy):  # before there is something to remove
         put_note(cold, "pin", Pin(copy.reason), copy.save_id)
@@ -117,7 +117,7 @@ def _copy(job: Promotion, copy: ColdCopy) -> None:
             path=cold.url,
             remedy=f"remove the copy and try again: reknit rm {cold.url}",
         )
-    if not _pins(cold, copy):  # a commit clears away what is said of other writes
+    if not _pins(cold, copy):  # a commit clears away the notes about other writes
         pin(cold, copy.reason)
 
 
@@ -125,7 +125,7 @@ def _clear(hot: Storage, redirect: Manifest) -> int:
     """Remove the files that were moved, unless a save to this place has begun; return their bytes."""
     names = [(listed, paths.parse_path(listed.path)) for listed in hot.list()]
     mine = [listed for listed, name in names if name is not None and name.kind in _FILES]
-    # What was listed may be a later save's only if its marker or its manifest is there now.
+    # A listed file may belong to a later save only if its marker or its manifest is there now.
     if not mine or begun_in(hot) or committed(hot) != redirect:
         return 0
     for listed in mine:
@@ -138,9 +138,9 @@ def delete_moved(
 ) -> int:
     """Remove the checkpoint at a place as `delete` does, and all copies of it that `move` has made.
 
-    If the place of a copy cannot be reached, nothing is removed.  What somebody else holds or has pinned
-    there stays there.  The note about a copy goes after it, so `reknit gc` and the next run find what a
-    process leaves that dies in between.
+    If the place of a copy cannot be reached, nothing is removed.  A copy that another user holds or has
+    pinned stays.  The note about a copy goes after it, so `reknit gc` and the next run find the files of a
+    process that dies in between.
     """
     copies: list[tuple[str | None, ColdCopy]] = list(_copies(storage))
     if (place := moved_to(storage)) not in (None, *(copy.place for _, copy in copies)):
@@ -194,7 +194,8 @@ def _remove_own(hot: Storage, cold: Storage, copy: ColdCopy, open_at: Callable[[
 def _remove_copy(cold: Storage, copy: ColdCopy) -> int:
     """Remove a copy, its pin last, and return the bytes that this freed.
 
-    What somebody else has pinned is his from now on.  What has no pin of the move is nothing that it made.
+    A copy with a pin of another user stays, and is theirs from now on.  A copy without a pin of the move was
+    not made by a move.
     """
     if not (mine := _pins(cold, copy)):
         return 0

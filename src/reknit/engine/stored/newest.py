@@ -65,9 +65,9 @@ def folder_in(root: Storage, name: str) -> Storage | None:
 
 
 def _age(root: Storage, name: str, begun: list[Begun]) -> _Age | None:
-    """Return the age of the checkpoint in a folder, None if there is none or its manifest cannot be read.
+    """Return the age of the checkpoint in a folder, None without one or with an unreadable manifest.
 
-    Where there is none, the saves under way there are added to `begun`.
+    Without a checkpoint, the saves under way there are added to `begun`.
     """
     if (folder := folder_in(root, name)) is None:
         return None

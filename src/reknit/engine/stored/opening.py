@@ -43,7 +43,7 @@ _MOST_READERS = 64
 """Files of values that are read at once: an object store answers a request in tens of milliseconds."""
 
 REPLACED = (CorruptError, StorageNotFoundError)
-"""What a reader raises when another checkpoint replaces the one it reads, and the files are removed."""
+"""The errors of a reader whose checkpoint is replaced, when the files are removed."""
 REPLACED_TRIES = 5
 """Attempts to read a checkpoint that is replaced again and again."""
 _TRIES = 4
@@ -75,7 +75,7 @@ class OpenCheckpoint:
 
     @property
     def stored(self) -> Mapping[str, str]:
-        """The names in the checkpoint of what has another one in the state."""
+        """The names in the checkpoint of entries that have another name in the state."""
         return {} if self.renamed is None else self.renamed.stored
 
     def shown(self, name: str) -> str:
@@ -88,7 +88,7 @@ class OpenCheckpoint:
         return self.manifest.items if self.renamed is None else self.renamed.items
 
     def catalog(self, terms: Terms | None = None) -> Catalog:
-        """Return what the opened items offer to a load on these terms."""
+        """Return the catalog of the opened items for a load on these terms."""
         tensors: dict[str, dict[str, TensorSpec]] = {item: {} for item in self.items}
         for entry in self.index.tensors:
             if entry.item in tensors:
@@ -114,7 +114,7 @@ class OpenCheckpoint:
         return [(item, fqn) for item in self.items for fqn in self.blobs[item]]
 
     def of_items(self, items: Sequence[str]) -> OpenCheckpoint:
-        """Return what a rank holds that wants only these items."""
+        """Return the part for a rank that wants only these items."""
         index = self.index.of_items(frozenset(items))
         blobs = {item: values if item in items else {} for item, values in self.blobs.items()}
         return replace(self, index=index, blobs=blobs, items=tuple(items))
@@ -130,7 +130,7 @@ class OpenCheckpoint:
         return found
 
     def read_ahead(self, item: str, coordinates: Sequence[Mapping[str, int]]) -> None:
-        """Read what `own` will be asked for, several files at once."""
+        """Read the files for later calls of `own`, several at once."""
         files = [file for place in coordinates for file in self._files_at(item, place)]
         run_jobs(
             [file for file in files if file.path not in self._own],
@@ -166,7 +166,7 @@ def _place(file: BlobFile) -> tuple[tuple[str, int], ...]:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What the files of a checkpoint say about it, checked; `blobs` are files of shared values, by path."""
+    """The checked metadata of a checkpoint; `blobs` are files of shared values, by path."""
 
     manifest: Manifest
     index: Index
@@ -179,9 +179,9 @@ def read_opened(
 ) -> Contents:
     """Read manifest, index and shared values of `items` (None: all); see `read_manifest` for errors.
 
-    With `own`, find the names of ranks' own values too, of all items.  What is missing or damaged is taken
-    from the first of `replicas` that has it: the manifest vouches for itself and for all other files.  Where
-    another checkpoint takes the place of the one that is read, it is read instead.
+    With `own`, find the names of ranks' own values too, of all items.  A missing or damaged file is read from
+    the first of `replicas` that has it: the manifest vouches for itself and for all other files.  If another
+    checkpoint takes the place of the one that is read, it is read instead.
     """
 
     def manifest_here() -> Manifest:
@@ -219,10 +219,10 @@ def unknown_items(
 def is_replaced(
     storage: Storage, write_id: str, error: ReknitError, replicas: Sequence[Storage] = ()
 ) -> bool:
-    """Tell whether another checkpoint has replaced that of `write_id`; False when the store fails.
+    """Return whether another checkpoint has replaced that of `write_id`; False when the store fails.
 
-    `error` is what a reader met.  Raises `CheckpointNotFoundError` in its place where the checkpoint was
-    deleted: neither the store nor one of `replicas` has a manifest.
+    `error` is that of a reader.  Raises `CheckpointNotFoundError` in its place if the checkpoint was deleted:
+    neither the store nor one of `replicas` has a manifest.
     """
     try:
         if (manifest := manifest_in(storage)) is not None:
@@ -246,7 +246,7 @@ def _contents(
     *,
     own: bool,
 ) -> Contents:
-    """Read what the manifest leads to."""
+    """Read the files that the manifest lists."""
     from reknit.format.index.file import decode_index  # Arrow is loaded only by who has an index
 
     data = read_checked(storage, manifest.index, manifest.block_nbytes, replicas)
@@ -282,7 +282,7 @@ def own_names(storage: Storage, manifest: Manifest, replicas: Sequence[Storage] 
             names.update(dict.fromkeys((blob.item, fqn) for fqn in names_in(data)))
             known[kind] = True
         except (FormatError, StorageError):
-            # A rank that wants this item reads its own file, and raises what is wrong.
+            # A rank that wants this item reads its own file, and raises its errors.
             failed[kind] += 1
     unknown = dict.fromkeys(item for (item, _), found in known.items() if not found)
     return OwnNames(list(names), list(unknown))
@@ -295,7 +295,7 @@ def opened(
     options: LoadOptions,
     replicas: Sequence[Storage] = (),
 ) -> OpenCheckpoint:
-    """Offer `items` (None: all) of what `read_opened` read, or of the root's part of it.
+    """Return a checkpoint with `items` (None: all) of the contents of `read_opened`, or of the root's part.
 
     The state's names are given here, once, if the options have others than the checkpoint; then everything
     must have been read.

@@ -1,8 +1,8 @@
 """Which saves are under way below a folder, and may yet commit?  Wait for them, or keep them from it.
 
 A save may commit as long as its marker is in the folder of its checkpoint (docs/decisions/0007).  A save that
-was killed leaves its marker too.  A marker does not say on which host its agents run, and nobody can see the
-agents of other hosts, so the two cannot be told apart from outside.
+was killed leaves its marker too.  A marker does not name the hosts of its agents, and agents of other hosts
+are not visible, so the two look the same from outside.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def wait_for_saves(root: Storage, timeout_s: float) -> None:
 
     Saves of this host are waited for from when they are staged, those of other hosts from when their markers
     are up.  A marker of a killed save is waited for until the timeout: agents of another host may still
-    commit it.  Raises `DeadlineError` naming what is still there.
+    commit it.  Raises `DeadlineError` that names the saves left.
     """
     deadline, pause_s = Deadline(timeout_s), _PAUSES_S[0]
     waited_for, working = _begun_below(root), at_work(root.url)

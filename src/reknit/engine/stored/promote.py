@@ -44,10 +44,10 @@ _MOST_OPEN = 64
 
 
 class Target(NamedTuple):
-    """A store that is to have a checkpoint too: what opens it, and the rate of all ranks together.
+    """A store that is to have a checkpoint too: a function that opens it, and the rate of all ranks together.
 
-    `recorded` makes of it one that tells a recorder of its operations.  `run` is the run as it is known
-    there, where the checkpoint is a step of one.
+    `recorded` wraps it so that a recorder receives its operations.  `run` is the run under its record there,
+    if the checkpoint is a step of one.
     """
 
     open: Callable[[], Storage]
@@ -57,7 +57,7 @@ class Target(NamedTuple):
 
 
 class _Commit:
-    """What makes a checkpoint exist at the target: its manifest, as it is at the source."""
+    """The commit at the target, with the manifest of the source."""
 
     def __init__(self, job: Promotion) -> None:
         self._job = job
@@ -78,7 +78,9 @@ class _Commit:
             for file in self.manifest.files
             if listed.get(file.path) != file.nbytes and size_of(target, file.path) != file.nbytes
         ]
-        if absent and size_of(target, self._mine.path) is None:  # whoever took it away cleared them away, too
+        if (
+            absent and size_of(target, self._mine.path) is None
+        ):  # the save that removed it cleared them away, too
             raise fenced_off(target, self._mine)
         if absent:
             raise self.incomplete(absent)
@@ -108,7 +110,7 @@ def _unmoved(data: bytes) -> bytes:
 
 
 class _Root:
-    """What rank 0 decides in a promotion for all ranks."""
+    """The decisions of rank 0 in a promotion for all ranks."""
 
     def __init__(self, job: Promotion, write_id: str) -> None:
         self._job, self._write_id = job, write_id
@@ -154,13 +156,13 @@ class _Root:
 def promote_saved(
     job: SaveJob, write_id: str, written: Sequence[Written], group: comm.Group, to: Target
 ) -> PromotionReport:
-    """Promote what all ranks have just saved, with all of them; `group` holds the rounds.
+    """Promote, with all ranks, a checkpoint that they have just saved; `group` holds the rounds.
 
     A rank that cannot open the target lets all ranks fail.
     """
     try:
         target = to.open()
-    except BaseException as error:  # whoever made the store decides what it raises
+    except BaseException as error:  # the author of the store decides about its errors
         decline(group, error, write_id, job.options.timeout_s)
     try:
         mine = job.recorder
@@ -223,7 +225,7 @@ def promote(
             copy_files(job, [*mine, *root.index], BLOCK_NBYTES, copied, keep=False)
             sent = True
             turn.exchange(b"", root.put)
-    except BaseException as error:  # Ctrl-C too: what was copied is part of a checkpoint, or litter
+    except BaseException as error:  # Ctrl-C too: the copies are part of a checkpoint, or litter
         root.give_up()
         fate = fate_of(job.target, write_id, error, sent=sent, is_root=group.rank == 0)
         if fate.committed:
@@ -237,15 +239,15 @@ def promote(
 
 
 def decline(group: comm.Group, error: BaseException, write_id: str, timeout_s: float) -> NoReturn:
-    """Raise what keeps this rank from a promotion, on all ranks, which come to its first round."""
+    """Raise an error of this rank before a promotion on all ranks, which come to its first round."""
     comm.fail(group, FIRST_ROUND, error, timeout_s, subject=write_id)
 
 
 def promote_alone(job: Promotion) -> PromotionReport:
     """Copy all files of a checkpoint that are here and not yet there, and commit if none is missing then.
 
-    What an earlier try has copied is checked, and kept if it is sound.  A lease keeps the source from being
-    removed meanwhile.  Raises `CommitError` where files are in neither store.
+    Files of an earlier try are checked, and kept if they are sound.  A lease keeps the source from being
+    removed meanwhile.  Raises `CommitError` if files are in neither store.
     """
     begun, copied = _Commit(job), list[FileEntry]()
     manifest = begun.manifest
@@ -258,7 +260,7 @@ def promote_alone(job: Promotion) -> PromotionReport:
 def _copy_and_commit(job: Promotion, begun: _Commit, copied: list[FileEntry]) -> None:
     manifest, lacking = begun.manifest, list[FileEntry]()
     if find_manifest(job.target) is not None:
-        begun.claim()  # whether this may replace what is there is better said now than after hours of copying
+        begun.claim()  # an error about a checkpoint there is better raised now than after hours of copying
         begun.give_up()
     for first in range(0, len(manifest.files), _MOST_OPEN):
         lacking += _copy_lacking(
@@ -282,12 +284,12 @@ def _copy_and_commit(job: Promotion, begun: _Commit, copied: list[FileEntry]) ->
 def _copy_lacking(
     job: Promotion, files: Sequence[FileEntry], block_nbytes: int, copied: list[FileEntry]
 ) -> list[FileEntry]:
-    """Copy what is here of some files and not yet there, and return what is in neither store."""
+    """Copy those of some files that only the source has, and return the files that are in neither store."""
     lacking = unsound_files(job, files, block_nbytes)
     here = [file for file in lacking if size_of(job.source, file.path) is not None]
     for file in here:
-        discard(job.target, file.path)  # what a killed try has left of it
-    # After an error what is finished stays for the next try: another host may have committed it by then.
+        discard(job.target, file.path)  # a part of it may be left of a killed try
+    # After an error finished files stay for the next try: another host may have committed them by then.
     copy_files(job, here, block_nbytes, copied, keep=True)
     found = {file.path for file in here}
     return [file for file in lacking if file.path not in found]

@@ -37,14 +37,14 @@ class Naming:
 
     @classmethod
     def of(cls, options: LoadOptions) -> Naming | None:
-        """Return the rule of these options, or None where there is none."""
-        names, _ = split_rules(options.transforms)
+        """Return the rule of these options, or None without one."""
+        names, _ = parted(options.transforms)
         if names is None or not (names.rename or names.rewrite):
             return None
         return cls(names.rename, names.rewrite, names.optional)
 
     def apply(self, name: Name, used: set[object] | None = None) -> Name:
-        """Return the state's name of what has this name in the checkpoint; note the rules that it took."""
+        """Return the state's name for this name in the checkpoint; note the rules that it took."""
         taken: set[object] = set() if used is None else used
         old = new = full_name(*name)
         if (rule := self._rule(old)) is not None:
@@ -57,7 +57,7 @@ class Naming:
         return name if new == old else self._split(new, name)
 
     def unused(self, used: set[object]) -> list[str]:
-        """Say which names and expressions were not among the used ones, but had to be."""
+        """Name the names and expressions that had to be used, but were not."""
         if self.optional:
             return []
         lines = [f"rename has {old!r}" for old in self._idle(used)]
@@ -69,7 +69,7 @@ class Naming:
         return lines
 
     def meant(self, used: set[object], names: Iterable[Name]) -> str:
-        """Return what is asked about the first of them, given all names in the checkpoint."""
+        """Return the question about the first of them, given all names in the checkpoint."""
         known = [full_name(*name) for name in names]
         idle = self._idle(used)
         return suggest(idle[0], known, _prefixed) if idle else some_of(known)
@@ -85,7 +85,7 @@ class Naming:
         return max(prefixes, key=len, default=None)
 
     def _split(self, name: str, stored: Name) -> Name:
-        """Cut a new name into item and FQN: at the first slash, unless the item's name is what it was."""
+        """Cut a new name into item and FQN: at the first slash, unless the item keeps its name."""
         same = name == stored[0] or name.startswith(f"{stored[0]}/")
         item = stored[0] if same else name.partition("/")[0]
         if not item:
@@ -98,7 +98,7 @@ class Naming:
 
 @dataclass(frozen=True, slots=True)
 class Renamed:
-    """What a checkpoint offers under the state's names.
+    """The contents of a checkpoint under the state's names.
 
     `stored` maps those names that differ to the names in the checkpoint.  `sources` maps items of the state
     to the items of the checkpoint that hold ranks' own values for them.
@@ -123,7 +123,7 @@ class Renamed:
 
 
 def _prefixed(old: str) -> Callable[[str], object]:
-    """Return what tells whether a name is one that the left side of `rename` means."""
+    """Return a function that returns whether the left side of `rename` means a name."""
     return lambda name: name == old or (old.endswith(("/", ".")) and name.startswith(old))
 
 

@@ -1,7 +1,7 @@
 """Which agents of this host are at work, and for which checkpoints?
 
 An agent keeps a note of its saves in memory that /proc lists among its descriptors.  The same user, and root,
-can read it at any time, whatever the agent does, and it is gone when the agent ends, however it ends.
+can read it at any time, without the agent's help.  It is gone when the agent ends, also when it is killed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 MODULE = "reknit.engine.background.agent"
-"""What an agent's process runs."""
+"""The module that an agent's process runs."""
 
 _NOTE = "reknit-at-work"
 _NBYTES = struct.Struct("<Q")
@@ -28,8 +28,8 @@ _LOOKS = 8
 class AtWork(NamedTuple):
     """An agent that may yet commit a checkpoint at `path`.
 
-    `path` and `since` are None for one without saves whose trainer is gone: it is about to end, unless the
-    trainer gave it a save that it has not read yet.
+    `path` and `since` are None for an agent without saves whose trainer is gone.  It is about to end, unless
+    the trainer sent it a save that it has not read yet.
     """
 
     pid: int
@@ -45,11 +45,11 @@ class NotedSave(Protocol):
 
     @property
     def places(self) -> Sequence[str]:
-        """URLs of the checkpoint, and of what it is promoted to."""
+        """URLs of the checkpoint, and of the places to which it is promoted."""
 
 
 class Note:
-    """What the process of an agent says about itself; nothing on a system without nameless memory."""
+    """The note of an agent's process about itself; nothing on a system without nameless memory."""
 
     def __init__(self) -> None:
         self._fd = -1
@@ -58,7 +58,7 @@ class Note:
             self._fd = os.memfd_create(_NOTE, os.MFD_CLOEXEC)
 
     def tell(self, rank: int, saves: Mapping[int, NotedSave]) -> None:
-        """Say which saves there are, and where each goes."""
+        """Write down the saves, and the place of each."""
         with self._lock:
             if self._fd == -1:
                 return
@@ -114,7 +114,7 @@ def _own_number(pid: str) -> str | None:
 
 
 def read_note(pid: int) -> tuple[int, list[tuple[float, str]]] | None:
-    """Return what an agent says of itself, None where that cannot be known."""
+    """Return the note of an agent about itself, None if it cannot be read."""
     folder = f"/proc/{pid}/fd"
     for number in os.listdir(folder):
         with suppress(FileNotFoundError):
@@ -135,6 +135,6 @@ def _read(path: str) -> tuple[int, list[tuple[float, str]]] | None:
 
 
 def is_below(path: str, root: str) -> bool:
-    """Tell whether a path is that of a folder or lies in it, whatever links lead there."""
+    """Return whether a path is that of a folder or lies in it, with all links followed."""
     path, root = (place if "://" in place else os.path.realpath(place) for place in (path, root))
     return path == root or path.startswith(root.rstrip("/") + "/")

@@ -35,7 +35,7 @@ def step_name(step: int) -> str:
 
 
 def is_step_name(name: str) -> bool:
-    """Tell whether `step_name` may have named a folder."""
+    """Return whether `step_name` may have named a folder."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -47,8 +47,8 @@ def folders_of_steps(root: Storage) -> list[str]:
 def numbered(root: Storage) -> list[tuple[int, str]]:
     """Return the numbers and names of the folders that may hold steps, the newest first.
 
-    A folder that `step_name` named is not looked into, so a run of ten thousand steps costs one listing.  Of
-    any other name the manifest tells the step.
+    A folder that `step_name` named is not looked into, so a run of ten thousand steps costs one listing.  For
+    any other name the manifest has the step.
     """
     found, others = [], []
     for name in folders_of_steps(root):
@@ -83,13 +83,13 @@ def described(root: Storage, names: Sequence[str], *, notes: bool = True) -> lis
     found: list[SavedStep | None] = [None] * len(names)
 
     def work(number: int, _: object) -> None:
-        found[number] = _described(root, names[number], notes)
+        found[number] = _described(root, names[number], notes=notes)
 
     run_jobs(range(len(names)), work, threads=_READERS, arena_nbytes=4096, budget_nbytes=_READERS * 4096)
     return found
 
 
-def _described(root: Storage, name: str, notes: bool) -> SavedStep | None:
+def _described(root: Storage, name: str, *, notes: bool) -> SavedStep | None:
     if (folder := folder_in(root, name)) is None:
         return None
     match = _NAME.fullmatch(name)
@@ -116,7 +116,7 @@ def _described(root: Storage, name: str, notes: bool) -> SavedStep | None:
 
 
 def _added(folder: Storage, write_id: str) -> dict[str, float | None]:
-    """Return the metrics that were added to a checkpoint; what is wrong with one hides no step."""
+    """Return the metrics that were added to a checkpoint; a damaged one hides no step."""
     try:
         return metrics_of(folder, write_id)
     except (FormatError, StoragePermissionError) as error:
@@ -125,7 +125,7 @@ def _added(folder: Storage, write_id: str) -> dict[str, float | None]:
 
 
 def _numbers(metrics: dict[object, object]) -> dict[str, float | None]:
-    """Return what of the metrics is a number; the metadata may be a user's own."""
+    """Return the metrics that are numbers; the metadata may be a user's own."""
     return {
         str(name): float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
         for name, value in metrics.items()

@@ -120,7 +120,7 @@ def _problem(path: str, error: ReknitError) -> str:
 
 def _check_blobs(storage: Storage, manifest: Manifest, file: FileEntry, options: LoadOptions) -> None:
     data = read_checked(storage, file, manifest.block_nbytes)
-    # Pickled values are looked into only by those who said so, but to refuse them is no damage.
+    # Pickled values are read only if the user allows it, but a refusal is not damage.
     if options.allow_pickle or not manifest.uses_pickle:
         decode_blobs(data, allow_pickle=options.allow_pickle)
 
@@ -169,7 +169,7 @@ def _check_data(
 
 
 def check_sizes(storage: Storage, files: Iterable[FileEntry], replicas: Sequence[Storage] = ()) -> list[str]:
-    """Say which files are missing or have another size than the manifest says, on `replicas` too."""
+    """Name the files that are missing or have another size than in the manifest, on `replicas` too."""
     found = []
     for file in files:
         try:
@@ -182,7 +182,7 @@ def check_sizes(storage: Storage, files: Iterable[FileEntry], replicas: Sequence
 def check_all(
     checkpoint: OpenCheckpoint, rank: int, size: int, options: LoadOptions, replicas: Sequence[Storage] = ()
 ) -> list[str]:
-    """Check this rank's share of every byte of a checkpoint, and say what is damaged, once for each file.
+    """Check this rank's share of every byte of a checkpoint, and name the damage, once for each file.
 
     The files are laid end to end, in the manifest's order, and cut into `size` shares; a block belongs to the
     share in which it begins.  Every rank needs the whole manifest.  A block that one of `replicas` has is not
@@ -222,7 +222,7 @@ def _piece_nbytes(block_nbytes: int) -> int:
 
 
 def _share(files: Sequence[FileEntry], rank: int, size: int, block_nbytes: int) -> list[_CheckedPiece]:
-    """Return what one of `size` ranks checks; an empty file is an empty piece of one share."""
+    """Return the pieces that one of `size` ranks checks; an empty file is an empty piece of one share."""
     total = sum(file.nbytes for file in files)
     low, high = total * rank // size, total * (rank + 1) // size
     if rank == size - 1:
@@ -287,7 +287,7 @@ def _check_pieces(
 def _lacking(
     piece: _CheckedPiece, places: Sequence[Storage], data: memoryview, block_nbytes: int
 ) -> str | None:
-    """Say which replicas were tried for a block that no place has; None where each block has a place."""
+    """Name the replicas that were tried for a block that no place has; None where each block has a place."""
     for at in range(0, piece.nbytes, block_nbytes):
         tried = []
         for place in places:

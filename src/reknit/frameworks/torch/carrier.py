@@ -89,7 +89,7 @@ class TorchCarrier:
         """Give the memory back."""
         self._flag = self._sent = self._received = None
 
-    def all_well(self, well: bool, check: Callable[[], None]) -> bool:
+    def all_well(self, check: Callable[[], None], *, well: bool) -> bool:
         """Tell whether all ranks say that all is well."""
         dist = sys.modules["torch"].distributed
         with self._carrying(check):

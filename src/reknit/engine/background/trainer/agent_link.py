@@ -37,13 +37,13 @@ _IDENTITY = {
 class AgentLink:
     """The trainer's end of the channel to its agent.
 
-    A thread of its own calls `hear` with every message about a save, `lost` once when the agent is gone, and
-    `failed` when no later save can end well although nobody asked the agents to end.
+    A thread of its own calls `deliver` with every message about a save, and `lost` once when the agent is
+    gone.  It calls `failed` when no later save can end well, unless the agents were asked to end.
     """
 
     def __init__(self, rank: int, *, in_process: bool, send_timeout_s: float) -> None:
         self.rank = rank
-        self.hear: Callable[[Any], None] = _ignore
+        self.deliver: Callable[[Any], None] = _ignore
         self.lost: Callable[[ReknitError], None] = _ignore
         self.failed: Callable[[], None] = lambda: None
         self.broken = False
@@ -60,14 +60,14 @@ class AgentLink:
         self._answers: list[say.Listening | say.Joined] = []
         self.gone: ReknitError | None = None
         self._fell: ReknitError | None = None
-        """What the agent said of why it ends."""
+        """The error with which the agent announced its end."""
         ours, theirs = socket_pair()
         self.channel = Channel(ours, say.decode, send_timeout_s=send_timeout_s)
         try:
             if in_process:
                 self._run_here(Channel(theirs, say.decode))
             else:
-                self._spawn(theirs.fileno())
+                self._process = self._spawn(theirs.fileno())
                 theirs.close()
             start_thread(f"reknit-hears-agent-{rank}", self._listen)
         except BaseException:
@@ -114,12 +114,12 @@ class AgentLink:
         )
 
     def ask(self, message: Message, timeout_s: float) -> say.Listening | say.Joined:
-        """Send a message and return the answer.  Raises what kept the agent from giving one."""
+        """Send a message and return the answer.  Raises the error of an agent that gives none."""
         self.send(message)
         return self.answer(timeout_s)
 
     def answer(self, timeout_s: float) -> say.Listening | say.Joined:
-        """Return the answer to a message.  Raises what kept the agent from giving one."""
+        """Return the answer to a message.  Raises the error of an agent that gives none."""
         deadline = Deadline(timeout_s)
         with self._answered:
             self._answered.wait_for(lambda: self._answers or self.gone, deadline.remaining())
@@ -134,20 +134,20 @@ class AgentLink:
         return answer
 
     def quit(self) -> None:
-        """Let the agent end when it has finished what it was given."""
+        """Let the agent end when it has finished its saves."""
         self._quitting = self.broken = True
         with contextlib.suppress(ReknitError):
             self.send(say.Quit())
 
     def end(self) -> None:
-        """End an agent that was given nothing to do, or is still starting; return when it is gone."""
+        """End an agent without saves, or one that is still starting, and wait until it is gone."""
         self.quit()
         if self._process is not None:
             self._process.kill()
             self.ended(_REAP_S)
 
     def ended(self, timeout_s: float) -> bool:
-        """Wait until the agent is gone; tell whether it is."""
+        """Wait until the agent is gone, and return whether it is."""
         with self._answered:
             return self._answered.wait_for(lambda: self.gone is not None, timeout_s)
 
@@ -157,17 +157,15 @@ class AgentLink:
         self.gone = AgentError("a forked process has no part in the saves of its parent")
         self.channel.close()
 
-    def _spawn(self, fd: int) -> None:
-        """Start the agent as a process of its own session, which no signal to the job's terminal reaches."""
+    def _spawn(self, fd: int) -> subprocess.Popen[bytes]:
+        """Start the agent in a session of its own, beyond signals to the job's terminal, and return it."""
         if not sys.executable:
             raise AgentError(
                 "there is no Python executable to start an agent with",
                 remedy="save with wait=True, or set sys.executable",
             )
         try:
-            self._process = start_child(
-                MODULE, fd, str(os.getpid()), stdout=subprocess.DEVNULL, new_session=True
-            )
+            return start_child(MODULE, fd, str(os.getpid()), stdout=subprocess.DEVNULL, new_session=True)
         except OSError as error:
             raise AgentError(
                 f"the agent of rank {self.rank} could not be started: {error}", rank=self.rank
@@ -184,7 +182,7 @@ class AgentLink:
         start_thread(f"reknit-agent-{self.rank}", Agent(channel, None).run)
 
     def _listen(self) -> None:
-        """Hear the agent until it is gone."""
+        """Receive messages until the agent is gone."""
         while (received := self._receive()) is not None:
             message = received.message
             if isinstance(message, (say.Listening, say.Joined)):
@@ -200,7 +198,7 @@ class AgentLink:
                 self._fell = from_wire(message.error)
                 self.broken = True
             else:
-                self.hear(message)
+                self.deliver(message)
         self.broken = True  # at once: the next save must not begin with this agent
         error = self._error_of_end(self._how_it_ended())
         self.channel.close()
@@ -228,7 +226,7 @@ class AgentLink:
         return kind(f"{how}: {why.message}", remedy=why.remedy, rank=self.rank)
 
     def _how_it_ended(self) -> str:
-        """Say how the agent ended, and reap its process."""
+        """Reap the process of the agent, and return a sentence about its end."""
         if self._process is None:
             return f"the agent of rank {self.rank} has ended"
         try:
@@ -246,7 +244,7 @@ class AgentLink:
 
 
 def _ignore(_: Any) -> None:
-    """Hear nothing."""
+    """Ignore a message."""
 
 
 open_links: weakref.WeakSet[AgentLink] = weakref.WeakSet()

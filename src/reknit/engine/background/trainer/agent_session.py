@@ -36,8 +36,8 @@ FORM_ROUND = "agents"
 class Plan:
     """An outline for holdings of one layout.
 
-    `assigned` once the root knows what this rank claims under it, `committed` once it knows the chunks.
-    `chosen` is what is compared of the layout, by `SaveOptions.check_replicas`.
+    It is `assigned` once the root has the claims of this rank under it, and `committed` once it has the
+    chunks.  `chosen` are the shards of the layout that are compared, by `SaveOptions.check_replicas`.
     """
 
     outline: Outline
@@ -54,7 +54,7 @@ class Plan:
 class AgentStart:
     """An agent that is being started: its process makes itself ready while this one goes on.
 
-    What keeps it from starting is raised by `link`, where the other ranks hear of it.
+    An error in its start is raised by `link`, inside a round, so that the other ranks receive it.
     """
 
     def __init__(self, group: comm.Group, options: SaveOptions, *, in_process: bool) -> None:
@@ -81,7 +81,7 @@ class AgentStart:
             self._error = error
 
     def link(self) -> AgentLink:
-        """Return the link to the agent.  Raises what kept it from starting."""
+        """Return the link to the agent.  Raises an error in its start."""
         if self._error is not None:
             raise self._error
         assert self._link is not None
@@ -107,7 +107,7 @@ class AgentSession:
         self._seed = place.seed
         self.saves: dict[int, TrainerSave] = {}
         self._plans: dict[bytes, Plan] = {}
-        link.hear, link.lost = self._hear, self._lose
+        link.deliver, link.lost = self._receive, self._lose
 
     @classmethod
     def form(
@@ -116,8 +116,8 @@ class AgentSession:
         """Let this rank's agent join those of all other ranks; every rank does so at once.
 
         The agents' addresses go through a group of the trainers; after that trainers and agents are two
-        groups that know nothing of each other.  `number` is that of the next save which this rank has not
-        begun.  Raises `AgentError`, `CommError`.
+        independent groups.  `number` is that of the next save which this rank has not begun.  Raises
+        `AgentError`, `CommError`.
         """
         connect_s = options.comm.connect_timeout_s
         try:
@@ -138,7 +138,7 @@ class AgentSession:
         return cls(link, group.size, place)
 
     def new_save(self, number: int, pending: SaveOutcome) -> TrainerSave:
-        """Take up a save; every rank does so with every number from `first` on, whatever becomes of it."""
+        """Take up a save and return it; every rank takes up every number from `first` on."""
         pending.ranks = self.size
         save = TrainerSave(number, paths.numbered_write_id(self._seed, number), pending, self.link)
         self.saves[number] = save
@@ -148,7 +148,7 @@ class AgentSession:
         """Return the circumstances of a save if its agent has others.
 
         The agent sets them when all earlier saves are committed.  Until then it receives no message, so the
-        earlier saves are staged first.  Raises `AgentError` for what cannot be handed over.
+        earlier saves are staged first.  Raises `AgentError` for circumstances that cannot be sent.
         """
         self.link.require_same_identity()
         if self.link.in_process or (now := here()) == self.link.circumstances:
@@ -177,10 +177,10 @@ class AgentSession:
             self.link.send(say.GiveArena(lease.number, lease.arena.nbytes), lease.arena.fd)
             self.arenas.add(lease.number)
 
-    def _hear(self, message: Any) -> None:
+    def _receive(self, message: Any) -> None:
         if isinstance(message, say.Events):
-            if (told := self.saves.get(message.number)) is not None:  # else it is over
-                told.hear(message)
+            if (recorded := self.saves.get(message.number)) is not None:  # else it is over
+                recorded.receive(message)
             return
         save = self.saves[message.number]
         if isinstance(message, say.Promoted):
@@ -194,11 +194,11 @@ class AgentSession:
                 del self.saves[message.number]
             plan = self._plans.get(save.layout)
             if message.error is not None:
-                # Perhaps the plans are what is wrong; with the next save all ranks make new ones.
+                # The plans may be wrong; with the next save all ranks make new ones.
                 self._plans.clear()
             elif plan is not None:
                 plan.committed = True
-        save.hear(message)
+        save.receive(message)
 
     def _lose(self, error: ReknitError) -> None:
         for save in list(self.saves.values()):

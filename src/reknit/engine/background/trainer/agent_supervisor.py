@@ -120,11 +120,8 @@ class AgentSupervisor:
             try:
                 starting = AgentStart(self._side, self._options, in_process=self._in_process)
                 session = AgentSession.form(self._side, self._options, self._first_waiting, starting)
-            except Exception as error:  # whatever it is, saves wait for the outcome
-                logger.error("agents were lost, and new ones could not be started: %s", error)
-                with self._lock:
-                    self.failure = error
-                    self._lock.notify_all()
+            except Exception as error:  # also a bug: saves wait for the outcome
+                self._fail(error)
             else:
                 logger.warning("agents were lost; new ones take their place from save %d on", session.first)
                 self._install(session)
@@ -140,10 +137,15 @@ class AgentSupervisor:
         try:
             start_thread("reknit-forms-agents", form)
         except ShortageError as error:  # the thread that receives from the agent must go on
-            with self._lock:
-                self.failure = error
-                self._settled.set()
-                self._lock.notify_all()
+            self._settled.set()
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Let saves that wait for new agents raise an error."""
+        logger.error("agents were lost, and new ones could not be started: %s", error)
+        with self._lock:
+            self.failure = error
+            self._lock.notify_all()
 
     def close(self, deadline: Deadline, all_ended: Callable[[], bool]) -> None:
         """Let the agents end, and wait for that if all saves have ended."""

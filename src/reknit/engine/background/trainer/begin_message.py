@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def begin_message(part: RankPart, session: AgentSession, save: TrainerSave, *, claimed: bool) -> say.Begin:
-    """Return the first message about a save; only the root's has what only the manifest needs.
+    """Return the first message about a save; only the root's has the values for the manifest.
 
     With `claimed` the root has the claims of this rank under its layout from an earlier save.
     """

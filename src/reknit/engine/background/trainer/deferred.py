@@ -35,11 +35,11 @@ _CLONES_NBYTES = 64 << 20
 
 
 class Deferred:
-    """The part of a save whose memory changes only when somebody has come to a barrier.
+    """The part of a save whose memory changes only when some thread has come to a barrier.
 
-    The images are parted: `now` have the entries that may change at any time, `queued` those that devices can
-    copy on their own, and `later` those that the host can copy in another thread.  Whether nobody changes
-    them is looked at all the same: at what torch counts, and at a sample of the bytes.
+    The images are split.  `now` have the entries that may change at any time, `queued` the entries that
+    devices can copy on their own, `later` the entries that the host can copy in another thread.  Changes are
+    looked for all the same: in the versions that torch counts, and in a sample of the bytes.
     """
 
     def __init__(self, holdings: Holdings, images: Sequence[Image]) -> None:
@@ -61,14 +61,14 @@ class Deferred:
         ranges: list[Range] = []
         sources, clones = images[0].sources if images else Sources(()), dict[int, Any]()
 
-        def part(entry: EntryRow) -> str:
+        def group_of(entry: EntryRow) -> str:
             nonlocal room
             source = sources[entry.shard]
             barrier = guard.before(source, entry)
             if barrier is None:
                 if is_queued(source) and source.nbytes <= min(SMALL_NBYTES, room):
                     room -= source.nbytes
-                    clones[entry.shard] = source.clone()  # quicker than to wait for what the device does
+                    clones[entry.shard] = source.clone()  # quicker than to wait for the device
                     return "queued"
                 if device_of(source) is not None and not is_queued(source):
                     _log_at_once(source.device.type)
@@ -78,12 +78,12 @@ class Deferred:
             ranges.append(Range(source, entry.first, entry.numel))
             return "queued" if is_queued(source) else "later"
 
-        parts = [np.array([part(entry) for entry in image.entries.rows()]) for image in images]
+        groups = [np.array([group_of(entry) for entry in image.entries.rows()]) for image in images]
         sources = sources.instead(clones)
         self.now, self.queued, self.later = (
             [
-                image._replace(sources=sources, entries=image.entries.select(parted == name))
-                for image, parted in zip(images, parts, strict=True)
+                image._replace(sources=sources, entries=image.entries.select(group == name))
+                for image, group in zip(images, groups, strict=True)
             ]
             for name in ("now", "queued", "later")
         )
@@ -93,12 +93,12 @@ class Deferred:
         return len(self._watched)
 
     def hold(self, wait: Callable[[], object]) -> None:
-        """Let those who come to the barriers wait until `wait` returns."""
+        """Let threads that come to the barriers wait until `wait` returns."""
         for barrier in {barrier for _, barrier, _ in self._watched}:
             barrier.hold(wait)
 
     def changed(self) -> list[str]:
-        """Return the names of what was changed since, and let its barriers be trusted no more."""
+        """Return the names of tensors that were changed since, and distrust their barriers from now on."""
         counted = {n for n, (shard, _, count) in enumerate(self._watched) if changes(shard.data) != count}
         found = [self._watched[n] for n in sorted(counted.union(self._sample.changed()))]
         for _, barrier, _ in found:

@@ -29,7 +29,7 @@ _SCRATCH_NBYTES = 4096
 class Snapshot:
     """The files of one save on their way from live memory to an arena.
 
-    `save` is told of each span; None as long as there is no agent to be told.
+    `save` receives the number of each span that is filled; it is None as long as there is no agent.
     """
 
     def __init__(
@@ -45,34 +45,34 @@ class Snapshot:
     def take(self) -> None:
         """Copy everything; when this returns the live memory may be changed."""
         if self.spans:  # a replica that owns nothing has none
-            self._copy_all(self._images, self._staging(), tell=True)
+            self._copy_all(self._images, self._staging(), report=True)
             self._complete()
 
-    def tell_taken(self) -> None:
-        """Tell of what was taken for other headers of the same size, and put these in their place."""
+    def report_taken(self) -> None:
+        """Put headers of the same size in the place of those of `take`, and report all spans."""
         for number, span in enumerate(self.spans):
             image = self._images[span.file]
             header_nbytes = min(len(image.header) - span.start, span.nbytes)
             if header_nbytes > 0:
                 image.fill(span.start, self._memory[span.at : span.at + header_nbytes])
-            self._tell(number)
+            self._report(number)
 
     def begin(self, deferred: Deferred) -> Staging:
-        """Copy what may change at any time; `settle` copies what is deferred, as it is now."""
+        """Copy the memory that may change at any time; `settle` copies the deferred memory, as it is now."""
         assert self._save is not None
         deferred.hold(self._save.pending.wait_staged)
         staging = self._staging()
-        self._copy_all(deferred.now, staging, tell=False)
+        self._copy_all(deferred.now, staging, report=False)
         return staging
 
     def settle(self, deferred: Deferred, staging: Staging) -> None:
-        """Copy what is deferred, in whatever thread: a copy to memory that is not pinned may take it long.
+        """Copy the deferred memory, in any thread: a copy to memory that is not pinned may take long.
 
         Raises `StateError` when memory was changed before its copy was made.
         """
         self._queue(deferred.queued, staging)
         self._wait(staging)
-        self.copy_on_host(deferred.later, tell=True)
+        self.copy_on_host(deferred.later, report=True)
         if changed := deferred.changed():
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
             raise StateError(
@@ -84,14 +84,14 @@ class Snapshot:
             )
         self._complete()
 
-    def copy_on_host(self, images: Sequence[Image], *, tell: bool) -> None:
-        """Copy images whose memory is on the host; `tell` the agent of all spans but the last."""
+    def copy_on_host(self, images: Sequence[Image], *, report: bool) -> None:
+        """Copy images whose memory is on the host; `report` all spans but the last to the agent."""
         last = len(self.spans) - 1
 
         def work(number: int, _: Arena) -> None:
             self._copy(number, images)
-            if tell:
-                self._tell(number)
+            if report:
+                self._report(number)
 
         run_jobs(
             range(last),
@@ -102,18 +102,18 @@ class Snapshot:
         )
         self._copy(last, images)
 
-    def _copy_all(self, images: Sequence[Image], staging: Staging, *, tell: bool) -> None:
+    def _copy_all(self, images: Sequence[Image], staging: Staging, *, report: bool) -> None:
         """Copy images, and wait until that is done."""
         if all(image.sources.on_host(image.entries.shard) for image in images):
-            self.copy_on_host(images, tell=tell)
+            self.copy_on_host(images, report=report)
             return
         self._queue(images, staging)
         self._wait(staging)
-        for number in range(len(self.spans) - 1) if tell and not self.streamed else ():
-            self._tell(number)
+        for number in range(len(self.spans) - 1) if report and not self.streamed else ():
+            self._report(number)
 
     def _staging(self) -> Staging:
-        """Return what copies from devices, which wait for what was queued before."""
+        """Return the copier from devices; its copies wait for the work that was queued before."""
         sources = self._images[0].sources.on_devices
         device = next((source.device for source in sources if is_queued(source)), None)
         by_way = None
@@ -122,13 +122,13 @@ class Snapshot:
         return Staging(sources, by_way)
 
     def _queue(self, images: Sequence[Image], staging: Staging) -> None:
-        """Queue all copies from devices, to go on beside what the devices do; a ring waits for each."""
+        """Queue all copies from devices, to go on beside their other work; a ring waits for each."""
         with self._kept_from_others(staging):
             for number in range(len(self.spans)):
                 self._copy(number, images, staging.add)
                 if self.streamed and number < len(self.spans) - 1:
                     self._wait(staging)
-                    self._tell(number)
+                    self._report(number)
 
     def _wait(self, staging: Staging) -> None:
         """Wait until all that was queued is copied."""
@@ -145,7 +145,7 @@ class Snapshot:
             raise
 
     def _copy(self, number: int, images: Sequence[Image], copy: Copy = stage) -> None:
-        """Copy what images have of one span, as soon as its place is free."""
+        """Copy the part of images in one span, as soon as its place is free."""
         span: Span = self.spans[number]
         if span.after >= 0:
             assert self._save is not None
@@ -153,9 +153,9 @@ class Snapshot:
         images[span.file].fill(span.start, self._memory[span.at : span.at + span.nbytes], copy)
 
     def _complete(self) -> None:
-        """Tell the agent of the last span: all is staged as it was."""
-        self._tell(len(self.spans) - 1)
+        """Report the last span: the whole state is staged as it was."""
+        self._report(len(self.spans) - 1)
 
-    def _tell(self, number: int) -> None:
+    def _report(self, number: int) -> None:
         if self._save is not None:
-            self._save.tell_filled(number)
+            self._save.report_filled(number)

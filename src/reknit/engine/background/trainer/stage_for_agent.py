@@ -48,12 +48,12 @@ class PreparedSave:
         self.recorder: Recorder | None = None
 
     def prepare(self, make: Callable[[], SaveJob], until: Until) -> BaseException | None:
-        """Collect what the job of `make` holds, plan it and get its arena, and copy it there.
+        """Collect the holdings of the job of `make`, plan them, take an arena, and copy them there.
 
         None of this needs another rank, unless there are shards of which no framework records the other
-        holders; those are only collected.  A state is not copied yet if it is staged lazily, or if the copy
-        takes longer than the start of an agent: then it is written while the rest is staged.  An error is
-        returned: the other ranks receive it through the agents, which may not be there yet.
+        holders; those are only collected.  A state is not copied yet if it is staged lazily.  Nor is a state
+        whose copy takes longer than the start of an agent: it is written while the rest is staged.  An error
+        is returned: the other ranks receive it through the agents, which may not be there yet.
         """
         try:
             self.job = job = make()
@@ -88,10 +88,10 @@ class PreparedSave:
 
 
 def stage_for_agent(prepared: PreparedSave, session: AgentSession, save: TrainerSave) -> None:
-    """Return when the state may be changed, with ``stage="lazy"`` but for what barriers stand before."""
+    """Return when the state may be changed; with ``stage="lazy"``, except memory behind barriers."""
     job, part = prepared.job, prepared.part
     recorder, check = job.recorder, job.options.check_replicas
-    # 1 what this rank holds is collected; its plan is there, or it can make one alone, or asks all ranks
+    # 1 the holdings are collected; their plan is there, or this rank makes one alone, or with all ranks
     if job.group.rank == 0:
         check_manifest(job)
     plan = session.plan(save, part.layout)
@@ -126,7 +126,7 @@ def stage_for_agent(prepared: PreparedSave, session: AgentSession, save: Trainer
     lazy = job.options.stage == "lazy" and not snapshot.streamed
     deferred = None
     if prepared.copied:
-        snapshot.tell_taken()
+        snapshot.report_taken()
     else:
         with recorder.phase("stage", nbytes=sum(image.nbytes for image in images)):
             deferred = Deferred(part.encoded.holdings, images) if lazy else None
@@ -156,7 +156,7 @@ def _settle(job: SaveJob, save: TrainerSave, settle: Callable[[], None]) -> None
     """Finish the copying of a lazily staged save."""
     try:
         settle()
-    except BaseException as error:  # whatever it is, all ranks must receive it
+    except BaseException as error:  # also a bug: all ranks must receive it
         save.abandon(error, job.options.timeout_s)
     else:
         save.staged()

@@ -25,10 +25,10 @@ logger = logging.getLogger("reknit")
 
 
 class TrainerSave:
-    """What trainer and agent tell each other about one save.
+    """The messages between trainer and agent about one save.
 
-    `hear` and `lose` are called by the thread that hears the agent, everything else by the trainer's thread,
-    or by the one that stages lazily.
+    `receive` and `lose` are called by the thread that receives from the agent, everything else by the
+    trainer's thread, or by the one that stages lazily.
     """
 
     def __init__(self, number: int, write_id: str, pending: SaveOutcome, link: AgentLink) -> None:
@@ -41,13 +41,13 @@ class TrainerSave:
         """When the caller came."""
         self.streamed = False
         self.layout = b""
-        """The `layout_digest` of what is saved, once it is known."""
+        """The `layout_digest` of the holdings, once they are collected."""
         self._changed = threading.Condition()
         self.promotes = False
         """Whether the checkpoint is promoted when it is committed."""
         self._recorder: Recorder | None = None
-        self.untold: Recorder | None = None
-        """What has not told its sinks yet how the save ended."""
+        self.unrecorded: Recorder | None = None
+        """The recorder that has not recorded the end of the save yet."""
         self._owners: bytes | None = None
         self._freed: set[int] = set()
         self._done: say.SaveDone | None = None
@@ -56,14 +56,14 @@ class TrainerSave:
         self._read = False
 
     def begin(self, begin: say.Begin, recorder: Recorder) -> None:
-        """Tell the agent that the save begins."""
+        """Begin the save at the agent."""
         self.pending.step = recorder.step
         self.promotes = bool(begin.promote_to)
         self.link.send(begin)
-        self._recorder = self.untold = recorder
+        self._recorder = self.unrecorded = recorder
 
     def owners(self, timeout_s: float) -> bytes:
-        """Return who writes the shards that this rank claimed, once all ranks' agents know."""
+        """Return the owners of the shards that this rank claimed, once all ranks' agents have them."""
         with self._changed:
             self._wait(lambda: self._owners is not None, "all ranks to begin this save", timeout_s)
             assert self._owners is not None
@@ -79,8 +79,8 @@ class TrainerSave:
         with self._changed:
             self._wait(lambda: span in self._freed, "what was staged to be written", timeout_s)
 
-    def tell_filled(self, span: int) -> None:
-        """Tell the agent that a span holds its bytes."""
+    def report_filled(self, span: int) -> None:
+        """Report to the agent that a span holds its bytes."""
         self.link.send(say.Filled(self.number, span))
 
     def staged(self) -> None:
@@ -91,16 +91,16 @@ class TrainerSave:
         self._settle()
 
     def abandon(self, error: BaseException, timeout_s: float) -> None:
-        """Give the save up, and let all ranks hear why."""
+        """Give the save up, and send the error to all ranks."""
         failure, unbegun = typed(error), self._recorder is None
         failure.sign(rank=self.link.rank, phase="assign" if unbegun else None)  # as the round does elsewhere
-        with suppress(ReknitError):  # whoever misses the agent says so
+        with suppress(ReknitError):  # a thread that needs the agent raises its loss
             self.link.send(say.Abandon(self.number, unbegun, failure.to_wire(), timeout_s))
         self._end(failure if isinstance(error, Exception) else error)
         self.staged()
 
-    def hear(self, message: Any) -> None:
-        """Take what the agent says about this save."""
+    def receive(self, message: Any) -> None:
+        """Receive a message of the agent about this save."""
         if isinstance(message, say.Promoted):
             self._promoted(message)
             return
@@ -122,19 +122,19 @@ class TrainerSave:
 
     def lose(self, error: ReknitError) -> None:
         """Take it that the agent is gone."""
-        self.hear(say.ArenaFree(self.number))
+        self.receive(say.ArenaFree(self.number))
         with self._changed:
             ended = self._done is not None
         if not ended:
-            self.hear(say.SaveDone(self.number, error.to_wire()))
+            self.receive(say.SaveDone(self.number, error.to_wire()))
         else:
             for target, promotion in enumerate(self.pending.promotions):
                 if not promotion.done():
-                    self.hear(say.Promoted(self.number, target, error.to_wire()))
+                    self.receive(say.Promoted(self.number, target, error.to_wire()))
 
     def _wait(self, ready: Callable[[], bool], what: str, timeout_s: float) -> None:
-        """Wait, with the condition held; raises what makes the save fail meanwhile."""
-        # When writing fails, the outcome says why, as soon as all ranks know it.
+        """Wait, with the condition held.  Raises the error of a save that fails meanwhile."""
+        # When writing fails, the outcome has the reason, as soon as all ranks have it.
         if not self._changed.wait_for(lambda: ready() or self._done is not None, timeout_s):
             raise DeadlineError(f"waited longer than {timeout_s:g} s for {what}", rank=self.link.rank)
         if not ready():
@@ -168,7 +168,7 @@ class TrainerSave:
         )
 
     def _promoted(self, message: say.Promoted) -> None:
-        """End the promotion; what goes wrong is logged too, as nobody may ask for it."""
+        """End the promotion; an error is logged too, as the user may not ask for it."""
         pending, target = self.pending, message.target
         if message.error is None:
             records = tuple(PhaseRecord(**record) for record in message.records)
@@ -180,10 +180,10 @@ class TrainerSave:
         if self.link.rank in (0, error.rank):
             logger.error("promotion of %s to %s failed: %s", pending.path, pending.places[target], error)
 
-    def _tell_end(self, outcome: SaveReport | BaseException) -> None:
-        """Tell the sinks once how the save ended, before anybody else hears of it."""
+    def _record_end(self, outcome: SaveReport | BaseException) -> None:
+        """Record the end of the save once, before any waiting thread goes on."""
         with self._changed:
-            recorder, self.untold = self.untold, None
+            recorder, self.unrecorded = self.unrecorded, None
         if recorder is not None:
             seconds = monotonic() - self.begun
             if isinstance(outcome, SaveReport):
@@ -192,8 +192,8 @@ class TrainerSave:
                 recorder.end(now() - seconds, seconds, 0, outcome)
 
     def _end(self, outcome: SaveReport | BaseException) -> None:
-        """End the save, and write once to the log what nobody may ask for."""
-        self._tell_end(outcome)
+        """End the save, and log once the outcome, for which the user may not ask."""
+        self._record_end(outcome)
         if not self.pending.end(outcome) or not self.pending.logged:
             return
         rank = self.link.rank

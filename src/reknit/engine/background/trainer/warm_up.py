@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def warm_up(prepared: PreparedSave, session: AgentSession, save: TrainerSave) -> None:
-    """Prepare with all ranks what the layout of a save needs; nothing is copied or written.
+    """Make, with all ranks, the plan and the arena of a layout; nothing is copied or written.
 
-    Every rank makes its plan anew, so that all ranks' plans fit each other whatever was saved before.
+    Every rank makes its plan anew, so that all ranks' plans fit each other after any earlier saves.
     """
     job, part = prepared.job, prepared.part
     if job.options.stage == "lazy":
