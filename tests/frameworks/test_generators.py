@@ -132,8 +132,8 @@ def test_a_state_of_another_kind_of_generator_is_refused_before_any_is_set(devic
     for wrong in (torch.zeros(5, dtype=torch.uint8), "nothing"):
         state["devices"] = [{"device": device_type, "state": wrong}]
         want = wanted({"rng": RngState()}, checkpoint.catalog(), 0, 1)
-        (told,) = want.mismatched
-        assert "is not a state of random generators" in told[2]
+        (entry,) = want.mismatched
+        assert "is not a state of random generators" in entry[2]
     assert RngState().state_dict()["torch"].equal(expected["torch"])
 
 
