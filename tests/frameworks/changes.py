@@ -1,4 +1,4 @@
-"""Changes of a training state between two saves, of all kinds that decide what is stored and where it is."""
+"""Changes of a training state between two saves, of all kinds that decide the stored data and its places."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 State = dict[str, Any]
 
 
-class Told(nn.Linear):
+class ExtraState(nn.Linear):
     """A module whose state dict says more than its tensors."""
 
     def get_extra_state(self) -> Any:
@@ -194,7 +194,7 @@ def change_tree(state: State, random: random.Random) -> None:
     """Add, replace, move or drop a module."""
     below = state["model"][3]
     name = random.choice(["head", "tail"])
-    kind = random.choice([nn.Linear, Told, Renamed, nn.Identity])
+    kind = random.choice([nn.Linear, ExtraState, Renamed, nn.Identity])
     if name in below and random.random() < 0.3:
         del below[name]
     elif name in below and random.random() < 0.3:
@@ -204,7 +204,7 @@ def change_tree(state: State, random: random.Random) -> None:
 
 
 def hook(state: State, random: random.Random) -> None:
-    """Let something change what the state dict of a module says."""
+    """Let something change the state dict of a module."""
     module = random.choice([state["model"], state["model"][1]])
     kind = random.randrange(4)
     if kind == 0:
@@ -258,7 +258,7 @@ def change_groups(state: State, random: random.Random) -> None:
 
 
 def change_states(state: State, random: random.Random) -> None:
-    """Change what an optimizer keeps of a parameter."""
+    """Change the states of a parameter in an optimizer."""
     optimizer = state["optimizer"]
     if not optimizer.state:
         step(optimizer)
@@ -295,7 +295,7 @@ def hook_optimizer(state: State, random: random.Random) -> None:
 
 
 def change_dict(state: State, random: random.Random) -> None:
-    """Change what is in a dict of tensors and values."""
+    """Change the contents of a dict of tensors and values."""
     inside = random.choice([state["ema"], state["ema"]["more"]])
     key = random.choice(["a", "b", "c", "shadow", 3])
     kind = random.randrange(4)
@@ -351,7 +351,7 @@ def change_form(state: State, random: random.Random) -> None:
 
 
 REFUSED = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
-"""What torch raises for a change that cannot be made after others; what was changed until then counts."""
+"""Errors of torch for a change that cannot follow others; the part before the error counts."""
 
 ALL: list[Callable[[State, random.Random], object]] = [
     replace_parameter,

@@ -42,7 +42,7 @@ class Checkpoint:
     own: dict[tuple[str, tuple[tuple[str, int], ...]], dict[str, Any]] = field(default_factory=dict)
 
     def catalog(self) -> Catalog:
-        """Return what a loading rank gets to see."""
+        """Return the catalog that a loading rank receives."""
         tensors: dict[str, dict[str, TensorSpec]] = {item: {} for item in self.items}
         blobs: dict[str, dict[str, Any]] = {item: {} for item in self.items}
         for (item, fqn), spec in self.specs.items():
@@ -57,7 +57,7 @@ class Checkpoint:
 
 
 def assemble(everyone: Sequence[Holdings]) -> Checkpoint:
-    """Put the holdings of all ranks together, and check what they claim.
+    """Put the holdings of all ranks together, and check their claims.
 
     Every element of every tensor is there, copies are equal, the ranks in `replicas` hold exactly that box.
     """
@@ -76,7 +76,7 @@ def assemble(everyone: Sequence[Holdings]) -> Checkpoint:
             whole = checkpoint.tensors.setdefault(name, blank)
             seen = covered.setdefault(name, torch.zeros(shard.spec.shape, dtype=torch.bool))
             if shard.replicas == ():
-                continue  # what another rank has to hold
+                continue  # another rank has to hold it
             at = shard.box.slices()
             assert torch.equal(whole[at][seen[at]], shard.data[seen[at]]), f"copies of {name} differ"
             whole[at] = shard.data

@@ -11,7 +11,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 
 class Silence:
-    """Makes every collective of torch an error, and counts those that slip through below Python."""
+    """Makes every collective of torch an error, and counts the collectives below Python."""
 
     _NAMES = (
         "all_gather",

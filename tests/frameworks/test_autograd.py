@@ -1,4 +1,4 @@
-"""What a load leaves for autograd: older graphs do not use what was loaded, and all of it can be trained."""
+"""Autograd after a load: older graphs do not use the loaded memory, and all of it can be trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What carries bytes between hosts when the process group of the training is that of a device."""
+"""Bytes between hosts when the process group of the training is that of a device."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-# What runs in a rank.
+# Functions that run in a rank.
 
 
 def joined(backend: str, hosts: str, bound: bool = False) -> tuple[Accelerator, int, torch.device]:
@@ -96,7 +96,7 @@ def test_ranks_of_one_host_share_without_a_device(path: str, device_type: str) -
     assert answers == [(True, True, True)] * 2
 
 
-# What goes wrong on the way.
+# Faults on the way.
 
 
 def load_badly(path: str, hosts: str, fault: str) -> tuple[Answer, bool, Answer]:
@@ -107,7 +107,7 @@ def load_badly(path: str, hosts: str, fault: str) -> tuple[Answer, bool, Answer]
         answer = attempt(lambda: load(path, target, timeout_s=2))
     untouched = bool((target == -1).all())
     wrong = (target != -1) & (target != torch.from_numpy(whole("a")))
-    assert not wrong.any(), "what is delivered is what was saved"
+    assert not wrong.any(), "a delivered value is the saved one"
     return answer, untouched, attempt(lambda: is_right(target) if fault == "hangs" else reload(path, target))
 
 
@@ -126,7 +126,7 @@ def out_of_memory(accelerator: Accelerator, rank: int) -> Iterator[None]:
 
 @contextmanager
 def silent(accelerator: Accelerator, rank: int) -> Iterator[None]:
-    """Lose what is sent, as an operation that has failed and looks done."""
+    """Lose the sent bytes, as an operation that has failed and looks done."""
     real = dist.all_to_all_single
 
     def lost(received: torch.Tensor, sent: torch.Tensor, *args: Any, **more: Any) -> Any:

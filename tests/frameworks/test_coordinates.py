@@ -1,4 +1,4 @@
-"""Events say where a rank is in the parallel grid, as its framework tells it."""
+"""Events have the place of a rank in the parallel grid, as its framework records it."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def saved_by_sixteen(folder: str) -> None:
 def test_of_sixteen_ranks_all_views_and_an_alert_name_the_slow_disk_and_the_full_buffer(
     tmp_path: Path,
 ) -> None:
-    events, told = tmp_path / "events", list[GroupedAlert]()
+    events, sent = tmp_path / "events", list[GroupedAlert]()
     rule = Stragglers(ratio=2, least_s=0.1)
-    watching = Alerts([told.append], rules=[rule], folder=events, wait_s=0, every_s=1e6)
+    watching = Alerts([sent.append], rules=[rule], folder=events, wait_s=0, every_s=1e6)
     run(16, saved_by_sixteen, str(tmp_path), timeout=300)
 
     (operation,), *_ = read_operations([str(events)])
@@ -57,7 +57,7 @@ def test_of_sixteen_ranks_all_views_and_an_alert_name_the_slow_disk_and_the_full
 
     watching.look()
     watching.flush(60)
-    (of_writes,) = (one for one in told if one.alert.subject == "write")
+    (of_writes,) = (one for one in sent if one.alert.subject == "write")
     assert {5, 14} <= set(of_writes.ranks)
     assert spelled(of_writes.ranks) in str(of_writes)
 

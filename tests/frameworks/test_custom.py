@@ -1,4 +1,4 @@
-"""Frameworks that others bring: what they give is checked, and taken from and put into their memory."""
+"""Frameworks of users: their results are checked, and their memory is read and filled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Bag:
-    """A value that holds what it is told to hold."""
+    """A value with given things in it."""
 
     things: list[Any] = field(default_factory=list)
     restored: list[tuple[Any, Any]] = field(default_factory=list)
@@ -245,7 +245,7 @@ def test_frameworks_are_asked_in_the_order_in_which_they_were_made_known() -> No
         register_framework(second)
         register_framework(first)
         assert custom.registered_frameworks[len(before) :] == [second, first]
-        # What a test made known comes before.
+        # A framework registered by a test comes before.
         assert [blob.fqn for blob in collect({"bag": bag}, 0, 1).blobs] == ["first"]
         with registered(Second()):
             assert [blob.fqn for blob in collect({"bag": bag}, 0, 1).blobs] == ["second"]

@@ -1,4 +1,4 @@
-"""What frameworks take for equal and is not: each rank gets its own, or all ranks are told."""
+"""Copies that differ though the framework declares them equal: each rank gets its own, or all an error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ddp(*, broadcast: bool = True) -> nn.Module:
 
 
 def statistics(folder: str) -> list[bool]:
-    """Save and load running statistics that DDP was told to leave to each rank."""
+    """Save and load running statistics that DDP leaves to each rank."""
     model = ddp(broadcast=False)
     model(torch.rand(4, 64, generator=torch.Generator().manual_seed(dist.get_rank())))
     reknit.save(f"{folder}/x", {"m": model})
@@ -41,28 +41,28 @@ def test_statistics_that_ddp_does_not_broadcast_are_each_ranks_own(tmp_path: Pat
 
 
 def drift(folder: str) -> list[str]:
-    """Save what DDP vouches for, where it drifted apart all the same."""
+    """Save parameters that DDP declares equal, and that have drifted apart."""
     model = ddp()
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(4, 64)).sum().backward()
     optimizer.step()
     state: dict[str, Any] = {"m": model, "o": optimizer}
     reknit.save(f"{folder}/equal", state)
-    told = []
+    errors = []
     linear: Any = model.module
     for tensor in (linear[1].weight.data, optimizer.state[linear[1].weight]["exp_avg"]):
         tensor[0, 0] += dist.get_rank()
         try:
             reknit.save(f"{folder}/apart", state)
         except reknit.errors.StateError as error:
-            told.append(str(error))
+            errors.append(str(error))
         tensor[0, 0] -= dist.get_rank()
-    return told
+    return errors
 
 
 def test_parameters_and_states_that_drifted_apart_under_ddp_fail_the_save(tmp_path: Path) -> None:
-    for told in run(2, drift, str(tmp_path)):
-        assert [text.split(",")[0] for text in told] == [
+    for errors in run(2, drift, str(tmp_path)):
+        assert [text.split(",")[0] for text in errors] == [
             "ranks hold different values of m/1.weight (ranks 0",
             "ranks hold different values of o/state/1.weight/exp_avg (ranks 0",
         ]

@@ -31,7 +31,7 @@ def elements(runs: list[Run]) -> list[int]:
 
 
 def torch_chunk(indexes: list[int], size: int, position: int) -> list[int]:
-    """What `torch.chunk` gives to a rank, which is nothing where there are fewer chunks than ranks."""
+    """The result of `torch.chunk` for a rank: empty if there are fewer chunks than ranks."""
     if not indexes:
         return []
     chunks = torch.tensor(indexes).chunk(size)
@@ -199,32 +199,32 @@ def refuse() -> dict[str, str]:
     lying = DTensor.from_local(
         torch.zeros(3 + 4 * rank, 2), mesh, [Shard(0)], shape=torch.Size((10, 2)), stride=(2, 1)
     )
-    told: dict[str, str] = {}
+    errors: dict[str, str] = {}
     for name, tensor in {
         "lying": lying,
         "partial": DTensor.from_local(torch.ones(2), mesh, [Partial()]),
     }.items():
         with pytest.raises(StateError) as error:
             collect({"model": {"w": tensor}}, rank, 2)
-        told[name] = str(error.value)
-    return told
+        errors[name] = str(error.value)
+    return errors
 
 
 def test_placements_that_do_not_describe_the_tensor_are_refused() -> None:
-    for told in run(2, refuse):
-        assert "model/w is a DTensor of shape [10, 2]" in told["lying"]
-        assert "model/w holds partial sums" in told["partial"]
+    for errors in run(2, refuse):
+        assert "model/w is a DTensor of shape [10, 2]" in errors["lying"]
+        assert "model/w holds partial sums" in errors["partial"]
 
 
 def reorder() -> tuple[list[str], list[str]]:
-    """Cut rows by the second dimension of the mesh first, evenly, so that the local shape tells nothing."""
+    """Cut rows by the second dimension of the mesh first, evenly: the local shape fits both orders."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     placements = [Shard(0), Shard(0)]
-    told: tuple[list[str], list[str]] = [], []
+    errors: tuple[list[str], list[str]] = [], []
     tensor = distribute_tensor(torch.arange(8.0), mesh, placements)
-    for mesh_dims, answers in zip([(0, 1), (1, 0)], told, strict=True):
+    for mesh_dims, answers in zip([(0, 1), (1, 0)], errors, strict=True):
         if not hasattr(tensor._spec, "shard_order"):
-            return told
+            return errors
         kind = type(tensor._spec.shard_order[0])
         tensor._spec.shard_order = (kind(tensor_dim=0, mesh_dims=mesh_dims),)
         for _ in range(2):
@@ -232,15 +232,15 @@ def reorder() -> tuple[list[str], list[str]]:
                 answers.append(str(len(collect({"model": {"w": tensor}}, dist.get_rank(), 4).shards)))
             except StateError as error:
                 answers.append(str(error))
-    return told
+    return errors
 
 
 def test_a_tensor_that_the_mesh_cuts_in_another_order_is_refused_by_name() -> None:
     for plain, reordered in run(4, reorder):
         if not plain:
-            pytest.skip("this torch knows one order only")
+            pytest.skip("this torch has one order only")
         assert plain == ["1", "1"]
-        assert all("model/w is a DTensor whose mesh dimensions" in told for told in reordered)
+        assert all("model/w is a DTensor whose mesh dimensions" in error for error in reordered)
 
 
 def believe() -> Any:
@@ -285,7 +285,7 @@ def test_replicas_are_counted_inside_the_group_that_saves() -> None:
 def test_replicas_are_the_ranks_along_the_replicated_dimensions_of_a_mesh_of_all_ranks() -> None:
     ranks = torch.arange(4).reshape(2, 2)
     mesh = SimpleNamespace(get_coordinate=lambda: [0, 1], mesh=ranks, mesh_dim_names=("dp", "tp"))
-    world = World(1, 4, (0, 1, 2, 3))  # one, so that what it remembers of one tensor is there for the next
+    world = World(1, 4, (0, 1, 2, 3))  # one, so that its results for a tensor are there for the next
     for placements, expected in (
         ((Replicate(), Shard(0)), (1, 3)),
         ((Shard(0), Replicate()), (0, 1)),

@@ -98,7 +98,7 @@ def test_a_value_comes_in_every_bit_or_is_refused_before_anything_changes(
 
 
 def targets(saved: str) -> list[str]:
-    """Return where to load a value of a kind; by day into every ninth kind, and its own."""
+    """Return the kinds into which to load a value of a kind; by day into every ninth kind, and its own."""
     every = list(KINDS)
     if is_night():
         return every
@@ -107,12 +107,12 @@ def targets(saved: str) -> list[str]:
 
 
 def same(saved: Any, found: Any) -> bool:
-    """Tell whether a value came with all its bits, be it in another kind."""
+    """Return whether a value came with all its bits, perhaps in another kind."""
     return bool(meant(saved) == meant(found))
 
 
 def meant(value: Any) -> Any:
-    """Return what a value says, of whatever kind it is."""
+    """Return the meaning of a value, the same for all kinds."""
     if isinstance(value, reknit.PerRank):
         return meant(value.value)
     if isinstance(value, torch.Tensor):

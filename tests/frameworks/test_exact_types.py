@@ -1,4 +1,4 @@
-"""What is accepted comes back as the same type with the same value; what could not is refused by name."""
+"""A value comes back in its type and with all its bits, or is refused by name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.frameworks.checkpoint import load, save
 
 
 class Names(dict[str, Any]):
-    """What trainers make of settings, so that they are read as attributes."""
+    """Settings of a trainer, read as attributes."""
 
 
 class Ordered(collections.OrderedDict[str, Any]):
@@ -60,7 +60,7 @@ class Words(collections.UserDict[str, Any]):
 
 
 class Meters(np.ndarray[Any, Any]):
-    """An array that knows its unit."""
+    """An array with a unit."""
 
 
 class Point(NamedTuple):
@@ -85,7 +85,7 @@ class Kind(str, enum.Enum):
 
 
 def described(layers: int) -> Any:
-    """Return a module's state, which tells the versions of its parts as an attribute."""
+    """Return a module's state, which has the versions of its parts as an attribute."""
     return nn.Sequential(*(nn.BatchNorm1d(2) for _ in range(layers))).state_dict()
 
 
@@ -149,7 +149,7 @@ QUICK = reknit.SaveOptions(durability="process", threads=1)
 
 
 class Keeper:
-    """An object that keeps what its state dict says."""
+    """An object that keeps its state dict."""
 
     def __init__(self, state: Any = None) -> None:
         self.state = state
@@ -162,7 +162,7 @@ class Keeper:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Tell whether two values are of one type and equal in every bit, attributes and all."""
+    """Return whether two values are of one type and equal in every bit, attributes and all."""
     if isinstance(a, torch.Tensor):
         return (
             type(a) is type(b)
@@ -207,7 +207,7 @@ def test_a_value_of_a_rank_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 VALUES = [value for value in EXACT if not isinstance(value, (dict, np.ndarray, torch.Tensor))]
-"""Those that are not taken apart into what is in them, or filled where they are."""
+"""The values that are not taken apart, and not filled in place."""
 
 
 def test_a_value_takes_the_place_of_one_of_any_type(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_a_member_of_an_enumeration_that_is_not_there_is_told_with_its_module() 
 
 
 def test_only_a_list_is_filled_where_a_list_is() -> None:
-    """Others hold on to it; a tuple, or a mapping, is no list."""
+    """Others hold on to it; a tuple, or a mapping, is not a list."""
     kept = Sheet([0])
     target: dict[str, Any] = {"k": {"a": kept, "b": kept}}
     load(target, save({"k": {"a": [1, (2,)], "b": (1, 2)}}))

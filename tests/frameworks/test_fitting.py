@@ -1,4 +1,4 @@
-"""Schedulers of torch take any state in silence: what does not fit is found before anything is loaded."""
+"""Schedulers of torch take any state in silence: a misfit is found before anything is loaded."""
 
 from __future__ import annotations
 

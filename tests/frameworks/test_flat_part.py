@@ -107,7 +107,7 @@ def test_memory_fits_flat_or_as_a_whole_local_tensor() -> None:
     assert not some.fits(torch.zeros(()))
     held = ((Box.whole((5,)), Box.whole((5,))),)
     row = FlatPart((5,), (5,), held, None, 0, 5, 4, 16)
-    assert not row.fits(torch.zeros(5)), "it would be looked for behind what is before it in the flat memory"
+    assert not row.fits(torch.zeros(5)), "it would be read behind the elements before it in the flat memory"
     assert row.alone.fits(torch.zeros(5))
     assert row.alone is row.alone
 

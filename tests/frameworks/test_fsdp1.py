@@ -1,4 +1,4 @@
-"""FSDP1 modules and their optimizers: read and filled shard by shard, whatever FSDP is doing."""
+"""FSDP1 modules and their optimizers: read and filled shard by shard, in every phase of FSDP."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def case(fn: Callable[[], None]) -> Callable[[], None]:
 
 
 def run_cases() -> dict[str, str]:
-    told = {}
+    errors = {}
     for name, fn in CASES.items():
         torch.manual_seed(0)
         try:
             fn()
-        except Exception:  # whatever it is, the test of this name tells of it
-            told[name] = traceback.format_exc()
-    return told
+        except Exception:  # the test of this name reports it
+            errors[name] = traceback.format_exc()
+    return errors
 
 
 @cache
@@ -106,7 +106,7 @@ def holdings(state: dict[str, Any]) -> Any:
 
 
 def gather(state: dict[str, Any]) -> Checkpoint:
-    """Put together what both ranks hold."""
+    """Put the holdings of both ranks together."""
     everyone: list[Any] = [None] * WORLD
     dist.all_gather_object(everyone, holdings(state))
     return assemble(everyone)
@@ -336,7 +336,7 @@ def a_parameter_of_which_a_rank_has_nothing_has_no_states_there() -> None:
 
 
 def states_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return what this rank's optimizer has, by the names that it is saved under."""
+    """Return the states of this rank's optimizer, by their saved names."""
     names: dict[torch.Tensor, str] = {
         p: name.replace("_fsdp_wrapped_module.", "") for name, p in module.named_parameters()
     }
@@ -349,7 +349,7 @@ def states_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def assert_saved_as_is(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Check that what is saved now is what module and optimizer have now, and lies where they have it."""
+    """Check that a save now has the values of module and optimizer, in their own memory."""
     held = collect({"m": module, "o": optimizer}, dist.get_rank(), WORLD)
     found: dict[str, list[torch.Tensor]] = {}
     places = {state.untyped_storage().data_ptr() for s in optimizer.state.values() for state in s.values()}
@@ -492,7 +492,7 @@ def mixed_precision_is_held_in_full_precision() -> None:
 
 
 @case
-def memory_that_fsdp_does_not_know_of_is_refused() -> None:
+def memory_that_is_not_of_fsdp_is_refused() -> None:
     module = wrap(Net())
     for parameter in module.parameters():
         parameter.data = parameter.data.clone()
@@ -679,7 +679,7 @@ def fsdp_with_one_rank_beside_tensor_parallelism() -> None:
 
 @case
 def the_flat_parameter_has_what_is_read_of_it() -> None:
-    """A contract: what reknit reads of FSDP1 that torch does not promise."""
+    """A contract: the parts of FSDP1 that reknit reads and torch does not promise."""
     net = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
     net[1].bias = nn.Parameter(torch.randn(3))
     module = FSDP(net, device_id=CPU, use_orig_params=True)
@@ -750,5 +750,5 @@ def fsdp_itself_still_works_after_loading() -> None:
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_fsdp1(name: str) -> None:
-    told = [text for outcome in outcomes() if (text := outcome.get(name))]
-    assert not told, "\n".join(told)
+    errors = [text for outcome in outcomes() if (text := outcome.get(name))]
+    assert not errors, "\n".join(errors)

@@ -132,8 +132,8 @@ def test_a_state_of_another_kind_of_generator_is_refused_before_any_is_set(devic
     for wrong in (torch.zeros(5, dtype=torch.uint8), "nothing"):
         state["devices"] = [{"device": device_type, "state": wrong}]
         want = wanted({"rng": RngState()}, checkpoint.catalog(), 0, 1)
-        (told,) = want.mismatched
-        assert "is not a state of random generators" in told[2]
+        (entry,) = want.mismatched
+        assert "is not a state of random generators" in entry[2]
     assert RngState().state_dict()["torch"].equal(expected["torch"])
 
 
@@ -192,7 +192,7 @@ def test_generators_of_devices_are_left_out_on_request() -> None:
 @every_device
 def test_a_generator_of_a_device_is_refused_and_its_state_is_saved(device_type: str, tmp_path: Path) -> None:
     generator = torch.Generator(device=device_type)
-    with pytest.raises(reknit.errors.StateError, match=r"save what its get_state\(\) returns"):
+    with pytest.raises(reknit.errors.StateError, match=r"save the result of its get_state\(\)"):
         reknit.save(tmp_path / "x", {"shuffle": generator})
     reknit.save(tmp_path / "x", {"shuffle": generator.get_state()})
     expected = torch.rand(3, device=device_type, generator=generator).tolist()

@@ -72,7 +72,7 @@ def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def train_and_save(kind: str, root: str) -> dict[str, Any]:
-    """Train on two ranks and save; load what one process saved; return what was seen."""
+    """Train on two ranks and save; load the checkpoint of one process; return the observations."""
     rank = dist.get_rank()
     model = parallel(f"{root}/{kind}/pretrained-0")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
@@ -97,7 +97,7 @@ def placements(model: Any) -> dict[str, str]:
 
 @pytest.fixture(scope="module", params=KINDS)
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A checkpoint of one process, one of two ranks, and what both models were."""
+    """A checkpoint of one process, one of two ranks, and the values of both models."""
     kind, root = request.param, tmp_path_factory.mktemp("hugging-face")
     for seed in (0, 1):
         one(kind, seed).save_pretrained(root / kind / f"pretrained-{seed}")

@@ -1,4 +1,4 @@
-"""Layouts of a really trained model: what the ranks hold is the whole, and it loads into other layouts."""
+"""Layouts of a really trained model: the ranks hold the whole of it, and it loads into other layouts."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def lit(seed: int) -> Any:
 
 
 def state_of(trainer: Any, module: Any) -> dict[str, Any]:
-    """Return what a user of Lightning saves."""
+    """Return the state that a user of Lightning saves."""
     return {
         "model": module,
         "optimizer": trainer.optimizers[0],

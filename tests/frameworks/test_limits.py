@@ -1,4 +1,4 @@
-"""How deep, and of how many dimensions: what is more is refused where it is, before anything is written."""
+"""Limits of depth and dimensions: a state beyond them is refused by its place, before anything is written."""
 
 from __future__ import annotations
 

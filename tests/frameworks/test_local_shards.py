@@ -1,4 +1,4 @@
-"""Tensors that are made of several shards on a rank, and those whose parts lie nobody knows where."""
+"""Tensors that are made of several shards on a rank, and tensors whose parts have no recorded place."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_nested_tensor_is_refused_by_name_wherever_it_is(layout: torch.layout)
 
 
 def _misfits() -> list[str]:
-    told = []
+    errors = []
     tensor = DTensor.from_local(
         LocalShardsWrapper([torch.ones(2), torch.ones(2).half()], [(0,), (2,)]),
         init_device_mesh("cpu", (1,)),
@@ -149,8 +149,8 @@ def _misfits() -> list[str]:
     ):
         with pytest.raises(StateError) as caught:
             act()
-        told.append(str(caught.value))
-    return told
+        errors.append(str(caught.value))
+    return errors
 
 
 def sharded_alone(whole: torch.Tensor) -> Any:
@@ -158,8 +158,8 @@ def sharded_alone(whole: torch.Tensor) -> Any:
 
 
 def test_shards_that_do_not_make_a_tensor_are_refused_by_name() -> None:
-    (told,) = run(1, _misfits)
-    assert "x has shards of float16 and float32" in told[0]
-    assert "x is a LocalShardsWrapper, which keeps its values somewhere else" in told[1]
-    assert "a ShardedTensor of shape [4] stands where float32[5] was saved" in told[2]
-    assert "holds a ShardedTensor of float32" in told[3]
+    (errors,) = run(1, _misfits)
+    assert "x has shards of float16 and float32" in errors[0]
+    assert "x is a LocalShardsWrapper, which keeps its values somewhere else" in errors[1]
+    assert "a ShardedTensor of shape [4] stands where float32[5] was saved" in errors[2]
+    assert "holds a ShardedTensor of float32" in errors[3]

@@ -288,7 +288,7 @@ def test_statistics_under_ddp_are_those_of_the_first_rank_for_all() -> None:
 
 
 def ddp_of_a_part() -> Any:
-    """Two DDP groups of two ranks each, and a parameter that DDP is told to leave alone."""
+    """Two DDP groups of two ranks each, and a parameter that DDP is to leave alone."""
     rank = dist.get_rank()
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     model = nn.Linear(2, 2)

@@ -1,4 +1,4 @@
-"""Modules that do more at a load than take tensors become what a load of torch makes them."""
+"""Modules that do more at a load than take tensors end in the same state as after a load of torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.ranks import run
 
 
 class Derived(nn.Linear):
-    """A layer that keeps what it made of its weight when that was loaded."""
+    """A layer that keeps a value computed from its weight at the load."""
 
     scale: torch.Tensor
 
@@ -163,7 +163,7 @@ class Counted(Derived):
 
     def __init__(self, count: int) -> None:
         super().__init__()
-        self.count, self.seen, self.told = count, 0, 0
+        self.count, self.seen, self.calls = count, 0, 0
         self.register_load_state_dict_pre_hook(self._look)  # type: ignore[no-untyped-call]
 
     @staticmethod
@@ -175,13 +175,13 @@ class Counted(Derived):
 
     def set_extra_state(self, state: Any) -> None:
         self.count = state
-        self.told += 1
+        self.calls += 1
 
 
 def test_hooks_see_the_extra_state_that_was_saved() -> None:
     target = Counted(1)
     load({"m": nn.Sequential(target)}, save({"m": nn.Sequential(Counted(7))}))
-    assert (target.seen, target.count, target.told) == (7, 7, 1)
+    assert (target.seen, target.count, target.calls) == (7, 7, 1)
 
 
 def test_hooks_run_on_a_model_that_had_no_memory(tmp_path: Any) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Average:
-    """An object that knows its device."""
+    """An object that keeps its device."""
 
     def __init__(self, device: torch.device | None) -> None:
         self.device = device

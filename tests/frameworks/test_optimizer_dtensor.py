@@ -47,7 +47,7 @@ class Nested(torch.optim.Optimizer):
 
 
 class Local(Nested):
-    """The same, with plain tensors of what this rank has."""
+    """The same, with plain tensors of this rank's part."""
 
     def local(self, tensor: Any) -> Any:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor

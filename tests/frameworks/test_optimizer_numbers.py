@@ -39,7 +39,7 @@ def _state(options: dict[str, Any], state: dict[str, Any] | None = None) -> dict
 
 
 def _option(saved: Any, present: Any, *, cast: bool = False) -> tuple[Any, list[str]]:
-    """Return an option after a load of what was saved, and why it did not fit."""
+    """Return an option after a load of the saved one, and the reasons why it did not fit."""
     target = _state({"lr": present})
     checkpoint = save(_state({"lr": saved}))
     catalog = replace(checkpoint.catalog(), terms=Terms(cast=cast))

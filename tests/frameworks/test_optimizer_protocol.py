@@ -1,4 +1,4 @@
-"""What an optimizer is, and what it saves and loads in a way of its own: kept, or refused by name."""
+"""The kind of an optimizer, and its own ways to save and load: kept, or refused by name."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_entries_are_missing_where_a_plain_optimizer_was_saved() -> None:
     other = Counting(model.parameters())
     other.calls = 7
     fill(wanted({"m": model, "o": other}, checkpoint.catalog(), 0, 1), checkpoint)
-    assert other.calls == 7, "what is not there stays as it is"
+    assert other.calls == 7, "an entry that is not there stays as it is"
 
 
 def test_an_entry_that_there_was_not_yet_is_not_there_after_a_load() -> None:
@@ -127,7 +127,7 @@ def averaged(steps: int, seed: int, checkpoint: Checkpoint | None = None) -> Any
     if checkpoint is None:
         return portable(collect({"m": model, "o": optimizer}, rank, size))
     load({"m": model, "o": optimizer}, checkpoint, rank, size)
-    assert optimizer.param_groups is optimizer.optim.param_groups, "a scheduler reaches what is stepped"
+    assert optimizer.param_groups is optimizer.optim.param_groups, "a scheduler reaches the stepped groups"
     momenta = [optimizer.state[p]["momentum_buffer"].clone() for p in model.parameters()]
     return averager.step, momenta
 
@@ -306,7 +306,7 @@ def takes_what_was_saved(source: str, target: str, before: int) -> None:
     assert {fqn for item, fqn, _ in want.mismatched} == (set() if fits else names)
     fill(want, checkpoint)
     if not fits:
-        assert repr(other.state_dict()) == kept, "what is not taken stays as it is"
+        assert repr(other.state_dict()) == kept, "a refused state stays as it is"
         why = want.mismatched[0][2]
         for optimizer, does in ((one, "saved it"), (other, "steps it")):
             assert f"{optimizer_protocol.kind(optimizer)[0]} {does}" in why
@@ -401,7 +401,7 @@ class Around(torch.optim.Optimizer):
         return self.inside.step(closure)
 
 
-class Telling(Around):
+class Saving(Around):
     """One that saves them."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -419,14 +419,14 @@ def test_a_wrapper_that_leaves_out_states_is_refused() -> None:
     def inside(of: Any) -> Any:
         return torch.optim.SGD(of.parameters(), lr=0.1, momentum=0.9)
 
-    for kind in (Around, Telling):
+    for kind in (Around, Saving):
         optimizer = kind(inside(model))
         save({"m": model, "o": optimizer})  # as long as there is nothing to forget
         train(model, optimizer)
         if kind is Around:
             with pytest.raises(StateError, match="o is a Around around a SGD with states of its own"):
                 save({"m": model, "o": optimizer})
-    other = Telling(inside(target))
+    other = Saving(inside(target))
     load({"m": target, "o": other}, save({"m": model, "o": optimizer}))
     train(model, optimizer)
     train(target, other)
@@ -440,19 +440,19 @@ PLAIN: dict[str, Any] = {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
     "counting": lambda p: Counting(p),
     "own": lambda p: Own(p),
-    "telling": lambda p: Telling(torch.optim.SGD(p, lr=0.1, momentum=0.9)),
+    "saving": lambda p: Saving(torch.optim.SGD(p, lr=0.1, momentum=0.9)),
 }
 
 
 def register(optimizer: Any, hook: str, ran: list[str]) -> None:
     """Register a hook that writes down that it ran, and adds to a state dict where it can."""
 
-    def told(one: Any, state: Any = None) -> Any:
+    def hooked(one: Any, state: Any = None) -> Any:
         assert one is optimizer
         ran.append(hook)
         return {**state, f"by {hook}": len(optimizer.param_groups)} if hook == "state_dict_post" else None
 
-    getattr(optimizer, f"register_{hook}_hook")(told)
+    getattr(optimizer, f"register_{hook}_hook")(hooked)
 
 
 HOOKS = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")

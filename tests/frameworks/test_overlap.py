@@ -313,8 +313,8 @@ def test_tensors_that_rules_make_are_one_here_when_they_are_made_of_one(tmp_path
         target = {"m": {"a": tied, second: tied}}
         options = reknit.LoadOptions(transforms=[rule])
         report = reknit.load(tmp_path / "x", target, strict=["!m/[bcde]"], options=options)
-        told = report.mismatched.get(f"m/{second}", "")
-        assert told.startswith(why) if why else not told
+        reason = report.mismatched.get(f"m/{second}", "")
+        assert reason.startswith(why) if why else not reason
         assert tied.tolist() == [1, 1]
     rules = [transforms.rename("b", "e"), transforms.drop("c"), transforms.drop("d")]
     options = reknit.LoadOptions(transforms=rules)

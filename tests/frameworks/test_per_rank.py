@@ -21,7 +21,7 @@ KEPT = ": each rank keeps its present value"
 
 
 def save_as(size: int, make: Any) -> Checkpoint:
-    """Save what `make(rank)` gives for every rank of a world."""
+    """Save the state `make(rank)` for every rank of a world."""
     return assemble([collect(make(rank), rank, size) for rank in range(size)])
 
 

@@ -1,4 +1,4 @@
-"""Plain containers: what their children are called, and what happens to one that a state has twice."""
+"""Plain containers: the names of their children, and a container that a state has twice."""
 
 from __future__ import annotations
 

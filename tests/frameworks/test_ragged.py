@@ -45,7 +45,7 @@ class RaggedShard(Placement):
 
 
 def ragged(mesh: DeviceMesh, whole: torch.Tensor, *placements: Any) -> DTensor:
-    """Cut a tensor as veScale does: what the other placements leave, flattened and dealt out."""
+    """Cut a tensor as veScale does: the rest after the other placements, flattened and divided."""
     number = next(n for n, each in enumerate(placements) if isinstance(each, RaggedShard))
     units, position = placements[number].local_units, mesh.get_coordinate()[number]  # type: ignore[index]
     others = [Replicate() if n == number else each for n, each in enumerate(placements)]
@@ -116,7 +116,7 @@ def build(size: int, seed: int, flat: bool) -> tuple[Net, torch.optim.Optimizer]
 
 
 def save(folder: str, flat: bool) -> Any:
-    """Save on all ranks; return what this one holds."""
+    """Save on all ranks; return the holdings of this one."""
     rank, size = dist.get_rank(), dist.get_world_size()
     net, optimizer = build(size, 0, flat)
     state = {"model": net, "optimizer": optimizer}
@@ -127,7 +127,7 @@ def save(folder: str, flat: bool) -> Any:
 
 
 def load(folder: str, fresh: bool) -> tuple[list[torch.Tensor], Any]:
-    """Load on all ranks, in place; return the addresses that stayed, and what this rank holds then."""
+    """Load on all ranks, in place; return the addresses that stayed, and the holdings of this rank then."""
     rank, size = dist.get_rank(), dist.get_world_size()
     net, optimizer = build(size, 1, flat=False)
     if fresh:
@@ -257,7 +257,7 @@ def test_units_that_do_not_fit_the_tensor_are_refused(
 
 
 def refused() -> list[str]:
-    """Try to save tensors whose local part is not what their placement says; return the refusals."""
+    """Try to save tensors whose local part contradicts their placement; return the refusals."""
     mesh = init_device_mesh("cpu", (2,))
     refusals = []
     for local in (torch.ones(4), torch.ones(4, 4)[:, ::2], torch.ones(9)):
@@ -288,7 +288,7 @@ def test_a_fill_of_shards_alone_changes_only_the_range(saved: dict[Any, Any]) ->
 
 
 def fill_some(checkpoint: Checkpoint) -> bool:
-    """Fill ranges that lie in the middle of longer memory; tell whether what is around them stayed."""
+    """Fill ranges that lie in the middle of longer memory; return whether the memory around them stayed."""
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (3,))
     shape, dims, units = PARAMETERS["elements"]
     around = torch.full((units[rank] + 4,), -1.0)

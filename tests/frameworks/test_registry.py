@@ -275,7 +275,7 @@ def test_what_has_no_bytes_of_its_own_is_refused_with_its_place(kind: str) -> No
         lambda: collect({"item": {"deep": [value, torch.ones(1)]}}, 0, 1),
         lambda: wanted({"item": {"deep": [value, torch.ones(1)]}}, save({"item": 1}).catalog(), 0, 1),
     ]
-    for look in looks[:1] if kind == "meta" else looks:  # a load gives memory to what is on the meta device
+    for look in looks[:1] if kind == "meta" else looks:  # a load gives memory to a meta tensor
         with pytest.raises(StateError, match=why) as error:
             look()
         assert "item/deep/0" in str(error.value)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Loader:
-    """What a data loader is to a load: iterable, with a state, and changed when asked for it."""
+    """An object like a data loader: iterable, with a state, and changed by a request for it."""
 
     asked = 0
 
@@ -38,7 +38,7 @@ class Loader:
 
 
 class Trainer:
-    """An object that holds whatever is given, and one tensor; its property must not run."""
+    """An object that holds the given values, and one tensor; its property must not run."""
 
     def __init__(self, **held: Any) -> None:
         self.w = torch.ones(2)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Keeper:
-    """An object that keeps what its state dict says, and shows its live memory in it."""
+    """An object that keeps its state dict, and shows its live memory in it."""
 
     def __init__(self, state: Any) -> None:
         self.state = state
@@ -132,7 +132,7 @@ class Counted(Keeper):
 
 
 class Stream(Counted):
-    """What a data loader is to a load: it can be iterated."""
+    """An object like a data loader: it can be iterated."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(())

@@ -69,7 +69,7 @@ def test_steps_that_can_run_without_their_hooks_are_not_trusted_ever(
         step = torch.compile(optimizer.step, backend="eager")
     else:
         optimizer.param_groups[0]["capturable"] = True
-    barrier.hold(lambda: pytest.fail("this runs inside of what is compiled"))
+    barrier.hold(lambda: pytest.fail("this runs inside of compiled code"))
     if how != "capturable":
         step()
     caplog.clear()
@@ -101,7 +101,7 @@ def test_steps_that_a_device_captures_are_not_trusted(
     optimizer = made()
     (barrier,) = barriers(optimizer)
     barrier.stands()
-    barrier.hold(lambda: pytest.fail("this runs inside of what is captured"))
+    barrier.hold(lambda: pytest.fail("this runs inside of captured code"))
     monkeypatch.setattr(torch.get_device_module(device_type), "is_current_stream_capturing", lambda: True)
     optimizer.step()
     monkeypatch.undo()

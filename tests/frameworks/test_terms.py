@@ -1,4 +1,4 @@
-"""Loads whose terms meet: lenient ones leave what does not fit alone, and nothing goes without a word."""
+"""Loads whose terms meet: lenient ones leave misfits alone, and each is reported."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_a_load_changes_nothing_before_a_lazily_staged_save_has_its_copy(
     state["o"] = torch.optim.SGD([("w", state["m"]["w"])])
     lazy = reknit.SaveOptions(stage="lazy")
     reknit.prepare(tmp_path, state, options=lazy)
-    state["o"].step()  # now it is known to wait
+    state["o"].step()  # now it has proved to wait
     reknit.save(tmp_path / "old", state)
     state["m"]["w"].data.fill_(1)
     pending = reknit.save(tmp_path / "new", state, wait=False, options=lazy)

@@ -1,4 +1,4 @@
-"""The parts of torch that reknit uses without a promise still are what it takes them for."""
+"""The parts of torch that reknit uses without a promise still behave as it assumes."""
 
 from __future__ import annotations
 

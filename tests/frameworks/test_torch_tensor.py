@@ -59,7 +59,7 @@ def test_memory_to_save_is_detached_and_holds_what_the_tensor_says() -> None:
 
 
 def without_memory(folder: str) -> list[str]:
-    """Save and load tensors of a device that shows no memory, as XLA; return what is said to each."""
+    """Save and load tensors of a device that shows no memory, as XLA; return the errors."""
     import torch._lazy.ts_backend
 
     torch._lazy.ts_backend.init()  # type: ignore[no-untyped-call]
@@ -76,19 +76,19 @@ def without_memory(folder: str) -> list[str]:
         lambda: reknit.load(path / "x", here),
         lambda: reknit.load(path / "x", {"n": model}),
     ]
-    told = []
+    errors = []
     for call in calls:
         with pytest.raises(StateError) as caught:
             call()
-        told.append(str(caught.value).partition(" [")[0])
+        errors.append(str(caught.value).partition(" [")[0])
     assert not list(path.glob("y/**/manifest*"))
     assert here["m"]["x"].cpu().eq(1).all()
-    return told
+    return errors
 
 
 def test_a_device_that_shows_no_memory_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    (told,) = run(1, without_memory, str(tmp_path), joined=False)
-    assert told == [
+    (errors,) = run(1, without_memory, str(tmp_path), joined=False)
+    assert errors == [
         f"{name} is on lazy:0, where torch shows no memory of it"
         for name in ("m/x", "m/x", "m/weight", "m/x", "n/weight")
     ]

@@ -1,4 +1,4 @@
-"""A walk over a state that is as it was takes over what the last one found, and nothing that has changed."""
+"""A walk over an unchanged state reuses the results of the last one, and nothing that has changed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _read(memory: Any) -> tuple[Any, ...]:
 
 
 def outcome(state: State, rank: int, size: int, *, anew: bool) -> Any:
-    """Return what a state holds, or why it cannot be told."""
+    """Return the holdings of a state, or the error that refuses it."""
     make = registry.saving(state, rank, size).walk if anew else (lambda: registry.collect(state, rank, size))
     try:
         return described(make())
@@ -73,7 +73,7 @@ def outcome(state: State, rank: int, size: int, *, anew: bool) -> Any:
 
 
 def num_visited(state: State, rank: int = 0, size: int = 1) -> int:
-    """Return how many tensors a collection looks at one by one."""
+    """Return the number of tensors that a collection looks at one by one."""
     with patch.object(Saving, "view", autospec=True, side_effect=Saving.view) as view:
         registry.collect(state, rank, size)
     return view.call_count
@@ -262,7 +262,7 @@ def _gathered() -> tuple[int, bool]:
     optimizer.step()
     state = {"model": model, "optimizer": optimizer}
     registry.collect(state, rank, 2)
-    model(torch.ones(1, 4))  # what it has gathered stays there
+    model(torch.ones(1, 4))  # the gathered parameters stay there
     visited = num_visited(state, rank, 2)
     model(torch.ones(1, 4))
     found = outcome(state, rank, 2, anew=False)

@@ -67,7 +67,7 @@ class OptimizerLoad:
         for name, places in slots.elsewhere:
             self._prefer_master(name, places)
         for members in joined.values():
-            if any(saved.knows(slot.name) for slot in members):
+            if any(saved.has_parameter(slot.name) for slot in members):
                 self._want_states(members)
         for name in dict.fromkeys([*slots.shared(), *saved.others["shared"]]):
             self._want_shared(name)

@@ -162,7 +162,7 @@ def _inner(optimizer: Any) -> Any:
 
 
 def _changed(given: Any, optimizer: Any) -> str | None:
-    """Return how a state dict differs from the optimizer's own states and groups, or None."""
+    """Return the difference of a state dict from the optimizer's own states and groups, or None."""
     if (
         not isinstance(given, Mapping)
         or not given.keys() >= _PARTS

@@ -38,7 +38,7 @@ class SavedStates:
             elif part in self.others and not name:
                 self.others[part].append(tree.unescape(first))
 
-    def knows(self, name: str) -> bool:
+    def has_parameter(self, name: str) -> bool:
         """Return whether the saved optimizer had a parameter of this name.
 
         A saved optimizer of JAX's arrays has states, but no options.

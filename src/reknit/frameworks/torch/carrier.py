@@ -28,14 +28,14 @@ _DEVICE_REMEDY = (
 
 
 class TorchCarrier:
-    """A process group as what carries bytes between hosts (see `engine.sharing.host_exchange.Carrier`).
+    """A process group that carries bytes between hosts (see `engine.sharing.host_exchange.Carrier`).
 
-    They travel from host memory to host memory where the group has a backend for that, such as gloo; else
-    over the devices for which it has one, such as those of NCCL.  A group that is bound to a device with a
-    backend of its own (`init_process_group(device_id=...)`) carries them over that device.
+    They travel from host memory to host memory if the group has a backend for that, such as gloo; else over
+    the devices for which it has one, such as those of NCCL.  A group that is bound to a device with a backend
+    of its own (`init_process_group(device_id=...)`) carries them over that device.
 
-    Given is a weak reference: what the error of a load keeps alive must not keep a group that was destroyed.
-    A device is used from `reserve` to `release` only.
+    The carrier has a weak reference to the group: the error of a load may keep the carrier alive, and must
+    not keep a destroyed group.  A device is used from `reserve` to `release` only.
     """
 
     def __init__(self, group: Callable[[], Any]) -> None:
@@ -56,7 +56,7 @@ class TorchCarrier:
         return f"{self._backends[self.kind]} on {self._device or self.kind}"
 
     def reserve(self, send_nbytes: int, receive_nbytes: int) -> None:
-        """Take memory for the largest swap.  Raises `ShortageError` where a device does not have it."""
+        """Take memory for the largest swap.  Raises `ShortageError` if a device does not have it."""
         torch, bound = sys.modules["torch"], self._group().bound_device_id
         if self.kind == _CPU:
             self._device = torch.device(_CPU)
@@ -70,7 +70,7 @@ class TorchCarrier:
                     self._stream = devices.side_stream(self._device)
                     self._event = devices.new_event(self._device)
                 with self._queueing():
-                    # What any backend can add up: some know no integers.
+                    # Floats, which every backend can add: some do not support integers.
                     self._flag = torch.zeros(1, device=self._device)
                     if self.kind != _CPU:
                         self._sent, self._received = (
@@ -80,8 +80,8 @@ class TorchCarrier:
         except RuntimeError as error:
             self.release()
             raise ShortageError(
-                f"{self._device} has no {send_nbytes + receive_nbytes} bytes for the exchange of what ranks "
-                f"read with other hosts: {error}",
+                f"{self._device} has no {send_nbytes + receive_nbytes} bytes to exchange the data that "
+                f"ranks read with other hosts: {error}",
                 remedy='free memory of the device, or load with LoadOptions(share="never")',
             ) from error
 
@@ -94,7 +94,7 @@ class TorchCarrier:
         dist = sys.modules["torch"].distributed
         with self._carrying(check):
             self._flag.fill_(1.0 if well else 0.0)
-            # A sum, which no rank has by itself where the operation failed and does not say so.
+            # A sum, which no rank has by itself if the operation fails without an error.
             self._await(dist.all_reduce(self._flag, group=self._group(), async_op=True), check)
             return int(self._flag.item()) == self.size
 
@@ -106,7 +106,7 @@ class TorchCarrier:
         receive_nbytes: list[int],
         check: Callable[[], None],
     ) -> None:
-        """Send and receive bytes, both packed in the order of ranks: so many to, and from, each rank."""
+        """Send and receive bytes, packed in the order of ranks: so many to, and from, each rank."""
         torch = sys.modules["torch"]
         outgoing, host = torch.from_numpy(sent), torch.from_numpy(received)
         incoming = host
@@ -136,27 +136,27 @@ class TorchCarrier:
 
     @contextmanager
     def _queueing(self) -> Iterator[None]:
-        """Queue on the carrier's stream in this block, whatever mode of torch the caller is in."""
+        """Queue on the carrier's stream in this block, in every mode of torch that the caller may use."""
         torch, last = sys.modules["torch"], ExitStack()
         with last:
             # Each thread has a mode of its own, and what one makes in inference mode no other may change.
             last.enter_context(torch.inference_mode(False))
             last.enter_context(torch.no_grad())
             if self.kind != _CPU:
-                # First the device: a stream that is left sets the one before, if it is of another device.
+                # First the device: leaving a stream restores the one before, if it is of another device.
                 last.enter_context(devices.on_device(self._device))
             if self._stream is not None:
                 last.enter_context(devices.on_stream(self._stream))
             yield
 
     def _await(self, work: Any, check: Callable[[], None]) -> None:
-        """Wait for the end of an operation; polled, as a wait that is given up ends the group."""
+        """Wait for the end of an operation; polled, as an abandoned wait ends the group."""
         _poll(work.is_completed, check)
         work.wait()
         self._settle(check)
 
     def _settle(self, check: Callable[[], None]) -> None:
-        """Wait until the stream has nothing left to do, so that the copies which follow wait for nothing."""
+        """Wait until the stream has nothing left to do, so that later copies do not wait."""
         if self._stream is not None:
             self._event.record(self._stream)
             _poll(self._event.query, check)
@@ -174,13 +174,13 @@ def _backends(group: Any) -> dict[str, str]:
 
     try:
         pairs = dist.get_backend_config(group).split(",")
-    except (AssertionError, ValueError):  # a group that torch itself has not made
+    except (AssertionError, ValueError):  # of a group that torch itself has not made
         return {}
     return dict(pair.split(":", 1) for pair in pairs if ":" in pair)
 
 
 def _kind(backends: dict[str, str], bound: Any) -> str:
-    """Return the type of device over which a group with these backends carries bytes, empty where none is."""
+    """Return the type of device over which a group with these backends carries bytes, or an empty text."""
     own = bound is not None and backends.get(bound.type) != backends.get(_CPU)
     known: list[str] = [bound.type] if own and bound.type in backends else []
     for kind in (*known, _CPU, *backends):
@@ -190,6 +190,6 @@ def _kind(backends: dict[str, str], bound: Any) -> str:
 
 
 def _is_there(kind: str) -> bool:
-    """Tell whether this process has a device of a type."""
+    """Return whether this process has a device of a type."""
     module = devices.module_of(kind)
     return module is not None and hasattr(module, "current_device") and bool(module.is_available())

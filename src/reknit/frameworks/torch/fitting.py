@@ -30,7 +30,7 @@ def ignored(value: Any, saved: Any) -> str | None:
 
 
 def _other_scheduler(value: Any, saved: Mapping[str, Any]) -> str | None:
-    """Return how a saved scheduler differs from this one, or None: torch would take any.
+    """Return the difference of a saved scheduler from this one, or None: torch would take any.
 
     Only classes of torch itself are compared: their state is their attributes.  An attribute that one of two
     releases lacks does not count.

@@ -88,7 +88,7 @@ class FlatPart:
 
     @lazy_property
     def alone(self) -> FlatPart:
-        """The same part in memory without other elements."""
+        """Return the same part in memory without other elements."""
         return replace(self, offset=0, total=self.numel)
 
     def fits(self, memory: Any) -> bool:

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 class Saved(NamedTuple):
     """A saved state of the generator of a device.
 
-    That was the current device, or the one of this `number` while the current one had the number `beside`.
+    The device was the current one, or the device of this `number` while the current one had the number
+    `beside`.
     """
 
     kind: str
@@ -28,16 +29,16 @@ class Saved(NamedTuple):
 
 
 class Restored(NamedTuple):
-    """Which saved states go to which devices here, and in words what is left; empty if nothing is."""
+    """The saved states for devices here, and in words the rest; empty if there is none."""
 
     targets: list[tuple[torch.device, torch.Tensor]]
     left: str
 
 
 def states(takes: Callable[[str], bool]) -> dict[str, Any]:
-    """Return the state of the host's generator, and those of devices in use whose kind `takes` accepts.
+    """Return the state of the host's generator, and those of devices in use with a kind that `takes` accepts.
 
-    That of a current device has no number, so that ranks with equal states on different devices agree.
+    The state of a current device has no number, so that ranks with equal states on different devices agree.
     """
     records = []
     for kind in _kinds_in_use(takes):
@@ -54,11 +55,11 @@ def states(takes: Callable[[str], bool]) -> dict[str, Any]:
 def assign(state: Mapping[str, Any], takes: Callable[[str], bool]) -> Restored:
     """Decide for which device each saved state is.
 
-    The state of the device that was current is for the current one, whatever their numbers: launchers differ
-    in whether a process sees the devices of others.  Those of further devices are for devices of the same
+    The state of the former current device is for the present one, even if their numbers differ: launchers
+    differ in the devices that a process sees.  The states of further devices are for devices of the same
     number, if the current one has the same number too.  Initialises the kinds that were saved and are here.
 
-    Raises `KeyError`, `TypeError` or `ValueError` for what `states` never returns.
+    Raises `KeyError`, `TypeError` or `ValueError` for a value that `states` never returns.
     """
     targets: list[tuple[torch.device, torch.Tensor]] = []
     absent, moved = [], []
@@ -87,12 +88,12 @@ def assign(state: Mapping[str, Any], takes: Callable[[str], bool]) -> Restored:
 
 
 def require_fitting(state: Mapping[str, Any], restored: Restored) -> None:
-    """Raise the error of a generator that cannot take its state, tried on others than those in use."""
+    """Raise the error of a generator that cannot take its state, tried on generators that are not in use."""
     torch.Generator().set_state(state["torch"])
     for device, saved in restored.targets:
         try:
             generator = torch.Generator(device)
-        except RuntimeError:  # of a kind of device that has no others than those in use
+        except RuntimeError:  # of a kind of device on which no other generator can be made
             continue
         generator.set_state(saved)
 
@@ -111,7 +112,7 @@ def _kinds_in_use(takes: Callable[[str], bool]) -> Iterator[str]:
 
 
 def _saved(state: Mapping[str, Any]) -> Iterator[Saved]:
-    if devices.CUDA in state:  # as reknit saved the current device's before it saved those of all devices
+    if devices.CUDA in state:  # an older reknit saved the state of the current device only
         yield Saved(devices.CUDA, state[devices.CUDA])
     for record in state.get("devices", ()):
         kind, _, number = record["device"].partition(":")

@@ -58,7 +58,7 @@ def record_of(value: Any) -> Record | None:
 
 
 def difference(saved: Record, here: Record) -> str | None:
-    """Return how a saved composite tensor differs from that of the target, or None."""
+    """Return the difference of a saved composite tensor from that of the target, or None."""
     if saved["class"] != here["class"]:
         return f"it is a {saved['class']} in the checkpoint and a {here['class']} here"
     if saved["shape"] != here["shape"]:

@@ -261,19 +261,19 @@ class Walk:
             for item, value in self.state.items():
                 tree.require_bounded(value, item)
 
-    def claim_name(self, place: Place, what: Hashable, keep: Any) -> bool:
-        """Take a name for `what`; return whether it was free.
+    def claim_name(self, place: Place, identity: Hashable, keep: Any) -> bool:
+        """Take a name for an object; return whether it was free.
 
-        Raises `StateError` if it names another object.  `keep` stays alive as long as the walk, so that the
-        identity of `what` (an address) is not used twice.
+        Raises `StateError` if it names another object.  `keep` stays alive as long as the walk, so that
+        `identity` (an address) is not used twice.
         """
         self._alive.append(keep)
         names = self._names[place.item]
         known = names.get(place.fqn)
         if known is None:
-            names[place.fqn] = what
+            names[place.fqn] = identity
             return True
-        if known != what:
+        if known != identity:
             raise StateError(
                 f"{place} is the name of two different things",
                 remedy="give them different names, for example by putting each under a key of its own",
