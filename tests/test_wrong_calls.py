@@ -227,7 +227,7 @@ class Config:
         (iter([1, 2]), "save its position as a number"),
         (Config(), r"dataclasses\.asdict\(\)"),
         (torch.nn.Linear, "put an object of this class into the state"),
-        (torch.Generator(), r"save what its get_state\(\) returns"),
+        (torch.Generator(), r"save the result of its get_state\(\)"),
         (object(), "save a plain value"),
     ],
 )

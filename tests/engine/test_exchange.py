@@ -222,10 +222,10 @@ class Deaf(ThreadCarrier):
 
     let_go = threading.Event()
 
-    def all_well(self, well: bool, check: Callable[[], None]) -> bool:
+    def all_well(self, check: Callable[[], None], *, well: bool) -> bool:
         if self._rank == 1:
             self.let_go.wait(WAIT_S)
-        return super().all_well(well, check)
+        return super().all_well(check, well=well)
 
 
 def test_a_call_between_hosts_that_hangs_ends_with_the_deadline_of_the_load(

@@ -83,7 +83,7 @@ class ThreadCarrier:
     def release(self) -> None:
         """Need nothing any more."""
 
-    def all_well(self, well: bool, check: Callable[[], None]) -> bool:
+    def all_well(self, check: Callable[[], None], *, well: bool) -> bool:
         """Tell whether all say so."""
         return all(self._meet("well", well, check))
 

@@ -229,7 +229,7 @@ def _live(library: ModuleType, tagged: Tagged) -> Any:
 def _dtype(torch: ModuleType, name: str) -> Any:
     dtype = getattr(torch, str(name), None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"torch has no dtype {name!r}")
+        raise TypeError(f"torch has no dtype {name!r}")
     return dtype
 
 

@@ -44,7 +44,7 @@ class Carrier(Protocol):
     def release(self) -> None:
         """Give the memory back; no call follows."""
 
-    def all_well(self, well: bool, check: Callable[[], None]) -> bool:
+    def all_well(self, check: Callable[[], None], *, well: bool) -> bool:
         """Tell whether all ranks say that all is well."""
 
     def swap(
@@ -144,7 +144,7 @@ class HostExchange:
         except BaseException as error:  # the others must not wait for this rank's bytes
             failure = error
         with self._carrying(what):
-            all_well = self._carrier.all_well(failure is None, fetches.check_other_hosts)
+            all_well = self._carrier.all_well(fetches.check_other_hosts, well=failure is None)
         if not all_well:
             raise failure or StoppedError("a rank of another host has left the exchange")
         self._swap(turn, {row: fetches.held[int(numbers[row])].memory for row in sending}, what)

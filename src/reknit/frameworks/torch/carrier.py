@@ -89,7 +89,7 @@ class TorchCarrier:
         """Give the memory back."""
         self._flag = self._sent = self._received = None
 
-    def all_well(self, well: bool, check: Callable[[], None]) -> bool:
+    def all_well(self, check: Callable[[], None], *, well: bool) -> bool:
         """Tell whether all ranks say that all is well."""
         dist = sys.modules["torch"].distributed
         with self._carrying(check):
@@ -140,7 +140,7 @@ class TorchCarrier:
         torch, last = sys.modules["torch"], ExitStack()
         with last:
             # Each thread has a mode of its own, and what one makes in inference mode no other may change.
-            last.enter_context(torch.inference_mode(False))
+            last.enter_context(torch.inference_mode(mode=False))
             last.enter_context(torch.no_grad())
             if self.kind != _CPU:
                 # First the device: a stream that is left sets the one before, if it is of another device.
