@@ -90,7 +90,7 @@ def test_what_a_stranger_sends_is_not_read(monkeypatch: pytest.MonkeyPatch) -> N
 
     with tree_world(2) as groups, grpc.insecure_channel(address(groups[0])[0]) as channel:
         stub: Any = channel.stream_stream("/reknit.Tree/round", None, None)
-        with pytest.raises(grpc.RpcError, match="does not know this token"):
+        with pytest.raises(grpc.RpcError, match="has another token"):
             list(stub(flood(), timeout=30, metadata=((TOKEN, "wrong"),)))
     assert read == []
     assert len(taken) < 50, "the connection took no more than its buffers hold"
@@ -106,7 +106,7 @@ def test_a_stranger_is_refused_before_it_has_sent_anything() -> None:
     with tree_world(2) as groups, grpc.insecure_channel(address(groups[0])[0]) as channel:
         stub: Any = channel.stream_stream("/reknit.Tree/round", None, None)
         try:
-            with pytest.raises(grpc.RpcError, match="does not know this token"):
+            with pytest.raises(grpc.RpcError, match="has another token"):
                 list(stub(nothing(), timeout=10, metadata=((TOKEN, "wrong"),)))
         finally:
             refused.set()
@@ -125,7 +125,7 @@ def test_the_list_of_strangers_that_were_logged_is_bounded(
 def test_a_call_without_a_token_is_refused() -> None:
     with tree_world(2) as groups, grpc.insecure_channel(address(groups[0])[0]) as channel:
         stub: Any = channel.unary_unary("/reknit.Tree/round", None, None)
-        with pytest.raises(grpc.RpcError, match="does not know this token"):
+        with pytest.raises(grpc.RpcError, match="has another token"):
             stub(b"", timeout=30)
 
 
@@ -142,7 +142,7 @@ def test_every_server_has_a_long_token_of_its_own() -> None:
 
 
 def test_the_token_of_one_rank_does_not_open_the_server_of_another() -> None:
-    with tree_world(7) as groups, pytest.raises(grpc.RpcError, match="rank 0 does not know this token"):
+    with tree_world(7) as groups, pytest.raises(grpc.RpcError, match="rank 0 has another token"):
         call(groups[0], "round", b"", address(groups[1])[1])
 
 

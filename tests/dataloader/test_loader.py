@@ -293,7 +293,7 @@ def test_a_loader_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
 def test_tokens_that_do_not_fit_into_the_batch_type_are_refused_and_not_cut() -> None:
     large = TokenSet(name="web", open=lambda: [np.array([1, 40_000])], num_partitions=1)
     assert next(loader([large], dtype="uint16")).tokens[:2].tolist() == [1, 40_000]
-    with pytest.raises(StateError, match="sample 0 of 'web' has tokens that are no int16"):
+    with pytest.raises(StateError, match="sample 0 of 'web' has tokens that are not int16"):
         next(loader([large], dtype="int16"))
 
 

@@ -133,7 +133,7 @@ def test_an_engine_without_an_optimizer_comes_back(outcome: dict[str, Any]) -> N
 
 
 def test_what_is_no_engine_is_refused() -> None:
-    with pytest.raises(UsageError, match="is no DeepSpeed engine"):
+    with pytest.raises(UsageError, match="is not a DeepSpeed engine"):
         integration.save(torch.nn.Linear(2, 2), "nowhere")
 
 

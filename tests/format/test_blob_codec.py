@@ -197,8 +197,8 @@ def test_a_value_without_a_form_is_refused_by_its_path(value: Any, says: str) ->
     [
         (np.random.default_rng(0), "save its bit_generator.state,"),
         (np.random.PCG64(0), "save its state,"),
-        (np.random.RandomState(0), "get_state() returns"),
-        (random.Random(0), "getstate() returns"),
+        (np.random.RandomState(0), "the result of its get_state()"),
+        (random.Random(0), "the result of its getstate()"),
         *((each, "eqx.filter") for each in (len, lambda x: x, np.exp, partial(len), cache(len), "".join)),
     ],
     ids=kind_of,

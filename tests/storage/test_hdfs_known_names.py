@@ -25,13 +25,13 @@ def test_no_two_names_become_one(a: str, b: str) -> None:
 
 def test_what_is_put_into_a_known_folder_is_taken_with_all_folders_above_it() -> None:
     names = HdfsNames()
-    names.learn("/a", {"old"})
-    names.learn("/a/b/c", set())
+    names.set_names("/a", {"old"})
+    names.set_names("/a/b/c", set())
     names.add("/a/b/c/new")
     assert [names.taken(path) for path in ("/a/old", "/a/b", "/a/b/c/new")] == [True] * 3
     assert not names.taken("/a/other")
-    assert not names.knows("/a/b")
+    assert not names.is_listed("/a/b")
     names.drop("/a/b/c/new")
     names.drop("/a/b/c")
     assert not names.taken("/a/b/c/new")
-    assert not names.knows("/a/b/c")
+    assert not names.is_listed("/a/b/c")

@@ -271,9 +271,9 @@ def test_a_manifest_that_is_a_link_to_nothing_is_no_checkpoint_and_is_not_replac
     (tmp_path / "two" / "manifest.json").symlink_to(tmp_path / "nothing")
     before = content(tmp_path)
     for overwrite in (False, True):
-        with pytest.raises(StoragePermissionError, match="what it leads to is not there"):
+        with pytest.raises(StoragePermissionError, match="its target is not there"):
             reknit.save(tmp_path / "two", {"n": 1}, overwrite=overwrite)
-    with pytest.raises(StoragePermissionError, match="what it leads to is not there"):
+    with pytest.raises(StoragePermissionError, match="its target is not there"):
         reknit.load(tmp_path / "two", {"n": 1})
     assert content(tmp_path) == before
     assert reknit.latest(tmp_path) == str(tmp_path / "one")
@@ -331,7 +331,7 @@ def test_what_removes_or_replaces_such_a_checkpoint_removes_the_links_alone(
 def test_a_file_whose_link_leads_nowhere_is_named_with_what_helps(cached: Path, tmp_path: Path) -> None:
     (link,) = (path for path in cached.rglob("*.safetensors") if path.is_symlink())
     os.remove(os.path.realpath(link))
-    with pytest.raises(StoragePermissionError, match=f"{link} is a link, and what it leads to") as caught:
+    with pytest.raises(StoragePermissionError, match=f"{link} is a link, and its target") as caught:
         loads(cached, 1)
     assert "bring that back" in str(caught.value.remedy)
     assert not reknit.verify(cached, "data").ok

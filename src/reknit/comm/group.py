@@ -170,7 +170,7 @@ class Turn:
             raise own
         failure = answer.failure()
         if failure is not None:
-            # It says all that a `ReknitError` does; what a reader may miss is why that came about.
+            # It has all parts of a `ReknitError`; a reader may only miss its cause.
             raise failure from (own.__cause__ if isinstance(own, ReknitError) else own)
         return answer.payload
 

@@ -158,7 +158,7 @@ def encode(message: msgspec.Struct) -> bytes:
     if len(plain) > COMPRESS_NBYTES:
         import pyarrow as pa  # it is loaded only where something is large
 
-        # The lowest level: what is large here are tables, which shrink well at once or not at all.
+        # The lowest level: large messages are tables, which shrink well at once or not at all.
         packed = pa.Codec("zstd", compression_level=1).compress(plain, asbytes=True)
         if _SIZE.size + len(packed) < len(plain):
             return _ZSTD + _SIZE.pack(len(plain)) + packed

@@ -40,7 +40,7 @@ IDLE_MS = 20_000
 def channel_settings() -> list[tuple[str, int]]:
     """Return the settings of channels and servers, so that no environment variable decides them."""
     return [
-        # What is larger comes in chunks; see `CommOptions.max_message_nbytes` for what these may add up to.
+        # Larger messages come in chunks, whose sum is limited by `CommOptions.max_message_nbytes`.
         ("grpc.max_send_message_length", 2 * CHUNK_NBYTES),
         ("grpc.max_receive_message_length", 2 * CHUNK_NBYTES),
         ("grpc.so_reuseport", 0),
@@ -121,4 +121,4 @@ class _TokenHandler(_Handler):
         if peer not in self._refused and len(self._refused) < MOST_PEERS_LOGGED:
             self._refused.add(peer)
             _log.warning("%s refused a call from %s: wrong token", self._name, peer)
-        context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{self._name} does not know this token")
+        context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{self._name} has another token")

@@ -16,7 +16,7 @@ class Topology:
     """A tree over ranks ``0 .. size - 1``, within hosts first and then between them.
 
     `hosts` has the host of each rank, by any numbers.  The lowest rank of a host stands for it: the other
-    ranks of the host are below it, `fan_out` at each rank, and the lowest ranks of all hosts form a tree of
+    ranks of the host are below it, `fan_out` at each rank.  The lowest ranks of all hosts form a tree of
     their own likewise, in ascending order.  Rank 0 is above all.  A rank has thus at most ``2 * fan_out``
     children, which all have higher numbers, and only one rank of a host talks to other hosts above it.
     """

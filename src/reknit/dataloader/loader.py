@@ -124,7 +124,7 @@ class TokenLoader:
 
     @property
     def worker_pids(self) -> list[int]:
-        """Ids of the worker processes, which are started if there are none yet."""
+        """Ids of the worker processes, which are started by the first use."""
         return [worker.pid for worker in self._started() if isinstance(worker, ProcessWorker)]
 
     def close(self) -> None:
@@ -132,7 +132,7 @@ class TokenLoader:
         _close(self._workers)
 
     def _live(self) -> list[tuple[int, int]]:
-        """Return how many batches each worker has given, and its number, for those that may have more."""
+        """Return the number of batches of each worker, and its own number, for workers that may have more."""
         return [(w.given, n) for n, w in enumerate(self._workers) if n not in self._ended]
 
     def _plan_next(self) -> None:
@@ -141,7 +141,7 @@ class TokenLoader:
             self.expect_save(self._save_every)
 
     def _started(self) -> list[Worker]:
-        """Return the workers; start them from the beginning if there are none yet."""
+        """Return the workers; without any, start them from the beginning."""
         if not self._workers:
             lengths = [source.length for source in self._corpus.sources]
             self._start(unread(lengths, self._kinds, self._readers, self.place.rank), same=False)
@@ -168,10 +168,10 @@ class TokenLoader:
             return ProcessWorker(sets, recipe, states, same=same, depth=depth, timeout_s=self._timeout_s)
         return LocalWorker(Reader(self._corpus, recipe, states, same=same), depth)
 
-    # What a checkpoint holds of it (`protocols.ShardOwned`).
+    # The state in a checkpoint (`protocols.ShardOwned`).
 
     def replicated_state(self) -> dict[str, Any]:
-        """Return what all ranks have in common: the recipe, and the number of readers."""
+        """Return the common state of all ranks: the recipe, and the number of readers."""
         return {
             "form": _FORM,
             "ranks": self._readers.num_ranks,
@@ -181,7 +181,7 @@ class TokenLoader:
         }
 
     def _fixed(self) -> dict[str, Any]:
-        """Return what must be equal when a run resumes."""
+        """Return the values that must be equal when a run resumes."""
         corpus = self._corpus
         sets = zip(corpus.sets, corpus.lengths, strict=True)
         return {
@@ -197,7 +197,7 @@ class TokenLoader:
             return []
         workers = self._started()
         for worker in workers:
-            worker.prepare(worker.given)  # all of them at once, if they were not told before
+            worker.prepare(worker.given)  # all of them at once, unless this was sent before
         found = [
             shard._replace(rank=self.place.rank, worker=number)
             for number, worker in enumerate(workers)

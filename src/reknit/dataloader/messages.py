@@ -8,7 +8,7 @@ from reknit.processes.channel import Message
 
 
 class Open(Message):
-    """To the worker, with memory that holds what to read, and how: token sets, recipe, states of sources.
+    """To the worker, with memory that holds token sets, the recipe, and the states of sources.
 
     A state of None is the beginning.  `same`: the states are those of this very reader.
     """

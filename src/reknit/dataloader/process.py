@@ -69,7 +69,7 @@ class ProcessWorker:
     def given(self) -> int:
         """How many batches were taken from this reader, before it was saved or since."""
         while self._given is None:
-            self._hear()
+            self._receive()
         return self._given
 
     @property
@@ -81,7 +81,7 @@ class ProcessWorker:
         """Return the next batch, or None at the end of the data."""
         given = self.given
         while not self._made:
-            self._hear()
+            self._receive()
         batch = self._made.popleft()
         if batch is not None:
             self._given = given + 1
@@ -100,7 +100,7 @@ class ProcessWorker:
         given = self.given
         self.prepare(given)
         while given not in self._prepared:
-            self._hear()
+            self._receive()
         return self._prepared[given]
 
     def leave(self) -> None:
@@ -117,10 +117,10 @@ class ProcessWorker:
             self._process.wait()
 
     def _send(self, message: Message, fd: int | None = None) -> None:
-        with contextlib.suppress(OSError):  # a worker that is gone has sent why, or `_hear` will notice
+        with contextlib.suppress(OSError):  # a worker that is gone has sent why, or `_receive` will notice
             self._channel.send(message, fd)
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         """Take the next message.  Raises the worker's error."""
         if not self._channel.wait(self._timeout_s):
             raise DeadlineError(

@@ -1,4 +1,4 @@
-"""What a data loader has to provide so that its state can be loaded on any layout."""
+"""The methods of data loaders whose state can be loaded on any layout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CanonicalStream(Protocol):
     """
 
     def stream_state(self) -> Any:
-        """Return the global position, and whatever else all ranks share: equal on every rank."""
+        """Return the global position, and all other state that ranks share: equal on every rank."""
 
     def load_stream(self, state: Any) -> None:
         """Continue from this state, as the rank that this loader has in its present layout."""
@@ -31,19 +31,19 @@ class CanonicalStream(Protocol):
 class ShardOwned(Protocol):
     """A loader whose sources are each read by one reader: a worker of a data-parallel rank.
 
-    What was read of a source, and the items that wait in a buffer, are a shard, which is never split.  Ranks
+    The progress in a source, and its items that wait in a buffer, are a shard, which is never split.  Ranks
     that read the same (they differ in tensor or pipeline parallelism) hold the same state; all but one of
     them return no shards when they save, and all of them load.
     """
 
     def replicated_state(self) -> Any:
-        """Return what is the same on all ranks: the sources in a fixed order, the layout of the readers."""
+        """Return the state that all ranks share: the sources in a fixed order, the layout of the readers."""
 
     def sharded_state(self) -> Sequence[LoaderShard]:
         """Return the shards that this rank saves, as of the last item that was consumed."""
 
     def choose_shards(self, replicated: Any, saved: Sequence[LoaderShard]) -> Sequence[LoaderShard]:
-        """Return those of the saved shards (all of them, without values) with which this rank continues.
+        """Return the part of the saved shards (all of them, without values) with which this rank continues.
 
         Every rank computes this alone, and together they take every shard (`dataloader.reshard`).  Changes
         nothing.  Raises `StateError` for shards that it cannot continue.

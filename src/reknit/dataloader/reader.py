@@ -27,9 +27,10 @@ COLUMNS = ("token_set", "source", "epoch", "position", "sample", "part")
 class Batch(NamedTuple):
     """A micro-batch: pieces of samples, one after another, in one row of tokens that is padded at the end.
 
-    Piece `n` is ``tokens[bounds[n]:bounds[n + 1]]``; row `n` of `samples` says what it is (`COLUMNS`): the
-    number of its token set and source, its epoch, its position in that epoch's order of the source, the
-    number of the sample in its set, and which part of the sample it is, where that was longer than a batch.
+    Piece `n` is ``tokens[bounds[n]:bounds[n + 1]]``; row `n` of `samples` describes it (`COLUMNS`): the
+    number of its token set and source, its epoch, and its position in that epoch's order of the source.  Then
+    come the number of the sample in its set, and the number of the part if the sample was longer than a
+    batch.
     """
 
     tokens: NDArray[Any]
@@ -55,7 +56,7 @@ class Item(NamedTuple):
 
     @property
     def weight(self) -> int:
-        """What it counts for in the buffer: an empty one takes room, too."""
+        """Its size in the buffer: an empty one takes room, too."""
         return len(self.tokens) or 1
 
 
@@ -115,7 +116,7 @@ class Reader:
         )
 
     def _turn(self) -> int | None:
-        """Return which source is to be read next: of the set that lags behind its ratio, the least read."""
+        """Return the source to be read next: of the set that lags behind its ratio, the least read."""
         sets = self._corpus.sets
         live = [(self._drawn[s] / sets[s].ratio, s) for s, queue in self._queues.items() if queue]
         return self._queues[min(live)[1]][0][1] if live else None
@@ -130,7 +131,7 @@ class Reader:
             heapify(queue)
 
     def _more(self, n: int) -> bool:
-        """Tell whether there is more to read in a source."""
+        """Return whether there is more to read in a source."""
         epochs = self._recipe.epochs
         return self.sources[n].length > 0 and (epochs is None or self._cursors[n][0] < epochs)
 
@@ -165,7 +166,7 @@ class Reader:
         tokens = given.astype(self._recipe.dtype)
         if not np.can_cast(given.dtype, tokens.dtype) and not np.array_equal(tokens, given):
             raise StateError(
-                f"sample {sample} of {self._corpus.sets[source.token_set].name!r} has tokens that are no "
+                f"sample {sample} of {self._corpus.sets[source.token_set].name!r} has tokens that are not "
                 f"{self._recipe.dtype}",
                 remedy="give the loader a larger dtype",
             )

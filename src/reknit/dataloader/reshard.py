@@ -1,10 +1,10 @@
 """Which reader continues which source?  Pure: every rank computes the same from the same table.
 
-A source is never split, so the order of its items is kept whatever happens to the layout.  Where the number
-of ranks and of workers is what it was, every shard goes back to the reader that it came from.  Otherwise all
-sources are assigned anew: for each dataset by itself, so that each reader has something of each and can keep
-the sampling ratios, the source with the most work left first, always to the rank with the least (the longest
-processing time rule), and then in the same way to the workers of each rank.
+A source is never split, so the order of its items is kept on every layout.  If the number of ranks and of
+workers is the same as before, every shard goes back to its reader.  Otherwise all sources are assigned anew.
+Each dataset is assigned by itself, so that each reader has something of each and can keep the sampling
+ratios.  The source with the most work left comes first, and goes to the rank with the least work (the longest
+processing time rule).  The workers of each rank get its sources in the same way.
 """
 
 from __future__ import annotations

@@ -19,11 +19,11 @@ class SourceLoader:
     """An iterator over the values of this rank's sources, which are read in turns.
 
     `open_source(n)` returns source `n` of `num_sources` at its beginning: an iterable that has ``state_dict``
-    and ``load_state_dict``, or whose iterator has them, such as ``dataset.shard(num_sources, n)`` of a
-    streaming Hugging Face dataset, a node of torchdata, or a Grain dataset.  It must give its values in the
-    same order each time, each as a new object, and its state must be as of the last value that it gave, with
-    all values that wait in buffers of its own.  `sizes` are the approximate numbers of values of the sources,
-    to balance the ranks.
+    and ``load_state_dict``, or whose iterator has them.  Examples are ``dataset.shard(num_sources, n)`` of a
+    streaming Hugging Face dataset, a node of torchdata, and a Grain dataset.  It must give its values in the
+    same order each time, each as a new object.  Its state must be as of the last value that it gave, with all
+    values that wait in buffers of its own.  `sizes` are the approximate numbers of values of the sources, to
+    balance the ranks.
 
     A save reads the next value of each source that is open, and keeps it.  So the end of a source is known,
     and a source that begins anew when it is loaded at its end is not read twice.  A ``for`` after the end is
@@ -61,7 +61,7 @@ class SourceLoader:
         return self._turns
 
     def replicated_state(self) -> dict[str, Any]:
-        """Return how many sources there are, and how many ranks read them."""
+        """Return the number of sources, and of ranks that read them."""
         return {"sources": len(self._sizes), "ranks": self._readers.num_ranks}
 
     def sharded_state(self) -> list[LoaderShard]:

@@ -18,17 +18,17 @@ Batch = TypeVar("Batch")
 
 
 class ConsumedSamples(Generic[Batch]):
-    """An iterator that counts what all ranks together consume, around a loader that can begin anywhere.
+    """An iterator that counts the samples of all ranks together, around a loader that can begin anywhere.
 
-    `make(position)` returns this rank's loader for what comes after the first `position` samples of one order
-    that all ranks share: a loader whose sampler is a `GlobalSampler`, Megatron's with that many
-    ``consumed_samples``, a Grain dataset ``ds[position:][rank::size]``.  It may have any workers, and read
+    `make(position)` returns this rank's loader for the samples after the first `position` of one order that
+    all ranks share.  This may be a loader whose sampler is a `GlobalSampler`, Megatron's with that many
+    ``consumed_samples``, or a Grain dataset ``ds[position:][rank::size]``.  It may have any workers, and read
     ahead: a batch counts when it is taken.  Every rank takes `batch_size` samples at a time, `size` ranks
     together.
 
-    A loader whose order depends on the number of ranks (Megatron's random sampler gives each rank a part of
-    the epoch) can go on with the same batches only on as many: say so with ``any_size=False``, and another
-    number of ranks, or of samples in a batch, is refused.
+    A loader whose order depends on the number of ranks can go on with the same batches only on as many ranks.
+    (Megatron's random sampler gives each rank a part of the epoch.) Say so with ``any_size=False``; another
+    number of ranks, or of samples in a batch, is then refused.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ConsumedSamples(Generic[Batch]):
         self.position = 0
         self._make, self._per_step = make, batch_size * size
         self._layout = None if any_size else [batch_size, size]
-        """What must not change, as it stands in the state."""
+        """The part of the state that must not change."""
         self._iterator: Iterator[Batch] | None = None
 
     def __iter__(self) -> Iterator[Batch]:
@@ -58,7 +58,7 @@ class ConsumedSamples(Generic[Batch]):
         return batch
 
     def stream_state(self) -> dict[str, Any]:
-        """Return how many samples all ranks have consumed."""
+        """Return the number of samples that all ranks have consumed."""
         return {"consumed_samples": self.position, "per_step": self._layout}
 
     def check_stream(self, state: Mapping[str, Any]) -> None:
@@ -71,7 +71,7 @@ class ConsumedSamples(Generic[Batch]):
             )
 
     def load_stream(self, state: Mapping[str, Any]) -> None:
-        """Go on after so many samples; what the present loader has read ahead is dropped."""
+        """Go on after so many samples; batches that the present loader has read ahead are dropped."""
         self.check_stream(state)
         self.position, self._iterator = int(state["consumed_samples"]), None
 
@@ -79,9 +79,9 @@ class ConsumedSamples(Generic[Batch]):
 class GlobalSampler:
     """The numbers of the samples that one rank reads, from a position of an order that all ranks share.
 
-    For a map-style dataset of `length` samples: rank `r` of `n` takes the `r`-th, `r + n`-th ... of those
-    that are left.  Each of the `epochs` (None for ever) has an order of its own, by `seed`; the last samples,
-    of which there are not enough for all ranks, are left out, so that all read equally many.
+    For a map-style dataset of `length` samples: rank `r` of `n` takes the `r`-th, `r + n`-th ... of the rest.
+    Each of the `epochs` (None for ever) has an order of its own, by `seed`; the last samples, of which there
+    are not enough for all ranks, are left out, so that all read equally many.
     """
 
     def __init__(

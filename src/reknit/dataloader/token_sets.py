@@ -57,7 +57,7 @@ class TokenSet:
 
 
 def opened_by(module: str, name: str) -> Any:
-    """Return the function at the top of a module, None if there is none."""
+    """Return the function at the top of a module, None if it does not exist."""
     return getattr(import_module(module), name, None)
 
 
@@ -80,7 +80,7 @@ class Source(NamedTuple):
 class Recipe:
     """How samples become batches; the same for all readers of a loader.
 
-    See `loader.TokenLoader` for what these are.
+    The parameters are those of `loader.TokenLoader`.
     """
 
     token_budget: int
@@ -96,7 +96,7 @@ class Corpus:
     """All token sets of a loader, opened, and the sources that they are cut into."""
 
     def __init__(self, sets: Sequence[TokenSet]) -> None:
-        """Open all sets here.  Raises `UsageError` where there are none, or two of one name."""
+        """Open all sets here.  Raises `UsageError` without sets, or for two of one name."""
         names = [one.name for one in sets]
         if not names or len(set(names)) < len(names):
             raise UsageError(f"a loader has token sets with different names, not {names}")
@@ -123,7 +123,7 @@ class Corpus:
 def order_of(seed: int, epoch: int, name: str, partition: int, length: int) -> NDArray[np.int64]:
     """Return the order of a source's samples in an epoch: it depends on these alone, never on who reads.
 
-    NumPy promises that the bits of a generator stay what they are, but not what it makes of them.
+    NumPy promises that the bits of a generator stay the same, but not the numbers that it makes of them.
     """
     text = f"{seed}\0{epoch}\0{partition}\0{name}".encode()
     key = np.frombuffer(hashlib.blake2b(text, digest_size=16).digest(), np.uint64)

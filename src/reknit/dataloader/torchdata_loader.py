@@ -105,7 +105,7 @@ class ShardedDataLoader:
             raise
 
     def replicated_state(self) -> dict[str, Any]:
-        """Return how many sources there are, and how many ranks and workers read them."""
+        """Return the number of sources, and of the ranks and workers that read them."""
         return {"sources": len(self._sizes), "ranks": self._readers[0], "workers": self._readers[1]}
 
     def sharded_state(self) -> list[LoaderShard]:
@@ -194,7 +194,7 @@ def _alone(dataset: dict[str, Any]) -> dict[str, Any]:
 
 
 def _first_turn(num_workers: int) -> dict[str, int]:
-    """Return which worker gave the last batch, and the seed of the workers' generators, of a new loader."""
+    """Return the worker of the last batch, and the seed of the workers' generators, of a new loader."""
     return {"last": num_workers - 1, "seed": int(torch.empty((), dtype=torch.int64).random_())}
 
 

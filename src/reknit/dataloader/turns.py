@@ -57,7 +57,7 @@ class StatefulSource:
                 self._ahead = self._next(), None
             except StopIteration:
                 pass
-            except Exception as error:  # whatever the source raises; `take` raises it in its turn
+            except Exception as error:  # any error of the source; `take` raises it in its turn
                 self._ahead = None, error
         return {"state": self._state, "given": self.given, "ended": self.ended, "pass": self.pass_number}
 
@@ -76,7 +76,7 @@ class StatefulSource:
                 self._keeper, self._iterator = _begun(source, self._state)
             except ReknitError:
                 raise
-            except Exception as error:  # whatever the source raises for a state that it cannot take
+            except Exception as error:  # any error of the source, for a state that it cannot take
                 if self._state is None:
                     raise
                 raise StateError(
@@ -89,7 +89,7 @@ class StatefulSource:
 
 
 def _begun(source: Any, state: Any) -> tuple[Any, Iterator[Any]]:
-    """Give an open source its state; return what has that from now on, and the iterator."""
+    """Give an open source its state; return the object that has the state from now on, and the iterator."""
     names = _methods(source)
     if names == _NODE or (names is not None and state is not None):
         _call(source, 1, state)

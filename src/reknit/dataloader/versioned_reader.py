@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 class VersionedReader:
     """Keeps a version of a reader for the last batch that was consumed, and for each that was made since.
 
-    So a save holds the state as of what training has consumed, however far ahead the reader is; a load makes
-    the batches between once more.  A version costs little: it refers to items that are in the buffer anyway.
+    So a save holds the state as of the batches that training has consumed, however far ahead the reader is; a
+    load makes the batches between once more.  A version costs little: it refers to items that are in the
+    buffer anyway.
     """
 
     def __init__(self, reader: Reader) -> None:
@@ -46,7 +47,7 @@ class VersionedReader:
             self._versions.popleft()
 
     def has(self, given: int) -> bool:
-        """Tell whether there is a version after so many batches."""
+        """Return whether there is a version after so many batches."""
         return self._versions[0].given <= given <= self.made
 
     def shards(self, given: int) -> list[LoaderShard]:

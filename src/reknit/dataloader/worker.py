@@ -25,7 +25,7 @@ _ROOM = 4096 + 16
 
 
 class _Worker:
-    """Answers messages first, then prepares what a save needs, and reads ahead in the time that is left."""
+    """Answers messages first, then prepares the state for a save, and reads ahead in the rest of the time."""
 
     def __init__(self, channel: Channel, reader: VersionedReader, depth: int) -> None:
         self._channel, self._reader, self._depth = channel, reader, depth
@@ -39,7 +39,7 @@ class _Worker:
                 received = self._channel.receive()
                 if received is None:
                     return
-                self._hear(received.message)
+                self._receive(received.message)
             if due := sorted(given for given in self._wanted if self._reader.has(given)):
                 self._wanted.discard(due[0])
                 self._prepare(due[0])
@@ -52,7 +52,7 @@ class _Worker:
     def _may_make(self) -> bool:
         return not self._sent_end and self._reader.ahead <= self._depth
 
-    def _hear(self, message: Any) -> None:
+    def _receive(self, message: Any) -> None:
         if isinstance(message, say.Consumed):
             self._reader.consumed(message.given)
             # A save that was planned for an earlier batch did not come.
@@ -120,7 +120,7 @@ def main(fd: int) -> None:
             worker.run()
     except BrokenPipeError:
         return  # the loader is gone
-    except Exception as error:  # whatever the data's own code raises; the loader raises it in its place
+    except Exception as error:  # any error of the data's own code; the loader raises it in its place
         text = "".join(traceback.format_exception(error))
         channel.send(say.Failed(f"{type(error).__name__}: {error}\n{text}"))
 

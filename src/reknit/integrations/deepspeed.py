@@ -1,7 +1,8 @@
 """How does a script that trains with DeepSpeed save and load?  A whole engine with one call.
 
-In the place of `engine.save_checkpoint` and `engine.load_checkpoint`, for ZeRO stages 0 to 3.  What is saved
-has no trace of the stage and the number of ranks, and loads into engines with others, and into plain modules.
+In the place of `engine.save_checkpoint` and `engine.load_checkpoint`, for ZeRO stages 0 to 3.  The checkpoint
+has no trace of the stage and the number of ranks.  It loads into engines with other stages and numbers, and
+into plain modules.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ def save(
 ) -> PendingSave:
     """Save all that an engine has: model, optimizer, scheduler, loss scaler, counters, and `client_state`.
 
-    Every rank calls it with the same `path`.  `step` is by default the engine's number of steps.  What is in
-    `client_state` comes back from `load`; what is in `items` (more items of the state: data loaders, averages
-    of the weights) is filled in place by it.  All else is as for `reknit.save`, and so are the errors.
+    Every rank calls it with the same `path`.  `step` is by default the engine's number of steps.  `load`
+    returns the `client_state`, and fills `items` in place (more items of the state: data loaders, averages of
+    the weights).  All else is as for `reknit.save`, and so are the errors.
     """
     state = _state(engine, items)
     state["client_state"] = Kept(dict(client_state or {}))
@@ -70,7 +71,7 @@ def load(
     options: LoadOptions | None = None,
     group: Any = None,
 ) -> tuple[str, dict[str, Any]]:
-    """Load what `save` saved, whatever its stage and number of ranks; return the path and the client state.
+    """Load a checkpoint of `save`, of any stage and number of ranks; return the path and the client state.
 
     Every rank calls it, between two steps.  Without the optimizer's states, its copies of the weights follow
     the model.  With `load_module_only` nothing but the model is loaded, and the client state is empty: that
@@ -91,8 +92,8 @@ def load(
 def _state(engine: Any, items: Mapping[str, Any] | None) -> dict[str, Any]:
     if not deepspeed_private.is_engine(engine):
         raise UsageError(
-            f"a {type(engine).__name__} is no DeepSpeed engine",
-            remedy="pass what deepspeed.initialize returned first",
+            f"a {type(engine).__name__} is not a DeepSpeed engine",
+            remedy="pass the first result of deepspeed.initialize",
         )
     taken = sorted(set(items or ()) & set(_OWN))
     if taken:

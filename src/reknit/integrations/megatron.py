@@ -1,8 +1,8 @@
 """How does a script that trains with Megatron save and load?  It changes one import.
 
-`save`, `load` and `load_common_state_dict` stand in for those of `megatron.core.dist_checkpointing`.  What
-`sharded_state_dict` returned goes in, and so may a model or an optimizer itself, in its place: a distributed
-optimizer is then saved from where it lies, without a message, and loads into any layout.
+`save`, `load` and `load_common_state_dict` stand in for those of `megatron.core.dist_checkpointing`.  They
+take the result of `sharded_state_dict`, or in its place a model or an optimizer itself.  A distributed
+optimizer is then saved in place, without a message, and loads into any layout.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 """The file in a run's folder that names its last iteration with a checkpoint."""
 
 _COMMON = "common"
-"""The item of all values that are no tensors, as rank 0 has them."""
+"""The item of all values other than tensors, as rank 0 has them."""
 
 _CHUNK = re.compile(r"model(?:_?\d+)?")
 _FOLDER = re.compile(r"iter_(\d{7,})")
@@ -66,11 +66,11 @@ def save(
 
     Values beside the tensors are those of rank 0.  Chunks of one model (``model0``, ``model1``) are one item.
     A checkpoint that is there already is replaced by a safe switch.  `step` is by default the ``iteration``
-    of the state dict, or what a folder called ``iter_0000100`` says.  Access is always validated, so that
-    `validate_access_integrity` and what prepares the check of common values have nothing to say.
+    of the state dict, or the number in a folder's name such as ``iter_0000100``.  Access is always validated,
+    so that `validate_access_integrity` and the preparation of the check of common values have no effect.
 
     With `async_sharded_save` the state is copied when this returns, and an agent writes; the answer is an
-    `AsyncRequest` for Megatron's queue, whose first finalizing function raises what went wrong.
+    `AsyncRequest` for Megatron's queue, whose first finalizing function raises the errors of the save.
 
     Raises `UsageError` for a strategy: reknit has one of its own.  All else is as for `reknit.save`.
     """
@@ -96,7 +96,7 @@ def save(
 
 
 def _wait_for(path: str, timeout_s: float) -> None:
-    """Return when a checkpoint is there; what went wrong is told to those who finish the save."""
+    """Wait until a checkpoint is there; errors are raised where the save is finished."""
     deadline = Deadline(timeout_s)
     while deadline.remaining() > 0:
         try:
@@ -120,8 +120,8 @@ def load(
     """Load into the tensors of a sharded state dict; return a state dict of plain tensors and values.
 
     The tensors are filled where they are, models and optimizers themselves too.  Of `strict`, the values that
-    log, return or ignore make the load lenient; with all others, whatever does not fit raises `MismatchError`
-    before anything changes.  Those that return give a triple: the state dict, the names that only the
+    log, return or ignore make the load lenient; with all others, every misfit raises `MismatchError` before
+    anything changes.  The values that return give a triple: the state dict, the names that only the
     checkpoint has, and the names that only the state dict has.  Sharded parts are found by their keys, also
     where they have moved to another place of the state dict since.
 
@@ -190,7 +190,7 @@ def _by_key(items: dict[str, Any], path: str | PathLike[str]) -> dict[str, Any]:
 def load_common_state_dict(
     checkpoint_dir: str | PathLike[str], *, options: LoadOptions | None = None
 ) -> dict[str, Any]:
-    """Return what a checkpoint has beside sharded tensors and objects, as rank 0 saved it.
+    """Return the rest of a checkpoint beside sharded tensors and objects, as rank 0 saved it.
 
     Every rank calls it.
     """
@@ -201,18 +201,18 @@ def load_common_state_dict(
 
 
 def iteration_folder(root: str | PathLike[str], iteration: int) -> str:
-    """Return where Megatron's scripts keep the checkpoint of an iteration."""
+    """Return the folder in which Megatron's scripts keep the checkpoint of an iteration."""
     return f"{str(root).rstrip('/')}/iter_{iteration:07d}"
 
 
 def mark_latest(root: str | PathLike[str], iteration: int) -> None:
-    """Write in a run's folder which iteration has its last checkpoint.  One rank does it, after the save."""
+    """Write the iteration of the last checkpoint into a run's folder.  One rank does it, after the save."""
     with closing(open_storage(root)) as storage:
         storage.put(TRACKER, str(iteration).encode(), if_absent=False)
 
 
 def _parted(state: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Return what is sharded or live in a state dict, what is marked as local, and the rest."""
+    """Return the sharded or live parts of a state dict, the parts that are marked as local, and the rest."""
     if tree.any_leaf(state, lambda _: False):
         raise tree.too_deep("the state dict")
     leaves, others = dist_checkpointing.split_leaves(state, megatron_private.is_leaf)

@@ -69,7 +69,8 @@ class ExportFolder:
                 self._place(beside)
                 sync_folder(parent)
         finally:
-            # After success it is gone; after a failure what stays of it must not hide the error that counts.
+            # After success it is gone; after a failure an error of the removal must not hide the error that
+            # counts.
             shutil.rmtree(beside, ignore_errors=True)
 
     def _place(self, beside: str) -> None:
@@ -78,8 +79,8 @@ class ExportFolder:
             os.rename(beside, self.path)
             return
         self._check()
-        # Entry files go first and come last: whoever looks meanwhile finds the old weights, none, or the new
-        # ones, and never a mixture.
+        # Entry files go first and come last: a reader meanwhile finds the old weights, none, or the new ones,
+        # and never a mixture.
         old = os.listdir(self.path)
         for file in sorted(filter(_ENTRY.fullmatch, old), reverse=True) + list(filter(_PART.fullmatch, old)):
             os.unlink(os.path.join(self.path, file))

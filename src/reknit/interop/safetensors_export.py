@@ -41,11 +41,11 @@ _CAST_FROM = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What an export wrote.
+    """The files and tensors that an export wrote.
 
     `files` are the safetensors files in `path`, `nbytes` the bytes of the `num_tensors` tensors in them.
-    `tied` maps every name that was left out to the name of the tensor that it is tied to.  `cast` names what
-    was converted, and `overflowed` how many finite numbers of a tensor became infinite by that.
+    `tied` maps every name that was left out to the name of the tensor that it is tied to.  `cast` names the
+    converted tensors, and `overflowed` counts the finite numbers of a tensor that became infinite by that.
     """
 
     path: str
@@ -70,10 +70,10 @@ def export_hf(
 ) -> ExportReport:
     """Write the tensors of an item of the checkpoint at `path` as safetensors files into the folder `out`.
 
-    The result is what `save_pretrained` writes of the weights: ``model.safetensors``, or several files of at
-    most `max_shard_nbytes` and an index.  `dtype` converts floating tensors, rounding to nearest even.  Tied
-    weights are written once, under the name that the model registered first, unless `keep_tied`.  Memory
-    stays bounded whatever the size of a tensor, and every byte is verified as it is read.
+    The result has the form that `save_pretrained` gives the weights: ``model.safetensors``, or several files
+    of at most `max_shard_nbytes` and an index.  `dtype` converts floating tensors, rounding to nearest even.
+    Tied weights are written once, under the name that the model registered first, unless `keep_tied`.  Memory
+    stays bounded for tensors of any size, and every byte is verified as it is read.
 
     `out` is a local folder, empty or absent, and appears whole or not at all.  With `overwrite` the weights
     in it are replaced, and its other files stay.  Raises `UsageError`, `MismatchError` (safetensors cannot
@@ -139,14 +139,14 @@ def encode_index(files: Mapping[str, Sequence[Stored]]) -> bytes:
 
 
 def plain_name(fqn: str) -> str:
-    """Return the name that other tools know a tensor by: keys joined by dots, without escapes."""
+    """Return the name of a tensor in other tools: keys joined by dots, without escapes."""
     return ".".join(str(unescape(element)) for element in fqn.split("/"))
 
 
 def _plain_names(checkpoint: OpenCheckpoint, item: str) -> dict[int, str]:
     """Return the tensors of an item, by their numbers in the index, and the name that each has outside.
 
-    Raises `UsageError` when there are none, and `MismatchError` when two would have one name.
+    Raises `UsageError` without tensors, and `MismatchError` when two would have one name.
     """
     entries = checkpoint.index.tensors
     names = {number: plain_name(entry.fqn) for number, entry in enumerate(entries) if entry.item == item}
@@ -202,6 +202,6 @@ def _write(
 
 
 def _converted(data: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    # Overflow is counted by the caller, and the cast of a NaN is no news.
+    # Overflow is counted by the caller, and the cast of a NaN needs no warning.
     with np.errstate(all="ignore"):
         return data.astype(dtype, copy=False)

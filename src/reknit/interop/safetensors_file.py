@@ -37,7 +37,7 @@ def check_storable(tensor: Stored) -> None:
     if spec.dtype not in CODES or (spec.dtype == "float4_e2m1fn_x2" and not spec.shape):
         raise MismatchError(
             f"safetensors has no dtype for the tensor {name!r}, a {spec}",
-            remedy="leave it out of the item that you export, or save it in a dtype that safetensors knows",
+            remedy="leave it out of the item that you export, or save it in a dtype that safetensors has",
         )
     if name == METADATA_KEY:
         raise MismatchError(f"a safetensors file cannot hold a tensor named {name!r}", remedy="rename it")
@@ -47,7 +47,7 @@ def in_file_order(tensors: Sequence[Stored]) -> list[Stored]:
     """Return tensors in the order in which a file holds them.
 
     Large element types come first, so that every tensor is aligned to its type without holes: readers map the
-    file and refuse what is not aligned.  Within a type the order is that of the names.
+    file and refuse tensors that are not aligned.  Within a type the order is that of the names.
     """
     return sorted(tensors, key=lambda tensor: (-tensor.spec.itemsize, tensor.name))
 

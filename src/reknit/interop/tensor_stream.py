@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from reknit.types.shard import TensorSpec
 
 PIECE_NBYTES = 32 * MIB
-"""Bytes of tensors that are read at once, unless told otherwise; a reader holds at most two such pieces."""
+"""Bytes of tensors that are read at once by default; a reader holds at most two such pieces."""
 
 _BATCH = 4096
 """Most boxes that are read together, so that the plan for very many tiny tensors stays small too."""
@@ -43,7 +43,7 @@ class StreamPiece(NamedTuple):
 
 @contextmanager
 def tensors_of(path: str | PathLike[str]) -> Iterator[OpenCheckpoint]:
-    """Open a checkpoint without its values: a pickled value somewhere is no obstacle to reading tensors.
+    """Open a checkpoint without its values: a pickled value somewhere does not prevent reading tensors.
 
     Raises `CheckpointNotFoundError`, `CorruptError`, `VersionError`, `StorageError`.
     """

@@ -136,11 +136,12 @@ class Outlet:
             try:
                 _AtEnd.prepare()
                 start_thread("reknit-sink", self._run)
-                self._served = True
-                return
             except ShortageError as error:
                 lost = self._emptied()
                 reason = str(error)
+            else:
+                self._served = True
+                return
         self._drop(sum(not isinstance(entry, threading.Event) for entry in lost), reason)
 
     def _emptied(self) -> list[Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from reknit.errors import shown
-from reknit.keywords import checked_call
+from reknit.keywords import checked_call, is_text
 from reknit.locations import Events, check_events, is_location
 from reknit.options.fields import check_patterns, check_values, option, readers, require
 
@@ -61,7 +61,7 @@ class Tls:
             # Agents read the files too, from wherever they run.
             object.__setattr__(self, name, os.path.abspath(path))
         require(
-            self.server_name is None or (isinstance(self.server_name, str) and self.server_name != ""),
+            self.server_name is None or is_text(self.server_name),
             f"tls.server_name is a name, not {self.server_name!r}",
         )
 
@@ -108,8 +108,9 @@ class CommOptions:
             self.tls is None or self.bind != UNIX,
             "bind='unix' reaches nobody who would need certificates: leave out bind or tls",
         )
-        if isinstance(self.tls, Mapping):  # from `dataclasses.asdict`, on its way to an agent
-            object.__setattr__(self, "tls", Tls(**self.tls))
+        tls: Any = self.tls
+        if isinstance(tls, Mapping):  # from `dataclasses.asdict`, on its way to an agent
+            object.__setattr__(self, "tls", Tls(**tls))
         require(
             self.tls is None or isinstance(self.tls, Tls),
             f"tls is a reknit.Tls, not {type(self.tls).__name__}",
@@ -259,12 +260,13 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         check_values(self)
+        transforms: Any = self.transforms
+        replicas: Any = self.replicas
         for name in ("only", "allow_shape_mismatch"):
             check_patterns(name, getattr(self, name))
         require(
-            isinstance(self.transforms, Sequence)
-            and all(isinstance(one, Transform) for one in self.transforms),
-            f"transforms is a list of rules of reknit.transforms, not {self.transforms!r}",
+            isinstance(transforms, Sequence) and all(isinstance(one, Transform) for one in transforms),
+            f"transforms is a list of rules of reknit.transforms, not {transforms!r}",
         )
         _check_resources(self)
         check_events(self.events)
@@ -274,8 +276,8 @@ class LoadOptions:
             "gap_nbytes means something with verify='off' only: blocks that are checked are read whole",
         )
         require(
-            isinstance(self.replicas, (tuple, list)) and all(map(is_location, self.replicas)),
-            f"replicas is a tuple of paths or URLs, not {self.replicas!r}",
+            isinstance(replicas, (tuple, list)) and all(map(is_location, replicas)),
+            f"replicas is a tuple of paths or URLs, not {replicas!r}",
         )
 
 

@@ -48,7 +48,7 @@ def untiled_error(
                 part += f", and it is made of other tensors on {spelled(others)}"
                 mixed = True
         parts.append(part)
-    remedy = "a framework's claim about who holds what was wrong, or ranks saved different states"
+    remedy = "a framework's claim about replicas was wrong, or ranks saved different states"
     if mixed:
         remedy = (
             "let it be of one kind on all ranks that hold some of it; libraries leave small parts plain "

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SHARED_FOLDER = "/dev/shm"
 
-# What the kernel says when less memory might do.
+# Errors of the kernel when less memory might do.
 _TOO_LARGE = {errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EOVERFLOW}
 
 
@@ -34,7 +34,7 @@ def nameless_file(name: str) -> int:
             return aside(os.dup(file.fileno()))
     raise ShortageError(
         "there is no memory that processes can share: memfd_create is refused, "
-        f"and files in {SHARED_FOLDER}, and those that are temporary",
+        f"and files in {SHARED_FOLDER}, and temporary files",
         remedy="allow one of them, or point TMPDIR to a folder where files can be made",
     )
 

@@ -28,7 +28,7 @@ def load_step(
     found: FoundStep,
     state: Mapping[str, Any],
     *,
-    options: LoadOptions | None,
+    options: Any,
     group: AnyGroup | None,
     say: Callable[..., None],
 ) -> LoadReport:

@@ -20,7 +20,7 @@ from reknit.errors import (
 )
 from reknit.format import paths
 from reknit.format.notes import MAX_FOLLOWER_NBYTES, Follower, decode_note, encode_note
-from reknit.keywords import checked_call
+from reknit.keywords import checked_call, is_text
 from reknit.monitor.phase import Deadline
 from reknit.options import CommOptions
 from reknit.policies.policy import positive
@@ -72,7 +72,7 @@ def watch(
 
     Raises `UsageError`, `StorageError`.
     """
-    if name is not None and not (isinstance(name, str) and _NAME.fullmatch(name)):
+    if name is not None and not (is_text(name) and _NAME.fullmatch(name)):
         raise UsageError(f"name is 1 to 64 letters, digits, - and _, not {name!r}")
     for what, value in (("poll_s", poll_s), ("lease_s", lease_s), ("idle_s", idle_s or 1.0)):
         if not positive(value) or value > _MOST_S:

@@ -39,7 +39,7 @@ logger = logging.getLogger("reknit")
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _UNREACHED = "check the endpoint and the network, then try again"
-_LIBRARY = "see what the library says that serves it; if the problem is temporary, try again"
+_LIBRARY = "see the error of the library that serves it; if the problem is temporary, try again"
 _PIECE_NBYTES = 16 << 20
 
 warned: set[str] = set()

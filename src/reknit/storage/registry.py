@@ -77,7 +77,7 @@ class StoreRecipe(NamedTuple):
 
 
 def recipe(url: str | os.PathLike[str]) -> StoreRecipe:
-    """Return how another process opens the store at `url`, which need not exist."""
+    """Return the way in which another process opens the store at `url`, which need not exist."""
     text = _text(url)
     scheme = _scheme(text)
     if scheme is None:
@@ -242,7 +242,7 @@ def _open_file(url: str, durability: Durability) -> Storage:
 
 
 def _open_memory(url: str, durability: Durability) -> Storage:
-    # There is nothing to sync, whatever the durability.
+    # There is nothing to sync, with any durability.
     name, _, below = url.partition("://")[2].strip("/").partition("/")
     if not name:
         raise UsageError(f"{url!r} names no store", remedy="write mem://name or mem://name/folder")
@@ -252,7 +252,7 @@ def _open_memory(url: str, durability: Durability) -> Storage:
 
 @with_retries(resumes=False)
 def _open_object(url: str, durability: Durability) -> Storage:
-    # An object that is there stays, whatever the durability.
+    # An object that exists stays, with any durability.
     try:
         from reknit.storage.object.store import open_object
     except ImportError as error:

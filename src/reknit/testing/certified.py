@@ -41,7 +41,7 @@ def clear(url: str) -> None:
 
 
 class TestContract(StorageSuite):
-    """What `reknit.storage.base.Storage` asks of every store."""
+    """The contract of `reknit.storage.base.Storage` for every store."""
 
     @pytest.fixture
     def storage(self, scratch_url: str) -> Iterator[Storage]:
@@ -71,7 +71,7 @@ class TestFaults:
     def test_a_save_that_fails_at_any_operation_leaves_all_or_nothing(
         self, kind: Any, scratch_url: str
     ) -> None:
-        """Fail once at each operation of a save; what loads afterwards is the old state or the new one."""
+        """Fail once at each operation of a save; a load afterwards gives the old state or the new one."""
         place = _Location(scratch_url)
         place.plan = ()
         reknit.save(place.url, _state(1))

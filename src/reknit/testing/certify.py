@@ -1,6 +1,6 @@
 """Is a store fit for checkpoints?  The shipped suite and faults on a scratch folder of it, as a table.
 
-``python -m reknit.testing.certify URL`` is what ``reknit certify-storage URL`` runs.
+``python -m reknit.testing.certify URL`` is the program that ``reknit certify-storage URL`` runs.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Watcher:
 def certify(url: str) -> list[Result]:
     """Run the suite and the faults in a scratch folder below `url`, which is emptied again.
 
-    Raises what opening the store raises.
+    Passes on the errors of opening the store.
     """
     name = f"reknit-certify-{uuid.uuid4().hex[:12]}"
     scratch = certified.below(url, name)
@@ -77,12 +77,12 @@ def certify(url: str) -> list[Result]:
 
 
 def _leave_nothing(url: str, scratch: str, name: str, places: list[str]) -> None:
-    """Delete what tests that failed have left, and the folders where a store has such things."""
+    """Delete the files that failed tests have left, and their folders where a store has folders."""
     certified.clear(scratch)
     storage = open_storage(url)
     folders = [f"{name}/{place}" for place in places]
     last = [f"{folder}/last" for inner in folders for folder in (f"{inner}/faults", inner)]
-    # Deleting the last file of a folder that is no root takes the folder away.
+    # Deleting the last file of a folder other than the root takes the folder away.
     for path in last:
         storage.put(path, b"", if_absent=False)
     for path in last:

@@ -32,13 +32,13 @@ FaultKind = Literal["error", "full", "timeout", "short", "lost", "away", "unhear
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong at the `at`-th operation (from 1), or at the `at`-th of those called `operation`.
+    """A fault at the `at`-th operation (from 1), or at the `at`-th of the operations called `operation`.
 
     ``error``, ``full`` and ``timeout`` raise `StorageError`, `StorageFullError` and `DeadlineError` in place
     of the operation; ``short`` writes or reads the first half of the bytes before it raises `StorageError`,
     and ``lost`` raises it after all was done; ``away`` raises `StorageUnavailableError` in place of the
-    operation, and ``unheard`` after all was done; ``stall`` and ``kill`` call what the storage was given for
-    them, and the operation follows when that returns.
+    operation, and ``unheard`` after all was done; ``stall`` and ``kill`` call the function that the storage
+    was given for them, and the operation follows when that returns.
     """
 
     kind: FaultKind
@@ -67,7 +67,7 @@ def _no_stall() -> None:
 
 @dataclass
 class _Script:
-    """The plan, and what has happened of it; shared by a store, its writers and the stores below it."""
+    """The plan, and the past part of it; shared by a store, its writers and the stores below it."""
 
     plan: tuple[Fault, ...]
     stall: Callable[[], object]
@@ -78,7 +78,7 @@ class _Script:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def next(self, operation: Operation) -> Fault | None:
-        """Count an operation and return what is planned for it."""
+        """Count an operation and return the fault that is planned for it."""
         with self.lock:
             self.operations.append(operation)
             self.counts.update((None, operation.name))
@@ -91,7 +91,7 @@ class _Script:
     def run(
         self, operation: Operation, whole: Callable[[], T], half: Callable[[], object] | None = None
     ) -> T:
-        """Do an operation, or what is planned in its place."""
+        """Do an operation, or the planned fault in its place."""
         fault = self.next(operation)
         if fault is None:
             return whole()
@@ -155,5 +155,5 @@ class FaultyStorage(ForwardingStorage):
         return below
 
     def intercept(self, name: str, path: str, nbytes: int, whole: Callable[[], T], half: Half = None) -> T:
-        """Count an operation and carry it out, or do what is planned in its place."""
+        """Count an operation and carry it out, or do the planned fault in its place."""
         return self._script.run(Operation(name, self._prefix + path), whole, half)

@@ -1,4 +1,4 @@
-"""What every custom framework must do, as tests: subclass `FrameworkSuite`, make values, run pytest."""
+"""The contract of custom frameworks, as tests: subclass `FrameworkSuite`, make values, run pytest."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ class FrameworkSuite(ABC):
 
     @abstractmethod
     def make(self, rank: int, size: int, seed: int) -> Any:
-        """Return what `rank` of `size` ranks has of a value, whose contents depend on `seed` alone.
+        """Return the part of `rank` of `size` ranks in a value, whose contents depend on `seed` alone.
 
         Contents of other seeds differ in all tensors and values, and not in their shapes.
         """
 
     @abstractmethod
     def contents(self, parts: Sequence[Any]) -> Mapping[str, Any]:
-        """Return the contents of a value by the framework's names; `parts` are what each rank holds of it.
+        """Return the contents of a value by the framework's names; `parts` are the parts of all ranks.
 
         Whole arrays (copies, put together without the framework) and plain values.
         """
@@ -85,7 +85,7 @@ class FrameworkSuite(ABC):
         return [self.make(rank, size, seed) for rank in range(size)]
 
     def holdings(self, parts: Sequence[Any]) -> list[Holdings]:
-        """Return what each rank holds."""
+        """Return the holdings of each rank."""
         return [collect({ITEM: part}, rank, len(parts)) for rank, part in enumerate(parts)]
 
     def save(self, path: Path, parts: Sequence[Any]) -> None:
@@ -112,7 +112,7 @@ class FrameworkSuite(ABC):
         assert not any(framework.matches(stranger) for stranger in STRANGERS)
 
     def test_values_of_two_seeds_differ_in_everything(self) -> None:
-        """Otherwise the other tests would not see what they look for."""
+        """Otherwise the other tests would not see any difference."""
         one, other = (self.contents(self.parts(1, seed)) for seed in (0, 1))
         assert one
         assert one.keys() == other.keys()
@@ -130,7 +130,7 @@ class FrameworkSuite(ABC):
             assert_same(self.contents(parts), before)
 
     def test_names_are_the_same_on_any_number_of_ranks(self) -> None:
-        """A checkpoint is loaded by its names, and does not know how many ranks saved it."""
+        """A checkpoint is loaded by its names, which do not depend on the number of ranks that saved it."""
         found = []
         for size in self.sizes:
             everyone = self.holdings(self.parts(size, 0))
@@ -177,7 +177,7 @@ class FrameworkSuite(ABC):
             assert not wholes, f"{list(wholes)} are tensors that the value does not have"
 
     def test_all_that_a_value_has_is_given_under_its_name(self) -> None:
-        """What is forgotten is not saved."""
+        """A forgotten value would not be saved."""
         for size in self.sizes:
             parts = self.parts(size, 0)
             everyone = self.holdings(parts)
@@ -229,7 +229,7 @@ class FrameworkSuite(ABC):
             assert_same(self.contents(target), before)
 
     def test_what_is_not_to_be_loaded_stays(self, tmp_path: Path) -> None:
-        """One name after the other, alone: `restore` gets what was asked for and no more."""
+        """One name after the other, alone: `restore` gets the wanted names and no more."""
         size = max(self.sizes)
         self.save(tmp_path / "x", self.parts(size, 0))
         target = self.parts(size, 1)
@@ -246,10 +246,10 @@ def fqn_of(name: str) -> str:
 
 
 def assert_same(found: Mapping[str, Any], true: Mapping[str, Any]) -> None:
-    """Fail with the names of what differs."""
+    """Fail with the names that differ."""
     assert found.keys() == true.keys()
     wrong = [name for name in true if not same_value(found[name], true[name])]
-    assert not wrong, f"{wrong} are not what they were"
+    assert not wrong, f"{wrong} have changed"
 
 
 def names_of(everyone: Sequence[Holdings]) -> list[str]:

@@ -1,6 +1,6 @@
 """A store that measures each kind of operation: how often, how many bytes, how long, how many at once.
 
-Put it around your own store to see what a save or a load asks of it.
+Put it around your own store to see the operations of a save or a load.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class _World(Generic[_Result]):
             result = self._fn(group)
             with self._lock:
                 self.results[group.rank] = result
-        except BaseException as error:  # raised again by run_ranks, whatever it is
+        except BaseException as error:  # any error: run_ranks raises it again
             with self._lock:
                 self.errors[group.rank] = error
         finally:
@@ -92,12 +92,12 @@ def _overdue(ranks: list[int], timeout_s: float) -> DeadlineError:
 
 
 def _noted(errors: dict[int, BaseException], overdue: DeadlineError | None) -> BaseException:
-    """Return the first error, with notes that say where it was raised and what the other ranks met."""
+    """Return the first error, with notes that name its rank and the errors of the other ranks."""
     (rank, first), *others = errors.items()
     notes = [f"raised on rank {rank}"]
     notes += [f"rank {other} failed too: {type(error).__name__}: {error}" for other, error in others]
     if overdue is not None:
         notes.append(overdue.message)
-    # What BaseException.add_note does, which Python 3.10 lacks.
+    # As BaseException.add_note does, which Python 3.10 lacks.
     vars(first).setdefault("__notes__", []).extend(notes)
     return first

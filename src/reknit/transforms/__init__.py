@@ -1,10 +1,10 @@
-"""What turns the names and layouts of a checkpoint into those of a state, while it is loaded.
+"""Rules that turn the names and layouts of a checkpoint into those of a state, while it is loaded.
 
-Give rules to `reknit.LoadOptions(transforms=[...])`; each takes what the one before left.  `names` renames
-anything, by whole names ``item/fqn``.  The other rules take templates of the names of parameters, without the
-item: ``layers.{i}.weight``, where ``{i}`` is one part of a dotted name and ``{i*}`` one or more.  What such a
-rule does to a parameter it does to its optimizer states and options too.  Only the bytes that a rank needs
-are read.  With `optional` a rule may match nothing.
+Give rules to `reknit.LoadOptions(transforms=[...])`; each applies to the result of the one before.  `names`
+renames anything, by whole names ``item/fqn``.  The other rules take templates of the names of parameters,
+without the item: ``layers.{i}.weight``, where ``{i}`` is one part of a dotted name and ``{i*}`` one or more.
+Such a rule changes the optimizer states and options of a parameter like the parameter.  Only the bytes that a
+rank needs are read.  With `optional` a rule may match nothing.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def names(
 
     `rename` goes from names in the checkpoint to names in the state; one that ends in ``/`` or ``.`` is a
     prefix, and takes all below with it; the longest that fits counts.  `rewrite` are pairs of a regular
-    expression and its replacement, as for ``re.sub``, applied one after the other to what `rename` made.
-    This is the first rule of a list, and there is one.  Raises `UsageError`.
+    expression and its replacement, as for ``re.sub``, applied one after the other to the result of `rename`.
+    This is the first rule of a list, and stands only once.  Raises `UsageError`.
     """
     if not isinstance(optional, bool):
         raise UsageError(f"optional is True or False, not {shown(optional)}")
@@ -80,7 +80,7 @@ def rewrite(expression: str, replacement: str, *, optional: bool = False) -> Rul
 
 @checked_call
 def drop(source: str, *, optional: bool = False) -> Rule:
-    """Leave out what the state has no use for, which is an error otherwise."""
+    """Leave out tensors and values that the state does not use, which would otherwise be an error."""
     return rules.Drop((Pattern(source),), (), optional=optional)
 
 
@@ -114,14 +114,14 @@ def fuse(
     repeat: int = 1,
     optional: bool = False,
 ) -> Rule:
-    """Join several tensors to one along `dim`: what `split` with the same numbers takes apart."""
+    """Join several tensors to one along `dim`, which `split` with the same numbers takes apart."""
     numbers = _cuts(sources, dim, parts, repeat)
     return cuts.Fuse(tuple(map(Pattern, sources)), (Pattern(target),), numbers, optional=optional)
 
 
 def _cuts(names: Sequence[str], dim: int, parts: Sequence[int] | None, repeat: int) -> cuts.Cuts:
     if isinstance(names, str) or not names:
-        raise UsageError(f"{names!r} is no list of names", remedy="give the names as a list")
+        raise UsageError(f"{names!r} is not a list of names", remedy="give the names as a list")
     given = (1,) * len(names) if parts is None else tuple(parts)
     if len(given) != len(names):
         raise UsageError(

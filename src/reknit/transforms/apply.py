@@ -1,7 +1,7 @@
-"""A checkpoint under other names and in other cuts: what it offers, and where what is wanted of that lies.
+"""A checkpoint under other names and in other cuts: its tensors and values, and their places.
 
-Nothing is copied.  What a rank wants of a target becomes what it wants of the sources, with views of the same
-memory, so that only the bytes needed are read, and the rest of a load knows nothing of transforms.
+Nothing is copied.  The wanted part of a target becomes wanted parts of the sources, with views of the same
+memory.  So only the needed bytes are read, and the rest of a load does not depend on transforms.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 
 
 class _Found(NamedTuple):
-    """What is found on the way back: what to fill with zeros in the end, and what has to be equal."""
+    """Results of the way back: memory to fill with zeros in the end, and tensors that have to be equal."""
 
     blanks: list[Any]
     equal: dict[tuple[str, str, str, str], None]
 
     def clear(self) -> None:
-        """Fill with zeros what is to be."""
+        """Fill the memory that is to be zero."""
         for blank in self.blanks:
             blank[...] = 0
 
 
 @dataclass
 class Transformed:
-    """What a checkpoint offers after all rules; `catalog` has the names, shapes and values of the state."""
+    """A checkpoint after all rules; `catalog` has the names, shapes and values of the state."""
 
     catalog: Catalog
     _steps: list[Step]
@@ -70,7 +70,7 @@ class Transformed:
         return cls(replace(catalog, tensors=offered, blobs=blobs), steps, specs)
 
     def back(self, wanted: Wanted) -> Wanted:
-        """Return what is wanted in terms of the checkpoint itself."""
+        """Return the wanted parts in terms of the checkpoint itself."""
         shards: list[Shard] = []
         labels: list[str] = []
         taken: dict[Name, None] = {}
@@ -134,7 +134,7 @@ class Transformed:
         return names
 
     def _is_made(self, alias: tuple[str, str, str, str]) -> bool:
-        """Tell whether a rule made one of two tensors that are one in the target."""
+        """Return whether a rule made one of two tensors that are one in the target."""
         return any(name in step.tensors for step in self._steps for name in (alias[:2], alias[2:]))
 
     def _untied(self, aliases: Iterable[tuple[str, str, str, str]]) -> Iterator[tuple[str, str, str]]:
@@ -148,7 +148,7 @@ class Transformed:
                 yield item, fqn, why
 
     def _clipped(self, shard: Shard) -> Shard:
-        """Return the part of a shard that is in what the checkpoint offers, where that is made by a rule."""
+        """Return the part of a shard that is in the tensor of the checkpoint, if a rule made that tensor."""
         name = (shard.item, shard.fqn)
         if not any(name in step.tensors for step in self._steps):
             return shard
@@ -161,7 +161,7 @@ class Transformed:
         return structs.replace(shard, spec=spec, box=box, memory=data)
 
     def _back(self, shard: Shard, depth: int, found: _Found) -> Iterator[Shard]:
-        """Yield what a shard is of the names before `depth` rules were applied."""
+        """Yield the parts of a shard by the names before `depth` rules were applied."""
         name = (shard.item, shard.fqn)
         while depth and name not in self._steps[depth - 1].tensors:
             depth -= 1
@@ -184,7 +184,7 @@ class Transformed:
                 yield from self._back(part, depth - 1, found)
 
     def _is_filled(self, shard: Shard, depth: int) -> bool:
-        """Tell whether a shard is filled: a lenient load skips those whose dtype does not fit."""
+        """Return whether a shard is filled: a lenient load skips shards whose dtype does not fit."""
         saved = self._dtype((shard.item, shard.fqn), depth)
         return saved == shard.spec.dtype or (self.catalog.terms.cast and converts(saved, shard.spec.dtype))
 
@@ -194,13 +194,13 @@ class Transformed:
 
 
 def _resized(made: Shape, wanted: Shape) -> str:
-    """Say what is taken of a tensor that has another shape."""
+    """Return the warning about a tensor that has another shape: the part that is taken."""
     taken = Box.whole(tuple(map(min, made, wanted)))
-    return f"transforms make shape {list(made)} of what was saved, wanted {list(wanted)}: took {taken}"
+    return f"transforms make shape {list(made)} of the saved tensor, wanted {list(wanted)}: took {taken}"
 
 
 def _part(shard: Shard, piece: Piece, source: SourcePart) -> Shard | None:
-    """Return what a shard is of a source, through one piece, if that has any of it."""
+    """Return the part of a source that one piece puts into a shard, None without such a part."""
     common = shard.box.intersect(piece.target_box)
     if common is None and not (shard.box.numel or piece.target_box.numel):
         common = shard.box  # a tensor without elements

@@ -33,7 +33,7 @@ class Piece(NamedTuple):
 
 
 class Made(NamedTuple):
-    """A target: its shape, and what it is made of.  The boxes in `blank` come from nowhere, and are zero."""
+    """A target: its shape, and its pieces.  The boxes in `blank` come from nowhere, and are zero."""
 
     shape: Shape
     pieces: tuple[Piece, ...]
@@ -43,7 +43,7 @@ class Made(NamedTuple):
 class Rule(Protocol):
     """A step from the names and shapes of a checkpoint to those of a state.
 
-    Names are those of parameters: what a rule says of one holds for its optimizer states and options too.
+    Names are those of parameters: a rule for one applies to its optimizer states and options too.
     """
 
     @property
@@ -55,7 +55,7 @@ class Rule(Protocol):
         """Whether the sources stay under their own names too."""
 
     def bind(self, names: Mapping[str, Shape | None]) -> list[Binding]:
-        """Return which names become which; the shape is None where no tensor has the name.
+        """Return the bindings of old to new names; the shape is None where no tensor has the name.
 
         Sources need not all be among the names.  Raises `MismatchError` for names that the rule is not for.
         """

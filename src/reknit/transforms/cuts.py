@@ -137,7 +137,7 @@ class Stack(_Numbered):
             if (fields := self.source.match(name)) is None:
                 continue
             if not fields[self.over].isdecimal():
-                raise MismatchError(f"{name} is to be stacked by {fields[self.over]!r}, which is no number")
+                raise MismatchError(f"{name} is stacked by {fields[self.over]!r}, which is not a number")
             found.setdefault(self.target.fill(fields), {})[int(fields[self.over])] = name
         for target, members in found.items():
             if lost := [n for n in range(max(members) + 1) if n not in members]:

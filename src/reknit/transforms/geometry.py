@@ -1,4 +1,4 @@
-"""What several rules share: names of some templates for names of others, and boxes along a dimension."""
+"""The common part of several rules: new names by templates, and boxes along a dimension."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def require_fields(sources: Sequence[Pattern], targets: Sequence[Pattern], extra
         if other := (set(pattern.fields) ^ known) - {extra}:
             raise UsageError(
                 f"the field {min(other)!r} stands in only one of {sources[0]} and {pattern}",
-                remedy="what a field stands for on one side has to be on the other too",
+                remedy="a field of one side has to be on the other side too",
             )
 
 

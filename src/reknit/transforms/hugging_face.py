@@ -1,4 +1,4 @@
-"""Ready-made rules: what Megatron-Core's GPT models are called and cut like in Hugging Face's."""
+"""Ready-made rules: the names and cuts of Megatron-Core's GPT models in Hugging Face's models."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ def megatron_to_hugging_face(
 
     `heads` and `kv_heads` are the numbers of query and of key-value heads.  `vocab_size` is that of the
     Hugging Face model where Megatron padded the vocabulary, to `padded_vocab_size`, which only the way back
-    needs.  `reknit.transforms.inverted` turns the rules round; only there it counts which layer norms
-    Megatron saves under the name of the linear layer that follows: all of them, but with Transformer Engine
-    not the one before experts (``fused_norms=("input_layernorm",)``).
+    needs.  `reknit.transforms.inverted` turns the rules round; only there the option `fused_norms` counts.
+    It names the layer norms that Megatron saves under the name of the linear layer that follows: by default
+    all.  With Transformer Engine, it is all but the norm before experts,
+    ``fused_norms=("input_layernorm",)``.
 
-    Names are those that a loaded `transformers` (5 or newer) model has, with all experts of a layer in one
-    tensor.  Raises `UsageError` for numbers that do not fit.
+    Names are those of a loaded `transformers` (5 or newer) model, with all experts of a layer in one tensor.
+    Raises `UsageError` for numbers that do not fit.
     """
     if kv_heads < 1 or heads % kv_heads:
         raise UsageError(

@@ -50,7 +50,7 @@ def split_rules(rules: Sequence[Any]) -> tuple[Names | None, list[Rule]]:
 
 def _check_rename(rename: Any) -> None:
     """Raise `UsageError` unless names go to names, and prefixes to prefixes."""
-    _require(isinstance(rename, Mapping), f"rename maps names to names, and is no {type(rename).__name__}")
+    _require(isinstance(rename, Mapping), f"rename maps names to names, and is not a {type(rename).__name__}")
     for old, new in rename.items():
         _require(
             isinstance(old, str) and isinstance(new, str) and old != "",
@@ -59,14 +59,14 @@ def _check_rename(rename: Any) -> None:
         below = old.endswith(("/", "."))
         _require(
             not below or new == "" or new.endswith(("/", ".")),
-            f"rename maps everything below the prefix {old!r} to {new!r}, which is no prefix: "
+            f"rename maps everything below the prefix {old!r} to {new!r}, which is not a prefix: "
             "end it in / or .",
         )
         _require(below or new != "", f"rename leaves {old!r} without a name")
 
 
 def _check_rewrite(rewrite: Any) -> None:
-    """Raise `UsageError` for what is no list of expressions and replacements."""
+    """Raise `UsageError` for anything but a list of expressions and replacements."""
     _require(
         isinstance(rewrite, (tuple, list))
         and all(

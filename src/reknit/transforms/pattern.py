@@ -15,7 +15,7 @@ _FIELD = re.compile(r"\{([A-Za-z_]\w*)(\*?)\}")
 class Pattern:
     """A template of names: ``{field}`` stands for one part of a dotted name, ``{field*}`` for one or more.
 
-    Raises `UsageError` for braces that are no field, and for a field that stands twice.
+    Raises `UsageError` for braces without a field, and for a field that stands twice.
     """
 
     template: str
@@ -47,7 +47,7 @@ class Pattern:
         return re.compile("".join([*parts, re.escape(self.template[end:])]))
 
     def match(self, name: str) -> dict[str, str] | None:
-        """Return what the fields stand for in a name, or None for a name that is not meant."""
+        """Return the values of the fields in a name, or None for a name that does not match."""
         found = self._expression.fullmatch(name)
         return None if found is None else found.groupdict()
 
@@ -63,7 +63,7 @@ class Pattern:
 
 
 def check_expression(expression: str, replacement: str) -> None:
-    """Raise `UsageError` for what is no regular expression with its replacement."""
+    """Raise `UsageError` for anything but a regular expression with its replacement."""
     try:
         re.sub(expression, replacement, "")
     except (re.error, IndexError) as error:

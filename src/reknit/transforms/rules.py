@@ -68,7 +68,7 @@ class Rewrite:
 
 
 class Drop(Templates):
-    """Tensors and values that nobody asks for."""
+    """Tensors and values that a state does not use."""
 
     def make(self, shapes: Sequence[Shape], binding: Binding) -> list[Made]:
         """See `Rule`."""
@@ -105,9 +105,9 @@ class Transpose(Templates):
 
 @dataclass(frozen=True)
 class Resize(Templates):
-    """Another length along a dimension: what is beyond the shorter one is padding.
+    """Another length along a dimension: elements beyond the shorter one are padding.
 
-    `grows` tells which of the two the target is.  `back` is the length before, where it is known.
+    With `grows` the target is the longer one.  `back` is the length before, where it is known.
     """
 
     size: int

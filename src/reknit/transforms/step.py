@@ -1,4 +1,4 @@
-"""One rule applied to all names of a checkpoint: what it makes, and of what."""
+"""One rule applied to all names of a checkpoint: its targets, and their sources."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Family(NamedTuple):
 
 
 class SourcePart(NamedTuple):
-    """What a tensor is made of: the names and shapes of other tensors, and which box of each lies where."""
+    """The sources of a tensor: the names and shapes of other tensors, and the place of each box of them."""
 
     made: Made
     names: tuple[Name, ...]
@@ -44,7 +44,7 @@ class SourcePart(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What one rule makes: tensors and values by their new names, of others by the names before.
+    """The results of one rule: tensors and values by their new names, of others by the names before.
 
     `idle` is the error of a rule that matches nothing, and has to.
     """
@@ -55,7 +55,7 @@ class Step(NamedTuple):
     idle: MismatchError | None = None
 
     def sources(self, name: Name, *, tensors: bool) -> tuple[Name, ...]:
-        """Return the names before of what a tensor, or a value, is made of."""
+        """Return the names before of the sources of a tensor or a value."""
         if not tensors:
             return self.values.get(name, (name,))
         return self.tensors[name].names if name in self.tensors else (name,)
@@ -64,7 +64,8 @@ class Step(NamedTuple):
 def apply_rule(rule: Rule, tensors: dict[Name, TensorSpec], values: dict[Name, Any]) -> Step:
     """Apply a rule to all names, in place.
 
-    Raises `MismatchError` for a rule that is not for what it matches, or that gives two things one name.
+    Raises `MismatchError` for a rule that matches unfit tensors or values, or that gives two of them one
+    name.
     """
     families = _families(tensors, values)
     parameters = _parameters(families, tensors)
@@ -111,7 +112,7 @@ def _idle(rule: Rule, names: Iterable[str]) -> MismatchError:
 
 
 def _matcher(template: str) -> Callable[[str], object]:
-    """Return what tells whether a name is one that a template means."""
+    """Return the function that returns whether a template matches a name."""
     return Pattern(template).match
 
 
@@ -143,7 +144,7 @@ def _parsed(item: str, fqn: str, roots: Iterable[str]) -> tuple[_Family, str]:
 def _parameters(
     families: dict[_Family, dict[str, None]], tensors: dict[Name, TensorSpec]
 ) -> dict[str, Shape | None]:
-    """Return all parameters and the shape of each: of what is as large as it, where only states are there."""
+    """Return all parameters and the shape of each: of a state as large as it, where only states are there."""
     shapes: dict[str, Shape | None] = {}
     for family, members in families.items():
         for parameter in members:

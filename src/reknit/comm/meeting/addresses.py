@@ -165,7 +165,7 @@ def _found(master: str | None) -> str:
     if apart:
         return apart[0][1]
     if route is not None:
-        return route  # the master is reached inside this host: so are all ranks, whatever hosts they name
+        return route  # the master is reached inside this host, and so are all ranks
     raise CommError("this host has no address that other hosts could reach", remedy=_REMEDY)
 
 

@@ -61,9 +61,9 @@ class Uplink:
     def watch(self, lost: Callable[[ReknitError], object], timeout_s: float) -> None:
         """Call `lost`, from another thread, when the group breaks or the rank above ends.
 
-        Return when the rank above watches this rank in the same way; raises `CommError` when that takes too
-        long.  Both use one call that stays open.  Before the rank above ends, it sends this rank the outcome
-        of its last report.
+        It returns when the rank above watches this rank in the same way; raises `CommError` when that takes
+        too long.  Both use one call that stays open.  Before the rank above ends, it sends this rank the
+        outcome of its last report.
         """
 
         def ended(call: Any) -> None:
@@ -77,7 +77,7 @@ class Uplink:
 
         with self._lock:
             self._check()
-            # The same on the wire, but what gRPC takes for a stream can be seen to begin before it ends.
+            # The same on the wire, but the beginning of a stream can be seen before its end.
             stream = self.channel.stream_unary(SERVICE + "watch", None, None)
             call = self._watching = stream.future(iter([encode(self._hello)]), metadata=self._metadata)
         # It waits for these data, or for the end of the call.
@@ -159,7 +159,7 @@ class Uplink:
     def _stream(self, method: str, message: bytes, timeout_s: float) -> Any:
         chunks = divided(message)
         if len(message) <= FIRST_NBYTES:
-            # The same on the wire; but for what it takes for a stream, gRPC would start a thread.
+            # The same on the wire; but for a stream, gRPC would start a thread.
             stub = self.channel.unary_stream(SERVICE + method, None, None)
             return stub(next(chunks), timeout=timeout_s, metadata=self._metadata)
         stream = self.channel.stream_stream(SERVICE + method, None, None)

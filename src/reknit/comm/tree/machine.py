@@ -3,8 +3,8 @@
 A `RoundMachine` has no threads, no clock and no network.  Its inputs are method calls.  Each returns the
 effects that it causes, in order, and the driver of the machine carries them out: over gRPC, or in a simulated
 world.  Rounds are counted by every rank alone, so a rank that failed a round is in step again in the next.  A
-message that repeats or comes after the end of its round changes nothing, whatever order messages arrive in.
-Once broken, a machine stays broken: no round can succeed without the lost rank.
+message that repeats or comes after the end of its round changes nothing, in any order of arrival.  Once
+broken, a machine stays broken: no round can succeed without the lost rank.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class RoundMachine:
         self._subtree = Subtree(rank, topology)
         self._parent = topology.parent(rank)
         self._max_nbytes = max_nbytes
-        # The deeper a rank, the sooner it reports the missing ranks below, and the longer it waits for
-        # the outcome: the deadline of the rank above lies between, so it can name the guilty ranks.
+        # The deeper a rank, the sooner it reports the missing ranks below, and the longer it waits for the
+        # outcome.  The deadline of the rank above lies between, so it can name the guilty ranks.
         self._slack_s = min(round_errors.SETTLE_S, round_errors.GRACE_S / max(1, topology.height))
         self._above, self._beneath = topology.depth(rank), topology.height - topology.depth(rank)
         self._height = topology.height
@@ -148,8 +148,8 @@ class RoundMachine:
             return [
                 SendOutcome(child, report.outcome(error=last or round_errors.late_message(report, child)))
             ]
-        # While this rank is in that round, only the end of the round counts: the rank above may have decided
-        # it, sent the outcome here, and closed, and then the child is to have its answer too.
+        # While this rank is in that round, only the end of the round counts.  The rank above may have decided
+        # it, sent the outcome here, and closed; then the child is to have its answer too.
         if self.broken is not None and not in_it:
             return [SendOutcome(child, report.outcome(error=self.broken))]
         self._visits.begin(report)
@@ -183,7 +183,7 @@ class RoundMachine:
         held = self._round
         if held is None or held.state != "wait" or held.heading.number != number:
             return []
-        error = self.broken or error  # whatever broke the group is the better reason
+        error = self.broken or error  # the error that broke the group is the better reason
         return [*self._give_up(held, error), *self._finish(held, error)]
 
     # Inputs from anywhere.
@@ -214,7 +214,7 @@ class RoundMachine:
         absent = {child: len(ranks) - 1 for child, ranks in self._subtree.below.items() if child not in came}
         return [*effects, Warn(round_errors.awaited(held.heading, [self.rank], absent))]
 
-    # What follows from them.
+    # The effects of these calls.
 
     def _advance(self, now: float) -> list[Effect]:
         """Advance the round as far as the messages received so far allow."""

@@ -38,7 +38,7 @@ class Naming:
     @classmethod
     def of(cls, options: LoadOptions) -> Naming | None:
         """Return the rule of these options, or None without one."""
-        names, _ = parted(options.transforms)
+        names, _ = split_rules(options.transforms)
         if names is None or not (names.rename or names.rewrite):
             return None
         return cls(names.rename, names.rewrite, names.optional)

@@ -140,7 +140,7 @@ class TorchCarrier:
         torch, last = sys.modules["torch"], ExitStack()
         with last:
             # Each thread has a mode of its own, and what one makes in inference mode no other may change.
-            last.enter_context(torch.inference_mode(False))
+            last.enter_context(torch.inference_mode(mode=False))
             last.enter_context(torch.no_grad())
             if self.kind != _CPU:
                 # First the device: leaving a stream restores the one before, if it is of another device.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from reknit.errors import UsageError
 
@@ -55,7 +55,7 @@ class RecordWatch:
         return ()
 
 
-def check_positive(**values: float) -> None:
+def check_positive(**values: Any) -> None:
     """Raise `UsageError` unless all values are numbers above 0."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:

@@ -39,7 +39,7 @@ class HdfsClient:
         self._client = self._connect()
 
     def url(self, path: str) -> str:
-        """Return where a path is, as a user would write it."""
+        """Return the URL of a path, as a user would write it."""
         return f"hdfs://{self.place.authority}{path}"
 
     def stat(self, path: str) -> FileStatus:
@@ -133,7 +133,8 @@ class HdfsClient:
                 self._renew(client)
             raise as_ours(action, self.url(path), error) from error
         except BaseException as error:
-            # The client is written in Rust; what it did not expect comes out as this, beside `Exception`.
+            # The client is written in Rust; unexpected errors come out as this type, which is not an
+            # `Exception`.
             if type(error).__name__ != "PanicException":
                 raise
             self._renew(client)
@@ -157,7 +158,7 @@ class HdfsClient:
             order = ",".join((*names[self._first :], *names[: self._first]))
             config[f"dfs.ha.namenodes.{self.place.authority}"] = order
         try:
-            # What is around `inner` closes files that are forgotten, and waits for the NameNode meanwhile.
+            # The layer around `inner` closes forgotten files, and waits for the NameNode meanwhile.
             return Client(
                 f"hdfs://{self.place.authority}",
                 config,

@@ -32,12 +32,12 @@ class HdfsNames(TakenNames):
         super().__init__()
         self._folders: OrderedDict[str, set[str]] = OrderedDict()
 
-    def knows(self, folder: str) -> bool:
+    def is_listed(self, folder: str) -> bool:
         """Return whether a folder has been listed."""
         with self._lock:
             return folder in self._folders
 
-    def learn(self, folder: str, names: set[str]) -> None:
+    def set_names(self, folder: str, names: set[str]) -> None:
         """Note the names in an existing folder."""
         self.add(folder)
         with self._lock:

@@ -128,7 +128,7 @@ class BlockReaders:
 
     def _keep(self, path: str, reader: RawFileReader, drops: int) -> None:
         with self._lock:
-            if drops != self._drops:  # it may be what was dropped since
+            if drops != self._drops:  # it may have been dropped since
                 return
             self._kept[path] = (reader, Deadline(_KEPT_S))
             self._kept.move_to_end(path)

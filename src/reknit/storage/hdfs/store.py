@@ -177,7 +177,7 @@ class HdfsStorage:
         finally:
             self._names.drop(full)
             self._readers.drop(full)
-        if found:  # else what is above need not be a folder
+        if found:  # else the path above need not be a folder
             self._prune(full.rpartition("/")[0])
 
     def sub(self, path: str) -> HdfsStorage:
@@ -244,7 +244,7 @@ class HdfsStorage:
 
     def _look_up(self, folder: str) -> None:
         """Make a folder and list it, once; remove the temporary files of dead writers."""
-        if self._names.knows(folder):
+        if self._names.is_listed(folder):
             return
         if folder:
             self.client.make_folder(folder)
@@ -255,7 +255,7 @@ class HdfsStorage:
                 names.add(name)
             elif not entry.isdir and now() - entry.modification_time / 1000 > _STALE_S:
                 self.client.discard(f"{folder}/{name}")
-        self._names.learn(folder, names)
+        self._names.set_names(folder, names)
 
     def _fill(self, marker: str, data: bytes) -> None:
         """Write a commit's content into its marker, or the rest of it after a failed attempt."""

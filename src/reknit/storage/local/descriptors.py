@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Descriptor:
     """An open descriptor.  After `retire` it accepts no new users, and the last user closes it.
 
-    Closing at once would be worse than an error: the kernel gives the same number to the next opened file,
+    Closing at once would be worse than an error.  The kernel gives the same number to the next opened file,
     and a thread that is still in `pwrite` would write into that file.
     """
 

@@ -115,7 +115,7 @@ def target_of(link: str) -> os.stat_result:
             raise
         raise LinkError(
             link,
-            "is a link, and what it leads to is not there",
+            "is a link, and its target is not there",
             "bring that back, such as by a new download into the cache that made the link; or load another "
             "checkpoint",
         ) from None

@@ -127,7 +127,7 @@ class LocalStorage:
                     os.unlink(temporary)
                 if not placed:
                     self._folders.prune(self._root, path)
-            if placed and data:  # an empty file marks what living processes do, and they end with the power
+            if placed and data:  # an empty file is a mark of living processes, which end with the power
                 self._folders.sync(folder)
         sweep(folder)
         return placed

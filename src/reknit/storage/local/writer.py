@@ -93,7 +93,7 @@ class LocalWriter:
 
     def _check_whole(self) -> None:
         if identity(self._path) != self._identity:
-            self._identity = None  # whatever takes the name now is not this writer's to remove
+            self._identity = None  # another file of this name is not this writer's to remove
             raise StorageError(
                 f"{self._path} was removed or replaced while it was written",
                 remedy="let only one job at a time write or clean up a checkpoint",

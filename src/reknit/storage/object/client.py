@@ -29,8 +29,8 @@ _LONGEST_S = 180.0
 """The longest time after its first try in which the client repeats a request."""
 _BACKOFF: Any = {
     "init_backoff": timedelta(seconds=0.1),
-    # Each pause is random, up to four times the one before, but on the average only twice: with less the
-    # client would use up all its tries in two seconds while no server answers.
+    # Each pause is random, up to four times the pause before, but on the average only twice.  With shorter
+    # pauses, the client would use up all its tries in two seconds while no server answers.
     "base": 4,
     "max_backoff": timedelta(seconds=10),
 }

@@ -128,18 +128,18 @@ class Conditions:
             what = "a second conditional create of one object"
             if self._gets_through(key, "create"):
                 return f"the endpoint accepted {what}"
-            what = "a write over what was read before"
+            what = "a write over an object that was read before"
             mine = version(first)
             if not self._gets_through(key, mine):
                 return f"the endpoint refused {what} (If-Match)"
-            what = "a write over what is not there any more"
+            what = "a write over an object that is gone"
             if self._gets_through(key, mine):
                 return f"the endpoint accepted {what} (If-Match)"
         except (exceptions.GenericError, exceptions.NotSupportedError) as error:
             failure = as_ours(f"try out {what} in", self._url, error)
             if unsupported(error):
                 self.unknown = True
-                return f"the endpoint does not know {what} ({plain(error)})"
+                return f"the endpoint does not support {what} ({plain(error)})"
             raise failure from None
         except (exceptions.BaseError, FileNotFoundError) as error:
             raise as_ours("write to", self._url, error) from None

@@ -43,10 +43,10 @@ def translated(action: str, url: str) -> Iterator[None]:
     try:
         yield
     except (exceptions.BaseError, OSError, ValueError) as error:
-        # The error itself shows the client's internals, and may show what is secret.
+        # The error itself shows the client's internals, and may show secrets.
         raise as_ours(action, url, error) from None
     except BaseException as error:
-        # The client is written in Rust; what it did not expect comes out as this, beside `Exception`.
+        # The client is written in Rust; unexpected errors come out as this type, which is not an `Exception`.
         if type(error).__name__ != "PanicException":
             raise
         failed = StorageError(f"the client failed to {action} {url}: {plain(error)}", path=url)

@@ -120,7 +120,7 @@ class ObjectStorage:
             return copied(self._uploading, old, key, url, nbytes)
 
     def put(self, path: str, data: bytes, *, if_absent: bool) -> bool:
-        """Write a small object in one request, with `if_absent` on the condition that there is none."""
+        """Write a small object in one request, with `if_absent` on the condition that it does not exist."""
         key, url = self._full(path)
         self._check_place(path)
         data = bytes(data)

@@ -107,7 +107,7 @@ class ObjectWriter:
                 raise as_ours("write", self._url, error) from None
             if found is not None:
                 raise existing(self._url) from None
-            self._put_anyway()  # what is left of an upload in parts counts as something there on Azure
+            self._put_anyway()  # the rest of an upload in parts counts as an object on Azure
 
     def _put_anyway(self) -> None:
         self._check_free()

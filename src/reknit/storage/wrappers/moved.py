@@ -88,7 +88,7 @@ class MovedStorage(ForwardingStorage):
         if first is not self.inner:
             return self.inner  # another checkpoint has replaced it here
         if path.startswith(self._stays) or not self._has_moved():
-            raise  # what is being handled by the caller
+            raise  # the error that the caller is handling
         assert self._cold is not None
         return self._cold
 

@@ -55,7 +55,7 @@ class RetryPolicy:
             raise UsageError("the times of a RetryPolicy are positive")
 
     def pause_s(self, tries: int) -> float:
-        """Return how long to wait after so many tries that failed."""
+        """Return the pause after so many failed tries."""
         return dice.uniform(0, min(self.longest_s, self.first_s * 2.0 ** min(tries - 1, 32)))
 
 

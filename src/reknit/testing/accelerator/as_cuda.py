@@ -1,4 +1,4 @@
-"""How does the simulated device take the place of CUDA?  It answers what `torch.cuda` asks of its C++ half.
+"""How does the simulated device take the place of CUDA?  It takes the place of the C++ half of `torch.cuda`.
 
 The Python half of `torch.cuda` is torch's own, its lazy initialization included.
 """
@@ -13,7 +13,7 @@ from reknit.testing.accelerator.group import register_group
 
 _CYCLES_PER_US = 2000
 
-# Torch's own names, of which many are private and none is known to type checkers of a torch for CPUs.
+# Torch's own names: many are private, and a torch for CPUs has none of them for type checkers.
 _cuda: Any = torch.cuda
 CORE: Any = torch._C
 
@@ -96,7 +96,7 @@ def take_place_of_cuda(library: Any) -> None:
 
 
 def _functions(library: Any) -> dict[str, Any]:
-    """Return what torch's Python calls as `torch._C._cuda_*`."""
+    """Return the functions that torch's Python calls as `torch._C._cuda_*`."""
 
     def init() -> None:
         library.initialize()

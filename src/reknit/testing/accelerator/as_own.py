@@ -54,7 +54,7 @@ def _index(device: Any = None) -> int:
 
 
 def _module(library: Any) -> types.ModuleType:
-    """Return `torch.sim`, with what torch and libraries for training use of such a module."""
+    """Return `torch.sim`, with the functions that torch and libraries for training use of such a module."""
     every = range(library.NUM_DEVICES)
     functions: dict[str, Any] = {
         "Stream": SimStream,

@@ -58,7 +58,7 @@ def build() -> Any:
 
 
 def _folder() -> Path:
-    """Return where the result is kept: another folder for each version of torch, Python and the sources."""
+    """Return the folder of the result: another for each version of torch, Python and the sources."""
     import torch
     from torch.utils import cpp_extension
 

@@ -54,7 +54,7 @@ class Accelerator:
             self._library.hold(stream.device.index, stream.stream_id, 0)
 
     def sleep(self, stream: Any, seconds: float) -> None:
-        """Queue nothing for some seconds: less if the host waits or asks for what follows (`waited_s`)."""
+        """Queue nothing for some seconds: less if the host waits or asks for later work (`waited_s`)."""
         self._library.sleep(stream.device.index, stream.stream_id, int(seconds * 1e6))
 
     def waited_s(self) -> float:
@@ -70,7 +70,7 @@ class Accelerator:
         self._library.limit(device, nbytes)
 
     def in_use(self, device: int = 0) -> int:
-        """Return how many bytes of a device are allocated."""
+        """Return the number of allocated bytes of a device."""
         return int(self._library.usage(device)[0])
 
     def peak(self, device: int = 0) -> int:

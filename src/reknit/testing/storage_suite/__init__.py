@@ -1,4 +1,4 @@
-"""What every store must do, as tests: subclass `StorageSuite`, say how to make the store, run pytest."""
+"""The contract of every store, as tests: subclass `StorageSuite`, make the store in it, run pytest."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class CommittingSuite(Suite):
         assert storage.get("s/latest", limit=3) == b"one"
 
     def test_a_commit_replaces_what_was_there(self, storage: Storage) -> None:
-        """By what is shorter, longer or empty; what a store keeps open of the old does not show."""
+        """By shorter, longer or empty content; old files that a store keeps open do not show."""
         for content in (b"first", b"2nd", b"the third", b"", b"5"):
             storage.put("pending", b"", if_absent=True)
             assert storage.commit("latest", content, pending="pending", if_absent=False) is True
@@ -75,7 +75,7 @@ class CommittingSuite(Suite):
         assert listed(storage) == {"latest": 6}
 
     def test_readers_see_what_was_before_a_commit_or_after(self, storage: Storage) -> None:
-        """Never a mixture, never nothing, in whatever way they read."""
+        """Never a mixture, never nothing, in every way of reading."""
         contents = [bytes([i]) * 4096 for i in range(40)]
         storage.put("x", contents[0], if_absent=False)
 
@@ -88,7 +88,7 @@ class CommittingSuite(Suite):
 
     @either_way
     def test_of_many_commits_at_once_one_content_stays_whole(self, storage: Storage, if_absent: bool) -> None:
-        """Where nothing may be there before, one alone is told that it was first."""
+        """If no file may be there before, one alone gets the answer that it was first."""
         for attempt in range(10):
             path, line = f"race/{attempt}/x", threading.Barrier(8)
 
@@ -108,7 +108,7 @@ class CommittingSuite(Suite):
     def test_whoever_deletes_the_marker_is_too_late_or_prevents_the_commit(
         self, storage: Storage, if_absent: bool
     ) -> None:
-        """And knows which as soon as it is deleted."""
+        """And its deletion shows which."""
         for attempt in range(40):
             path, line = f"race/{attempt}/x", threading.Barrier(2)
             storage.put(f"{path}.pending", b"", if_absent=True)

@@ -45,7 +45,7 @@ class CopyingSuite(Suite):
         return pair
 
     def test_a_copy_is_a_file_of_its_own(self, pair: Pair) -> None:
-        """It has the bytes, whatever becomes of the other, and the other stays when it goes."""
+        """It keeps the bytes if the other changes or goes, and the other stays when it goes."""
         assert pair.copy()
         assert pair.copy("again", source=OLD)
         pair.later.delete("again")
@@ -72,7 +72,7 @@ class CopyingSuite(Suite):
         write(pair.later, NEW, b"1")  # the name is free
 
     def test_a_name_that_is_taken_is_refused(self, pair: Pair) -> None:
-        """What has the name stays as it is."""
+        """A file that has the name stays as it is."""
         write(pair.later, NEW, b"1")
         with pytest.raises(StorageError):
             pair.copy()
@@ -87,7 +87,7 @@ class CopyingSuite(Suite):
             pair.copy(source=path)
 
     def test_another_kind_of_store_has_nothing_to_copy(self, pair: Pair) -> None:
-        """It is no error: the file is written then."""
+        """It is not an error: the file is written then."""
         copies = pair.later
         assert isinstance(copies, CopiesFiles)
         assert not copies.copy_from(Elsewhere(), OLD, NEW, NBYTES)  # type: ignore[arg-type]

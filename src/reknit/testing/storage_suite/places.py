@@ -1,4 +1,4 @@
-"""Where files are: names, folders, stores below, and what must never be reached."""
+"""Places of files: names, folders, stores below, and places that must never be reached."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PlacesSuite(Suite):
     """The contract of paths, `list`, `folders`, `delete`, `sub` and `close`."""
 
     def test_list_finds_every_file_below_a_folder(self, storage: Storage) -> None:
-        """A folder is no prefix of a name."""
+        """A folder is not a prefix of a name."""
         sizes = {"top": 1, "a/x": 2, "a/b/y": 3, "ab/z": 4}
         for path, nbytes in sizes.items():
             write(storage, path, bytes(nbytes))
@@ -56,7 +56,7 @@ class PlacesSuite(Suite):
         assert storage.folders() == ["a", "b"]
 
     def test_delete_removes_one_file(self, storage: Storage) -> None:
-        """Its neighbours stay, a missing one is no error, and a folder is no file."""
+        """Its neighbours stay, a missing file is not an error, and a folder is not a file."""
         for path in ("a/x", "a/y", "b"):
             write(storage, path, b"1")
         storage.delete("a/x")
@@ -153,7 +153,7 @@ class PlacesSuite(Suite):
         assert listed(storage) == {"a/x": 1, "b": 1}
 
     def test_close_releases_and_may_be_repeated(self, storage: Storage) -> None:
-        """What was written stays."""
+        """Written files stay."""
         write(storage, "x", b"1")
         assert read(storage, "x", 0, 1) == b"1"
         storage.close()

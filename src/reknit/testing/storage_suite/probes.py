@@ -42,7 +42,7 @@ def read_runs(storage: Storage, path: str, starts: list[int], nbytes: int) -> by
 
 
 def listed(storage: Storage, prefix: str = "") -> dict[str, int]:
-    """Return what a store lists: sizes by path."""
+    """Return the list of a store: sizes by path."""
     found = list(storage.list(prefix))
     assert len(found) == len({file.path for file in found}), "a file is listed twice"
     return dict(found)

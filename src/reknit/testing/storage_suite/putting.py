@@ -39,7 +39,7 @@ class PuttingSuite(Suite):
         assert seen_meanwhile(put, self.looks(storage, "x", 4096)) <= set(contents)
 
     def test_put_if_absent_has_one_winner(self, storage: Storage) -> None:
-        """Eight threads at once, several times; the winner's content is what remains."""
+        """Eight threads at once, several times; the winner's content remains."""
         for attempt in range(10):
             path, line = f"race/{attempt}", threading.Barrier(8)
 

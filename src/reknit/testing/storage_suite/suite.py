@@ -1,4 +1,4 @@
-"""What every part of the suite starts from: a store, and a way past it."""
+"""The basis of every part of the suite: a store, and a way past it."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class WritingSuite(Suite):
     """The contract of `create` and of the writer that it returns."""
 
     def test_a_written_file_holds_exactly_its_bytes(self, storage: Storage) -> None:
-        """What goes in arrives, at the place where others look."""
+        """The bytes arrive, at the place where others look."""
         data = pattern(100_000)
         write(storage, "model/00000.bin", data)
         assert self.raw_read(storage, "model/00000.bin") == data
@@ -29,7 +29,7 @@ class WritingSuite(Suite):
         assert storage.get("model/00000.bin", limit=LIMIT) == data
 
     def test_a_file_that_others_wrote_is_read(self, storage: Storage) -> None:
-        """What others put there comes out."""
+        """The bytes that others put there come out."""
         data = pattern(1000)
         self.raw_write(storage, "a/b.bin", data)
         assert storage.get("a/b.bin", limit=1000) == data
