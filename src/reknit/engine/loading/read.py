@@ -114,7 +114,8 @@ class RangeReader:
         """Carry out all reads of the plan, and `record` them.
 
         After an error targets may be partly written.  After `timeout_s` it is a `DeadlineError` that names
-        the files being read; then only reads straight into a target that the storage has begun may still arrive.
+        the files being read; then only reads straight into a target may still arrive, which the storage has
+        begun.
         """
         plan = self.plan
         largest = int(max(n.max(initial=1) for n in (plan.read_nbytes, plan.strided.nbytes)))
