@@ -114,8 +114,7 @@ class RangeReader:
         """Carry out all reads of the plan, and `record` them.
 
         After an error targets may be partly written.  After `timeout_s` it is a `DeadlineError` that names
-        the files being read; then only reads straight into a target may still arrive, which the storage has
-        begun.
+        the files being read; then only reads straight into a target may still arrive.
         """
         plan = self.plan
         largest = int(max(n.max(initial=1) for n in (plan.read_nbytes, plan.strided.nbytes)))
