@@ -90,7 +90,7 @@ class TorchCarrier:
         self._flag = self._sent = self._received = None
 
     def all_well(self, check: Callable[[], None], *, well: bool) -> bool:
-        """Tell whether all ranks say that all is well."""
+        """Return whether all ranks report success."""
         dist = sys.modules["torch"].distributed
         with self._carrying(check):
             self._flag.fill_(1.0 if well else 0.0)
@@ -139,7 +139,7 @@ class TorchCarrier:
         """Queue on the carrier's stream in this block, in every mode of torch that the caller may use."""
         torch, last = sys.modules["torch"], ExitStack()
         with last:
-            # Each thread has a mode of its own, and what one makes in inference mode no other may change.
+            # Each thread has a mode of its own, and tensors made in inference mode are read-only elsewhere.
             last.enter_context(torch.inference_mode(mode=False))
             last.enter_context(torch.no_grad())
             if self.kind != _CPU:

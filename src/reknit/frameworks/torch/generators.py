@@ -29,7 +29,7 @@ class Saved(NamedTuple):
 
 
 class Restored(NamedTuple):
-    """The saved states for devices here, and in words the rest; empty if there is none."""
+    """The saved states for devices here, and in words the rest; empty if all are restored."""
 
     targets: list[tuple[torch.device, torch.Tensor]]
     left: str
