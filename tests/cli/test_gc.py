@@ -294,9 +294,11 @@ def test_without_botocore_it_is_said_what_to_install(where: Where, monkeypatch: 
 
 
 @pytest.mark.skipif(find_spec("obstore") is None, reason="the object stores need obstore")
-@pytest.mark.parametrize(("name", "told"), [("gcs", "AbortIncompleteMultipartUpload"), ("azure", "a week")])
+@pytest.mark.parametrize(
+    ("name", "reported"), [("gcs", "AbortIncompleteMultipartUpload"), ("azure", "a week")]
+)
 def test_what_a_store_does_not_list_is_said(
-    name: str, told: str, command: Command, monkeypatch: pytest.MonkeyPatch
+    name: str, reported: str, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files are found there as everywhere."""
     for key, value in environment(name).items():
@@ -307,9 +309,9 @@ def test_what_a_store_does_not_list_is_said(
     storage.put("index.0123abcd.parquet", b"left", if_absent=False)
     ran = command("gc", url)
     assert ran.code == 0
-    assert told in ran.out
+    assert reported in ran.out
     assert "1 file " in ran.out
-    assert told in command("gc", url, "--json").json["unseen"]
+    assert reported in command("gc", url, "--json").json["unseen"]
     ran = command("gc", url, "--older-than", "0", "--delete")
     assert "4 B deleted" in ran.out
     assert reknit.verify(f"{url}/a", "data").ok

@@ -64,16 +64,16 @@ class Ear:
 
     def __init__(self, group: TreeGroup) -> None:
         self.heard: list[ReknitError] = []
-        self.told = threading.Event()
+        self.reported = threading.Event()
         group.on_broken(self)
 
     def __call__(self, error: ReknitError) -> None:
         self.heard.append(error)
-        self.told.set()
+        self.reported.set()
 
     def wait(self) -> str:
         """Return what was heard first."""
-        assert self.told.wait(30)
+        assert self.reported.wait(30)
         return self.heard[0].message
 
 

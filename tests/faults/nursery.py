@@ -94,7 +94,7 @@ class Child:
         """Send it a signal, if it is there."""
         send(self.pid, number)
 
-    def told(self) -> str:
+    def reported(self) -> str:
         """Return what it, and its agents, wrote on the standard error stream."""
         errors = Path(f"{self.log}.err")
         return errors.read_text() if errors.exists() else ""
@@ -136,9 +136,9 @@ def agents_of(trainer: int) -> list[int]:
 def wait_for_ends(trainers: Sequence[Child], timeout_s: float) -> None:
     """Wait until each trainer has come to its end, of its own will and without leaving an agent."""
     for trainer in trainers:
-        wait_until(lambda t=trainer: not t.alive(), timeout_s, trainer.told)  # type: ignore[misc]
-        assert trainer.said("end"), trainer.told()
-        assert not trainer.agents(), trainer.told()
+        wait_until(lambda t=trainer: not t.alive(), timeout_s, trainer.reported)  # type: ignore[misc]
+        assert trainer.said("end"), trainer.reported()
+        assert not trainer.agents(), trainer.reported()
 
 
 def wait_until(ready: Callable[[], object], timeout_s: float, what: Callable[[], str] = lambda: "") -> None:

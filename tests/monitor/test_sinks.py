@@ -426,14 +426,14 @@ def test_what_is_no_tracker_is_refused(make: Callable[[], object]) -> None:
 
 
 def test_an_own_phase_is_a_figure_of_its_own() -> None:
-    told: list[tuple[str, float, int]] = []
+    reported: list[tuple[str, float, int]] = []
 
     class Writer:
         def add_scalar(self, name: str, value: float, step: int) -> None:
-            told.append((name, value, step))
+            reported.append((name, value, step))
 
     sinks.TensorBoard(Writer()).take([phase("evaluate", action="training", step=3)])
-    assert told == [("reknit/training/evaluate_s", 1.0, 3)]
+    assert reported == [("reknit/training/evaluate_s", 1.0, 3)]
 
 
 @pytest.mark.parametrize(

@@ -101,10 +101,10 @@ def test_ctrl_c_leaves_a_clean_line() -> None:
     screen.process.send_signal(signal.SIGINT)
     shown, printed = finish(screen, shown)
     assert printed == ""
-    line, _, told = shown.partition("Traceback")
+    line, _, reported = shown.partition("Traceback")
     assert line.endswith(ERASE)
-    assert "KeyboardInterrupt" in told
-    assert ERASE not in told
+    assert "KeyboardInterrupt" in reported
+    assert ERASE not in reported
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def outcome(work: Callable[[], object], limit_s: float) -> tuple[ReknitError | N
     return error, seconds
 
 
-def told(error: ReknitError | None, seconds: float) -> str:
+def reported(error: ReknitError | None, seconds: float) -> str:
     how = "completes" if error is None else f"fails ({str(error).splitlines()[0][:90]})"
     return f"{how} after {seconds:.1f} s"
 
@@ -140,7 +140,7 @@ def a_save_while_the_active_one_is_killed(pair: Pair, kills: int, query: str = P
         save(name, 2)
         assert version_at(name) == 2
         assert reknit.verify(f"hdfs://pair/{name}{PLAIN}", "data").ok
-        yield f"killed after {delay_s:.2f} s: {told(error, seconds)}, version {version}"
+        yield f"killed after {delay_s:.2f} s: {reported(error, seconds)}, version {version}"
         pair.restore()
 
 
@@ -160,7 +160,7 @@ def a_load_while_the_active_one_is_killed(pair: Pair, kills: int) -> Iterator[st
             assert error is None or query is PLAIN, error
             assert version_at("load") == 7
             patience = "patient, " if query is PATIENT else ""
-            yield f"{patience}killed after {delay_s:.2f} s: {told(error, seconds)}"
+            yield f"{patience}killed after {delay_s:.2f} s: {reported(error, seconds)}"
             pair.restore()
 
 
@@ -179,7 +179,7 @@ def nobody_is_active(pair: Pair, kills: int) -> Iterator[str]:
         for name, work in works.items():
             error, seconds = outcome(work, NOBODY_S)
             assert error is not None, name
-            yield f"{dead} dead: {name} {told(error, seconds)}"
+            yield f"{dead} dead: {name} {reported(error, seconds)}"
         if dead == "active":
             pair.promote(pair.standby)
             assert version_at("nobody") == 3
@@ -206,7 +206,7 @@ def the_active_one_goes_silent(pair: Pair, kills: int) -> Iterator[str]:
         for name, work in works.items():
             error, seconds = outcome(work, LIMIT_S)
             assert error is None, error
-            yield f"{silent} silent: {name} {told(error, seconds)}"
+            yield f"{silent} silent: {name} {reported(error, seconds)}"
         pair.kill(silent)  # it would go on as if it were the active one: others see to that, by fencing
         pair.restore()
         assert version_at("silent") == 6

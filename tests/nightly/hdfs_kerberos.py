@@ -61,8 +61,15 @@ class Secured:
 
     def url(self, name: str, **options: Any) -> str:
         """Return a URL by which Alice asks, unless `options` say otherwise."""
-        told = {"principal": f"alice@{REALM}", "keytab": self.alice, "part_mib": 1, "timeout_s": TIMEOUT_S}
-        words = (f"{key}={quote(str(value))}" for key, value in (told | options).items() if value is not None)
+        reported = {
+            "principal": f"alice@{REALM}",
+            "keytab": self.alice,
+            "part_mib": 1,
+            "timeout_s": TIMEOUT_S,
+        }
+        words = (
+            f"{key}={quote(str(value))}" for key, value in (reported | options).items() if value is not None
+        )
         return f"{self.root}/open/{name}?{'&'.join(words)}"
 
     def token(self) -> str:

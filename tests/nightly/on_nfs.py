@@ -438,8 +438,8 @@ def run_ranks(hosts: Hosts, size: int, what: str, wait: str = "wait") -> None:
         ranks.append(subprocess.Popen([*on_host, *order], env=environment, stderr=subprocess.PIPE, text=True))
     try:
         for process in ranks:
-            _, told = process.communicate(timeout=240)
-            assert process.returncode == 0, told
+            _, reported = process.communicate(timeout=240)
+            assert process.returncode == 0, reported
     finally:
         for process in ranks:
             process.kill()

@@ -138,8 +138,8 @@ def test_a_box_that_begins_where_another_does_is_an_overlap_and_no_second_copy()
 def test_ranks_that_disagree_about_a_tensor_are_named(dtype: str, length: int) -> None:
     other: Tensor = ("m", "a", dtype, (length,))
     ranks = [chunks(rank, [B, A if rank < 3 else other], []) for rank in range(5)]
-    told = rf"disagree about m/a: uint8\[4\], on rank 3 {dtype}\[{length}\]"
-    with pytest.raises(CommitError, match=told):
+    reported = rf"disagree about m/a: uint8\[4\], on rank 3 {dtype}\[{length}\]"
+    with pytest.raises(CommitError, match=reported):
         assemble(merged(ranks))
 
 

@@ -26,6 +26,6 @@ def main(doc: str | None, live: Callable[[int, Counter[str]], None]) -> int:
         except Exception as error:
             bad.append(seed)
             print(f"seed {seed}: {type(error).__name__}: {error}", flush=True)
-    told = ", ".join(f"{number} {what}" for what, number in sorted(done.items()))
-    print(f"{options.seeds} seeds from {options.first}, {time.time() - began:.0f} s: {told}; bad: {bad}")
+    reported = ", ".join(f"{number} {what}" for what, number in sorted(done.items()))
+    print(f"{options.seeds} seeds from {options.first}, {time.time() - began:.0f} s: {reported}; bad: {bad}")
     return min(len(bad), 100)

@@ -129,9 +129,9 @@ def test_damaged_steps_are_passed_over_with_a_reason_and_replaced_when_they_come
         again = state()
         assert run.resume(again) == 6
         assert again["model"]["count"] == 6
-        told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-        assert any("passed over step 15" in line for line in told)
-        assert any("passed over step 10" in line for line in told)
+        reported = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert any("passed over step 15" in line for line in reported)
+        assert any("passed over step 10" in line for line in reported)
         train(run, again, 17)
     assert numbers(tmp_path) == [5, 10, 15]
     assert reknit.verify(tmp_path / "step_00000015", "data").ok

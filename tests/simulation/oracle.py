@@ -100,8 +100,8 @@ class Oracle:
                 if made and sure and self.root_can_read:
                     raise Violation(f"save {number} is committed, but rank {end.rank} was told: {end.error}")
             if same_error and len({(end.outcome, str(end.error)) for end in ends}) > 1:
-                told = {end.rank: f"{end.outcome}: {end.error}" for end in ends}
-                raise Violation(f"save {number} ended in different ways on different ranks: {told}")
+                reported = {end.rank: f"{end.outcome}: {end.error}" for end in ends}
+                raise Violation(f"save {number} ended in different ways on different ranks: {reported}")
 
     def all_well(self, run: int, saves: Sequence[Save]) -> None:
         """Judge the saves of an incarnation to which nothing happened."""

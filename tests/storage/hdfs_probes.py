@@ -174,8 +174,8 @@ def calls(found: dict[str, Any]) -> Counter[str]:
 
 def _counts(found: dict[str, Any]) -> Counter[str]:
     port = found["endpoint"].rpartition(":")[2]
-    told = hdfs_server().jmx(found, f"RpcDetailedActivityForPort{port}")
-    counts = {key.removesuffix("NumOps"): n for key, n in told.items() if key.endswith("NumOps")}
+    reported = hdfs_server().jmx(found, f"RpcDetailedActivityForPort{port}")
+    counts = {key.removesuffix("NumOps"): n for key, n in reported.items() if key.endswith("NumOps")}
     datanodes = ("SendHeartbeat", "Block", "VersionRequest", "RegisterDatanode", "CacheReport")
     return Counter({key: n for key, n in counts.items() if not key.startswith(datanodes)})
 

@@ -57,8 +57,8 @@ def silent(cluster: Cluster) -> Iterator[int]:
 def port_of(cluster: Cluster, node: str) -> int:
     """Return the port at which a DataNode takes blocks."""
     name = "dfs.datanode.address="
-    (told,) = (word for word in cluster.server["nodes"][node] if word.startswith(name))
-    return int(told.rpartition(":")[2])
+    (reported,) = (word for word in cluster.server["nodes"][node] if word.startswith(name))
+    return int(reported.rpartition(":")[2])
 
 
 def store(cluster: Cluster, request: pytest.FixtureRequest, more: str) -> HdfsStorage:
