@@ -35,7 +35,7 @@ FOREIGN = {
 
 
 def is_private(name: str) -> bool:
-    """Tell whether a name is for its own module only."""
+    """Return whether a name is for its own module only."""
     return name.startswith("_") and not name.startswith("__") and name not in PUBLIC | FOREIGN
 
 

@@ -1,4 +1,4 @@
-"""Rounds and what is built on them: the same over every backend, alone, in threads, and over gRPC."""
+"""Rounds and the operations built on them: the same over every backend, alone, in threads, and over gRPC."""
 
 from __future__ import annotations
 

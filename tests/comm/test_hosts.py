@@ -1,4 +1,4 @@
-"""Ranks tell rank 0 in a store which host they are on, also where an earlier run has left its words."""
+"""Ranks send rank 0 their hosts through a store, also where an earlier run has left its words."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 
 class Asked:
-    """A store that knows when so many ranks have called a method of it."""
+    """A store that notes when so many ranks have called a method of it."""
 
     def __init__(self, store: Store, number: int, method: str) -> None:
         self._store, self._number, self._method = store, number, method
@@ -77,9 +77,9 @@ def gather(
     after: str = "get",
     timeout_s: float = 20.0,
 ) -> dict[int, Shape | BaseException]:
-    """Let ranks meet, each in a thread, and return what each got or raised.
+    """Let ranks meet, each in a thread, and return the result or the error of each.
 
-    Those that are late come so long after all others have first called a method of the store.
+    Late ranks come so long after all others have first called a method of the store.
     """
     ranks, late = list(ranks), set(late)
     asked: Any = Asked(store, len(set(ranks) - late), after)
@@ -325,7 +325,7 @@ def test_a_rank_outside_of_the_group_is_refused(store: Store) -> None:
 
 
 class CountingStore(MemoryStore):
-    """A store that gives many values at once, and counts how often it is asked for what."""
+    """A store that gives many values at once, and counts the requests for each of them."""
 
     def __init__(self, interrupt: bool = False) -> None:
         super().__init__()
@@ -361,7 +361,7 @@ def test_ranks_hear_that_rank_0_was_interrupted() -> None:
 
 
 class MeddlingStore(MemoryStore):
-    """A store in which what rank 0 tells is exchanged for something else."""
+    """A store in which the entry of rank 0 is exchanged for another."""
 
     def __init__(self, reported: bytes) -> None:
         super().__init__()

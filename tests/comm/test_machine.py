@@ -1,4 +1,4 @@
-"""One rank's part in rounds, whatever is lost, repeated, late, out of order, gone, or from a stranger."""
+"""One rank's part in rounds with messages that are lost, repeated, late, unordered, or of strangers."""
 
 from __future__ import annotations
 
@@ -440,7 +440,7 @@ def test_a_rank_that_stops_waiting_while_rank_0_decides_is_an_objection_however_
         effects = inner.receive_report(place().report(3, error=round_errors.gave_up(place(), 3)), 1)
     else:
         effects = inner.child_left(3, 0, 1)
-    assert inner.child_left(3, 0, 1) == [], "it is told once"
+    assert inner.child_left(3, 0, 1) == [], "it is reported once"
     assert root.receive_report(sent(middle.receive_report(sent(effects), 1)), 1) == []
     ending = root.decided(0, requests, 1)
     assert "rank 3 left round 0" in raised(ended(ending)).message
@@ -512,7 +512,7 @@ def test_a_rank_that_closes_takes_no_answer_from_those_below_the_ranks_above_it(
     # Rank 0 decided, answered, and left; the news of that may overtake the answer.
     effects = machine.break_off(round_errors.closed(0), 5, origin=0)
     assert effects == [Notify(3, effects[0].error)] if isinstance(effects[0], Notify) else False
-    assert machine.next_at > 30, "the news tells nothing about the answer"
+    assert machine.next_at > 30, "the news says nothing about the answer"
     outcomes = reported(machine.receive_outcome(place().outcome(Parcel.of([b"1", b"3"])), 6))
     assert outcomes[3].answers.payloads(1) == [b"3"]
 
@@ -552,7 +552,7 @@ def test_an_answer_that_can_never_come_is_not_waited_for() -> None:
     machine.enter(call(), 0)
     machine.break_off(round_errors.disconnected(0), 0)
     ending = ended(machine.unanswered(1, CommError("the call broke"), 0))
-    assert "rank 0 is gone" in raised(ending).message, "what broke the group is the better reason"
+    assert "rank 0 is gone" in raised(ending).message, "the error that broke the group is the better reason"
     machine = new_machine(rank=1, size=2)
     machine.enter(call(), 0)
     machine.break_off(round_errors.disconnected(0), 1)

@@ -83,7 +83,7 @@ class Child:
         return [line.partition(" ")[2] for line in self.lines() if line.split(" ")[0] == word]
 
     def alive(self) -> bool:
-        """Tell whether it runs."""
+        """Return whether it runs."""
         return is_running(self.pid)
 
     def agents(self) -> list[int]:
@@ -109,7 +109,7 @@ def send(pid: int, number: int = signal.SIGKILL) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Tell whether a process runs, and is not only waiting to be reaped."""
+    """Return whether a process runs, and is not only waiting to be reaped."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

@@ -63,7 +63,7 @@ def weight(name: str) -> np.ndarray[Any, Any]:
 
 
 def whole(url: str, name: str) -> bool:
-    """Tell whether a case has saved, and all of it."""
+    """Return whether a case has saved, and all of it."""
     target = {"model": {"weight": np.zeros(_NUMEL, np.int32)}}
     try:
         reknit.load(url, target)

@@ -57,7 +57,7 @@ class Result(NamedTuple):
 
     @property
     def bad(self) -> bool:
-        """Tell whether somebody has to see to it: also to a known survivor that is killed by now."""
+        """Return whether somebody has to see to it: also to a known survivor that is killed by now."""
         return self.verdict != ("survived" if self.mutant.survives else "killed")
 
     def __str__(self) -> str:

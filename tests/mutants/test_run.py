@@ -102,7 +102,7 @@ def test_a_mutant_that_cannot_even_be_imported_tells_nothing(root: Path) -> None
 
 
 def sleeps(process: psutil.Process) -> bool:
-    """Tell whether this is what the test that hangs has started."""
+    """Return whether this is what the test that hangs has started."""
     with suppress(psutil.Error):  # it is gone, and perhaps nobody has asked yet how it ended
         return process.cmdline()[-1:] == ["import time; time.sleep(600)"]
     return False

@@ -33,7 +33,7 @@ def chunks(
     aliases: Iterable[tuple[str, str, str]] = (),
     parts: int = 1,
 ) -> RankColumns:
-    """Return what a rank tells that holds `tensors`; its rows lie in files of item "m", one byte each."""
+    """Return the receipt of a rank that holds `tensors`; its rows lie in files of item "m", one byte each."""
     ndim = max([len(box.offsets) for _, box, _ in rows], default=1) or 1
     lists = {
         "tensor": ([tensors.index(tensor) for tensor, _, _ in rows], "tensors"),

@@ -58,7 +58,7 @@ class _Rank(Life):
         self.left, self._group = left, group
 
     def goes_on(self, name: str) -> bool:
-        """Count an operation, and tell whether it is still done."""
+        """Count an operation, and return whether it is still done."""
         if super().goes_on(name):
             return True
         if self._group is not None:

@@ -125,7 +125,7 @@ class Cluster:
 
 
 def stands_still(process: int) -> bool:
-    """Tell whether every thread of a process is stopped."""
+    """Return whether every thread of a process is stopped."""
     try:
         states = [(task / "stat").read_text() for task in Path(f"/proc/{process}/task").iterdir()]
     except FileNotFoundError:  # a thread that has just ended

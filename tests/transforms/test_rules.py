@@ -38,11 +38,11 @@ def catalog(tensors: dict[str, Array], values: dict[str, Any] | None = None, ite
 
 
 def read(rules: list[t.Rule], saved: dict[str, Array], name: str, box: Box | None = None) -> Array:
-    """Return a box of a target as a load fills it: from boxes of what was saved."""
+    """Return a box of a target as a load fills it: from boxes of the saved tensors."""
     transformed = Transformed.of(rules, catalog(saved))
     spec = transformed.catalog.tensors["model"][name]
     box = box or Box.whole(spec.shape)
-    # Not contiguous, so that what is no view would show.
+    # Not contiguous, so that a copy in the place of a view would show.
     data = np.full([2 * n for n in box.lengths], -1, np.int32)[tuple(slice(0, 2 * n, 2) for n in box.lengths)]
     wanted = transformed.back(Wanted(("model",), (Shard("model", name, spec, box, None, data),)))
     for shard in wanted.shards:
@@ -106,7 +106,7 @@ def test_padding_is_zero_and_trimming_leaves_the_end_out() -> None:
 
 @st.composite
 def chains(draw: st.DrawFn) -> tuple[list[t.Rule], dict[str, Array], dict[str, Array]]:
-    """Draw rules, what was saved, and what they make of it, put together by NumPy."""
+    """Draw rules, saved tensors, and the result of the rules, put together by NumPy."""
     rows, columns, layers = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
     repeat = draw(st.integers(1, 3))
     parts = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))

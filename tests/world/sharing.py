@@ -84,7 +84,7 @@ class ThreadCarrier:
         """Need nothing any more."""
 
     def all_well(self, check: Callable[[], None], *, well: bool) -> bool:
-        """Tell whether all say so."""
+        """Return whether all say so."""
         return all(self._meet("well", well, check))
 
     def swap(

@@ -159,7 +159,7 @@ def sweep(kind: str, rank: int, healthy: Any) -> Iterator[tuple[Storage, list[St
 
 
 def agreed(outcomes: list[Outcome], kind: str) -> bool:
-    """Tell whether all ranks succeeded; else all have the same error, of the type that was injected."""
+    """Return whether all ranks succeeded; else all have the same error, of the type that was injected."""
     errors = [outcome for outcome in outcomes if isinstance(outcome, ReknitError)]
     if not errors:
         return True
