@@ -53,7 +53,7 @@ class Clock:
 
 
 class Desk:
-    """Alerts with a clock that is set by hand, and what they told."""
+    """Alerts with a clock that is set by hand, and the alerts that they sent."""
 
     def __init__(self, *rules: AlertRule, **more: Any) -> None:
         self.clock = Clock()
@@ -64,7 +64,7 @@ class Desk:
         self.alerts = Alerts(more.pop("to", [self.reported.append]), **(known | more))
 
     def see(self, *records: Record) -> list[str]:
-        """Return what is told of records."""
+        """Return the alerts about records."""
         before = len(self.reported)
         self.alerts.take(records)
         self.alerts.look()
@@ -249,7 +249,7 @@ def test_the_usual_rules_find_nothing_in_a_save_that_goes_well(tmp_path: Path) -
 
 
 class Hook(BaseHTTPRequestHandler):
-    """A server that keeps what is posted, or hangs."""
+    """A server that keeps posted data, or hangs."""
 
     got: list[dict[str, Any]]
     free: threading.Event
@@ -318,7 +318,7 @@ def test_a_webhook_that_hangs_delays_no_save_and_no_other_way(
     wait_until(lambda: "alerts to Webhook(127.0.0.1): it does not keep up" in caplog.text, WAIT_S)
     handler.free.set()
     wait_until(lambda: bool(handler.got), WAIT_S)
-    alerts.flush(WAIT_S)  # else it tells in the midst of the next test what could not be told
+    alerts.flush(WAIT_S)  # else it reports in the midst of the next test which alerts could not be sent
 
 
 def test_a_server_that_is_gone_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Cell:
-    """What a notebook shows below a cell: displays, each with all that it has said."""
+    """The displays that a notebook shows below a cell, each with all its texts."""
 
     def __init__(self) -> None:
         self.displays: list[list[str]] = []

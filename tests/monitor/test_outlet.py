@@ -29,7 +29,7 @@ def numbered(number: int) -> PhaseRecord:
 
 
 class Kept:
-    """A sink that keeps what it gets, and may be told to fail or to hang."""
+    """A sink that keeps its records, and can be made to fail or to hang."""
 
     def __init__(self) -> None:
         self.taken: list[Record] = []

@@ -1,4 +1,4 @@
-"""What rank 0 tells while it takes long; intervals are given, and no test waits for a clock."""
+"""The log of rank 0 while it takes long; intervals are given, and no test waits for a clock."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WAIT_S = 60.0
 
 
 class Lines(logging.Handler):
-    """Keeps what is logged, and lets tests wait for it."""
+    """Keeps log records, and lets tests wait for them."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -49,7 +49,7 @@ class Lines(logging.Handler):
         return [record.getMessage() for record in self.reported]
 
     def wait_for(self, part: str) -> None:
-        """Return when a line has the part."""
+        """Wait until a line has the part."""
         with self._changed:
             assert self._changed.wait_for(lambda: any(part in t for t in self.texts()), WAIT_S), self.texts()
 

@@ -1,4 +1,4 @@
-"""Each sink against the real thing: what a save and a load told is there afterwards."""
+"""Each sink against the real thing: the records of a save and a load are there afterwards."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_a_full_disk_for_events_disturbs_no_save_and_is_told(
 
 
 def ask(endpoint: str, query: str) -> Any:
-    """Return what a server answers, as JSON."""
+    """Return the answer of a server, as JSON."""
     connection = http.client.HTTPConnection(endpoint.removeprefix("http://"), timeout=60)
     try:
         connection.request("POST", f"/?query={quote(query)}")

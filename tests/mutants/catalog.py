@@ -51,7 +51,7 @@ class Mutant(msgspec.Struct, forbid_unknown_fields=True):
         try:
             compile(self.mutated(root), self.file, "exec", dont_inherit=True)
         except SyntaxError as error:
-            return f"what it makes is no Python: {error}"
+            return f"its result is not Python: {error}"
         return None
 
     def mutated(self, root: Path) -> str:

@@ -196,7 +196,7 @@ def summary(results: Sequence[Result]) -> list[str]:
         if result.verdict != "killed":
             lines.append(f"{result.verdict}: {result.mutant.room}: {result.mutant.name}{known}")
         elif known:
-            lines.append(f"killed by now, so it is no survivor: {result.mutant.room}: {result.mutant.name}")
+            lines.append(f"killed by now, so it did not survive: {result.mutant.room}: {result.mutant.name}")
     return lines
 
 

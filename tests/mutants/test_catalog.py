@@ -1,4 +1,4 @@
-"""Every mutant can still be made: a change that moves what it breaks has to move the mutant along."""
+"""Every mutant can still be made: a change that moves its text has to move the mutant along."""
 
 from __future__ import annotations
 

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 NBYTES = 48 * MIB
 TIMEOUT_S = 4
-"""What one request may take."""
+"""The longest time of one request."""
 LIMIT_S = 60.0
-"""What a save or a load may take in which a NameNode is killed."""
+"""The longest time of a save or a load in which a NameNode is killed."""
 NOBODY_S = 3 * TIMEOUT_S
 """What it may take to be told that no NameNode is active: the request, and to give up what was begun."""
 HANGS_S = 300.0
@@ -48,13 +48,13 @@ OPTIONS = reknit.SaveOptions(threads=2)
 
 
 def state_of(version: int) -> dict[str, Any]:
-    """Return a state, all of which tells its version."""
+    """Return a state, all of which shows its version."""
     w = np.random.default_rng(version).integers(0, 256, NBYTES, np.uint8)
     return {"model": {"w": w}, "extra": {"version": version}}
 
 
 def save(name: str, version: int, query: str = PLAIN) -> None:
-    """Save a version, whatever is there."""
+    """Save a version, over any other."""
     reknit.save(
         f"hdfs://pair/{name}{query}", state_of(version), step=version, overwrite=True, options=OPTIONS
     )
@@ -74,7 +74,7 @@ def version_at(name: str, query: str = PLAIN) -> int:
 
 @contextmanager
 def during(delay_s: float, action: Callable[[], object]) -> Iterator[None]:
-    """Do something while the block runs, and wait for both; what it raises is raised here."""
+    """Do something while the block runs, and wait for both; its error is raised here."""
     failed: list[BaseException] = []
 
     def work() -> None:
@@ -125,7 +125,7 @@ def a_save_and_a_load(pair: Pair, kills: int) -> Iterator[str]:
 
 
 def a_save_while_the_active_one_is_killed(pair: Pair, kills: int, query: str = PLAIN) -> Iterator[str]:
-    """What is there afterwards is the old or the new, and the next save works."""
+    """Afterwards the old or the new checkpoint is there, and the next save works."""
     for k in range(kills):
         name = f"save-{k}-{query[-2:]}"
         save(name, 0)

@@ -1,4 +1,4 @@
-"""What has to hold on NFS, between two hosts that mount one export.
+"""The promises on NFS, between two hosts that mount one export.
 
 Runs in the machine of scripts/servers.d/nfs.py, for tests/storage/test_nfs.py and tests/nightly/nfs.py.
 A mount is a host: it has its own caches and its own connection to the server, whichever process uses it.

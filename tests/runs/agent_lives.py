@@ -53,7 +53,7 @@ def tiers_of(plan: Sequence[dict[str, Any]]) -> list[Tier]:
 
 
 def train(log: str, plan: list[dict[str, Any]], seed: int) -> None:
-    """Resume and save, and tell a log what became of it."""
+    """Resume and save, and write the outcomes into a log."""
     rng = random.Random(seed)
     with open(log, "a", buffering=1) as reported, Checkpointer(tiers=tiers_of(plan), options=_OPTIONS) as run:
         held = state()
@@ -153,7 +153,7 @@ class Lives:
         return found
 
     def _lose_some(self, there: list[set[int]]) -> list[set[int]]:
-        """Maybe lose the first tier, where another has some; return what is there afterwards."""
+        """Maybe lose the first tier, where another has some; return the files that are there afterwards."""
         if self._rng.random() > 0.2 or not any(there[1:]):
             return there
         shutil.rmtree(self._plan[0]["url"])
@@ -162,7 +162,7 @@ class Lives:
 
 
 def live(nursery: Nursery, seed: int, done: Counter[str]) -> None:
-    """Let the run of a seed live; what it has left on disk stays where it went wrong."""
+    """Let the run of a seed live; after a failure, its files stay on disk."""
     root = Path(tempfile.mkdtemp(prefix="reknit-lives-"))
     lives = Lives(nursery, root, seed)
     try:

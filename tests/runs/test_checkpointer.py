@@ -274,7 +274,7 @@ def test_agents_of_an_earlier_run_are_waited_for(tmp_path: Path) -> None:
 def test_whatever_agents_of_an_earlier_run_do_they_are_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They write, or have not read yet what they were given."""
+    """They write, or have not read their orders yet."""
     looks = [[AtWork(71, 0, f"{tmp_path}/7", 0.0)], [AtWork(71, 0, None, None)], []]
     monkeypatch.setattr(unfinished_saves, "at_work", lambda root: looks.pop(0))
     with Checkpointer(tmp_path) as run:

@@ -1,4 +1,4 @@
-"""Notices of cloud providers, told by servers that answer as their metadata services do."""
+"""Notices of cloud providers, from servers that answer as their metadata services do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run does beside its saves and loads is told as they are: where it resumed, what went and moved."""
+"""Events of a run beside its saves and loads: the resumed step, removed and moved steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def options(reported: list[Any], *more: str) -> SaveOptions:
 
 
 def ends(reported: list[Any], *actions: str) -> list[tuple[str, int | None, str, str]]:
-    """Return how actions ended, and what was said of it."""
+    """Return the outcomes of actions, and the log of them."""
     assert sinks.flush(60)
     return [
         (record.action, record.step, record.outcome, record.detail)
@@ -85,7 +85,7 @@ def test_a_step_that_moves_tells_that_it_is_due_what_it_took_and_where_it_is(
     tmp_path: Path, reported: list[Any]
 ) -> None:
     cool = Cool(tmp_path / "cold", after=latest(1))
-    for _ in range(2):  # what has moved is not told again
+    for _ in range(2):  # moved steps are not recorded again
         with Checkpointer(tmp_path / "hot", cool=cool, wait=True, options=options(reported)) as run:
             step = run.resume(state())
             run.save(step + 1, state())
@@ -157,7 +157,7 @@ def test_reports_list_what_the_run_did_apart_from_saves_and_loads(
     ]
     assert main(["report", place]) == 0
     out = capsys.readouterr().out
-    assert "what the run did beside saves and loads" in out
+    assert "the acts of the run beside saves and loads" in out
     assert "there is no checkpoint yet" in out
     assert main(["report", place, "--step", "1"]) == 0
     assert "there is no checkpoint yet" not in capsys.readouterr().out

@@ -84,7 +84,7 @@ def test_a_save_where_a_checkpoint_is_fails_on_all_ranks_unless_it_may_overwrite
     }
 
 
-# What can go wrong.
+# Possible faults.
 
 
 def test_the_death_of_a_rank_is_an_error_on_all_others() -> None:

@@ -1,4 +1,4 @@
-"""Each class of error that a NameNode or a gateway names becomes the error of ours that says what to do."""
+"""Each class of error that a NameNode or a gateway names becomes the error of ours with the remedy."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """New files are kept from DataNodes that failed, by a NameNode that goes on offering them.
 
-Faults come last: what the NameNode and the DataNodes make of them shows for a while.
+Faults come last: their effects on the NameNode and the DataNodes last for a while.
 """
 
 from __future__ import annotations

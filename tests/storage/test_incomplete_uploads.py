@@ -1,4 +1,4 @@
-"""Uploads that nobody finished are listed with what they hold, on real servers, and aborted."""
+"""Uploads that nobody finished are listed with their content, on real servers, and aborted."""
 
 from __future__ import annotations
 

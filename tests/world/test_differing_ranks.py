@@ -64,7 +64,7 @@ def assert_same(one: Any, other: Any) -> None:
 
 
 def each(size: int, call: Callable[[Group], Any]) -> list[Any]:
-    """Return what a call answers or raises on every rank."""
+    """Return the result or the error of a call on every rank."""
 
     def rank(group: Group) -> Any:
         try:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def saved(name: str, size: int, held: Held) -> list[str | None]:
-    """Save what each rank holds; return what each rank is told of an error."""
+    """Save the holdings of each rank; return the error of each rank."""
     ProcessMemory.clear(name)
 
     def rank(group: Group) -> str | None:
