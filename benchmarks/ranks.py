@@ -29,13 +29,13 @@ def launch(script: str, role: str, world: int, folder: str, timeout_s: float) ->
     common.update(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", LOCAL_WORLD_SIZE=str(world))
     command = [sys.executable, script, *sys.argv[1:], "--role", role, "--dir", folder]
     log = Path(folder, f"{role}.log")  # some contenders say much
-    with log.open("wb") as told:
+    with log.open("wb") as reported:
         ranks = [
             subprocess.Popen(
                 command,
                 env=dict(common, RANK=str(rank), LOCAL_RANK=str(rank)),
                 stdout=sys.stderr,
-                stderr=told,
+                stderr=reported,
             )
             for rank in range(world)
         ]

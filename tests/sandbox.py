@@ -76,7 +76,7 @@ def refuse(calls: dict[str, int]) -> None:
 
 
 def may_mount() -> bool:
-    """Tell whether this process could `hide` folders."""
+    """Return whether this process could `hide` folders."""
     return os.geteuid() == 0 and bool(_capabilities() >> _CAP_SYS_ADMIN & 1)
 
 

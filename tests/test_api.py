@@ -533,8 +533,8 @@ def test_every_phase_is_one_line_of_json(path: Path, tmp_path: Path) -> None:
     reknit.load(tmp_path / "x", target(), options=reknit.LoadOptions(events=events))
     assert reknit.sinks.flush(60)
     with open(events) as file:
-        told = [json.loads(line) for line in file]
-    records = [event for event in told if "phase" in event]
+        reported = [json.loads(line) for line in file]
+    records = [event for event in reported if "phase" in event]
     saving = [r["phase"] for r in records if r["action"] == "save"]
     loading = [r["phase"] for r in records if r["action"] == "load"]
     assert {"collect", "plan", "stage", "digest", "write", "commit"} <= set(saving)

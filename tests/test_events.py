@@ -98,14 +98,14 @@ def test_a_sink_of_the_trainer_hears_what_its_agent_does_and_files_hear_it_once(
     folder = f"{tmp_path}/events/"
     options = reknit.SaveOptions(events=(collected, folder))
     reknit.save(place.format(tmp_path), STATE, step=3, wait=False, options=options).result(LIMIT_S)
-    told = collected.phases()
-    assert {("write", "agent", "ok"), ("commit", "agent", "ok"), ("stage", "trainer", "ok")} <= set(told)
-    assert told[-1] == ("save", "trainer", "ok")
+    reported = collected.phases()
+    assert {("write", "agent", "ok"), ("commit", "agent", "ok"), ("stage", "trainer", "ok")} <= set(reported)
+    assert reported[-1] == ("save", "trainer", "ok")
     by_agent = [r for r in collected.operations() if r.process == "agent" and r.operation == "write"]
     assert sum(record.nbytes for record in by_agent) > 4 << 20
     (operation,), num_invalid, num_dropped, _ = read_operations([folder])
     assert (num_invalid, num_dropped) == (0, 0)
-    assert sorted(told) == sorted((e.phase, e.process, e.outcome) for e in operation.events)
+    assert sorted(reported) == sorted((e.phase, e.process, e.outcome) for e in operation.events)
     assert operation.storage["write", by_agent[0].store].count == len(by_agent)
     assert reknit.close(LIMIT_S)
 
@@ -149,11 +149,11 @@ def test_a_save_that_fails_before_its_agent_hears_of_it_says_so_in_the_end(
 def test_no_save_waits_for_a_sink_that_hangs_and_none_minds_one_that_fails(
     wait: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    free, told = threading.Event(), list[Record]()
+    free, reported = threading.Event(), list[Record]()
 
     def hangs(record: Record) -> None:
         assert free.wait(LIMIT_S)
-        told.append(record)
+        reported.append(record)
 
     def fails(record: Record) -> None:
         raise OSError("no space left")
@@ -165,11 +165,11 @@ def test_no_save_waits_for_a_sink_that_hangs_and_none_minds_one_that_fails(
         reknit.load(tmp_path / f"{number}", target)
         assert np.array_equal(target["model"]["w"], STATE["model"]["w"])
     wait_until(lambda: caplog.text.count("no space left") == 1, LIMIT_S)
-    assert not told
+    assert not reported
     assert not reknit.sinks.flush(0.01)
     free.set()
-    wait_until(lambda: sum(isinstance(r, PhaseRecord) and r.phase == "save" for r in told) == 3, LIMIT_S)
-    assert not any(isinstance(record, DroppedRecord) for record in told)
+    wait_until(lambda: sum(isinstance(r, PhaseRecord) and r.phase == "save" for r in reported) == 3, LIMIT_S)
+    assert not any(isinstance(record, DroppedRecord) for record in reported)
     assert reknit.close(LIMIT_S)
 
 
@@ -226,8 +226,8 @@ def test_reports_put_the_clocks_of_hosts_in_step_with_that_of_rank_0(tmp_path: P
     assert len(starts) == 9
     assert max(starts) - min(starts) < far_s / 2
     assert abs(max(starts) - time.time()) < far_s / 2, "it is rank 0's clock"
-    told = [json.loads(line) for line in (tmp_path / "2.jsonl").read_text().splitlines()]
-    behind = {event["phase"]: event["behind_s"] for event in told if "phase" in event}
+    reported = [json.loads(line) for line in (tmp_path / "2.jsonl").read_text().splitlines()]
+    behind = {event["phase"]: event["behind_s"] for event in reported if "phase" in event}
     assert behind["collect"] is None, "before the first round nobody knows"
     assert abs(behind["save"] - 2 * far_s) < far_s / 2
 

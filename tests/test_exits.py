@@ -51,11 +51,11 @@ def test_a_script_does_at_its_end_what_was_asked_for_last_first() -> None:
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_so_does_a_process_of_multiprocessing(tmp_path: Path, method: str) -> None:
     context: Any = multiprocessing.get_context(method)
-    process = context.Process(target=end, args=(tmp_path / "told",))
+    process = context.Process(target=end, args=(tmp_path / "reported",))
     process.start()
     process.join(60)
     assert process.exitcode == 0
-    assert (tmp_path / "told").read_text() == "caz"
+    assert (tmp_path / "reported").read_text() == "caz"
 
 
 def test_a_process_that_was_forked_leaves_to_its_parent_what_that_asked_for(tmp_path: Path) -> None:
@@ -63,14 +63,14 @@ def test_a_process_that_was_forked_leaves_to_its_parent_what_that_asked_for(tmp_
 import multiprocessing, os
 from pathlib import Path
 from reknit.system import AtExit
-AtExit(lambda: Path({str(tmp_path / "told")!r}).open("a").write(f"{{os.getpid()}} "))
+AtExit(lambda: Path({str(tmp_path / "reported")!r}).open("a").write(f"{{os.getpid()}} "))
 process = multiprocessing.get_context("fork").Process(target=print, args=("child",))
 process.start()
 process.join()
 print(os.getpid())
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert (tmp_path / "told").read_text().split() == [done.stdout.split()[-1]]
+    assert (tmp_path / "reported").read_text().split() == [done.stdout.split()[-1]]
 
 
 def last_round(rank: int, size: int, folder: Path) -> None:

@@ -623,10 +623,10 @@ def test_a_file_without_bytes_is_in_the_share_of_one_rank(tmp_path: Path) -> Non
     files = (empty[0], *checkpoint.manifest.files, empty[1])
     checkpoint.manifest = replace(checkpoint.manifest, files=files)
     for size in (1, 2, 5):
-        told = [
+        reported = [
             line for rank in range(size) for line in check_all(checkpoint, rank, size, reknit.LoadOptions())
         ]
-        assert sorted(told) == ["a/first is missing", "a/last is missing"]
+        assert sorted(reported) == ["a/first is missing", "a/last is missing"]
 
 
 @pytest.mark.parametrize("size", [1, 3])

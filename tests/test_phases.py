@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def told(events: Path) -> list[dict[str, Any]]:
+def reported(events: Path) -> list[dict[str, Any]]:
     """Return all events, in order."""
     assert reknit.sinks.flush(60)
     return [json.loads(line) for line in events.read_text().splitlines()]
@@ -29,7 +29,7 @@ def test_a_phase_is_recorded_with_all_that_one_of_a_save_has(tmp_path: Path) -> 
     events = tmp_path / "events.jsonl"
     with reknit.phase("tokenise", step=4, nbytes=100, events=str(events)) as running:
         running.nbytes += 11
-    (record,) = told(events)
+    (record,) = reported(events)
     assert record.pop("started") <= record.pop("ended")
     assert record.pop("seconds") >= 0
     record.pop("behind_s")  # what the last round in this process said, if there was one
@@ -55,9 +55,9 @@ def test_phases_inside_go_where_the_one_around_them_goes_unless_they_say_otherwi
             pass
         with reknit.phase("upload", events=str(aside)):
             pass
-    shown = [(record["phase"], record["step"], record["rank"]) for record in told(outside)]
+    shown = [(record["phase"], record["step"], record["rank"]) for record in reported(outside)]
     assert shown == [("sample", 8, 3), ("generate", 7, 3), ("evaluate", 7, 3)]
-    assert [(record["phase"], record["step"]) for record in told(aside)] == [("upload", 7)]
+    assert [(record["phase"], record["step"]) for record in reported(aside)] == [("upload", 7)]
 
 
 def test_a_phase_of_another_thread_is_not_inside(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_phase_of_another_thread_is_not_inside(tmp_path: Path) -> None:
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-    assert [record["phase"] for record in told(events)] == ["here"]
+    assert [record["phase"] for record in reported(events)] == ["here"]
 
 
 @pytest.mark.parametrize("raised", [KeyError, MemoryError, KeyboardInterrupt, reknit.UsageError])
@@ -83,10 +83,10 @@ def test_an_exception_is_the_outcome_and_passes_as_it_is(
         raise error
     assert caught.value is error
     assert getattr(error, "phase", None) is None
-    assert told(events)[0]["outcome"] == type(error).__name__
+    assert reported(events)[0]["outcome"] == type(error).__name__
     with reknit.phase("after"):
         pass
-    assert len(told(events)) == 1, "the phase that failed is not around what comes later"
+    assert len(reported(events)) == 1, "the phase that failed is not around what comes later"
 
 
 def test_a_function_is_a_phase_at_each_call_also_within_itself(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_function_is_a_phase_at_each_call_also_within_itself(tmp_path: Path) -
         return number and 1 + countdown(number - 1)
 
     assert [countdown(2), countdown(0)] == [2, 0]
-    assert [record["phase"] for record in told(events)] == ["countdown"] * 4
+    assert [record["phase"] for record in reported(events)] == ["countdown"] * 4
 
 
 def evaluate(folder: str) -> None:

@@ -35,7 +35,7 @@ FOREIGN = {
 
 
 def is_private(name: str) -> bool:
-    """Tell whether a name is for its own module only."""
+    """Return whether a name is for its own module only."""
     return name.startswith("_") and not name.startswith("__") and name not in PUBLIC | FOREIGN
 
 
@@ -87,12 +87,12 @@ def place_of(module: Path) -> str | None:
 
 def test_tests_see_no_private_names() -> None:
     private = private_names(SOURCES)
-    told = [
+    reported = [
         f"{path.relative_to(TESTS)}:{use}"
         for path in sorted(TESTS.rglob("*.py"))
         for use in looks_inside(path.read_text(), private)
     ]
-    assert told == []
+    assert reported == []
 
 
 def test_each_module_has_a_place_where_its_tests_are() -> None:

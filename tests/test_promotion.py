@@ -125,11 +125,16 @@ def test_a_checkpoint_is_in_both_stores_and_the_report_says_so(tmp_path: Path, w
     a, b = tmp_path / "a", tmp_path / "b"
     pending = save(a, b, wait=wait, step=4)
     report = pending.result(LIMIT_S)
-    told = pending.promoted(LIMIT_S)
-    assert (told.path, told.source, told.step, told.write_id) == (str(b), str(a), 4, report.write_id)
-    assert (told.nbytes, told.num_files) == (report.total_nbytes, report.num_files + 1)
-    assert {"claim", "promoted"} <= {record.phase for record in told.phases}
-    assert {record.action for record in told.phases} == {"promote"}
+    reported = pending.promoted(LIMIT_S)
+    assert (reported.path, reported.source, reported.step, reported.write_id) == (
+        str(b),
+        str(a),
+        4,
+        report.write_id,
+    )
+    assert (reported.nbytes, reported.num_files) == (report.total_nbytes, report.num_files + 1)
+    assert {"claim", "promoted"} <= {record.phase for record in reported.phases}
+    assert {record.action for record in reported.phases} == {"promote"}
     assert names(a) == names(b)
     assert all((a / name).read_bytes() == (b / name).read_bytes() for name in names(a))
     assert value_at(b) == 1
@@ -147,10 +152,10 @@ def test_stores_that_only_this_process_has_are_promoted_by_its_threads(tmp_path:
 
 
 def test_a_state_of_values_alone_is_promoted_too(tmp_path: Path) -> None:
-    told = reknit.save(
+    reported = reknit.save(
         tmp_path / "a", {"extra": {"epoch": 3}}, wait=False, options=options(tmp_path / "b")
     ).promoted(LIMIT_S)
-    assert told.num_files == 2
+    assert reported.num_files == 2
     target = {"extra": {"epoch": 0}}
     reknit.load(tmp_path / "b", target)
     assert target == {"extra": {"epoch": 3}}
@@ -168,8 +173,8 @@ def test_events_of_a_promotion_go_where_those_of_the_save_go(tmp_path: Path, wai
     events = tmp_path / "events.jsonl"
     save(tmp_path / "a", tmp_path / "b", wait=wait, events=str(events)).promoted(LIMIT_S)
     assert reknit.sinks.flush(LIMIT_S)
-    told = [json.loads(line) for line in events.read_text().splitlines()]
-    of_target = [each for each in told if each["action"] == "promote" and each["path"] == f"{tmp_path}/b"]
+    reported = [json.loads(line) for line in events.read_text().splitlines()]
+    of_target = [each for each in reported if each["action"] == "promote" and each["path"] == f"{tmp_path}/b"]
     assert any("phase" in each for each in of_target)
     assert {"create", "write", "commit"} <= {each.get("operation") for each in of_target}
 
@@ -236,9 +241,9 @@ def test_a_failure_that_nobody_asked_for_is_raised_by_the_next_save(
     pending.result()  # that of the save alone
     with pytest.raises(reknit.errors.StorageFullError):
         save(tmp_path / "c", None, wait=False)
-    (told,) = [record for record in caplog.records if "promotion of" in record.message]
-    assert told.levelno == logging.ERROR
-    assert str(tmp_path / "b") in told.message
+    (reported,) = [record for record in caplog.records if "promotion of" in record.message]
+    assert reported.levelno == logging.ERROR
+    assert str(tmp_path / "b") in reported.message
     assert reknit.close(LIMIT_S)  # that save goes on
     assert value_at(tmp_path / "c") == 1
 
@@ -320,16 +325,16 @@ def test_a_store_that_one_rank_cannot_open_fails_the_promotion_on_all_at_once(tm
 
     def rank(group: Group) -> list[str]:
         Strikes.opening = in_thread("reknit-agent-promote", strike)
-        told = []
+        reported = []
         for step in range(2):
             pending = save(f"striking://a{step}", f"striking://b{step}", group=group)
             pending.result(LIMIT_S)
             try:
                 pending.promoted(LIMIT_S / 2)
-                told.append("promoted")
+                reported.append("promoted")
             except reknit.ReknitError as error:
-                told.append(f"{type(error).__name__} {error.message}")
-        return told
+                reported.append(f"{type(error).__name__} {error.message}")
+        return reported
 
     expected = ["ReknitError ZeroDivisionError: struck", "promoted"]
     assert run_ranks(2, rank) == [expected, expected]
@@ -357,14 +362,14 @@ def test_where_agents_cannot_meet_once_more_promotions_fail_and_saves_do_not(
     monkeypatch.setattr(lanes, "side_group", strike)
 
     def rank(group: Group) -> list[int | None]:
-        told = []
+        reported = []
         for step in range(2):
             pending = save(f"striking://a{step}", f"striking://b{step}", group=group)
             pending.result(LIMIT_S)
             with pytest.raises(reknit.ReknitError, match="no more ports") as raised:
                 pending.promoted(LIMIT_S)
-            told.append(raised.value.rank)
-        return told
+            reported.append(raised.value.rank)
+        return reported
 
     assert run_ranks(2, rank) == [[0, 0], [1, 1]]
     assert sorted(asked) == [0, 1], "who tried again alone would be out of step with the others' saves"
@@ -373,7 +378,7 @@ def test_where_agents_cannot_meet_once_more_promotions_fail_and_saves_do_not(
 def test_several_ranks_promote_together_in_the_background(tmp_path: Path) -> None:
     def rank(group: Group) -> int:
         held = {"model": {f"w{group.rank}": np.full(5, group.rank)}, "extra": {"epoch": 1}}
-        told = 0
+        reported = 0
         for step in range(3):
             pending = reknit.save(
                 f"striking://a{step}",
@@ -382,8 +387,8 @@ def test_several_ranks_promote_together_in_the_background(tmp_path: Path) -> Non
                 group=group,
                 options=options([tmp_path / "b" / str(step), tmp_path / "c" / str(step)]),
             )
-            told += pending.promoted(LIMIT_S).num_files
-        return told
+            reported += pending.promoted(LIMIT_S).num_files
+        return reported
 
     assert sum(run_ranks(3, rank)) == 2 * 3 * 5
     for step in range(3):

@@ -51,8 +51,8 @@ def save(path: Path, *to: object, wait: bool = False, **more: Any) -> reknit.Pen
 def test_a_checkpoint_gets_to_each_place_and_the_report_is_of_the_last(tmp_path: Path, wait: bool) -> None:
     places = [tmp_path / "b", PromotionTarget(tmp_path / "c", 1e9)]
     pending = save(tmp_path / "a", *places, wait=wait)
-    report, told = pending.result(LIMIT_S), pending.promoted(LIMIT_S)
-    assert (told.path, told.nbytes) == (str(tmp_path / "c"), 2 * report.total_nbytes)
+    report, reported = pending.result(LIMIT_S), pending.promoted(LIMIT_S)
+    assert (reported.path, reported.nbytes) == (str(tmp_path / "c"), 2 * report.total_nbytes)
     for name in "bc":
         assert reknit.verify(tmp_path / name, "data").ok
 

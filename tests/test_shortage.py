@@ -68,12 +68,12 @@ SAID: list[tuple[Exception, str]] = [
 
 @pytest.mark.parametrize(("error", "meant"), SAID, ids=lambda value: repr(value)[:40])
 def test_what_says_that_there_is_too_little_is_a_shortage(error: Exception, meant: str) -> None:
-    told = typed(error)
-    assert type(told) is ShortageError
-    assert meant in told.message
-    assert str(error) in told.message
-    assert told.remedy
-    assert type(from_wire(told.to_wire())) is ShortageError
+    reported = typed(error)
+    assert type(reported) is ShortageError
+    assert meant in reported.message
+    assert str(error) in reported.message
+    assert reported.remedy
+    assert type(from_wire(reported.to_wire())) is ShortageError
 
 
 @pytest.mark.parametrize(

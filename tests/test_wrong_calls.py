@@ -290,8 +290,8 @@ def test_what_the_system_refuses_is_told_once_with_what_can_be_done(
     monkeypatch.setattr(os, "posix_fallocate", refused)
     with pytest.raises(reknit.StorageError, match=r"ulimit -f.*max_file_nbytes") as caught:
         reknit.save(tmp_path / "x", {"model": {"w": np.zeros(1 << 18)}})
-    told = "".join(traceback.format_exception(caught.value))
-    assert told.count("File too large") == 1
+    reported = "".join(traceback.format_exception(caught.value))
+    assert reported.count("File too large") == 1
     assert not (tmp_path / "x" / "manifest.json").exists()
 
 
@@ -319,10 +319,10 @@ def test_what_fails_in_one_process_is_told_once_and_shortly(path: Path, wrong: s
     }
     with pytest.raises(reknit.ReknitError) as caught:
         failing[wrong]()
-    told = "".join(traceback.format_exception(caught.value))
-    assert told.count(caught.value.message) == 1
-    assert "direct cause" not in told
-    assert told.count("\n  File ") < 12
+    reported = "".join(traceback.format_exception(caught.value))
+    assert reported.count(caught.value.message) == 1
+    assert "direct cause" not in reported
+    assert reported.count("\n  File ") < 12
 
 
 # Options that mean nothing in a call.
@@ -350,9 +350,9 @@ def test_every_rank_hears_of_the_wrong_options_of_one(tmp_path: Path) -> None:
             lambda: reknit.load(tmp_path / "x", STATE, options=wrong, group=group),
         ]
         for call in calls:
-            with pytest.raises(reknit.UsageError, match="options is a reknit") as told:
+            with pytest.raises(reknit.UsageError, match="options is a reknit") as reported:
                 call()
-            assert told.value.rank == 1
+            assert reported.value.rank == 1
 
     run_ranks(2, act)
     reknit.close()

@@ -20,7 +20,7 @@ class UnderWay(Protocol):
         """Return when the state may be changed."""
 
     def done(self) -> bool:
-        """Tell whether the save has ended."""
+        """Return whether the save has ended."""
 
     def result(self) -> Any:
         """Return when the checkpoint exists, or raise what made it fail."""

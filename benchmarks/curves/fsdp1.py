@@ -49,9 +49,9 @@ def lines(folder: Path, build: Build, first: int, second: int) -> dict[str, list
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        told = folder / f"{name}.json"
-        torch.multiprocessing.spawn(rank, ((world, port), build, begin, (str(folder), str(told))), world)  # type: ignore[attr-defined,no-untyped-call]
-        found[name] = json.loads(told.read_text())
+        reported = folder / f"{name}.json"
+        torch.multiprocessing.spawn(rank, ((world, port), build, begin, (str(folder), str(reported))), world)  # type: ignore[attr-defined,no-untyped-call]
+        found[name] = json.loads(reported.read_text())
     return found
 
 

@@ -34,17 +34,17 @@ def curves(folder: Path) -> dict[str, dict[str, list[float]]]:
         ("same layout", 2, SAVED_AT),
         ("resumed", 4, SAVED_AT),
     ):
-        told = folder / f"{name}.json"
+        reported = folder / f"{name}.json"
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         }
-        arguments = [str(folder / "checkpoint"), str(told), str(begin)]
+        arguments = [str(folder / "checkpoint"), str(reported), str(begin)]
         # A process of its own: the number of devices is settled when JAX starts.
         subprocess.run(
             [sys.executable, "-m", "benchmarks.curves.jax", *arguments], env=environment, check=True
         )
-        found[name] = json.loads(told.read_text())
+        found[name] = json.loads(reported.read_text())
     return {"2 to 4 devices": found}
 
 

@@ -49,14 +49,14 @@ def apart(whole: list[float], resumed: list[float]) -> float:
 
 
 def rows(framework: str, curves: Curves) -> list[Row]:
-    told: list[Row] = []
+    reported: list[Row] = []
     for scenario, lines in curves.items():
         name = f"{framework} {scenario}"
         whole = lines["uninterrupted"]
-        told.append((f"{name}: same layout", apart(whole, lines["same layout"]), "<=", 0.0))
-        told.append((f"{name}: resharded", apart(whole, lines["resumed"]), "<=", TOLERANCE))
-        told.append((f"{name}: last loss / first", whole[-1] / whole[0], "<=", 0.95))
-    return told
+        reported.append((f"{name}: same layout", apart(whole, lines["same layout"]), "<=", 0.0))
+        reported.append((f"{name}: resharded", apart(whole, lines["resumed"]), "<=", TOLERANCE))
+        reported.append((f"{name}: last loss / first", whole[-1] / whole[0], "<=", 0.95))
+    return reported
 
 
 def draw(every: dict[str, Curves], path: Path) -> None:
@@ -99,11 +99,11 @@ def main() -> None:
     every = {framework: trained(framework, wanted.timeout) for framework in wanted.frameworks}
     judgements = judged([row for framework, curves in every.items() for row in rows(framework, curves)])
     tell(judgements)
-    told: dict[str, Any] = {"curves": every, "aims": judgements}
-    print(json.dumps(told))
+    reported: dict[str, Any] = {"curves": every, "aims": judgements}
+    print(json.dumps(reported))
     if wanted.plot:
         RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "curves.json").write_text(json.dumps(told, indent=1) + "\n")
+        (RESULTS / "curves.json").write_text(json.dumps(reported, indent=1) + "\n")
         draw(every, RESULTS / "curves.png")
 
 

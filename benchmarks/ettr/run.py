@@ -111,13 +111,13 @@ def main() -> int:
     if args.json:
         print(json.dumps(found, indent=1))
     else:
-        told(found)
+        reported(found)
     if args.plot:
         plot(found, args.restart)
     return 0
 
 
-def told(found: dict[str, Any]) -> None:
+def reported(found: dict[str, Any]) -> None:
     kinds = list(next(iter(found.values()))["ettr"])
     print(f"{'ETTR':19s} " + " ".join(f"{kind:>13s}" for kind in kinds) + "   best interval, formula")
     for name, row in found.items():

@@ -51,17 +51,17 @@ def records(number: int) -> list[Record]:
     return found
 
 
-def rate(sink: Sink, told: list[Record]) -> dict[str, float]:
+def rate(sink: Sink, reported: list[Record]) -> dict[str, float]:
     """Return how many events a second go through a ring into a sink, and what `put` costs the caller."""
-    outlet = Outlet(sink, "sink", capacity=len(told))
+    outlet = Outlet(sink, "sink", capacity=len(reported))
     begin = time.perf_counter()
-    for record in told:
+    for record in reported:
         outlet.put(record)
     put_s = time.perf_counter() - begin
     while not outlet.flush(600):
         time.sleep(0.01)
     whole_s = time.perf_counter() - begin
-    return {"events_per_s": round(len(told) / whole_s), "put_us": round(put_s / len(told) * 1e6, 2)}
+    return {"events_per_s": round(len(reported) / whole_s), "put_us": round(put_s / len(reported) * 1e6, 2)}
 
 
 def overhead(folder: Path, nbytes: int, repeat: int) -> dict[str, Any]:
@@ -120,14 +120,14 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=100)
     parser.add_argument("--repeat", type=int, default=15)
     args = parser.parse_args()
-    told = records(args.events)
+    reported = records(args.events)
     with tempfile.TemporaryDirectory() as folder:
         answer: dict[str, Any] = {
-            "DuckDB": rate(sinks.DuckDB(f"{folder}/events.duckdb"), told),
-            "JsonLines": rate(sinks.JsonLines(f"{folder}/events.jsonl"), told),
-            "Prometheus": rate(sinks.Prometheus(CollectorRegistry()), told),
-            "OpenTelemetry, no SDK": rate(sinks.OpenTelemetry(), told),
-            "Alerts": rate(Alerts(), told),
+            "DuckDB": rate(sinks.DuckDB(f"{folder}/events.duckdb"), reported),
+            "JsonLines": rate(sinks.JsonLines(f"{folder}/events.jsonl"), reported),
+            "Prometheus": rate(sinks.Prometheus(CollectorRegistry()), reported),
+            "OpenTelemetry, no SDK": rate(sinks.OpenTelemetry(), reported),
+            "Alerts": rate(Alerts(), reported),
             f"save of {args.mb} MB": overhead(Path(folder), args.mb * 1_000_000, args.repeat),
         }
     print(json.dumps(answer, indent=2))

@@ -174,8 +174,8 @@ def main() -> None:
         result = launch(__file__, "irregular", 2, folder, chosen.timeout_s)
     judgements = judged(rows(result))
     tell(judgements)
-    told = {"parameters": chosen.parameters, "states": STATES, "width": chosen.width, "flat": chosen.flat}
-    print(json.dumps({**told, **result, "aims": judgements}, indent=2))
+    reported = {"parameters": chosen.parameters, "states": STATES, "width": chosen.width, "flat": chosen.flat}
+    print(json.dumps({**reported, **result, "aims": judgements}, indent=2))
 
 
 if __name__ == "__main__":

@@ -183,15 +183,15 @@ AIMS = (
 
 def rows(result: Mapping[str, Any]) -> Iterator[Row]:
     """Yield every aim of the parts that were measured, once per name that `EACH` stands for."""
-    told: set[str] = set()
+    reported: set[str] = set()
     for aim in AIMS:
         if aim.over[0] not in result:
             continue
         for names in _names(result, aim.over):
             what = aim.what.format(*names)
-            if what in told:  # an aim for one name comes before the information about all
+            if what in reported:  # an aim for one name comes before the information about all
                 continue
-            told.add(what)
+            reported.add(what)
             over, under = (_value(result, path, names) for path in (aim.over, aim.under))
             yield what, ratio(over, under), aim.sign, aim.aim
 

@@ -205,7 +205,7 @@ def raw_reads(bench: LoadBench, folder: str, quick: bool) -> dict[str, float]:
 
 
 def _takes_direct(bench: LoadBench, paths: Sequence[str]) -> bool:
-    """Tell whether the file system has O_DIRECT, on all ranks."""
+    """Return whether the file system has O_DIRECT, on all ranks."""
     refused = 0.0
     for path in paths[:1]:
         try:

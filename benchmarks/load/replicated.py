@@ -84,10 +84,10 @@ def _load(
     # What a throttle makes of a load is the same every time.
     repeat = None if storage == "disk" else 1
     seconds = bench.timed(f"{storage}, share={share}", load, before, repeat)
-    read, told = bench.total(meter().data_nbytes, reports[0].nbytes_read)
+    read, reported = bench.total(meter().data_nbytes, reports[0].nbytes_read)
     return {
         "s": seconds,
         "read_nbytes": read,
-        "reported_nbytes": told,
+        "reported_nbytes": reported,
         "phases_rank0_s": phases(reports[0]),
     }

@@ -211,14 +211,14 @@ def _counted(bench: LoadBench, path: str, target: Target, options: reknit.LoadOp
     before = io_counts()
     bench.together(load)
     by_calls, fetched = (b - a for a, b in zip(before, io_counts(), strict=True))
-    told = getattr(reports[-1], "nbytes_read", 0) or 0
-    data, other, told, by_calls, fetched = bench.total(
-        meter().data_nbytes, meter().other_nbytes, told, by_calls, fetched
+    reported = getattr(reports[-1], "nbytes_read", 0) or 0
+    data, other, reported, by_calls, fetched = bench.total(
+        meter().data_nbytes, meter().other_nbytes, reported, by_calls, fetched
     )
     return {
         "read_nbytes": data,
         "read_of_other_files_nbytes": other,
-        "reported_nbytes": told,
+        "reported_nbytes": reported,
         "read_by_calls_nbytes": by_calls,
         "fetched_from_disk_nbytes": fetched,
     }

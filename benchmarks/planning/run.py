@@ -49,10 +49,10 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 def measure(job: Job, folder: str, workers: int) -> dict[str, Any]:
     """Return what one job's planning costs."""
-    told = climb(job, silent=job.ranks <= SILENT_UP_TO, workers=workers)
+    reported = climb(job, silent=job.ranks <= SILENT_UP_TO, workers=workers)
     path = Path(folder, "at_root.msgpack")
     path.write_bytes(
-        msgspec.msgpack.encode([told.claims.at_root, told.receipts.at_root, told.silent.at_root])
+        msgspec.msgpack.encode([reported.claims.at_root, reported.receipts.at_root, reported.silent.at_root])
     )
     root = Path(__file__).with_name("root.py")
     done = subprocess.run([sys.executable, str(root), str(path)], capture_output=True, text=True, check=False)
@@ -61,14 +61,14 @@ def measure(job: Job, folder: str, workers: int) -> dict[str, Any]:
     measured = json.loads(done.stdout)
     return {
         "ranks": job.ranks,
-        "chunks": told.num_chunks,
+        "chunks": reported.num_chunks,
         "plan_per_rank_s": {
-            "median": round(statistics.median(told.plan_s), 4),
-            "most": round(max(told.plan_s), 4),
+            "median": round(statistics.median(reported.plan_s), 4),
+            "most": round(max(reported.plan_s), 4),
         },
-        "tell_per_rank_median_s": round(statistics.median(told.tell_s), 4),
-        "claims": told.claims.told(),
-        "receipts": told.receipts.told(),
+        "tell_per_rank_median_s": round(statistics.median(reported.tell_s), 4),
+        "claims": reported.claims.reported(),
+        "receipts": reported.receipts.reported(),
         "root_s": measured["first"]["planning_and_index_s"],
         "index_nbytes": measured["first"]["index_nbytes"],
         **measured,
@@ -89,26 +89,28 @@ def jobs(args: argparse.Namespace) -> dict[str, tuple[Job, bool]]:
 def rows(result: dict[str, Any]) -> list[Row]:
     """Return what was measured with its aims."""
     found = result["jobs"]
-    told: list[Row] = []
+    reported: list[Row] = []
     aims = {"fsdp2 1024 x 500": 0.5, "fsdp2 1024 x 500 x 4": 1.0, "megatron 8960": 1.0}
     for name, row in found.items():
-        told.append((f"{name}: root, s of CPU", round(row["root_s"], 3), "<=", aims.get(name)))
+        reported.append((f"{name}: root, s of CPU", round(row["root_s"], 3), "<=", aims.get(name)))
         if "dcp_global_plan_s" in row:
-            told.append((f"{name}: DCP / reknit", ratio(row["dcp_global_plan_s"], row["root_s"]), ">=", None))
+            reported.append(
+                (f"{name}: DCP / reknit", ratio(row["dcp_global_plan_s"], row["root_s"]), ">=", None)
+            )
         if name in aims:
-            told.append((f"{name}: index, MiB", round(row["index_nbytes"] / MIB, 3), "<=", 2.0))
+            reported.append((f"{name}: index, MiB", round(row["index_nbytes"] / MIB, 3), "<=", 2.0))
         if name in IN_ALL:
             first, again, most_kib = IN_ALL[name]
             manifest_kib = round(row["first"]["manifest_nbytes"] / 1024, 1)
-            told.append((f"{name}: root in all, s of CPU", round(row["first"]["all_s"], 3), "<=", first))
-            told.append((f"{name}: manifest, KiB", manifest_kib, "<=", most_kib))
+            reported.append((f"{name}: root in all, s of CPU", round(row["first"]["all_s"], 3), "<=", first))
+            reported.append((f"{name}: manifest, KiB", manifest_kib, "<=", most_kib))
             if "same_plans" in row:
                 repeat = round(row["same_plans"]["all_s"], 3)
-                told.append((f"{name}: the same again, s of CPU", repeat, "<=", again))
+                reported.append((f"{name}: the same again, s of CPU", repeat, "<=", again))
         if name.startswith("megatron"):
-            told.append((f"{name}: a rank's plan, s", row["plan_per_rank_s"]["median"], "<=", 0.05))
-    told.append(("growth: k of (n log n)^k", result["growth"]["exponent"], "<=", 1.0))
-    return told
+            reported.append((f"{name}: a rank's plan, s", row["plan_per_rank_s"]["median"], "<=", 0.05))
+    reported.append(("growth: k of (n log n)^k", result["growth"]["exponent"], "<=", 1.0))
+    return reported
 
 
 def arguments() -> argparse.Namespace:

@@ -75,7 +75,7 @@ def rank_of(job: Job, rank: int, *, silent: bool) -> Rank:
         storage=SimpleNamespace(url="file:///job/step"),
     )
     telling = time.process_time()
-    told = receipt(
+    reported = receipt(
         where, holdings.items, written, plan=digest, columns=plan.columns, places=own, copies=EQUAL
     )
     tell_s = time.process_time() - telling
@@ -85,7 +85,7 @@ def rank_of(job: Job, rank: int, *, silent: bool) -> Rank:
         else b""
     )
     claimed = claims(rank, round_messages.RankClaims(WRITE_ID, 1, digest, _NO_SHARDS, _SHARED))
-    return Rank(claimed, told, again, planned - begin, tell_s, len(plan.columns.tensor) // 8)
+    return Rank(claimed, reported, again, planned - begin, tell_s, len(plan.columns.tensor) // 8)
 
 
 def _some(job: Job, silent: bool, ranks: range) -> list[Rank]:
@@ -135,7 +135,7 @@ class Climb:
         self.at_root = parts
         self.nbytes += sum(map(len, parts[1:]))
 
-    def told(self) -> dict[str, Any]:
+    def reported(self) -> dict[str, Any]:
         """Return what it took, in bytes and seconds."""
         into_root = sum(map(len, self.at_root[1:]))
         return {
@@ -162,13 +162,13 @@ def climb(job: Job, *, silent: bool, workers: int = 1) -> Told:
     """Let every rank plan, and bring what they tell to the root; `silent`: also for a second save."""
     topology = Topology([rank // PER_HOST for rank in range(job.ranks)], FAN_OUT)
     rounds = (Climb(merge_claims), Climb(merge_receipts), Climb(merge_receipts if silent else b"".join))
-    told = Told(*rounds, [], [], 0)
+    reported = Told(*rounds, [], [], 0)
     waiting: dict[int, list[bytes]] = {}
     everyone = _ranks(job, silent, workers)
     for number, rank in zip(range(job.ranks - 1, -1, -1), everyone, strict=True):  # children come first
-        told.plan_s.append(rank.plan_s)
-        told.tell_s.append(rank.tell_s)
-        told.num_chunks += rank.num_chunks
+        reported.plan_s.append(rank.plan_s)
+        reported.tell_s.append(rank.tell_s)
+        reported.num_chunks += rank.num_chunks
         below = [waiting.pop(child) for child in topology.children(number)]
         own = (rank.claims, rank.receipt, rank.silent)
         parts = [[mine, *(child[k] for child in below)] for k, mine in enumerate(own)]
@@ -177,4 +177,4 @@ def climb(job: Job, *, silent: bool, workers: int = 1) -> Told:
         else:
             for one, mine in zip(rounds, parts, strict=True):
                 one.end(mine)
-    return told
+    return reported

@@ -84,7 +84,7 @@ def main() -> int:
 
 def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure all places, and what the machine can do at most."""
-    told: dict[str, Any] = {
+    reported: dict[str, Any] = {
         "machine": machine(),
         "load average before": os.getloadavg()[0],
         "mib": arguments.mib,
@@ -95,16 +95,16 @@ def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
     assert at is not None
     wait_until_idle(arguments.idle, arguments.wait)
     try:
-        told["limits MB/s"] = limits(Path(at), arguments.mib * MIB, arguments.threads, arguments.repeat)
+        reported["limits MB/s"] = limits(Path(at), arguments.mib * MIB, arguments.threads, arguments.repeat)
     finally:
         clear("local", at)
-    told["rows"] = []
+    reported["rows"] = []
     for place in arguments.only:
         if (url := folder(place)) is None:
             print(f"{place}: not measured, scripts/servers up {place}", file=sys.stderr)
             continue
-        told["rows"] += compare(place, url, arguments)
-    return told
+        reported["rows"] += compare(place, url, arguments)
+    return reported
 
 
 def compare(place: str, url: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -140,12 +140,14 @@ def compare(place: str, url: str, arguments: argparse.Namespace) -> list[dict[st
 def drawn(result: dict[str, Any]) -> str:
     """Return a table for people."""
     about = result["machine"]
-    told = ", ".join(f"{name} {value}" for name, value in about.items() if name not in ("processor", "cores"))
+    reported = ", ".join(
+        f"{name} {value}" for name, value in about.items() if name not in ("processor", "cores")
+    )
     most = ", ".join(f"{name} {value:.0f}" for name, value in result["limits MB/s"].items())
     return "\n".join(
         (
             f"one file of {result['mib']} MiB, {result['threads']} threads, medians of {result['repeat']}",
-            f"{about['processor']}, {about['cores']} cores, {told}",
+            f"{about['processor']}, {about['cores']} cores, {reported}",
             f"at most, MB/s: {most}",
             f"load average before: {result['load average before']:.1f}",
             "",

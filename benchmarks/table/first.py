@@ -174,10 +174,12 @@ def _proportional() -> int:
     for each in (here, *here.children(recursive=True)):
         try:
             with open(f"/proc/{each.pid}/smaps_rollup") as lines:
-                told = dict(line.split(":", 1) for line in lines if line.startswith("Pss_"))
+                reported = dict(line.split(":", 1) for line in lines if line.startswith("Pss_"))
         except (FileNotFoundError, ProcessLookupError):
             continue
-        nbytes += sum(int(told[kind].split()[0]) << 10 for kind in ("Pss_Anon", "Pss_Shmem") if kind in told)
+        nbytes += sum(
+            int(reported[kind].split()[0]) << 10 for kind in ("Pss_Anon", "Pss_Shmem") if kind in reported
+        )
     return nbytes
 
 

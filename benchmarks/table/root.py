@@ -24,13 +24,13 @@ def rows(sizes: Sizes, workers: int) -> list[Row]:
         found.append(beside)
         for dp in sizes.dp:
             job = Megatron(dp)
-            told = measure(job, folder, workers)
+            reported = measure(job, folder, workers)
             for which, name in (("first", "first save"), ("same_plans", "the same again")):
-                if which in told:
+                if which in reported:
                     row = Row(f"root, {job.ranks:,} ranks, {name}, all: CPU", "s")
-                    row.add("reknit", "ours", *told[which]["all_runs_s"])
+                    row.add("reknit", "ours", *reported[which]["all_runs_s"])
                     found.append(row)
             manifest = Row(f"manifest, {job.ranks:,} ranks", "KiB")
-            manifest.add("reknit", "ours", told["first"]["manifest_nbytes"] / 1024)
+            manifest.add("reknit", "ours", reported["first"]["manifest_nbytes"] / 1024)
             found.append(manifest)
     return found

@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 def summary(row: Row) -> dict[str, Any]:
     """Return a row as it is kept; a ratio is the median of the rounds' ratios where both took part in all."""
     best = {kind: _best(row, kind) for kind in ("ours", "rival", "limit")}
-    told: dict[str, Any] = {"row": row.name, "unit": row.unit}
+    reported: dict[str, Any] = {"row": row.name, "unit": row.unit}
     for kind, who in best.items():
-        told[kind] = None if who is None else {"name": who, **_figures(row.figures[who])}
+        reported[kind] = None if who is None else {"name": who, **_figures(row.figures[who])}
     for kind in ("rival", "limit"):
-        told[f"ours_over_{kind}"] = _ratio(row.figures, best["ours"], best[kind])
-    told["all"] = {
+        reported[f"ours_over_{kind}"] = _ratio(row.figures, best["ours"], best[kind])
+    reported["all"] = {
         who: {"kind": row.kinds[who], **_figures(figures), "rounds": figures}
         for who, figures in row.figures.items()
     }
-    return told | {"missing": row.missing}
+    return reported | {"missing": row.missing}
 
 
 def _best(row: Row, kind: Kind) -> str | None:
@@ -65,10 +65,10 @@ def markdown(result: dict[str, Any]) -> str:
             cells += [_cell(row[kind]), "-" if ratio is None else f"{ratio:g}"]
         text += "| " + " | ".join(cells) + " |\n"
     beside = [
-        f"- {row['row']}: {_cell(told | {'name': who})} {row['unit']}"
+        f"- {row['row']}: {_cell(reported | {'name': who})} {row['unit']}"
         for row in result["rows"]
-        for who, told in row["all"].items()
-        if told["kind"] == "beside"
+        for who, reported in row["all"].items()
+        if reported["kind"] == "beside"
     ]
     missing = sorted({f"- {who}: {why}" for row in result["rows"] for who, why in row["missing"].items()})
     failed = [f"- {group}: {why}" for group, why in result["failed"].items()]
@@ -83,8 +83,10 @@ def markdown(result: dict[str, Any]) -> str:
     )
 
 
-def _cell(told: Mapping[str, Any] | None, *, named: bool = True) -> str:
-    if told is None:
+def _cell(reported: Mapping[str, Any] | None, *, named: bool = True) -> str:
+    if reported is None:
         return "-"
-    figures = f"{told['min']:.3g}" + ("" if told["min"] == told["median"] else f" / {told['median']:.3g}")
-    return f"{figures} ({told['name']})" if named else figures
+    figures = f"{reported['min']:.3g}" + (
+        "" if reported["min"] == reported["median"] else f" / {reported['median']:.3g}"
+    )
+    return f"{figures} ({reported['name']})" if named else figures

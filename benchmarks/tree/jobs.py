@@ -37,8 +37,10 @@ class Job:
         with self.log.open("ab") as log:
             for rank, out in enumerate(self._outs):
                 host = rank // ranks_per_host
-                told = json.dumps(spec | {"rank": rank, "size": size, "out": str(out), "folder": str(folder)})
-                command = [sys.executable, str(Path(__file__).with_name("worker.py")), told]
+                reported = json.dumps(
+                    spec | {"rank": rank, "size": size, "out": str(out), "folder": str(folder)}
+                )
+                command = [sys.executable, str(Path(__file__).with_name("worker.py")), reported]
                 self._ranks.append(
                     subprocess.Popen(
                         on_host(host, command),
@@ -70,6 +72,6 @@ class Job:
             failed = [n for n, rank in enumerate(self._ranks) if rank.poll()]
             if failed or time.monotonic() > end:
                 self.kill()
-                told = self.log.read_text(errors="replace")[-4000:]
-                raise RuntimeError(f"ranks {failed or 'unknown'} did not {what} in time:\n{told}")
+                reported = self.log.read_text(errors="replace")[-4000:]
+                raise RuntimeError(f"ranks {failed or 'unknown'} did not {what} in time:\n{reported}")
             time.sleep(0.05)

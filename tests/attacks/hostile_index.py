@@ -1,4 +1,4 @@
-"""Index files that lie: about rows, sizes, places, and what they will unfold to."""
+"""Index files that lie: about rows, sizes, places, and their size after decompression."""
 
 from __future__ import annotations
 

@@ -46,9 +46,9 @@ def test_without_a_device_the_benchmark_says_so_and_measures_nothing(
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     assert run.main([]) == 0
-    told = capsys.readouterr()
-    assert "nothing was measured: torch" in told.err
-    assert list(json.loads(told.out)) == ["skipped"]
+    reported = capsys.readouterr()
+    assert "nothing was measured: torch" in reported.err
+    assert list(json.loads(reported.out)) == ["skipped"]
 
 
 def test_ratios_are_those_of_each_round_to_the_slowest_limit() -> None:

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from benchmarks.planning.tree import Told
 
 
-def saved(told: Told) -> dict[str, float]:
+def saved(reported: Told) -> dict[str, float]:
     """Let the root assemble the index, which fails unless every tensor is covered exactly."""
-    return root.save(Coordinator(), told.claims.at_root, told.receipts.at_root)
+    return root.save(Coordinator(), reported.claims.at_root, reported.receipts.at_root)
 
 
 @pytest.mark.parametrize("dp", [1, 3])
@@ -27,25 +27,25 @@ def test_the_ranks_of_the_megatron_job_hold_405b_parameters_without_a_hole(dp: i
     job = Megatron(dp)
     shapes = {s.fqn: s.spec.shape for rank in range(job.ranks) for s in job.shards(rank) if s.item == "model"}
     assert sum(map(prod, shapes.values())) == pytest.approx(405.8e9, rel=0.001)
-    told = climb(job, silent=False)
-    assert saved(told)["chunks"] == told.num_chunks
+    reported = climb(job, silent=False)
+    assert saved(reported)["chunks"] == reported.num_chunks
 
 
 @pytest.mark.parametrize("job", [Fsdp2(24, 3, 4), Fsdp2(5, 2, 1)])
 def test_all_ranks_save_the_same_twice_and_the_second_time_they_tell_less(job: Job) -> None:
-    told, coordinator = climb(job, silent=True), Coordinator()
-    first = root.save(coordinator, told.claims.at_root, told.receipts.at_root)
-    again = root.save(coordinator, told.claims.at_root, told.silent.at_root)
+    reported, coordinator = climb(job, silent=True), Coordinator()
+    first = root.save(coordinator, reported.claims.at_root, reported.receipts.at_root)
+    again = root.save(coordinator, reported.claims.at_root, reported.silent.at_root)
     assert first["index_nbytes"] == again["index_nbytes"]
     assert first["chunks"] == again["chunks"] == job.ranks * len(job.shards(0))
-    assert told.silent.nbytes < told.receipts.nbytes
+    assert reported.silent.nbytes < reported.receipts.nbytes
 
 
 def test_bytes_up_the_tree_are_those_of_all_messages_but_the_root_s_own() -> None:
     job = Fsdp2(4, 2, 1)  # one host: every rank is right below the root
-    told = climb(job, silent=False)
+    reported = climb(job, silent=False)
     sent = sum(len(rank_of(job, rank, silent=False).receipt) for rank in range(1, 4))
-    up = told.receipts.told()
+    up = reported.receipts.reported()
     assert up["up_in_all_nbytes"] == up["into_root_nbytes"] == up["largest_fan_in_nbytes"] == sent
 
 

@@ -65,18 +65,18 @@ def test_every_row_compares_reknit_with_who_is_there(group: str, ranks: int, tmp
     rows = on_ranks(ranks, _rows, str(tmp_path / group), group, timeout=240)[0]
     assert rows
     for row in rows:
-        told = summary(row)
-        assert told["ours"]["name"].startswith("reknit"), row
-        assert (told["ours_over_rival"] is None) == row.name.startswith("`prepare`"), row
-        assert (told["ours_over_limit"] is None) == row.name.startswith("later saves, end to end"), row
+        reported = summary(row)
+        assert reported["ours"]["name"].startswith("reknit"), row
+        assert (reported["ours_over_rival"] is None) == row.name.startswith("`prepare`"), row
+        assert (reported["ours_over_limit"] is None) == row.name.startswith("later saves, end to end"), row
         assert all(who.startswith("torch_checkpointing") or "O_DIRECT" in who for who in row.missing), row
 
 
 def test_the_root_of_many_ranks_has_rows() -> None:
     rows = {row.name: summary(row) for row in root.rows(TINY, 1)}
     assert len(rows) == 4
-    assert all(told["ours"]["min"] > 0 for told in rows.values())
-    assert [name for name, told in rows.items() if told["rival"]] == [next(iter(rows))]
+    assert all(reported["ours"]["min"] > 0 for reported in rows.values())
+    assert [name for name, reported in rows.items() if reported["rival"]] == [next(iter(rows))]
 
 
 def test_a_table_is_kept_as_data_text_and_picture(tmp_path: Path) -> None:
@@ -110,20 +110,20 @@ def test_ratios_are_those_of_rounds_that_were_made_side_by_side() -> None:
     row.add("quick", "rival", 2.0, 40.0, 2.0)
     row.add("quickest, no sync", "beside", 0.1, 0.1, 0.1)
     row.add("memcpy", "limit", 1.5)
-    told = summary(row)
-    assert (told["rival"]["name"], told["ours_over_rival"]) == ("quick", 0.5)
-    assert (told["limit"]["name"], told["ours_over_limit"]) == ("memcpy", 2.0)
-    assert (told["ours"]["min"], told["ours"]["median"]) == (1.0, 3.0)
-    assert "a row: 0.1 (quickest, no sync) s" in markdown({"run": {}, "rows": [told], "failed": {}})
+    reported = summary(row)
+    assert (reported["rival"]["name"], reported["ours_over_rival"]) == ("quick", 0.5)
+    assert (reported["limit"]["name"], reported["ours_over_limit"]) == ("memcpy", 2.0)
+    assert (reported["ours"]["min"], reported["ours"]["median"]) == (1.0, 3.0)
+    assert "a row: 0.1 (quickest, no sync) s" in markdown({"run": {}, "rows": [reported], "failed": {}})
 
 
 def test_who_fails_in_a_round_has_no_figures_and_a_reason() -> None:
     row = Row("a row", "s")
     row.add("DCP", "rival", 1.0)
     row.fail("DCP", "rival", "it broke")
-    told = summary(row)
-    assert told["rival"] is None
-    assert told["missing"] == {"DCP": "it broke"}
+    reported = summary(row)
+    assert reported["rival"] is None
+    assert reported["missing"] == {"DCP": "it broke"}
 
 
 def test_a_run_that_is_told_to_end_does_not_go_on_with_its_next_group(
@@ -137,6 +137,6 @@ def test_a_run_that_is_told_to_end_does_not_go_on_with_its_next_group(
         return run.Run(argparse.Namespace(quick=True, timeout=1.0), str(tmp_path))
 
     assert ended(RanksFailedError("rank 1 failed")).launched("sharded", 2) == "rank 1 failed"
-    with pytest.raises(SystemExit) as told:  # what SIGTERM raises
+    with pytest.raises(SystemExit) as reported:  # what SIGTERM raises
         ended(SystemExit(143)).launched("sharded", 2)
-    assert told.value.code == 143
+    assert reported.value.code == 143

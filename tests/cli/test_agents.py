@@ -1,4 +1,4 @@
-"""Who still writes checkpoints?  What real agents say is in tests/faults/test_restart.py."""
+"""Who still writes checkpoints?  The answers of real agents are in tests/faults/test_restart.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A wrong command line names what was probably meant."""
+"""The error of a wrong command line names the probable one."""
 
 from __future__ import annotations
 

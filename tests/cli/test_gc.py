@@ -1,4 +1,4 @@
-"""`reknit gc`: what killed saves left is listed, and goes when asked; checkpoints and live saves stay."""
+"""`reknit gc`: the files of killed saves are listed, and go when asked; checkpoints and live saves stay."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from tests.cli.command import Command
 
-# A process that saves to URL, and at some operation of the store is killed, or waits to be told to go on.
+# A process that saves to URL, and at some operation of the store is killed, or waits for an order to go on.
 SAVER = """
 import sys
 import numpy as np
@@ -68,7 +68,7 @@ class Where:
         return f"{self.url}/{name}{PARTS.get(self.kind, '')}"
 
     def held(self) -> dict[str, list[str]]:
-        """Return the paths of what is there, by kind, also what no reader sees."""
+        """Return the paths of all files, by kind, also of files that no reader sees."""
         sweep = sweepable(open_storage(self.url))
         assert sweep is not None
         held: dict[str, list[str]] = {"file": [], "temporary": [], "upload": []}
@@ -163,7 +163,7 @@ def test_what_a_killed_save_left_is_listed_and_goes_and_readers_notice_nothing(
     if where.kind == "hdfs":
         assert left["temporary"]
 
-    # It is young: nothing tells that it is not under way.
+    # It is young: it may be under way.
     assert {row["name"] for row in rows(command, where)} == {"b"}
     assert all(row["kept"] for row in rows(command, where, "--delete"))
     assert where.held() == left
@@ -173,7 +173,7 @@ def test_what_a_killed_save_left_is_listed_and_goes_and_readers_notice_nothing(
 
     listed = rows(command, where, "--older-than", "0")
     assert not any(row["kept"] or row["deleted"] for row in listed)
-    if where.kind != "hdfs":  # which does not tell how long a file is that nobody has closed
+    if where.kind != "hdfs":  # which does not report the size of a file that nobody has closed
         assert sum(row["nbytes"] for row in listed) >= 15 << 20
     assert where.held() == left
 
@@ -294,9 +294,11 @@ def test_without_botocore_it_is_said_what_to_install(where: Where, monkeypatch: 
 
 
 @pytest.mark.skipif(find_spec("obstore") is None, reason="the object stores need obstore")
-@pytest.mark.parametrize(("name", "told"), [("gcs", "AbortIncompleteMultipartUpload"), ("azure", "a week")])
+@pytest.mark.parametrize(
+    ("name", "reported"), [("gcs", "AbortIncompleteMultipartUpload"), ("azure", "a week")]
+)
 def test_what_a_store_does_not_list_is_said(
-    name: str, told: str, command: Command, monkeypatch: pytest.MonkeyPatch
+    name: str, reported: str, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files are found there as everywhere."""
     for key, value in environment(name).items():
@@ -307,9 +309,9 @@ def test_what_a_store_does_not_list_is_said(
     storage.put("index.0123abcd.parquet", b"left", if_absent=False)
     ran = command("gc", url)
     assert ran.code == 0
-    assert told in ran.out
+    assert reported in ran.out
     assert "1 file " in ran.out
-    assert told in command("gc", url, "--json").json["unseen"]
+    assert reported in command("gc", url, "--json").json["unseen"]
     ran = command("gc", url, "--older-than", "0", "--delete")
     assert "4 B deleted" in ran.out
     assert reknit.verify(f"{url}/a", "data").ok
@@ -326,7 +328,7 @@ def test_a_folder_with_nothing_in_it_is_not_found(command: Command, tmp_path: Pa
 def test_where_nothing_tells_what_is_dead_nothing_is_touched(
     url: str, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory of this host may hold files whose manifest is on another one; fsspec tells no dates."""
+    """Memory of this host may hold files whose manifest is on another one; fsspec has no dates."""
     pytest.importorskip("fsspec", reason="fsspec is not installed")
     monkeypatch.setenv("REKNIT_MEMORY", str(tmp_path / "memory"))
     ran = command("gc", url, "--older-than", "0", "--delete")

@@ -168,8 +168,8 @@ def test_a_shell_that_asks_how_to_go_on_is_told_by_argcomplete(
 
 def test_a_remedy_names_the_flags_of_the_command() -> None:
     args = argparse.Namespace(overwrite=False, keep_tied=False)
-    told = in_flags("pass overwrite=True, keep_tied=True or cast=True", args)
-    assert told == "pass --overwrite, --keep-tied or cast=True"
+    reported = in_flags("pass overwrite=True, keep_tied=True or cast=True", args)
+    assert reported == "pass --overwrite, --keep-tied or cast=True"
 
 
 def test_a_terminal_that_lacks_a_letter_gets_it_escaped(tmp_path: Path) -> None:

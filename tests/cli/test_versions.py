@@ -1,4 +1,4 @@
-"""``reknit --version``: what a report of a fault needs."""
+"""``reknit --version``: the versions for a report of a fault."""
 
 from __future__ import annotations
 

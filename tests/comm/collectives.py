@@ -1,4 +1,4 @@
-"""Gather, scatter, broadcast and agreement as rounds, for tests of what a round promises."""
+"""Gather, scatter, broadcast and agreement as rounds, for tests of the promises of a round."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both backends, for every test that is about what they have in common."""
+"""Both backends, for every test of their common behaviour."""
 
 from __future__ import annotations
 

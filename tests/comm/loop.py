@@ -20,7 +20,7 @@ MAX_NBYTES = 1 << 20
 
 
 class Delivery(NamedTuple):
-    """A message under way: what it does to the machine of `rank` once it arrives."""
+    """A message under way: its effect on the machine of `rank` once it arrives."""
 
     rank: int
     effect: SendReport | SendOutcome | Notify | Decide
@@ -62,7 +62,7 @@ class Loop:
                 self.enter(rank, Call(name, b"%d" % rank, timeout_s, opens=opens))
 
     def carry_out(self, rank: int, effects: list[Effect]) -> None:
-        """Put what a machine sends under way, and note how its rounds end."""
+        """Send the messages of a machine on their way, and note the ends of its rounds."""
         for effect in effects:
             if isinstance(effect, SendReport):
                 above = self.topology.parent(rank)
@@ -84,7 +84,7 @@ class Loop:
                 self.ended_at[rank] = self.now
 
     def deliver(self, delivery: Delivery) -> None:
-        """Let a message arrive; the dead hear nothing."""
+        """Let a message arrive; dead ranks receive nothing."""
         rank, effect, origin = delivery
         if rank in self.dead:
             return
@@ -102,7 +102,7 @@ class Loop:
         self.carry_out(rank, effects)
 
     def step(self, pick: int = 0) -> bool:
-        """Let the message at `pick` arrive, or else the next deadline pass; False when there is none."""
+        """Let the message at `pick` arrive, or else the next deadline pass; False without one."""
         if self.under_way:
             self.deliver(self.under_way.pop(pick % len(self.under_way)))
             return True

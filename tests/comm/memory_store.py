@@ -15,7 +15,7 @@ class MemoryStore:
         self._changed = threading.Condition()
 
     def set(self, key: str, value: bytes) -> None:
-        """Put `value` under `key`, over what was there."""
+        """Put `value` under `key`, over an old value."""
         with self._changed:
             self._values[key] = value
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Which address a rank listens on and tells others: on this machine, and on made-up ones."""
+"""The address on which a rank listens, and which it sends to others: on this machine, and on made-up ones."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def together(groups: Sequence[Group], name: str = "again") -> bool:
-    """Tell whether all ranks can still hold a round."""
+    """Return whether all ranks can still hold a round."""
     requests = [b"%d" % group.rank for group in groups]
     return endings(groups, lambda group: ask(group, name, b"%d" % group.rank)) == requests
 
@@ -80,7 +80,7 @@ def test_a_tree_names_absent_ranks_to_all_that_can_be_told(
         assert type(error) is DeadlineError
         if group.rank not in silent:
             named = f"{spelled(silent)} did not come to round 0 ('plan') within 0.2 s"
-        else:  # below an absent rank nothing is heard but its silence
+        else:  # nothing comes from below an absent rank
             above = group.rank
             while above not in absent:
                 above = topology.parent(above) or 0
@@ -134,7 +134,7 @@ def test_a_decision_that_takes_too_long_is_a_deadline_error_for_the_ranks_that_w
 
     errors = endings(join(3), run)
     assert [type(error) for error in errors[1:]] == [DeadlineError] * 2
-    assert isinstance(errors[0], CommError), "rank 0 must not believe that the others were told"
+    assert isinstance(errors[0], CommError), "rank 0 must not take the others for informed"
 
 
 @pytest.mark.parametrize("member", [0, 1, 4])

@@ -1,4 +1,4 @@
-"""Rounds and what is built on them: the same over every backend, alone, in threads, and over gRPC."""
+"""Rounds and the operations built on them: the same over every backend, alone, in threads, and over gRPC."""
 
 from __future__ import annotations
 
@@ -173,8 +173,8 @@ def test_where_an_error_began_it_is_told_once_with_what_brought_it_about() -> No
     assert agree_not(StorageFullError("no room")).count("no room") == 1
     failure = StorageFullError("no room")
     failure.__cause__ = OSError("the disk is full")
-    told = agree_not(failure)
-    assert (told.count("no room"), told.count("the disk is full")) == (1, 1)
+    reported = agree_not(failure)
+    assert (reported.count("no room"), reported.count("the disk is full")) == (1, 1)
 
 
 def test_when_several_ranks_fail_the_first_error_says_who_failed_too(join: Join) -> None:

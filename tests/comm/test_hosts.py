@@ -1,4 +1,4 @@
-"""Ranks tell rank 0 in a store which host they are on, also where an earlier run has left its words."""
+"""Ranks send rank 0 their hosts through a store, also where an earlier run has left its words."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 
 class Asked:
-    """A store that knows when so many ranks have called a method of it."""
+    """A store that notes when so many ranks have called a method of it."""
 
     def __init__(self, store: Store, number: int, method: str) -> None:
         self._store, self._number, self._method = store, number, method
@@ -77,9 +77,9 @@ def gather(
     after: str = "get",
     timeout_s: float = 20.0,
 ) -> dict[int, Shape | BaseException]:
-    """Let ranks meet, each in a thread, and return what each got or raised.
+    """Let ranks meet, each in a thread, and return the result or the error of each.
 
-    Those that are late come so long after all others have first called a method of the store.
+    Late ranks come so long after all others have first called a method of the store.
     """
     ranks, late = list(ranks), set(late)
     asked: Any = Asked(store, len(set(ranks) - late), after)
@@ -263,8 +263,8 @@ class HauntedStore(MemoryStore):
         super().set(key, value)
         if key == "reknit/job/old/host/1":
             super().set("reknit/job/run", b"coming")
-            told = [2, 16, 1, zlib.compress(bytes(8)), None]
-            super().set("reknit/job/old/shape", msgspec.msgpack.encode(told))
+            reported = [2, 16, 1, zlib.compress(bytes(8)), None]
+            super().set("reknit/job/old/shape", msgspec.msgpack.encode(reported))
 
 
 def test_a_rank_that_an_old_rank_0_answers_goes_to_the_new_one() -> None:
@@ -325,7 +325,7 @@ def test_a_rank_outside_of_the_group_is_refused(store: Store) -> None:
 
 
 class CountingStore(MemoryStore):
-    """A store that gives many values at once, and counts how often it is asked for what."""
+    """A store that gives many values at once, and counts the requests for each of them."""
 
     def __init__(self, interrupt: bool = False) -> None:
         super().__init__()
@@ -361,18 +361,18 @@ def test_ranks_hear_that_rank_0_was_interrupted() -> None:
 
 
 class MeddlingStore(MemoryStore):
-    """A store in which what rank 0 tells is exchanged for something else."""
+    """A store in which the entry of rank 0 is exchanged for another."""
 
-    def __init__(self, told: bytes) -> None:
+    def __init__(self, reported: bytes) -> None:
         super().__init__()
-        self._told = told
+        self._told = reported
 
     def set(self, key: str, value: bytes) -> None:
         super().set(key, self._told if key.endswith("/shape") else value)
 
 
 @pytest.mark.parametrize(
-    "told",
+    "reported",
     [
         b"",
         b"\xc1",
@@ -382,8 +382,8 @@ class MeddlingStore(MemoryStore):
         msgspec.msgpack.encode([2, 16, 0, zlib.compress(bytes(1 << 24)), None]),
     ],
 )
-def test_anything_else_in_the_place_of_the_shape_is_refused(told: bytes) -> None:
-    found = gather(MeddlingStore(told), range(2), 2)
+def test_anything_else_in_the_place_of_the_shape_is_refused(reported: bytes) -> None:
+    found = gather(MeddlingStore(reported), range(2), 2)
     assert isinstance(found[1], ProtocolError)
     assert "a wrong value" in found[1].message
 
@@ -403,15 +403,15 @@ PRINT = "from reknit.comm.meeting.identity import host; print(host(), end='')"
 def test_processes_of_one_machine_name_the_same_host_unless_told_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def told() -> Any:
+    def reported() -> Any:
         return subprocess.run(
             [sys.executable, "-c", PRINT], capture_output=True, text=True, check=True
         ).stdout
 
     monkeypatch.delenv("REKNIT_HOST", raising=False)
-    assert told() == identity.host() != ""
+    assert reported() == identity.host() != ""
     monkeypatch.setenv("REKNIT_HOST", "rack 7")
-    assert told() == identity.host() == "rack 7"
+    assert reported() == identity.host() == "rack 7"
 
 
 def test_rank_0_that_waited_alone_hears_that_all_ranks_have_to_call(store: Store) -> None:

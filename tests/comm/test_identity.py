@@ -1,4 +1,4 @@
-"""Processes of this host: which have ended, and how ranks hear of those that ended before they connected."""
+"""Processes of this host: how ranks find that one has ended, also before it connected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank's part in rounds, whatever is lost, repeated, late, out of order, gone, or from a stranger."""
+"""One rank's part in rounds with messages that are lost, repeated, late, unordered, or of strangers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def sent(effects: list[Effect]) -> Report:
     return report
 
 
-def told(effects: list[Effect]) -> dict[int, Outcome]:
+def reported(effects: list[Effect]) -> dict[int, Outcome]:
     return {effect.child: effect.outcome for effect in effects if isinstance(effect, SendOutcome)}
 
 
@@ -322,7 +322,7 @@ def test_a_round_brings_the_requests_below_together_and_divides_the_answers() ->
     assert report.requests.payloads(5) == [b"1", b"3", b"4", b"7", b"8"]
     answers = Parcel.of([b"a1", b"a3", b"a4", b"a7", b"a8"])
     effects = machine.receive_outcome(place().outcome(answers), 0)
-    outcomes = told(effects)
+    outcomes = reported(effects)
     assert outcomes[3].answers.payloads(3) == [b"a3", b"a7", b"a8"]
     assert outcomes[4].answers.payloads(1) == [b"a4"]
     assert ended(effects).answers.payloads(1) == [b"a1"]
@@ -345,9 +345,9 @@ def test_a_report_of_a_round_long_over_is_answered_and_one_of_the_last_hears_why
         machine.enter(call(timeout_s=1), 0)
         machine.receive_report(whole(1, number), 0)
         assert type(raised(ended(machine.tick(1000)))) is DeadlineError
-    (late,) = told(machine.receive_report(whole(2, 0), 0)).values()
+    (late,) = reported(machine.receive_report(whole(2, 0), 0)).values()
     assert "round 0 ('plan') is over" in raised(late).message
-    (late,) = told(machine.receive_report(whole(2, 1), 0)).values()
+    (late,) = reported(machine.receive_report(whole(2, 1), 0)).values()
     assert "rank 2 did not come to round 1" in raised(late).message
     assert "took part in it before" in refusal(machine.receive_report(whole(1, 1), 0)).message
 
@@ -412,7 +412,7 @@ def test_a_child_that_is_a_round_ahead_fails_this_round_and_is_waited_for_in_its
     message = raised(ended(machine.enter(call(), 0))).message
     assert "rank 1 is in round 1 ('commit') already, rank 0 in round 0 ('plan')" in message
     assert machine.enter(call("commit"), 0) == [Decide(1, [b"own", b"x"])]
-    outcomes = told(machine.decided(1, [b"", b"for 1"], 0))
+    outcomes = reported(machine.decided(1, [b"", b"for 1"], 0))
     assert outcomes[1].answers.payloads(1) == [b"for 1"]
 
 
@@ -422,7 +422,7 @@ def test_a_child_that_stops_waiting_before_the_end_fails_the_round_at_once() -> 
     machine.child_left(1, 0, 0)
     effects = machine.enter(call(), 0)
     assert "rank 1 left round 0 ('plan')" in raised(ended(effects)).message
-    assert "rank 1 left round 0" in raised(told(effects)[1]).message
+    assert "rank 1 left round 0" in raised(reported(effects)[1]).message
 
 
 @pytest.mark.parametrize("by_word", [True, False])
@@ -440,11 +440,11 @@ def test_a_rank_that_stops_waiting_while_rank_0_decides_is_an_objection_however_
         effects = inner.receive_report(place().report(3, error=round_errors.gave_up(place(), 3)), 1)
     else:
         effects = inner.child_left(3, 0, 1)
-    assert inner.child_left(3, 0, 1) == [], "it is told once"
+    assert inner.child_left(3, 0, 1) == [], "it is reported once"
     assert root.receive_report(sent(middle.receive_report(sent(effects), 1)), 1) == []
     ending = root.decided(0, requests, 1)
     assert "rank 3 left round 0" in raised(ended(ending)).message
-    assert "rank 3 left round 0" in raised(told(ending)[1]).message
+    assert "rank 3 left round 0" in raised(reported(ending)[1]).message
 
 
 def test_that_a_round_must_fail_is_told_above_once_whoever_else_leaves() -> None:
@@ -469,7 +469,7 @@ def test_a_child_that_hangs_up_after_its_answer_did_nothing_wrong() -> None:
     machine = new_machine(size=2)
     machine.receive_report(whole(1), 0)
     machine.enter(call(), 0)
-    assert told(machine.decided(0, [b"", b"yes"], 0))[1].answers.payloads(1) == [b"yes"]
+    assert reported(machine.decided(0, [b"", b"yes"], 0))[1].answers.payloads(1) == [b"yes"]
     assert machine.child_left(1, 0, 0) == []
     machine.receive_report(whole(1, 1), 0)
     assert machine.enter(call(), 0) == [Decide(1, [b"own", b"x"])]
@@ -497,11 +497,11 @@ def test_a_broken_machine_fails_this_and_every_later_round_with_its_first_error(
     machine.receive_report(whole(3), 0)
     effects = machine.break_off(round_errors.disconnected(4), 0, origin=4)
     assert [effect.rank for effect in effects if isinstance(effect, Notify)] == [0, 3]
-    assert "rank 4 is gone" in raised(told(effects)[3]).message
+    assert "rank 4 is gone" in raised(reported(effects)[3]).message
     assert machine.break_off(round_errors.closed(0), 0) == []
     for _ in range(2):
         assert "rank 4 is gone" in raised(ended(machine.enter(call(), 0))).message
-    (late,) = told(machine.receive_report(whole(3, 5), 0)).values()
+    (late,) = reported(machine.receive_report(whole(3, 5), 0)).values()
     assert "rank 4 is gone" in raised(late).message
 
 
@@ -512,8 +512,8 @@ def test_a_rank_that_closes_takes_no_answer_from_those_below_the_ranks_above_it(
     # Rank 0 decided, answered, and left; the news of that may overtake the answer.
     effects = machine.break_off(round_errors.closed(0), 5, origin=0)
     assert effects == [Notify(3, effects[0].error)] if isinstance(effects[0], Notify) else False
-    assert machine.next_at > 30, "the news tells nothing about the answer"
-    outcomes = told(machine.receive_outcome(place().outcome(Parcel.of([b"1", b"3"])), 6))
+    assert machine.next_at > 30, "the news says nothing about the answer"
+    outcomes = reported(machine.receive_outcome(place().outcome(Parcel.of([b"1", b"3"])), 6))
     assert outcomes[3].answers.payloads(1) == [b"3"]
 
 
@@ -523,7 +523,7 @@ def test_a_child_that_comes_to_a_round_whose_end_is_awaited_hears_that_end_thoug
     machine.receive_report(place().report(3, error=MismatchError("mine")), 0)
     machine.break_off(round_errors.closed(0), 0, origin=0)
     assert machine.receive_report(whole(4), 1) == []
-    outcomes = told(machine.receive_outcome(place().outcome(error=MismatchError("mine")), 1))
+    outcomes = reported(machine.receive_outcome(place().outcome(error=MismatchError("mine")), 1))
     assert [raised(outcomes[child]).message for child in (3, 4)] == ["mine", "mine"]
 
 
@@ -552,7 +552,7 @@ def test_an_answer_that_can_never_come_is_not_waited_for() -> None:
     machine.enter(call(), 0)
     machine.break_off(round_errors.disconnected(0), 0)
     ending = ended(machine.unanswered(1, CommError("the call broke"), 0))
-    assert "rank 0 is gone" in raised(ending).message, "what broke the group is the better reason"
+    assert "rank 0 is gone" in raised(ending).message, "the error that broke the group is the better reason"
     machine = new_machine(rank=1, size=2)
     machine.enter(call(), 0)
     machine.break_off(round_errors.disconnected(0), 1)
@@ -566,7 +566,7 @@ def test_what_is_being_decided_ends_with_the_decision_though_a_rank_is_gone_mean
     machine.receive_report(whole(2), 0)
     effects = machine.break_off(round_errors.disconnected(1), 1, origin=1)
     assert [type(effect) for effect in effects] == [Notify]
-    outcomes = told(machine.decided(0, [b"0", b"1", b"2"], 2))
+    outcomes = reported(machine.decided(0, [b"0", b"1", b"2"], 2))
     assert "rank 1 is gone" in raised(outcomes[2]).message
 
 
@@ -588,7 +588,7 @@ def test_a_decision_that_fails_or_has_too_many_or_too_few_answers_fails_the_roun
         machine.enter(call(), 0)
         machine.receive_report(whole(1, number), 0)
         effects = machine.decided(number, answers, 0)
-        assert type(raised(ended(effects))) is type(raised(told(effects)[1]))
+        assert type(raised(ended(effects))) is type(raised(reported(effects)[1]))
         assert type(raised(ended(effects))) is (ProtocolError if number else MismatchError)
 
 
@@ -632,7 +632,7 @@ def test_requests_and_answers_above_the_limit_fail_the_round_instead_of_being_se
     root.enter(call(), 0)
     root.receive_report(whole(1), 0)
     effects = root.decided(0, [b"", bytes(1001)], 0)
-    assert "the answers of 'plan' for rank 1" in raised(told(effects)[1]).message
+    assert "the answers of 'plan' for rank 1" in raised(reported(effects)[1]).message
     assert ended(effects).error is not None
     root.enter(call(), 0)
     root.receive_report(whole(1, 1), 0)

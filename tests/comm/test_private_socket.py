@@ -1,4 +1,4 @@
-"""Ranks of one host meet at a socket that no other user reaches; what others can do is bounded."""
+"""Ranks of one host meet at a socket that no other user reaches; the effects of others are bounded."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OPTIONS = CommOptions(fan_out=2, connect_timeout_s=30)
 def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Let sockets be in a folder of the test, with a short name, that is empty again at its end."""
     with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
-        os.chmod(folder, 0o755)  # so that what keeps others out is not this folder
+        os.chmod(folder, 0o755)  # so that others are not kept out by this folder
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield Path(folder)
         assert list(Path(folder).iterdir()) == []
@@ -201,11 +201,11 @@ def test_who_connects_without_certificates_by_an_open_store_is_warned_once(
     tree.warn_of_plain.cache_clear()
 
 
-# What becomes of those who wait for a rank that is gone.
+# The fate of ranks that wait for a rank that is gone.
 
 
 class Broken(MemoryStore):
-    """A store that fails where rank 0 tells its address."""
+    """A store that fails where rank 0 publishes its address."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ def strangers(port: TreeGroup, number: int) -> Iterator[socket.socket]:
 
 
 def heard(stranger: socket.socket) -> bytes:
-    """Return what a server says first, nothing when it hangs up."""
+    """Return the first bytes of a server, none when it hangs up."""
     try:
         return stranger.recv(1 << 16)
     except ConnectionResetError:

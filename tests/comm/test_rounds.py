@@ -27,7 +27,7 @@ ROUND = Heading("job", 7, 0, "plan", "")
 
 
 class RankAbove:
-    """Keeps what it is told, and answers reports with `end`."""
+    """Keeps all messages, and answers reports with `end`."""
 
     def __init__(self, end: Outcome | ReknitError | None = None) -> None:
         self.end = end
@@ -74,7 +74,7 @@ def call(timeout_s: float = 30.0, *, opens: bool = False) -> Call:
 
 
 def in_thread(fn: Callable[[], Any]) -> Callable[[], Any]:
-    """Run `fn` in a thread; return what waits for its result, or for the error that it raised."""
+    """Run `fn` in a thread; return a function that waits for its result, or for its error."""
     ended: list[Any] = []
 
     def run() -> None:
@@ -259,7 +259,7 @@ def test_the_rank_above_hears_that_the_group_is_broken_unless_it_said_so_itself(
     rounds = new_rounds(1, 4, above)
     rounds.break_off(round_errors.closed(1))
     rounds.break_off(round_errors.disconnected(3), 3)
-    assert above.did == ["tell rank 1 closed the group"]
+    assert above.did == ["report that rank 1 closed the group"]
     rounds.connect(late)
     assert late.did == above.did
     with pytest.raises(GroupClosedError):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from reknit.comm.tree.tree_group import TreeGroup
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-"""What every connection of HTTP/2 begins with."""
+"""The first bytes of every connection of HTTP/2."""
 
 NOISE = {
     "nothing": b"",
@@ -35,13 +35,13 @@ NOISE = {
 
 
 def port(group: TreeGroup) -> tuple[str, int]:
-    """Return where the server of a rank listens."""
+    """Return the address of the server of a rank."""
     host, _, number = group.address.split()[0].rpartition(":")
     return host, int(number)
 
 
 def hung_up(stranger: socket.socket, noise: bytes) -> bool:
-    """Send some bytes and no more; tell whether the server then ends the connection in time."""
+    """Send some bytes and no more; return whether the server then ends the connection in time."""
     try:
         stranger.sendall(noise)
         stranger.shutdown(socket.SHUT_WR)

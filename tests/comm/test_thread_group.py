@@ -1,4 +1,4 @@
-"""What is special about ranks that are threads; the rest is in test_backends.py."""
+"""The special behaviour of ranks that are threads; the rest is in test_backends.py."""
 
 from __future__ import annotations
 

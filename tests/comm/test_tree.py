@@ -1,4 +1,4 @@
-"""What only gRPC brings: joining, tokens, sizes, stray calls, and the end of connections."""
+"""The parts that only gRPC has: joining, tokens, sizes, stray calls, and the end of connections."""
 
 from __future__ import annotations
 

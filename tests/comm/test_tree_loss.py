@@ -1,4 +1,4 @@
-"""A wire that loses a packet: what the kernel was given arrives later, unless its sender is gone by then."""
+"""A wire that loses a packet: data that the kernel has arrives later, unless its sender is gone by then."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Wire:
             above.shutdown(socket.SHUT_WR)
 
     def _delayed(self, above: socket.socket) -> bytes:
-        """Wait for what was lost to be sent again; return what came meanwhile, which waits behind it."""
+        """Wait for lost data to be sent again; return the data that came meanwhile, which waits behind it."""
         data, end = b"", time.monotonic() + self.late_s
         while (left_s := end - time.monotonic()) > 0:
             if select.select([above], [], [], left_s)[0]:
@@ -124,7 +124,7 @@ def test_a_rank_that_does_not_hear_is_waited_for_no_longer_than_a_moment(
 
 
 def open_calls(port: TreeGroup, wanted: int) -> int:
-    """Return how many calls of other ranks wait at a port, once it is as many as wanted, or after a while."""
+    """Return the number of calls that wait at a port, once it is as wanted, or after a while."""
     assert port.server is not None
     for _ in range(600):
         if port.server.num_open == wanted:
@@ -145,7 +145,7 @@ def test_ranks_that_left_or_are_gone_are_not_waited_for(
             assert port.uplink is not None
             port.uplink.channel.close()
     assert groups[0].rounds.until_broken()
-    assert open_calls(ports[0], 0) == 0, "whoever is left heard of it"
+    assert open_calls(ports[0], 0) == 0, "all other ranks have received it"
 
 
 def test_a_rank_that_is_owed_an_answer_has_not_heard_all(
@@ -172,7 +172,7 @@ def test_a_rank_that_is_owed_an_answer_has_not_heard_all(
         assert uplink is not None
         uplink.channel.close()
         ports[1].rounds.until_broken()
-        assert open_calls(ports[0], 2) == 2, "rank 1 has heard that rank 2 is gone, and waits in its round"
+        assert open_calls(ports[0], 2) == 2, "rank 1 has noticed that rank 2 is gone, and waits in its round"
     finally:
         decide.set()
         rounds.join(60)

@@ -60,20 +60,20 @@ def stray_port(
 
 
 class Ear:
-    """Hears of the end of a group."""
+    """Records the end of a group."""
 
     def __init__(self, group: TreeGroup) -> None:
         self.heard: list[ReknitError] = []
-        self.told = threading.Event()
+        self.reported = threading.Event()
         group.on_broken(self)
 
     def __call__(self, error: ReknitError) -> None:
         self.heard.append(error)
-        self.told.set()
+        self.reported.set()
 
     def wait(self) -> str:
-        """Return what was heard first."""
-        assert self.told.wait(30)
+        """Return the first message."""
+        assert self.reported.wait(30)
         return self.heard[0].message
 
 
@@ -85,7 +85,7 @@ def silent_host() -> Iterator[str]:
 
 
 def no_one_listens_for_the_end() -> bool:
-    """Tell whether every wait for the end of a group is over, after a while."""
+    """Return whether every wait for the end of a group is over, after a while."""
     for _ in range(600):
         if not any(thread.name == "reknit-broken" for thread in threading.enumerate()):
             return True
@@ -245,7 +245,7 @@ def test_an_address_at_which_no_one_listens_any_more_is_given_up_at_the_deadline
 
 @contextmanager
 def half_a_server(watch: Callable[[bytes, grpc.ServicerContext], bytes]) -> Iterator[str]:
-    """Yield the address of a server that greets everyone, and then does what `watch` does."""
+    """Yield the address of a server that greets everyone, and then does as `watch` does."""
 
     class Half(_Handler):
         def service(self, call: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:

@@ -32,7 +32,7 @@ WAIT_S = 100.0
 
 
 def be_rank(folder: str, rank: int, fan_out: int, test: Connection) -> None:
-    """Be one rank: receive what to do, and send how it ended."""
+    """Be one rank: receive an order, and send its outcome."""
     options = CommOptions(fan_out=fan_out, bind="127.0.0.1", connect_timeout_s=60)
     if folder:
         group = TreeGroup.join(FolderStore(folder), rank, SIZE, job="job", options=options)
@@ -122,7 +122,7 @@ class Rank:
 
 
 def carry_addresses(ranks: list[Rank], fan_out: int) -> None:
-    """Tell every rank the address of the one above it, as those do who start ranks that share no store."""
+    """Send every rank the address of the rank above it, as launchers of ranks without a common store do."""
     addresses = [rank.ending()[1] for rank in ranks]
     for rank in reversed(ranks):
         above = Topology.flat(SIZE, fan_out).parent(rank.rank)
@@ -268,7 +268,7 @@ def test_a_rank_that_closes_its_group_is_heard_of_by_the_others_and_not_by_itsel
                 assert rank.ending() == ("broken", f"rank {leaver} closed the group")
                 rank.send("leave")
                 assert rank.ended() == 0
-            with pytest.raises(EOFError):  # it was told once, or not at all
+            with pytest.raises(EOFError):  # it was reported once, or not at all
                 rank.connection.recv()
 
 

@@ -31,13 +31,13 @@ MIB = 1 << 20
 
 
 def address(group: TreeGroup) -> tuple[str, str]:
-    """Return where the server of a rank is, and its token."""
+    """Return the address of the server of a rank, and its token."""
     where, token = group.address.split()
     return where, token
 
 
 def call(group: TreeGroup, method: str, data: bytes, token: str | None = None) -> bytes:
-    """Call the server of a rank as anybody could who knows its address."""
+    """Call the server of a rank as any process with its address could."""
     where, right = address(group)
     with grpc.insecure_channel(where) as channel:
         stub: Any = channel.unary_unary(f"/reknit.Tree/{method}", None, None)

@@ -89,13 +89,13 @@ def endings(groups: Sequence[Group], fn: Callable[[Group], Any]) -> list[Any]:
 
 
 def ask(group: Group, name: str = "ask", request: bytes = b"", timeout_s: float = 30) -> bytes:
-    """Hold a round in which every rank is told its own request."""
+    """Hold a round in which every rank receives its own request."""
     return group.exchange(name, request, lambda requests: requests, timeout_s)
 
 
 @dataclass(frozen=True)
 class Resources:
-    """The threads and open files that this process had, and what came since."""
+    """The threads and open files that this process had, and its new ones since."""
 
     threads: set[threading.Thread] = field(default_factory=threads)
     files: set[str] = field(default_factory=open_files)
@@ -110,7 +110,7 @@ class Resources:
 
 
 def settled(found: Callable[[], set[Any]]) -> set[Any]:
-    """Return what is found once that is nothing, or after a long while."""
+    """Return the new ones, once there are no new ones, or after a long while."""
     for _ in range(200):
         if not found():
             break

@@ -1,4 +1,4 @@
-"""Token sets for tests, and what is done with them: every sample can be told from every other."""
+"""Token sets for tests, and operations on them: every sample differs from every other."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def loader(
 
 
 def equal(one: Sequence[Batch], other: Sequence[Batch]) -> bool:
-    """Tell whether batches are the same, bit for bit."""
+    """Return whether batches are the same, bit for bit."""
     return len(one) == len(other) and all(
         np.array_equal(a, b) and a.dtype == b.dtype
         for mine, theirs in zip(one, other, strict=True)
@@ -58,7 +58,7 @@ def equal(one: Sequence[Batch], other: Sequence[Batch]) -> bool:
 
 
 class Ledger:
-    """What was consumed, by source, in order: (epoch, position, part) and the tokens themselves."""
+    """The consumed items, by source, in order: (epoch, position, part) and the tokens themselves."""
 
     def __init__(self) -> None:
         self.consumed: dict[int, list[tuple[int, int, int, bytes]]] = {}

@@ -1,4 +1,4 @@
-"""A job that reads with Mosaic Streaming, saves, and goes on with a new loader; prints what both read."""
+"""A job that reads with Mosaic Streaming, saves, and goes on with a new loader; prints all samples."""
 
 from __future__ import annotations
 

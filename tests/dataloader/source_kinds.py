@@ -15,7 +15,7 @@ VALUES = [100 * n + k for n, size in enumerate(SIZES) for k in range(size)]
 
 
 def installed(name: str) -> Any:
-    """Import a module, whatever warnings it causes, or skip the test."""
+    """Import a module, ignoring its warnings, or skip the test."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return pytest.importorskip(name, reason=f"{name} is not installed")

@@ -1,4 +1,4 @@
-"""Nothing is lost and nothing comes twice, whatever happens to a job from its first sample to its last."""
+"""Nothing is lost and nothing comes twice, in every course of a job from its first sample to its last."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def uninterrupted(sets: Sequence[TokenSet], epochs: int) -> Ledger:
 
 
 def run(sets: Sequence[TokenSet], story: Sequence[Phase], epochs: int, last: Layout) -> Ledger:
-    """Go through all phases, then to the end of the data; return what the weights have seen."""
+    """Go through all phases, then to the end of the data; return the samples that the weights have seen."""
     ledger, checkpoint = Ledger(), None
     for layout, num_batches, lost_batches, save_every in story:
         job = readers(sets, layout, epochs=epochs, save_every=save_every)

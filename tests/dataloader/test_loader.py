@@ -152,7 +152,7 @@ def test_ranks_that_read_for_ever_need_a_source_each() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reported"),
     [
         ({"seed": 7}, "seed = 0, and this one 7"),
         ({"shuffle": False}, "shuffle = True, and this one False"),
@@ -161,13 +161,13 @@ def test_ranks_that_read_for_ever_need_a_source_each() -> None:
     ],
 )
 def test_another_order_of_the_data_is_refused_before_anything_changes(
-    change: dict[str, Any], told: str
+    change: dict[str, Any], reported: str
 ) -> None:
     one = loader([WEB])
     checkpoint = save({"l": one})
     other = loader([WEB], **change)
     want = wanted({"l": other}, checkpoint.catalog(), 0, 1)
-    assert [told in why for _, _, why in want.mismatched] == [True]
+    assert [reported in why for _, _, why in want.mismatched] == [True]
     assert equal(list(other), list(loader([WEB], **change)))
 
 

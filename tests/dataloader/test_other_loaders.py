@@ -1,4 +1,4 @@
-"""Loaders of other projects, the real ones: what they say of their position is enough to go on anywhere."""
+"""Loaders of other projects, the real ones: their positions are enough to go on anywhere."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ STORY = ((3, 4), (2, 3), (5, 1), (1, None))
 
 
 def installed(name: str) -> Any:
-    """Import a module, whatever it warns of, or skip the test."""
+    """Import a module, ignoring its warnings, or skip the test."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return pytest.importorskip(name, reason=f"{name} is not installed")
 
 
 def followed(make: Callable[[int, int], Any], plain: Callable[[Any], list[int]]) -> list[int]:
-    """Read on changing numbers of ranks, losing what was read after each save; return all that was kept."""
+    """Read on changing numbers of ranks, losing the samples after each save; return all that was kept."""
     seen: list[int] = []
     checkpoint: Checkpoint | None = None
     for size, steps in STORY:
@@ -93,7 +93,7 @@ def test_iterators_of_grain_are_sources_too() -> None:
 def test_mosaic_streaming_says_one_position_for_all_ranks(tmp_path: Path) -> None:
     if importlib.util.find_spec("streaming") is None:
         pytest.skip("streaming is not installed")
-    # In a process of its own: what stands in for torchvision there would be found by others here.
+    # In a process of its own: other tests here would find the stand-in for torchvision.
     call = [sys.executable, "-W", "ignore", "-m", "tests.dataloader.mosaic", str(tmp_path)]
     root = Path(__file__).parents[2]
     done = subprocess.run(call, cwd=root, capture_output=True, text=True, check=False, timeout=120)

@@ -32,7 +32,7 @@ WHOLE = {(source, n) for source, size in enumerate(SIZES) for n in range(size)}
 
 
 class Counted:
-    """A source that knows where it is."""
+    """A source that has its position."""
 
     def __init__(self, source: int) -> None:
         self.source, self.at = source, 0
@@ -61,7 +61,7 @@ def of_torch(rank: int, size: int, num_workers: int, **more: Any) -> ShardedData
     dataset = SourceDataset(Counted, len(SIZES), place=ReaderPlace(rank, size), sizes=SIZES)
     context = "forkserver" if num_workers else None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torchdata calls what torch has deprecated
+        warnings.simplefilter("ignore")  # torchdata calls deprecated functions of torch
         loader = StatefulDataLoader(
             dataset,
             batch_size=2,
@@ -213,7 +213,7 @@ def state_of(num_workers: int) -> Any:
 
 
 class Saved:
-    """What a loader is for a save: its state."""
+    """The part of a loader in a save: its state."""
 
     def __init__(self, state: Any) -> None:
         self.state = state

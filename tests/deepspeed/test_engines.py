@@ -44,14 +44,14 @@ def case(fn: Callable[[], None]) -> Callable[[], None]:
 
 
 def run_cases() -> dict[str, str]:
-    told = {}
+    reported = {}
     for name, fn in CASES.items():
         torch.manual_seed(0)
         try:
             fn()
         except Exception:  # whatever it is, the test of this name tells of it
-            told[name] = traceback.format_exc()
-    return told
+            reported[name] = traceback.format_exc()
+    return reported
 
 
 @cache
@@ -563,8 +563,8 @@ def buffers_of_the_first_rank_are_saved() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_deepspeed(name: str) -> None:
-    told = [outcome[name] for outcome in outcomes() if name in outcome]
-    assert not told, told[0]
+    reported = [outcome[name] for outcome in outcomes() if name in outcome]
+    assert not reported, reported[0]
 
 
 def test_without_deepspeed_nothing_is_one_of_its_objects(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ def go_on(root: str) -> dict[str, Any]:
 
 
 def _without_an_optimizer(path: str, stage: int) -> bool:
-    """Save and load engines that only evaluate; tell whether the second has the weights of the first."""
+    """Save and load engines that only evaluate; return whether the second has the weights of the first."""
     made = []
     for seed in (0, 1):
         torch.manual_seed(seed)

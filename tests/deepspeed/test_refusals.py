@@ -48,15 +48,15 @@ def run_cases(root: str) -> dict[str, str]:
     engines.deepspeed().init_distributed("gloo")
     net = Net()
     reknit.save(f"{root}/good", {"m": net, "o": _trained(net)}, options=SAVE)
-    told = {}
+    reported = {}
     for name, fn in CASES.items():
         torch.manual_seed(0)
         try:
             with _groups_kept():
                 fn(root)
         except Exception:  # whatever it is, the test of this name tells of it
-            told[name] = traceback.format_exc()
-    return told
+            reported[name] = traceback.format_exc()
+    return reported
 
 
 @contextmanager
@@ -311,5 +311,5 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_refused_is(name: str, outcomes: list[dict[str, str]]) -> None:
-    told = [outcome[name] for outcome in outcomes if name in outcome]
-    assert not told, told[0]
+    reported = [outcome[name] for outcome in outcomes if name in outcome]
+    assert not reported, reported[0]

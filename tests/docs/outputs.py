@@ -47,7 +47,7 @@ class Printed(NamedTuple):
 
 
 def normalised(text: str) -> list[str]:
-    """Return the lines of an output in order, with `…` for what differs from run to run.
+    """Return the lines of an output in order, with `…` for parts that differ from run to run.
 
     Spaces count as one.  The lines are sorted: a thread that logs and the program take turns as they like.
     """

@@ -44,5 +44,5 @@ def blocks(page: str) -> list[Block]:
 
 
 def commands(block: Block) -> list[str]:
-    """Return the commands of a console block: what follows a dollar sign."""
+    """Return the commands of a console block: the text after a dollar sign."""
     return [line[2:] for line in block.text.splitlines() if line.startswith("$ ")]

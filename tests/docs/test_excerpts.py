@@ -1,4 +1,4 @@
-"""What pages show of larger programs is Python, and calls what reknit has, by the names of its parameters."""
+"""Parts of larger programs on pages are Python, and call reknit with parameters that exist."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGES = [f"docs/howto/{name}.md" for name in ("deepspeed", "megatron", "vescale"
 
 
 def resolved(node: ast.expr, names: dict[str, Any]) -> Any:
-    """Return what an expression of names and attributes is, None where it begins with another name."""
+    """Return the value of an expression of names and attributes, None where it begins with another name."""
     if isinstance(node, ast.Name):
         return names.get(node.id)
     if isinstance(node, ast.Attribute) and (owner := resolved(node.value, names)) is not None:

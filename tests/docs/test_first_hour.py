@@ -14,7 +14,7 @@ from tests.ports import free_port
 
 
 def typed(command: str, folder: Path) -> tuple[int, str]:
-    """Run a command in a shell, and return its exit code and what it writes to both streams."""
+    """Run a command in a shell, and return its exit code and its output on both streams."""
     search = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-c", command],
@@ -57,7 +57,7 @@ def test_the_other_commands_of_the_readme_are_scripts_of_the_repository() -> Non
     assert all(os.access(ROOT / script, os.X_OK) for script in scripts)
 
 
-# What a stranger gets wrong in a script, and what the answer says: the cause, the place and the remedy.
+# The mistakes of a stranger in a script, and the answers: the cause, the place and the remedy.
 STATE = "import torch, reknit; model = torch.nn.Linear(4, 4); state = {'model': model}; "
 INIT = "import torch.distributed as dist; dist.init_process_group('gloo'); "
 

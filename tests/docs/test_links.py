@@ -1,4 +1,4 @@
-"""Every link of every page has a text that a forge shows, and points to what exists."""
+"""Every link of every page has a text that a forge shows, and points to an existing place."""
 
 from __future__ import annotations
 

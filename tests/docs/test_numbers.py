@@ -17,7 +17,7 @@ from tests.docs.pages import ROOT
 
 MIB, GIB, MINUTE, HOUR, DAY = 1 << 20, 1 << 30, 60.0, 3600.0, 86_400.0
 
-# By page: what it says, where the number stands in src/reknit/, and what it is.
+# By page: its text, the place of the number in src/reknit/, and the number.
 NUMBERS: dict[str, list[tuple[str, str, float]]] = {
     "howto/async.md": [
         ("if they have more than 64 KiB", "engine/background/trainer/deferred.py:SMALL_NBYTES", 64 << 10),

@@ -1,4 +1,4 @@
-"""What the pages say about the repository is so: files exist, trees are complete, messages are real."""
+"""The pages are right about the repository: files exist, trees are complete, messages are real."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ LIMIT_S = 240.0
 WIDTHS = (1280, 390)
 HEIGHT = 844
 
-# What is wider than the window, or than its own box where that should not scroll.
+# Elements wider than the window, or than their own box where that should not scroll.
 WIDE = """
 () => {
     const root = document.documentElement;
@@ -37,7 +37,7 @@ WIDE = """
     return found;
 }
 """
-# The pictures that are shown, and those that could not be read.
+# The pictures that are shown, and the pictures that could not be read.
 PICTURES = """
 () => {
     const all = [...document.querySelectorAll("article img")].filter(each => each.offsetWidth > 0);
@@ -48,7 +48,7 @@ PICTURES = """
 
 @pytest.fixture(scope="module")
 def site() -> Path:
-    """Build what has changed since the last build."""
+    """Build the pages that have changed since the last build."""
     folder = ROOT / "docs/_build/html"
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "docs", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
@@ -57,7 +57,7 @@ def site() -> Path:
 
 
 def pages(site: Path) -> list[Path]:
-    """Return the built pages, without what an earlier build left of pages that are gone."""
+    """Return the built pages, without the files of an earlier build of pages that are gone."""
     found = [
         site / page.relative_to(ROOT / "docs").with_suffix(".html") for page in ROOT.glob("docs/**/*.md")
     ]

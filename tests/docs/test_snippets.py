@@ -97,7 +97,7 @@ def has_printed(stream: io.StringIO, shown: str) -> bool:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait until the condition holds, but not for long: what follows says what is missing."""
+    """Wait until the condition holds, but not for long: the next check names the missing part."""
     for _ in range(100):
         if condition():
             return
@@ -158,7 +158,7 @@ def follow(block: Block, page: str) -> None:
 
 
 def printed_by(command: str, block: Block, page: str) -> str:
-    """Run a command of a page in a shell; return what it writes to both streams."""
+    """Run a command of a page in a shell; return its output on both streams."""
     folder = Path(sys.executable).parent
     environment = os.environ | {
         "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",

@@ -61,7 +61,7 @@ class Held:
         return sum(nbytes for addresses, nbytes in mapped().items() if addresses not in self.arenas)
 
     def nothing_is_left(self) -> bool:
-        """Tell whether everything that came since is gone."""
+        """Return whether everything that came since is gone."""
         return open_files() <= self.files and self.new_nbytes() == 0
 
 

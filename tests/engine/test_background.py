@@ -226,9 +226,9 @@ def test_after_the_first_plan_nothing_of_planning_agreement_and_commit_is_on_the
                 assert set(seen.said) - {"GiveArena"} == {"Begin", "Planned", "Filled"}
 
     run_ranks(3, rank)
-    for told in rounds.values():
-        assert told[0] > 0
-        assert told == [told[0]] * 4
+    for reported in rounds.values():
+        assert reported[0] > 0
+        assert reported == [reported[0]] * 4
     assert sorted(decided) == [(name, "reknit-agent-commit") for name in ["assign"] * 4 + ["commit"] * 4]
     target: dict[str, Any] = {"model": {"own.2": np.zeros(9, int), "all": np.zeros(5, int)}, "n": 0}
     reknit.load("gated://plan/3", target, strict=False)
@@ -250,7 +250,7 @@ def test_a_layout_that_changes_on_one_rank_is_noticed_by_all_and_planned_anew(
     change: Callable[[dict[str, Any]], Any], outcome: str
 ) -> None:
     def rank(group: Group) -> list[str]:
-        told = []
+        reported = []
         model = {f"own.{group.rank}": np.full(9, 1.0, np.float32), "all": np.full(5, 1.0, np.float32)}
         for step in range(4):
             if step == 2 and group.rank == 1:
@@ -258,10 +258,10 @@ def test_a_layout_that_changes_on_one_rank_is_noticed_by_all_and_planned_anew(
             path = f"gated://{outcome}/{step}"
             try:
                 background(path, {"model": model}, group=group).result(LIMIT_S)
-                told.append("saved")
+                reported.append("saved")
             except reknit.ReknitError as error:
-                told.append(type(error).__name__)
-        return told
+                reported.append(type(error).__name__)
+        return reported
 
     first, *others = run_ranks(3, rank)
     assert others == [first, first]
@@ -323,16 +323,16 @@ def test_a_save_is_skipped_on_all_ranks_when_one_has_no_memory_free() -> None:
         ]
         if group.rank == 0:
             GATE.open.set()
-        told = []
+        reported = []
         for save in saves:
             try:
                 save.result(LIMIT_S)
-                told.append("saved")
+                reported.append("saved")
             except reknit.errors.SkippedError:
                 assert save.skipped
-                told.append("skipped")
+                reported.append("skipped")
         background("gated://skip/9", {"model": weights(9)}, group=group).result(LIMIT_S)
-        return told
+        return reported
 
     assert run_ranks(2, rank) == [["saved", "saved", "skipped"]] * 2
     assert reknit.latest("gated://skip") is not None
@@ -379,9 +379,9 @@ def test_a_failure_is_raised_by_result_or_by_the_next_save_and_logged_once(
     GATE.failing = lambda path: path.startswith(("f/1", "f/2"))
     asked = background("gated://f/1", {"model": weights(1)})
     for _ in range(2):
-        with pytest.raises(reknit.errors.StorageFullError) as told:
+        with pytest.raises(reknit.errors.StorageFullError) as reported:
             asked.result(LIMIT_S)
-    assert (told.value.rank, told.value.phase) == (0, "write")
+    assert (reported.value.rank, reported.value.phase) == (0, "write")
     unasked = background("gated://f/2", {"model": weights(2)})
     unasked.wait(LIMIT_S)
     with pytest.raises(reknit.errors.StorageFullError, match="no room"):
@@ -410,16 +410,16 @@ def test_errors_only_warn_when_the_options_say_so(caplog: pytest.LogCaptureFixtu
 
 def test_an_error_of_one_rank_reaches_all_and_the_next_save_is_well() -> None:
     def rank(group: Group) -> list[str]:
-        told = []
+        reported = []
         for k, extra in enumerate([1, object(), 2]):
             state = {"model": weights(k), "extra": {"x": extra if group.rank == 1 else 1}}
             save = background(f"gated://one/{k}", state, group=group)
             try:
                 save.result(LIMIT_S)
-                told.append("saved")
+                reported.append("saved")
             except reknit.errors.StateError as error:
-                told.append(f"refused by {error.rank}")
-        return told
+                reported.append(f"refused by {error.rank}")
+        return reported
 
     assert run_ranks(3, rank) == [["saved", "refused by 1", "saved"]] * 3
 
@@ -428,15 +428,15 @@ def test_ranks_that_are_at_different_saves_are_told_so() -> None:
     options = reknit.SaveOptions(timeout_s=3)
 
     def rank(group: Group) -> list[str]:
-        told = []
+        reported = []
         for k in range(1 - group.rank, 3):
             try:
                 path = f"gated://apart/{k}"
                 background(path, {"model": weights(k)}, group=group, options=options).result(LIMIT_S)
-                told.append("saved")
+                reported.append("saved")
             except (reknit.errors.CommitError, reknit.CommError) as error:
-                told.append(type(error).__name__)
-        return told
+                reported.append(type(error).__name__)
+        return reported
 
     # Nobody can know that the ranks mean different saves but by their paths: one rank's files are not found.
     # In the end one rank saves once more than the other, and is not let to wait for ever.
@@ -445,17 +445,17 @@ def test_ranks_that_are_at_different_saves_are_told_so() -> None:
 
 def test_ranks_that_save_different_steps_are_told_so_and_nothing_is_committed() -> None:
     def rank(group: Group) -> list[str]:
-        told = []
+        reported = []
         for k in range(2 - group.rank, 4):  # rank 1 makes one call more
             state = {"model": {f"own.{group.rank}": np.full(9, k)}}
             options = reknit.SaveOptions(timeout_s=3)
             try:
                 save = background("gated://x", state, step=k, overwrite=True, group=group, options=options)
                 save.result(LIMIT_S)
-                told.append("saved")
+                reported.append("saved")
             except reknit.ReknitError as error:
-                told.append(type(error).__name__)
-        return told
+                reported.append(type(error).__name__)
+        return reported
 
     first, second = run_ranks(2, rank)
     assert set(first) == {"ProtocolError"}
@@ -490,23 +490,23 @@ def test_agents_that_were_started_ahead_serve_the_first_save() -> None:
 
 def test_lost_agents_are_replaced_and_the_saves_go_on(tmp_path: Path) -> None:
     def rank(group: Group) -> list[str]:
-        told = []
+        reported = []
         for k in range(8):
             try:
                 state = {"model": {f"own.{group.rank}": np.full(9, k)}, "k": k}
                 background(tmp_path / str(k), state, step=k, group=group).result(LIMIT_S)
-                told.append("saved")
+                reported.append("saved")
             except reknit.errors.CommitError as error:
-                told.append(type(error).__name__)
+                reported.append(type(error).__name__)
             except reknit.CommError:
-                told.append("CommError")
+                reported.append("CommError")
             if k == 2 and group.rank == 1:
                 kill_own_agent(group)
-        return told
+        return reported
 
-    for told in run_ranks(3, rank):
-        assert told[:3] == ["saved"] * 3
-        assert told[-2:] == ["saved"] * 2
+    for reported in run_ranks(3, rank):
+        assert reported[:3] == ["saved"] * 3
+        assert reported[-2:] == ["saved"] * 2
     for k in (2, 7):
         assert reknit.verify(tmp_path / str(k), "data").ok
 
@@ -683,12 +683,12 @@ def test_a_message_that_is_interrupted_closes_the_channel() -> None:
             raise KeyboardInterrupt
 
         def shutdown(self, how: int) -> None:
-            told.append(how)
+            reported.append(how)
 
-    told: list[int] = []
+    reported: list[int] = []
     with pytest.raises(KeyboardInterrupt):
         Channel(Interrupted(), agent_messages.decode).send(agent_messages.Quit())  # type: ignore[arg-type]
-    assert len(told) == 1
+    assert len(reported) == 1
 
 
 def test_an_interrupt_at_the_end_ends_the_wait_and_says_what_becomes_of_the_saves(

@@ -80,8 +80,8 @@ class Rank:
         self.encoded = encode_holdings(Holdings(("m",), tuple(shards), ()), SaveOptions())
         self.plan = layout_digest(self.encoded.holdings, 1 << 40)
         self.known = self.silent and self.plan in self.plans
-        told = None if self.known else self.encoded.shard_claims()
-        return claims(self.rank, round_messages.RankClaims(write_id, step, self.plan, told, []))
+        reported = None if self.known else self.encoded.shard_claims()
+        return claims(self.rank, round_messages.RankClaims(write_id, step, self.plan, reported, []))
 
     def receipt(self, write_id: str, answer: bytes) -> bytes:
         owners = unpacked(round_messages.decode(answer, round_messages.Assignment).shard_owners, "i8")
@@ -260,13 +260,13 @@ def test_ranks_at_different_saves_of_one_step_are_told_so_too() -> None:
 def test_all_ranks_are_told_which_copies_differ_and_who_holds_them() -> None:
     world = World("copies")
     write_id = paths.new_write_id()
-    told = []
+    reported = []
     for rank in range(SIZE):
         digests = packed([7, rank == 3], "u8")
         copies = round_messages.Copies(packed([1, 1 << 63], "u8"), digests, b"", b"")
         none = encode_holdings(Holdings((), (), ()), SaveOptions()).shard_claims()
-        told.append(claims(rank, round_messages.RankClaims(write_id, 1, b"", none, [], copies)))
-    answers = world.coordinator.assign(world.job, world.up(told, merge_claims))
+        reported.append(claims(rank, round_messages.RankClaims(write_id, 1, b"", none, [], copies)))
+    answers = world.coordinator.assign(world.job, world.up(reported, merge_claims))
     for answer in answers:
         assert round_messages.decode(answer, round_messages.Assignment).differing == [
             (-1 << 63, [0, 1, 2, 3, 4])
@@ -288,14 +288,14 @@ def test_a_tensor_that_ranks_keep_as_their_own_has_no_chunks_and_is_told() -> No
 
 
 def test_copies_that_differ_are_warned_of_with_the_ranks_that_hold_them() -> None:
-    world = World("told")
+    world = World("reported")
     write_id = paths.new_write_id()
-    told = []
+    reported = []
     for rank in world.ranks:
         kept = [("m", "kept", "0, 2"), ("m", "both", "0, 1")]
         copies = CopySplit([], kept, [("m", "lost", "0, 3")] + [("m", "both", "0, 1")] * (rank.rank == 2))
-        told.append(receipt(rank.job, ["m"], [], plan=b"", columns=None, places=(), copies=copies))
-    counted = receipts_to_manifest(unpack(merge_receipts(told))[0], write_id)
+        reported.append(receipt(rank.job, ["m"], [], plan=b"", columns=None, places=(), copies=copies))
+    counted = receipts_to_manifest(unpack(merge_receipts(reported))[0], write_id)
     assert counted.kept == {("m", "kept")}
     own, lost = counted.warnings
     assert "different values of m/kept (ranks 0, 2), m/both (ranks 0, 1); each rank's copy was stored" in own
@@ -342,9 +342,9 @@ def test_a_file_that_has_another_size_by_the_commit_is_named_with_who_wrote_it(
     storage, receipt = world.job.storage, world.ranks[2].receipt
 
     def cut_short(write_id: str, answer: bytes) -> bytes:
-        told = receipt(write_id, answer)
+        reported = receipt(write_id, answer)
         storage.put(paths.data_path("m", 2, write_id), b"x", if_absent=False)
-        return told
+        return reported
 
     monkeypatch.setattr(world.ranks[2], "receipt", cut_short)
     with pytest.raises(CommitError, match=r"rank 2 wrote m/00002\..*, and rank 0 does not find it"):
@@ -354,7 +354,7 @@ def test_a_file_that_has_another_size_by_the_commit_is_named_with_who_wrote_it(
 def test_the_tally_has_every_file_with_its_digests_and_coordinates() -> None:
     world = World("tally")
     write_id = paths.new_write_id()
-    told: list[bytes] = []
+    reported: list[bytes] = []
     files: list[tuple[str, int, tuple[int, ...], int]] = []
     blobs: list[tuple[str, dict[str, int] | None]] = []
     for rank in world.ranks:
@@ -367,12 +367,12 @@ def test_the_tally_has_every_file_with_its_digests_and_coordinates() -> None:
         ]
         written = [write_bytes(world.job.storage, name, name.encode() * 3) for name in names]
         places = [place, {"rank": rank.rank}]
-        told.append(
+        reported.append(
             receipt(rank.job, ["m/ü", "x", "y"], written, plan=b"", columns=None, places=places, copies=EQUAL)
         )
         files += [(file.path, file.nbytes, tuple(file.digests.tolist()), rank.rank) for file in written]
         blobs += [(names[1], None), (names[2], place), (names[3], {"rank": rank.rank})]
-    got = receipts_to_manifest(unpack(merge_receipts(told))[0], write_id)
+    got = receipts_to_manifest(unpack(merge_receipts(reported))[0], write_id)
     assert got.items == ("m/ü", "x", "y")
     listed = map(entry, file_table.entries(got.files, BLOCK_NBYTES))
     assert files == [(*file, rank) for file, rank in zip(listed, got.ranks.tolist(), strict=True)]
@@ -388,9 +388,9 @@ def test_a_rank_that_reports_more_or_fewer_digests_than_blocks_is_named(num_dige
     rank, write_id = World("digests").ranks[2], paths.new_write_id()
     digests = np.zeros(num_digests, np.uint64)
     written = [Written(paths.data_path("m", 2, write_id), 5, digests)]
-    told = receipt(rank.job, ["m"], written, plan=b"", columns=None, places=(), copies=EQUAL)
+    reported = receipt(rank.job, ["m"], written, plan=b"", columns=None, places=(), copies=EQUAL)
     with pytest.raises(ProtocolError, match="rank 2 reports a file with more or fewer digests"):
-        receipts_to_manifest(unpack(told)[0], write_id)
+        receipts_to_manifest(unpack(reported)[0], write_id)
 
 
 def test_files_are_planned_once_for_a_layout_and_anew_for_other_limits_and_other_owners() -> None:

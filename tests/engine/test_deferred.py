@@ -219,8 +219,10 @@ def test_a_change_that_is_no_step_fails_the_save_and_later_ones_are_copied_at_on
         change(state)
         pending.result(LIMIT_S)
         assert differing(f"lazy://run/{name}", expected) == []
-    told = [record.getMessage() for record in caplog.records if "cannot be made to wait" in record.message]
-    assert len(told) == 1
+    reported = [
+        record.getMessage() for record in caplog.records if "cannot be made to wait" in record.message
+    ]
+    assert len(reported) == 1
 
 
 def test_what_no_optimizer_of_the_state_has_is_copied_before_save_returns(gate: Gate) -> None:

@@ -131,8 +131,8 @@ def test_only_rank_0_tells_what_all_ranks_did(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.INFO, "reknit"):
         run_ranks(2, save_and_load)
     reknit.close()
-    told = sorted(record.getMessage().partition(":")[0].split()[0] for record in caplog.records)
-    assert told == ["loaded", "saved", "saved"]
+    reported = sorted(record.getMessage().partition(":")[0].split()[0] for record in caplog.records)
+    assert reported == ["loaded", "saved", "saved"]
     assert sum("by 2 ranks in" in record.getMessage() for record in caplog.records) == 2
     assert sum("blocked training for" in record.getMessage() for record in caplog.records) == 1
     assert sum("to rank 0 of 2 in" in record.getMessage() for record in caplog.records) == 1

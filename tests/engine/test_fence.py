@@ -135,21 +135,21 @@ def test_a_run_that_was_overtaken_at_any_call_of_the_system_commits_nothing_afte
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_newer_run_is_not_harmed_by_an_older_one_that_saves_meanwhile(overwrite: bool) -> None:
     k = 0
-    told: list[ReknitError | None] = [None]
-    while told:
-        k, told = k + 1, []
+    reported: list[ReknitError | None] = [None]
+    while reported:
+        k, reported = k + 1, []
         place = Annals("newer")
 
-        def older(place: Annals = place, told: list[ReknitError | None] = told) -> None:
-            told.append(save_as(place, 1, 1, overwrite=overwrite))
+        def older(place: Annals = place, reported: list[ReknitError | None] = reported) -> None:
+            reported.append(save_as(place, 1, 1, overwrite=overwrite))
 
         error = save_as(pausing(place, [k], older), 2, 2, overwrite=overwrite)
         if error is None:
             assert value_in(place) == 2
-            assert told == [] or place.commits in ([Commit(1, 1), Commit(2, 2)], [Commit(2, 2)])
+            assert reported == [] or place.commits in ([Commit(1, 1), Commit(2, 2)], [Commit(2, 2)])
         else:
             assert isinstance(error, CheckpointExistsError)
-            assert (told, value_in(place), overwrite) == ([None], 1, False)
+            assert (reported, value_in(place), overwrite) == ([None], 1, False)
         assert strays(place) == set()
     assert k > 10
 

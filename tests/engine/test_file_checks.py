@@ -46,9 +46,9 @@ def test_a_small_file_that_is_not_what_was_saved_comes_from_the_first_copy_that_
     with caplog.at_level(logging.WARNING):
         copies = [place("short", DATA[:5]), place("good", DATA), place("never", None)]
         assert read_checked(here, FILE, BLOCK, copies) == DATA
-    (told,) = caplog.messages
-    assert says in told
-    assert "process://checked-good" in told
+    (reported,) = caplog.messages
+    assert says in reported
+    assert "process://checked-good" in reported
 
 
 def test_blocks_from_any_one_on_are_compared_with_their_own_digests() -> None:

@@ -28,28 +28,28 @@ WAIT_S = 20.0
 
 
 class Ear:
-    """Puts all that is heard in a queue."""
+    """Puts all events in a queue."""
 
     def __init__(self) -> None:
-        self.heard: queue.Queue[tuple[Any, ...]] = queue.Queue()
+        self.events: queue.Queue[tuple[Any, ...]] = queue.Queue()
 
     def ready(self, rank: int, number: int, memory: NDArray[np.uint8]) -> None:
-        self.heard.put(("ready", rank, number, bytes(memory[:5])))
+        self.events.put(("ready", rank, number, bytes(memory[:5])))
 
     def taken(self, number: int, rank: int) -> None:
-        self.heard.put(("taken", number, rank))
+        self.events.put(("taken", number, rank))
 
     def source_ended(self, rank: int) -> None:
-        self.heard.put(("source ended", rank))
+        self.events.put(("source ended", rank))
 
     def taker_ended(self, rank: int) -> None:
-        self.heard.put(("taker ended", rank))
+        self.events.put(("taker ended", rank))
 
     def failed(self, error: BaseException) -> None:
-        self.heard.put(("failed", type(error), str(error)))
+        self.events.put(("failed", type(error), str(error)))
 
     def next(self) -> tuple[Any, ...]:
-        return self.heard.get(timeout=WAIT_S)
+        return self.events.get(timeout=WAIT_S)
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +109,7 @@ def test_a_rank_hears_what_is_ready_in_the_memory_of_another_which_hears_when_it
     assert ear.next() == ("ready", 1, 2_000, b"cello")
     taker.taken(1, 8)
     assert other.next() == ("taken", 8, 0)
-    taker.taken(3, 8)  # of whom nothing was heard yet: there is nobody to tell
+    taker.taken(3, 8)  # no event of it has come yet: the call has no receiver
     taker.close()
     assert other.next() == ("taker ended", 0)
     source.ready(0, 9, 100)  # nobody takes it; that is told by the line above
@@ -192,7 +192,7 @@ def test_strangers_who_do_not_know_the_token_are_shown_out_and_nobody_hears_of_t
         knock(link).close()
     works(link, ear, ring)
     link.close()
-    assert ear.heard.empty()
+    assert ear.events.empty()
 
 
 def test_strangers_who_say_nothing_keep_nobody_waiting(ring: SharedMemory) -> None:
@@ -208,7 +208,7 @@ def test_strangers_who_say_nothing_keep_nobody_waiting(ring: SharedMemory) -> No
     assert [s.recv(100) for s in silent] == [b""] * 20
     for stranger in silent:
         stranger.close()
-    assert ear.heard.empty() or ear.next() == ("source ended", 9)
+    assert ear.events.empty() or ear.next() == ("source ended", 9)
 
 
 def test_a_process_of_another_user_is_shown_out_though_it_knows_the_token(
@@ -224,7 +224,7 @@ def test_a_process_of_another_user_is_shown_out_though_it_knows_the_token(
             stranger.send(struct.pack("<QQ", 6, 100))
         works(link, ear, ring)
     link.close()
-    assert ear.heard.empty()
+    assert ear.events.empty()
 
 
 @needs_another_user
@@ -242,7 +242,7 @@ def test_another_user_who_knows_the_token_is_shown_out(ring: SharedMemory) -> No
     assert answer == b"" or isinstance(answer, (ConnectionResetError, BrokenPipeError)), answer
     works(link, ear, ring)
     link.close()
-    assert ear.heard.empty()
+    assert ear.events.empty()
 
 
 def no_memory(link: HostLink, stranger: socket.socket, ring: SharedMemory) -> None:

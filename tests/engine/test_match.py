@@ -164,8 +164,8 @@ def test_terms_are_what_the_options_say() -> None:
 def test_a_tensor_that_the_index_does_not_cover_is_told() -> None:
     index = index_of(w=F32, v=F32)
     index.lengths[1, 0] = 3  # a chunk of three rows, where the tensor has four
-    (told,) = uncovered(index, {0, 1})
-    assert told == "the chunks of m/w in the index do not cover it exactly: they hold 18 of 24 elements"
+    (reported,) = uncovered(index, {0, 1})
+    assert reported == "the chunks of m/w in the index do not cover it exactly: they hold 18 of 24 elements"
     assert uncovered(index, {0}) == [], "what is not read may be as it likes"
     assert uncovered(index, ()) == []
 

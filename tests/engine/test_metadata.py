@@ -311,8 +311,8 @@ def test_only_of_tensors_that_some_rank_takes_must_the_index_be_whole() -> None:
     row = int(checkpoint.index.first[checkpoint.index.ids["model", "w.2"]])
     checkpoint.index.lengths[row, 0] -= 1
     assert hand_out(checkpoint, [taking(checkpoint, {"b"})]).damaged == []
-    (told,) = hand_out(checkpoint, [taking(checkpoint, {"b"}), taking(checkpoint, {"w.2"})]).damaged
-    assert "the chunks of model/w.2 in the index do not cover it exactly" in told
+    (reported,) = hand_out(checkpoint, [taking(checkpoint, {"b"}), taking(checkpoint, {"w.2"})]).damaged
+    assert "the chunks of model/w.2 in the index do not cover it exactly" in reported
 
 
 def test_names_left_over_are_those_that_no_rank_took_whatever_items_the_others_have() -> None:

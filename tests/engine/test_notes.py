@@ -95,7 +95,7 @@ def test_a_checkpoint_that_is_being_read_is_not_removed(root: Path) -> None:
 
 
 def kept(act: Callable[[], object]) -> bool:
-    """Tell whether something was done; it may find that the checkpoint goes or has to stay."""
+    """Return whether something was done; it may find that the checkpoint goes or has to stay."""
     try:
         act()
     except (CheckpointNotFoundError, UsageError):

@@ -70,8 +70,10 @@ def form(said: RankColumns) -> list[Any]:
 @example([1 << 62] * 3)
 def test_what_is_packed_is_unpacked(numbers: list[int]) -> None:
     tensors = [("i", "f", "uint8", (3, 0)), ("i", "g", "uint8", ())]
-    told = columns_of(7, {"tensors": tensors, "places": [("a", "b")], "urls": ["ü"]}, {"n": (numbers, "")})
-    assert [form(section) for section in unpack(pack(told, NOTHING))] == [form(told), form(NOTHING)]
+    reported = columns_of(
+        7, {"tensors": tensors, "places": [("a", "b")], "urls": ["ü"]}, {"n": (numbers, "")}
+    )
+    assert [form(section) for section in unpack(pack(reported, NOTHING))] == [form(reported), form(NOTHING)]
 
 
 @pytest.mark.parametrize("bad", [[0, 0, MAX_NUMBERS + 1, b""], [0, 2, 3, b"four"], [0, 0, -1, b""]])

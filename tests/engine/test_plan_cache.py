@@ -51,8 +51,8 @@ def test_each_rank_s_latest_plans_are_known_with_what_it_said_last(
             assert values.flat().tolist() == [value for value in expected if value is not None]
         telling = [rank for rank, (_, tells) in enumerate(save) if tells]
         if telling:
-            told = [columns_of(rank, {}, {"value": ([10 * number + rank], "")}) for rank in telling]
-            known.keep(plans[telling], merged(told))
+            reported = [columns_of(rank, {}, {"value": ([10 * number + rank], "")}) for rank in telling]
+            known.keep(plans[telling], merged(reported))
             for rank in telling:
                 model.keep(rank, save[rank][0], 10 * number + rank)
 
@@ -61,8 +61,8 @@ def test_the_version_changes_when_a_rank_says_something_again() -> None:
     known, ranks, plans = PlanCache(SLOTS), np.arange(2), np.array([[1, 1], [1, 1]])
 
     def tell(*which: int) -> bytes:
-        told = merged([columns_of(rank, {}, {"value": ([rank], "")}) for rank in which])
-        known.keep(plans[list(which)], told)
+        reported = merged([columns_of(rank, {}, {"value": ([rank], "")}) for rank in which])
+        known.keep(plans[list(which)], reported)
         return known.version(ranks, known.find(ranks, plans))
 
     first = tell(0, 1)
@@ -72,9 +72,9 @@ def test_the_version_changes_when_a_rank_says_something_again() -> None:
 
 def test_what_all_ranks_said_at_once_is_one_object_without_a_copy() -> None:
     known, ranks, plans = PlanCache(SLOTS), np.arange(3), np.full((3, 2), 5)
-    told = merged([columns_of(rank, {}, {"value": ([rank], "")}) for rank in range(3)])
-    known.keep(plans, told)
-    assert known.latest(ranks, known.find(ranks, plans)) is told
+    reported = merged([columns_of(rank, {}, {"value": ([rank], "")}) for rank in range(3)])
+    known.keep(plans, reported)
+    assert known.latest(ranks, known.find(ranks, plans)) is reported
 
 
 def test_plans_are_kept_while_another_thread_forgets_all_of_them() -> None:

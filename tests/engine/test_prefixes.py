@@ -53,18 +53,18 @@ def fixed(path: Path, saved: dict[str, Names], target: dict[str, Names]) -> str:
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model.", "_orig_mod.module."])
 def test_a_prefix_of_either_side_is_said_with_the_transform_that_works(tmp_path: Path, prefix: str) -> None:
     wrapped, plain = {"model": put(prefix, net())}, {"model": net()}
-    told = fixed(tmp_path / "a", wrapped, zeros(plain))
-    assert f"-> all names differ by the prefix {prefix!r} in the checkpoint: pass options=" in told
-    told = fixed(tmp_path / "b", plain, zeros(wrapped))
-    assert f"-> all names differ by the prefix {prefix!r} in the target: pass options=" in told
+    reported = fixed(tmp_path / "a", wrapped, zeros(plain))
+    assert f"-> all names differ by the prefix {prefix!r} in the checkpoint: pass options=" in reported
+    reported = fixed(tmp_path / "b", plain, zeros(wrapped))
+    assert f"-> all names differ by the prefix {prefix!r} in the target: pass options=" in reported
 
 
 def test_a_wrapper_in_the_middle_of_names_is_said(tmp_path: Path) -> None:
     inside = {
         name.replace("1.", "1._orig_mod.").replace("0.", "0._orig_mod."): v for name, v in net().items()
     }
-    told = fixed(tmp_path / "a", {"model": inside}, zeros({"model": net()}))
-    assert "all names differ by the wrapper '_orig_mod' in the checkpoint" in told
+    reported = fixed(tmp_path / "a", {"model": inside}, zeros({"model": net()}))
+    assert "all names differ by the wrapper '_orig_mod' in the checkpoint" in reported
     reknit.save(tmp_path / "b", {"model": net()})
     with pytest.raises(reknit.MismatchError, match=r"'_orig_mod' in the target: .* pass the module itself"):
         reknit.load(tmp_path / "b", {"model": inside})
@@ -106,19 +106,19 @@ def test_a_lenient_load_that_would_restore_nothing_shows_the_transform_too(tmp_p
 
 
 def test_a_transform_is_not_shown_where_it_would_break_what_fits() -> None:
-    told = prefix_hint(["m/module.a"], {"m/a"}, ["m/b"])
-    assert told is not None
-    assert "prefix 'module.' in the target" in told
-    assert "transforms" not in told
-    told = prefix_hint(["m/a"], {"m/module.a"}, [], free=False)
-    assert told is not None
-    assert "transforms" not in told, "a load has one rule of names"
+    reported = prefix_hint(["m/module.a"], {"m/a"}, ["m/b"])
+    assert reported is not None
+    assert "prefix 'module.' in the target" in reported
+    assert "transforms" not in reported
+    reported = prefix_hint(["m/a"], {"m/module.a"}, [], free=False)
+    assert reported is not None
+    assert "transforms" not in reported, "a load has one rule of names"
 
 
 def test_names_that_only_partly_differ_by_a_prefix_are_said_to_be_most_or_are_not_mentioned() -> None:
-    told = prefix_hint(["m/a", "m/b", "m/new"], {"m/module.a", "m/module.b"}, [])
-    assert told is not None
-    assert told.startswith("most names differ by the prefix 'module.' in the checkpoint")
+    reported = prefix_hint(["m/a", "m/b", "m/new"], {"m/module.a", "m/module.b"}, [])
+    assert reported is not None
+    assert reported.startswith("most names differ by the prefix 'module.' in the checkpoint")
     assert prefix_hint(["m/a", "m/new", "m/other"], {"m/module.a"}, []) is None
     assert prefix_hint(["m/a", "w"], {"n/a", "x"}, []) is None
     assert prefix_hint([], set(), []) is None

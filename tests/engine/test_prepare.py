@@ -110,7 +110,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_the_first_save_after_it_plans_nothing_makes_no_memory_and_waits_for_no_rank(made: list[int]) -> None:
-    others_may, told = threading.Event(), {}
+    others_may, reported = threading.Event(), {}
 
     def rank(group: Group) -> None:
         state = state_of(group.rank)
@@ -123,10 +123,10 @@ def test_the_first_save_after_it_plans_nothing_makes_no_memory_and_waits_for_no_
         others_may.set()
         assert "assign" not in phases(pending)
         assert len(made) == sizes == 3
-        told[group.rank] = seen
+        reported[group.rank] = seen
 
     run_ranks(3, rank)
-    for seen in told.values():
+    for seen in reported.values():
         assert seen.agreed == seen.planned == set()
         assert set(seen.said) == {"Begin", "Planned", "Filled"}
     with reknit.open("process://prepared/1") as checkpoint:
@@ -184,12 +184,12 @@ def test_a_state_that_has_another_layout_at_the_save_is_planned_anew_in_larger_m
     def rank(group: Group) -> list[list[str]]:
         small = {"model": {f"own.{group.rank}": np.ones(9)}}
         reknit.prepare("process://prepared", small, group=group)
-        told = []
+        reported = []
         for k in range(4):
             state = {"model": {f"own.{group.rank}": np.full(MIB, k, np.float64)}}
-            told.append(phases(reknit.save(f"process://prepared/{k}", state, wait=False, group=group)))
-        told.append(phases(reknit.save("process://prepared/small", small, wait=False, group=group)))
-        return [[phase for phase in names if phase == "assign"] for names in told]
+            reported.append(phases(reknit.save(f"process://prepared/{k}", state, wait=False, group=group)))
+        reported.append(phases(reknit.save("process://prepared/small", small, wait=False, group=group)))
+        return [[phase for phase in names if phase == "assign"] for names in reported]
 
     assert run_ranks(2, rank) == [[["assign"], [], [], [], []]] * 2
     assert sorted(made) == [2 * MIB] * 2 + [10 * MIB] * 2
@@ -302,12 +302,12 @@ def test_what_cannot_be_saved_on_one_rank_is_told_on_all_and_the_next_call_is_we
 ) -> None:
     def rank(group: Group) -> tuple[str, str]:
         wrong = broken(group) if group.rank == 1 else state_of(group.rank)
-        told = outcome(lambda: reknit.prepare("process://prepared", wrong, group=group))
+        reported = outcome(lambda: reknit.prepare("process://prepared", wrong, group=group))
         for k in range(2):
             reknit.save(f"process://prepared/{k}", state_of(group.rank), wait=False, group=group).result(
                 LIMIT_S
             )
-        return told
+        return reported
 
     caplog.set_level(logging.WARNING, "reknit")
     first, *others = run_ranks(3, rank)
@@ -374,8 +374,8 @@ def test_memory_that_one_rank_cannot_have_is_told_on_all(monkeypatch: pytest.Mon
         reknit.save("process://prepared/1", state_of(group.rank), wait=False, group=group).result(LIMIT_S)
         return str(caught.value)
 
-    for told in run_ranks(2, rank):
-        assert "no room for 12345 bytes" in told
+    for reported in run_ranks(2, rank):
+        assert "no room for 12345 bytes" in reported
 
 
 def test_errors_only_warn_when_the_options_say_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -411,15 +411,15 @@ def test_a_rank_that_saves_instead_is_told_on_all_and_close_mends_it() -> None:
     def rank(group: Group) -> tuple[str, str]:
         state = state_of(group.rank)
         if group.rank == 0:
-            told = outcome(lambda: reknit.prepare("process://prepared", state, group=group))
+            reported = outcome(lambda: reknit.prepare("process://prepared", state, group=group))
         else:
             save = reknit.save("process://prepared/0", state, step=0, wait=False, group=group)
-            told = outcome(lambda: save.result(LIMIT_S))
+            reported = outcome(lambda: save.result(LIMIT_S))
         closed.wait(LIMIT_S)
         assert reknit.close(LIMIT_S)
         closed.wait(LIMIT_S)
         reknit.save("process://prepared/1", state, step=1, wait=False, group=group).result(LIMIT_S)
-        return told
+        return reported
 
     closed = threading.Barrier(2)
     for error, _ in run_ranks(2, rank):
@@ -444,18 +444,18 @@ def test_agents_that_are_lost_while_it_goes_on_are_replaced(tmp_path: Path) -> N
         state = state_of(group.rank)
         odd = {**state, "odd": KillsItsAgent(group)} if group.rank == 1 else state
         reknit.prepare(tmp_path, state, group=group)
-        told = [outcome(lambda: reknit.prepare(tmp_path, odd, group=group))[0]]
+        reported = [outcome(lambda: reknit.prepare(tmp_path, odd, group=group))[0]]
         for k in range(4):
             save = reknit.save(tmp_path / str(k), state, step=k, wait=False, group=group)
-            told.append(outcome(lambda: save.result(LIMIT_S))[0])  # noqa: B023 - called at once
-        return told
+            reported.append(outcome(lambda: save.result(LIMIT_S))[0])  # noqa: B023 - called at once
+        return reported
 
     answers = run_ranks(3, rank)
     # Who hears of the loss before it has asked its agent for anything waits for the new ones.
     lost = {"AgentError", "PeerLostError", "CommError", "GroupClosedError"}
-    prepared = {told[0] for told in answers}
+    prepared = {reported[0] for reported in answers}
     assert prepared == {""} or prepared <= lost, answers
-    assert all(told[-2:] == ["", ""] for told in answers), answers
+    assert all(reported[-2:] == ["", ""] for reported in answers), answers
     assert reknit.verify(tmp_path / "3", "data").ok
 
 
@@ -468,8 +468,8 @@ def test_when_all_is_closed_nothing_of_it_is_left(tmp_path: Path, well: bool) ->
 
     def turn() -> None:
         state = state_of(0) if well else {**state_of(0), "odd": {"value": threading.Lock()}}
-        told = outcome(lambda: reknit.prepare(tmp_path, state))
-        assert (told[0] == "") is well
+        reported = outcome(lambda: reknit.prepare(tmp_path, state))
+        assert (reported[0] == "") is well
         assert len(mine()) == 1
         assert reknit.close(LIMIT_S)
 

@@ -111,8 +111,8 @@ def saved(root: Path, value: int = 1, generation: int = 1, *, overwrite: bool = 
         )
         return report.write_id, written
 
-    told = run_ranks(SIZE, run, groups=thread_groups(SIZE, generation))
-    return Saved(root, told[0][0], [written for _, written in told])
+    reported = run_ranks(SIZE, run, groups=thread_groups(SIZE, generation))
+    return Saved(root, reported[0][0], [written for _, written in reported])
 
 
 @pytest.fixture
@@ -153,17 +153,19 @@ def manifest_of(root: Path) -> Manifest:
     return decode_manifest((root / MANIFEST_PATH).read_bytes())
 
 
-def assert_same_error(told: Sequence[PromotionReport | ReknitError], kind: type[ReknitError]) -> ReknitError:
-    first = told[0]
-    assert isinstance(first, ReknitError), told
-    for error in told:
-        assert type(error) is kind, told
+def assert_same_error(
+    reported: Sequence[PromotionReport | ReknitError], kind: type[ReknitError]
+) -> ReknitError:
+    first = reported[0]
+    assert isinstance(first, ReknitError), reported
+    for error in reported:
+        assert type(error) is kind, reported
         assert (error.message, error.rank, error.path) == (first.message, first.rank, first.path)
     return first
 
 
-def reports(told: Iterable[PromotionReport | ReknitError]) -> list[PromotionReport]:
-    found = list(told)
+def reports(reported: Iterable[PromotionReport | ReknitError]) -> list[PromotionReport]:
+    found = list(reported)
     for report in found:
         if isinstance(report, ReknitError):
             raise report
@@ -183,11 +185,11 @@ def damage(path: Path, at: int = -1) -> None:
 def test_every_file_is_at_the_target_byte_for_byte_and_each_rank_tells_what_it_copied(
     source: Saved, tmp_path: Path
 ) -> None:
-    told = reports(promoted(source, lambda rank: local(tmp_path / "slow")))
+    reported = reports(promoted(source, lambda rank: local(tmp_path / "slow")))
     assert content(tmp_path / "slow") == content(source.root)
     assert is_whole(tmp_path / "slow")
     index = next(f for f in manifest_of(source.root).files if f.path.startswith("index"))
-    for rank, report in enumerate(told):
+    for rank, report in enumerate(reported):
         mine = source.written[rank]
         extra = (1, index.nbytes) if rank == 0 else (0, 0)
         assert report.num_files == len(mine) + extra[0]
@@ -195,8 +197,8 @@ def test_every_file_is_at_the_target_byte_for_byte_and_each_rank_tells_what_it_c
         assert (report.source, report.path) == (str(source.root), str(tmp_path / "slow"))
         assert (report.step, report.write_id) == (1, source.write_id)
         assert {"claim", "promoted"} <= {record.phase for record in report.phases}
-    assert told[2].num_files == 0, "a rank that wrote nothing takes part"
-    assert {"read", "write", "digest"} <= {record.phase for record in told[LARGE].phases}
+    assert reported[2].num_files == 0, "a rank that wrote nothing takes part"
+    assert {"read", "write", "digest"} <= {record.phase for record in reported[LARGE].phases}
 
 
 @pytest.mark.parametrize("rank", range(SIZE - 1))
@@ -228,8 +230,8 @@ def test_a_target_where_the_root_cannot_commit_has_nothing_afterwards(
         plan = [Fault(kind, 1, operation)] if of == 0 else []
         return FaultyStorage(local(tmp_path / "slow"), plan=plan)
 
-    told = promoted(source, target)
-    assert_same_error(told, StorageError if kind == "error" else DeadlineError)
+    reported = promoted(source, target)
+    assert_same_error(reported, StorageError if kind == "error" else DeadlineError)
     left = content(tmp_path / "slow")
     assert MANIFEST_PATH not in left
     if kind == "error":
@@ -297,8 +299,8 @@ def test_what_no_store_may_raise_leaves_nothing_either(
         return None
 
     own = ReknitError if issubclass(raised, Exception) else raised
-    told = run_ranks(SIZE, run)
-    assert [type(error) for error in told] == [ReknitError, own, ReknitError]
+    reported = run_ranks(SIZE, run)
+    assert [type(error) for error in reported] == [ReknitError, own, ReknitError]
     assert content(tmp_path / "slow") == {}
 
 
@@ -328,8 +330,8 @@ def test_damage_at_the_source_is_found_and_never_promoted(
 def test_a_checkpoint_at_the_target_stays_unless_it_may_be_replaced(source: Saved, tmp_path: Path) -> None:
     other = saved(tmp_path / "slow", 7, 1)
     before = content(other.root)
-    told = promoted(source, lambda rank: local(other.root))
-    assert_same_error(told, CheckpointExistsError)
+    reported = promoted(source, lambda rank: local(other.root))
+    assert_same_error(reported, CheckpointExistsError)
     with pytest.raises(CheckpointExistsError):
         alone(source.storage, local(other.root))
     assert content(other.root) == before
@@ -362,8 +364,8 @@ def test_a_source_that_was_replaced_or_deleted_meanwhile_is_not_promoted(
 
 
 def test_targets_that_are_not_one_place_are_noticed(source: Saved, tmp_path: Path) -> None:
-    told = promoted(source, lambda rank: local(tmp_path / f"slow{rank}"))
-    error = assert_same_error(told, CommitError)
+    reported = promoted(source, lambda rank: local(tmp_path / f"slow{rank}"))
+    error = assert_same_error(reported, CommitError)
     assert any(file.path in error.message for file in source.written[LARGE])
     assert all(content(tmp_path / f"slow{rank}") == {} for rank in range(SIZE))
 
@@ -372,8 +374,8 @@ def test_a_place_that_is_the_source_by_another_name_loses_nothing(source: Saved,
     before = content(source.root)
     (tmp_path / "link").symlink_to(source.root)
     for overwrite in (False, True):
-        told = promoted(source, lambda rank: local(tmp_path / "link"), overwrite=overwrite)
-        assert all(isinstance(error, ReknitError) for error in told)
+        reported = promoted(source, lambda rank: local(tmp_path / "link"), overwrite=overwrite)
+        assert all(isinstance(error, ReknitError) for error in reported)
         assert content(source.root) == before
     alone(source.storage, local(tmp_path / "link"), overwrite=True)
     assert content(source.root) == before
@@ -391,9 +393,9 @@ def test_a_save_that_takes_the_target_over_fences_the_promotion_off(source: Save
         plan = [Fault("stall", 2, "list")] if rank == 0 else []  # when all files are there
         return FaultyStorage(local(root), plan=plan, stall=take_over)
 
-    told = promoted(source, target)
+    reported = promoted(source, target)
     assert entered
-    assert_same_error(told, FencedError)
+    assert_same_error(reported, FencedError)
     assert is_whole(root)
     assert manifest_of(root).step == 9
     assert not [name for name in content(root) if source.write_id[:8] in name]
@@ -606,13 +608,13 @@ def test_two_hosts_at_the_same_time_commit_what_is_whole(
         except ReknitError as error:
             return error
 
-    told = run_ranks(2, run)
-    for error in told:
-        assert isinstance(error, (PromotionReport, CommitError, StorageError)), told
+    reported = run_ranks(2, run)
+    for error in reported:
+        assert isinstance(error, (PromotionReport, CommitError, StorageError)), reported
     if MANIFEST_PATH in content(tmp_path / "slow"):
         assert content(tmp_path / "slow") == content(source.root)
     elif stores == "halves":
-        assert all(isinstance(error, CommitError) for error in told), "each was done before the other"
+        assert all(isinstance(error, CommitError) for error in reported), "each was done before the other"
     for host in hosts:
         try:
             alone(local(host), local(tmp_path / "slow"), overwrite=overwrite)

@@ -100,7 +100,7 @@ def one_larger(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def is_stored(path: Path, into: Training, expected: list[torch.Tensor]) -> bool:
-    """Tell whether a checkpoint has tensors; it is loaded over writes that are queued."""
+    """Return whether a checkpoint has tensors; it is loaded over writes that are queued."""
     into.forget()
     reknit.load(path, into.state)
     return all(map(torch.equal, into.copies(), expected))

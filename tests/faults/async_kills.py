@@ -85,7 +85,7 @@ def run_once(nursery: Nursery, root: Path, plan: Plan) -> Outcome:
         (root / "struck").touch()
         return _judge(trainers, root, plan, phase)
     except BaseException as error:
-        logs = "\n".join(f"{t.log.name}: {' | '.join(t.lines())}\n{t.told()}" for t in trainers)
+        logs = "\n".join(f"{t.log.name}: {' | '.join(t.lines())}\n{t.reported()}" for t in trainers)
         raise AssertionError(f"{type(error).__name__}: {error}\n{plan}\n{logs}") from error
     finally:
         for trainer in trainers:

@@ -83,7 +83,7 @@ class Child:
         return [line.partition(" ")[2] for line in self.lines() if line.split(" ")[0] == word]
 
     def alive(self) -> bool:
-        """Tell whether it runs."""
+        """Return whether it runs."""
         return is_running(self.pid)
 
     def agents(self) -> list[int]:
@@ -94,7 +94,7 @@ class Child:
         """Send it a signal, if it is there."""
         send(self.pid, number)
 
-    def told(self) -> str:
+    def reported(self) -> str:
         """Return what it, and its agents, wrote on the standard error stream."""
         errors = Path(f"{self.log}.err")
         return errors.read_text() if errors.exists() else ""
@@ -109,7 +109,7 @@ def send(pid: int, number: int = signal.SIGKILL) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Tell whether a process runs, and is not only waiting to be reaped."""
+    """Return whether a process runs, and is not only waiting to be reaped."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -136,9 +136,9 @@ def agents_of(trainer: int) -> list[int]:
 def wait_for_ends(trainers: Sequence[Child], timeout_s: float) -> None:
     """Wait until each trainer has come to its end, of its own will and without leaving an agent."""
     for trainer in trainers:
-        wait_until(lambda t=trainer: not t.alive(), timeout_s, trainer.told)  # type: ignore[misc]
-        assert trainer.said("end"), trainer.told()
-        assert not trainer.agents(), trainer.told()
+        wait_until(lambda t=trainer: not t.alive(), timeout_s, trainer.reported)  # type: ignore[misc]
+        assert trainer.said("end"), trainer.reported()
+        assert not trainer.agents(), trainer.reported()
 
 
 def wait_until(ready: Callable[[], object], timeout_s: float, what: Callable[[], str] = lambda: "") -> None:

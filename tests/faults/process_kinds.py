@@ -63,7 +63,7 @@ def weight(name: str) -> np.ndarray[Any, Any]:
 
 
 def whole(url: str, name: str) -> bool:
-    """Tell whether a case has saved, and all of it."""
+    """Return whether a case has saved, and all of it."""
     target = {"model": {"weight": np.zeros(_NUMEL, np.int32)}}
     try:
         reknit.load(url, target)
@@ -142,17 +142,17 @@ def in_process(cases: Cases, method: str, *, daemon: bool = False, before: str =
 def terminated(cases: Cases, method: str) -> None:
     """Save in a process that is ended as soon as it has saved, as daemonic ones are."""
     context: Any = multiprocessing.get_context(method)
-    told = context.Event()
-    process = context.Process(target=_save_and_stay, args=(cases, told), daemon=True)
+    reported = context.Event()
+    process = context.Process(target=_save_and_stay, args=(cases, reported), daemon=True)
     process.start()
-    told.wait()
+    reported.wait()
     process.terminate()
     process.join()
 
 
-def _save_and_stay(cases: Cases, told: Any) -> None:
+def _save_and_stay(cases: Cases, reported: Any) -> None:
     cases.run(dies=True)
-    told.set()
+    reported.set()
     threading.Event().wait()
 
 

@@ -21,16 +21,16 @@ def train(log: str, url: str, run: int, num_steps: int, pause_s: float, environ:
     os.environ.update(environ)
     setattr(checkpointer, "_SETTLE_S", 0.05)  # noqa: B010 - its agents stand still, which no run can wait for
     state: dict[str, Any] = {"run": {"of": np.zeros(1), "data": np.zeros(NBYTES // 8)}}
-    with open(log, "a", buffering=1) as told:
+    with open(log, "a", buffering=1) as reported:
         one = Checkpointer(url, options=OPTIONS)
         first = one.resume(state)
-        told.write(f"resumed {first} {int(state['run']['of'][0])}\n")
+        reported.write(f"resumed {first} {int(state['run']['of'][0])}\n")
         for step in range(first, first + num_steps):
             state["run"]["of"][:] = run
             state["run"]["data"][:] = step
             one.save(step, state)
-            told.write(f"saved {step}\n")
+            reported.write(f"saved {step}\n")
             time.sleep(pause_s)
-        told.write("over\n")
+        reported.write("over\n")
         one.close()
-        told.write("closed\n")
+        reported.write("closed\n")

@@ -95,7 +95,7 @@ class Script:
         (self.root / "gate").touch()
 
     def holds(self, step: int) -> bool:
-        """Tell whether a step is committed, and whole."""
+        """Return whether a step is committed, and whole."""
         path = self.root / str(step)
         try:
             report = reknit.verify(path, "data")

@@ -64,14 +64,14 @@ def test_an_agent_that_is_stopped_for_a_while_delays_its_save_and_no_trainer(
 ) -> None:
     trainers = nursery.start_job("train_on", tmp_path, 2)
     for trainer in trainers:
-        wait_until(lambda t=trainer: t.said("committed"), GONE_S, trainer.told)  # type: ignore[misc]
+        wait_until(lambda t=trainer: t.said("committed"), GONE_S, trainer.reported)  # type: ignore[misc]
     (agent,) = trainers[1].agents()
     try:
         send(agent, signal.SIGSTOP)
         (tmp_path / "gate").touch()
         for trainer in trainers:
             # All steps of training go on, while the save cannot.
-            wait_until(lambda t=trainer: t.said("trained"), GONE_S, trainer.told)  # type: ignore[misc]
+            wait_until(lambda t=trainer: t.said("trained"), GONE_S, trainer.reported)  # type: ignore[misc]
         time.sleep(STOPPED_S)
         assert all(trainer.said("committed") == ["0"] for trainer in trainers)
         assert not os.path.exists(f"{step_path(tmp_path, 1)}/manifest.json")
@@ -79,6 +79,6 @@ def test_an_agent_that_is_stopped_for_a_while_delays_its_save_and_no_trainer(
         send(agent, signal.SIGCONT)
     wait_for_ends(trainers, GONE_S)
     for trainer in trainers:
-        assert trainer.said("committed") == ["0", "1", "2"], trainer.told()
+        assert trainer.said("committed") == ["0", "1", "2"], trainer.reported()
     assert found(step_path(tmp_path, 1), 2, MIB) == 1
     assert found(step_path(tmp_path, 2), 2, MIB) == 2

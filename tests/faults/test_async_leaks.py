@@ -37,9 +37,9 @@ def test_two_hundred_saves_leave_memory_threads_and_descriptors_as_they_were(
         more_threads = ANSWERING if rank == 0 and size > 1 else 0
         for who in ("trainer", "agent"):
             early, late = (Held(*map(int, line.split())) for line in trainer.said(who))
-            told = f"{who} of rank {rank}: {early} became {late}"
-            assert late.resident_kib <= early.resident_kib + GROWTH_KIB, told
-            assert late.descriptors == early.descriptors, told
-            assert late.memory_files == early.memory_files, told
-            assert 0 <= late.threads - early.threads <= more_threads, told
+            reported = f"{who} of rank {rank}: {early} became {late}"
+            assert late.resident_kib <= early.resident_kib + GROWTH_KIB, reported
+            assert late.descriptors == early.descriptors, reported
+            assert late.memory_files == early.memory_files, reported
+            assert 0 <= late.threads - early.threads <= more_threads, reported
     assert not list((tmp_path / "temporary").iterdir())

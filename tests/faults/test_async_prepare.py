@@ -21,7 +21,7 @@ def test_a_trainer_that_dies_while_it_prepares_fails_the_others_and_its_agent_en
     nursery: Nursery, tmp_path: Path, late: bool
 ) -> None:
     survivor, victim = nursery.start_job("prepare_and_lose", tmp_path, 2, victim="trainer", late=late)
-    wait_until(lambda: not victim.alive(), GONE_S, victim.told)
+    wait_until(lambda: not victim.alive(), GONE_S, victim.reported)
     wait_for_ends([survivor], GONE_S)
     (error,) = survivor.said("failed")
     assert error in ("AgentError", "CommError", "GroupClosedError")

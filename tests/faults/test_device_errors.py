@@ -66,7 +66,7 @@ class Part:
         pending.result(LIMIT_S)
 
     def is_stored(self, path: Path) -> bool:
-        """Tell whether a checkpoint has what there is."""
+        """Return whether a checkpoint has what there is."""
         expected = self.copies()
         for tensor in self.tensors:
             tensor.fill_(7)

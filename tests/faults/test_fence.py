@@ -73,9 +73,9 @@ def test_a_process_that_was_stopped_right_before_its_commit_is_fenced_when_it_go
         as_a_new_run(path, 2)
         assert list(path.glob("pending.*")) == []
         send(zombie.pid, signal.SIGCONT)
-        told, _ = zombie.communicate(timeout=LIMIT_S)
+        reported, _ = zombie.communicate(timeout=LIMIT_S)
     assert zombie.returncode == 0
-    assert told.startswith("commit 0 another save to this path began")
+    assert reported.startswith("commit 0 another save to this path began")
     check_only(path, 2)
     as_a_new_run(path, 3)
     check_only(path, 3)

@@ -87,15 +87,15 @@ def outcome(action: Callable[[], object], limit: Callable[[int], None], amount: 
     if not child:
         faulthandler.register(signal.SIGALRM, chain=True)
         signal.alarm(LIMIT_S)  # a watchdog thread would be lost in the fork, and count
-        told = b"nothing"
+        reported = b"nothing"
         try:
             limit(amount)
             action()
         except reknit.ReknitError as error:
-            told = type(error).__name__.encode()
+            reported = type(error).__name__.encode()
         except BaseException:  # whatever it is, the test must hear of it
-            told = traceback.format_exc().encode()
-        os.write(sink, told)
+            reported = traceback.format_exc().encode()
+        os.write(sink, reported)
         os._exit(0)
     os.close(sink)
     with os.fdopen(source, "rb") as pipe:
@@ -112,11 +112,11 @@ def test_a_limit_is_told_as_such_and_not_as_damage(folder: Path, kind: str) -> N
     (found,) = ranks.run(
         1, outcomes, str(folder), kind, amounts, joined=False, timeout=300 + 5 * len(amounts)
     )
-    assert {told for *_, told in found} <= {"nothing", "ShortageError"}, found
+    assert {reported for *_, reported in found} <= {"nothing", "ShortageError"}, found
     for name in ("load", "verify", "save"):
-        told = [one for action, _, one in found if action == name]
-        assert told[0] == "ShortageError", found
-    assert [told for *_, told in found].count("nothing"), found
+        reported = [one for action, _, one in found if action == name]
+        assert reported[0] == "ShortageError", found
+    assert [reported for *_, reported in found].count("nothing"), found
     assert reknit.verify(folder / "sound", "data").ok
 
 
@@ -126,20 +126,20 @@ def without_threads(folder: str) -> list[str]:
     doing["save in the background"] = lambda: reknit.save(Path(folder) / "b", state(3.0), wait=False).result(
         30
     )
-    told = []
+    reported = []
     for action in doing.values():
         with pytest.raises(reknit.errors.ShortageError) as caught:
             action()
-        told.append(str(caught.value))
-    return told
+        reported.append(str(caught.value))
+    return reported
 
 
 @pytest.mark.skipif(
     not sandbox.KNOWN, reason="the calls of this machine have numbers that are not known here"
 )
 def test_a_process_without_any_further_thread_is_told_what_to_do(folder: Path) -> None:
-    (told,) = ranks.run(1, without_threads, str(folder), joined=False)
-    assert all("thread or process" in one and "ulimit -u" in one for one in told), told
+    (reported,) = ranks.run(1, without_threads, str(folder), joined=False)
+    assert all("thread or process" in one and "ulimit -u" in one for one in reported), reported
 
 
 def with_little_on_rank_1(folder: str) -> list[str]:
@@ -148,15 +148,15 @@ def with_little_on_rank_1(folder: str) -> list[str]:
     reknit.load(path, target, options=options)
     if os.environ["RANK"] == "1":
         sandbox.leave_memory(2 * MIB)  # less than a thread takes, or a block of a file
-    told = []
+    reported = []
     for action in (
         lambda: reknit.load(path, target, options=options),
         lambda: reknit.save(Path(folder, "both"), target, options=reknit.SaveOptions(timeout_s=LIMIT_S)),
     ):
         with pytest.raises(reknit.errors.ShortageError) as caught:
             action()
-        told.append(str(caught.value))
-    return told
+        reported.append(str(caught.value))
+    return reported
 
 
 def test_too_little_memory_on_one_rank_is_the_same_error_on_all(folder: Path) -> None:

@@ -155,9 +155,9 @@ def test_a_read_that_fails_on_one_rank_is_the_same_error_on_all_whichever_it_is(
     assert [left for _, left in results] == [[]] * WORLD
     assert len({len(answers) for answers in each}) == 1
     assert len(each[0]) > 4, "the rank reads for others more than once"
-    for told in zip(*(answers[:-1] for answers in each), strict=True):
-        assert len({place(answer) for answer in told}) == 1, told
-        kind, message, rank, phase, path = place(told[0])
+    for reported in zip(*(answers[:-1] for answers in each), strict=True):
+        assert len({place(answer) for answer in reported}) == 1, reported
+        kind, message, rank, phase, path = place(reported[0])
         assert (kind, rank, phase) == ("StorageError", bad, "read")
         assert path.endswith(".safetensors")
         assert "injected" in message

@@ -92,7 +92,7 @@ def test_what_a_process_of_any_kind_saves_is_found_afterwards_or_refused_at_once
 
 
 def found(url: str, name: str, *, waits: bool) -> bool:
-    """Tell whether a checkpoint is there and whole; the agent of a killed process may still be writing it."""
+    """Return whether a checkpoint is there and whole; the agent of a killed process may still write it."""
     if waits:
         wait_until(lambda: whole(url, name), DEADLINE_S, lambda: f"{name} is not there afterwards")
     return whole(url, name)

@@ -33,7 +33,7 @@ def trainers(nursery: Nursery, tmp_path: Path) -> Iterator[list[Child]]:
 
 def wait_for_word(trainers: Sequence[Child], word: str) -> None:
     for trainer in trainers:
-        wait_until(lambda t=trainer: t.said(word), GONE_S, trainer.told)  # type: ignore[misc]
+        wait_until(lambda t=trainer: t.said(word), GONE_S, trainer.reported)  # type: ignore[misc]
 
 
 def files(path: str) -> set[str]:
@@ -61,7 +61,7 @@ def test_trainers_that_are_killed_leave_agents_that_commit_and_promote(
     assert found(lasting_path(tmp_path, 0), SIZE, MIB) is None
     (tmp_path / "gate").touch()
     for trainer in trainers:
-        wait_until(lambda t=trainer: not t.agents(), GONE_S, trainer.told)  # type: ignore[misc]
+        wait_until(lambda t=trainer: not t.agents(), GONE_S, trainer.reported)  # type: ignore[misc]
     assert found(lasting_path(tmp_path, 0), SIZE, MIB) == 0
     assert files(lasting_path(tmp_path, 0)) == files(step_path(tmp_path, 0))
 
@@ -73,8 +73,8 @@ def test_one_trainer_that_is_killed_keeps_no_rank_from_promoting(
     trainers[1].kill()
     (tmp_path / "gate").touch()
     for trainer in trainers:  # the other one ends when it misses its peer
-        wait_until(lambda t=trainer: not t.alive(), GONE_S, trainer.told)  # type: ignore[misc]
-        wait_until(lambda t=trainer: not t.agents(), GONE_S, trainer.told)  # type: ignore[misc]
+        wait_until(lambda t=trainer: not t.alive(), GONE_S, trainer.reported)  # type: ignore[misc]
+        wait_until(lambda t=trainer: not t.agents(), GONE_S, trainer.reported)  # type: ignore[misc]
     assert found(lasting_path(tmp_path, 0), SIZE, MIB) == 0
 
 

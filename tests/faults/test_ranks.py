@@ -177,9 +177,9 @@ def test_an_exception_of_an_object_is_one_error_on_all_ranks_and_an_interrupt_is
             assert answers[1][number] == {"type": type(error).__name__, "message": str(error)}
         kind, phase = ("StateError", "collect") if is_own else ("ReknitError", "assign")
         for rank in (0, 1, 2) if is_own else (0, 2):
-            told = answers[rank][number]
-            assert (told["type"], told["rank"], told["phase"]) == (kind, 1, phase)
-            assert type(error).__name__ in told["message"]
+            reported = answers[rank][number]
+            assert (reported["type"], reported["rank"], reported["phase"]) == (kind, 1, phase)
+            assert type(error).__name__ in reported["message"]
     assert [answer[-1]["type"] for answer in answers] == ["ok"] * 3
     assert files(tmp_path / "a") == {}
     assert found(tmp_path / "b", 3) == 2

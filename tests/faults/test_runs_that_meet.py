@@ -75,14 +75,14 @@ def meet(nursery: Nursery, folder: Path, url: str, environ: dict[str, str], dice
         return nursery.start(job, folder / name, url=url, environ=environ, **how)
 
     def wait_for(child: Child, ready: Callable[[], object]) -> None:
-        wait_until(lambda: ready() or not child.alive(), LIMIT_S, child.told)
+        wait_until(lambda: ready() or not child.alive(), LIMIT_S, child.reported)
 
     old = start("old", run=1, num_steps=50, pause_s=dice.random() * 0.05)
     at_least = dice.choice([1, 2, 4])
     wait_for(old, lambda: old.agents() and len(old.said("saved")) >= at_least)
     time.sleep(dice.random() * 0.1)
     agents = old.agents()
-    assert agents, old.told()
+    assert agents, old.reported()
     for pid in agents:
         send(pid, signal.SIGSTOP)
     time.sleep(dice.random() * 0.02)
@@ -95,12 +95,12 @@ def meet(nursery: Nursery, folder: Path, url: str, environ: dict[str, str], dice
     for pid in agents:
         send(pid, signal.SIGCONT)
     wait_for(new, lambda: "closed" in new.lines())
-    assert "closed" in new.lines(), new.told()
-    wait_until(lambda: not old.agents(), LIMIT_S, old.told)
+    assert "closed" in new.lines(), new.reported()
+    wait_until(lambda: not old.agents(), LIMIT_S, old.reported)
     first = int(new.said("resumed")[0].split()[0])
     assert first == max(before, default=-1) + 1
     entitled = dict.fromkeys(before, 1) | dict.fromkeys(range(first, first + 4), 2)
-    assert committed(url) == entitled, f"{folder}, woken after {woken_after}: {old.told()}"
+    assert committed(url) == entitled, f"{folder}, woken after {woken_after}: {old.reported()}"
 
 
 def _word(line: str) -> str:

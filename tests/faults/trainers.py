@@ -166,7 +166,7 @@ class Trainer:
         return all([self.agree(well, on=rank) for rank in range(self.size)])
 
     def untouched(self, step: int) -> bool:
-        """Tell whether the live state is what `update` made it."""
+        """Return whether the live state is what `update` made it."""
         model, rank = self.state["model"], self.rank
         own = np.array_equal(model[f"own.{rank}"], values(step, rank, self.nbytes))
         return own and bool((model["all"] == step).all()) and self.state["extra"] == {"epoch": step}

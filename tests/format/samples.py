@@ -1,4 +1,4 @@
-"""Checkpoint nouns of every shape, for the tests of the format, and what it means that two are the same."""
+"""Checkpoint nouns of every shape, for the tests of the format, and comparisons of them."""
 
 from __future__ import annotations
 
@@ -317,7 +317,7 @@ values = st.recursive(leaves, _containers, max_leaves=6)
 
 
 def same(a: Any, b: Any) -> bool:
-    """Tell whether two values are of exactly one type and equal in every bit."""
+    """Return whether two values are of exactly one type and equal in every bit."""
     if type(a) is not type(b):
         return False
     if isinstance(a, float) and not isinstance(a, np.generic):

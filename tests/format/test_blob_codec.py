@@ -263,7 +263,7 @@ def test_pickle_is_used_only_where_both_sides_ask_for_it() -> None:
     with pytest.raises(FormatError, match="allow_pickle=True"):
         decode_blobs(data)
     assert decode_blobs(data, allow_pickle=True) == {"x": value}
-    # what needs no pickle is not pickled
+    # values that need no pickle are not pickled
     assert encode_blobs({"x": (1, {2})}, allow_pickle=True) == encode_blobs({"x": (1, {2})})
 
 

@@ -1,4 +1,4 @@
-"""The worked example of docs/format.md is what the code writes."""
+"""The code writes the worked example of docs/format.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of files in an index says what a manifest that lists them says, and is refused where it lies."""
+"""The table of files in an index stands for a list in the manifest, and is refused where it lies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.format.samples import in_the_index, manifests, sample_index, sample_m
 
 
 def same_files(a: Manifest, b: Manifest) -> bool:
-    """Tell whether two manifests differ in the order of files at most, and in the size of the index."""
+    """Return whether two manifests differ in the order of files at most, and in the size of the index."""
     files = [{file.path: file for file in each.files if file.path != a.index_path} for each in (a, b)]
     blobs = [{blob.path: blob for blob in each.blobs} for each in (a, b)]
     return files[0] == files[1] and blobs[0] == blobs[1]
@@ -34,7 +34,7 @@ def test_it_says_what_a_manifest_says_that_lists_all_files(manifest: Manifest) -
     files = {file.path: file for file in manifest.files if file.path != manifest.index_path}
     assert {file.path: file for file in entries(table_of_all(manifest), manifest.block_nbytes)} == files
     if not files:
-        return  # an index without a table says that there are none
+        return  # an index without a table says so
     listed = decode_manifest(encode_manifest(manifest))
     index, short = in_the_index(manifest)
     record = decode_record(encode_manifest(short))

@@ -106,7 +106,7 @@ def test_the_largest_index_that_is_not_looked_at_again_is_within_the_limits_of_r
 
 
 def ranges(data: bytes, column: str) -> list[Any]:
-    """Return the first and the last value of a column that the footer tells of each row group."""
+    """Return the first and the last value of a column in the footer, for each row group."""
     footer = pq.ParquetFile(io.BytesIO(data)).metadata
     number = footer.schema.names.index(column)
     found = [footer.row_group(k).column(number).statistics for k in range(footer.num_row_groups)]
@@ -218,7 +218,7 @@ def without(index: Index, tensor: int) -> Index:
 
 
 def broken() -> dict[str, tuple[Index, str]]:
-    """Indexes that break one rule each, and what the refusal must say."""
+    """Indexes that break one rule each, and the text that the refusal must have."""
     good = sample_index()
     layer, norm, empty, step = (next(i for i, t in enumerate(good.tensors) if t.fqn == n) for n in NAMED)
     row = {number: int(good.first[number]) for number in (layer, norm, empty, step)}
@@ -300,7 +300,7 @@ def test_an_index_that_breaks_a_rule_is_neither_written_nor_read(
         decode_index(data)
 
 
-# the file has no place for these mistakes, or cannot tell them from others
+# the file has no place for these mistakes, or they look like others
 CANNOT_BE_WRITTEN = {
     *("too many dimensions", "more dimensions", "zero hides overflow", "tensor without chunk", "ungrouped"),
     *("tensor twice", "file unknown", "file negative", "file twice", "columns differ", "name no Unicode"),

@@ -1,4 +1,4 @@
-"""What the golden checkpoints hold: made by rule, so that no copy of it has to be kept beside them.
+"""The content of the golden checkpoints: made by rule, so that no copy of it has to be kept beside them.
 
 `python -m tests.golden.content FOLDER` writes one with the reknit of today, with `--file-table` one whose
 index lists the files, as that of a job of many ranks does, and with `--moved` one whose files have moved to
@@ -64,7 +64,7 @@ def arrays() -> dict[str, np.ndarray[Any, Any]]:
 
 
 def holdings(rank: int) -> Holdings:
-    """Return what a rank holds: rows of the matrices, a copy of the rest, a value of its own."""
+    """Return the holdings of a rank: rows of the matrices, a copy of the rest, a value of its own."""
     shards = []
     for fqn, array in arrays().items():
         spec = TensorSpec(array.shape, array.dtype.name)
@@ -103,12 +103,12 @@ def write(folder: str, *, file_table: bool = False) -> None:
 
 
 def open_golden(url: str, durability: Durability) -> LocalStorage:
-    """Open what has moved."""
+    """Open a moved checkpoint."""
     return LocalStorage(Path(__file__).parent / "cold" / url.removeprefix("golden://"))
 
 
 def register_golden() -> None:
-    """Let this process open what has moved."""
+    """Let this process open moved checkpoints."""
     register("golden", open_golden)
 
 

@@ -40,7 +40,7 @@ def exported(out: Path) -> dict[str, torch.Tensor]:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Tell whether two tensors are equal bit for bit."""
+    """Return whether two tensors are equal bit for bit."""
     bits = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*bits)
 

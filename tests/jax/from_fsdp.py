@@ -21,18 +21,18 @@ def load_and_save(folder: str, truth: str, rows: int, columns: int, into: str) -
     with np.load(truth) as file:
         whole = {name: file[name] for name in file}
     on = training.mesh(rows, columns)
-    told: dict[str, list[str]] = {"wrong": [], "lost": [], "sharded": [], "noted": []}
+    reported: dict[str, list[str]] = {"wrong": [], "lost": [], "sharded": [], "noted": []}
     for live in (False, True):
         target = _tree({name: _target(values, on, live) for name, values in whole.items()})
         before = {name: getattr(array, "sharding", None) for name, array in _flat(target).items()}
         report = reknit.load(folder, target)
-        told["lost"] += [*report.missing, *report.unexpected, *report.mismatched]
-        told["noted"] = sorted(name for name, what in report.notes.items() if "options" in what)
+        reported["lost"] += [*report.missing, *report.unexpected, *report.mismatched]
+        reported["noted"] = sorted(name for name, what in report.notes.items() if "options" in what)
         for name, array in _flat(target).items():
-            told["wrong"] += _differing(name, array, whole[name], before[name])
-        told["sharded"] = [name for name, how in before.items() if how and not how.is_fully_replicated]
+            reported["wrong"] += _differing(name, array, whole[name], before[name])
+        reported["sharded"] = [name for name, how in before.items() if how and not how.is_fully_replicated]
     reknit.save(into, target, step=3)
-    return told
+    return reported
 
 
 def _differing(name: str, array: Any, values: Any, sharding: Any) -> list[str]:

@@ -86,8 +86,8 @@ class Job:
             poll.register(stream, select.POLLIN)
             line = stream.readline() if poll.poll(1000 * deadline.remaining()) else b""
             if not line:
-                told = [answer["error"] for answer in answers.values() if "error" in answer]
-                raise AssertionError("\n".join([f"process {rank} said nothing:", self._stacks(), *told]))
+                reported = [answer["error"] for answer in answers.values() if "error" in answer]
+                raise AssertionError("\n".join([f"process {rank} said nothing:", self._stacks(), *reported]))
             answers[rank] = json.loads(line)
         failed = {rank: found["error"] for rank, found in answers.items() if "error" in found}
         if failed:

@@ -140,14 +140,14 @@ def beside_torch(folder: str) -> list[str]:
 
     from tests.torchrun import pieces
 
-    rank, told = jax.process_index(), []
+    rank, reported = jax.process_index(), []
     w = training.parameters(training.mesh(2, 2), 1)["emb"]
     for number, (ours, size) in enumerate([(0, 1), (1 - rank, 2)]):
         with _torch_job(f"{folder}-store-{f'of-{rank}' if size == 1 else number}", ours, size):
             try:
                 reknit.save(f"{folder}/{number}", {"model": {"w": w}})
             except UsageError as error:
-                told.append(str(error))
+                reported.append(str(error))
     with _torch_job(f"{folder}-store", rank, 2):
         devices = init_device_mesh("cpu", (2,))
         values = torch.arange(96.0).reshape(12, 8)
@@ -165,7 +165,7 @@ def beside_torch(folder: str) -> list[str]:
         for shard in w.addressable_shards:
             assert np.array_equal(shard.data, whole[shard.index])
         dist.barrier()
-    return told
+    return reported
 
 
 @contextmanager

@@ -40,13 +40,13 @@ def returned(jobs: Callable[[int, int], Job], root: Path) -> dict[str, str]:
             into, truth = root / f"{layout}-{name}", root / f"{layout}.now.npz"
             job = jobs(processes, devices)
             answers = job.call("from_fsdp.load_and_save", root / layout, truth, *mesh, into)
-            for told in answers:
-                assert told["wrong"] == told["lost"] == []
+            for reported in answers:
+                assert reported["wrong"] == reported["lost"] == []
                 # Torch has some of 9 and of 13 rows on each rank; JAX cuts the 8 columns.
                 assert {"model/layers.0.up.weight", "optimizer/state/emb.weight/exp_avg"} <= {
-                    *told["sharded"]
+                    *reported["sharded"]
                 }
-                assert "optimizer/param_groups/scale" in told["noted"]
+                assert "optimizer/param_groups/scale" in reported["noted"]
             folders[str(into)] = layout
     return folders
 

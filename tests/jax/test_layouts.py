@@ -58,12 +58,12 @@ def test_a_process_that_collects_and_wants_needs_no_other(pair: Job) -> None:
 
 
 def test_what_one_process_cannot_save_is_told_to_all(pair: Job, tmp_path: Path) -> None:
-    told = pair.call("layouts.refuse_on_one", tmp_path / "a")
-    assert all("donated" in text for text in told)
+    reported = pair.call("layouts.refuse_on_one", tmp_path / "a")
+    assert all("donated" in text for text in reported)
 
 
 def test_torch_and_jax_act_as_one_job_or_are_told_that_they_are_not(pair: Job, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="torch is not installed")
-    for rank, told in enumerate(pair.call("layouts.beside_torch", tmp_path / "a")):
-        assert f"rank 0 of 1 for torch.distributed and process {rank} of 2 for jax" in told[0]
-        assert f"rank {1 - rank} of 2 for torch.distributed and process {rank} of 2 for jax" in told[1]
+    for rank, reported in enumerate(pair.call("layouts.beside_torch", tmp_path / "a")):
+        assert f"rank 0 of 1 for torch.distributed and process {rank} of 2 for jax" in reported[0]
+        assert f"rank {1 - rank} of 2 for torch.distributed and process {rank} of 2 for jax" in reported[1]

@@ -244,10 +244,10 @@ def objects_that_lack_main_copies(root: str) -> None:
             r"i/r \(pp 1, tp 0\); copies are on rank 1",
         ),
     }
-    for name, (value, told) in lacking.items():
+    for name, (value, reported) in lacking.items():
         for wait in (True, False):
             state = {"i": {"t": leaf("kept", torch.ones(2), rank), "o": value}}
-            with pytest.raises(StateError, match=f"no rank has the main copy of {told}"):
+            with pytest.raises(StateError, match=f"no rank has the main copy of {reported}"):
                 reknit.save(f"{root}/{name}", state, wait=wait).result()
     assert reknit.latest(root) is None
     for wait in (True, False):

@@ -90,8 +90,8 @@ def resume(root: str, layout: Layout, live: bool, stacked: bool) -> tuple[list[s
     expected = torch.load(f"{root}/truth", weights_only=False)
     wrong = compare(expected, truth.truth(trained))
     args = loaded["args"]
-    told = (args.lr, args.rank, args.dtype, args.backend.name)
-    return wrong, (told, loaded["iteration"], loaded["content_metadata"], loaded["rng_state"])
+    reported = (args.lr, args.rank, args.dtype, args.backend.name)
+    return wrong, (reported, loaded["iteration"], loaded["content_metadata"], loaded["rng_state"])
 
 
 @pytest.fixture(scope="module")

@@ -105,7 +105,7 @@ def test_a_group_counts_its_steps_exactly_in_a_number_or_a_tensor(tmp_path: Path
 
 
 def gathered_late(layout: Layout) -> tuple[bool, str | None, int]:
-    """Tell whether parameters are old after a step, what a save says of that, and what it collects then."""
+    """Return whether parameters are old after a step, what a save says of that, and what it collects then."""
     from tests.megatron import gpt
 
     trained = gpt.build(layout)

@@ -53,23 +53,23 @@ class Clock:
 
 
 class Desk:
-    """Alerts with a clock that is set by hand, and what they told."""
+    """Alerts with a clock that is set by hand, and the alerts that they sent."""
 
     def __init__(self, *rules: AlertRule, **more: Any) -> None:
         self.clock = Clock()
-        self.told: list[GroupedAlert] = []
+        self.reported: list[GroupedAlert] = []
         known: dict[str, Any] = {"wait_s": 0, "cool_off_s": 1000, "every_s": 1e6, "clock": self.clock}
         if rules:
             known["rules"] = rules
-        self.alerts = Alerts(more.pop("to", [self.told.append]), **(known | more))
+        self.alerts = Alerts(more.pop("to", [self.reported.append]), **(known | more))
 
     def see(self, *records: Record) -> list[str]:
-        """Return what is told of records."""
-        before = len(self.told)
+        """Return the alerts about records."""
+        before = len(self.reported)
         self.alerts.take(records)
         self.alerts.look()
         self.alerts.flush(WAIT_S)
-        return [str(one) for one in self.told[before:]]
+        return [str(one) for one in self.reported[before:]]
 
 
 # Rules
@@ -85,8 +85,8 @@ def test_a_failure_is_told_with_place_and_phase() -> None:
 
 def test_a_failure_is_told_with_its_remedy() -> None:
     desk = Desk(Failures())
-    (told,) = desk.see(phase("write", outcome="StorageFullError", detail="make room"))
-    assert told.endswith(": StorageFullError -> make room")
+    (reported,) = desk.see(phase("write", outcome="StorageFullError", detail="make room"))
+    assert reported.endswith(": StorageFullError -> make room")
 
 
 def cooling(action: str, step: int, **more: Any) -> PhaseRecord:
@@ -98,23 +98,23 @@ def test_old_steps_that_wait_to_move_are_told_when_they_are_many_or_have_waited_
     assert desk.see(cooling("cool_due", 1), cooling("cool_due", 2)) == []
     assert desk.see(cooling("cool", 1), cooling("cool_due", 3)) == []
     assert desk.see(cooling("cool", 2, outcome="StorageError"), cooling("drop", 2)) == []
-    (told,) = desk.see(cooling("cool_due", 4))
-    assert told == "cool-down behind: 3 steps wait to move to the cold store, run/2 for 0 s"
+    (reported,) = desk.see(cooling("cool_due", 4))
+    assert reported == "cool-down behind: 3 steps wait to move to the cold store, run/2 for 0 s"
     desk.clock.now += 2000
     assert desk.see(cooling("cool_due", 5)) == [], "once until none waits"
     gone = [cooling("remove", 2), cooling("save", 3), cooling("cool", 4), cooling("cool", 5)]
     assert desk.see(*gone) == []
     assert desk.see(cooling("cool_due", 6, started=desk.clock.now)) == []
     desk.clock.now += 101
-    (told,) = desk.see()
-    assert told == "cool-down behind: 1 steps wait to move to the cold store, run/6 for 101 s"
+    (reported,) = desk.see()
+    assert reported == "cool-down behind: 1 steps wait to move to the cold store, run/6 for 101 s"
 
 
 def test_retries_are_told_when_there_are_many_in_a_short_time() -> None:
     desk = Desk(Retries(number=5, within_s=10))
     assert desk.see(*(operation("write", retries=1, started=BEGIN + 20 * n) for n in range(10))) == []
-    told = desk.see(*(operation("write", retries=2, started=BEGIN + 1000 + n) for n in range(3)))
-    assert told == ["retries: s3://bucket: 6 retries within 10 s, the last by rank 0 on host0"]
+    reported = desk.see(*(operation("write", retries=2, started=BEGIN + 1000 + n) for n in range(3)))
+    assert reported == ["retries: s3://bucket: 6 retries within 10 s, the last by rank 0 on host0"]
 
 
 def test_a_slow_write_is_told_unless_it_was_short() -> None:
@@ -144,8 +144,8 @@ def test_a_full_store_is_told_and_one_that_is_almost_full(tmp_path: Path) -> Non
     ]
     desk = Desk(StorageFull(free_share=0.999999999))
     local = operation("write", store="file", path=str(tmp_path / "not" / "there"))
-    (told,) = desk.see(local)
-    assert told.startswith(f"storage full: {tmp_path} has ")
+    (reported,) = desk.see(local)
+    assert reported.startswith(f"storage full: {tmp_path} has ")
     assert desk.see(local) == [], "as long as it stays so"
     assert Desk(StorageFull(free_share=1e-12)).see(local) == []
 
@@ -204,11 +204,11 @@ def test_alerts_of_one_kind_are_one_and_then_wait() -> None:
     failure = phase("write", outcome="StorageError")
     assert desk.see(*[failure] * 500) == []
     desk.clock.now += 11
-    (told,) = desk.see(phase("commit", outcome="CommitError"))
-    assert told.endswith("StorageError (500 of the kind)")
+    (reported,) = desk.see(phase("commit", outcome="CommitError"))
+    assert reported.endswith("StorageError (500 of the kind)")
     desk.clock.now += 50
-    (told,) = desk.see(failure, failure)
-    assert "CommitError" in told, "another kind has its own time"
+    (reported,) = desk.see(failure, failure)
+    assert "CommitError" in reported, "another kind has its own time"
     desk.clock.now += 51
     assert desk.see() == [
         "failures: save run/step_7 failed in write on rank 0, dp 1, tp 0 on host0: StorageError "
@@ -222,9 +222,9 @@ def test_many_kinds_stay_within_bounds() -> None:
     groups = AlertGroups(wait_s=0, cool_off_s=1000)
     for number in range(5000):
         groups.add(Alert("failures", f"{number}", "text"), BEGIN)
-    told = groups.take_due(BEGIN)
-    assert len(told) == 1001
-    assert sum(one.number for one in told) == 5000
+    reported = groups.take_due(BEGIN)
+    assert len(reported) == 1001
+    assert sum(one.number for one in reported) == 5000
     assert groups.take_due(BEGIN + 2000) == []
 
 
@@ -241,15 +241,15 @@ def test_the_usual_rules_find_nothing_in_a_save_that_goes_well(tmp_path: Path) -
         reknit.save(tmp_path / f"{step}", {"x": np.ones(1000)}, step=step, options=options)
     desk.alerts.look()
     desk.alerts.flush(WAIT_S)
-    assert desk.told == []
-    assert [one for one in usual.told if one.alert.rule not in ("storage full", "long save")] == []
+    assert desk.reported == []
+    assert [one for one in usual.reported if one.alert.rule not in ("storage full", "long save")] == []
 
 
 # Channels
 
 
 class Hook(BaseHTTPRequestHandler):
-    """A server that keeps what is posted, or hangs."""
+    """A server that keeps posted data, or hangs."""
 
     got: list[dict[str, Any]]
     free: threading.Event
@@ -298,9 +298,9 @@ def test_a_webhook_that_hangs_delays_no_save_and_no_other_way(
 ) -> None:
     url, handler = hook
     handler.free.clear()
-    told: list[GroupedAlert] = []
+    reported: list[GroupedAlert] = []
     alerts = Alerts(
-        [Webhook(url, timeout_s=WAIT_S), told.append],
+        [Webhook(url, timeout_s=WAIT_S), reported.append],
         rules=[Failures()],
         wait_s=0,
         cool_off_s=0,
@@ -311,14 +311,14 @@ def test_a_webhook_that_hangs_delays_no_save_and_no_other_way(
     for number in range(3):
         with pytest.raises(reknit.CheckpointExistsError):
             reknit.save(tmp_path / "x", {"x": np.ones(10)}, options=options)
-        wait_until(lambda least=number: len(told) > least, WAIT_S)  # type: ignore[misc]
+        wait_until(lambda least=number: len(reported) > least, WAIT_S)  # type: ignore[misc]
     assert handler.got == []
     for n in range(500):
         alerts.take([phase("write", outcome=f"Error{n}")])
     wait_until(lambda: "alerts to Webhook(127.0.0.1): it does not keep up" in caplog.text, WAIT_S)
     handler.free.set()
     wait_until(lambda: bool(handler.got), WAIT_S)
-    alerts.flush(WAIT_S)  # else it tells in the midst of the next test what could not be told
+    alerts.flush(WAIT_S)  # else it reports in the midst of the next test which alerts could not be sent
 
 
 def test_a_server_that_is_gone_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -333,14 +333,14 @@ def test_a_server_that_is_gone_is_logged_once(caplog: pytest.LogCaptureFixture) 
 
 
 def test_a_function_gets_each_alert_and_one_that_fails_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    told: list[GroupedAlert] = []
+    reported: list[GroupedAlert] = []
 
     def page(alert: GroupedAlert) -> None:
         raise OSError(f"nobody answers: {alert.alert.rule}")
 
-    desk = Desk(Failures(), to=[told.append, page])
+    desk = Desk(Failures(), to=[reported.append, page])
     desk.see(phase("write", outcome="StorageError"), phase("write", outcome="KeyError"))
-    assert [str(one)[:9] for one in told] == ["failures:"] * 2
+    assert [str(one)[:9] for one in reported] == ["failures:"] * 2
     assert "OSError: nobody answers: failures" in caplog.text
 
 
@@ -351,10 +351,10 @@ def test_the_log_is_where_alerts_go_unless_told_otherwise(caplog: pytest.LogCapt
 
 
 def test_it_looks_by_itself_from_time_to_time() -> None:
-    told: list[GroupedAlert] = []
-    alerts = Alerts([told.append], rules=[Failures()], wait_s=0, every_s=0.001)
+    reported: list[GroupedAlert] = []
+    alerts = Alerts([reported.append], rules=[Failures()], wait_s=0, every_s=0.001)
     alerts.take([phase("write", outcome="StorageError")])
-    wait_until(lambda: len(told) == 1, WAIT_S)
+    wait_until(lambda: len(reported) == 1, WAIT_S)
 
 
 @pytest.mark.parametrize(

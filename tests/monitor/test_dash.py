@@ -1,4 +1,4 @@
-"""The dashboard: what is written while it runs is shown, to those who may see it."""
+"""The dashboard: it shows events that are written while it runs, to permitted users."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_save_that_is_written_meanwhile_is_told_and_shown(folder: Path, dash: 
         threading.Event().wait(0.05)
     assert "rank 3" in after["operations"][1]["remarks"][0]
     assert "lane" in after["operations"][1]
-    assert "lane" not in after["operations"][0], "what is not looked at is sent when it is asked for"
+    assert "lane" not in after["operations"][0], "hidden parts are sent when they are asked for"
     columns = json.loads(dash.get(f"columns/{after['version']}/0"))
     assert columns == {name: before["operations"][0][name] for name in columns}
     assert set(columns) == {"lane", "rank", "start", "busy", "length", "failed"}

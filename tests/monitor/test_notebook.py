@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Cell:
-    """What a notebook shows below a cell: displays, each with all that it has said."""
+    """The displays that a notebook shows below a cell, each with all its texts."""
 
     def __init__(self) -> None:
         self.displays: list[list[str]] = []
@@ -27,12 +27,12 @@ class Cell:
     def display(self, content: dict[str, str], *, raw: bool, display_id: bool) -> Any:
         assert raw
         assert display_id, "or it could not be written anew"
-        told: list[str] = []
-        self.displays.append(told)
+        reported: list[str] = []
+        self.displays.append(reported)
 
         def update(content: dict[str, str], *, raw: bool) -> None:
-            told.append(content["text/plain"])
-            self.on_text(told[-1])
+            reported.append(content["text/plain"])
+            self.on_text(reported[-1])
 
         update(content, raw=True)
         return SimpleNamespace(update=update)
@@ -68,9 +68,9 @@ def test_progress_is_one_line_below_the_cell_and_gone_in_the_end(monkeypatch: py
         while not any("100 %" in text for text in seen):
             threads[0].join(0.001)
     threads[0].join(60)
-    (told,) = cell.displays
-    assert told[0].startswith("load from ck/step_5: 0 %")
-    assert told[-1] == ""
+    (reported,) = cell.displays
+    assert reported[0].startswith("load from ck/step_5: 0 %")
+    assert reported[-1] == ""
 
 
 @pytest.mark.parametrize("shell", [None, SimpleNamespace(), SimpleNamespace(kernel=None)])

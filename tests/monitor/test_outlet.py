@@ -29,7 +29,7 @@ def numbered(number: int) -> PhaseRecord:
 
 
 class Kept:
-    """A sink that keeps what it gets, and may be told to fail or to hang."""
+    """A sink that keeps its records, and can be made to fail or to hang."""
 
     def __init__(self) -> None:
         self.taken: list[Record] = []
@@ -170,12 +170,12 @@ def test_what_several_threads_tell_is_counted_as_lost_where_none_can_serve_the_s
 
 
 def test_a_function_is_called_with_each_record() -> None:
-    told: list[Record] = []
-    outlet = Outlet(CallingSink(told.append), "a function")
+    reported: list[Record] = []
+    outlet = Outlet(CallingSink(reported.append), "a function")
     for number in range(3):
         outlet.put(numbered(number))
     flush([outlet], WAIT_S)
-    assert [record.rank for record in told if isinstance(record, PhaseRecord)] == [0, 1, 2]
+    assert [record.rank for record in reported if isinstance(record, PhaseRecord)] == [0, 1, 2]
 
 
 PROGRAM = """
@@ -202,5 +202,5 @@ child.join()
 def test_a_process_that_ends_or_was_forked_has_told_everything(tmp_path: Path) -> None:
     events = tmp_path / "events.jsonl"
     subprocess.run([sys.executable, "-c", PROGRAM, events], check=True, timeout=WAIT_S, cwd=os.getcwd())
-    told = [line.partition('"rank":')[2][:1] for line in events.read_text().splitlines()]
-    assert sorted(told) == ["1", "2", "2", "3"]
+    reported = [line.partition('"rank":')[2][:1] for line in events.read_text().splitlines()]
+    assert sorted(reported) == ["1", "2", "2", "3"]

@@ -1,4 +1,4 @@
-"""What rank 0 tells while it takes long; intervals are given, and no test waits for a clock."""
+"""The log of rank 0 while it takes long; intervals are given, and no test waits for a clock."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ WAIT_S = 60.0
 
 
 class Lines(logging.Handler):
-    """Keeps what is logged, and lets tests wait for it."""
+    """Keeps log records, and lets tests wait for them."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self._changed = threading.Condition()
-        self.told: list[logging.LogRecord] = []
+        self.reported: list[logging.LogRecord] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         with self._changed:
-            self.told.append(record)
+            self.reported.append(record)
             self._changed.notify_all()
 
     def texts(self) -> list[str]:
-        return [record.getMessage() for record in self.told]
+        return [record.getMessage() for record in self.reported]
 
     def wait_for(self, part: str) -> None:
-        """Return when a line has the part."""
+        """Wait until a line has the part."""
         with self._changed:
             assert self._changed.wait_for(lambda: any(part in t for t in self.texts()), WAIT_S), self.texts()
 
@@ -92,10 +92,10 @@ def test_a_log_gets_lines_at_intervals_and_none_after_the_end(lines: Lines) -> N
         lines.wait_for("25 % (100 of 400 B)")
         recorder.advance(300)
         lines.wait_for("100 % (400 of 400 B)")
-    count = len(lines.told)
+    count = len(lines.reported)
     threads.join()
-    assert len(lines.told) == count
-    assert {(record.name, record.levelno) for record in lines.told} == {("reknit", logging.INFO)}
+    assert len(lines.reported) == count
+    assert {(record.name, record.levelno) for record in lines.reported} == {("reknit", logging.INFO)}
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_nothing_is_told_of_what_is_short_on_other_ranks_or_unwanted(
         pass
     threads.join()
     assert bool(threads.started) == (intervals is NEVER)
-    assert lines.told == []
+    assert lines.reported == []
 
 
 def interrupted(lines: Lines, threads: Threads) -> None:
@@ -174,9 +174,9 @@ def test_a_slow_save_tells_how_far_it_is_on_rank_0_alone(
     )
     state = {"model": {"w": np.ones(1 << 20, np.float32)}, "extra": {"epoch": 1}}
     reknit.save("stalled://slow", state, options=reknit.SaveOptions(progress=True)).result()
-    assert lines.told
-    assert {record.name for record in lines.told} == {"reknit"}
-    count = len(lines.told)
+    assert lines.reported
+    assert {record.name for record in lines.reported} == {"reknit"}
+    count = len(lines.reported)
     quiet = reknit.SaveOptions(progress=False)
     plan.clear()
     reknit.save("stalled://slow", state, overwrite=True, options=quiet).result()

@@ -15,7 +15,7 @@ def line(moved: int, expected: int, speed: float | None = None, idle_s: float = 
 
 
 @pytest.mark.parametrize(
-    ("told", "expected"),
+    ("reported", "expected"),
     [
         (
             line(int(3.2 * GIB), int(7.8 * GIB), 1.9 * GIB),
@@ -35,13 +35,13 @@ def line(moved: int, expected: int, speed: float | None = None, idle_s: float = 
         (line(0, 300, 1.0), "load from ck/step_5: 0 % (0 of 300 B), 1 B/s, about 5 min left"),
     ],
 )
-def test_a_line_says_what_has_come_and_how_long_it_takes(told: str, expected: str) -> None:
-    assert told == expected
+def test_a_line_says_what_has_come_and_how_long_it_takes(reported: str, expected: str) -> None:
+    assert reported == expected
 
 
 def test_a_save_goes_to_a_path_whose_letters_cannot_steer_a_terminal() -> None:
-    told = describe("save", "a\x1b[2Jb\nc", Standing(0, 0, 0.0, ()), None, None)
-    assert told == "save to a?[2Jb?c: waiting, for 0 s"
+    reported = describe("save", "a\x1b[2Jb\nc", Standing(0, 0, 0.0, ()), None, None)
+    assert reported == "save to a?[2Jb?c: waiting, for 0 s"
 
 
 @given(st.text(max_size=90), st.integers(1, 120), st.integers(0, 9 * GIB), st.none() | st.floats(0, 1e12))
@@ -50,13 +50,13 @@ def test_a_line_fits_and_keeps_the_end_of_its_path(
 ) -> None:
     standing = Standing(moved, 8 * GIB, 0.0, ())
     whole = describe("load", path, standing, speed, None)
-    told = describe("load", path, standing, speed, width)
-    assert len(told) <= width
+    reported = describe("load", path, standing, speed, width)
+    assert len(reported) <= width
     if len(whole) <= width:
-        assert told == whole
+        assert reported == whole
     elif width >= len(whole) - len(path) + 3:
-        assert told.startswith("load from ...")
-        assert whole.endswith(told.removeprefix("load from ..."))
+        assert reported.startswith("load from ...")
+        assert whole.endswith(reported.removeprefix("load from ..."))
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def wait_for(condition: Callable[[], Any]) -> Any:
 
 
 def tell(sink: Prometheus, step: int) -> None:
-    """Tell of a save and a load, of which a phase and a request failed."""
+    """Send records of a save and a load, of which a phase and a request failed."""
     now = time.time()
     for action in ("save", "load"):
         for phase in ("write", action):
@@ -53,7 +53,7 @@ def tell(sink: Prometheus, step: int) -> None:
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    """Return where Prometheus answers, while it asks a process that saves and loads."""
+    """Return the address of a Prometheus that asks a process that saves and loads."""
     running = server("prometheus")
     client = pytest.importorskip("prometheus_client", reason="needs prometheus-client")
     registry = client.CollectorRegistry()

@@ -1,4 +1,4 @@
-"""Reports of events: what was slow or failed, on which rank, as text, as a page and as a trace."""
+"""Reports of events: slow and failed phases by rank, as text, as a page and as a trace."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SLOW, FAILED = 13, 6
 
 
 def sixteen_ranks(folder: Path) -> RecordedOperation:
-    """Write the events of a save in which one rank is slow and one fails, and return what is read of them."""
+    """Write the events of a save in which one rank is slow and one fails, and return the read ones."""
     for rank in range(16):
         sink = JsonLines(str(folder / f"{rank // 8}.jsonl"))
         sink.take([record("collect", rank, 0, 0.1)])
@@ -230,7 +230,7 @@ def test_what_is_written_later_is_read_later_and_a_half_line_when_it_is_whole(tm
 
 
 def data_of(text: str) -> dict[str, Any]:
-    """Return what a page shows."""
+    """Return the visible text of a page."""
     (line,) = [line for line in text.splitlines() if line.startswith("const given = ")]
     found: dict[str, Any] = json.loads(line.removeprefix("const given = ").removesuffix(";"))
     return found
@@ -242,11 +242,11 @@ SEEN: dict[str, Any] = {
     "without green": [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
     "without blue": [[1.256, -0.077, -0.179], [-0.078, 0.931, 0.148], [0.005, 0.691, 0.304]],
 }
-"""What people see of linear red, green and blue (Machado, Oliveira and Fernandes, 2009)."""
+"""The human perception of linear red, green and blue (Machado, Oliveira and Fernandes, 2009)."""
 
 
 def lab(linear: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return colours as lightness and two axes, in which distances are those that people see."""
+    """Return colours as lightness and two axes, in which distances are the visible ones."""
     xyz = linear @ np.array([[0.4339, 0.2127, 0.0178], [0.3762, 0.7152, 0.1095], [0.1899, 0.0722, 0.8730]])
     x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116).T
     return np.stack([116 * y - 16, 500 * (x - y), 200 * (y - z)], axis=1)

@@ -1,4 +1,4 @@
-"""Each sink against the real thing: what a save and a load told is there afterwards."""
+"""Each sink against the real thing: the records of a save and a load are there afterwards."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_a_full_disk_for_events_disturbs_no_save_and_is_told(
 
 
 def ask(endpoint: str, query: str) -> Any:
-    """Return what a server answers, as JSON."""
+    """Return the answer of a server, as JSON."""
     connection = http.client.HTTPConnection(endpoint.removeprefix("http://"), timeout=60)
     try:
         connection.request("POST", f"/?query={quote(query)}")
@@ -426,14 +426,14 @@ def test_what_is_no_tracker_is_refused(make: Callable[[], object]) -> None:
 
 
 def test_an_own_phase_is_a_figure_of_its_own() -> None:
-    told: list[tuple[str, float, int]] = []
+    reported: list[tuple[str, float, int]] = []
 
     class Writer:
         def add_scalar(self, name: str, value: float, step: int) -> None:
-            told.append((name, value, step))
+            reported.append((name, value, step))
 
     sinks.TensorBoard(Writer()).take([phase("evaluate", action="training", step=3)])
-    assert told == [("reknit/training/evaluate_s", 1.0, 3)]
+    assert reported == [("reknit/training/evaluate_s", 1.0, 3)]
 
 
 @pytest.mark.parametrize(

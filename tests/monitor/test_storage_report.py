@@ -1,4 +1,4 @@
-"""What was asked of stores, summed over ranks: requests, bytes, latencies, errors by host."""
+"""Operations of stores, summed over ranks: requests, bytes, latencies, errors by host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def waited(rank: int, seconds: float, **more: Any) -> StorageRecord:
 
 
 def figures() -> dict[tuple[str, str], StorageFigures]:
-    """Return what four ranks did, of which one waited long and two failed."""
+    """Return the operations of four ranks, of which one waited long and two failed."""
     found = {("write", "s3://bucket"): StorageFigures(), ("get", "s3://bucket"): StorageFigures()}
     for rank, seconds in enumerate((0.001, 0.001, 0.003, 2.0)):
         failed = {} if rank < 2 else {"outcome": "DeadlineError", "nbytes": 0, "retries": rank}

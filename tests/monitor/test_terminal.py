@@ -1,4 +1,4 @@
-"""What a terminal shows: a real one, of a process of its own."""
+"""The content of a terminal: a real one, of a process of its own."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Screen(NamedTuple):
     end: IO[bytes]
 
     def until(self, part: str, seen: str = "") -> str:
-        """Return what is shown, up to where a part is, or up to the end."""
+        """Return the shown text, up to a part of it, or up to the end."""
         while not part or part not in seen:
             try:
                 data = os.read(self.end.fileno(), 1 << 16)
-            except OSError:  # what Linux says when the process has ended
+            except OSError:  # the error of Linux when the process has ended
                 break
             if not data:
                 break
@@ -72,7 +72,7 @@ def begin(*arguments: str, **environment: str) -> Screen:
 
 
 def finish(screen: Screen, seen: str) -> tuple[str, str]:
-    """Let the process go on; return all that it has shown, and what it printed."""
+    """Let the process go on; return all that it has shown, and its output."""
     with screen.end, screen.process:
         assert screen.process.stdin is not None
         assert screen.process.stdout is not None
@@ -101,10 +101,10 @@ def test_ctrl_c_leaves_a_clean_line() -> None:
     screen.process.send_signal(signal.SIGINT)
     shown, printed = finish(screen, shown)
     assert printed == ""
-    line, _, told = shown.partition("Traceback")
+    line, _, reported = shown.partition("Traceback")
     assert line.endswith(ERASE)
-    assert "KeyboardInterrupt" in told
-    assert ERASE not in told
+    assert "KeyboardInterrupt" in reported
+    assert ERASE not in reported
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ class Mutant(msgspec.Struct, forbid_unknown_fields=True):
         try:
             compile(self.mutated(root), self.file, "exec", dont_inherit=True)
         except SyntaxError as error:
-            return f"what it makes is no Python: {error}"
+            return f"its result is not Python: {error}"
         return None
 
     def mutated(self, root: Path) -> str:
@@ -69,7 +69,7 @@ def mutants(folder: Path = CATALOG, patterns: Sequence[str] = ()) -> list[Mutant
     for path in sorted(folder.glob("*.toml")):
         for mutant in msgspec.toml.decode(path.read_bytes(), type=_Room).mutant:
             mutant.room = path.stem
-            told = f"{path.stem}: {mutant.file}: {mutant.name}"
-            if not patterns or any(fnmatch(told, f"*{pattern}*") for pattern in patterns):
+            reported = f"{path.stem}: {mutant.file}: {mutant.name}"
+            if not patterns or any(fnmatch(reported, f"*{pattern}*") for pattern in patterns):
                 found.append(mutant)
     return found

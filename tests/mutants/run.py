@@ -57,14 +57,14 @@ class Result(NamedTuple):
 
     @property
     def bad(self) -> bool:
-        """Tell whether somebody has to see to it: also to a known survivor that is killed by now."""
+        """Return whether somebody has to see to it: also to a known survivor that is killed by now."""
         return self.verdict != ("survived" if self.mutant.survives else "killed")
 
     def __str__(self) -> str:
         known = f" (known: {self.mutant.survives})" if self.mutant.survives else ""
-        told = self.verdict if self.verdict == "killed" else self.verdict.upper()
+        reported = self.verdict if self.verdict == "killed" else self.verdict.upper()
         by = f" by {self.by}" if self.verdict == "killed" else f": {self.by}" if self.by else ""
-        return f"{self.seconds:5.1f} s  {self.mutant.room}: {self.mutant.name}: {told}{by}{known}"
+        return f"{self.seconds:5.1f} s  {self.mutant.room}: {self.mutant.name}: {reported}{by}{known}"
 
 
 class Copy:
@@ -109,13 +109,13 @@ class Copy:
         plugins = ("-p", "_hypothesis_pytestplugin", "-p", "pytest_timeout", "-p", "no:cacheprovider")
         command = [sys.executable, "-m", "pytest", "-q", "--tb=line", *plugins, "--hypothesis-seed=0"]
         command += [f"--timeout={TEST_S}", "--timeout-method=signal", *options, *tests]
-        with tempfile.TemporaryFile("w+") as told:
+        with tempfile.TemporaryFile("w+") as reported:
             started = subprocess.Popen(
                 command,
                 cwd=self.root,
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
-                stdout=told,
+                stdout=reported,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
@@ -126,8 +126,8 @@ class Copy:
             finally:
                 self._end_all()
                 started.wait()
-            told.seek(0)
-            output = told.read()
+            reported.seek(0)
+            output = reported.read()
         if status == 0:
             return Ending("passed", "")
         if status < 0:
@@ -196,7 +196,7 @@ def summary(results: Sequence[Result]) -> list[str]:
         if result.verdict != "killed":
             lines.append(f"{result.verdict}: {result.mutant.room}: {result.mutant.name}{known}")
         elif known:
-            lines.append(f"killed by now, so it is no survivor: {result.mutant.room}: {result.mutant.name}")
+            lines.append(f"killed by now, so it did not survive: {result.mutant.room}: {result.mutant.name}")
     return lines
 
 

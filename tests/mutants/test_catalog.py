@@ -1,4 +1,4 @@
-"""Every mutant can still be made: a change that moves what it breaks has to move the mutant along."""
+"""Every mutant can still be made: a change that moves its text has to move the mutant along."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from tests.mutants.run import ROOT
 
 
 def test_no_mutant_is_stale() -> None:
-    told = [(mutant.name, mutant.stale(ROOT)) for mutant in mutants()]
-    assert [(name, why) for name, why in told if why is not None] == []
+    reported = [(mutant.name, mutant.stale(ROOT)) for mutant in mutants()]
+    assert [(name, why) for name, why in reported if why is not None] == []
 
 
 def test_every_mutant_has_a_name_of_its_own_and_tests_that_must_notice_it() -> None:

@@ -84,13 +84,13 @@ def test_mutants_are_killed_by_tests_or_survive_them_or_are_stale(root: Path) ->
         "src/reknit/module.py has its text no times",
         "tests/test_total.py has no test_nothing",
     )
-    assert broken.by.startswith("what it makes is no Python")
+    assert broken.by.startswith("its result is not Python")
     assert summary([killed, survived, known, found]) == [
         "room: killed 2 of 4",
         "all: killed 2 of 4",
         "survived: room: [0, 1] is [0, 2]",
         "survived: room: [0, 1] is [0, 3] (known: nobody looks)",
-        "killed by now, so it is no survivor: room: [0:] is [:0]",
+        "killed by now, so it did not survive: room: [0:] is [:0]",
     ]
     assert (root / "src/reknit/module.py").read_text() == MODULE
 
@@ -102,7 +102,7 @@ def test_a_mutant_that_cannot_even_be_imported_tells_nothing(root: Path) -> None
 
 
 def sleeps(process: psutil.Process) -> bool:
-    """Tell whether this is what the test that hangs has started."""
+    """Return whether the test that hangs has started this."""
     with suppress(psutil.Error):  # it is gone, and perhaps nobody has asked yet how it ended
         return process.cmdline()[-1:] == ["import time; time.sleep(600)"]
     return False

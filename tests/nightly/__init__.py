@@ -1,1 +1,1 @@
-"""What takes too long for every change, or needs a machine of its own.  See scripts/nightly."""
+"""Tests that take too long for every change, or need a machine of their own.  See scripts/nightly."""

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 NBYTES = 48 * MIB
 TIMEOUT_S = 4
-"""What one request may take."""
+"""The longest time of one request."""
 LIMIT_S = 60.0
-"""What a save or a load may take in which a NameNode is killed."""
+"""The longest time of a save or a load in which a NameNode is killed."""
 NOBODY_S = 3 * TIMEOUT_S
 """What it may take to be told that no NameNode is active: the request, and to give up what was begun."""
 HANGS_S = 300.0
@@ -48,13 +48,13 @@ OPTIONS = reknit.SaveOptions(threads=2)
 
 
 def state_of(version: int) -> dict[str, Any]:
-    """Return a state, all of which tells its version."""
+    """Return a state, all of which shows its version."""
     w = np.random.default_rng(version).integers(0, 256, NBYTES, np.uint8)
     return {"model": {"w": w}, "extra": {"version": version}}
 
 
 def save(name: str, version: int, query: str = PLAIN) -> None:
-    """Save a version, whatever is there."""
+    """Save a version, over any other."""
     reknit.save(
         f"hdfs://pair/{name}{query}", state_of(version), step=version, overwrite=True, options=OPTIONS
     )
@@ -74,7 +74,7 @@ def version_at(name: str, query: str = PLAIN) -> int:
 
 @contextmanager
 def during(delay_s: float, action: Callable[[], object]) -> Iterator[None]:
-    """Do something while the block runs, and wait for both; what it raises is raised here."""
+    """Do something while the block runs, and wait for both; its error is raised here."""
     failed: list[BaseException] = []
 
     def work() -> None:
@@ -106,7 +106,7 @@ def outcome(work: Callable[[], object], limit_s: float) -> tuple[ReknitError | N
     return error, seconds
 
 
-def told(error: ReknitError | None, seconds: float) -> str:
+def reported(error: ReknitError | None, seconds: float) -> str:
     how = "completes" if error is None else f"fails ({str(error).splitlines()[0][:90]})"
     return f"{how} after {seconds:.1f} s"
 
@@ -125,7 +125,7 @@ def a_save_and_a_load(pair: Pair, kills: int) -> Iterator[str]:
 
 
 def a_save_while_the_active_one_is_killed(pair: Pair, kills: int, query: str = PLAIN) -> Iterator[str]:
-    """What is there afterwards is the old or the new, and the next save works."""
+    """Afterwards the old or the new checkpoint is there, and the next save works."""
     for k in range(kills):
         name = f"save-{k}-{query[-2:]}"
         save(name, 0)
@@ -140,7 +140,7 @@ def a_save_while_the_active_one_is_killed(pair: Pair, kills: int, query: str = P
         save(name, 2)
         assert version_at(name) == 2
         assert reknit.verify(f"hdfs://pair/{name}{PLAIN}", "data").ok
-        yield f"killed after {delay_s:.2f} s: {told(error, seconds)}, version {version}"
+        yield f"killed after {delay_s:.2f} s: {reported(error, seconds)}, version {version}"
         pair.restore()
 
 
@@ -160,7 +160,7 @@ def a_load_while_the_active_one_is_killed(pair: Pair, kills: int) -> Iterator[st
             assert error is None or query is PLAIN, error
             assert version_at("load") == 7
             patience = "patient, " if query is PATIENT else ""
-            yield f"{patience}killed after {delay_s:.2f} s: {told(error, seconds)}"
+            yield f"{patience}killed after {delay_s:.2f} s: {reported(error, seconds)}"
             pair.restore()
 
 
@@ -179,7 +179,7 @@ def nobody_is_active(pair: Pair, kills: int) -> Iterator[str]:
         for name, work in works.items():
             error, seconds = outcome(work, NOBODY_S)
             assert error is not None, name
-            yield f"{dead} dead: {name} {told(error, seconds)}"
+            yield f"{dead} dead: {name} {reported(error, seconds)}"
         if dead == "active":
             pair.promote(pair.standby)
             assert version_at("nobody") == 3
@@ -206,7 +206,7 @@ def the_active_one_goes_silent(pair: Pair, kills: int) -> Iterator[str]:
         for name, work in works.items():
             error, seconds = outcome(work, LIMIT_S)
             assert error is None, error
-            yield f"{silent} silent: {name} {told(error, seconds)}"
+            yield f"{silent} silent: {name} {reported(error, seconds)}"
         pair.kill(silent)  # it would go on as if it were the active one: others see to that, by fencing
         pair.restore()
         assert version_at("silent") == 6

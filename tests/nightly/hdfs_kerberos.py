@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 NBYTES = 9 * MIB + 77
 TIMEOUT_S = 5
-"""What one request may take."""
+"""The longest time of one request."""
 LIMIT_S = 4 * TIMEOUT_S
 HANGS_S = 240.0
 
@@ -61,8 +61,15 @@ class Secured:
 
     def url(self, name: str, **options: Any) -> str:
         """Return a URL by which Alice asks, unless `options` say otherwise."""
-        told = {"principal": f"alice@{REALM}", "keytab": self.alice, "part_mib": 1, "timeout_s": TIMEOUT_S}
-        words = (f"{key}={quote(str(value))}" for key, value in (told | options).items() if value is not None)
+        reported = {
+            "principal": f"alice@{REALM}",
+            "keytab": self.alice,
+            "part_mib": 1,
+            "timeout_s": TIMEOUT_S,
+        }
+        words = (
+            f"{key}={quote(str(value))}" for key, value in (reported | options).items() if value is not None
+        )
         return f"{self.root}/open/{name}?{'&'.join(words)}"
 
     def token(self) -> str:
@@ -87,7 +94,7 @@ class Secured:
 
 
 def settings(keys: dict[str, str]) -> dict[str, str]:
-    """Return what Hadoop has to know."""
+    """Return the configuration for Hadoop."""
     return {
         "hadoop.security.authentication": "kerberos",
         "hadoop.security.authorization": "true",
@@ -143,14 +150,14 @@ def with_a_ticket(secured: Secured) -> None:
 
 
 def with_a_delegation_token(secured: Secured) -> None:
-    """The web server joins sub-files for whoever has a token."""
+    """The web server joins sub-files for users with a token."""
     address = f"http://{secured.cluster.server['http']}?delegation={secured.token()}"
     round_trip(secured, secured.url("token", webhdfs=address))
     assert attempts(secured.url("token-parts", webhdfs=address)) == -(-NBYTES // MIB)
 
 
 def refused(secured: Secured) -> None:
-    """Who is nobody is told so in time, and leaves nothing."""
+    """A user without a name gets an error in time, and leaves nothing."""
     web = f"http://{secured.cluster.server['http']}"
     nobody: dict[str, dict[str, str | None]] = {
         "no ticket": {"principal": None, "keytab": None},

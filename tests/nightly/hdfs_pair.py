@@ -53,7 +53,7 @@ class Pair(Cluster):
         self.promote(other)
 
     def restore(self) -> None:
-        """Start again what was killed, and return when all is as it was at first."""
+        """Start the killed processes again, and wait until all is as at first."""
         for node in ("nn1", "nn2"):
             if self._running[node].poll() is not None:
                 self.launch(node)
@@ -72,7 +72,7 @@ class Pair(Cluster):
         self._until(lambda: self._tells(node, "FSNamesystemState")["FSState"] == "Operational", node)
 
     def wait_for(self, *nodes: str) -> None:
-        """Return when NameNodes answer, and have left their safe mode."""
+        """Wait until NameNodes answer, and have left their safe mode."""
         for node in nodes:
             self._until(
                 lambda node=node: self._tells(node, "NameNodeStatus")["State"] != "initializing", node

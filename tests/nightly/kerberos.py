@@ -100,8 +100,8 @@ class Kerberos:
 
 
 def _install() -> None:
-    told = _HOME / "installed"
-    if told.exists() and told.read_text() == " ".join(PACKAGES):
+    reported = _HOME / "installed"
+    if reported.exists() and reported.read_text() == " ".join(PACKAGES):
         return
     downloads = _HOME / "downloads"
     downloads.mkdir(parents=True, exist_ok=True)
@@ -109,4 +109,4 @@ def _install() -> None:
     for package in downloads.glob("*.deb"):
         subprocess.run(["dpkg", "-x", package, _HOME], check=True)
         package.unlink()
-    told.write_text(" ".join(PACKAGES))
+    reported.write_text(" ".join(PACKAGES))

@@ -20,7 +20,7 @@ _SLACK_S = 30
 
 
 class Done(NamedTuple):
-    """What became of a command: its exit status, 124 when it took too long, and all that it printed."""
+    """The outcome of a command: its exit status, 124 when it took too long, and all that it printed."""
 
     code: int
     said: str
@@ -37,14 +37,14 @@ class Job:
         self._file("new").rename(self._file("job"))
 
     def said(self) -> str:
-        """Return what it has printed by now."""
+        """Return its output by now."""
         try:
             return self._file("said").read_text(errors="replace")
         except FileNotFoundError:
             return ""
 
     def wait(self) -> Done:
-        """Wait for its end.  Raises `TimeoutError` when the machine does not tell of it."""
+        """Wait for its end.  Raises `TimeoutError` when the machine does not report it."""
         while not self._file("code").exists():
             if time.monotonic() > self._end:
                 raise TimeoutError(f"the machine does not tell of an end; printed so far:\n{self.said()}")
@@ -66,7 +66,7 @@ class Machine:
         self._servers("up")
 
     def down(self) -> None:
-        """Stop it; what was on its disk is lost."""
+        """Stop it; the content of its disk is lost."""
         self._servers("down")
 
     @property

@@ -1,4 +1,4 @@
-"""What has to hold on NFS, between two hosts that mount one export.
+"""The promises on NFS, between two hosts that mount one export.
 
 Runs in the machine of scripts/servers.d/nfs.py, for tests/storage/test_nfs.py and tests/nightly/nfs.py.
 A mount is a host: it has its own caches and its own connection to the server, whichever process uses it.
@@ -438,8 +438,8 @@ def run_ranks(hosts: Hosts, size: int, what: str, wait: str = "wait") -> None:
         ranks.append(subprocess.Popen([*on_host, *order], env=environment, stderr=subprocess.PIPE, text=True))
     try:
         for process in ranks:
-            _, told = process.communicate(timeout=240)
-            assert process.returncode == 0, told
+            _, reported = process.communicate(timeout=240)
+            assert process.returncode == 0, reported
     finally:
         for process in ranks:
             process.kill()

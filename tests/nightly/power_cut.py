@@ -48,7 +48,7 @@ def place(number: int) -> str:
 
 
 def save(root: Path, durability: Any) -> None:
-    """Save one after another, and tell of each when it begins and when it has returned."""
+    """Save one after another, and record the beginning and the return of each."""
     options = reknit.SaveOptions(durability=durability)
     with open(_TOLD, "w", encoding="utf-8") as told:
         for number in range(STEPS):
@@ -59,7 +59,7 @@ def save(root: Path, durability: Any) -> None:
                     )
                 told.write(f"{word} {number}\n")
                 told.flush()
-                os.fsync(told.fileno())  # the outside has to know it before the power is gone
+                os.fsync(told.fileno())  # it must be outside before the power is gone
 
 
 def found(path: Path) -> int | None:
@@ -90,7 +90,7 @@ def check(root: Path, begun: int, saved: int) -> None:
         lost.append(last)
     if wrong or lost:
         sys.exit(f"FAILED: lost {lost}, wrong {wrong}")
-    # The next save to where one was cut short clears away what that has left.
+    # The next save to a place where one was cut short clears away its files.
     for number in range(begun + 1):
         if found(root / place(number)) is None:
             reknit.save(root / place(number), state(number))
@@ -99,7 +99,7 @@ def check(root: Path, begun: int, saved: int) -> None:
 
 
 def cut_once(machine: Machine, name: str, kind: str, rng: random.Random, durability: str) -> str:
-    """Save, cut, and check; return what became of the save that was cut short."""
+    """Save, cut, and check; return the outcome of the save that was cut short."""
     told = Path(machine.spool, "told")
     told.unlink(missing_ok=True)
     root, module = f'"{PLACES[kind]}/{name}"', "tests.nightly.power_cut"

@@ -33,7 +33,7 @@ def chunks(
     aliases: Iterable[tuple[str, str, str]] = (),
     parts: int = 1,
 ) -> RankColumns:
-    """Return what a rank tells that holds `tensors`; its rows lie in files of item "m", one byte each."""
+    """Return the receipt of a rank that holds `tensors`; its rows lie in files of item "m", one byte each."""
     ndim = max([len(box.offsets) for _, box, _ in rows], default=1) or 1
     lists = {
         "tensor": ([tensors.index(tensor) for tensor, _, _ in rows], "tensors"),
@@ -138,8 +138,8 @@ def test_a_box_that_begins_where_another_does_is_an_overlap_and_no_second_copy()
 def test_ranks_that_disagree_about_a_tensor_are_named(dtype: str, length: int) -> None:
     other: Tensor = ("m", "a", dtype, (length,))
     ranks = [chunks(rank, [B, A if rank < 3 else other], []) for rank in range(5)]
-    told = rf"disagree about m/a: uint8\[4\], on rank 3 {dtype}\[{length}\]"
-    with pytest.raises(CommitError, match=told):
+    reported = rf"disagree about m/a: uint8\[4\], on rank 3 {dtype}\[{length}\]"
+    with pytest.raises(CommitError, match=reported):
         assemble(merged(ranks))
 
 

@@ -19,7 +19,7 @@ lists = st.lists(st.lists(numbers, max_size=3), max_size=6)
 
 
 class Rank:
-    """What one rank says, in plain Python."""
+    """The part of one rank, in plain Python."""
 
     def __init__(self, rank: int, names: list[str], used: list[str], plain: list[int]) -> None:
         self.rank, self.names, self.used, self.plain = rank, names, used, plain
@@ -43,7 +43,7 @@ def worlds(draw: st.DrawFn) -> list[Rank]:
 
 
 def check(got: RankColumns, ranks: Sequence[Rank]) -> None:
-    """Compare with what each rank said, and with what all of them name in the order of ranks."""
+    """Compare with the part of each rank, and with the entries of all of them in the order of ranks."""
     ranks = sorted(ranks, key=lambda r: r.rank)
     assert got.ranks.tolist() == [r.rank for r in ranks]
     names = got.tables["names"]

@@ -18,7 +18,7 @@ Copies = dict[int, int]
 """Digest by key."""
 
 
-def told(rank: int, copies: Copies) -> RankColumns:
+def reported(rank: int, copies: Copies) -> RankColumns:
     digests = list(copies.values())
     return columns_of(rank, {}, {"copy": (list(copies), ""), "low": (digests, ""), "high": (digests, "")})
 
@@ -40,7 +40,7 @@ def thinly_merged(parts: Sequence[RankColumns], rng: random.Random) -> RankColum
 def test_copies_that_differ_are_named_with_the_lowest_ranks_that_hold_them(
     held: list[Copies], seed: int
 ) -> None:
-    got = thinly_merged([told(rank, copies) for rank, copies in enumerate(held)], random.Random(seed))
+    got = thinly_merged([reported(rank, copies) for rank, copies in enumerate(held)], random.Random(seed))
     expected = []
     for key in range(-3, 4):
         ranks = [rank for rank, copies in enumerate(held) if key in copies]
@@ -50,7 +50,7 @@ def test_copies_that_differ_are_named_with_the_lowest_ranks_that_hold_them(
 
 
 def test_a_copy_of_a_thousand_ranks_is_told_for_few_of_them() -> None:
-    parts = [told(rank, {1: rank == 900, 2: 5}) for rank in range(1000)]
+    parts = [reported(rank, {1: rank == 900, 2: 5}) for rank in range(1000)]
     got = thinned(merged(parts))
     assert got.lists["copy"].counts.sum() == 2 * HOLDERS
     assert differing(got) == [(1, list(range(HOLDERS)))]

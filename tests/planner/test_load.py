@@ -181,7 +181,7 @@ def test_reads_keep_to_cells_and_blocks_and_ascend(
     shapes, wanted, seed = case
     index, sizes, _ = saved(shapes, random.Random(seed))
     plan = plan_load(index, wanted, sizes, cut_to)
-    assert cut_to.align == 1 or not len(plan.strided.piece), "what is verified is read in blocks"
+    assert cut_to.align == 1 or not len(plan.strided.piece), "verified bytes are read in blocks"
     strided = plan.strided
     starts = np.concatenate((plan.read_start, strided.start))
     stops = starts + np.concatenate((plan.read_nbytes, strided.nbytes))

@@ -134,7 +134,7 @@ def test_planned_entries_are_aligned_without_holes_and_within_the_size_limit(
 
 
 def lying_in(shards: list[Shard], rank: int = 0) -> list[tuple[bool, list[str]]]:
-    """Return the files of a rank: whether they are frozen, and the names of what is in them."""
+    """Return the files of a rank: whether they are frozen, and the names of their tensors."""
     files = plan_save(shards, rank, 1 << 40).files
     return [(file.frozen, [shards[entry.shard].fqn for entry in file.entries]) for file in files]
 

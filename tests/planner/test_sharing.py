@@ -63,7 +63,7 @@ def wants(draw: st.DrawFn) -> Reads:
 
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[list[Reads], list[int], int]:
-    """Draw what up to six ranks want (several may want the same), their hosts, and the size of a bucket."""
+    """Draw the reads of up to six ranks (some of the same bytes), their hosts, and a bucket's size."""
     kinds = draw(st.lists(wants(), min_size=1, max_size=4))
     reads = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=6))
     hosts = draw(st.lists(st.integers(0, 2), min_size=len(reads), max_size=len(reads)))
@@ -107,7 +107,7 @@ def rows_of(part: FetchTable) -> list[Row]:
 
 
 def by_number(division: Division) -> dict[int, dict[int, Row]]:
-    """Return what each rank knows of each fetch."""
+    """Return the row of each rank for each fetch."""
     known: dict[int, dict[int, Row]] = defaultdict(dict)
     for rank, part in enumerate(division.parts):
         for row in rows_of(part):
@@ -117,7 +117,7 @@ def by_number(division: Division) -> dict[int, dict[int, Row]]:
 
 
 def hulls(reads: list[Reads]) -> dict[Range, set[int]]:
-    """Return what overlaps, and who wants it, by merging pairs until none overlaps."""
+    """Return the overlapping ranges, and the ranks that want them, by merging pairs until none overlaps."""
     groups = [(r, {rank}) for rank, mine in enumerate(reads) for r in ranges_of(mine)]
     done: list[tuple[Range, set[int]]] = []
     while groups:
@@ -235,7 +235,7 @@ def test_ranks_that_keep_one_fetch_for_others_and_go_row_by_row_come_to_an_end(
     at = [0] * len(rows)
     kept: dict[
         int, tuple[int, set[int]]
-    ] = {}  # what is in the one place of a rank, and who has yet to take it
+    ] = {}  # the fetch in the one place of a rank, and the ranks that have yet to take it
     exchanged = -1
 
     def step(rank: int) -> bool:
@@ -285,7 +285,7 @@ def test_each_read_finds_the_fetch_that_holds_it(world: tuple[list[Reads], list[
 
 
 def loads(reads: list[Reads], division: Division) -> list[int]:
-    """Return how many bytes each rank reads from storage."""
+    """Return the number of bytes that each rank reads from storage."""
     return [
         int(mine.nbytes[fetch_of(mine, part) < 0].sum() + part.nbytes[part.reader == rank].sum())
         for rank, (mine, part) in enumerate(zip(reads, division.parts, strict=True))

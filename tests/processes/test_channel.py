@@ -1,4 +1,4 @@
-"""What two processes send each other arrives, however large, and holds up nobody."""
+"""Messages between two processes arrive, however large, and hold up nobody."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_large_messages_wait_for_nobody_to_read_them(ends: tuple[Channel, Channe
         ours.send(message)
     before = open_files()
     assert [received(theirs) for _ in sent] == [(message, None) for message in sent]
-    assert open_files() <= before, "what they lay in is closed"
+    assert open_files() <= before, "their channel is closed"
 
 
 @pytest.mark.parametrize("text", ["", "x" * 30_000, LARGE])
@@ -126,7 +126,7 @@ def test_a_lost_descriptor_is_an_error_and_the_others_are_closed(ends: tuple[Cha
     ours, theirs = ends
     ours.send(Text(LARGE), 0)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    gc.collect()  # what earlier tests left would be closed at any moment, and leave room for both
+    gc.collect()  # files that earlier tests left would be closed at any moment, and leave room for both
     first = os.dup(0)
     os.close(first)
     before = open_files()

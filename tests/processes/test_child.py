@@ -1,4 +1,4 @@
-"""A process of a module: what it gets, and what is said where it cannot be started."""
+"""A process of a module: its arguments, and the error where it cannot be started."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 def test_a_module_that_this_process_finds_gets_a_descriptor_and_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_session: bool
 ) -> None:
-    (tmp_path / "told.py").write_text(
+    (tmp_path / "reported.py").write_text(
         "import os, sys\nos.write(int(sys.argv[1]), f'{sys.argv[2]} {os.getsid(0)}'.encode())\n"
     )
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     ours, theirs = os.pipe()
-    child = start_child("told", theirs, "word", stdout=subprocess.DEVNULL, new_session=new_session)
+    child = start_child("reported", theirs, "word", stdout=subprocess.DEVNULL, new_session=new_session)
     os.close(theirs)
     with os.fdopen(ours) as read:
         assert read.read() == f"word {child.pid if new_session else os.getsid(0)}"
@@ -38,4 +38,4 @@ def test_too_many_processes_are_a_shortage(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(subprocess, "Popen", scarce)
     with pytest.raises(ShortageError, match="no further thread or process"):
-        start_child("told", 1, stdout=None)
+        start_child("reported", 1, stdout=None)

@@ -25,7 +25,7 @@ def examples(number: int) -> int:
 
 
 def is_night() -> bool:
-    """Tell whether there is time for everything."""
+    """Return whether there is time for everything."""
     return settings().max_examples > USUAL
 
 

@@ -53,12 +53,12 @@ def tiers_of(plan: Sequence[dict[str, Any]]) -> list[Tier]:
 
 
 def train(log: str, plan: list[dict[str, Any]], seed: int) -> None:
-    """Resume and save, and tell a log what became of it."""
+    """Resume and save, and write the outcomes into a log."""
     rng = random.Random(seed)
-    with open(log, "a", buffering=1) as told, Checkpointer(tiers=tiers_of(plan), options=_OPTIONS) as run:
+    with open(log, "a", buffering=1) as reported, Checkpointer(tiers=tiers_of(plan), options=_OPTIONS) as run:
         held = state()
         first = run.resume(held)
-        print("resumed", first, int(held["model"]["w"][0]), file=told)
+        print("resumed", first, int(held["model"]["w"][0]), file=reported)
         saves = []
         for step in range(first, first + STEPS):
             if (save := run.save(step, state(float(step)))) is not None:
@@ -68,9 +68,9 @@ def train(log: str, plan: list[dict[str, Any]], seed: int) -> None:
                 number, save = saves.pop(0)
                 try:
                     save.result(GONE_S)
-                    print("committed", number, file=told)
+                    print("committed", number, file=reported)
                 except ReknitError as error:  # its agent was killed
-                    print("failed", number, type(error).__name__, file=told)
+                    print("failed", number, type(error).__name__, file=reported)
 
 
 class Lives:
@@ -111,7 +111,9 @@ class Lives:
             self._judge(trainer, victim)
         except BaseException as error:
             story = " | ".join(trainer.lines())
-            raise AssertionError(f"{error}\nlife {number}, {victim}: {story}\n{trainer.told()}") from error
+            raise AssertionError(
+                f"{error}\nlife {number}, {victim}: {story}\n{trainer.reported()}"
+            ) from error
         finally:
             for pid in (*trainer.agents(), trainer.pid):
                 send(pid)
@@ -123,14 +125,14 @@ class Lives:
             agents = trainer.agents()
             for pid in {"trainer": [trainer.pid], "agent": agents, "both": [trainer.pid, *agents]}[victim]:
                 send(pid)
-        wait_until(lambda: not trainer.alive(), GONE_S, trainer.told)
-        wait_until(lambda: not trainer.agents(), GONE_S, trainer.told)
+        wait_until(lambda: not trainer.alive(), GONE_S, trainer.reported)
+        wait_until(lambda: not trainer.agents(), GONE_S, trainer.reported)
 
     def _judge(self, trainer: Child, victim: str) -> None:
-        for told in trainer.said("resumed"):
+        for reported in trainer.said("resumed"):
             expected = (0, 0) if self._last is None else (self._last + 1, self._last)
-            assert tuple(map(int, told.split())) == expected, f"resumed {told}, not {expected}"
-        committed = [int(told) for told in trainer.said("committed")]
+            assert tuple(map(int, reported.split())) == expected, f"resumed {reported}, not {expected}"
+        committed = [int(reported) for reported in trainer.said("committed")]
         self.done["committed"] += len(committed)
         there = self._whole()
         newest = max(set().union(*there), default=None)
@@ -151,7 +153,7 @@ class Lives:
         return found
 
     def _lose_some(self, there: list[set[int]]) -> list[set[int]]:
-        """Maybe lose the first tier, where another has some; return what is there afterwards."""
+        """Maybe lose the first tier, where another has some; return the files that are there afterwards."""
         if self._rng.random() > 0.2 or not any(there[1:]):
             return there
         shutil.rmtree(self._plan[0]["url"])
@@ -160,7 +162,7 @@ class Lives:
 
 
 def live(nursery: Nursery, seed: int, done: Counter[str]) -> None:
-    """Let the run of a seed live; what it has left on disk stays where it went wrong."""
+    """Let the run of a seed live; after a failure, its files stay on disk."""
     root = Path(tempfile.mkdtemp(prefix="reknit-lives-"))
     lives = Lives(nursery, root, seed)
     try:

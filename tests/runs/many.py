@@ -1,4 +1,4 @@
-"""Let the runs of many seeds live, one after another, and tell which of them went wrong."""
+"""Let the runs of many seeds live, one after another, and report the ones that went wrong."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def main(doc: str | None, live: Callable[[int, Counter[str]], None]) -> int:
-    """Let `live` count what happened to the run of each seed; return how many went wrong (at most 100)."""
+    """Let `live` count the events of the run of each seed; return the number of failures (at most 100)."""
     parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("--seeds", type=int, default=40, help="how many")
     parser.add_argument("--first", type=int, default=0)
@@ -26,6 +26,6 @@ def main(doc: str | None, live: Callable[[int, Counter[str]], None]) -> int:
         except Exception as error:
             bad.append(seed)
             print(f"seed {seed}: {type(error).__name__}: {error}", flush=True)
-    told = ", ".join(f"{number} {what}" for what, number in sorted(done.items()))
-    print(f"{options.seeds} seeds from {options.first}, {time.time() - began:.0f} s: {told}; bad: {bad}")
+    reported = ", ".join(f"{number} {what}" for what, number in sorted(done.items()))
+    print(f"{options.seeds} seeds from {options.first}, {time.time() - began:.0f} s: {reported}; bad: {bad}")
     return min(len(bad), 100)

@@ -1,4 +1,4 @@
-"""What the tests of runs share: a state to save, and a look at what is on disk."""
+"""The common parts of tests of runs: a state to save, and a look at the files on disk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def numbers(root: Path) -> list[int | None]:
 
 def damage(path: Path) -> None:
     """Change a byte of each file of tensors."""
-    for file in path.glob("model/*.safetensors"):  # also those that an earlier save has left
+    for file in path.glob("model/*.safetensors"):  # also the files that an earlier save has left
         data = bytearray(file.read_bytes())
         data[-1] ^= 1
         file.write_bytes(data)

@@ -52,13 +52,13 @@ T = TypeVar("T")
 
 
 class _Rank(Life):
-    """How long a rank lives, or all ranks do; once it is dead, the others hear nothing of it."""
+    """How long a rank lives, or all ranks do; once it is dead, the others receive nothing from it."""
 
     def __init__(self, left: int = _ENDLESS, group: Group | None = None) -> None:
         self.left, self._group = left, group
 
     def goes_on(self, name: str) -> bool:
-        """Count an operation, and tell whether it is still done."""
+        """Count an operation, and return whether it is still done."""
         if super().goes_on(name):
             return True
         if self._group is not None:
@@ -108,7 +108,7 @@ class _Named(ForwardingStorage):
         return _Named(inner, self._life)
 
     def intercept(self, name: str, path: str, nbytes: int, whole: Callable[[], T], half: Half = None) -> T:
-        """Do what is asked as long as there is life."""
+        """Do the operation as long as the process lives."""
         if self._life.goes_on(name):
             return whole()
         raise StorageError("dead", path=path)
@@ -140,7 +140,7 @@ class Schedule:
         return Cool(f"{SCHEME}://cold", after=after) if tier == self._cooled else None
 
     def live(self) -> None:
-        """Let one run after another live, and look what is there after each; workers take no threads."""
+        """Let one run after another live, and look at the files after each; workers take no threads."""
         with mock.patch.object(workers, "start", lambda worker: worker.run()):
             self._live()
 
@@ -174,7 +174,7 @@ class Schedule:
         return Checkpointer(tiers=self._tiers, wait=True, options=_OPTIONS, group=group)
 
     def _one_life(self) -> int | None:
-        """Resume, train and do what people do, until death or to an end; return the last step saved."""
+        """Resume, train and act like users, until death or to an end; return the last step saved."""
         rng = self._rng
         left, victim = rng.randrange(2, 160), rng.randrange(-1, self._ranks)
         steps = [(rng.random(), rng.randrange(1, 3)) for _ in range(rng.randrange(1, 8))]
@@ -252,7 +252,7 @@ class Schedule:
         ]
 
     def _look_around(self) -> None:
-        """See that whatever is in the cold store is known at its path, and is all that is not there."""
+        """Check that checkpoints in the cold store are named at their paths, and no others are missing."""
         moved = [step for url in self.urls for step in _steps(url) if step.moved_to is not None]
         self.done["moved"] += len(moved)
         assert all(_is_whole(step.path) for step in moved), f"of {moved} one is lost"
@@ -272,7 +272,7 @@ class Schedule:
 
 
 def _state(rank: int, step: int = 0) -> dict[str, Any]:
-    """Return what a rank has after a step: what all have, and what is its own."""
+    """Return the state of a rank after a step: the common part, and its own."""
     held = state(float(step))
     held["model"][f"own{rank}"] = np.full(10, float(step + rank))
     return held

@@ -38,7 +38,7 @@ class Life:
     left = 0
 
     def goes_on(self, name: str) -> bool:
-        """Count an operation, and tell whether it is still done."""
+        """Count an operation, and return whether it is still done."""
         self.left -= name in CHANGES
         return self.left >= 0
 
@@ -47,14 +47,14 @@ life = Life()
 
 
 class Mortal(ForwardingStorage):
-    """A folder of a process that dies: from then on nothing happens to it, whatever clean-up is tried."""
+    """A folder of a process that dies: from then on no clean-up changes it."""
 
     def around(self, inner: Storage, path: str) -> Mortal:
         """Return a store below."""
         return Mortal(inner)
 
     def intercept(self, name: str, path: str, nbytes: int, whole: Callable[[], T], half: Half = None) -> T:
-        """Do what is asked as long as there is life."""
+        """Do the operation as long as the process lives."""
         if life.goes_on(name):
             return whole()
         raise StorageError("dead", path=path)

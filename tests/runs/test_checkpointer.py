@@ -129,9 +129,9 @@ def test_damaged_steps_are_passed_over_with_a_reason_and_replaced_when_they_come
         again = state()
         assert run.resume(again) == 6
         assert again["model"]["count"] == 6
-        told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-        assert any("passed over step 15" in line for line in told)
-        assert any("passed over step 10" in line for line in told)
+        reported = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert any("passed over step 15" in line for line in reported)
+        assert any("passed over step 10" in line for line in reported)
         train(run, again, 17)
     assert numbers(tmp_path) == [5, 10, 15]
     assert reknit.verify(tmp_path / "step_00000015", "data").ok
@@ -274,7 +274,7 @@ def test_agents_of_an_earlier_run_are_waited_for(tmp_path: Path) -> None:
 def test_whatever_agents_of_an_earlier_run_do_they_are_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They write, or have not read yet what they were given."""
+    """They write, or have not read their orders yet."""
     looks = [[AtWork(71, 0, f"{tmp_path}/7", 0.0)], [AtWork(71, 0, None, None)], []]
     monkeypatch.setattr(unfinished_saves, "at_work", lambda root: looks.pop(0))
     with Checkpointer(tmp_path) as run:

@@ -1,4 +1,4 @@
-"""Notices of cloud providers, told by servers that answer as their metadata services do."""
+"""Notices of cloud providers, from servers that answer as their metadata services do."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ AWS = "/latest/meta-data/spot/instance-action"
 
 
 @pytest.mark.parametrize(
-    ("service", "before", "after", "told"),
+    ("service", "before", "after", "reported"),
     [
         ("aws", {}, {AWS: ACTION}, "a notice of AWS: terminate at 2026-11-22T08:22:00Z"),
         ("gcp", {f"{GCP}/preempted": "FALSE"}, {f"{GCP}/preempted": "TRUE"}, "Google Cloud: preempted"),
@@ -108,7 +108,11 @@ AWS = "/latest/meta-data/spot/instance-action"
     indirect=["service"],
 )
 def test_a_notice_is_seen_when_it_comes_and_not_before(
-    service: Service, before: dict[str, str], after: dict[str, str], told: str, request: pytest.FixtureRequest
+    service: Service,
+    before: dict[str, str],
+    after: dict[str, str],
+    reported: str,
+    request: pytest.FixtureRequest,
 ) -> None:
     service.answers.update({"/metadata/instance/compute/name": "me"}, **before)
     provider = request.node.callspec.params["service"]
@@ -118,7 +122,7 @@ def test_a_notice_is_seen_when_it_comes_and_not_before(
         assert notices.seen is None
         service.answers |= after
         wait_until(lambda: notices.seen is not None, LIMIT_S)
-        assert told in str(notices.seen)
+        assert reported in str(notices.seen)
     finally:
         notices.close()
 

@@ -1,4 +1,4 @@
-"""What a run knows of its saves, whose outcomes come from elsewhere."""
+"""The saves of a run that are under way, whose outcomes come from elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals are noted by the run that watches for them, and do what they did before everywhere else."""
+"""Signals are noted by the run that watches for them, and have their former effect everywhere else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is removed of a run's steps, and what never is."""
+"""The steps of a run that are removed, and the steps that never are."""
 
 from __future__ import annotations
 

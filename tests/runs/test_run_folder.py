@@ -1,4 +1,4 @@
-"""A folder of steps belongs to the run that opened it last; what earlier runs have begun is shut out."""
+"""A folder of steps belongs to the run that opened it last; saves of earlier runs are shut out."""
 
 from __future__ import annotations
 
@@ -361,7 +361,7 @@ def test_a_run_that_was_overtaken_has_the_folder_again_after_a_resume(tmp_path: 
 def test_two_runs_of_one_generation_do_not_both_own_the_folder(tmp_path: Path) -> None:
     root = LocalStorage(str(tmp_path))
     mine = open_run(root, 5)
-    root.put(paths.run_path(5, "00000000"), b"{}", if_absent=True)  # where a store could not tell
+    root.put(paths.run_path(5, "00000000"), b"{}", if_absent=True)  # where a store cannot prevent it
     with pytest.raises(FencedError):
         Run(lambda: root, mine).check()
     assert paths.run_generation(open_run(root, 5)) == 6

@@ -1,4 +1,4 @@
-"""Whatever becomes of a run, its steps load: random tiers, policies, moves, removals, damage and deaths."""
+"""The steps of every run load: random tiers, policies, moves, removals, damage and deaths."""
 
 from __future__ import annotations
 

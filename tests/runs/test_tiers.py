@@ -1,4 +1,4 @@
-"""A run with several tiers: what goes where, what stays, and from where it is read."""
+"""A run with several tiers: the tiers of each step, the steps that stay, and the tiers that are read."""
 
 from __future__ import annotations
 

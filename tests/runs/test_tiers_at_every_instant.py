@@ -48,7 +48,7 @@ def live(root: Path, paces: list[tuple[int, int | None]], rng: random.Random) ->
 
 
 def behind(root: Path, paces: list[tuple[int, int | None]]) -> list[tuple[int, int]]:
-    """Return the steps that a tier should have, by what is below it and newer, with the tier's number."""
+    """Return the steps that a tier should have, by the newer steps below it, with the tier's number."""
     found = []
     for tier, (every, _) in enumerate(paces[1:], start=1):
         newest = max(whole(root / str(tier)), default=0)

@@ -128,7 +128,7 @@ def test_who_may_not_write_reads_without_a_lease(
     assert met(tmp_path) == [1, 2]
     assert caplog.text.count("may be removed while it is read") == 2
     with pytest.raises(StoragePermissionError):
-        met(tmp_path, name="eval")  # what it has met cannot be noted
+        met(tmp_path, name="eval")  # its progress cannot be noted
 
 
 def test_a_step_whose_lease_cannot_be_put_is_met_all_the_same(

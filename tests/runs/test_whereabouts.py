@@ -1,4 +1,4 @@
-"""What a run keeps and goes on from is what it has last saved or loaded, whatever else is in its folder."""
+"""A run keeps and goes on from the step that it last saved or loaded, beside any other files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def test_a_run_that_passed_over_damaged_steps_keeps_what_it_went_on_from(tmp_path: Path) -> None:
-    """Only a load sees that their bytes are others, and they are newer than what the run saves next."""
+    """Only a load sees that their bytes are others, and they are newer than the next save of the run."""
     with Checkpointer(tmp_path, wait=True) as run:
         for step in (5, 10, 15):
             run.save(step, state(float(step)))

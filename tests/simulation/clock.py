@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 TRACE_LINES = 50
-"""How many of the last events a violation tells."""
+"""Number of the last events that a violation shows."""
 
 MAX_AT_ONCE = 1_000_000
 """More events than ever happen at one moment: who waits for a moment that is over waits for ever."""
@@ -23,11 +23,11 @@ EPOCH_S = 1_700_000_000.0
 
 
 class Violation(AssertionError):
-    """What must never happen did."""
+    """A forbidden event has happened."""
 
 
 class Schedule:
-    """A heap of events, the moment of the latest (which is the clock), and a trace of what was noted."""
+    """A heap of events, the moment of the latest (which is the clock), and a trace of all notes."""
 
     def __init__(self) -> None:
         self.moment = 0.0

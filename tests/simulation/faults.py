@@ -74,7 +74,7 @@ class Cut:
 
 
 AT_STEP = (Crash, Stop, Interrupt, Cut)
-"""Those that befall a rank at one of its steps."""
+"""Faults of a rank at one of its steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +89,9 @@ class DiskFault:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """From a moment on these ranks and the others do not hear each other for so many seconds.
+    """From a moment on these ranks and the others receive nothing from each other for so many seconds.
 
-    What they said comes through afterwards where it is `kept`.
+    Their messages come through afterwards where it is `kept`.
     """
 
     ranks: tuple[int, ...]
@@ -102,7 +102,7 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """The job is started again at a moment, with a higher generation, whatever its older processes do."""
+    """The job is started again at a moment, with a higher generation, while its older processes go on."""
 
     at_s: float
 

@@ -50,7 +50,7 @@ class SimGroup:
 
     @property
     def broken(self) -> bool:
-        """Whether the group is known to be broken."""
+        """Whether the group has noticed that it is broken."""
         return self._machine.broken is not None
 
     def exchange(
@@ -92,7 +92,7 @@ class SimGroup:
         """Leave the group."""
         self.process.act("close", lambda: self._break_off(round_errors.closed(self.rank)))
 
-    # What reaches this rank from outside.
+    # Inputs of this rank from outside.
 
     def hear(self, sender: SimGroup, message: Message) -> None:
         """Get a message."""
@@ -120,7 +120,7 @@ class SimGroup:
         else:
             self._do(machine.break_off(round_errors.copied(content.error), now, origin=sender.rank))
 
-    # What this rank does to its machine, always within an action.
+    # Calls of this rank to its machine, always within an action.
 
     @property
     def _now(self) -> float:
@@ -161,7 +161,7 @@ class SimGroup:
             self._wind()
 
     def _do(self, effects: Sequence[Effect]) -> None:
-        """Carry out what an input of the machine causes, each effect as a step of its own."""
+        """Carry out the effects of an input of the machine, each as a step of its own."""
         for effect in reversed(effects):
             self.process.next(_label(effect), partial(self._carry_out, effect))
         self._wind()
@@ -180,7 +180,7 @@ class SimGroup:
             self.process.wake()
         elif isinstance(effect, RoundDone):
             self._end(effect)
-        # A refused report is a copy, or comes too late; its sender learns nothing from that.
+        # A refused report is a copy, or comes too late; its sender gets no answer by that.
 
     def _end(self, done: RoundDone) -> None:
         if self._waits_for == done.number and self.parent is not None:
@@ -192,7 +192,7 @@ class SimGroup:
 
 
 def _label(effect: Effect) -> str:
-    """Return an effect as the trace tells it."""
+    """Return an effect as the trace shows it."""
     if isinstance(effect, SendReport):
         return f"sends {Message(effect.report).label}"
     if isinstance(effect, SendOutcome):

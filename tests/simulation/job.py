@@ -1,4 +1,4 @@
-"""What the ranks of a simulated job do: real saves of a few small tensors whose right values are known."""
+"""The work of the ranks of a simulated job: real saves of a few small tensors with predictable values."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NEIGHBOURS = 8
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """A save that every rank of the job makes: into a folder, over what is there or only where nothing is."""
+    """A save of every rank of the job: into a folder, over an older save or only into an empty one."""
 
     folder: str = "checkpoint"
     overwrite: bool = True
@@ -77,7 +77,7 @@ def tensors(ranks: int, run: int, number: int) -> dict[str, NDArray[np.float64]]
 
 
 def holdings(ranks: int, rank: int, run: int, number: int) -> Holdings:
-    """Return what a rank holds of them: its own tensor, a part, a copy that others have too, and a guess."""
+    """Return the holdings of a rank: its own tensor, a part, a copy that others have too, and a guess."""
     base, place = stamp(run, number), rank // NEIGHBOURS
     near = tuple(range(place * NEIGHBOURS, min(ranks, (place + 1) * NEIGHBOURS)))
     shards = (
@@ -117,7 +117,7 @@ class Worker:
     ended: Callable[[Ending], None]
 
     def work(self) -> None:
-        """Make all saves, whatever becomes of each; a Ctrl-C between them ends the process."""
+        """Make all saves, with any outcome of each; a Ctrl-C between them ends the process."""
         process = self.group.process
         try:
             for number, wanted in enumerate(self.saves):

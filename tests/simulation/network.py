@@ -38,14 +38,14 @@ Content = Report | Outcome | Left | Broken
 
 
 class Message(NamedTuple):
-    """What one rank sends to another; a copy comes to one who was not meant, or has it already."""
+    """A message of one rank to another; a copy comes to one who was not meant, or has it already."""
 
     content: Content
     copy: bool = False
 
     @property
     def label(self) -> str:
-        """What it is, as the trace tells it."""
+        """Its text in the trace."""
         content = self.content
         if isinstance(content, Report):
             state = "whole" if content.whole else "an error" if content.error else "not whole"
@@ -58,13 +58,13 @@ class Message(NamedTuple):
 
 
 def ending(outcome: Outcome) -> str:
-    """Return how a round ended."""
+    """Return the outcome of a round."""
     return "answers" if outcome.error is None else str(outcome.error["type"])
 
 
 @dataclass(eq=False, slots=True)
 class _Wall:
-    """A partition: its ranks and the others do not hear each other."""
+    """A partition: its ranks and the others receive nothing from each other."""
 
     ranks: frozenset[int]
     until_s: float
@@ -125,7 +125,7 @@ class Network:
             self._schedule.after(noticed_s, partial(above.lose, group.rank))
 
     def part(self, partition: Partition) -> None:
-        """Let some ranks and the others not hear each other, from now on for a while."""
+        """Separate some ranks from the others, from now on for a while."""
         self._schedule.note("network", f"PARTS: {partition}")
         until_s = self._schedule.moment + partition.seconds
         self._walls.append(_Wall(frozenset(partition.ranks), until_s, partition.kept))
@@ -147,5 +147,5 @@ class Network:
 
     @staticmethod
     def _link(one: SimGroup, other: SimGroup) -> tuple[int, int]:
-        """Return what stands for the connection between two ranks: the lower end is enough to name it."""
+        """Return the name of the connection between two ranks: the lower end is enough."""
         return one.run, one.rank if one.parent == other.rank else other.rank

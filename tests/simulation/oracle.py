@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 LATE_S = 5.0
-"""How long after its deadline a rank may still learn of the end of a round."""
+"""Time after its deadline in which a rank may still receive the end of a round."""
 
 
 class Commit(NamedTuple):
@@ -80,7 +80,7 @@ class Oracle:
             self._writing.setdefault(ending.folder, set()).discard(ending.run)
         made = [c for c in self.commits if (c.run, c.number) == (ending.run, ending.number)]
         if ending.write_id is not None and ending.write_id not in {c.write_id for c in made}:
-            raise Violation(f"rank {ending.rank} was told that save {ending.number} is committed: it is not")
+            raise Violation(f"rank {ending.rank} got a wrong answer that save {ending.number} is committed")
         shown = {commit.folder: commit for commit in self.commits}.values()
         failed = isinstance(ending.error, ReknitError) and self.root_can_read
         if failed and ending.rank == 0 and any(c in shown for c in made):
@@ -94,14 +94,14 @@ class Oracle:
                 by_save.setdefault((end.run, end.number), []).append(end)
         for (run, number), ends in by_save.items():
             for end in ends:
-                # What is no CommError says for certain that the save failed.
+                # Any error but a CommError says for certain that the save failed.
                 sure = isinstance(end.error, ReknitError) and not isinstance(end.error, CommError)
                 made = any((c.run, c.number) == (run, number) for c in self.commits)
                 if made and sure and self.root_can_read:
                     raise Violation(f"save {number} is committed, but rank {end.rank} was told: {end.error}")
             if same_error and len({(end.outcome, str(end.error)) for end in ends}) > 1:
-                told = {end.rank: f"{end.outcome}: {end.error}" for end in ends}
-                raise Violation(f"save {number} ended in different ways on different ranks: {told}")
+                reported = {end.rank: f"{end.outcome}: {end.error}" for end in ends}
+                raise Violation(f"save {number} ended in different ways on different ranks: {reported}")
 
     def all_well(self, run: int, saves: Sequence[Save]) -> None:
         """Judge the saves of an incarnation to which nothing happened."""
@@ -113,7 +113,7 @@ class Oracle:
                 )
 
     def tidy(self) -> None:
-        """Judge what lies about after a save that ended well on all ranks, and nothing after it."""
+        """Judge the files after a save that ended well on all ranks, and nothing after it."""
         for folder, needed in self._needed.items():
             wanted = needed | {f"{folder}/{MANIFEST}"}
             left = {p for p in (*self.disk.files, *self.disk.under_way) if p.startswith(f"{folder}/")}
@@ -177,7 +177,7 @@ def _check_file(disk: Disk, folder: str, file: dict[str, Any], block_nbytes: int
 
 
 def _check_tensors(disk: Disk, folder: str, document: dict[str, Any]) -> None:
-    """Put every tensor together from the rows of the index, and compare it with what was saved."""
+    """Put every tensor together from the rows of the index, and compare it with the saved values."""
     about = document["metadata"]
     wanted = tensors(about["ranks"], about["run"], about["save"])
     index = pa.BufferReader(disk.files[f"{folder}/{document['index']}"])

@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from tests.simulation.clock import Schedule
 
     Plan = Mapping[int, Sequence[Callable[["Process"], None]]]
-    """What befalls a process, by the number of its step, from 1."""
+    """Faults of a process, by the number of its step, from 1."""
 
 
 class Dead(BaseException):
-    """Raised in what is left of a dead process when its stack is cleared away; nothing sees its effects."""
+    """Raised in the rest of a dead process when its stack is cleared away; nothing sees its effects."""
 
 
 class Process:
     """A rank of an incarnation (`run`) of a job.
 
-    Its own code runs in a greenlet, and waits in `sleep` and `wait`; what reaches it from outside (messages,
-    timers) are actions, done one after another, as by the threads of a server.  Every action, and every place
-    that its code passes with `here`, is a step; `plan` says what befalls it at which.  A dead process does no
+    Its own code runs in a greenlet, and waits in `sleep` and `wait`; inputs from outside (messages, timers)
+    are actions, done one after another, as by the threads of a server.  Every action, and every place that
+    its code passes with `here`, is a step; `plan` says what befalls it at which.  A dead process does no
     further step, a stopped one none before it goes on.
     """
 
@@ -100,7 +100,7 @@ class Process:
         self.hold()
 
     def hold(self) -> None:
-        """Return when the process runs."""
+        """Wait until the process runs."""
         if self._unwinding:
             raise Dead
         while self.dead or self.stopped:
@@ -117,7 +117,7 @@ class Process:
         self.hold()
 
     def wait(self) -> None:
-        """Wait until `wake` is called; what is waited for has to be looked at again then."""
+        """Wait until `wake` is called; the caller has to check its condition again then."""
         self._waiting = True
         try:
             self._park()
@@ -126,7 +126,7 @@ class Process:
         self.hold()
 
     def act(self, label: str, action: Callable[[], object]) -> None:
-        """Do an action now, after those that wait, and return when the process runs."""
+        """Do an action now, after those that wait, and wait until the process runs."""
         if self._unwinding:
             raise Dead
         self.later(label, action)
@@ -144,7 +144,7 @@ class Process:
         self._actions.appendleft((label, action))
 
     def wake(self) -> None:
-        """Let its own code look again at what it waits for."""
+        """Let its own code check its condition again."""
         if self._waiting:
             self._waiting = False
             self.schedule.after(0.0, partial(self._resume, self._ticket))
@@ -171,7 +171,7 @@ class Process:
         self.wake()
 
     def unwind(self) -> None:
-        """Clear its stack away at the end of a simulation; what its cleanup does, has no effect."""
+        """Clear its stack away at the end of a simulation; its cleanup has no effect."""
         self.dead = self._unwinding = True
         if self._own is not None and self._own:
             self._own.throw(Dead)

@@ -11,7 +11,7 @@ from tests.simulation.worlds import world
 
 
 def main() -> int:
-    """Run, tell of every violation, and return how many there were (at most 100)."""
+    """Run, print every violation, and return their number (at most 100)."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=1000, help="how many")
     parser.add_argument("--first", type=int, default=0)

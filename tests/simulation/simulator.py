@@ -70,7 +70,7 @@ DISK_S = 0.002
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What happened: how each save ended on each rank, what was committed, and how many steps each rank did.
+    """The course of a run: outcomes of saves by rank, committed saves, and the steps of each rank.
 
     `steps` are by incarnation and rank; `fired` tells whether everything that was planned for some step or
     storage operation came about.
@@ -119,7 +119,7 @@ def simulate(
     try:
         with one_thread(world.random):
             return world.run(recover)
-    except Exception as error:  # whatever it is, it shows the way to repeat it
+    except Exception as error:  # any error shows the way to repeat it
         raise Violation(
             f"{type(error).__name__}: {error}\n\n"
             f"To repeat it:\n  python -c {quote(f'{_IMPORTS}; {call}')}\n\n"
@@ -186,7 +186,7 @@ class _World:
         )
 
     def clear(self) -> None:
-        """Clear away what is left of the processes."""
+        """Clear away the rest of the processes."""
         for process in self.processes.values():
             process.unwind()
 
@@ -229,7 +229,7 @@ class _World:
         return faulty
 
     def _judge(self) -> None:
-        """Judge what is so when nothing happens any more."""
+        """Judge the state when nothing happens any more."""
         live = {who for who, process in self.processes.items() if process.live}
         hanging = sorted(who for who in live if not self.processes[who].ended)
         if hanging:

@@ -36,7 +36,7 @@ class Change:
 
 @dataclass
 class Disk:
-    """The files by path, and what is to be told of every change of them."""
+    """The files by path, and the function that receives every change of them."""
 
     random: Random
     latency_s: float
@@ -45,7 +45,7 @@ class Disk:
     changed: Callable[[Change], None] = lambda change: None
 
     def pause_s(self) -> float:
-        """Return how long it takes for a request, or an answer, to come through."""
+        """Return the time that a request, or an answer, takes to come through."""
         return self.random.expovariate(1.0) * self.latency_s
 
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 def outcomes(*faults: object, number: int = 0, ranks: int = 5, **more: object) -> dict[int, str]:
     """Return by rank how a save of a job ended."""
     result = simulate(3, ranks=ranks, fan_out=2, faults=faults, **more)  # type: ignore[arg-type]
-    return {rank: told for (n, rank), told in result.outcomes().items() if n == number}
+    return {rank: reported for (n, rank), reported in result.outcomes().items() if n == number}
 
 
 # Whole jobs.
@@ -79,12 +79,12 @@ def test_saves_to_several_folders_are_several_checkpoints() -> None:
 
 def test_a_save_where_a_checkpoint_is_fails_on_all_ranks_unless_it_may_overwrite() -> None:
     result = simulate(1, ranks=3, saves=(Save(), Save(overwrite=False)), faults=(Weather(),), recover=False)
-    assert {who: told for who, told in result.outcomes().items() if who[0] == 1} == {
+    assert {who: reported for who, reported in result.outcomes().items() if who[0] == 1} == {
         (1, rank): "CheckpointExistsError" for rank in range(3)
     }
 
 
-# What can go wrong.
+# Possible faults.
 
 
 def test_the_death_of_a_rank_is_an_error_on_all_others() -> None:
@@ -92,8 +92,8 @@ def test_the_death_of_a_rank_is_an_error_on_all_others() -> None:
 
 
 def test_a_silent_death_is_a_deadline_that_passes() -> None:
-    told = outcomes(Crash(4, 5, silent=True))
-    assert told == dict.fromkeys(range(4), "DeadlineError")
+    reported = outcomes(Crash(4, 5, silent=True))
+    assert reported == dict.fromkeys(range(4), "DeadlineError")
 
 
 def test_a_stopped_rank_goes_on_as_if_nothing_had_been() -> None:
@@ -106,16 +106,16 @@ def test_a_rank_stopped_for_ever_is_missed_in_time() -> None:
 
 @pytest.mark.parametrize("noticed_s", [None, 0.1])
 def test_a_cut_connection_is_an_error_on_all_ranks(noticed_s: float | None) -> None:
-    told = outcomes(Cut(4, 2, noticed_s))
-    assert set(told) == set(range(5))
-    assert "ok" not in told.values()
+    reported = outcomes(Cut(4, 2, noticed_s))
+    assert set(reported) == set(range(5))
+    assert "ok" not in reported.values()
 
 
 def test_an_interrupt_ends_the_save_on_all_ranks() -> None:
-    told = outcomes(Interrupt(2, 5))
-    assert told.pop(2) == "KeyboardInterrupt"
-    assert set(told) == {0, 1, 3, 4}
-    assert "ok" not in told.values()
+    reported = outcomes(Interrupt(2, 5))
+    assert reported.pop(2) == "KeyboardInterrupt"
+    assert set(reported) == {0, 1, 3, 4}
+    assert "ok" not in reported.values()
 
 
 def test_a_disk_that_fails_is_the_same_error_on_all_ranks() -> None:
@@ -370,8 +370,8 @@ def test_a_missing_greenlet_names_the_extra() -> None:
         "try:\n    import tests.simulation.simulator\n"
         "except MissingExtraError as error:\n    print(error)"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert "pip install greenlet" in told
+    reported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "pip install greenlet" in reported
 
 
 def test_errors_of_rounds_are_those_of_the_real_machine() -> None:

@@ -1,4 +1,4 @@
-"""Worlds that a seed chooses: how many ranks, in which tree, what they save, and what goes wrong."""
+"""Worlds that a seed chooses: the number of ranks, their tree, their saves, and the faults."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _faults(random: Random, ranks: int) -> tuple[SimFault, ...]:
 
 
 def _bearable(random: Random, ranks: int) -> tuple[SimFault, ...]:
-    """Return what must not make a save fail: ranks stop for a moment, and messages come late and often."""
+    """Return faults that must not make a save fail: ranks stop for a moment, messages come late and often."""
     stop = Stop(_rank(random, ranks), _step(random), 0.3)
     return stop, Weather(delay_s=0.0005, slow_s=0.02, slow=0.1, doubled=0.8)
 

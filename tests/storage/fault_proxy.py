@@ -41,7 +41,7 @@ class FaultProxy:
     def __init__(self, upstream: str) -> None:
         self.upstream, _, self._path = upstream.removeprefix("http://").partition("/")
         self.requests: list[str] = []
-        """What was asked since `spoil` was called last: method and target."""
+        """The requests since `spoil` was called last: method and target."""
         self._lock = threading.Lock()
         self._at: range = range(0)
         self._fault: Fault | None = None
@@ -63,13 +63,13 @@ class FaultProxy:
             self._at, self._fault = range(0) if at is None else range(at, at + times), fault
 
     def fault_for(self, request: str) -> Fault | None:
-        """Count a request, and return what is to happen to it."""
+        """Count a request, and return its planned fault."""
         with self._lock:
             self.requests.append(request)
             return self._fault if len(self.requests) - 1 in self._at else None
 
     def wait_forever(self) -> None:
-        """Return when the proxy ends, or the client must have given up."""
+        """Wait until the proxy ends, or the client must have given up."""
         self._over.wait(_HANG_S)
 
     def __enter__(self) -> FaultProxy:
@@ -92,7 +92,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     proxy: FaultProxy
 
     def pass_on(self) -> None:
-        """Do what the proxy has in store for this request."""
+        """Do the planned fault of this request."""
         fault = self.proxy.fault_for(f"{self.command} {self.path}")
         nbytes = int(self.headers.get("Content-Length") or 0)
         if fault in ("reset before", "reset mid"):
@@ -149,7 +149,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._reset()
 
     def _reset(self) -> None:
-        """Close the connection so that the client is told of it by a reset."""
+        """Close the connection so that the client gets a reset."""
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.close_connection = True
         self.rfile.close()

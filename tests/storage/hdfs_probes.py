@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def ask(address: str, method: str, path: str, data: bytes | None = None, **query: Any) -> tuple[int, bytes]:
-    """Return what WebHDFS answers; it sends us on to a DataNode for content."""
+    """Return the answer of WebHDFS; it sends us on to a DataNode for content."""
     root, words = f"/webhdfs/v1{quote(path)}", urlencode({"user.name": "root", **query})
     for _ in range(2):
         connection = http.client.HTTPConnection(address, timeout=30)
@@ -63,7 +63,7 @@ def raw_put(found: dict[str, Any], storage: Storage, path: str, data: bytes) -> 
 
 
 def everything(found: dict[str, Any], path: str) -> list[str]:
-    """Return the names of all that is in a folder, also what is under way."""
+    """Return the names of all files in a folder, also of files under way."""
     status, answer = ask(found["http"], "GET", path, op="LISTSTATUS")
     if status == 404:
         return []
@@ -78,7 +78,7 @@ def place(storage: Storage, path: str = "") -> str:
 
 
 class Cluster:
-    """A cluster of a test's own, whose processes may be stopped; made of what the server brought."""
+    """A cluster of a test's own, whose processes may be stopped; made from the files of the server."""
 
     def __init__(self, folder: Path, datanodes: int, **settings: str) -> None:
         server("hdfs")  # skips the test where nothing was brought
@@ -106,7 +106,7 @@ class Cluster:
             time.sleep(0.01)
 
     def wait(self, seconds: float = 60) -> None:
-        """Return when the NameNode takes writes, and all DataNodes that run have told it so."""
+        """Wait until the NameNode takes writes, and all DataNodes that run have reported to it."""
         end = time.monotonic() + seconds
         while True:
             try:
@@ -125,7 +125,7 @@ class Cluster:
 
 
 def stands_still(process: int) -> bool:
-    """Tell whether every thread of a process is stopped."""
+    """Return whether every thread of a process is stopped."""
     try:
         states = [(task / "stat").read_text() for task in Path(f"/proc/{process}/task").iterdir()]
     except FileNotFoundError:  # a thread that has just ended
@@ -159,8 +159,8 @@ def write(
 def calls(found: dict[str, Any]) -> Counter[str]:
     """Return how often the NameNode was asked for what, by anybody but DataNodes.
 
-    What it tells is some seconds old.  So it is asked for something that nobody else asks for, and counts
-    when that shows.
+    Its answer is some seconds old.  So it is asked for something that nobody else asks for, and counts when
+    that shows.
     """
     before = _counts(found)[_MARK]
     Client(found["endpoint"]).get_content_summary("/")
@@ -174,14 +174,14 @@ def calls(found: dict[str, Any]) -> Counter[str]:
 
 def _counts(found: dict[str, Any]) -> Counter[str]:
     port = found["endpoint"].rpartition(":")[2]
-    told = hdfs_server().jmx(found, f"RpcDetailedActivityForPort{port}")
-    counts = {key.removesuffix("NumOps"): n for key, n in told.items() if key.endswith("NumOps")}
+    reported = hdfs_server().jmx(found, f"RpcDetailedActivityForPort{port}")
+    counts = {key.removesuffix("NumOps"): n for key, n in reported.items() if key.endswith("NumOps")}
     datanodes = ("SendHeartbeat", "Block", "VersionRequest", "RegisterDatanode", "CacheReport")
     return Counter({key: n for key, n in counts.items() if not key.startswith(datanodes)})
 
 
 def hdfs_server() -> Any:
-    """Return the module that lays out clusters and starts them, of what the server brought."""
+    """Return the module that lays out clusters and starts them, from the files of the server."""
     folder = STATE.parent / "scripts/servers.d"
     sys.path.insert(0, str(folder))
     try:

@@ -77,7 +77,7 @@ def _fault(text: str, url: str) -> Fault:
 
 
 def _opened(gate: str) -> Callable[[], None]:
-    """Return what waits until there is a file."""
+    """Return a function that waits until there is a file."""
 
     def wait() -> None:
         while not os.path.exists(gate):

@@ -44,7 +44,7 @@ class Call(NamedTuple):
 
 
 class Calls:
-    """What the kernel is asked for; a step is the most that one direct write takes."""
+    """The requests to the kernel; a step is the most that one direct write takes."""
 
     def __init__(self, patch: pytest.MonkeyPatch, *, step: int | None = None) -> None:
         self.writes: list[Call] = []

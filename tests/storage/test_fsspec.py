@@ -1,4 +1,4 @@
-"""fsspec's file systems keep the contract within a process, and say what they cannot promise."""
+"""fsspec's file systems keep the contract within a process, and name the promises that they cannot keep."""
 
 from __future__ import annotations
 

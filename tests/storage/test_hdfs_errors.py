@@ -1,4 +1,4 @@
-"""Each class of error that a NameNode or a gateway names becomes the error of ours that says what to do."""
+"""Each class of error that a NameNode or a gateway names becomes the error of ours with the remedy."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_what_hadoop_names_is_an_error_that_says_what_it_means(
 
 
 @pytest.mark.parametrize(
-    ("told", "said"),
+    ("reported", "said"),
     [
         ("Connection refused (os error 111)", "Connection refused (os error 111)"),
         ('RPCError("java.io.IOException", "one line")', "IOException: one line"),
@@ -65,14 +65,14 @@ def test_what_hadoop_names_is_an_error_that_says_what_it_means(
         ),
     ],
 )
-def test_an_error_is_told_in_full_without_the_stack_of_the_server(told: str, said: str) -> None:
-    assert plain(RuntimeError(told)) == said
+def test_an_error_is_told_in_full_without_the_stack_of_the_server(reported: str, said: str) -> None:
+    assert plain(RuntimeError(reported)) == said
 
 
 def test_too_few_open_files_are_a_shortage_of_this_process_and_not_a_cluster_out_of_reach() -> None:
-    told = "IO error occurred while communicating with HDFS: Too many open files (os error 24)"
+    reported = "IO error occurred while communicating with HDFS: Too many open files (os error 24)"
     for error in (
-        as_ours("write", "hdfs://nn/x", RuntimeError(told)),
+        as_ours("write", "hdfs://nn/x", RuntimeError(reported)),
         unreached("join the parts of", "hdfs://nn/x", OSError(errno.EMFILE, "Too many open files")),
     ):
         assert type(error) is ShortageError

@@ -1,4 +1,4 @@
-"""Names with colons, which HDFS does not know, and what a process knows of names that are taken."""
+"""Names with colons, which HDFS does not have, and the taken names that a process remembers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """New files are kept from DataNodes that failed, by a NameNode that goes on offering them.
 
-Faults come last: what the NameNode and the DataNodes make of them shows for a while.
+Faults come last: their effects on the NameNode and the DataNodes last for a while.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def silent(cluster: Cluster) -> Iterator[int]:
 def port_of(cluster: Cluster, node: str) -> int:
     """Return the port at which a DataNode takes blocks."""
     name = "dfs.datanode.address="
-    (told,) = (word for word in cluster.server["nodes"][node] if word.startswith(name))
-    return int(told.rpartition(":")[2])
+    (reported,) = (word for word in cluster.server["nodes"][node] if word.startswith(name))
+    return int(reported.rpartition(":")[2])
 
 
 def store(cluster: Cluster, request: pytest.FixtureRequest, more: str) -> HdfsStorage:

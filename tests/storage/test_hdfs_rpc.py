@@ -1,4 +1,4 @@
-"""What a NameNode answers, read byte by byte."""
+"""The answers of a NameNode, read byte by byte."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ANSWER = bytes_field(1, number_field(1, 5) + number_field(3, 1) + bytes_field(4,
 
 
 def nodes(answer: bytes, monkeypatch: pytest.MonkeyPatch, *, by_name: bool = False) -> list[DataNode]:
-    """Return the DataNodes of which an answer tells."""
+    """Return the DataNodes in an answer."""
     monkeypatch.setattr(RpcRequests, "_call", lambda *_: answer)
     cluster = Cluster((("namenode", 8020),), False, "me", datanodes_by_name=by_name)
     return RpcRequests(cluster, 1.0).nodes_of("/x", "hdfs://namenode/x")

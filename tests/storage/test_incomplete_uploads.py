@@ -1,4 +1,4 @@
-"""Uploads that nobody finished are listed with what they hold, on real servers, and aborted."""
+"""Uploads that nobody finished are listed with their content, on real servers, and aborted."""
 
 from __future__ import annotations
 
@@ -69,15 +69,15 @@ def test_all_are_found_however_many_answers_that_takes(storage: ObjectStorage) -
         upload_begun(storage, path)
     from reknit.storage.object.incomplete_uploads import Uploads
 
-    told = Uploads(storage.place, storage.options)
+    reported = Uploads(storage.place, storage.options)
     asked: list[dict[str, Any]] = []
 
     def two_at_once(params: dict[str, Any], **_: Any) -> None:
         params["MaxUploads"] = 2
         asked.append(params)
 
-    told.client.meta.events.register("before-parameter-build.s3.ListMultipartUploads", two_at_once)
-    assert sorted(each.path for each in told.under_way()) == paths
+    reported.client.meta.events.register("before-parameter-build.s3.ListMultipartUploads", two_at_once)
+    assert sorted(each.path for each in reported.under_way()) == paths
     assert len(asked) >= 3
 
 

@@ -59,11 +59,11 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     def follow(call: str, name: Callable[..., str]) -> None:
         real = getattr(os, call)
 
-        def told(*args: Any) -> Any:
+        def reported(*args: Any) -> Any:
             events.append((call, name(*args)))
             return real(*args)
 
-        monkeypatch.setattr(os, call, told)
+        monkeypatch.setattr(os, call, reported)
 
     follow("pwrite", lambda fd, *_: os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
     follow("fsync", lambda fd: os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))

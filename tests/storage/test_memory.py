@@ -40,8 +40,8 @@ def python(code: str, *arguments: str) -> subprocess.Popen[str]:
 
 
 def output(process: subprocess.Popen[str]) -> str:
-    told, _ = process.communicate(timeout=LIMIT_S)
-    return told
+    reported, _ = process.communicate(timeout=LIMIT_S)
+    return reported
 
 
 def test_the_name_is_the_identity() -> None:
@@ -164,12 +164,12 @@ except (reknit.errors.CommitError, reknit.CheckpointExistsError, reknit.StorageE
     print(type(error).__name__)
 """
     url = new_url()
-    told = [output(process).strip() for process in [python(code, url, str(k)) for k in range(2)]]
-    assert told.count("won") <= 1  # each may have taken the other's place, and then none is there
-    if "won" in told:
+    reported = [output(process).strip() for process in [python(code, url, str(k)) for k in range(2)]]
+    assert reported.count("won") <= 1  # each may have taken the other's place, and then none is there
+    if "won" in reported:
         target = np.zeros(1 << 20, int)
         reknit.load(url, {"m": {"w": target}})
-        assert (target == told.index("won")).all()
+        assert (target == reported.index("won")).all()
 
 
 # Room

@@ -317,7 +317,7 @@ def test_secrets_are_left_out_of_messages() -> None:
 def test_secrets_are_left_out_of_tracebacks() -> None:
     with pytest.raises(StorageError) as caught, translated("read", "s3://x/y"):
         raise ValueError("GET https://x/y?sig=abcdef failed")
-    told = "".join(traceback.format_exception(caught.value))
-    assert "sig=..." in told
-    assert "cannot read s3://x/y" in told
-    assert told.count("failed") == 1, "the client's own error is not shown"
+    reported = "".join(traceback.format_exception(caught.value))
+    assert "sig=..." in reported
+    assert "cannot read s3://x/y" in reported
+    assert reported.count("failed") == 1, "the client's own error is not shown"

@@ -112,9 +112,9 @@ def test_a_save_with_default_options_is_refused_before_anything_is_written(url: 
 
 @EACH
 def test_the_lock_is_used_when_asked_for_and_said_to_be_weaker(url: str) -> None:
-    with pytest.warns(RuntimeWarning) as told:
+    with pytest.warns(RuntimeWarning) as reported:
         reknit.save(f"{url}?retries=1&conditional=lock", {"x": np.arange(5)})
-    assert "saves use a lock object" in str(told[0].message)
+    assert "saves use a lock object" in str(reported[0].message)
     before = files_below(url)
     assert "manifest.json" in before
     assert not any("pending" in path for path in before)
@@ -124,12 +124,12 @@ def test_the_lock_is_used_when_asked_for_and_said_to_be_weaker(url: str) -> None
 @LOCKED
 def test_a_checkpoint_that_is_there_is_never_overwritten_silently(url: str) -> None:
     """Neither by a second save, nor by a bare conditional write, which rclone would carry out."""
-    told = f"{url}?retries=1&conditional=lock"
-    reknit.save(told, {"x": np.arange(5)})
-    storage = open_storage(told)
+    reported = f"{url}?retries=1&conditional=lock"
+    reknit.save(reported, {"x": np.arange(5)})
+    storage = open_storage(reported)
     before = storage.get("manifest.json", limit=1 << 20)
     with pytest.raises(CheckpointExistsError):
-        reknit.save(told, {"x": np.arange(6)})
+        reknit.save(reported, {"x": np.arange(6)})
     assert not storage.put("manifest.json", b"{}", if_absent=True)
     storage.put("pending.1", b"", if_absent=False)
     assert not storage.commit("manifest.json", b"{}", pending="pending.1", if_absent=True)
@@ -138,9 +138,9 @@ def test_a_checkpoint_that_is_there_is_never_overwritten_silently(url: str) -> N
 
 @EACH
 def test_of_processes_that_commit_at_once_under_the_lock_one_is_first(url: str) -> None:
-    told = together(COMMITTER, f"{url}?retries=1&conditional=lock", 3)
-    assert sorted(told) == ["False", "False", "True"]
-    assert open_storage(url).get("manifest.json", limit=100) == b"%d" % told.index("True")
+    reported = together(COMMITTER, f"{url}?retries=1&conditional=lock", 3)
+    assert sorted(reported) == ["False", "False", "True"]
+    assert open_storage(url).get("manifest.json", limit=100) == b"%d" % reported.index("True")
 
 
 @RCLONE
@@ -165,14 +165,14 @@ def test_a_marker_that_another_save_removes_before_it_is_read_back_was_put_up(
 @RCLONE
 def test_of_processes_that_save_at_once_under_the_lock_at_most_one_commits(url: str) -> None:
     """The others are told why.  What is committed is whole, and that of the one who was told so."""
-    told = together(SAVER, f"{url}?retries=1&conditional=lock", 2)
+    reported = together(SAVER, f"{url}?retries=1&conditional=lock", 2)
     # Two of one moment may each take the marker of the other away: then neither finds whose it was.
-    assert set(told) <= {"saved", "FencedError", "CheckpointExistsError", "CommitError"}
-    assert told.count("saved") <= 1
-    if "saved" in told:
+    assert set(reported) <= {"saved", "FencedError", "CheckpointExistsError", "CommitError"}
+    assert reported.count("saved") <= 1
+    if "saved" in reported:
         target = {"x": np.zeros(1000, int)}
         reknit.load(folder_of(url), target)
-        assert (target["x"] == told.index("saved")).all()
+        assert (target["x"] == reported.index("saved")).all()
     else:
         assert not (folder_of(url) / "manifest.json").exists()
 

@@ -31,7 +31,7 @@ class Told:
 
     def __init__(self) -> None:
         self._records: list[Record] = []
-        self._outlet = Outlet(CallingSink(self._records.append), "told")
+        self._outlet = Outlet(CallingSink(self._records.append), "reported")
         self.recorder = Recorder("save", 3, 7, "x", (self._outlet,))
 
     def records(self) -> list[StorageRecord]:
@@ -45,8 +45,8 @@ class TestRecordedLocal(LocalSuite):
 
 
 def test_each_operation_is_told_with_bytes_and_outcome(tmp_path: Path) -> None:
-    told = Told()
-    storage = recorded(LocalStorage(tmp_path), told.recorder).sub("below")
+    reported = Told()
+    storage = recorded(LocalStorage(tmp_path), reported.recorder).sub("below")
     writer = storage.create("a", 6)
     writer.write(0, memoryview(b"abcdef"))
     writer.finish()
@@ -55,7 +55,7 @@ def test_each_operation_is_told_with_bytes_and_outcome(tmp_path: Path) -> None:
     storage.read_into("a", 1, [memoryview(buffer)])
     with pytest.raises(StorageError):
         storage.get("none", limit=10)
-    shown = [(record.operation, record.nbytes, record.outcome) for record in told.records()]
+    shown = [(record.operation, record.nbytes, record.outcome) for record in reported.records()]
     assert shown == [
         ("create", 0, "ok"),
         ("write", 6, "ok"),
@@ -64,7 +64,7 @@ def test_each_operation_is_told_with_bytes_and_outcome(tmp_path: Path) -> None:
         ("read", 4, "ok"),
         ("get", 0, "ok"),  # that there is nothing is an answer
     ]
-    first = told.records()[0]
+    first = reported.records()[0]
     assert (first.rank, first.step, first.action, first.path, first.store) == (3, 7, "save", "x", "file")
     assert first.seconds >= 0
 
@@ -72,11 +72,11 @@ def test_each_operation_is_told_with_bytes_and_outcome(tmp_path: Path) -> None:
 def test_retries_are_told_of_the_operation_that_needed_them(tmp_path: Path) -> None:
     plan = [Fault("away", 1, "put"), Fault("away", 2, "put")]
     inner = RetryingStorage(FaultyStorage(LocalStorage(tmp_path), plan=plan), RetryPolicy(100, 0.001, 0.001))
-    told = Told()
-    storage = recorded(inner, told.recorder)
+    reported = Told()
+    storage = recorded(inner, reported.recorder)
     storage.put("a", b"1", if_absent=False)
     storage.put("a", b"2", if_absent=False)
-    assert [(record.operation, record.retries) for record in told.records()] == [("put", 2), ("put", 0)]
+    assert [(record.operation, record.retries) for record in reported.records()] == [("put", 2), ("put", 0)]
 
 
 def test_operations_that_are_under_way_together_are_counted(tmp_path: Path) -> None:
@@ -84,8 +84,8 @@ def test_operations_that_are_under_way_together_are_counted(tmp_path: Path) -> N
     inner = FaultyStorage(
         LocalStorage(tmp_path), plan=[Fault("stall", n, "put") for n in (1, 2, 3)], stall=met.wait
     )
-    told = Told()
-    storage = recorded(inner, told.recorder)
+    reported = Told()
+    storage = recorded(inner, reported.recorder)
     folders = [storage.sub(name) for name in "abc"]
     threads = [
         threading.Thread(target=lambda folder=folder: folder.put("x", b"1", if_absent=False))
@@ -95,7 +95,7 @@ def test_operations_that_are_under_way_together_are_counted(tmp_path: Path) -> N
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(record.at_once for record in told.records()) == [1, 2, 3]
+    assert sorted(record.at_once for record in reported.records()) == [1, 2, 3]
 
 
 def test_what_others_ask_of_a_store_is_there_when_it_is_recorded() -> None:

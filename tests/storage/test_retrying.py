@@ -152,9 +152,9 @@ def test_the_first_repetition_of_each_operation_is_told_and_not_all(
         for k in range(10):
             storage.sub("a").put(f"x{k}", b"1", if_absent=True)
         storage.sub("a").size("x1")
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 2
-    assert all(str(tmp_path) in line and "is tried again, for up to 20 s" in line for line in told)
+    reported = [record.getMessage() for record in caplog.records]
+    assert len(reported) == 2
+    assert all(str(tmp_path) in line and "is tried again, for up to 20 s" in line for line in reported)
     assert storage.retries == {"put": 10, "size": 1}
 
 

@@ -18,7 +18,7 @@ from reknit.testing.accelerator.build import build
 
 @pytest.fixture(autouse=True)
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Keep what is built in an empty folder."""
+    """Keep the built library in an empty folder."""
     monkeypatch.setattr(cpp_extension, "get_default_build_root", lambda: str(tmp_path))
     return tmp_path
 

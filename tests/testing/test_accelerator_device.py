@@ -43,7 +43,7 @@ def test_work_is_done_in_the_order_of_a_stream_beside_the_host(
 
 
 def drawn(device_type: Any, seed: int) -> list[float]:
-    """Return how much of a sum two streams see that do not wait for each other."""
+    """Return the part of a sum that is seen by two streams that do not wait for each other."""
     device = install(device_type)
     seen = []
     for _ in range(8):

@@ -52,9 +52,9 @@ def test_what_a_store_does_not_hold_is_told() -> None:
     failed = {result.test for result in results if result.outcome == "failed"}
     assert "put if absent has one winner" in failed
     assert len(failed) < 10
-    told = table(results)
-    assert f"{len(results) - len(failed)} of {len(results)} hold" in told
-    assert "  NO" in told
+    reported = table(results)
+    assert f"{len(results) - len(failed)} of {len(results)} hold" in reported
+    assert "  NO" in reported
 
 
 def test_options_of_a_url_stay_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:

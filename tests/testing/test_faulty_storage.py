@@ -48,7 +48,7 @@ def save(storage: Storage) -> None:
 
 
 def check_atomic(storage: Storage) -> bool:
-    """Tell whether the manifest is there, and insist that then all data is."""
+    """Return whether the manifest is there, and insist that then all data is."""
     committed = "manifest" in listed(storage)
     if committed:
         assert storage.get("manifest", limit=10) == b"whole"

@@ -165,7 +165,7 @@ class Resetting(Wrong):
 
 
 class Hasty(Wrong):
-    """Changes its value when it is asked what it would load."""
+    """Changes its value when it is asked for its wanted parts."""
 
     def holdings(self, value: Any, rank: int, size: int) -> Iterator[Held | Value]:
         caller = inspect.stack()

@@ -1,4 +1,4 @@
-"""A store that is metered tells what it was asked."""
+"""A metered store counts its operations."""
 
 from __future__ import annotations
 

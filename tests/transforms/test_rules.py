@@ -38,11 +38,11 @@ def catalog(tensors: dict[str, Array], values: dict[str, Any] | None = None, ite
 
 
 def read(rules: list[t.Rule], saved: dict[str, Array], name: str, box: Box | None = None) -> Array:
-    """Return a box of a target as a load fills it: from boxes of what was saved."""
+    """Return a box of a target as a load fills it: from boxes of the saved tensors."""
     transformed = Transformed.of(rules, catalog(saved))
     spec = transformed.catalog.tensors["model"][name]
     box = box or Box.whole(spec.shape)
-    # Not contiguous, so that what is no view would show.
+    # Not contiguous, so that a copy in the place of a view would show.
     data = np.full([2 * n for n in box.lengths], -1, np.int32)[tuple(slice(0, 2 * n, 2) for n in box.lengths)]
     wanted = transformed.back(Wanted(("model",), (Shard("model", name, spec, box, None, data),)))
     for shard in wanted.shards:
@@ -106,7 +106,7 @@ def test_padding_is_zero_and_trimming_leaves_the_end_out() -> None:
 
 @st.composite
 def chains(draw: st.DrawFn) -> tuple[list[t.Rule], dict[str, Array], dict[str, Array]]:
-    """Draw rules, what was saved, and what they make of it, put together by NumPy."""
+    """Draw rules, saved tensors, and the result of the rules, put together by NumPy."""
     rows, columns, layers = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
     repeat = draw(st.integers(1, 3))
     parts = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
@@ -188,7 +188,7 @@ def test_inverted_rules_lead_back(
         ([t.fuse(["a", "c.0"], "x")], "cannot be fused"),
         ([t.transpose("a", order=(0, 2, 1))], "cannot come in the order"),
         ([t.stack("c.{i}", "c", over="i")], "number 1"),
-        ([t.stack("{i}", "c", over="i")], "no number"),
+        ([t.stack("{i}", "c", over="i")], "not a number"),
         ([t.unstack("a", "a.{i}", over="i", dim=2)], "no dimension 2"),
         ([t.pad("a", 3)], "cannot be padded"),
         ([t.trim("a", 5)], "cannot be trimmed"),
@@ -209,7 +209,7 @@ def test_a_rule_that_makes_no_sense_is_refused_where_it_is_made() -> None:
         t.rename("{a}.{a}", "b")
     with pytest.raises(UsageError, match="2 parts were given for 3"):
         t.split("a", ["x", "y", "z"], parts=(1, 2))
-    with pytest.raises(UsageError, match="no list"):
+    with pytest.raises(UsageError, match="not a list"):
         t.split("a", "xyz")
     with pytest.raises(UsageError, match="has to stand"):
         t.stack("a.{i}", "b", over="n")
@@ -376,9 +376,9 @@ def test_what_rules_make_in_another_length_is_taken_as_far_as_it_goes_and_told(t
     assert (target["b"] == saved["b"][:3]).all()
     assert report.restored == ("model/other",)
     assert set(report.mismatched) == {"model/weight", "model/b"}
-    told = report.mismatched["model/weight"]
-    assert "make shape [3, 4]" in told
-    assert "wanted [3, 6]: took [0:3,0:4]" in told
+    reported = report.mismatched["model/weight"]
+    assert "make shape [3, 4]" in reported
+    assert "wanted [3, 6]: took [0:3,0:4]" in reported
 
 
 def test_of_a_tensor_in_another_length_and_of_another_dtype_nothing_is_told_as_taken(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Containers that are made again keep their type, and all that is known of them beside what is in them."""
+"""Containers that are made again keep their type, and all their properties beside their content."""
 
 from __future__ import annotations
 

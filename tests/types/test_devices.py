@@ -1,4 +1,4 @@
-"""What devices of any kind are asked for, and what only CUDA has."""
+"""Calls for devices of any kind, and calls that only CUDA has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What counts as a function, of which a checkpoint holds nothing."""
+"""Objects that count as functions, of which a checkpoint holds nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is computed at its first use, in threads and forks."""
+"""Properties that are computed at their first use, in threads and forks."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What ranks find imported: a module for each set of frameworks, since some change torch for good."""
+"""The imports of ranks: a module for each set of frameworks, since some change torch for good."""

@@ -15,6 +15,6 @@ import torch.nn.parallel  # noqa: F401
 import tests.torchrun.models  # noqa: F401
 from reknit.frameworks.optimizer.step_barrier import StepBarrier
 
-# Ranks show each other what they hold; the barriers of an optimizer are those of its process.
+# Ranks show each other their holdings; the barriers of an optimizer are those of its process.
 _no_barrier: Any = lambda _: (str, ("a barrier of another process",))  # noqa: E731
 copyreg.pickle(StepBarrier, _no_barrier)

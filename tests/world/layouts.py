@@ -62,7 +62,7 @@ def _flat(
 
 
 def cut_with_counters(size: int, rows: int) -> tuple[Model, dict[str, list[Part]]]:
-    """Return what trained models are like, and its layout: rows on each rank, and counters that all have.
+    """Return a state like that of trained models, and its layout: rows on each rank, and counters on all.
 
     Between every two large tensors stands a small one; `rows` of 1 KiB are what a rank has of each.
     """
@@ -99,7 +99,7 @@ class Model:
         return {fqn: spread(array.shape, size, rng) for fqn, array in self.arrays.items()}
 
     def shards(self, layout: dict[str, list[Part]], rank: int, *, filled: bool, seed: int = 0) -> list[Shard]:
-        """Return what a rank holds (or, unfilled, wants to hold) in this layout, in memory of any order."""
+        """Return a rank's holdings (or, unfilled, its targets) in this layout, in memory of any order."""
         rng = random.Random(seed)
         shards = []
         for fqn, parts in layout.items():

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class PlantedError(Exception):
-    """What no library raises."""
+    """An error that no library raises."""
 
 
 def fails(*_: Any, **__: Any) -> Any:

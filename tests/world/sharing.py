@@ -1,4 +1,4 @@
-"""A world of several hosts in one process: what carries bytes between ranks that are threads, and a store."""
+"""A world of several hosts in one process: carriers of bytes between ranks that are threads, and a store."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     Bytes = NDArray[np.uint8]
 
 BLOCK_NBYTES = 4 << 10
-"""The smallest blocks that the format knows."""
+"""The smallest blocks of the format."""
 
 
 class Hub:
-    """What the carriers of a world have in common: for each call, what every rank brought to it."""
+    """The common part of the carriers of a world: for each call, the contribution of every rank."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -84,7 +84,7 @@ class ThreadCarrier:
         """Need nothing any more."""
 
     def all_well(self, check: Callable[[], None], *, well: bool) -> bool:
-        """Tell whether all say so."""
+        """Return whether all ranks pass True."""
         return all(self._meet("well", well, check))
 
     def swap(
@@ -95,7 +95,7 @@ class ThreadCarrier:
         receive_nbytes: list[int],
         check: Callable[[], None],
     ) -> None:
-        """Cut what is sent, and put together what is received."""
+        """Cut sent bytes, and put together received bytes."""
         assert sum(send_nbytes) == len(sent)
         assert self._reserved is not None, "ranks reserve memory before they wait for each other"
         assert len(sent) <= self._reserved[0]
@@ -109,7 +109,7 @@ class ThreadCarrier:
         np.concatenate(parts, out=received)
 
     def _meet(self, kind: str, brought: Any, check: Callable[[], None]) -> list[Any]:
-        """Bring something to the next call, and return what all brought, by rank."""
+        """Contribute to the next call, and return the contributions of all ranks."""
         number, self._number = self._number, self._number + 1
         with self._hub.changed:
             if number == len(self._hub.calls):
@@ -238,7 +238,7 @@ class World:
 
 
 def unique_nbytes(shards: Sequence[list[Shard]]) -> int:
-    """Return how many different bytes of tensors some ranks want."""
+    """Return the number of different bytes of tensors that some ranks want."""
     wanted: dict[str, NDArray[Any]] = {}
     sizes: dict[str, int] = {}
     for shard in (shard for rank in shards for shard in rank):

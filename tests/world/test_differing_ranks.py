@@ -64,7 +64,7 @@ def assert_same(one: Any, other: Any) -> None:
 
 
 def each(size: int, call: Callable[[Group], Any]) -> list[Any]:
-    """Return what a call answers or raises on every rank."""
+    """Return the result or the error of a call on every rank."""
 
     def rank(group: Group) -> Any:
         try:
@@ -89,9 +89,9 @@ def test_a_tensor_that_differs_between_ranks_is_given_back_to_each(wait: bool) -
             assert "own/turned (ranks 0, 1, 2)" in warning
             assert "equal/w" not in warning
             target = empty(state)
-            told = reknit.load(path, target, group=group)
+            reported = reknit.load(path, target, group=group)
             assert_same(target, state)
-            assert {"rng", "own/turned", "array/a", "equal/w"} <= set(told.restored)
+            assert {"rng", "own/turned", "array/a", "equal/w"} <= set(reported.restored)
 
     run_ranks(3, rank)
 

@@ -127,7 +127,7 @@ def _outcomes(action: Any) -> list[Outcome]:
 
 
 def value_in(storage: Storage) -> int | None:
-    """Return the value of the checkpoint here, which is whole, or None where there is none."""
+    """Return the value of the checkpoint here, which is whole, or None without one."""
     try:
         report = verify(storage, "data", LoadOptions())
     except CheckpointNotFoundError:
@@ -159,13 +159,13 @@ def sweep(kind: str, rank: int, healthy: Any) -> Iterator[tuple[Storage, list[St
 
 
 def agreed(outcomes: list[Outcome], kind: str) -> bool:
-    """Tell whether all ranks succeeded; else all have the same error, of the type that was injected."""
+    """Return whether all ranks succeeded; else all have the same error, of the type that was injected."""
     errors = [outcome for outcome in outcomes if isinstance(outcome, ReknitError)]
     if not errors:
         return True
     assert len(errors) == SIZE, outcomes
     assert len({(type(e), e.message, e.rank, e.phase, e.path) for e in errors}) == 1, errors
-    # A file that is not there any more when the root looks for it is told as such.
+    # A file that is not there any more when the root looks for it is reported as such.
     assert isinstance(errors[0], (KINDS[kind], CommitError)), errors
     assert errors[0].rank is not None
     assert errors[0].phase is not None
@@ -206,10 +206,10 @@ def test_a_save_in_which_any_operation_fails_leaves_the_old_checkpoint_or_the_ne
         assert seen == 2 or not succeeded
         if not succeeded and kind in ("error", "full", "short"):
             assert seen == old
-            assert len(strays(storage)) == (1 if overwrite else 0), "what failed left nothing"
+            assert len(strays(storage)) == (1 if overwrite else 0), "a failed save left nothing"
         assert agreed(save_with([storage] * SIZE, 3), kind)
         assert value_in(storage) == 3
-        assert len(strays(storage)) == 1, "the next save clears away what a failed one left"
+        assert len(strays(storage)) == 1, "the next save clears away the files of a failed save"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -274,7 +274,7 @@ def test_an_interrupt_behind_the_commit_takes_nothing_of_the_checkpoint_away(tmp
             return type(error).__name__
         return "ok"
 
-    assert run_ranks(SIZE, rank) == ["KeyboardInterrupt", "ok", "ok"], "what is committed did not fail"
+    assert run_ranks(SIZE, rank) == ["KeyboardInterrupt", "ok", "ok"], "a committed save did not fail"
     assert value_in(inner) == 2
 
 

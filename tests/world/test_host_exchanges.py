@@ -1,4 +1,4 @@
-"""Bytes between hosts: never more than a bucket at once, and those that were read or none."""
+"""Bytes between hosts: never more than a bucket at once, and the bytes that were read or none."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_fetch_for_many_hosts_travels_in_steps_so_that_no_rank_sends_more_than
         for each in shards:
             assert_equal(model, each)
         assert world.most == 1
-        # Each of the other hosts gets a copy; what is cut in unequal parts may be a byte more.
+        # Each of the other hosts gets a copy; a fetch in unequal parts may be a byte more.
         assert 0 < world.hub.most_sent <= cell + size
 
 

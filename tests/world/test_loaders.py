@@ -74,7 +74,7 @@ def shards_read(storage: CountingStorage) -> list[str]:
 
 
 def views(name: str, size: int) -> list[CountingStorage]:
-    """Return a store for each rank, which counts for itself what is read of the same files."""
+    """Return a store for each rank, which counts for itself the reads of the same files."""
     return [CountingStorage(name) for _ in range(size)]
 
 

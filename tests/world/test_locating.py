@@ -1,4 +1,4 @@
-"""What a rank holds of the index while it loads, and who looks whether the files are there."""
+"""The part of the index that a rank holds while it loads, and the ranks that check the files."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def saved(name: str) -> ProcessMemory:
 def load_all(
     stored: ProcessMemory, layout: Layout, **options: Any
 ) -> tuple[list[FaultyStorage], list[list[Shard]], list[ReknitError | None]]:
-    """Load on all ranks; return what each did to the store, what it has now, and its error."""
+    """Load on all ranks; return the operations of each, its state, and its error."""
     stores = [FaultyStorage(stored) for _ in range(SIZE)]
     targets = [model().shards(layout, rank, filled=False, seed=rank) for rank in range(SIZE)]
 
@@ -85,7 +85,7 @@ def load_all(
 
 
 def looked_at(stores: list[FaultyStorage]) -> list[Counter[str]]:
-    """Return how often each rank asked for the size of each data file."""
+    """Return the number of requests of each rank for the size of each data file."""
     return [
         Counter(path for name, path in store.operations if name == "size" and path.endswith(".safetensors"))
         for store in stores

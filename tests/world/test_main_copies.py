@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def saved(name: str, size: int, held: Held) -> list[str | None]:
-    """Save what each rank holds; return what each rank is told of an error."""
+    """Save the holdings of each rank; return the error of each rank."""
     ProcessMemory.clear(name)
 
     def rank(group: Group) -> str | None:
@@ -53,8 +53,10 @@ def saved(name: str, size: int, held: Held) -> list[str | None]:
 
 
 def test_copies_without_a_main_copy_fail_the_save_on_all_ranks() -> None:
-    told = saved("lone", 4, lambda rank: [Witness("m", "o", None)] if rank in (1, 3) else [Blob("m", "x", 1)])
-    for error in told:
+    reported = saved(
+        "lone", 4, lambda rank: [Witness("m", "o", None)] if rank in (1, 3) else [Blob("m", "x", 1)]
+    )
+    for error in reported:
         assert error is not None
         assert "no rank has the main copy of m/o; copies are on ranks 1, 3" in error
     assert list(ProcessMemory("lone").list("")) == []
@@ -84,8 +86,8 @@ def test_each_place_has_a_main_copy_of_its_own() -> None:
 
 @pytest.mark.parametrize("kept", [Blob("m", "o", 1, {"rank": 0}), Blob("m", "o", 1, {"pp": 0})])
 def test_a_value_in_another_place_is_not_the_main_copy(kept: Blob) -> None:
-    told = saved("astray", 2, lambda rank: [Witness("m", "o", None) if rank else kept])
-    assert all(error is not None and "copies are on rank 1" in error for error in told)
+    reported = saved("astray", 2, lambda rank: [Witness("m", "o", None) if rank else kept])
+    assert all(error is not None and "copies are on rank 1" in error for error in reported)
 
 
 def test_one_of_many_is_named_with_the_first_ranks_that_have_it() -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from reknit.comm.group import Group
 
 
-def told(error: BaseException, *, own: bool) -> str:
+def reported(error: BaseException, *, own: bool) -> str:
     """Return the text of an error that is as it should be."""
     assert isinstance(error, reknit.ReknitError)
     assert "PlantedError: boom" in error.message
@@ -40,12 +40,12 @@ def of_all(act: Callable[[dict[str, Any], Group | None], object], make: Callable
     def rank(group: Group) -> str:
         with pytest.raises(reknit.ReknitError) as caught:
             act({"odd": make()} if group.rank else {"other": 1}, group)
-        return told(caught.value, own=group.rank == 1)
+        return reported(caught.value, own=group.rank == 1)
 
     texts = run_ranks(2, rank)
     assert texts[0] == texts[1]
     assert "rank 1" in texts[0]
-    return [told(alone.value, own=True), texts[0]]
+    return [reported(alone.value, own=True), texts[0]]
 
 
 def saves(state: dict[str, Any], group: Group | None, *, wait: bool = True) -> None:
@@ -82,13 +82,13 @@ def test_an_exception_of_a_framework_of_a_user_is_an_error(failing: str) -> None
     live = torch.zeros(2)
     with registered(Bags(failing)), pytest.raises(reknit.ReknitError) as caught:
         reknit.load("process://planted/x", {"odd": Bag(), "w": live})
-    told(caught.value, own=True)
+    reported(caught.value, own=True)
     assert live.tolist() == [0, 0]
     if failing == "restore":
         return
     with registered(Bags(failing)), pytest.raises(reknit.ReknitError) as caught:
         saves({"odd": Bag()}, None)
-    told(caught.value, own=True)
+    reported(caught.value, own=True)
 
 
 def loads(state: dict[str, Any], group: Group | None) -> None:
@@ -125,7 +125,7 @@ def test_an_exception_of_an_object_that_is_loaded_is_an_error_and_changes_no_ten
         with pytest.raises(reknit.ReknitError) as caught:
             act(state, group)
         assert live.tolist() == [0, 0]
-        text = told(caught.value, own=is_odd)
+        text = reported(caught.value, own=is_odd)
         if good.state != 0:
             assert "loaded before it: good" in text
         assert ("reknit had changed no tensor of the target yet" in text) != ("nothing was changed" in text)
@@ -144,7 +144,7 @@ def test_an_exception_of_code_that_needs_the_tensors_says_that_the_target_is_par
     save_for_both(saved, ranks=1)
     with pytest.raises(reknit.ReknitError) as caught:
         loads({"w": torch.zeros(2), "good": Keeper(0), "odd": target()}, None)
-    text = told(caught.value, own=True)
+    text = reported(caught.value, own=True)
     assert "odd" in text
     assert "the target is partly written" in text
 
@@ -158,7 +158,7 @@ def test_objects_that_another_rank_has_alone_are_loaded_before_tensors_of_any_ra
         with pytest.raises(reknit.ReknitError) as caught:
             loads({"w": live, **more}, group)
         assert live.tolist() == [0, 0]
-        return told(caught.value, own=group.rank == 1)
+        return reported(caught.value, own=group.rank == 1)
 
     first, second = run_ranks(2, rank)
     assert first == second

@@ -81,14 +81,14 @@ def test_what_stops_one_rank_while_it_looks_at_its_state_is_heard_by_all(wait: b
     def rank(group: Group) -> list[str]:
         reknit.save("process://endless/sound", {"v": [1]}, group=group)
         state = {"v": Endless() if group.rank else [1]}
-        told = []
+        reported = []
         with pytest.raises(reknit.ReknitError) as caught:
             reknit.save("process://endless/x", state, group=group, wait=wait).result()
-        told.append(f"{type(caught.value).__name__}: {caught.value}")
+        reported.append(f"{type(caught.value).__name__}: {caught.value}")
         with pytest.raises(reknit.ReknitError) as caught:
             reknit.load("process://endless/sound", state, group=group)
-        told.append(f"{type(caught.value).__name__}: {caught.value}")
-        return told
+        reported.append(f"{type(caught.value).__name__}: {caught.value}")
+        return reported
 
     others, own = run_ranks(2, rank)
     assert own[0].startswith("StateError: v (Endless) could not be saved: RecursionError")

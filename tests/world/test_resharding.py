@@ -95,7 +95,7 @@ def test_saving_on_one_layout_and_loading_on_another_and_back_gives_equal_bytes(
         unique = {(s.fqn, s.box) for s in shards}
         boxes_are_disjoint = len(unique) == len(shards)
         if boxes_are_disjoint:
-            assert report.nbytes_read == report.nbytes_wanted, "only what is needed is read"
+            assert report.nbytes_read == report.nbytes_wanted, "only the needed bytes are read"
     save_on(model, layout_b, size_b, back)
     for shards, _ in load_on(model, layout_a, size_a, back, LoadOptions(timeout_s=30)):
         assert_equal(model, shards)

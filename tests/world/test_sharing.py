@@ -1,4 +1,4 @@
-"""Ranks that read together, as threads: the real engine, random layouts, what leaves the store is counted."""
+"""Ranks that read together, as threads: the real engine, random layouts, and a count of all reads."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def saved(model: Model, layout: dict[str, list[Part]], size: int, *, small_block
 
 
 def targets(model: Model, layout: dict[str, list[Part]], size: int) -> list[list[Shard]]:
-    """Return what each rank wants in a layout, in memory of any order."""
+    """Return the wanted shards of each rank in a layout, in memory of any order."""
     return [model.shards(layout, rank, filled=False, seed=7 * rank) for rank in range(size)]
 
 

@@ -1,4 +1,4 @@
-"""Storage that hangs in whatever a load asks of it first: all ranks hear it in time, and nothing changes."""
+"""Storage that hangs when a load first uses it: all ranks get an error in time, nothing changes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SIZE = 2
 def released() -> Iterator[threading.Event]:
     event = threading.Event()
     yield event
-    event.set()  # those who were left behind go home
+    event.set()  # threads that were left behind end
 
 
 @pytest.mark.parametrize(
