@@ -23,9 +23,10 @@ from reknit.errors import ProtocolError, ReknitError, from_wire
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from reknit.comm.group import Call
     from reknit.comm.rank_messages import Outcome, Parcel, Report
     from reknit.comm.topology import Topology
-    from reknit.comm.tree.effects import Call, Effect
+    from reknit.comm.tree.effects import Effect
 
 
 @dataclass(eq=False, slots=True)
