@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import reknit
+from reknit.comm.group import Call
 from reknit.comm.tree import rounds
 from reknit.system import AtExit
 
@@ -85,7 +86,7 @@ def last_round(rank: int, size: int, folder: Path) -> None:
 
         rounds.Rounds.answer = slowly  # type: ignore[assignment, method-assign]
     group = reknit.connect(rank, size, at=str(folder), job="job")
-    answered = group.exchange("last", b"%d" % rank, lambda requests: requests, 60.0)
+    answered = group.exchange(Call("last", b"%d" % rank, 60.0), lambda requests: requests)
     (folder / f"{rank}.answer").write_bytes(answered)
 
 

@@ -6,7 +6,8 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from reknit.comm import round_errors
-from reknit.comm.tree.effects import Call, Decide, Notify, Refuse, RoundDone, SendOutcome, SendReport, Warn
+from reknit.comm.group import Call
+from reknit.comm.tree.effects import Decide, Notify, Refuse, RoundDone, SendOutcome, SendReport, Warn
 from reknit.comm.tree.machine import RoundMachine
 from reknit.errors import ReknitError, from_wire
 

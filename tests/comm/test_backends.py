@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reknit.comm.group import Call
 from reknit.comm.topology import Topology
 from reknit.comm.tree.thread_group import thread_groups
 from reknit.errors import CommError, DeadlineError, GroupClosedError, ProtocolError, ReknitError
@@ -38,7 +39,7 @@ def test_decide_gets_the_requests_by_rank_and_runs_once_in_the_thread_of_rank_0(
             calls.append((threading.current_thread().name, requests))
             return [b"to " + request for request in requests]
 
-        return group.exchange("plan", b"%d" % group.rank, decide, 30)
+        return group.exchange(Call("plan", b"%d" % group.rank, 30), decide)
 
     assert endings(join(6), run) == [b"to %d" % rank for rank in range(6)]
     assert calls == [("rank 0", [b"%d" % rank for rank in range(6)])]
@@ -126,7 +127,7 @@ def test_a_decision_that_takes_too_long_is_a_deadline_error_for_the_ranks_that_w
             return requests
 
         try:
-            return group.exchange("plan", b"", decide, 0.2)
+            return group.exchange(Call("plan", b"", 0.2), decide)
         except DeadlineError:
             # The news that a rank stopped waiting travels to rank 0 while it decides.
             threading.Timer(0.5, release.set).start()
@@ -213,7 +214,7 @@ def test_a_decision_that_raises_reaches_everyone_though_it_should_not_have(join:
         def decide(_: list[bytes]) -> list[bytes]:
             raise KeyboardInterrupt
 
-        return group.exchange("plan", b"", decide, 30)
+        return group.exchange(Call("plan", b"", 30), decide)
 
     groups = join(4)
     here, *others = endings(groups, run)
@@ -227,7 +228,7 @@ def test_a_decision_that_raises_reaches_everyone_though_it_should_not_have(join:
 
 def test_a_decision_with_a_wrong_number_of_answers_is_a_protocol_error_on_all(join: Join) -> None:
     groups = join(3)
-    errors = endings(groups, lambda group: group.exchange("plan", b"", lambda _: [b""], 30))
+    errors = endings(groups, lambda group: group.exchange(Call("plan", b"", 30), lambda _: [b""]))
     assert [type(error) for error in errors] == [ProtocolError] * 3
     assert together(groups)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from reknit.comm.envelope import Envelope, decode, encode, failed, merged
-from reknit.comm.group import SoloGroup, barrier
+from reknit.comm.group import Call, SoloGroup, barrier
 from reknit.errors import CommError, MismatchError, ProtocolError, ReknitError, StorageFullError
 from tests.comm.collectives import agree, broadcast, gather, scatter
 from tests.comm.worlds import endings, held_round
@@ -19,7 +19,7 @@ from tests.comm.worlds import endings, held_round
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reknit.comm.group import Group
+    from reknit.comm.group import Decide, Group
     from tests.comm.worlds import Join
 
 WAIT_S = 30.0
@@ -254,7 +254,7 @@ def test_a_decision_with_too_few_or_too_many_answers_fails_everywhere(
 def test_a_request_that_is_no_part_of_a_round_fails_everywhere_instead_of_hanging(join: Join) -> None:
     def run(group: Group) -> bytes:
         if group.rank == 1:
-            return group.exchange("plan", b"\xc1", echo, WAIT_S)
+            return group.exchange(Call("plan", b"\xc1", WAIT_S), echo)
         return held_round(group, "plan", lambda: b"", echo, WAIT_S)
 
     error, refusal, other = endings(join(3), run)
@@ -265,7 +265,7 @@ def test_a_request_that_is_no_part_of_a_round_fails_everywhere_instead_of_hangin
 def test_an_answer_that_is_no_part_of_a_round_is_a_protocol_error(join: Join) -> None:
     def run(group: Group) -> bytes:
         if group.rank == 0:
-            return group.exchange("plan", b"", lambda requests: [b"\xc1"] * len(requests), WAIT_S)
+            return group.exchange(Call("plan", b"", WAIT_S), lambda requests: [b"\xc1"] * len(requests))
         return held_round(group, "plan", lambda: b"", echo, WAIT_S)
 
     assert type(endings(join(2), run)[1]) is ProtocolError
@@ -286,15 +286,8 @@ def test_a_broadcast_is_encoded_once_and_not_once_per_rank() -> None:
     class Listening(SoloGroup):
         size = 3
 
-        def exchange(
-            self,
-            name: str,
-            request: bytes,
-            decide: Callable[[list[bytes]], Sequence[bytes]],
-            timeout_s: float,
-            **how: Any,
-        ) -> bytes:
-            kept.append(decide([request]))
+        def exchange(self, call: Call, decide: Decide) -> bytes:
+            kept.append(decide([call.request]))
             return kept[0][0]
 
     payload = bytes(1000)

@@ -10,9 +10,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from reknit.comm import round_errors
+from reknit.comm.group import Call
 from reknit.comm.rank_messages import Heading, Parcel
 from reknit.comm.topology import Topology
-from reknit.comm.tree.effects import Call, Decide, Notify, Refuse, RoundDone, SendOutcome, SendReport
+from reknit.comm.tree.effects import Decide, Notify, Refuse, RoundDone, SendOutcome, SendReport
 from reknit.comm.tree.machine import RoundMachine
 from reknit.errors import CommError, DeadlineError, MismatchError, ProtocolError, ReknitError, from_wire
 from reknit.types.rank_text import spelled

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from reknit.comm.group import barrier
+from reknit.comm.group import Call, barrier
 from reknit.comm.meeting.rendezvous import FolderStore
 from reknit.comm.serving import channel_settings
 from reknit.comm.topology import Topology
@@ -78,7 +78,9 @@ def test_requests_that_are_too_large_only_together_fail_on_all_ranks() -> None:
 
 def test_answers_that_are_too_large_fail_on_all_ranks() -> None:
     with tree_world(5, max_message_nbytes=10_000) as groups:
-        errors = endings(groups, lambda group: group.exchange("x", b"", lambda _: [bytes(20_000)] * 5, 30))
+        errors = endings(
+            groups, lambda group: group.exchange(Call("x", b"", 30), lambda _: [bytes(20_000)] * 5)
+        )
         assert [type(error) for error in errors] == [CommError] * 5
         assert all("answers of 'x' for rank 1 and the ranks below it" in error.message for error in errors)
         assert endings(groups, ask) == [b""] * 5

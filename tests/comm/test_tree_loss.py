@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from reknit.comm import round_errors
+from reknit.comm.group import Call
 from tests.comm.worlds import ask, endings, listen_all
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ def test_a_rank_that_is_owed_an_answer_has_not_heard_all(
 
     def hold(group: Group) -> bytes:
         with contextlib.suppress(ValueError):  # of gRPC, on the rank whose connection is taken away
-            return group.exchange("last", b"", slow, 30)
+            return group.exchange(Call("last", b"", 30), slow)
         return b""
 
     ended: list[object] = []

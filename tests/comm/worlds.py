@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from reknit.comm.group import turn
+from reknit.comm.group import Call, turn
 from reknit.comm.topology import Topology
 from reknit.comm.tree.tree_group import TreeGroup
 from reknit.errors import ReknitError
@@ -90,7 +90,7 @@ def endings(groups: Sequence[Group], fn: Callable[[Group], Any]) -> list[Any]:
 
 def ask(group: Group, name: str = "ask", request: bytes = b"", timeout_s: float = 30) -> bytes:
     """Hold a round in which every rank receives its own request."""
-    return group.exchange(name, request, lambda requests: requests, timeout_s)
+    return group.exchange(Call(name, request, timeout_s), lambda requests: requests)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ from tests.at_operation import AtOperation
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from reknit.comm.group import Group
+    from reknit.comm.group import Call, Decide, Group
     from reknit.storage.base import Storage
     from reknit.types.manifest import Manifest
 
@@ -259,9 +259,9 @@ class Deaf:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
 
-    def exchange(self, name: str, *args: Any, **more: Any) -> bytes:
-        answer = self._group.exchange(name, *args, **more)
-        if name == self._name:
+    def exchange(self, call: Call, decide: Decide) -> bytes:
+        answer = self._group.exchange(call, decide)
+        if call.name == self._name:
             raise CommError("the answer was lost")
         return answer
 

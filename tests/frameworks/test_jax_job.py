@@ -158,6 +158,7 @@ import jax
 rank, port = int(sys.argv[1]), sys.argv[2]
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
 import reknit
+from reknit.comm.group import Call
 from reknit.errors import DeadlineError
 from reknit.frameworks.jax.jax_job import coordination_store
 store = coordination_store("test")
@@ -174,7 +175,8 @@ for wait_s in (0, 0.2):
     raise AssertionError("there is no such key")
 assert store.master == "127.0.0.1"
 group = reknit.connect(rank, 2, at="jax://")
-print(group.rank, group.size, group.exchange("ask", bytes([rank]), lambda all: [b"".join(all)] * 2, 60).hex())
+answer = group.exchange(Call("ask", bytes([rank]), 60), lambda all: [b"".join(all)] * 2)
+print(group.rank, group.size, answer.hex())
 group.close()
 jax.distributed.shutdown()
 """

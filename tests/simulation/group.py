@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from reknit.comm import round_errors
 from reknit.comm.rank_messages import Outcome, Report, decode, encode
-from reknit.comm.tree.effects import Call, Decide, Notify, RoundDone, SendOutcome, SendReport, Warn
+from reknit.comm.tree.effects import Decide, Notify, RoundDone, SendOutcome, SendReport, Warn
 from reknit.comm.tree.machine import RoundMachine
 from reknit.errors import from_wire
 from tests.simulation.network import Broken, Left, Message, ending
@@ -16,14 +16,14 @@ from tests.simulation.network import Broken, Left, Message, ending
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reknit.comm.group import Merge
+    from reknit.comm.group import Call
+    from reknit.comm.group import Decide as Decision
     from reknit.comm.topology import Topology
     from reknit.comm.tree.effects import Effect
     from reknit.errors import ReknitError
     from tests.simulation.network import Network
     from tests.simulation.process import Process
 
-    Decision = Callable[[list[bytes]], Sequence[bytes]]
 
 JOB = "simulated"
 MAX_NBYTES = 1 << 30
@@ -53,24 +53,13 @@ class SimGroup:
         """Whether the group has noticed that it is broken."""
         return self._machine.broken is not None
 
-    def exchange(
-        self,
-        name: str,
-        request: bytes,
-        decide: Decision,
-        timeout_s: float,
-        *,
-        merge: Merge | None = None,
-        subject: str = "",
-        opens: bool = False,
-    ) -> bytes:
+    def exchange(self, call: Call, decide: Decision) -> bytes:
         """Hold one round, as `Group.exchange` says."""
         process = self.process
         began, deciding_s, stopped_s = process.schedule.moment, 0.0, process.stopped_s
         self._begin()
-        call = Call(name, request, timeout_s, subject, merge)
         try:
-            process.act(f"enter {name}", lambda: self._enter(call))
+            process.act(f"enter {call.name}", lambda: self._enter(call._replace(opens=False)))
             while self._done is None:
                 if self._asked is not None:
                     asked, self._asked, since = self._asked, None, process.schedule.moment
@@ -79,10 +68,10 @@ class SimGroup:
                 else:
                     process.wait()
         except BaseException as error:  # an interrupt; the others wait for this rank
-            process.act(f"leave {name}", partial(self._leave, error))
+            process.act(f"leave {call.name}", partial(self._leave, error))
             raise
         took_s = process.schedule.moment - began - deciding_s - (process.stopped_s - stopped_s)
-        self.on_exchange(name, timeout_s, took_s)
+        self.on_exchange(call.name, call.timeout_s, took_s)
         outcome = self._done.outcome
         if outcome.error is not None:
             raise from_wire(outcome.error)

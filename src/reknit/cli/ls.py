@@ -1,4 +1,4 @@
-"""`reknit ls`: which checkpoints lie below a folder?"""
+"""`reknit ls` and `reknit latest`: list the checkpoints below a folder, or print the newest."""
 
 from __future__ import annotations
 
@@ -7,9 +7,17 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from reknit import stored
 from reknit.cli.output import print_json, print_table, printable, time_text
 from reknit.engine.record.at_path import manifest_in
-from reknit.engine.record.other_formats import MOST_FOREIGN, elsewhere, foreign, foreign_inside, own_files
+from reknit.engine.record.other_formats import (
+    MOST_FOREIGN,
+    absent,
+    elsewhere,
+    foreign,
+    foreign_inside,
+    own_files,
+)
 from reknit.engine.stored.newest import folder_in
 from reknit.errors import CheckpointNotFoundError, FormatError, StorageError
 from reknit.monitor.phase import Deadline
@@ -47,7 +55,7 @@ class Row:
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the program."""
+    """Add the commands to the program."""
     parser = commands.add_parser(
         "ls",
         help="list the checkpoints in a folder",
@@ -56,6 +64,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("root", metavar="ROOT", help="a folder or URL that holds checkpoints")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
+    latest = commands.add_parser(
+        "latest",
+        help="print the path of the newest checkpoint",
+        description="Print the path of the newest committed checkpoint directly below a folder: the one with "
+        "the highest step.",
+    )
+    latest.add_argument("root", metavar="ROOT", help="a folder or URL that holds checkpoints")
+    latest.add_argument("--json", action="store_true", help="print JSON")
+    latest.set_defaults(run=run_latest)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,6 +91,19 @@ def run(args: argparse.Namespace) -> int:
         [_cells(row) for row in rows],
         right=("STEP", "SIZE", "RANKS"),
     )
+    return 0
+
+
+def run_latest(args: argparse.Namespace) -> int:
+    """Print the path, and return the exit code."""
+    newest = stored.latest(args.root)
+    if newest is None:
+        with closing(open_storage(args.root)) as storage:
+            raise absent(storage, "is no checkpoint directly below")
+    if args.json:
+        print_json({"path": newest})
+    else:
+        print(newest)
     return 0
 
 

@@ -1,17 +1,20 @@
-"""`reknit`: the program, its commands and its exit codes."""
+"""`reknit`: the program, its commands, its exit codes and its output streams."""
 
 from __future__ import annotations
 
 import argparse
+import errno
+import io
+import os
 import re
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from reknit.cli import advise, agents, certify, diff, export, gc, latest, ls, promote, prune, rm, show, verify
+from reknit.cli import advise, agents, certify, diff, export, gc, ls, promote, prune, rm, show, verify
 from reknit.cli.program.command_line import CommandLine
-from reknit.cli.program.streams import complain, discard_output, is_of_output, open_streams
 from reknit.cli.program.versions import PrintVersions
-from reknit.cli.reports import dash, report, trace
+from reknit.cli.reports import dash, report
 from reknit.environment import completing
 from reknit.errors import (
     CheckpointExistsError,
@@ -35,6 +38,8 @@ SHORT = 5
 UNWRITTEN = 6
 INTERRUPTED = 130
 PIPE_CLOSED = 141
+
+_REFUSED = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 _EXIT_CODES = """\
 exit codes:
@@ -65,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
         help="print the versions of reknit, its format, and what it works with",
     )
     commands = program.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    looking = (ls, latest, show, verify, diff, report, trace, dash, advise)
+    looking = (ls, show, verify, diff, report, dash, advise)
     for command in (*looking, export, promote, rm, prune, gc, agents, certify):
         command.add_parser(commands)
     return program
@@ -73,25 +78,25 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program with these arguments (default: of the process) and return its exit code."""
-    open_streams()
+    _open_streams()
     try:
         with typed_shortage():
             code = _run(argv)
             sys.stdout.flush()
     except BrokenPipeError:  # the reader of the output closed the pipe
-        discard_output()
+        _discard_output()
         return PIPE_CLOSED
     except KeyboardInterrupt:
-        complain("interrupted")
+        _complain("interrupted")
         return INTERRUPTED
     except ReknitError as error:
-        complain(str(error))
+        _complain(str(error))
         return exit_code(error)
     except OSError as error:
-        if not is_of_output(error):
+        if not _is_of_output(error):
             raise
-        discard_output()
-        complain(f"the output could not be written, and is incomplete: {error.strerror}")
+        _discard_output()
+        _complain(f"the output could not be written, and is incomplete: {error.strerror}")
         return UNWRITTEN
     return code
 
@@ -134,6 +139,35 @@ def exit_code(error: ReknitError) -> int:
     if isinstance(error, CheckpointNotFoundError | StorageNotFoundError):
         return NOT_FOUND
     return SHORT if isinstance(error, ShortageError) else FAILED
+
+
+def _open_streams() -> None:
+    """Make both streams usable: replace closed ones by the null device, and escape unsupported letters."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # opened, it also keeps other files from getting its number
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _complain(text: str) -> None:
+    """Print a line to standard error, and ignore errors of that."""
+    with suppress(OSError):
+        print(f"reknit: {text}", file=sys.stderr, flush=True)
+
+
+def _is_of_output(error: OSError) -> bool:
+    """Return whether an error comes from writing the output: errors of files have a file name."""
+    return error.filename is None and error.errno in _REFUSED
+
+
+def _discard_output() -> None:
+    """Redirect standard output to the null device, so that buffered output does not fail at exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, sys.stdout.fileno())
+    finally:
+        os.close(nowhere)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ error.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
 from reknit.comm.envelope import Envelope, decode, encode, failed, merged
 from reknit.comm.topology import Topology
@@ -20,6 +20,23 @@ if TYPE_CHECKING:
 
     Merge = Callable[[Sequence[bytes]], bytes]
     Decide = Callable[[list[bytes]], Sequence[bytes]]
+
+
+class Call(NamedTuple):
+    """The input of a rank to a round.
+
+    `subject` distinguishes rounds of one name about different things.  `merge` makes one request of several,
+    first the rank's own and then one of each child's subtree, so that rank 0 receives a single request.  It
+    must be associative, never raises, and is not called for a single request.  A round that `opens` is the
+    first of a call that all ranks have to make: a rank that waits there for seconds logs the missing ranks.
+    """
+
+    name: str
+    request: bytes
+    timeout_s: float
+    subject: str = ""
+    merge: Merge | None = None
+    opens: bool = False
 
 
 class Group(Protocol):
@@ -45,26 +62,14 @@ class Group(Protocol):
     def broken(self) -> bool:
         """Whether the group has been found broken: a rank is gone, and no later round can succeed."""
 
-    def exchange(
-        self,
-        name: str,
-        request: bytes,
-        decide: Decide,
-        timeout_s: float,
-        *,
-        merge: Merge | None = None,
-        subject: str = "",
-        opens: bool = False,
-    ) -> bytes:
-        """Send `request` to rank 0, which runs `decide` on all of them, and return this rank's answer.
+    def exchange(self, call: Call, decide: Decide) -> bytes:
+        """Send the request to rank 0, which runs `decide` on all requests, and return this rank's answer.
 
-        `decide` never raises, is called on rank 0 only, and returns one answer for each rank.  With `merge`,
-        which never raises either, it receives one request, which `merge` made of all requests in some number
-        of steps.  `merge` is not called for a single request.  A round `opens` a call that all ranks have to
-        make: a rank that waits there for seconds logs the ranks that are missing.  Every rank calls
-        `exchange` with the same `name` and `subject` at the same place in its sequence of rounds.  Otherwise
-        all raise `ProtocolError`, which names the place of each rank.  Raises `DeadlineError`, which names
-        the ranks that did not come within `timeout_s`, and `CommError` if a peer is gone.
+        `decide` never raises, is called on rank 0 only, and returns one answer for each rank.  With a merge,
+        it receives one request.  Every rank calls `exchange` with the same name and subject at the same place
+        in its sequence of rounds.  Otherwise all raise `ProtocolError`, which names the place of each rank.
+        Raises `DeadlineError`, which names the ranks that did not come within `timeout_s`, and `CommError` if
+        a peer is gone.
         """
 
     def close(self) -> None:
@@ -98,19 +103,9 @@ class SoloGroup:
         """
         return int(now() * 1000) if self.given is None else self.given
 
-    def exchange(
-        self,
-        name: str,
-        request: bytes,
-        decide: Decide,
-        timeout_s: float,
-        *,
-        merge: Merge | None = None,
-        subject: str = "",
-        opens: bool = False,
-    ) -> bytes:
+    def exchange(self, call: Call, decide: Decide) -> bytes:
         """Answer the only request."""
-        return decide([request])[0]
+        return decide([call.request])[0]
 
     def close(self) -> None:
         """Do nothing: the group has no other ranks."""
@@ -119,11 +114,8 @@ class SoloGroup:
 class Turn:
     """This rank's part in one round, as a `with` block; see `turn`."""
 
-    def __init__(
-        self, group: Group, name: str, timeout_s: float, merge: Merge | None, *, subject: str, opens: bool
-    ) -> None:
-        self._group, self._name, self._timeout_s, self._subject = group, name, timeout_s, subject
-        self._merge, self._opens = merge, opens
+    def __init__(self, group: Group, call: Call) -> None:
+        self._group, self._call = group, call
         self._held = False
         self._own: BaseException | None = None
         """The first error of this rank itself."""
@@ -134,7 +126,7 @@ class Turn:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if not self._held:
             # After any error, the other ranks must not wait for this rank.
-            error = error or ReknitError(f"round {self._name!r} ended without an exchange")
+            error = error or ReknitError(f"round {self._call.name!r} ended without an exchange")
             self._hold(self._failed(error), lambda _: [])
 
     def exchange(self, request: bytes, decide: Decide) -> bytes:
@@ -151,17 +143,12 @@ class Turn:
         try:
             answer = decode(
                 self._group.exchange(
-                    self._name,
-                    data,
+                    self._call._replace(request=data, merge=self._call.merge and self._merged),
                     lambda requests: self._decided(requests, decide),
-                    self._timeout_s,
-                    merge=None if self._merge is None else self._merged,
-                    subject=self._subject,
-                    opens=self._opens,
                 )
             )
         except ReknitError as error:
-            error.sign(rank=self._group.rank, phase=self._name)
+            error.sign(rank=self._group.rank, phase=self._call.name)
             raise (self._own or error) from (error if self._own else None)
         if answer.at is not None and self._group.size > 1:
             root_decided(answer.at if self._group.rank else now())
@@ -176,9 +163,9 @@ class Turn:
 
     def _merged(self, requests: Sequence[bytes]) -> bytes:
         """Make one request of several, on the way up."""
-        assert self._merge is not None
+        assert self._call.merge is not None
         try:
-            return encode(merged([decode(request) for request in requests], self._merge))
+            return encode(merged([decode(request) for request in requests], self._call.merge))
         except BaseException as error:  # all ranks wait for this one, so a bug must reach them too
             return encode(self._failed(error))
 
@@ -202,7 +189,7 @@ class Turn:
     def _failed(self, error: BaseException) -> Envelope:
         """Keep an error of this rank, and return the envelope that describes it to the other ranks."""
         self._own = self._own or error
-        return failed(error, self._group.rank, self._name)
+        return failed(error, self._group.rank, self._call.name)
 
 
 def turn(
@@ -226,7 +213,7 @@ def turn(
     it, and is its cause on the rank where it happened.  An interrupt (Ctrl-C) is raised unchanged where it
     happened.  A failure after the exchange concerns this rank only.
     """
-    return Turn(group, name, timeout_s, merge, subject=subject, opens=opens)
+    return Turn(group, Call(name, b"", timeout_s, subject, merge, opens=opens))
 
 
 def barrier(group: Group, name: str, timeout_s: float) -> None:

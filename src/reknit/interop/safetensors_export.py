@@ -11,10 +11,10 @@ import numpy as np
 
 from reknit.errors import MismatchError, UsageError
 from reknit.frameworks.tree import unescape
+from reknit.interop.data_headers import tied_names
 from reknit.interop.export_folder import ExportFolder
 from reknit.interop.safetensors_file import Stored, check_storable, encode_header, in_file_order
 from reknit.interop.tensor_stream import stream, tensors_of
-from reknit.interop.tied import tied_names
 from reknit.types.dtype import numpy_dtype
 from reknit.types.shard import TensorSpec
 

@@ -1,7 +1,8 @@
-"""``reknit report``: show the saves and loads of all ranks, as text or as a page."""
+"""``reknit report`` and ``reknit trace``: show the saves and loads of all ranks as text, page or trace."""
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from reknit.cli.output import print_table, printable, write_text
@@ -16,7 +17,7 @@ _MOST_LISTED = 20
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
+    """Add the commands."""
     parser = commands.add_parser(
         "report",
         help="show what took how long on which ranks, from events",
@@ -30,6 +31,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("-o", "--output", metavar="FILE", help="write a page: heat map, timeline, throughput")
     add_costs(parser)
     parser.set_defaults(run=run)
+    trace_parser = commands.add_parser(
+        "trace",
+        help="write a trace of all ranks for Perfetto or Chrome, from events",
+        description="Write a trace that ui.perfetto.dev and chrome://tracing open: a process for each rank, "
+        "a row for each phase, and one more process with the steps and failures of the run.",
+    )
+    add_places(trace_parser)
+    trace_parser.add_argument(
+        "-o", "--output", metavar="FILE", default="trace.json", help="(default: trace.json)"
+    )
+    trace_parser.set_defaults(run=run_trace)
 
 
 def add_places(parser: argparse.ArgumentParser) -> None:
@@ -87,4 +99,15 @@ def run(args: argparse.Namespace) -> int:
     if costs is not None:
         print("\n".join(("", "what the interval costs (ETTR):", *costs.remarks, "")))
         print_table(costs.heads, costs.rows, right=costs.heads)
+    return 0
+
+
+def run_trace(args: argparse.Namespace) -> int:
+    """Write the trace."""
+    from reknit.monitor.reports.chrome_trace import trace
+    from reknit.monitor.reports.recorded_operations import read_operations
+
+    operations, *_, beside = read_operations(args.events)
+    write_text(args.output, json.dumps(trace(operations, beside)))
+    print(f"wrote {args.output}: {len(operations)} saves and loads")
     return 0

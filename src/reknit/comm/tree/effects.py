@@ -1,30 +1,12 @@
-"""The input of a rank to a round, and the effects that its driver carries out."""
+"""The effects of a round that the driver of its machine carries out."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
-    from reknit.comm.group import Merge
     from reknit.comm.rank_messages import Outcome, Report
     from reknit.errors import ReknitError
-
-
-class Call(NamedTuple):
-    """The input of a rank to a round.
-
-    `subject` distinguishes rounds of one name about different things.  `merge` makes one request of several,
-    first the rank's own and then one of each child's subtree, so that rank 0 receives a single request.  It
-    must be associative, and is not called for a single request.  A round that `opens` is the first of a call
-    that all ranks have to make: a rank that waits there for long logs it.
-    """
-
-    name: str
-    request: bytes
-    timeout_s: float
-    subject: str = ""
-    merge: Merge | None = None
-    opens: bool = False
 
 
 class SendReport(NamedTuple):

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Literal
 from reknit.comm import round_errors
 from reknit.comm.rank_messages import Heading, Hello, too_large
 from reknit.comm.tree.effects import Decide, Notify, Refuse, RoundDone, SendOutcome, SendReport, Warn
-from reknit.comm.tree.subtree import Subtree
-from reknit.comm.tree.visits import Visits, agree, astray
+from reknit.comm.tree.ranks_below import Subtree, Visits, agree, astray
 from reknit.errors import ProtocolError, ReknitError, from_wire
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from reknit.comm.group import Call
     from reknit.comm.rank_messages import Outcome, Parcel, Report
     from reknit.comm.topology import Topology
-    from reknit.comm.tree.effects import Call, Effect
+    from reknit.comm.tree.effects import Effect
 
 
 @dataclass(eq=False, slots=True)

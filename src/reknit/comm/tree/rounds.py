@@ -17,11 +17,12 @@ from reknit.monitor.phase import monotonic
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from reknit.comm.group import Call
+    from reknit.comm.group import Decide as Decision
     from reknit.comm.rank_messages import Outcome, Report
-    from reknit.comm.tree.effects import Call, Effect
+    from reknit.comm.tree.effects import Effect
     from reknit.comm.tree.machine import RoundMachine
 
-    Decision = Callable[[list[bytes]], Sequence[bytes]]
     OnEnd = Callable[[Outcome | ReknitError], object]
 
 

@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING
 
 from reknit.comm import round_errors
 from reknit.comm.topology import Topology
-from reknit.comm.tree.effects import Call, Decide, Notify, RoundDone, SendOutcome, SendReport
+from reknit.comm.tree.effects import Decide, Notify, RoundDone, SendOutcome, SendReport
 from reknit.comm.tree.machine import RoundMachine
 from reknit.errors import from_wire
 from reknit.monitor.phase import monotonic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from reknit.comm.group import Group, Merge
+    from reknit.comm.group import Call, Group
+    from reknit.comm.group import Decide as Decision
     from reknit.comm.tree.effects import Effect
-
-    Decision = Callable[[list[bytes]], Sequence[bytes]]
 
 
 def thread_groups(size: int, generation: int = 0) -> list[Group]:
@@ -87,19 +86,9 @@ class ThreadGroup:
         """Whether a rank has closed the group."""
         return self._machine.broken is not None
 
-    def exchange(
-        self,
-        name: str,
-        request: bytes,
-        decide: Decision,
-        timeout_s: float,
-        *,
-        merge: Merge | None = None,
-        subject: str = "",
-        opens: bool = False,
-    ) -> bytes:
+    def exchange(self, call: Call, decide: Decision) -> bytes:
         """Hold one round, as `Group.exchange` says."""
-        self._put(self._enter, Call(name, request, timeout_s, subject, merge))
+        self._put(self._enter, call)
         try:
             while not isinstance(effect := self._next(), RoundDone):
                 broken = self._machine.broken

@@ -20,7 +20,6 @@ from reknit.comm.meeting.addresses import check_owner, deserted, is_unix
 from reknit.comm.meeting.entries import address_of, publish_address, publish_leaving
 from reknit.comm.meeting.hosts import gather_shape
 from reknit.comm.tree.client import Uplink
-from reknit.comm.tree.effects import Call
 from reknit.comm.tree.machine import RoundMachine
 from reknit.comm.tree.rounds import Rounds
 from reknit.comm.tree.server import Server
@@ -30,9 +29,9 @@ from reknit.options import UNIX
 from reknit.system import AtExit, start_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
-    from reknit.comm.group import Merge
+    from reknit.comm.group import Call, Decide
     from reknit.comm.meeting.rendezvous import Store
     from reknit.comm.topology import Topology
     from reknit.options import CommOptions
@@ -174,22 +173,12 @@ class TreeGroup:
         """Whether the group has been found broken."""
         return self.rounds.broken is not None
 
-    def exchange(
-        self,
-        name: str,
-        request: bytes,
-        decide: Callable[[list[bytes]], Sequence[bytes]],
-        timeout_s: float,
-        *,
-        merge: Merge | None = None,
-        subject: str = "",
-        opens: bool = False,
-    ) -> bytes:
+    def exchange(self, call: Call, decide: Decide) -> bytes:
         """Hold one round, as `Group.exchange` says; errors may take up to 5 s longer than `timeout_s`."""
         if os.getpid() != self._process:
             raise round_errors.forked(self.rank)
         try:
-            return self.rounds.hold(Call(name, request, timeout_s, subject, merge, opens), decide)
+            return self.rounds.hold(call, decide)
         except CommError:
             self.announce()
             raise

@@ -11,13 +11,14 @@ from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 from reknit.storage.errors import shorter, too_large
-from reknit.storage.local.nofollow import open_regular
+from reknit.storage.local.nofollow import link_below, open_regular, unlink_below
 from reknit.storage.local.os_errors import translated
 from reknit.storage.paths import is_temporary
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from reknit.storage.local.folders import Folders
 
 _T = TypeVar("_T")
 
@@ -26,6 +27,8 @@ _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _BUFFERS_PER_CALL = 1024  # IOV_MAX of Linux and macOS
 _STALE_TRIES = 8
+_LINK_TRIES = 8
+"""How often a link is tried while its folder vanishes: other ranks may remove the folder at that moment."""
 
 
 def found_anew(full: str, look: Callable[[], _T]) -> _T:
@@ -218,6 +221,56 @@ def _taken(full: str) -> bool:
     if not stat.S_ISREG(mode):
         raise FileExistsError(errno.EEXIST, "this is not a regular file", full)
     return False
+
+
+def linked(root: str, path: str, new_root: str, new_path: str, *, nbytes: int, folders: Folders) -> bool:
+    """Link the file `path` below a root to a new name below `new_root`, and return whether it is linked.
+
+    The file has `nbytes` bytes, and `folders` are the folders of the new name.  A failed link leaves nothing
+    behind.
+    """
+    old, full = os.path.join(root, path), os.path.join(new_root, new_path)
+    try:
+        for left in reversed(range(_LINK_TRIES)):
+            try:
+                folders.make(new_root)
+                link_below(root, path, new_root, new_path)
+                break
+            except FileNotFoundError:  # another rank that was refused a link may just have removed the folder
+                if not left or not os.path.lexists(old):
+                    raise
+    except FileExistsError:
+        # NFS repeats a request whose answer was lost, and then finds the link that it has made.
+        if identity(full) != identity(old):
+            raise
+    except OSError:  # the file is written instead, with an error of its own or without one
+        folders.prune(new_root, new_path)
+        return False
+    try:
+        same = _is_whole(new_root, new_path, nbytes, folders)
+    except BaseException:
+        unlink_below(new_root, new_path)
+        raise
+    if not same:
+        unlink_below(new_root, new_path)
+        folders.prune(new_root, new_path)
+    return same
+
+
+def _is_whole(root: str, path: str, nbytes: int, folders: Folders) -> bool:
+    """Return whether there is a regular file of this size, and make it durable if so."""
+    full = os.path.join(root, path)
+    found = os.stat(full, follow_symlinks=False)
+    if not stat.S_ISREG(found.st_mode) or found.st_size != nbytes:
+        return False
+    if folders.durable:
+        fd = open_regular(root, path)
+        try:
+            os.fsync(fd)  # its writer may have asked for less
+        finally:
+            os.close(fd)
+    folders.sync(os.path.dirname(full))
+    return True
 
 
 def entries(folder: str, *, links: bool = False) -> list[tuple[str, os.stat_result]]:

@@ -17,7 +17,6 @@ from reknit.storage.base import Listed, Reading
 from reknit.storage.errors import shorter
 from reknit.storage.local.descriptors import ReadCache
 from reknit.storage.local.folders import Folders, sweep, sync_folder
-from reknit.storage.local.linking import linked
 from reknit.storage.local.nofollow import open_below, status_below, target_of, unlink_below
 from reknit.storage.local.os_errors import translated
 from reknit.storage.local.posix import (
@@ -25,6 +24,7 @@ from reknit.storage.local.posix import (
     entries,
     found_anew,
     link_new,
+    linked,
     move,
     move_new,
     preadv_all,

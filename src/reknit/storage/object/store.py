@@ -17,9 +17,8 @@ from reknit.storage.errors import existing, missing, shorter, too_large
 from reknit.storage.object import incomplete_uploads
 from reknit.storage.object.client import Bucket, ObjectOptions, connect, parse_url
 from reknit.storage.object.conditions import Conditions, look
-from reknit.storage.object.copying import copied
 from reknit.storage.object.errors import as_ours, translated
-from reknit.storage.object.writer import ObjectWriter
+from reknit.storage.object.writer import ObjectWriter, copied
 from reknit.storage.paths import check_path
 from reknit.storage.ranges import checked_runs, filled, near, read_runs, spread
 from reknit.storage.writing import TakenNames
