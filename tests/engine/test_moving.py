@@ -430,4 +430,4 @@ def test_a_replica_that_has_moved_replaces_what_is_damaged(hot: Path, cold: Path
     damage(hot)
     with pytest.raises(CorruptError):
         value(hot)
-    assert value(hot, options=LoadOptions(replicas=[tmp_path / "replica"])) == 3.0
+    assert value(hot, options=LoadOptions(replicas=(tmp_path / "replica",))) == 3.0
