@@ -29,6 +29,7 @@ from reknit.engine.display import logged
 from reknit.engine.loading import load as load_story
 from reknit.engine.loading.load_job import LoadJob
 from reknit.engine.outcome import PendingSave, SaveOutcome
+from reknit.engine.stored.places import Replicas
 from reknit.errors import ReknitError
 from reknit.frameworks import registry
 from reknit.keywords import checked_call
@@ -256,9 +257,9 @@ def load(
             lenient = lenient_patterns(strict)
             split_rules(options.transforms)
             part = part_of(state, items)
-            storage, *replicas = open_places(path, options, last)
+            storage, *others = open_places(path, options, last)
             recorder = Recorder("load", joined.rank, None, storage.url, outlets_for(options.events))
-            storage, *replicas = (recorded(one, recorder) for one in (storage, *replicas))
+            storage, *others = (recorded(one, recorder) for one in (storage, *others))
         job = LoadJob(
             want=lambda catalog: registry.wanted(
                 part if isinstance(state, MutableMapping) else MappingProxyType(part),
@@ -273,7 +274,7 @@ def load(
             options=options,
             recorder=recorder,
             carrier=carrier,
-            replicas=replicas,
+            replicas=Replicas(others),
             lenient=lenient,
         )
         _wait_for_copies(options.timeout_s)

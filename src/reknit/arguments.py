@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from reknit.engine.record.at_path import check_absent
-from reknit.engine.stored.moving import STAYS, moved_to
 from reknit.errors import ReknitError, UsageError, did_you_mean, readable, shown
 from reknit.keywords import is_text, unpacked
 from reknit.locations import is_location
 from reknit.options.fields import check_scope
-from reknit.storage.registry import MovedStorage, StoreRecipe, open_storage, recipe
+from reknit.storage.registry import StoreRecipe, following, open_storage, recipe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -199,16 +198,6 @@ def open_places(path: str | PathLike[str], options: LoadOptions, last: ExitStack
 def open_checkpoint(path: str | PathLike[str]) -> Storage:
     """Open the place of a checkpoint, whose files may have moved."""
     return following(open_storage(path))
-
-
-def following(storage: Storage) -> Storage:
-    """Return a store that reads moved files of a checkpoint at their new place."""
-    return MovedStorage(storage, _moved, STAYS)
-
-
-def _moved(storage: Storage) -> Storage | None:
-    place = moved_to(storage)
-    return None if place is None else open_storage(place)
 
 
 def check_promotion(storage: Storage, options: SaveOptions, rank: int, *, overwrite: bool) -> None:

@@ -22,6 +22,7 @@ from reknit.engine.stored.delete import drop
 from reknit.engine.stored.moving import delete_moved, move
 from reknit.engine.stored.newest import newest
 from reknit.engine.stored.pending import fence_off, wait_for_saves
+from reknit.engine.stored.places import Replicas
 from reknit.engine.stored.promote import promote_alone
 from reknit.engine.stored.steps import steps_below
 from reknit.engine.stored.verify import verify as verify_story
@@ -56,10 +57,10 @@ def open(path: str | PathLike[str], *, options: LoadOptions | None = None) -> Ch
             remedy="leave the others out, or use reknit.load",
         )
     with ExitStack() as failing:
-        storage, *replicas = open_places(path, options, failing)
+        storage, *others = open_places(path, options, failing)
         recorder = Recorder("read", path=storage.url, sinks=outlets_for(options.events))
-        storage, *replicas = (recorded(one, recorder) for one in (storage, *replicas))
-        checkpoint = Checkpoint(storage, options, recorder, fresh_arrays, replicas)
+        storage, *others = (recorded(one, recorder) for one in (storage, *others))
+        checkpoint = Checkpoint(storage, options, recorder, fresh_arrays, Replicas(others))
         failing.pop_all()
     return checkpoint
 

@@ -15,7 +15,7 @@ from reknit.comm.group import SoloGroup
 from reknit.engine.loading.load import load
 from reknit.engine.loading.load_job import LoadJob
 from reknit.engine.stored.delete import delete
-from reknit.engine.stored.opening import is_replaced
+from reknit.engine.stored.places import changed
 from reknit.errors import CheckpointNotFoundError, CorruptError, ReknitError
 from reknit.format.manifest_file import decode_manifest
 from reknit.format.paths import MANIFEST_PATH
@@ -178,14 +178,13 @@ def test_a_copy_that_is_still_there_is_no_deleted_checkpoint() -> None:
     place, replica = emptied("deleted-here"), emptied("kept-there")
     for each in (place, replica):
         assert save_as(each, 1, 1) is None
-    manifest = replica.get(MANIFEST_PATH, limit=1 << 20)
-    write_id = decode_manifest(manifest).write_id
+    manifest = decode_manifest(replica.get(MANIFEST_PATH, limit=1 << 20))
     delete(place)
     error = CorruptError("a block is damaged")
-    assert not is_replaced(place, write_id, error, [replica])
+    assert changed(place, manifest, error, [replica]) is None
     delete(replica)
     with pytest.raises(CheckpointNotFoundError, match="a block is damaged"):
-        is_replaced(place, write_id, error, [replica])
+        changed(place, manifest, error, [replica])
 
 
 def emptied(name: str) -> ProcessMemory:

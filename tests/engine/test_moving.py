@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,6 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.arguments import following
 from reknit.cli.main import main
 from reknit.engine.saving import manifest_content
 from reknit.engine.stored.copy_files import Promotion
@@ -25,8 +25,9 @@ from reknit.errors import (
     VersionError,
 )
 from reknit.format import versions
+from reknit.interop.safetensors_export import export_hf
 from reknit.monitor.phase import Recorder
-from reknit.options import SaveOptions
+from reknit.options import LoadOptions, SaveOptions
 from reknit.storage.registry import open_storage, register
 from reknit.testing.world import run_ranks
 from tests.at_operation import AtOperation
@@ -34,10 +35,14 @@ from tests.runs.pieces import damage
 from tests.runs.test_at_every_instant import SCHEME, life, open_mortal
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from reknit.comm.group import Group
     from reknit.storage.base import Storage
+
+
+ALONE = LoadOptions(threads=1)
 
 
 def state(fill: float = 0.0) -> dict[str, Any]:
@@ -375,15 +380,54 @@ def test_a_save_that_begins_at_any_moment_of_a_move_is_not_harmed(tmp_path: Path
         assert reknit.verify(hot, "data").ok
 
 
-def test_a_load_that_begins_at_any_moment_of_a_move_ends_well(hot: Path, cold: Path) -> None:
-    number, happened = 0, True
+def opened(path: Path) -> float:
+    with reknit.open(path, options=ALONE) as checkpoint:
+        return float(checkpoint.read_all()["model"]["w"][0])
+
+
+def verified(path: Path) -> float:
+    assert reknit.verify(path, "data", options=ALONE).ok
+    return 3.0
+
+
+def exported(path: Path) -> float:
+    export_hf(path, path.parents[1] / "exported", item="extra", overwrite=True)
+    return 3.0
+
+
+def promoted(path: Path) -> float:
+    copy = path.parents[1] / "copy"
+    shutil.rmtree(copy, ignore_errors=True)
+    reknit.promote(path, copy, options=SaveOptions(threads=1))
+    return value(copy)
+
+
+@pytest.mark.parametrize("door", [partial(value, options=ALONE), opened, verified, exported, promoted])
+def test_a_call_during_which_a_checkpoint_moves_at_any_moment_ends_well(
+    hot: Path, cold: Path, door: Callable[[Path], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number, happened, moves = 0, True, list[int]()
+
+    def move() -> None:
+        with suppress(UsageError):  # a promotion holds the checkpoint
+            moves.append(reknit.cool(hot, cold))
+
     while happened:
         number += 1
-        at = AtOperation(open_storage(hot), number, partial(reknit.cool, hot, cold))
-        storage = following(at)
-        size = storage.size(next(path.path for path in open_storage(hot).list() if "index" in path.path))
+        at = AtOperation(open_storage(hot), number, move)
+        with monkeypatch.context() as patched:
+            patched.setattr("reknit.arguments.open_storage", lambda _, at=at: at)
+            assert door(hot) == 3.0
         happened = at.happened
-        assert size > 0
-        assert value(hot) == 3.0
-        if happened:
+        if reknit.steps(hot.parent)[0].moved_to is not None:
             reknit.promote(cold, hot, overwrite=True)
+    assert len(moves) > (1 if door is promoted else number - 2)
+
+
+def test_a_replica_that_has_moved_replaces_what_is_damaged(hot: Path, cold: Path, tmp_path: Path) -> None:
+    reknit.promote(hot, tmp_path / "replica")
+    reknit.cool(tmp_path / "replica", cold)
+    damage(hot)
+    with pytest.raises(CorruptError):
+        value(hot)
+    assert value(hot, options=LoadOptions(replicas=(tmp_path / "replica",))) == 3.0

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
@@ -126,6 +127,7 @@ def reader_of(
     }
     options = LoadOptions(**chosen)
     boxes = [(tensor, box, target) for (tensor, box), target in zip(wanted, targets, strict=True)]
+    checkpoint = replace(checkpoint, replicas=more.pop("replicas", ()))
     return RangeReader(checkpoint, boxes, options, cut=cut, **more)
 
 

@@ -13,6 +13,7 @@ import reknit
 from reknit.errors import StorageError, StorageNotFoundError, StorageUnavailableError, UsageError
 from reknit.monitor.phase import monotonic
 from reknit.storage import registry
+from reknit.storage.base import HasMoved
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.wrappers.moved import MovedStorage
 from reknit.storage.wrappers.retrying import RetryingStorage, RetryPolicy
@@ -62,7 +63,7 @@ class TestThrottled(WrappedSuite):
 
 class TestMoved(WrappedSuite):
     def wrap(self, inner: Storage) -> Storage:
-        return MovedStorage(inner, lambda _: None, ("manifest.json",))
+        return MovedStorage(inner, registry.open_storage)
 
 
 class TestMetered(WrappedSuite):
@@ -186,24 +187,23 @@ def test_a_save_and_a_load_outlast_a_store_that_comes_and_goes(
     assert all(store.retries for store in stores)
 
 
-def test_what_is_not_here_is_read_from_where_it_has_moved_and_what_stays_is_not() -> None:
+def test_files_that_have_moved_are_read_past_the_store_and_recorded_as_it_is() -> None:
     here, there = ProcessMemory("here"), ProcessMemory("there")
+    write(here, "stays", pattern(5))
     write(there, "moved", pattern(100))
-    there.put("manifest.json", b"there", if_absent=True)
-    found: list[str] = []
+    asked: list[str] = []
 
-    def find(storage: Storage) -> Storage:
-        found.append(storage.url)
+    def open_at(place: str) -> Storage:
+        asked.append(place)
         return there
 
-    storage = MovedStorage(here, find, ("manifest.json",))
-    with pytest.raises(StorageNotFoundError):
-        storage.get("manifest.json", limit=9)
-    assert found == []
-    assert storage.size("moved") == 100
-    assert read(storage, "moved", 0, 100) == pattern(100)
-    write(here, "anew", pattern(5))
-    assert storage.size("anew") == 5
-    with pytest.raises(StorageNotFoundError):
-        storage.size("nowhere")
-    assert found == [here.url]
+    storage = MovedStorage(here, open_at)
+    assert storage.files_at(None) is here
+    assert asked == []
+    assert storage.files_at("there") is storage.files_at("there") is there
+    assert asked == ["there"]
+    metered = MeteredStorage(storage)
+    assert read(metered.files_at("there"), "moved", 0, 100) == pattern(100)
+    assert read(metered.files_at(None), "stays", 0, 5) == pattern(5)
+    assert isinstance(metered.files_at(None), MeteredStorage)
+    assert not isinstance(MeteredStorage(here), HasMoved)

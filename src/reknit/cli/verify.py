@@ -14,6 +14,7 @@ from reknit.arguments import open_checkpoint
 from reknit.cli.output import print_json, printable
 from reknit.engine.record.at_path import read_manifest
 from reknit.engine.stored.file_checks import read_checked, whole_manifest
+from reknit.engine.stored.places import files_at
 from reknit.engine.stored.renaming import names_in
 from reknit.errors import FormatError, StorageError, UsageError
 from reknit.format.checksum import block_digests
@@ -116,12 +117,13 @@ def _rebuild(path: str, output: str | None, findings: _Findings) -> None:
     """Rebuild the index, compare it, and record the result."""
     with closing(open_checkpoint(path)) as storage:
         manifest = _manifest(storage)
+        files = files_at(storage, None if manifest is None else manifest.moved_to)
         try:
-            rebuilt = _rebuilt(storage, manifest)
+            rebuilt = _rebuilt(files, manifest)
         except (FormatError, StorageError) as error:
             findings.problem(f"the index cannot be rebuilt: {error.message}")
         else:
-            _compare(storage, manifest, rebuilt, findings)
+            _compare(files, manifest, rebuilt, findings)
             if output is not None:
                 _write(output, rebuilt.data)
                 findings.note(f"wrote the rebuilt index to {output}")
@@ -138,7 +140,8 @@ class _Rebuilt(NamedTuple):
 def _manifest(storage: Storage) -> Manifest | None:
     """Return the manifest, or None if it is damaged, which `stored.verify` has reported."""
     try:
-        return whole_manifest(storage, decode_record(read_manifest(storage)))
+        record = decode_record(read_manifest(storage))
+        return whole_manifest(files_at(storage, record.moved_to), record)
     except FormatError:
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -50,7 +51,7 @@ def tied_names(checkpoint: OpenCheckpoint, numbers: Sequence[int]) -> dict[int, 
         tied = [number for number in members if _same_extents(checkpoint, number, members[0])]
         if len(tied) > 1:
             if file not in headers:
-                headers[file] = read_header(checkpoint.storage, index.files[file])
+                headers[file] = checkpoint.read(partial(read_header, path=index.files[file]))
             owner = _owner(checkpoint, headers[file], start, tied)
             owner_of.update({number: owner for number in tied if number != owner})
     return owner_of

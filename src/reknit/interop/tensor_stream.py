@@ -64,13 +64,17 @@ def stream(
     """
     recorder = Recorder("read", path=checkpoint.storage.url)
     specs = [checkpoint.index.tensors[number].spec for number in numbers]
+
+    def fill(fills: Sequence[tuple[int, Box, NDArray[Any]]]) -> None:
+        checkpoint.read(lambda _: RangeReader(checkpoint, fills, options).run(recorder))
+
     for batch in _batches(numbers, specs, nbytes):
         dtypes = [numpy_dtype(checkpoint.index.tensors[number].spec.dtype) for number, _ in batch]
         fills = [
             (number, box, np.empty(box.lengths, dtype))
             for (number, box), dtype in zip(batch, dtypes, strict=True)
         ]
-        RangeReader(checkpoint, fills, options).run(recorder)
+        fill(fills)
         for number, _, array in fills:
             yield StreamPiece(number, array.reshape(-1))
         # The next batch must not be allocated while this one is still held.

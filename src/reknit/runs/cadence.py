@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from reknit.arguments import following
 from reknit.engine.memory.pace import Pace
 from reknit.engine.stored.copy_files import Promotion
 from reknit.engine.stored.promote import promote_alone
@@ -17,7 +16,7 @@ from reknit.monitor.phase import Recorder, monotonic, now
 from reknit.options import LEAST_INFLIGHT_NBYTES
 from reknit.policies.policy import Facts, Moment
 from reknit.runs.agreement import ask_root
-from reknit.storage.registry import recorded
+from reknit.storage.registry import following, recorded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

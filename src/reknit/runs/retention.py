@@ -6,13 +6,13 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
-from reknit.arguments import following
 from reknit.engine.record.at_path import manifest_in, read_manifest, size_of
 from reknit.engine.record.checkpoint_notes import held_by, metrics_of
 from reknit.engine.stored.delete import drop
 from reknit.engine.stored.file_checks import whole_manifest
 from reknit.engine.stored.leftovers import leftovers, remove
 from reknit.engine.stored.moving import delete_moved
+from reknit.engine.stored.places import files_at
 from reknit.engine.stored.steps import described, numbered
 from reknit.engine.stored.verify import verify
 from reknit.errors import FormatError, ReknitError, StoragePermissionError
@@ -20,7 +20,7 @@ from reknit.format.manifest_file import decode_record
 from reknit.monitor.phase import Recorder, now
 from reknit.options import LoadOptions
 from reknit.storage.local.sweep import sweepable
-from reknit.storage.registry import open_storage
+from reknit.storage.registry import following, open_storage
 
 if TYPE_CHECKING:
     from collections.abc import Container
@@ -233,7 +233,9 @@ class Retention:
 
 def _problems_here(folder: Storage) -> tuple[str, ...]:
     """Return the problems of the files of a checkpoint that are on this host."""
-    manifest = whole_manifest(folder, decode_record(read_manifest(folder)))
+    record = decode_record(read_manifest(folder))
+    folder = files_at(folder, record.moved_to)
+    manifest = whole_manifest(folder, record)
     return tuple(
         f"{file.path} has another size"
         for file in manifest.files

@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from reknit.arguments import check_state, following
+from reknit.arguments import check_state
 from reknit.calls import raised_on_all_ranks
 from reknit.engine.record.at_path import manifest_in, size_of
 from reknit.engine.record.checkpoint_notes import add_metrics, held_by, metrics_of
@@ -31,7 +31,7 @@ from reknit.monitor.phase import Deadline, Recorder
 from reknit.runs.agreement import ask_root
 from reknit.runs.tiers import FoundStep, below
 from reknit.runs.unfinished_saves import forbid_markers, wait_for_agents
-from reknit.storage.registry import open_storage, recipe
+from reknit.storage.registry import following, open_storage, recipe
 from reknit.system import start_thread
 from reknit.types.rank_text import named
 

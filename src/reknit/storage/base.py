@@ -155,6 +155,14 @@ class CopiesFiles(Protocol):
         """
 
 
+@runtime_checkable
+class HasMoved(Protocol):
+    """The store of a checkpoint whose files may be at another place."""
+
+    def files_at(self, place: str | None) -> Storage:
+        """Return the store of a place, without a place the one in which the checkpoint was saved."""
+
+
 class Dated(NamedTuple):
     """A content of a store with the time of its last change: seconds since the epoch, by the store's clock.
 

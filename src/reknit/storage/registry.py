@@ -19,7 +19,7 @@ from reknit.storage.base import Storage
 from reknit.storage.local.memory import MemoryStorage
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.paths import check_readable
-from reknit.storage.wrappers.moved import MovedStorage as MovedStorage
+from reknit.storage.wrappers.moved import MovedStorage
 from reknit.storage.wrappers.recording import RecordingStorage
 from reknit.storage.wrappers.retrying import with_retries
 
@@ -61,6 +61,11 @@ def open_storage(url: str | os.PathLike[str], *, durability: Durability = "power
 def recorded(storage: Storage, recorder: Recorder) -> Storage:
     """Return the store with its operations recorded in the recorder's sinks; unchanged without sinks."""
     return RecordingStorage(storage, recorder) if recorder.sinks else storage
+
+
+def following(storage: Storage) -> Storage:
+    """Return the store of a checkpoint, with access to the place to which its files may have moved."""
+    return MovedStorage(storage, open_storage)
 
 
 class StoreRecipe(NamedTuple):

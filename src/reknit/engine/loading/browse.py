@@ -10,14 +10,7 @@ from reknit.engine.display import Shown
 from reknit.engine.loading.read import RangeReader
 from reknit.engine.memory.workers import within
 from reknit.engine.stored.file_checks import check_size
-from reknit.engine.stored.opening import (
-    REPLACED,
-    OpenCheckpoint,
-    is_replaced,
-    opened,
-    read_opened,
-    unknown_items,
-)
+from reknit.engine.stored.opening import OpenCheckpoint, opened, read_opened, unknown_items
 from reknit.engine.stored.renaming import Naming
 from reknit.errors import MismatchError, UsageError, did_you_mean
 from reknit.keywords import checked_call
@@ -78,7 +71,6 @@ class Checkpoint(Shown):
         self._options = options
         self._recorder = recorder
         self._arrays = arrays
-        self._replicas = replicas
         catalog = self._open.catalog()
         self.items: tuple[str, ...] = catalog.items
         self.tensors: Mapping[str, Mapping[str, TensorSpec]] = catalog.tensors
@@ -112,7 +104,7 @@ class Checkpoint(Shown):
 
     def close(self) -> None:
         """Release the resources of the store; a later `read` opens it again."""
-        for storage in (self._open.storage, *self._replicas):
+        for storage in (self._open.storage, *self._open.replicas):
             storage.close()
 
     def __enter__(self) -> Checkpoint:
@@ -235,16 +227,15 @@ class Checkpoint(Shown):
 
     def _fill(self, fills: Sequence[tuple[int, Box, Any]]) -> None:
         """Read boxes of tensors, given by number, into their memory."""
-        storage, replicas = self._open.storage, self._replicas
-        reader = RangeReader(self._open, fills, self._options, replicas=replicas)
-        try:
+        checkpoint = self._open
+
+        def read(source: Storage) -> None:
+            reader = RangeReader(checkpoint, fills, self._options)
             for file in reader.plan.files:
-                check_size(storage, self._open.files[self._open.index.files[file]], replicas)
+                check_size(source, checkpoint.files[checkpoint.index.files[file]], checkpoint.replicas)
             reader.run(self._recorder, self._options.timeout_s)
-        except REPLACED as error:
-            if is_replaced(storage, self.manifest.write_id, error, replicas):
-                error.remedy = "another checkpoint has replaced it meanwhile: open it again"
-            raise
+
+        checkpoint.read(read)
 
 
 class _Selection(NamedTuple):

@@ -20,7 +20,7 @@ from reknit.engine.loading.metadata import ReceivedMetadata
 from reknit.engine.loading.ties import unequal
 from reknit.engine.packed_columns import unpacked
 from reknit.engine.sharing.fetch_tracker import StoppedError
-from reknit.engine.stored.opening import REPLACED, REPLACED_TRIES
+from reknit.engine.stored.places import again
 from reknit.engine.stored.verify import check_all, check_sizes
 from reknit.errors import ReknitError
 from reknit.monitor.progress import progress
@@ -48,19 +48,10 @@ _PARTLY = "; the target is partly written"
 def load(job: LoadJob) -> LoadReport:
     """Load into the live objects.  Every rank returns, or every rank raises the same error.
 
-    When another checkpoint replaces the one that is read, and its files vanish, all ranks load the new one.
-    Raises `CheckpointNotFoundError` when it is deleted meanwhile.
+    When the files move, or another checkpoint replaces the one that is read, all ranks load anew.  Raises
+    `CheckpointNotFoundError` when it is deleted meanwhile.
     """
-    for _ in range(REPLACED_TRIES - 1):
-        root = LoadCoordinator(job)
-        try:
-            return _load(job, root)
-        except REPLACED as error:
-            with comm.turn(job.group, "look_again", job.options.timeout_s) as turn:
-                if not turn.exchange(b"", partial(root.look_again, error)):
-                    raise
-            logger.info("%s was replaced while it was read; loading anew: %s", job.storage.url, error)
-    return _load(job, LoadCoordinator(job))
+    return again(partial(LoadCoordinator, job), partial(_load, job), partial(_look_again, job))
 
 
 def _load(job: LoadJob, root: LoadCoordinator) -> LoadReport:
@@ -119,6 +110,15 @@ def _load(job: LoadJob, root: LoadCoordinator) -> LoadReport:
     return load_report(job, collected, [early, late] if early else [late], decision)
 
 
+def _look_again(job: LoadJob, root: LoadCoordinator, error: ReknitError) -> bool:
+    """Return whether the checkpoint has changed, on all ranks, which met this error."""
+    with comm.turn(job.group, "look_again", job.options.timeout_s) as turn:
+        has_changed = bool(turn.exchange(b"", partial(root.look_again, error)))
+    if has_changed:
+        logger.info("%s moved or was replaced while it was read; loading anew: %s", job.storage.url, error)
+    return has_changed
+
+
 def _plan(
     job: LoadJob,
     metadata: RootMetadata | ReceivedMetadata,
@@ -155,11 +155,11 @@ def _damaged(
     if job.options.verify == "full":
         with job.recorder.phase("verify"):
             rank, size = job.group.rank, job.group.size
-            check = partial(check_all, checkpoint, rank, size, job.options, job.replicas)
+            check = partial(check_all, checkpoint, rank, size, job.options)
             return job.within_deadline("checking all files of", check)
     paths = {checkpoint.index.files[file] for part in parts for file in part.reader.plan.files}
     files = [checkpoint.files[path] for path in sorted(paths)[alike.index(job.group.rank) :: len(alike)]]
-    check = partial(check_sizes, checkpoint.storage, files, job.replicas)
+    check = partial(check_sizes, checkpoint.source, files, job.replicas)
     return job.within_deadline("looking for files of", check)
 
 

@@ -13,7 +13,7 @@ from reknit.engine.loading.match import require_fit, terms
 from reknit.engine.loading.metadata import Handout, RootMetadata, hand_out, read_for_all
 from reknit.engine.loading.prefixes import prefix_hint
 from reknit.engine.sharing.share_out import share_out
-from reknit.engine.stored.opening import is_replaced
+from reknit.engine.stored.places import changed
 from reknit.errors import CommError
 from reknit.types.rank_text import spelled
 from reknit.types.shard import full_name
@@ -108,12 +108,10 @@ class LoadCoordinator:
         return [b""] * len(requests)
 
     def look_again(self, error: ReknitError, requests: Sequence[bytes]) -> list[bytes]:
-        """Return for all ranks, which met this error, whether another checkpoint has replaced the opened one.
+        """Return to all ranks whether the checkpoint has changed.
 
         Raises `CheckpointNotFoundError` where it was deleted.
         """
         metadata, job = self.metadata, self._job
-        found = metadata is not None and is_replaced(
-            job.storage, metadata.checkpoint.manifest.write_id, error, job.replicas
-        )
-        return [b"replaced" if found else b""] * len(requests)
+        now = metadata and changed(job.storage, metadata.checkpoint.manifest, error, job.replicas)
+        return [b"changed" if now else b""] * len(requests)

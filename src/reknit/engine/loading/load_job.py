@@ -68,7 +68,6 @@ class LoadPart:
             [(fill.tensor, fill.box, fill.target) for fill in fills],
             job.options,
             cast=frozenset(number for number, fill in enumerate(fills) if fill.cast),
-            replicas=job.replicas,
             moved=job.recorder.advance,
         )
         return cls(fills, reader)

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from reknit.errors import CorruptError
     from reknit.monitor.phase import Recorder
     from reknit.options import LoadOptions
-    from reknit.storage.base import Storage
     from reknit.types.box import Box
 
 LOCAL_DISK = Reading()
@@ -53,9 +52,8 @@ class RangeReader:
     """Fills boxes of tensors from a checkpoint; every method may run in many threads at once.
 
     `boxes` are the number of a tensor in the index, a box of it, and the live array to fill; `cast` holds the
-    positions in `boxes` of converted boxes.  `replicas` are other copies of the checkpoint, used where this
-    one is damaged.  `moved` is called with the bytes of each read of the plan that is done, whichever rank
-    read it.  `cut` says how reads are cut; by default the options and the storage do.
+    positions in `boxes` of converted boxes.  `moved` is called with the bytes of each read of the plan that
+    is done, whichever rank read it.  `cut` says how reads are cut; by default the options and the storage do.
     """
 
     def __init__(
@@ -65,14 +63,13 @@ class RangeReader:
         options: LoadOptions,
         *,
         cast: frozenset[int] = frozenset(),
-        replicas: Sequence[Storage] = (),
         moved: Callable[[int], None] = lambda _: None,
         cut: Granularity | None = None,
     ) -> None:
         index = checkpoint.index
         self.block_nbytes = checkpoint.manifest.block_nbytes
         """Size of a digest block: a verified read begins and ends with one, or with the file."""
-        cut = cut or granularity(options, self.block_nbytes, checkpoint.storage.reading)
+        cut = cut or granularity(options, self.block_nbytes, checkpoint.source.reading)
         self.cell_nbytes = cut.nbytes
         """No read of the plan crosses a multiple of this, or has more bytes."""
         sizes = [checkpoint.files[path].nbytes for path in index.files]
@@ -86,7 +83,7 @@ class RangeReader:
         self._num_buffers = 2 if wide else 1
         self.arena_nbytes = self.cell_nbytes * self._num_buffers
         """Size of the arena of a worker that may carry out any read of the plan."""
-        self._repairer = Repairer(checkpoint, replicas)
+        self._repairer = Repairer(checkpoint)
         self._clocks = {name: Stopwatch() for name in ("read", "verify", "deliver")}
         self._gate = Gate()
         self._lock = threading.Lock()
@@ -223,7 +220,7 @@ class RangeReader:
         try:
             self._repairer.require_sound(path)
             with self._reading(path, len(buffer)):
-                self.checkpoint.storage.read_runs(path, starts, run, buffer.data)
+                self.checkpoint.source.read_runs(path, starts, run, buffer.data)
         except UNREADABLE as error:
             if not self._repairer.able:
                 raise
@@ -240,7 +237,7 @@ class RangeReader:
         try:
             self._repairer.require_sound(path)
             with self._reading(path, nbytes):
-                self.checkpoint.storage.read_into(path, start, [span.buffer.data for span in spans])
+                self.checkpoint.source.read_into(path, start, [span.buffer.data for span in spans])
         except UNREADABLE as error:
             if not self._repairer.able:
                 raise

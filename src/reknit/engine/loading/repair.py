@@ -13,8 +13,6 @@ from reknit.errors import CorruptError, DeadlineError, ReknitError, StorageError
 from reknit.format.checksum import digest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
 
     from reknit.engine.stored.opening import OpenCheckpoint
@@ -27,14 +25,14 @@ UNREADABLE = (StorageError, DeadlineError)
 
 
 class Repairer:
-    """Finds good copies of blocks in `replicas`, in this order; thread-safe.
+    """Finds good copies of blocks in the replicas of a checkpoint, in their order; thread-safe.
 
     `nbytes` counts the bytes that were read for it.
     """
 
-    def __init__(self, checkpoint: OpenCheckpoint, replicas: Sequence[Storage]) -> None:
+    def __init__(self, checkpoint: OpenCheckpoint) -> None:
         self._checkpoint = checkpoint
-        self._replicas = tuple(replicas)
+        self._replicas = checkpoint.replicas
         self._lock = threading.Lock()
         self._repaired: set[str] = set()
         """Files of which a block was found there."""
@@ -58,7 +56,7 @@ class Repairer:
             known = self._unsound.get(path)
         if known is None:
             try:
-                check_size(self._checkpoint.storage, self._checkpoint.files[path])
+                check_size(self._checkpoint.source, self._checkpoint.files[path])
                 known = ""
             except (CorruptError, StorageError) as error:
                 known = error.message
@@ -72,7 +70,7 @@ class Repairer:
 
         Raises `error` as `replaced` does.
         """
-        data, fault = self._read(self._checkpoint.storage, path, block)
+        data, fault = self._read(self._checkpoint.source, path, block)
         return self.replaced(path, block, error) if fault else data
 
     def replaced(self, path: str, block: int, error: ReknitError) -> NDArray[np.uint8]:

@@ -46,7 +46,7 @@ def unequal(
         dtypes = [numpy_dtype(index.tensors[tensor].spec.dtype) for tensor, _ in boxes]
         arrays = [np.empty(box.lengths, dtype) for (_, box), dtype in zip(boxes, dtypes, strict=True)]
         targets = [(*box, array) for box, array in zip(boxes, arrays, strict=True)]
-        RangeReader(checkpoint, targets, options, replicas=job.replicas).run(job.recorder, options.timeout_s)
+        RangeReader(checkpoint, targets, options).run(job.recorder, options.timeout_s)
         for pair, alias, tied in zip(batch, arrays[::2], arrays[1::2], strict=True):
             if alias.tobytes() != tied.tobytes():
                 name, of = (full_name(*index.tensors[t][:2]) for t in (pair.alias, pair.tied))

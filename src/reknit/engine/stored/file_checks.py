@@ -37,7 +37,7 @@ def read_checked(
 
     If it cannot be read here, it is taken from the first of `replicas` that has it.  Raises `CorruptError`.
     """
-    return first_sound([storage, *replicas], lambda place: _read_checked(place, file, block_nbytes))
+    return first_sound(storage, replicas, lambda place: _read_checked(place, file, block_nbytes))
 
 
 def whole_manifest(storage: Storage, manifest: Manifest, replicas: Sequence[Storage] = ()) -> Manifest:
@@ -47,12 +47,12 @@ def whole_manifest(storage: Storage, manifest: Manifest, replicas: Sequence[Stor
     return with_table(manifest, read_checked(storage, manifest.index, manifest.block_nbytes, replicas))
 
 
-def first_sound(places: Sequence[Storage], read: Callable[[Storage], Found]) -> Found:
-    """Return the result of `read` at the first place where it succeeds; else raise the error of the first."""
+def first_sound(storage: Storage, replicas: Sequence[Storage], read: Callable[[Storage], Found]) -> Found:
+    """Return the result of `read` at the store or the first sound replica; else raise the first error."""
     try:
-        return read(places[0])
+        return read(storage)
     except UNSOUND as error:
-        for replica in places[1:]:
+        for replica in replicas:
             with suppress(*UNSOUND):  # a replica that fails does not replace it
                 found = read(replica)
                 logger.warning("%s: taken from the replica %s", error.message, replica.url)

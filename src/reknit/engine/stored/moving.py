@@ -2,7 +2,7 @@
 
 `move` copies all files, and compares every block of the copy with its digest.  Only then it puts a *redirect*
 in the place of the manifest: the same manifest, with the place to which the files have moved.  A reader of
-the checkpoint at its path finds the files there, also a reader that began before (`MovedStorage`).  Then the
+the checkpoint at its path finds the files there, also a reader that began before (`places`).  Then the
 files here go.  Killed before the redirect, this leaves the checkpoint as it was and a copy; killed after it,
 files that no reader needs any more.  The next `move` goes on from there.
 
@@ -24,6 +24,7 @@ from reknit.engine.record.commit import replace_manifest
 from reknit.engine.record.marker import Marker, begun_in
 from reknit.engine.record.recognising import is_of_others, not_ours
 from reknit.engine.stored.delete import delete, refuse_busy, remove_empty
+from reknit.engine.stored.places import moved_to
 from reknit.engine.stored.promote import promote_alone
 from reknit.engine.stored.verify import verify
 from reknit.errors import CheckpointNotFoundError, CorruptError, FormatError, StorageError, UsageError
@@ -41,21 +42,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("reknit")
 
-STAYS = (paths.MANIFEST_PATH, f"{paths.NOTES_FOLDER}/", "pending.")
-"""How the names of files begin that never move."""
-
 _FROM = "moved from "
 
 _FILES = ("index", "data", "blobs", "own")
-
-
-def moved_to(storage: Storage) -> str | None:
-    """Return the place to which the files of a checkpoint have moved, None if they have not."""
-    try:
-        manifest = manifest_in(storage)
-    except (FormatError, StorageError):  # a reader raises the error
-        return None
-    return None if manifest is None else manifest.moved_to
 
 
 def move(job: Promotion, place: str, open_at: Callable[[str], Storage]) -> int:

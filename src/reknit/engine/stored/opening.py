@@ -5,24 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from reknit.engine.memory.workers import run_jobs
-from reknit.engine.record.at_path import manifest_in, read_manifest
-from reknit.engine.record.recognising import manifest_exists
+from reknit.engine.record.at_path import read_manifest
 from reknit.engine.round_messages import OwnNames
 from reknit.engine.stored.file_checks import first_sound, read_checked
+from reknit.engine.stored.places import again, changed, files_at
 from reknit.engine.stored.renaming import Naming, Renamed, names_in, renamed
-from reknit.errors import (
-    CheckpointNotFoundError,
-    CorruptError,
-    DroppedError,
-    FormatError,
-    MismatchError,
-    ReknitError,
-    StorageError,
-    StorageNotFoundError,
-)
+from reknit.errors import DroppedError, FormatError, MismatchError, StorageError
 from reknit.format import paths
 from reknit.format.file_table import with_table
 from reknit.format.index.checks import check_extents
@@ -32,20 +23,19 @@ from reknit.types.manifest import Catalog
 from reknit.types.wanted import Terms
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from reknit.errors import ReknitError
     from reknit.options import LoadOptions
     from reknit.storage.base import Storage
     from reknit.types.manifest import BlobFile, FileEntry, Index, Manifest
     from reknit.types.shard import TensorSpec
 
+_Read = TypeVar("_Read")
+
 _MOST_READERS = 64
 """Files of values that are read at once: an object store answers a request in tens of milliseconds."""
 
-REPLACED = (CorruptError, StorageNotFoundError)
-"""The errors of a reader whose checkpoint is replaced, when the files are removed."""
-REPLACED_TRIES = 5
-"""Attempts to read a checkpoint that is replaced again and again."""
 _TRIES = 4
 """Files that are tried, one after another, for the names of ranks' own values in an item."""
 
@@ -55,7 +45,8 @@ class OpenCheckpoint:
     """A checkpoint whose metadata is in memory.  `blobs[item][fqn]` are the values that all ranks share.
 
     `index`, `blobs` and `items` have the state's names; where `renamed` is given these may differ from those
-    in the checkpoint, to which `manifest` keeps.  `replicas` are other copies, for values that are damaged.
+    in the checkpoint, to which `manifest` keeps.  `source` is the store that has the files, which may have
+    moved from `storage`.  `replicas` are other copies, for files that are damaged.
     """
 
     storage: Storage
@@ -65,13 +56,30 @@ class OpenCheckpoint:
     items: tuple[str, ...]
     allow_pickle: bool = False
     renamed: Renamed | None = None
-    replicas: tuple[Storage, ...] = ()
+    replicas: Sequence[Storage] = ()
+    source: Storage = field(init=False)
     files: dict[str, FileEntry] = field(init=False)
     _own: dict[str, dict[str, Any]] = field(init=False, default_factory=dict)
     _places: dict[str, dict[Any, list[BlobFile]]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.source = files_at(self.storage, self.manifest.moved_to)
         self.files = {file.path: file for file in self.manifest.files}
+
+    def read(self, read: Callable[[Storage], _Read]) -> _Read:
+        """Read files of the checkpoint, again if they have moved meanwhile."""
+        return again(lambda: self.source, read, lambda _, error: self._follow(error))
+
+    def _follow(self, error: ReknitError) -> bool:
+        """Return whether the files have moved, and take their new place as the source."""
+        if (now := changed(self.storage, self.manifest, error, self.replicas)) is None:
+            return False
+        if now.write_id != self.manifest.write_id:
+            error.remedy = "another checkpoint has replaced it meanwhile: open it again"
+            return False
+        self.manifest = replace(self.manifest, moved_to=now.moved_to)
+        self.source = files_at(self.storage, now.moved_to)
+        return True
 
     @property
     def stored(self) -> Mapping[str, str]:
@@ -141,7 +149,7 @@ class OpenCheckpoint:
         )
 
     def _read_own(self, file: BlobFile) -> None:
-        data = read_checked(self.storage, self.files[file.path], self.manifest.block_nbytes, self.replicas)
+        data = read_checked(self.source, self.files[file.path], self.manifest.block_nbytes, self.replicas)
         self._own[file.path] = decode_blobs(data, allow_pickle=self.allow_pickle)
 
     def _files_at(self, item: str, coordinate: Mapping[str, int]) -> list[BlobFile]:
@@ -180,21 +188,15 @@ def read_opened(
     """Read manifest, index and shared values of `items` (None: all); see `read_manifest` for errors.
 
     With `own`, find the names of ranks' own values too, of all items.  A missing or damaged file is read from
-    the first of `replicas` that has it: the manifest vouches for itself and for all other files.  If another
-    checkpoint takes the place of the one that is read, it is read instead.
+    the first of `replicas` that has it: the manifest vouches for itself and for all other files.  If the
+    files move meanwhile, or another checkpoint takes this one's place, everything is read again.
     """
 
-    def manifest_here() -> Manifest:
-        return first_sound([storage, *replicas], lambda place: _decoded(read_manifest(place), place))
-
-    for _ in range(REPLACED_TRIES - 1):
-        manifest = manifest_here()
-        try:
-            return _contents(storage, manifest, items, replicas, own=own)
-        except REPLACED as error:
-            if not is_replaced(storage, manifest.write_id, error, replicas):
-                raise
-    return _contents(storage, manifest_here(), items, replicas, own=own)
+    return again(
+        lambda: first_sound(storage, replicas, lambda place: _decoded(read_manifest(place), place)),
+        lambda manifest: _contents(files_at(storage, manifest.moved_to), manifest, items, replicas, own=own),
+        lambda manifest, error: changed(storage, manifest, error, replicas) is not None,
+    )
 
 
 def unknown_items(
@@ -214,28 +216,6 @@ def unknown_items(
         path=url,
         remedy=f"its items are {', '.join(map(repr, items))}" + (f"; {remedy}" if remedy else ""),
     )
-
-
-def is_replaced(
-    storage: Storage, write_id: str, error: ReknitError, replicas: Sequence[Storage] = ()
-) -> bool:
-    """Return whether another checkpoint has replaced that of `write_id`; False when the store fails.
-
-    `error` is that of a reader.  Raises `CheckpointNotFoundError` in its place if the checkpoint was deleted:
-    neither the store nor one of `replicas` has a manifest.
-    """
-    try:
-        if (manifest := manifest_in(storage)) is not None:
-            return manifest.write_id != write_id
-        if any(manifest_exists(replica) for replica in replicas):
-            return False
-    except (FormatError, StorageError):
-        return False
-    raise CheckpointNotFoundError(
-        f"the checkpoint was deleted while it was read; what was noticed first: {error.message}",
-        path=storage.url,
-        remedy="load another checkpoint, or keep those that are still to be read",
-    ) from error
 
 
 def _contents(
@@ -314,7 +294,7 @@ def opened(
         blobs=blobs,
         items=wanted,
         allow_pickle=options.allow_pickle,
-        replicas=tuple(replicas),
+        replicas=replicas,
     )
     if (naming := Naming.of(options)) is None:
         return whole

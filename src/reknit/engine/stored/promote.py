@@ -16,6 +16,7 @@ from reknit.engine.record.recognising import find_manifest
 from reknit.engine.small_files import discard
 from reknit.engine.stored.copy_files import Promotion, copy_files, unsound_files
 from reknit.engine.stored.file_checks import whole_manifest
+from reknit.engine.stored.places import again, changed, files_at, moved_to
 from reknit.errors import (
     CheckpointExistsError,
     CommitError,
@@ -61,8 +62,11 @@ class _Commit:
 
     def __init__(self, job: Promotion) -> None:
         self._job = job
-        self._data = _unmoved(read_manifest(job.source))
-        self.manifest: Manifest = whole_manifest(job.source, decode_record(self._data), [job.target])
+        self._data, self.manifest = again(
+            lambda: read_manifest(job.source),
+            lambda data: (_unmoved(data), _whole(job, decode_record(data))),
+            lambda data, error: changed(job.source, decode_record(data), error) is not None,
+        )
         self._mine = Marker(self.manifest.generation or 0, self.manifest.write_id, run=job.run)
 
     def claim(self) -> None:
@@ -107,6 +111,11 @@ def _unmoved(data: bytes) -> bytes:
     """Return the manifest of the files themselves, wherever they have moved."""
     manifest = decode_record(data)
     return data if manifest.moved_to is None else encode_manifest(replace(manifest, moved_to=None))
+
+
+def _whole(job: Promotion, manifest: Manifest) -> Manifest:
+    """Return the manifest with all files."""
+    return whole_manifest(files_at(job.source, manifest.moved_to), manifest, [job.target])
 
 
 class _Root:
@@ -252,8 +261,9 @@ def promote_alone(job: Promotion) -> PromotionReport:
     begun, copied = _Commit(job), list[FileEntry]()
     manifest = begun.manifest
     if not is_committed(job.target, manifest.write_id):
-        with RenewedHold(job.source, manifest.save_id, LEASE_S):
-            _copy_and_commit(job, begun, copied)
+        with RenewedHold(job.source, manifest.save_id, LEASE_S):  # now the files do not move any more
+            source = files_at(job.source, moved_to(job.source))
+            _copy_and_commit(replace(job, source=source), begun, copied)
     return job.report(manifest.step, manifest.write_id, copied)
 
 

@@ -18,6 +18,7 @@ from reknit.engine.stored.file_checks import (
     read_checked,
     whole_manifest,
 )
+from reknit.engine.stored.places import files_at
 from reknit.environment import num_threads
 from reknit.errors import CorruptError, FormatError, ReknitError, StorageError
 from reknit.format.checksum import BLOCK_NBYTES, digest
@@ -69,14 +70,16 @@ def verify(storage: Storage, level: str, options: LoadOptions) -> VerifyReport:
 def _verified(storage: Storage, data: bytes, level: str, options: LoadOptions) -> VerifyReport:
     """Check the checkpoint of a manifest."""
     problems: list[str] = []
+    url = storage.url
     try:
         manifest = decode_record(data)
     except FormatError as error:
-        return VerifyReport(storage.url, level, 1, len(data), (f"manifest.json: {error.message}",))
+        return VerifyReport(url, level, 1, len(data), (f"manifest.json: {error.message}",))
+    storage = files_at(storage, manifest.moved_to)
     try:
         manifest = whole_manifest(storage, manifest)
     except (FormatError, StorageError) as error:
-        return VerifyReport(storage.url, level, 2, len(data), (_problem(manifest.index_path, error),))
+        return VerifyReport(url, level, 2, len(data), (_problem(manifest.index_path, error),))
     sound = [file for file in manifest.files if _tried(problems, file.path, check_size, storage, file)]
     found = {file.path: file for file in sound}
     if manifest.index_path in found:
@@ -89,7 +92,7 @@ def _verified(storage: Storage, data: bytes, level: str, options: LoadOptions) -
             _tried(problems, blob.path, _check_blobs, storage, manifest, found[blob.path], options)
     nbytes_unread = sum(file.nbytes for file in unread)
     return VerifyReport(
-        storage.url,
+        url,
         level,
         num_files=len(manifest.files) + 1,
         nbytes_checked=len(data) + sum(file.nbytes for file in sound) - nbytes_unread,
@@ -179,26 +182,24 @@ def check_sizes(storage: Storage, files: Iterable[FileEntry], replicas: Sequence
     return found
 
 
-def check_all(
-    checkpoint: OpenCheckpoint, rank: int, size: int, options: LoadOptions, replicas: Sequence[Storage] = ()
-) -> list[str]:
+def check_all(checkpoint: OpenCheckpoint, rank: int, size: int, options: LoadOptions) -> list[str]:
     """Check this rank's share of every byte of a checkpoint, and name the damage, once for each file.
 
     The files are laid end to end, in the manifest's order, and cut into `size` shares; a block belongs to the
-    share in which it begins.  Every rank needs the whole manifest.  A block that one of `replicas` has is not
+    share in which it begins.  Every rank needs the whole manifest.  A block that a replica has is not
     damaged, but there is a warning about it.  Raises `StorageError` where a file cannot be read and there are
     no replicas.
     """
-    manifest = checkpoint.manifest
+    manifest, replicas = checkpoint.manifest, checkpoint.replicas
     pieces = _share(manifest.files, rank, size, manifest.block_nbytes)
     damage: dict[str, list[str]] = {}
     for file in {piece.file.path: piece.file for piece in pieces}.values():
-        if wrong := check_sizes(checkpoint.storage, [file], replicas):
+        if wrong := check_sizes(checkpoint.source, [file], replicas):
             damage[file.path] = wrong
     readable = [piece for piece in pieces if piece.file.path not in damage]
     kinds = (FormatError, StorageError) if replicas else (FormatError,)
     found = _check_pieces(
-        checkpoint.storage, manifest.block_nbytes, readable, options, kinds, replicas=replicas
+        checkpoint.source, manifest.block_nbytes, readable, options, kinds, replicas=replicas
     )
     for path, error in found:
         damage.setdefault(path, []).append(error.message)

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from reknit.storage.base import CopiesFiles
+from reknit.storage.base import CopiesFiles, HasMoved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,15 +28,18 @@ class ForwardingStorage(ABC):
     """A store that passes everything on to `inner`; the stores below are wrapped by `around`.
 
     Create, write, finish, put, commit, get, size, read_into, read_runs, delete, folders and list go through
-    `intercept`, under these names.  So does copy_from, which exists only if `inner` has it.
+    `intercept`, under these names.  So does copy_from, which exists only if `inner` has it, as does files_at.
     """
 
     copy_from: Callable[[Storage, str, str, int], bool]
+    files_at: Callable[[str | None], Storage]
 
     def __init__(self, inner: Storage) -> None:
         self.inner = inner
         if isinstance(inner, CopiesFiles):
             self.copy_from = partial(self._copy_from, inner)
+        if isinstance(inner, HasMoved):
+            self.files_at = lambda place: self.around(inner.files_at(place), "")
 
     @abstractmethod
     def around(self, inner: Storage, path: str) -> Storage:
