@@ -8,15 +8,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.load.measure import data_files, pinned, raw_read, tensors
-from benchmarks.save_load.run import build
-from benchmarks.table.rivals import dcp, ours, raw_write, rivals
+from benchmarks.load.states import build
+from benchmarks.rivals.waiting import dcp, ours, raw_write, rivals
 from benchmarks.table.rounds import Contestant, Row, in_turn, read_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from benchmarks.load.measure import LoadBench
-    from benchmarks.table.rivals import Way
+    from benchmarks.rivals.waiting import Way
     from benchmarks.table.sizes import Sizes
 
 

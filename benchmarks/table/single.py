@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.load.measure import pinned, raw_read, tensors
-from benchmarks.table.rivals import ours, raw_write, rivals
+from benchmarks.rivals.waiting import ours, raw_write, rivals
 from benchmarks.table.rounds import Contestant, Row, cpu_seconds, in_turn, seconds
 from benchmarks.table.sharded import Saved
 
 if TYPE_CHECKING:
     from benchmarks.load.measure import LoadBench
-    from benchmarks.table.rivals import Way
+    from benchmarks.rivals.waiting import Way
     from benchmarks.table.rounds import Meter
     from benchmarks.table.sizes import Sizes
 
