@@ -94,7 +94,7 @@ def measure(
         if number >= 2 and spent():
             break
         bench.pause()
-        times, last = _idle_save(bench, contender, number)
+        times, last = idle_save(bench, contender, number)
         saves.append(times)
         if copy is not None:
             bench.pause()
@@ -121,7 +121,7 @@ def measure(
     return result
 
 
-def _idle_save(
+def idle_save(
     bench: Bench, contender: Contender, number: int
 ) -> tuple[tuple[float, float], dict[str, float]]:
     """Return the seconds until the state may be changed and until the checkpoint exists, and of each phase

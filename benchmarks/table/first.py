@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
 
-from benchmarks.async_save.measure import copier
+from benchmarks.async_save.measure import copier, idle_save
 from benchmarks.load.measure import PeakMemory, data_files, pinned, raw_read, tensors
 from benchmarks.load.states import build
 from benchmarks.table.rounds import Row
@@ -108,17 +107,8 @@ def _contender(bench: LoadBench, state: dict[str, Any], name: str, prepared: dic
 
 def _background(bench: LoadBench, contender: Contender, number: int) -> tuple[float, float]:
     """Return the seconds until the state may be changed, and until the checkpoint exists."""
-    path = f"{bench.folder}/{number}"
     bench.settle()
-    bench.dist.barrier()
-    begin = time.perf_counter()
-    under_way = contender.start(path)
-    under_way.staged()
-    blocked = time.perf_counter() - begin
-    under_way.result()
-    whole, blocked = bench.slowest(time.perf_counter() - begin, blocked)
-    bench.drop(path)
-    return blocked, whole
+    return idle_save(bench, contender, number)[0]
 
 
 def _copies(bench: LoadBench, owned: list[Any], later: int) -> dict[str, float]:
