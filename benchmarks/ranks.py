@@ -1,19 +1,25 @@
-"""One process per rank: starting them, and one rank's side of a measurement."""
+"""How does a benchmark run on several ranks?  Its options, the processes, and one rank's side of it."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+import traceback
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 class RanksFailedError(SystemExit):
@@ -55,6 +61,72 @@ def launch(script: str, role: str, world: int, folder: str, timeout_s: float) ->
         raise RanksFailedError(f"the ranks of the {role} part ended with {status} (None: not by then)")
     result: dict[str, Any] = json.loads(Path(folder, f"{role}.json").read_text())
     return result
+
+
+def options(
+    about: str | None, *, timeout_s: float = 900.0, out: str = "file for the JSON, besides stdout"
+) -> argparse.ArgumentParser:
+    """Return a parser with the options of every benchmark that runs on several ranks."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", default=".", help="folder on the disk to measure")
+    parser.add_argument("--out", type=Path, help=out)
+    parser.add_argument(
+        "--timeout", type=float, default=timeout_s, help="seconds for the processes of a part"
+    )
+    parser.add_argument("--role", help=argparse.SUPPRESS)
+    return parser
+
+
+@contextmanager
+def scratch(above: str) -> Iterator[str]:
+    """Make a folder for the files of a run, which does not stay behind if the run is asked to end."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    folder = tempfile.mkdtemp(prefix="reknit-bench-", dir=above)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        signal.signal(signal.SIGTERM, before)
+
+
+def rank_main(args: argparse.Namespace, measure: Callable[[], Any]) -> NoReturn:
+    """Measure as one rank, leave the result of rank 0 in a file, and end this process."""
+    import warnings
+
+    import torch.distributed as dist
+
+    import reknit
+
+    last = threading.Timer(args.timeout + 30, lambda: os._exit(3))  # in case no process ends this rank
+    last.daemon = True
+    last.start()
+    warnings.simplefilter("ignore")  # torch warns at every load
+    try:
+        result = measure()
+        reknit.close()
+        if int(os.environ["RANK"]) == 0:
+            Path(args.dir, f"{args.role}.json").write_text(json.dumps(result))
+        dist.barrier()
+    except BaseException:  # printed, and shown by the exit status
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)  # without waiting for the threads of libraries that keep some
+
+
+def deliver(result: dict[str, Any], out: Path | None) -> None:
+    """Print a result as JSON, and write it to a file if one was named."""
+    text = json.dumps(result, indent=1)
+    if out:
+        out.write_text(text + "\n")
+    print(text, flush=True)
+
+
+def phases(report: Any) -> dict[str, float]:
+    """Return the seconds of each phase; of a phase that several threads are in, their sum."""
+    seconds: dict[str, float] = {}
+    for record in getattr(report, "phases", ()):
+        seconds[record.phase] = round(seconds.get(record.phase, 0.0) + record.seconds, 4)
+    return seconds
 
 
 class Bench:

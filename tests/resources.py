@@ -6,8 +6,30 @@ Take a set before and compare with ``<=`` afterwards: `assert open_files() <= be
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """Mount a file system of a size such as ``8m``, or skip the test."""
+    target = folder / "disk"
+    target.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "reknit-test", str(target)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"mounting a small file system takes root: {error}")
+    yield target
+    subprocess.run(["umount", str(target)], check=True)
 
 
 def open_files(containing: str = "") -> set[str]:

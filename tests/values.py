@@ -40,7 +40,7 @@ def bits(dtype: str, content: int, rows: int = ROWS) -> torch.Tensor:
 class Keeper:
     """An object that keeps what its state dict says."""
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: Any = None) -> None:
         self.state = state
 
     def state_dict(self) -> Any:

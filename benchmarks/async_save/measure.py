@@ -6,19 +6,21 @@ import mmap
 import os
 import statistics
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from benchmarks.ranks import phases
+from benchmarks.rivals.waiting import raw_write
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from benchmarks.async_save.contenders import Contender
     from benchmarks.ranks import Bench
+    from benchmarks.rivals.background import Contender
 
-PIECE = 16 << 20
 PAGE = 4096
 
 
@@ -87,12 +89,12 @@ def measure(
         return bench.slowest(time.perf_counter() - begin)[0] > effort.budget_s
 
     saves, copies = [], []
-    phases: dict[str, float] = {}
+    last: dict[str, float] = {}
     for number in range(effort.saves):
         if number >= 2 and spent():
             break
         bench.pause()
-        times, phases = _idle_save(bench, contender, number)
+        times, last = idle_save(bench, contender, number)
         saves.append(times)
         if copy is not None:
             bench.pause()
@@ -100,8 +102,8 @@ def measure(
     result: dict[str, Any] = {"num_saves": len(saves)}
     if copies:
         result["memcpy_between_saves_s"] = round(statistics.median(copies), 4)
-    if phases:
-        result["last_save_phases_rank0_s"] = phases
+    if last:
+        result["last_save_phases_rank0_s"] = last
     for name, times in zip(("blocking", "end_to_end"), zip(*saves, strict=True), strict=True):
         result[f"{name}_first_s"] = round(times[0], 4)
         result[f"{name}_s"] = round(statistics.median(times[1:]), 4)
@@ -119,7 +121,7 @@ def measure(
     return result
 
 
-def _idle_save(
+def idle_save(
     bench: Bench, contender: Contender, number: int
 ) -> tuple[tuple[float, float], dict[str, float]]:
     """Return the seconds until the state may be changed and until the checkpoint exists, and of each phase
@@ -134,10 +136,7 @@ def _idle_save(
     report = under_way.result()
     whole, blocked = bench.slowest(time.perf_counter() - begin, blocking)
     bench.drop(path)
-    phases: dict[str, float] = {}
-    for record in getattr(report, "phases", ()):
-        phases[record.phase] = round(phases.get(record.phase, 0.0) + record.seconds, 4)
-    return (blocked, whole), phases
+    return (blocked, whole), phases(report)
 
 
 def _computing_save(bench: Bench, contender: Contender, training: Training, number: int) -> dict[str, float]:
@@ -227,25 +226,15 @@ def _raw_write(bench: Bench, data: memoryview, direct: bool, threads: int, repea
     """Return the best time to write and sync one new file per rank, None where O_DIRECT is not to be had."""
     path = f"{bench.folder}/raw/{bench.rank}"
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | (os.O_DIRECT if direct else 0)
-
-    def write() -> None:
-        fd = os.open(path, flags, 0o644)
-        try:
-            with ThreadPoolExecutor(threads) as pool:
-                list(pool.map(lambda k: os.pwrite(fd, data[k : k + PIECE], k), range(0, len(data), PIECE)))
-            os.fsync(fd)
-        finally:
-            os.close(fd)
 
     def clean() -> None:
         if os.path.exists(path):
             os.unlink(path)
         bench.settle()
 
-    if direct:
-        try:
-            os.close(os.open(path, flags, 0o644))
-        except OSError:  # the file system has no O_DIRECT
-            return None
+    write = partial(raw_write, path, data, direct=direct, threads=threads)
+    try:
+        raw_write(path, data[:PAGE], direct=direct)
+    except OSError:  # the file system has no O_DIRECT
+        return None
     return round(bench.best(repeat, write, clean), 4)

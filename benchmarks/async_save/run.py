@@ -10,15 +10,8 @@ one model under DDP: who writes how much?  Prints JSON, and the ratios with thei
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import shutil
-import signal
 import sys
-import tempfile
-import threading
-import traceback
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,12 +19,14 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.aims import judged, ratio, tell
-from benchmarks.async_save import contenders
 from benchmarks.async_save.measure import Effort, baselines, copier, measure, memcpy
-from benchmarks.ranks import Bench, launch
-from benchmarks.save_load.run import build, tensors
+from benchmarks.load.measure import tensors
+from benchmarks.load.states import build
+from benchmarks.ranks import Bench, deliver, launch, options, rank_main, scratch
+from benchmarks.rivals import background
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable
 
     from benchmarks.aims import Row
@@ -60,7 +55,7 @@ def sharded_part(args: argparse.Namespace) -> dict[str, Any]:
 
     def compete(
         name: str,
-        make: Callable[[], contenders.Contender],
+        make: Callable[[], background.Contender],
         effort: Effort,
         copy: Callable[[], float] | None = None,
     ) -> None:
@@ -70,24 +65,24 @@ def sharded_part(args: argparse.Namespace) -> dict[str, Any]:
     if "reknit" in args.parts:
         copy = copier(owned)
         once = partial(bench.best, 1, copy, lambda: None)
-        compete("reknit", lambda: contenders.reknit_contender(state), own, once)
+        compete("reknit", lambda: background.reknit_contender(state), own, once)
         del copy, once
     if "lazy" in args.parts:
-        compete("reknit, lazy", lambda: contenders.lazy_contender(state), own)
+        compete("reknit, lazy", lambda: background.lazy_contender(state), own)
     if "prepared" in args.parts:
-        compete("reknit, prepared", lambda: contenders.prepared_contender(state, bench.folder), prepared)
+        compete("reknit, prepared", lambda: background.prepared_contender(state, bench.folder), prepared)
         found = result["contenders"]["reknit, prepared"]
         result["first_save_blocking_after_prepare"] = found.get("blocking_first_s")
     if "slow" in args.parts:
         sleep_s = 0.3 if args.quick else 5.0
-        compete("reknit, slow storage", lambda: contenders.slow_contender(state, sleep_s), slow)
+        compete("reknit, slow storage", lambda: background.slow_contender(state, sleep_s), slow)
     if "dcp" in args.parts:
-        modes = contenders.DCP_QUICK_MODES if args.quick else contenders.DCP_MODES
-        for name, make in contenders.dcp_contenders(state, modes):
+        modes = background.DCP_QUICK_MODES if args.quick else background.DCP_MODES
+        for name, make in background.dcp_contenders(state, modes):
             compete(name, make, other)
-        contenders.end_dcp_process()
+        background.end_dcp_process()
     if "torch_checkpointing" in args.parts:
-        compete("torch_checkpointing", lambda: contenders.torch_checkpointing_contender(state), other)
+        compete("torch_checkpointing", lambda: background.torch_checkpointing_contender(state), other)
     result["noise"] = _noise(bench, result, owned)
     return result
 
@@ -129,7 +124,7 @@ def _efforts(args: argparse.Namespace) -> tuple[Effort, Effort, Effort, Effort]:
 def _measured(
     bench: Bench,
     name: str,
-    make: Callable[[], contenders.Contender],
+    make: Callable[[], background.Contender],
     effort: Effort,
     copy: Callable[[], float] | None,
 ) -> dict[str, Any]:
@@ -174,8 +169,8 @@ def ddp_part(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def aims(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return every ratio with its aim and whether it is met; None where something was not measured."""
+def aims(result: dict[str, Any]) -> list[Row]:
+    """Return every ratio with its aim; None for a ratio of which a part was not measured."""
     found: dict[str, Any] = {k: v for k, v in result.get("contenders", {}).items() if "error" not in v}
     base = result.get("baselines", {})
     ours, slow = found.get("reknit", {}), found.get("reknit, slow storage", {})
@@ -215,64 +210,30 @@ def aims(result: dict[str, Any]) -> list[dict[str, Any]]:
         for key in ("written_share", "staged_share"):
             off = max(abs(share * shares["world"] - 1) for share in shares[key]) / shares["world"]
             rows.append((f"DDP: {key.replace('_', ' ')}, farthest from equal", round(off, 4), "<=", 0.01))
-    return judged(rows)
-
-
-def rank_main(args: argparse.Namespace) -> None:
-    """Measure one part as one rank, and leave the result in a file."""
-    import torch.distributed as dist
-
-    import reknit
-
-    last = threading.Timer(args.timeout + 30, lambda: os._exit(3))  # should nobody be left to end this rank
-    last.daemon = True
-    last.start()
-    try:
-        result = sharded_part(args) if args.role == "sharded" else ddp_part(args)
-        reknit.close()
-        if int(os.environ["RANK"]) == 0:
-            Path(args.dir, f"{args.role}.json").write_text(json.dumps(result))
-        dist.barrier()
-    except BaseException:  # told and answered with the exit status
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)  # without waiting for the threads of those who keep some
+    return rows
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, timeout_s=600.0)
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--gib", type=float, default=2.0, help="GiB of state over all ranks")
     parser.add_argument("--saves", type=int, default=7, help="consecutive saves of reknit")
     parser.add_argument("--rival-s", type=float, default=11.0, help="seconds after which a rival has enough")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--quick", action="store_true", help="small sizes, a few seconds: does it run?")
-    parser.add_argument("--dir", default=".", help="folder on the disk to measure")
-    parser.add_argument("--out", help="file for the JSON, besides stdout")
-    parser.add_argument("--timeout", type=float, default=600.0)
-    parser.add_argument("--role", choices=("sharded", "ddp"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.quick:
         args.gib = min(args.gib, 0.1)
     if args.role:
-        rank_main(args)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks and folder do not stay behind
-    folder = tempfile.mkdtemp(prefix="reknit-bench-", dir=args.dir)
-    try:
-        result: dict[str, Any] = {}
+        rank_main(args, partial(sharded_part if args.role == "sharded" else ddp_part, args))
+    result: dict[str, Any] = {}
+    with scratch(args.dir) as folder:
         if set(args.parts) - {"ddp"}:
             result = launch(__file__, "sharded", args.world, folder, args.timeout)
         if "ddp" in args.parts:
             result["ddp"] = launch(__file__, "ddp", 4, folder, args.timeout)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    result["aims"] = aims(result)
-    text = json.dumps(result, indent=1)
-    if args.out:
-        Path(args.out).write_text(text + "\n")
-    print(text, flush=True)
+    result["aims"] = judged(aims(result))
+    deliver(result, args.out)
     tell(result["aims"])
     return 0
 

@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 from corpus import Repeated
-from slow_store import SlowStore
 
 import reknit
+from benchmarks.slow_store import SlowStorage
 from reknit.dataloader import TokenLoader, TokenSet
 from reknit.storage.registry import register
 from tests.storage.process_memory import ProcessMemory
@@ -102,7 +102,7 @@ def files(args: argparse.Namespace) -> dict[str, Any]:
     """Measure what many small files add to a save, and how long ranks take to read their part of them."""
     found: dict[str, Any] = {"files": args.files, "nbytes": args.nbytes, "latency_ms": args.latency_ms}
     latency_s = args.latency_ms / 1e3
-    register("slow", lambda url, _: SlowStore(ProcessMemory(url.partition("://")[2]), latency_s))
+    register("slow", lambda url, _: SlowStorage(ProcessMemory(url.partition("://")[2]), latency_s, latency_s))
     one = shards(args, num_workers=1, prefetch=0)
     one.expect_save(1)
     next(one)

@@ -14,15 +14,14 @@ Run: python benchmarks/gpu/run.py [--gib 4] [--rounds 5] [--index 0] [--dir .] [
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
 import sys
-import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.ranks import deliver, scratch
 from benchmarks.storage.timing import machine
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--index", type=int, default=0, help="which of the devices")
     parser.add_argument("--dir", default=".", help="folder for checkpoints, with twice their size free")
-    parser.add_argument("--out", help="file for the JSON, besides stdout")
+    parser.add_argument("--out", type=Path, help="file for the JSON, besides stdout")
     args = parser.parse_args(arguments)
     if reason := why_not(args.index):
         print(f"nothing was measured: {reason}", file=sys.stderr)
@@ -66,10 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         result = measured(args)
         print(drawn(result), file=sys.stderr)
-    text = json.dumps(result, indent=1)
-    print(text, flush=True)
-    if args.out:
-        Path(args.out).write_text(text + "\n")
+    deliver(result, args.out)
     return 0
 
 
@@ -100,15 +96,12 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
     torch.set_float32_matmul_precision("high")
     device = torch.device(torch.accelerator.current_accelerator().type, args.index)  # type: ignore[union-attr]
     torch.accelerator.set_device_index(args.index)
-    folder = tempfile.mkdtemp(prefix="reknit-bench-", dir=args.dir)
-    try:
+    with scratch(args.dir) as folder, ExitStack() as stack:
+        stack.callback(reknit.close)
         bench = Bench(Training(device, int(args.gib * (1 << 30)), args.width, args.batch), folder)
         for _ in range(args.rounds):
             bench.round()
         bench.watch_memory()
-    finally:
-        reknit.close()
-        shutil.rmtree(folder, ignore_errors=True)
     simulated = installed() is not None
     return {
         "device": _name(device),

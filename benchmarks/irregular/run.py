@@ -6,17 +6,14 @@ boxes of whole tensors, without a message; and calls `FSDP.optim_state_dict` wit
 gathers and cuts again.  Collectives of both are counted.  The time for the optimizer is that for model and
 optimizer less that for the model alone, which tells the names of both; it is processor time, as everything
 in it is local.  No view of a state is made before it is staged, so the time that staging takes to make arrays
-of all that was collected is told beside it.
+of all that was collected is reported beside it.
 
 Run: scripts/bench irregular [--parameters 1000] [--width 63] [--repeat 7] [--flat]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.aims import Row, judged, ratio, tell
-from benchmarks.ranks import Bench, launch
+from benchmarks.ranks import Bench, deliver, launch, options, rank_main, scratch
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable
 
 STATES = 3
@@ -36,14 +34,11 @@ AIM_MS = 20.0
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__, timeout_s=300.0)
     parser.add_argument("--parameters", type=int, default=1000, help="of which a rank holds some elements")
     parser.add_argument("--width", type=int, default=63)
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--flat", action="store_true", help="use_orig_params=False")
-    parser.add_argument("--timeout-s", type=float, default=300.0)
-    parser.add_argument("--role", default="")
-    parser.add_argument("--dir", default="")
     return parser.parse_args()
 
 
@@ -115,7 +110,7 @@ def milliseconds(bench: Bench, action: Callable[[], Any], repeat: int) -> dict[s
     return {"first_ms": round(times[0], 2), "best_ms": round(min(times[1:] or times), 2)}
 
 
-def measure(chosen: argparse.Namespace) -> None:
+def measure(chosen: argparse.Namespace) -> dict[str, Any]:
     from reknit.engine.memory.sources import Sources
 
     bench = Bench(chosen.dir)
@@ -139,10 +134,7 @@ def measure(chosen: argparse.Namespace) -> None:
     }
     result["shards_of_states"] = sum(shard.item == "optimizer" for shard in held.shards)
     result["collectives"] = {"collect": counted(ours), "optim_state_dict": counted(theirs)}
-    if bench.rank == 0:
-        Path(chosen.dir, f"{chosen.role}.json").write_text(json.dumps(result))
-    bench.dist.barrier()
-    bench.dist.destroy_process_group()
+    return result
 
 
 def rows(result: dict[str, Any]) -> list[Row]:
@@ -168,14 +160,13 @@ def rows(result: dict[str, Any]) -> list[Row]:
 def main() -> None:
     chosen = arguments()
     if chosen.role:
-        measure(chosen)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        result = launch(__file__, "irregular", 2, folder, chosen.timeout_s)
+        rank_main(chosen, lambda: measure(chosen))
+    with scratch(chosen.dir) as folder:
+        result = launch(__file__, "irregular", 2, folder, chosen.timeout)
     judgements = judged(rows(result))
     tell(judgements)
     reported = {"parameters": chosen.parameters, "states": STATES, "width": chosen.width, "flat": chosen.flat}
-    print(json.dumps({**reported, **result, "aims": judgements}, indent=2))
+    deliver({**reported, **result, "aims": judgements}, chosen.out)
 
 
 if __name__ == "__main__":

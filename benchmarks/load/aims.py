@@ -1,4 +1,4 @@
-"""What the measured ratios should be."""
+"""Which ratios should the measured loads have?"""
 
 from __future__ import annotations
 
@@ -15,206 +15,119 @@ EACH = "*"
 
 
 class Aim(NamedTuple):
-    """A ratio of two measured values, each named by its path in the results.
+    """A ratio of two measured values, each named by its path in the results, such as ``single > cold > s``.
 
-    `EACH` in a path stands for all names there are, the same in both paths; {} in `what` for these names.
-    Without an `aim` the ratio is told for information.
+    `EACH` in a path stands for all names, the same in both paths; {} in `what` for these names.
+    A ratio without an `aim` is for information.
     """
 
     what: str
-    over: tuple[str, ...]
-    under: tuple[str, ...]
+    over: str
+    under: str
     sign: str
-    aim: float | None
-
-
-_CASE = ("reshard", "cases", EACH)
-_COPIES = ("replicated", EACH, "storages")
+    aim: float | None = None
 
 
 def _rival(case: str) -> Aim:
     """Return the aim of a case for which DCP reads more than it needs."""
-    here = ("reshard", "cases", case)
-    return Aim(f"{case}: DCP / reknit", (*here, "dcp", "s"), (*here, "verified", "s"), ">=", 3.0)
+    here = f"reshard > cases > {case}"
+    return Aim(f"{case}: DCP / reknit", f"{here} > dcp > s", f"{here} > verified > s", ">=", 3.0)
 
 
-def _same_layout(kind: str, aim: float) -> tuple[Aim, ...]:
-    here = ("sharded", kind)
-    ours = (*here, "reknit", "s")
-    own = (*here, "dcp", "DCP, its own format", "s")
+def _same_layout(kind: str, limit: str, most: float, least: float) -> tuple[Aim, ...]:
+    here = f"sharded > {kind}"
+    ours, own = f"{here} > reknit > s", f"{here} > dcp > DCP, its own format > s"
+    name = f"same layout, {kind}"
     return (
-        Aim(f"same layout, {kind}: DCP's best / reknit", (*here, "dcp_best_s"), ours, ">=", aim),
-        Aim(f"same layout, {kind}: DCP's own format / reknit", own, ours, ">=", None),
+        Aim(f"{name}: reknit / {limit.replace('_', ' ')}", ours, f"{here} > {limit}_s", "<=", most),
+        Aim(f"{name}: DCP's best / reknit", f"{here} > dcp_best_s", ours, ">=", least),
+        Aim(f"{name}: DCP's own format / reknit", own, ours, ">="),
     )
 
 
-def _one_process(kind: str) -> tuple[Aim, ...]:
-    here = ("single", kind)
-    ours = (*here, "reknit", "s")
+def _one_process(kind: str, least: float) -> tuple[Aim, ...]:
+    here, name = f"single > {kind}", f"one process, {kind}"
+    ours = f"{here} > reknit > s"
     return (
-        Aim(
-            f"one process, {kind}: safetensors' best / reknit", (*here, "safetensors_best_s"), ours, ">=", 1.0
-        ),
-        Aim(
-            f"one process, {kind}: DCP's best / reknit",
-            (*here, "dcp_best_s"),
-            ours,
-            ">=",
-            1.5 if kind == "cold" else 3.0,
-        ),
+        Aim(f"{name}: safetensors' best / reknit", f"{here} > safetensors_best_s", ours, ">=", 1.0),
+        Aim(f"{name}: DCP's best / reknit", f"{here} > dcp_best_s", ours, ">=", least),
     )
 
 
 def _sharing(storage: str) -> tuple[Aim, ...]:
-    here = (*_COPIES, storage)
-    size = "{} on 4 ranks"
+    model = f"replicated > {EACH}"
+    here, name = f"{model} > storages > {storage}", f"{{}} on 4 ranks, {storage}"
+    read, seconds = f"{here} > always > read_nbytes", f"{here} > always > s"
+    gain = None if storage == "disk" else 3.5
     return (
-        Aim(
-            f"{size}, {storage}: bytes read / unique bytes, shared",
-            (*here, "always", "read_nbytes"),
-            ("replicated", EACH, "unique_nbytes"),
-            "<=",
-            1.0,
-        ),
-        Aim(
-            f"{size}, {storage}: not shared / shared",
-            (*here, "never", "s"),
-            (*here, "always", "s"),
-            ">=",
-            None if storage == "disk" else 3.5,
-        ),
-        Aim(
-            f"{size}, {storage}: auto / the quicker",
-            (*here, "auto", "s"),
-            (*here, "quicker_s"),
-            "<=",
-            1.1,
-        ),
+        Aim(f"{name}: bytes read / unique bytes, shared", read, f"{model} > unique_nbytes", "<=", 1.0),
+        Aim(f"{name}: not shared / shared", f"{here} > never > s", seconds, ">=", gain),
+        Aim(f"{name}: auto / the quicker", f"{here} > auto > s", f"{here} > quicker_s", "<=", 1.1),
     )
 
 
+def _bytes(what: str, over: str, under: str, aim: float | None = None) -> Aim:
+    case = f"reshard > cases > {EACH}"
+    return Aim(f"{{}}: bytes read {what}", f"{case} > {over}", f"{case} > {under}", "<=", aim)
+
+
+_CASE = f"reshard > cases > {EACH}"
+_SECONDS = f"{_CASE} > verified > s"
+_GPU = f"gpu > {EACH}"
+_READ, _NEEDED = "verified > read_nbytes", "needed_nbytes"
+_EXTRA = f"memory > loads > {EACH} > extra_nbytes"
+_ON_DEVICE = f"{_GPU} > to_device_s"
+_ONTO = "onto a GPU, {}: load /"
+
 AIMS = (
-    Aim(
-        "same layout, cold: reknit / raw read",
-        ("sharded", "cold", "reknit", "s"),
-        ("sharded", "cold", "raw_read_s"),
-        "<=",
-        1.25,
-    ),
-    *_same_layout("cold", 1.5),
-    Aim(
-        "same layout, warm: reknit / memcpy",
-        ("sharded", "warm", "reknit", "s"),
-        ("sharded", "warm", "memcpy_s"),
-        "<=",
-        2.5,
-    ),
-    *_same_layout("warm", 3.0),
-    *_one_process("cold"),
-    *_one_process("warm"),
-    Aim(
-        "{}: bytes read / needed, unverified",
-        (*_CASE, "unverified", "read_nbytes"),
-        (*_CASE, "needed_nbytes"),
-        "<=",
-        1.05,
-    ),
-    Aim(
-        "{}: bytes read by system calls / needed, unverified",
-        (*_CASE, "unverified", "read_by_calls_nbytes"),
-        (*_CASE, "needed_nbytes"),
-        "<=",
-        None,
-    ),
-    Aim(
-        "{}: bytes read / (needed + 5 % + two blocks per run)",
-        (*_CASE, "verified", "read_nbytes"),
-        (*_CASE, "verified_bound_nbytes"),
-        "<=",
-        1.0,
-    ),
-    Aim(
-        "{}: bytes read / digest blocks that hold a byte needed",
-        (*_CASE, "verified", "read_nbytes"),
-        (*_CASE, "in_blocks_nbytes"),
-        "<=",
-        None,
-    ),
+    *_same_layout("cold", "raw_read", 1.25, 1.5),
+    *_same_layout("warm", "memcpy", 2.5, 3.0),
+    *_one_process("cold", 1.5),
+    *_one_process("warm", 3.0),
+    _bytes("/ needed, unverified", "unverified > read_nbytes", _NEEDED, 1.05),
+    _bytes("by system calls / needed, unverified", "unverified > read_by_calls_nbytes", _NEEDED),
+    _bytes("/ (needed + 5 % + two blocks per run)", _READ, "verified_bound_nbytes", 1.0),
+    _bytes("/ digest blocks that hold a byte needed", _READ, "in_blocks_nbytes"),
     _rival("FSDP 4 to TP 2"),
     *(
         _rival(f"{source}, {part}")
         for source in ("FSDP 4", "DDP 4")
         for part in ("1/8 of the rows", "1/8 of the columns", "one row")
     ),
-    Aim("{}: DCP / reknit", (*_CASE, "dcp", "s"), (*_CASE, "verified", "s"), ">=", None),
-    Aim(
-        "{}: DCP from mapped safetensors / reknit",
-        (*_CASE, "dcp_safetensors", "s"),
-        (*_CASE, "verified", "s"),
-        ">=",
-        None,
-    ),
+    Aim("{}: DCP / reknit", f"{_CASE} > dcp > s", _SECONDS, ">="),
+    Aim("{}: DCP from mapped safetensors / reknit", f"{_CASE} > dcp_safetensors > s", _SECONDS, ">="),
     *_sharing("disk"),
     *_sharing("200 MB/s per rank"),
     *_sharing("200 MB/s per host"),
-    Aim(
-        "{}: extra memory of a rank / its budget",
-        ("memory", "loads", EACH, "extra_nbytes"),
-        ("memory", "budget_nbytes"),
-        "<=",
-        1.0,
-    ),
-    Aim(
-        "onto a GPU, {}: load / the slower of reading and copying",
-        ("gpu", EACH, "to_device_s"),
-        ("gpu", EACH, "slower_half_s"),
-        "<=",
-        1.25,
-    ),
-    Aim(
-        "onto a GPU, {}: load / reading, then copying",
-        ("gpu", EACH, "to_device_s"),
-        ("gpu", EACH, "one_after_another_s"),
-        "<=",
-        1.0,
-    ),
+    Aim("{}: extra memory of a rank / its budget", _EXTRA, "memory > budget_nbytes", "<=", 1.0),
+    Aim(f"{_ONTO} the slower of reading and copying", _ON_DEVICE, f"{_GPU} > slower_half_s", "<=", 1.25),
+    Aim(f"{_ONTO} reading, then copying", _ON_DEVICE, f"{_GPU} > one_after_another_s", "<=", 1.0),
 )
 
 
 def rows(result: Mapping[str, Any]) -> Iterator[Row]:
     """Yield every aim of the parts that were measured, once per name that `EACH` stands for."""
-    reported: set[str] = set()
+    given: set[str] = set()
     for aim in AIMS:
-        if aim.over[0] not in result:
+        path = aim.over.split(" > ")
+        if path[0] not in result:
             continue
-        for names in _names(result, aim.over):
-            what = aim.what.format(*names)
-            if what in reported:  # an aim for one name comes before the information about all
+        at = path.index(EACH) if EACH in path else None
+        below = {} if at is None else _value(result, path[:at])
+        names = [""] if at is None else [n for n, of in (below or {}).items() if isinstance(of, dict)]
+        for name in names:
+            what = aim.what.format(name)
+            if what in given:  # an aim for one name comes before the information about all
                 continue
-            reported.add(what)
-            over, under = (_value(result, path, names) for path in (aim.over, aim.under))
+            given.add(what)
+            over, under = (
+                _value(result, path.replace(EACH, name).split(" > ")) for path in (aim.over, aim.under)
+            )
             yield what, ratio(over, under), aim.sign, aim.aim
 
 
-def _names(found: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Yield what `EACH` stands for in a path: the names of everything that has parts."""
-    if EACH not in path:
-        yield ()
-        return
-    at = path.index(EACH)
-    for step in path[:at]:
-        found = found.get(step) if isinstance(found, dict) else None
-    for name, below in found.items() if isinstance(found, dict) else ():
-        if isinstance(below, dict):
-            for rest in _names(below, path[at + 1 :]):
-                yield (name, *rest)
-
-
-def _value(found: Any, path: tuple[str, ...], names: tuple[str, ...]) -> float | None:
-    """Return the value at a path, None where there is none."""
-    given = iter(names)
+def _value(found: Any, path: list[str]) -> Any:
+    """Return the value at a path, None without one."""
     for step in path:
-        if not isinstance(found, dict):
-            return None
-        found = found.get(next(given) if step == EACH else step)
-    return found if isinstance(found, int | float) else None
+        found = found.get(step) if isinstance(found, dict) else None
+    return found

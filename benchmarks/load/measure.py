@@ -16,7 +16,6 @@ import numpy as np
 import xxhash
 
 from benchmarks.ranks import Bench
-from benchmarks.save_load.run import evict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -125,6 +124,16 @@ class LoadBench(Bench):
 
 def _files(folder: str) -> list[Path]:
     return sorted(path for path in Path(folder).rglob("*") if path.is_file())
+
+
+def evict(folder: str) -> None:
+    """Drop a folder's files from the page cache."""
+    for path in Path(folder).rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
 
 
 def data_files(folder: str) -> list[str]:
@@ -253,38 +262,32 @@ class Contents:
 
 
 class PeakMemory:
-    """Watches the memory of this process, page cache apart: `extra` bytes above those at the beginning.
+    """Watches memory: `extra` are the most bytes above those at the start, of each kind that `look` has."""
 
-    `shared` are the bytes of shared memory that the whole host had more of, whoever made them.
-    """
-
-    def __init__(self, every_s: float = 0.002) -> None:
-        self.extra = self.shared = 0
-        self._every_s = every_s
+    def __init__(self, look: Callable[[], Sequence[int]], every_s: float) -> None:
+        self._look, self._every_s = look, every_s
+        self._before = look()
+        self.extra = [0 for _ in self._before]
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> PeakMemory:
-        self._before = _memory()
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
-        self._look()
 
     def _watch(self) -> None:
-        while not self._over.wait(self._every_s):
-            self._look()
-
-    def _look(self) -> None:
-        own, shared = _memory()
-        self.extra = max(self.extra, own - self._before[0])
-        self.shared = max(self.shared, shared - self._before[1])
+        over = False
+        while not over:
+            over = self._over.wait(self._every_s)
+            now = zip(self.extra, self._look(), self._before, strict=True)
+            self.extra = [max(most, found - before) for most, found, before in now]
 
 
-def _memory() -> tuple[int, int]:
+def own_memory() -> tuple[int, int]:
     """Return this process's anonymous and shared memory, and all shared memory of the host."""
     own = _fields("/proc/self/status", ("RssAnon", "RssShmem"))
     return sum(own), sum(_fields("/proc/meminfo", ("Shmem",)))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.load import contenders
-from benchmarks.load.measure import PeakMemory, gib_of
+from benchmarks.load.measure import PeakMemory, gib_of, own_memory
 from benchmarks.load.replicated import SHARES, sharing
 from benchmarks.load.states import DDP_4, FSDP_4, TP_4, Ranks, model_shapes, nbytes
+from benchmarks.rivals import waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,12 +41,12 @@ def part(bench: LoadBench, gib: float) -> dict[str, Any]:
     ours, theirs = f"{bench.folder}/reknit", f"{bench.folder}/dcp"
     state: Any = ranks.state(FSDP_4, shapes)
     reknit.save(ours, state).result()
-    contenders.OWN.save(theirs, state)
+    waiting.OWN.save(theirs, state)
     for name, layout in (("same layout", FSDP_4), ("FSDP 4 to TP 4", TP_4)):
         state = None  # the next one takes its place
         state = ranks.state(layout, shapes)
         result["loads"][name] = _peak(bench, f"{name}, reknit", ours, partial(reknit.load, ours, state))
-        rival = partial(contenders.OWN.load, theirs, state)
+        rival = partial(waiting.OWN.load, theirs, state)
         result["dcp"][name] = _peak(bench, f"{name}, DCP", theirs, rival)
     for path in (ours, theirs):
         bench.drop(path)
@@ -79,9 +79,9 @@ def _peak(bench: LoadBench, name: str, path: str, load: Callable[[], Any]) -> di
 
     def measured() -> dict[str, Any]:
         bench.cold(path)
-        with PeakMemory() as memory:
+        with PeakMemory(own_memory, 0.002) as memory:
             bench.together(load)
-        extra, shared = (round(value) for value in bench.slowest(memory.extra, memory.shared))
+        extra, shared = (round(value) for value in bench.slowest(*memory.extra))
         bench.say(f"{name:60s} {extra / (1 << 20):8.1f} MiB more than before")
         return {"extra_nbytes": extra, "shared_on_host_nbytes": shared}
 

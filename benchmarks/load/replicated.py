@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.load.measure import Contents, data_files, gib_of
 from benchmarks.load.metered_storage import meter, metered
-from benchmarks.load.sharded import phases
 from benchmarks.load.states import DDP_4, Ranks, model_shapes, nbytes
+from benchmarks.ranks import phases
 
 if TYPE_CHECKING:
     from benchmarks.load.measure import LoadBench

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.load import contenders
 from benchmarks.load.geometry import BLOCK, needed
 from benchmarks.load.measure import Contents, gib_of, io_counts
 from benchmarks.load.metered_storage import meter, metered
@@ -21,15 +20,16 @@ from benchmarks.load.states import (
     model_shapes,
     nbytes,
 )
+from benchmarks.rivals import waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import reknit
-    from benchmarks.load.contenders import DcpMode
     from benchmarks.load.measure import LoadBench
+    from benchmarks.rivals.waiting import DcpMode
 
-MODES = (contenders.OWN, contenders.SAFETENSORS[0])
+MODES = (waiting.OWN, waiting.SAFETENSORS[0])
 """DCP's own format, which reads whole chunks, and the one that maps files into memory."""
 
 
@@ -155,8 +155,8 @@ def _sliced(bench: LoadBench, part: Slice, shapes: Any) -> Target:
         if bench.rank == 0:
             # Into new memory, as reknit reads: whoever wants a part of a tensor has no memory for it yet.
             fresh = {name: tensor.new_empty(tensor.shape) for name, tensor in state.items()}
-            alone = contenders.DcpMode(mode.files, no_dist=True)
-            alone.load(path, fresh, planner=contenders.PartPlanner(tuple(s.start for s in box)))
+            alone = waiting.DcpMode(mode.files, no_dist=True)
+            alone.load(path, fresh, planner=waiting.PartPlanner(tuple(s.start for s in box)))
             state.update(fresh)
 
     return Target(Contents(bench, state), load, rival)

@@ -16,25 +16,21 @@ Prints JSON, and the ratios with their aims to stderr.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import shutil
-import signal
 import sys
-import tempfile
-import threading
 import time
-import traceback
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.aims import judged, tell
 from benchmarks.load.aims import rows
-from benchmarks.ranks import RanksFailedError, launch
+from benchmarks.ranks import RanksFailedError, deliver, launch, options, rank_main, scratch
+
+if TYPE_CHECKING:
+    import argparse
 
 PARTS = {"memory": 4, "sharded": 2, "single": 1, "reshard": 4, "replicated": 4, "gpu": 1}
 """The number of ranks of each part.  Memory is measured first: nothing was freed before."""
@@ -57,44 +53,26 @@ def measure(bench: Any, part: str, args: argparse.Namespace) -> dict[str, Any]:
     return parts[part]()
 
 
-def rank_main(args: argparse.Namespace) -> None:
-    """Measure some parts as one rank, and leave the result in a file."""
-    import warnings
-
+def measure_parts(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure some parts as one rank."""
     import torch
-    import torch.distributed as dist
 
-    import reknit
     from benchmarks.load.measure import LoadBench
 
-    last = threading.Timer(args.timeout + 30, lambda: os._exit(3))  # should nobody be left to end this rank
-    last.daemon = True
-    last.start()
-    warnings.simplefilter("ignore")  # torch warns at every load
-    try:
-        bench = LoadBench(args.dir, repeat=1 if args.quick else args.repeat)
-        result: dict[str, Any] = {"torch": torch.__version__}
-        for part in args.role.split("+"):
-            before, begin = os.getloadavg()[0], time.perf_counter()
-            bench.folder = f"{args.dir}/{part}"  # what a part leaves that fails is in no other's way
-            os.makedirs(bench.folder, exist_ok=True)
-            result[part] = bench.attempt(part, partial(measure, bench, part, args))
-            bench.drop(bench.folder)
-            result["machine"] = result.get("machine", {}) | {
-                part: {
-                    "load_average_before": before,
-                    "took_s": round(time.perf_counter() - begin, 1),
-                    **bench.cache_check(),
-                }
-            }
-        reknit.close()
-        if bench.rank == 0:
-            Path(args.dir, f"{args.role}.json").write_text(json.dumps(result))
-        dist.barrier()
-    except BaseException:  # told and answered with the exit status
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)  # without waiting for the threads of those who keep some
+    bench = LoadBench(args.dir, repeat=1 if args.quick else args.repeat)
+    result: dict[str, Any] = {"torch": torch.__version__, "machine": {}}
+    for part in args.role.split("+"):
+        before, begin = os.getloadavg()[0], time.perf_counter()
+        bench.folder = f"{args.dir}/{part}"  # the files of a part that fails disturb no other part
+        os.makedirs(bench.folder, exist_ok=True)
+        result[part] = bench.attempt(part, partial(measure, bench, part, args))
+        bench.drop(bench.folder)
+        result["machine"][part] = {
+            "load_average_before": before,
+            "took_s": round(time.perf_counter() - begin, 1),
+            **bench.cache_check(),
+        }
+    return result
 
 
 def roles(args: argparse.Namespace) -> list[tuple[str, int]]:
@@ -107,17 +85,11 @@ def roles(args: argparse.Namespace) -> list[tuple[str, int]]:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--gib", type=float, default=2.0, help="GiB of state over all ranks")
     parser.add_argument("--repeat", type=int, default=3, help="times that everything is measured")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--quick", action="store_true", help="small sizes, each once: does it run?")
-    parser.add_argument("--dir", default=".", help="folder on the disk to measure")
-    parser.add_argument("--out", help="file for the JSON, besides stdout")
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for each part")
-    parser.add_argument("--role", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.quick:
         args.gib = min(args.gib, 0.0625)
@@ -127,12 +99,10 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     args = arguments()
     if args.role:
-        rank_main(args)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks and folder do not stay behind
-    folder = tempfile.mkdtemp(prefix="reknit-bench-", dir=args.dir)
+        rank_main(args, lambda: measure_parts(args))
     machine: dict[str, Any] = {}
     result: dict[str, Any] = {"cores": os.cpu_count(), "machine": machine}
-    try:
+    with scratch(args.dir) as folder:
         for role, world in roles(args):
             try:
                 measured = launch(__file__, role, world, folder, args.timeout)
@@ -141,13 +111,8 @@ def main() -> int:
             else:
                 machine |= measured.pop("machine")
                 result |= measured
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     result["aims"] = judged(rows(result))
-    text = json.dumps(result, indent=1)
-    if args.out:
-        Path(args.out).write_text(text + "\n")
-    print(text, flush=True)
+    deliver(result, args.out)
     tell(result["aims"])
     return 1 if any("error" in result[part] for part in args.parts) else 0
 

@@ -6,15 +6,16 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.async_save.measure import memcpy
-from benchmarks.load import contenders
 from benchmarks.load.measure import Contents, gib_of, io_counts, raw_reads, tensors
-from benchmarks.save_load.run import build
+from benchmarks.load.states import build
+from benchmarks.ranks import phases
+from benchmarks.rivals import waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from benchmarks.load.contenders import DcpMode
     from benchmarks.load.measure import LoadBench
+    from benchmarks.rivals.waiting import DcpMode
 
 
 def part(bench: LoadBench, gib: float, quick: bool) -> dict[str, Any]:
@@ -33,7 +34,7 @@ def part(bench: LoadBench, gib: float, quick: bool) -> dict[str, Any]:
     for kind in ("cold", "warm"):
         result[kind]["dcp"] = {}
     stores: dict[str, list[DcpMode]] = {}
-    for mode in contenders.QUICK_MODES if quick else contenders.ALL_MODES:
+    for mode in waiting.QUICK_MODES if quick else waiting.ALL_MODES:
         stores.setdefault(mode.stored, []).append(mode)
     for stored, modes in stores.items():
         _dcp(bench, state, contents, f"{bench.folder}/{stored}", modes=modes, result=result)
@@ -86,14 +87,6 @@ def _reknit(
         for kind in ("cold", "warm"):
             result[kind][name] = found.get(kind, found)
     bench.drop(path)
-
-
-def phases(report: Any) -> dict[str, float]:
-    """Return the seconds of each phase; of those that several threads are in, their sum."""
-    seconds: dict[str, float] = {}
-    for record in report.phases:
-        seconds[record.phase] = round(seconds.get(record.phase, 0.0) + record.seconds, 4)
-    return seconds
 
 
 def _dcp(

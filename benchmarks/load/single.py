@@ -7,10 +7,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.async_save.measure import memcpy
-from benchmarks.load import contenders
 from benchmarks.load.measure import Contents, gib_of, pinned, raw_read, tensors
 from benchmarks.load.sharded import both
 from benchmarks.load.states import full, model_shapes, nbytes
+from benchmarks.rivals import waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +43,7 @@ def part(bench: LoadBench, gib: float, quick: bool) -> dict[str, Any]:
 
     _reknit(bench, state, compete)
     _safetensors(bench, state, compete)
-    for mode in contenders.QUICK_MODES if quick else (contenders.APART, *contenders.SAFETENSORS):
+    for mode in waiting.QUICK_MODES if quick else (waiting.APART, *waiting.SAFETENSORS):
         path = f"{bench.folder}/{mode.stored}"
         mode.save(path, state)
         bench.settle()
@@ -76,8 +76,8 @@ def _safetensors(bench: LoadBench, state: dict[str, Any], compete: Callable[...,
     file = f"{folder}/model.safetensors"
     save_file(state["model"], file)
     bench.settle()
-    for name, load in contenders.safetensors_ways(file, state["model"]).items():
-        compete(name, folder, load, in_place=name != contenders.NEW_TENSORS)
+    for name, load in waiting.safetensors_ways(file, state["model"]).items():
+        compete(name, folder, load, in_place=name != waiting.NEW_TENSORS)
     bench.drop(folder)
 
 

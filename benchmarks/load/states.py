@@ -78,6 +78,33 @@ def _two_dimensional(fqn: str, ndim: int) -> tuple[Cut, ...]:
     return (*_tensor_parallel(1)(fqn, ndim), (0, 0))
 
 
+def build(gib: float, world: int) -> dict[str, Any]:
+    """Return a transformer-like state of `gib` GiB over all ranks."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    hidden = 1024 if gib >= 0.05 else 64  # or a single layer would be larger than that
+    shapes: dict[str, tuple[int, ...]]
+    shapes = {"wq": (hidden, hidden), "wk": (hidden, hidden), "wv": (hidden, hidden), "wo": (hidden, hidden)}
+    shapes |= {"w1": (4 * hidden, hidden), "w2": (hidden, 4 * hidden), "norm1": (hidden,), "norm2": (hidden,)}
+    per_layer = sum(torch.Size(s).numel() for s in shapes.values()) * 14
+    layers = max(1, round(gib * (1 << 30) / per_layer))
+
+    def tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+        local = torch.empty((shape[0] // world, *shape[1:]), dtype=dtype).normal_()
+        return DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+
+    model, moments = {}, {}
+    for layer in range(layers):
+        for name, shape in shapes.items():
+            fqn = f"layers.{layer}.{name}"
+            model[fqn] = tensor(shape, torch.bfloat16)
+            moments[fqn] = {k: tensor(shape, torch.float32) for k in ("exp_avg", "exp_avg_sq", "master")}
+    return {"model": model, "optimizer": {"state": moments}}
+
+
 FSDP_2 = Layout("FSDP 2", 2, (2,), _fsdp)
 FSDP_4 = Layout("FSDP 4", 4, (4,), _fsdp)
 TP_2 = Layout("TP 2", 2, (2,), _tensor_parallel(0))

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import os
 import statistics
-import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
 
-from benchmarks.async_save.measure import copier
-from benchmarks.load.measure import data_files, pinned, raw_read, tensors
-from benchmarks.save_load.run import build
+from benchmarks.async_save.measure import copier, idle_save
+from benchmarks.load.measure import PeakMemory, data_files, pinned, raw_read, tensors
+from benchmarks.load.states import build
 from benchmarks.table.rounds import Row
 from benchmarks.table.sharded import trained
 
 if TYPE_CHECKING:
-    from benchmarks.async_save.contenders import Contender
     from benchmarks.load.measure import LoadBench
+    from benchmarks.rivals.background import Contender
     from benchmarks.table.sizes import Sizes
 
 SAVERS = {
@@ -74,13 +72,13 @@ def save(bench: LoadBench, sizes: Sizes, name: str) -> dict[str, float]:
     if name == "memcpy":
         return _copies(bench, owned, sizes.later)
     prepared: dict[str, float] = {}
-    memory = Memory()
+    memory = PeakMemory(_proportional, 0.05)
     contender = _contender(bench, state, name, prepared)
     times = [_background(bench, contender, number) for number in range(1 + sizes.later)]
     with memory:  # not in the saves above, which looking would make slower
         _background(bench, contender, 1 + sizes.later)
     contender.close()
-    most, needed = bench.total(memory.extra, sum(tensor.nbytes for tensor in owned))
+    most, needed = bench.total(*memory.extra, sum(tensor.nbytes for tensor in owned))
     return {
         **prepared,
         "first": times[0][0],
@@ -91,14 +89,14 @@ def save(bench: LoadBench, sizes: Sizes, name: str) -> dict[str, float]:
 
 
 def _contender(bench: LoadBench, state: dict[str, Any], name: str, prepared: dict[str, float]) -> Contender:
-    from benchmarks.async_save import contenders
+    from benchmarks.rivals import background
 
     made = {
-        "reknit": lambda: contenders.reknit_contender(state),
-        "reknit, prepared": lambda: contenders.prepared_contender(state, bench.folder),
-        "reknit, lazy": lambda: contenders.lazy_contender(state),
-        "torch_checkpointing": lambda: contenders.torch_checkpointing_contender(state),
-        **dict(contenders.dcp_contenders(state, contenders.DCP_MODES)),
+        "reknit": lambda: background.reknit_contender(state),
+        "reknit, prepared": lambda: background.prepared_contender(state, bench.folder),
+        "reknit, lazy": lambda: background.lazy_contender(state),
+        "torch_checkpointing": lambda: background.torch_checkpointing_contender(state),
+        **dict(background.dcp_contenders(state, background.DCP_MODES)),
     }
     found: list[Contender] = []
     took = bench.together(lambda: found.append(made[name]()))
@@ -109,17 +107,8 @@ def _contender(bench: LoadBench, state: dict[str, Any], name: str, prepared: dic
 
 def _background(bench: LoadBench, contender: Contender, number: int) -> tuple[float, float]:
     """Return the seconds until the state may be changed, and until the checkpoint exists."""
-    path = f"{bench.folder}/{number}"
     bench.settle()
-    bench.dist.barrier()
-    begin = time.perf_counter()
-    under_way = contender.start(path)
-    under_way.staged()
-    blocked = time.perf_counter() - begin
-    under_way.result()
-    whole, blocked = bench.slowest(time.perf_counter() - begin, blocked)
-    bench.drop(path)
-    return blocked, whole
+    return idle_save(bench, contender, number)[0]
 
 
 def _copies(bench: LoadBench, owned: list[Any], later: int) -> dict[str, float]:
@@ -141,46 +130,23 @@ def _copies(bench: LoadBench, owned: list[Any], later: int) -> dict[str, float]:
     return {"first": first, "prepare": first - later_s, "later": later_s, "memory": 1.0}
 
 
-class Memory:
-    """The most memory that this process and those below it have while it looks, beyond what it had before.
+def _proportional() -> tuple[int]:
+    """Return the bytes of memory without files behind it, of this process and those below it.
 
     A page that several of them have counts once; the page cache does not.
     """
-
-    def __init__(self, every_s: float = 0.05) -> None:
-        self.extra = 0
-        self._every_s = every_s
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._before = _proportional()
-
-    def __enter__(self) -> Memory:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._over.wait(self._every_s):
-            self.extra = max(self.extra, _proportional() - self._before)
-
-
-def _proportional() -> int:
-    """Return the bytes of memory without files behind it, of this process and those below it."""
     here = psutil.Process()
     nbytes = 0
     for each in (here, *here.children(recursive=True)):
         try:
             with open(f"/proc/{each.pid}/smaps_rollup") as lines:
-                reported = dict(line.split(":", 1) for line in lines if line.startswith("Pss_"))
+                found = dict(line.split(":", 1) for line in lines if line.startswith("Pss_"))
         except (FileNotFoundError, ProcessLookupError):
             continue
         nbytes += sum(
-            int(reported[kind].split()[0]) << 10 for kind in ("Pss_Anon", "Pss_Shmem") if kind in reported
+            int(found[kind].split()[0]) << 10 for kind in ("Pss_Anon", "Pss_Shmem") if kind in found
         )
-    return nbytes
+    return (nbytes,)
 
 
 SAVE_ROWS = (
@@ -192,7 +158,7 @@ SAVE_ROWS = (
     ("whole", "later saves, end to end", "s", ("reknit, prepared", "reknit, lazy")),
     ("memory", "host memory of saves / what a rank owns", "x", ("reknit, prepared", "reknit, lazy")),
 )
-"""What is told of the saves: the figure, the row, the unit, and who of ours belongs to another row."""
+"""What is found of the saves: the figure, the row, the unit, and who of ours belongs to another row."""
 
 
 def save_rows(found: dict[str, list[dict[str, float] | str]], sizes: Sizes) -> list[Row]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import resource
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.async_save import contenders
 from benchmarks.async_save.measure import copier
+from benchmarks.rivals import background
 from benchmarks.table.rounds import Row
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from benchmarks.load.measure import LoadBench
+    from benchmarks.rivals.background import DcpBackgroundMode
     from benchmarks.table.sizes import Sizes
 
 ELEMENTS = 1024
@@ -20,7 +21,9 @@ ELEMENTS = 1024
 
 
 def rows(
-    bench: LoadBench, sizes: Sizes, modes: tuple[contenders.DcpMode, ...] = contenders.DCP_QUICK_MODES
+    bench: LoadBench,
+    sizes: Sizes,
+    modes: tuple[DcpBackgroundMode, ...] = background.DCP_QUICK_MODES,
 ) -> list[Row]:
     """Measure saves in the background of a layout that is new, and of the same again."""
     import reknit
@@ -36,9 +39,9 @@ def rows(
             for row in (first, second):
                 row.fail(mode.name, "rival", f"it needs {2 * sizes.dtensors:,} open files of {allowed:,}")
     modes = tuple(mode for mode in modes if mode.name not in first.missing)
-    makers: list[tuple[str, Callable[[], contenders.Contender]]] = [
-        ("reknit", lambda: contenders.reknit_contender(state)),
-        *contenders.dcp_contenders(state, modes),
+    makers: list[tuple[str, Callable[[], background.Contender]]] = [
+        ("reknit", lambda: background.reknit_contender(state)),
+        *background.dcp_contenders(state, modes),
     ]
     taking_part = [(name, make()) for name, make in makers]
     copy = copier([tensor.to_local() for tensor in owned])
@@ -55,7 +58,7 @@ def rows(
                 row.add("memcpy", "limit", copied)
     for _, contender in taking_part:
         contender.close()
-    contenders.end_dcp_process()
+    background.end_dcp_process()
     reknit.close()
     return [first, second]
 
@@ -72,7 +75,7 @@ def _dtensors(bench: LoadBench, count: int) -> list[Any]:
     ]
 
 
-def _saved(bench: LoadBench, contender: contenders.Contender) -> float:
+def _saved(bench: LoadBench, contender: background.Contender) -> float:
     """Return the seconds until the state of the slowest rank may be changed, of a save that ends well."""
     path = f"{bench.folder}/checkpoint"
     saves: list[Any] = []

@@ -17,30 +17,25 @@ should have nothing else to do; the load average is kept with the figures.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
-import shutil
-import signal
 import sys
-import tempfile
-import threading
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.ranks import RanksFailedError, launch
+from benchmarks.ranks import RanksFailedError, launch, options, rank_main, scratch
 from benchmarks.table import picture, root, sizes
 from benchmarks.table.rounds import Row
 from benchmarks.table.summary import markdown, summary
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterator
 
 GROUPS = ("sharded", "bytes", "first", "single", "dtensors", "root")
@@ -48,28 +43,14 @@ META = "torch_checkpointing"
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
-def rank_main(args: argparse.Namespace) -> None:
-    """Measure one group as one rank, and leave the result in a file."""
-    import warnings
-
+def measured_by_rank(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure one group as one rank."""
     from benchmarks.load.measure import LoadBench
 
-    last = threading.Timer(args.timeout + 30, lambda: os._exit(3))  # should nobody be left to end this rank
-    last.daemon = True
-    last.start()
-    warnings.simplefilter("ignore")  # torch warns at every load
-    try:
-        bench = LoadBench(args.dir, repeat=1)
-        group, _, name = args.role.partition(".")
-        bench.folder = f"{args.dir}/{'load' if group == 'make' else group}"  # what is made is loaded there
-        found = measured(bench, group, name, chosen(args))
-        if bench.rank == 0:
-            Path(args.dir, f"{args.role}.json").write_text(json.dumps(found))
-        bench.dist.barrier()
-    except BaseException:  # told and answered with the exit status
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)  # without waiting for the threads of those who keep some
+    bench = LoadBench(args.dir, repeat=1)
+    group, _, name = args.role.partition(".")
+    bench.folder = f"{args.dir}/{'load' if group == 'make' else group}"  # loaded from where it was made
+    return measured(bench, group, name, chosen(args))
 
 
 def measured(bench: Any, group: str, name: str, size: sizes.Sizes) -> dict[str, Any]:
@@ -165,27 +146,19 @@ def chosen(args: argparse.Namespace) -> sizes.Sizes:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, out="folder in which to keep it instead")
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=GROUPS)
     parser.add_argument("--quick", action="store_true", help="small sizes, a few minutes")
     parser.add_argument("--keep", action="store_true", help="keep the table in benchmarks/results")
-    parser.add_argument("--out", type=Path, help="folder in which to keep it instead")
-    parser.add_argument("--dir", default=".", help="folder on the disk to measure")
     parser.add_argument(
         "--workers", type=int, default=os.cpu_count(), help="processes that play ranks of `root`"
     )
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for the processes of a group")
-    parser.add_argument("--role", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.role:
-        rank_main(args)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks and folder do not stay behind
+        rank_main(args, lambda: measured_by_rank(args))
     result: dict[str, Any] = {"run": facts(args), "rows": []}
     out = args.out or (RESULTS if args.keep else None)
-    folder = tempfile.mkdtemp(prefix="reknit-bench-", dir=args.dir)
-    try:
+    with scratch(args.dir) as folder:
         run = Run(args, folder)
         for group in args.groups:
             rows = list(run.rows(group))
@@ -195,8 +168,6 @@ def main() -> int:
             result["failed"] = run.failed
             if out is not None:
                 keep(result, out)  # in case a later group does not end
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     print(markdown(result))
     return 1 if run.failed else 0
 

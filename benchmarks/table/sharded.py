@@ -8,15 +8,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.load.measure import data_files, pinned, raw_read, tensors
-from benchmarks.save_load.run import build
-from benchmarks.table.rivals import dcp, ours, raw_write, rivals
+from benchmarks.load.states import build
+from benchmarks.rivals.waiting import dcp, ours, raw_write, rivals
 from benchmarks.table.rounds import Contestant, Row, in_turn, read_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from benchmarks.load.measure import LoadBench
-    from benchmarks.table.rivals import Way
+    from benchmarks.rivals.waiting import Way
     from benchmarks.table.sizes import Sizes
 
 
@@ -104,6 +104,21 @@ class Saved:
         ]
 
 
+def savers(
+    ways: list[Way], path: str, state: dict[str, Any], before: Callable[[int], Any], *, timed: bool = True
+) -> list[Contestant]:
+    """Return who saves; only where they are timed a rival that does not sync its files stands beside."""
+    return [
+        Contestant(
+            way.name,
+            way.saves_as if timed else way.loads_as,
+            partial(lambda way, _: way.save(path, state), way),
+            before,
+        )
+        for way in ways
+    ]
+
+
 def _saves(bench: LoadBench, state: Trained, repeat: int) -> Row:
     path = f"{bench.folder}/save"
     data = pinned(_nbytes(state))
@@ -112,10 +127,7 @@ def _saves(bench: LoadBench, state: Trained, repeat: int) -> Row:
         bench.on_root(lambda: shutil.rmtree(path, ignore_errors=True))
         os.makedirs(f"{bench.folder}/raw", exist_ok=True)
 
-    contestants = [
-        Contestant(way.name, way.saves_as, partial(lambda way, _: way.save(path, state.plain), way), clean)
-        for way in [ours(state.live), *rivals(bench)]
-    ]
+    contestants = savers([ours(state.live), *rivals(bench)], path, state.plain, clean)
     raw = f"{bench.folder}/raw/{bench.rank}"
     for name, direct in (("raw write + fsync", False), ("raw write + fsync, O_DIRECT", True)):
         write = partial(lambda direct, _: raw_write(raw, data, direct=direct), direct)

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.load.measure import pinned, raw_read, tensors
-from benchmarks.table.rivals import ours, raw_write, rivals
+from benchmarks.rivals.waiting import ours, raw_write, rivals
 from benchmarks.table.rounds import Contestant, Row, cpu_seconds, in_turn, seconds
-from benchmarks.table.sharded import Saved
+from benchmarks.table.sharded import Saved, savers
 
 if TYPE_CHECKING:
     from benchmarks.load.measure import LoadBench
-    from benchmarks.table.rivals import Way
+    from benchmarks.rivals.waiting import Way
     from benchmarks.table.rounds import Meter
     from benchmarks.table.sizes import Sizes
 
@@ -59,11 +59,7 @@ def _saves(bench: LoadBench, state: dict[str, Any], row: Row, repeat: int, meter
         shutil.rmtree(path, ignore_errors=True)
         Path(raw).unlink(missing_ok=True)
 
-    contestants = [
-        Contestant(way.name, kind, partial(lambda way, _: way.save(path, state), way), clean)
-        for way in [ours(), *rivals(bench)]
-        for kind in (way.saves_as if meter is seconds else way.loads_as,)
-    ]
+    contestants = savers([ours(), *rivals(bench)], path, state, clean, timed=meter is seconds)
     write = Contestant("raw write + fsync", "limit", lambda _: raw_write(raw, data, direct=False), clean)
     in_turn(bench, row, [*contestants, write], repeat, meter)
     clean(0)

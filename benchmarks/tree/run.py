@@ -10,7 +10,6 @@ Prints JSON, and a table to stderr.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import reknit
+from benchmarks.ranks import deliver
 from benchmarks.tree.jobs import Job
 from benchmarks.tree.wire import Wire, why_not
 
@@ -118,7 +118,7 @@ def main() -> int:
     parser.add_argument("--fan-outs", type=int, nargs="+", default=[2, 4, 8, 16, 32])
     parser.add_argument("--rounds", type=int, default=50, help="rounds at each fan-out")
     parser.add_argument("--dir", help="folder to save in, by default a temporary one")
-    parser.add_argument("--out", help="file for the JSON, besides stdout")
+    parser.add_argument("--out", type=Path, help="file for the JSON, besides stdout")
     args = parser.parse_args()
     result: dict[str, Any] = {}
     for part in args.parts:
@@ -127,10 +127,7 @@ def main() -> int:
             result[part] = (
                 hosts(place) if part == "hosts" else agents(place, args.ranks, args.fan_outs, args.rounds)
             )
-    text = json.dumps(result, indent=1)
-    if args.out:
-        Path(args.out).write_text(text + "\n")
-    print(text, flush=True)
+    deliver(result, args.out)
     for tree in result.get("agents", {}).get("trees", []):
         print(
             f"fan-out {tree['fan_out']:3d}, height {tree['height']}: a round {tree['round_ms']:7.2f} ms, "

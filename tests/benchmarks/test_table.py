@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from benchmarks.async_save.contenders import DCP_QUICK_MODES
 from benchmarks.load.measure import LoadBench
 from benchmarks.ranks import RanksFailedError
+from benchmarks.rivals.background import DCP_QUICK_MODES
 from benchmarks.table import first, layout, root, run, sharded, single
 from benchmarks.table.rounds import Row
 from benchmarks.table.sizes import TINY

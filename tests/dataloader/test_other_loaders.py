@@ -6,7 +6,6 @@ import importlib.util
 import json
 import subprocess
 import sys
-import warnings
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,19 +14,13 @@ import pytest
 
 from reknit.dataloader import ConsumedSamples, ReaderPlace, SourceLoader
 from reknit.frameworks.registry import collect
+from tests.dataloader.source_kinds import installed
 from tests.frameworks.checkpoint import Checkpoint, assemble, load
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 STORY = ((3, 4), (2, 3), (5, 1), (1, None))
-
-
-def installed(name: str) -> Any:
-    """Import a module, ignoring its warnings, or skip the test."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return pytest.importorskip(name, reason=f"{name} is not installed")
 
 
 def followed(make: Callable[[int, int], Any], plain: Callable[[Any], list[int]]) -> list[int]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import sys
-import traceback
 from dataclasses import replace
-from functools import cache, partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -18,45 +16,23 @@ from reknit.errors import StateError
 from reknit.frameworks.deepspeed import deepspeed_private
 from reknit.frameworks.registry import collect, wanted
 from reknit.types.wanted import Terms
-from tests import ranks
 from tests.deepspeed import engines
 from tests.frameworks.checkpoint import Checkpoint, assemble, fill, portable
 from tests.frameworks.silence import Silence
 from tests.optional import needs
+from tests.rank_cases import Cases
 from tests.torchrun import models
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 pytestmark = needs("deepspeed", "DeepSpeed")
 
-run = partial(ranks.run, warm="deepspeed")
-
 WORLD = 2
-CASES: dict[str, Callable[[], None]] = {}
+CASES = Cases()
+case = CASES.add
 IDS = torch.tensor([[0, 1, 2, 3, 4, 5, 6]])
 
 
-def case(fn: Callable[[], None]) -> Callable[[], None]:
-    """Run a function on both ranks of one job, together with all others."""
-    CASES[fn.__name__] = fn
-    return fn
-
-
 def run_cases() -> dict[str, str]:
-    reported = {}
-    for name, fn in CASES.items():
-        torch.manual_seed(0)
-        try:
-            fn()
-        except Exception:  # whatever it is, the test of this name tells of it
-            reported[name] = traceback.format_exc()
-    return reported
-
-
-@cache
-def outcomes() -> list[dict[str, str]]:
-    return run(WORLD, run_cases, timeout=200)
+    return CASES.tracebacks()
 
 
 class Net(nn.Module):
@@ -563,8 +539,8 @@ def buffers_of_the_first_rank_are_saved() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_deepspeed(name: str) -> None:
-    reported = [outcome[name] for outcome in outcomes() if name in outcome]
-    assert not reported, reported[0]
+    failure = CASES.failure(name, run_cases, WORLD, warm="deepspeed")
+    assert failure is None, failure
 
 
 def test_without_deepspeed_nothing_is_one_of_its_objects(monkeypatch: pytest.MonkeyPatch) -> None:

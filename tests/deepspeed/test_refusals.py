@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import traceback
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -22,41 +21,27 @@ from torch import nn
 import reknit
 from reknit.errors import StateError
 from reknit.integrations import deepspeed as integration
-from tests import ranks
 from tests.deepspeed import engines
 from tests.optional import needs
+from tests.rank_cases import Cases
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = needs("deepspeed", "DeepSpeed")
 
-run = partial(ranks.run, warm="deepspeed")
-
 WORLD = 2
-CASES: dict[str, Callable[[str], None]] = {}
+CASES = Cases()
+case = CASES.add
 SAVE = reknit.SaveOptions(durability="process", threads=1, timeout_s=60)
-
-
-def case(fn: Callable[[str], None]) -> Callable[[str], None]:
-    """Run a function on both ranks of one job, together with all others."""
-    CASES[fn.__name__] = fn
-    return fn
 
 
 def run_cases(root: str) -> dict[str, str]:
     engines.deepspeed().init_distributed("gloo")
     net = Net()
     reknit.save(f"{root}/good", {"m": net, "o": _trained(net)}, options=SAVE)
-    reported = {}
-    for name, fn in CASES.items():
-        torch.manual_seed(0)
-        try:
-            with _groups_kept():
-                fn(root)
-        except Exception:  # whatever it is, the test of this name tells of it
-            reported[name] = traceback.format_exc()
-    return reported
+    return CASES.tracebacks(root, around=_groups_kept)
 
 
 @contextmanager
@@ -304,12 +289,7 @@ def an_engine_of_one_rank_alone(root: str) -> None:
     assert caught.value.rank == 1
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return run(WORLD, run_cases, str(tmp_path_factory.mktemp("refusals")), timeout=200)
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_refused_is(name: str, outcomes: list[dict[str, str]]) -> None:
-    reported = [outcome[name] for outcome in outcomes if name in outcome]
-    assert not reported, reported[0]
+def test_what_is_refused_is(name: str, tmp_path: Path) -> None:
+    failure = CASES.failure(name, partial(run_cases, str(tmp_path)), WORLD, warm="deepspeed")
+    assert failure is None, failure

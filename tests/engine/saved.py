@@ -57,6 +57,13 @@ def fresh(name: str) -> CountingStorage:
     return CountingStorage(name)
 
 
+def spoil(storage: Storage, path: str, byte: int) -> None:
+    """Flip a bit of a stored file."""
+    data = bytearray(storage.get(path, limit=1 << 30))
+    data[byte] ^= 16
+    storage.put(path, bytes(data), if_absent=False)
+
+
 def chunks_of(arrays: Sequence[NDArray[Any]], rng: random.Random) -> list[list[Box]]:
     """Cut each array into random chunks."""
     return [cut(array.shape, rng, rng.randrange(5)) for array in arrays]

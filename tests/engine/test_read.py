@@ -22,7 +22,7 @@ from reknit.planner.load import Granularity, plan_load
 from reknit.storage.base import Reading
 from reknit.storage.local.store import LocalStorage
 from reknit.types.box import Box
-from tests.engine.saved import CountingStorage, chunks_of, fresh, saved
+from tests.engine.saved import chunks_of, fresh, saved, spoil
 from tests.running.examples import examples
 
 if TYPE_CHECKING:
@@ -306,13 +306,6 @@ def test_a_column_slice_goes_straight_into_its_target_in_few_calls(tmp_path: Pat
     assert sum(num for _, num in calls) >= 3990
 
 
-def spoilt(storage: CountingStorage, path: str, byte: int) -> None:
-    """Flip a bit of a stored file."""
-    data = bytearray(storage.get(path, limit=1 << 30))
-    data[byte] ^= 16
-    storage.put(path, bytes(data), if_absent=False)
-
-
 def test_a_damaged_block_is_named_with_its_tensors_whoever_fetches_it() -> None:
     rng = random.Random(3)
     arrays = {name: np.arange(200, dtype=np.uint8) for name in ("a", "b")}
@@ -321,7 +314,7 @@ def test_a_damaged_block_is_named_with_its_tensors_whoever_fetches_it() -> None:
     index = checkpoint.index
     byte = int(index.start[1]) + 100
     path = index.files[index.file[1]]
-    spoilt(storage, path, byte)
+    spoil(storage, path, byte)
     target = np.zeros(200, np.uint8)
     wanted = [(1, Box.whole((200,)))]
     reader = reader_of(checkpoint, wanted, [target], Granularity(64, 0, 128))
@@ -342,7 +335,7 @@ def test_of_several_damaged_blocks_in_one_read_the_first_is_named() -> None:
     checkpoint = saved({"a": array}, [[Box.whole((200,))]], storage, 64, random.Random(3))
     path = checkpoint.index.files[checkpoint.index.file[0]]
     for byte in (190, 70):
-        spoilt(storage, path, byte)
+        spoil(storage, path, byte)
     whole = np.empty(checkpoint.files[path].nbytes, np.uint8)
     with pytest.raises(CorruptError, match=r"bytes 64:128 of"):
         reader_of(checkpoint, [], [], Granularity(64, 0, 256)).fetch(path, 0, whole)

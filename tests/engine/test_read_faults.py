@@ -22,7 +22,7 @@ from reknit.options import LoadOptions
 from reknit.planner.load import Granularity
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 from reknit.types.box import Box
-from tests.engine.saved import CountingStorage, chunks_of, fresh, saved
+from tests.engine.saved import CountingStorage, chunks_of, fresh, saved, spoil
 from tests.engine.test_read import cases, content, part, reader_of, target_of
 
 if TYPE_CHECKING:
@@ -62,13 +62,6 @@ def copied(storage: CountingStorage, name: str) -> CountingStorage:
     for path, nbytes in storage.list():
         copy.put(path, storage.get(path, limit=nbytes), if_absent=True)
     return copy
-
-
-def spoil(storage: CountingStorage, path: str, byte: int) -> None:
-    """Flip a bit of a stored file."""
-    data = bytearray(storage.get(path, limit=1 << 30))
-    data[byte] ^= 16
-    storage.put(path, bytes(data), if_absent=False)
 
 
 def data_path(checkpoint: OpenCheckpoint) -> str:
@@ -221,7 +214,7 @@ def test_a_repaired_block_is_counted_and_told_once_a_file(caplog: pytest.LogCapt
     good = copied(storage, "good")
     reader, checkpoint, target = damaged("broken", options=REPAIR, replicas=(good,))
     byte = int(checkpoint.index.start[0]) + 50 * 80
-    spoil(checkpoint.storage, data_path(checkpoint), byte)  # type: ignore[arg-type]
+    spoil(checkpoint.storage, data_path(checkpoint), byte)
     reader.run(Recorder("load"))
     assert np.array_equal(target, matrix())
     first = (int(checkpoint.index.start[0]) + 30 * 80) // BLOCK

@@ -25,6 +25,7 @@ from reknit.frameworks.registry import collect, wanted
 from reknit.types.shard import Tagged
 from tests.format import samples
 from tests.frameworks.checkpoint import load, save
+from tests.values import Keeper
 
 
 class Names(dict[str, Any]):
@@ -146,19 +147,6 @@ def kind_of(value: Any) -> str:
 
 
 QUICK = reknit.SaveOptions(durability="process", threads=1)
-
-
-class Keeper:
-    """An object that keeps its state dict."""
-
-    def __init__(self, state: Any = None) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return {"deep": [self.state]}
-
-    def load_state_dict(self, state: Any) -> None:
-        (self.state,) = state["deep"]
 
 
 def same(a: Any, b: Any) -> bool:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import traceback
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -20,37 +18,17 @@ from reknit.errors import StateError
 from reknit.frameworks.registry import collect, wanted
 from tests.frameworks.checkpoint import Checkpoint, assemble, fill, portable
 from tests.frameworks.silence import Silence
-from tests.ranks import run
+from tests.rank_cases import Cases
 from tests.torchrun import flat_truth
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 WORLD = 2
-CASES: dict[str, Callable[[], None]] = {}
+CASES = Cases()
+case = CASES.add
 CPU = torch.device("cpu")
 
 
-def case(fn: Callable[[], None]) -> Callable[[], None]:
-    """Run a function on both ranks of one job, together with all others."""
-    CASES[fn.__name__] = fn
-    return fn
-
-
 def run_cases() -> dict[str, str]:
-    errors = {}
-    for name, fn in CASES.items():
-        torch.manual_seed(0)
-        try:
-            fn()
-        except Exception:  # the test of this name reports it
-            errors[name] = traceback.format_exc()
-    return errors
-
-
-@cache
-def outcomes() -> list[dict[str, str]]:
-    return run(WORLD, run_cases, timeout=200)
+    return CASES.tracebacks()
 
 
 class Net(nn.Module):
@@ -748,7 +726,7 @@ def fsdp_itself_still_works_after_loading() -> None:
     step(module, optimizer)
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", CASES)
 def test_fsdp1(name: str) -> None:
-    errors = [text for outcome in outcomes() if (text := outcome.get(name))]
-    assert not errors, "\n".join(errors)
+    failure = CASES.failure(name, run_cases, WORLD)
+    assert failure is None, failure

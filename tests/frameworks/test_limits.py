@@ -16,7 +16,8 @@ from reknit.frameworks import tree
 from reknit.frameworks.registry import wanted
 from reknit.types.shard import MAX_DEPTH, MAX_NDIM
 from tests.frameworks.checkpoint import load, save
-from tests.frameworks.test_exact_types import Keeper, Point, encoded, there_and_back
+from tests.frameworks.test_exact_types import Point, encoded, there_and_back
+from tests.values import Keeper
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,38 +14,14 @@ if TYPE_CHECKING:
     from tests.jax.job import Job
 
 
-@pytest.mark.parametrize("name", checks("trees"))
-def test_of_trees(alone: Job, tmp_path: Path, name: str) -> None:
-    alone.call(f"trees.check_{name}", tmp_path / "checkpoint")
+MODULES = ("trees", "arrays", "records", "memory", "optional", "beside_torch", "exact")
+WITH_TORCH = ("beside_torch", "exact")
 
 
-@pytest.mark.parametrize("name", checks("arrays"))
-def test_of_arrays(alone: Job, tmp_path: Path, name: str) -> None:
-    alone.call(f"arrays.check_{name}", tmp_path / "checkpoint")
-
-
-@pytest.mark.parametrize("name", checks("records"))
-def test_of_records(alone: Job, tmp_path: Path, name: str) -> None:
-    alone.call(f"records.check_{name}", tmp_path / "checkpoint")
-
-
-@pytest.mark.parametrize("name", checks("memory"))
-def test_of_memory(alone: Job, tmp_path: Path, name: str) -> None:
-    alone.call(f"memory.check_{name}", tmp_path / "checkpoint")
-
-
-@pytest.mark.parametrize("name", checks("optional"))
-def test_of_optional_parts(alone: Job, tmp_path: Path, name: str) -> None:
-    alone.call(f"optional.check_{name}", tmp_path / "checkpoint")
-
-
-@pytest.mark.parametrize("name", checks("beside_torch"))
-def test_of_jax_beside_torch(alone: Job, tmp_path: Path, name: str) -> None:
-    pytest.importorskip("torch", reason="torch is not installed")
-    alone.call(f"beside_torch.check_{name}", tmp_path / "checkpoint")
-
-
-@pytest.mark.parametrize("name", checks("exact"))
-def test_of_values(alone: Job, tmp_path: Path, name: str) -> None:
-    pytest.importorskip("torch", reason="torch is not installed")
-    alone.call(f"exact.check_{name}", tmp_path / "checkpoint")
+@pytest.mark.parametrize(
+    ("module", "name"), [(module, name) for module in MODULES for name in checks(module)]
+)
+def test_of_one_process(alone: Job, tmp_path: Path, module: str, name: str) -> None:
+    if module in WITH_TORCH:
+        pytest.importorskip("torch", reason="torch is not installed")
+    alone.call(f"{module}.check_{name}", tmp_path / "checkpoint")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import subprocess
 import sys
 import threading
 import uuid
@@ -23,6 +22,7 @@ from reknit.monitor.record_files import RecordFiles
 from reknit.monitor.records import DroppedRecord, Record
 from reknit.monitor.reports.recorded_operations import read_operations
 from tests.monitor.records import operation, phase
+from tests.resources import small_disk
 from tests.servers import server
 from tests.storage.fault_proxy import FaultProxy
 
@@ -152,17 +152,9 @@ def test_a_file_of_lines_that_several_write_at_once_has_whole_lines(tmp_path: Pa
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Have a file system of one MiB."""
-    target = tmp_path / "disk"
-    target.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "reknit-test", str(target)]
-    try:
-        subprocess.run(mount, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"mounting a small file system takes root: {error}")
-    yield target
-    subprocess.run(["umount", str(target)], check=True)
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path, "1m") as mounted:
+        yield mounted
 
 
 @pytest.mark.parametrize("name", ["a" * 300, "a/" * 3_000, "a\0b", "a" * 5_000 + "/", "file.jsonl/x"])
@@ -174,10 +166,10 @@ def test_a_path_that_no_file_can_have_is_told_at_once(name: str, tmp_path: Path)
 
 @pytest.mark.parametrize("kind", ["lines", "database"])
 def test_a_full_disk_for_events_disturbs_no_save_and_is_told(
-    kind: str, small_disk: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: str, disk: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("duckdb")
-    place = f"{small_disk}/events/"
+    place = f"{disk}/events/"
     options = reknit.SaveOptions(events=place if kind == "lines" else sinks.DuckDB(place))
 
     def save(step: int) -> None:
@@ -185,17 +177,17 @@ def test_a_full_disk_for_events_disturbs_no_save_and_is_told(
         assert sinks.flush(60)
 
     save(0)
-    with (small_disk / "rest").open("wb", buffering=0) as rest, suppress(OSError):
+    with (disk / "rest").open("wb", buffering=0) as rest, suppress(OSError):
         while rest.write(bytes(4096)):
             pass
-    with (small_disk / "rest").open("ab", buffering=0) as rest, suppress(OSError):
+    with (disk / "rest").open("ab", buffering=0) as rest, suppress(OSError):
         while rest.write(b"x"):
             pass
     for step in (1, 2, 3):
         save(step)
     assert "No space left" in caplog.text
     assert caplog.text.count("events are lost") <= 3, "once for each outage"
-    (small_disk / "rest").unlink()
+    (disk / "rest").unlink()
     save(4)
     operations, _, num_dropped, _ = read_operations([place])
     assert {0, 4} <= {operation.step for operation in operations}

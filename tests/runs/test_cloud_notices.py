@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +14,7 @@ from reknit.policies import every, on_preemption
 from reknit.runs import cloud_notices
 from reknit.runs.cloud_notices import CloudNotices
 from tests.faults.nursery import wait_until
+from tests.storage.local_server import LocalServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +29,7 @@ def azure(kind: str, *resources: str) -> str:
     return json.dumps({"DocumentIncarnation": 1, "Events": [event]})
 
 
-class Service:
+class Service(LocalServer):
     """A metadata service: `answers` by path; requests without the header that it wants are refused."""
 
     def __init__(self, header: tuple[str, str]) -> None:
@@ -57,13 +57,7 @@ class Service:
             def log_message(self, *_: Any) -> None:
                 """Say nothing."""
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05}).start()
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
+        super().__init__(Handler)
 
 
 HEADERS = {
@@ -75,11 +69,10 @@ HEADERS = {
 
 @pytest.fixture
 def service(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
-    made = Service(HEADERS[request.param])
     monkeypatch.setattr(cloud_notices, "POLL_S", 0.01)
-    monkeypatch.setitem(cloud_notices.SERVICES, request.param, made.url)
-    yield made
-    made.close()
+    with Service(HEADERS[request.param]) as made:
+        monkeypatch.setitem(cloud_notices.SERVICES, request.param, made.address)
+        yield made
 
 
 GCP, AZURE = "/computeMetadata/v1/instance", "/metadata/scheduledevents"

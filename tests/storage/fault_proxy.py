@@ -7,10 +7,9 @@ import http.server
 import socket
 import struct
 import threading
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
-if TYPE_CHECKING:
-    from types import TracebackType
+from tests.storage.local_server import LocalServer
 
 Fault = Literal[
     "500",
@@ -28,7 +27,7 @@ _HANG_S = 60.0
 _UPSTREAM_S = 60.0
 
 
-class FaultProxy:
+class FaultProxy(LocalServer):
     """Passes requests on to `upstream` (``http://host:port/...``); use it in a ``with`` statement.
 
     After `spoil` one request, or each from one on, meets a fault: ``"500"``, ``"503"`` and ``"429"`` are
@@ -46,15 +45,12 @@ class FaultProxy:
         self._at: range = range(0)
         self._fault: Fault | None = None
         self._over = threading.Event()
-        handler = type("Handler", (_Handler,), {"proxy": self})
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+        super().__init__(_Handler, proxy=self)
 
     @property
     def endpoint(self) -> str:
         """Where clients find the proxy, with the path that `upstream` has."""
-        return f"http://127.0.0.1:{self._server.server_address[1]}/{self._path}".rstrip("/")
+        return f"{self.address}/{self._path}".rstrip("/")
 
     def spoil(self, at: int | None, fault: Fault = "500", *, times: int = 1) -> None:
         """From now on count requests anew, and let the `times` ones from number `at` on meet a fault."""
@@ -72,17 +68,9 @@ class FaultProxy:
         """Wait until the proxy ends, or the client must have given up."""
         self._over.wait(_HANG_S)
 
-    def __enter__(self) -> FaultProxy:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+        super().__exit__()
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

@@ -5,7 +5,6 @@ import fcntl
 import itertools
 import mmap
 import os
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +18,7 @@ from reknit.storage.local.direct import LARGE_NBYTES, PAGE
 from reknit.storage.local.store import LocalStorage
 from tests.resources import open_files
 from tests.running.examples import examples
+from tests.storage.test_local import held_write
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -284,28 +284,14 @@ def test_a_disk_that_fails_in_a_direct_write_fails_the_write(
     assert os.listdir(direct_disk) == []
 
 
-def test_abort_during_a_direct_write_never_touches_another_file(
-    direct_disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_abort_during_a_direct_write_never_touches_another_file(direct_disk: Path) -> None:
     before = open_files()
     writer = LocalStorage(direct_disk).create("x", MIB)
-    inside, go_on = threading.Event(), threading.Event()
-    real = os.pwrite
-
-    def slow(fd: int, data: memoryview, start: int) -> int:
-        inside.set()
-        assert go_on.wait(60)
-        return real(fd, data, start)
-
-    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
-        patch.setattr(os, "pwrite", slow)
-        writing = pool.submit(writer.write, 0, aligned(MIB))
-        assert inside.wait(60)
+    with held_write(writer, aligned(MIB)) as finish_write:
         writer.abort()
         # An early close would hand the same descriptors to these files.
         others = [os.open(direct_disk / name, os.O_RDWR | os.O_CREAT) for name in ("a", "b")]
-        go_on.set()
-        writing.result(60)
+        finish_write()
     for other in others:
         assert os.fstat(other).st_size == 0
         os.close(other)

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +27,13 @@ from reknit.errors import (
 )
 from reknit.storage.local.store import LocalStorage
 from reknit.testing.storage_suite import listed, pattern, read, write
-from tests.resources import open_files
+from tests.resources import open_files, small_disk
 from tests.running.examples import examples
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from reknit.storage.base import Writer
 
 MIB = 1 << 20
 
@@ -49,6 +52,40 @@ def failing(code: int) -> Callable[..., Any]:
 def asked_for(path: str, dir_fd: int | None = None, **_: object) -> str:
     """Return the whole path of a name that the kernel was asked for, relative to a folder perhaps."""
     return path if dir_fd is None else os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), path)
+
+
+def fail_to_sync_folders(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    real = os.fsync
+
+    def sync(fd: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{fd}"):
+            raise OSError(code, os.strerror(code))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", sync)
+
+
+@contextmanager
+def held_write(writer: Writer, data: memoryview) -> Iterator[Callable[[], None]]:
+    """Write in a thread, and go into the block within its system call; it ends when the caller lets it."""
+    inside, go_on = threading.Event(), threading.Event()
+    real = os.pwrite
+
+    def slow(fd: int, data: memoryview, start: int) -> int:
+        inside.set()
+        assert go_on.wait(60)
+        return real(fd, data, start)
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setattr(os, "pwrite", slow)
+        writing = pool.submit(writer.write, 0, data)
+        assert inside.wait(60)
+
+        def finish() -> None:
+            go_on.set()
+            writing.result(60)
+
+        yield finish
 
 
 # Durability
@@ -161,16 +198,9 @@ def test_a_failed_sync_is_final(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_folder_that_cannot_be_synced_fails_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = os.fsync
-
-    def fail_on_folders(fd: int) -> None:
-        if os.path.isdir(f"/proc/self/fd/{fd}"):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        real(fd)
-
     storage = LocalStorage(tmp_path)
     writer = storage.create("x", 0)
-    monkeypatch.setattr(os, "fsync", fail_on_folders)
+    fail_to_sync_folders(monkeypatch, errno.EIO)
     with pytest.raises(StorageError, match="EIO"):
         writer.finish()
     writer.abort()
@@ -180,14 +210,7 @@ def test_a_folder_that_cannot_be_synced_fails_the_file(
 def test_a_file_system_that_cannot_sync_folders_is_no_reason_to_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = os.fsync
-
-    def refuse_folders(fd: int) -> None:
-        if os.path.isdir(f"/proc/self/fd/{fd}"):
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        real(fd)
-
-    monkeypatch.setattr(os, "fsync", refuse_folders)
+    fail_to_sync_folders(monkeypatch, errno.EINVAL)
     write(LocalStorage(tmp_path), "a/x", b"1")
     assert (tmp_path / "a/x").read_bytes() == b"1"
 
@@ -310,30 +333,16 @@ def test_a_truncated_file_says_what_was_wanted_and_what_there_is(tmp_path: Path)
     assert caught.value.remedy
 
 
-def test_abort_during_a_write_never_touches_another_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_abort_during_a_write_never_touches_another_file(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     writer = storage.create("x", 1)
-    inside, go_on = threading.Event(), threading.Event()
-    real = os.pwrite
-
-    def slow(fd: int, data: memoryview, start: int) -> int:
-        inside.set()
-        assert go_on.wait(60)
-        return real(fd, data, start)
-
-    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
-        patch.setattr(os, "pwrite", slow)
-        writing = pool.submit(writer.write, 0, memoryview(b"!"))
-        assert inside.wait(60)
+    with held_write(writer, memoryview(b"!")) as finish_write:
         with pytest.raises(StorageError, match="another thread is still writing"):
             writer.finish()
         writer.abort()
         # An early close would hand the same descriptor to this file.
         other = os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)
-        go_on.set()
-        writing.result(60)
+        finish_write()
     assert os.fstat(other).st_size == 0
     os.close(other)
     assert names_below(tmp_path) == {"other"}
@@ -675,25 +684,17 @@ def test_a_listing_that_fails_is_an_error_and_not_an_empty_list(
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a file system of 8 MiB."""
-    target = tmp_path / "disk"
-    target.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "reknit-test", str(target)]
-    try:
-        subprocess.run(mount, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"mounting a small file system takes root: {error}")
-    yield target
-    subprocess.run(["umount", str(target)], check=True)
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path, "8m") as mounted:
+        yield mounted
 
 
-def test_a_file_that_cannot_fit_is_refused_before_any_work(small_disk: Path) -> None:
-    storage = LocalStorage(small_disk)
+def test_a_file_that_cannot_fit_is_refused_before_any_work(disk: Path) -> None:
+    storage = LocalStorage(disk)
     with pytest.raises(StorageFullError, match="ENOSPC") as caught:
         storage.create("a/x", 9 * MIB)
     assert "8,388,608 bytes are free" in str(caught.value.remedy)
-    assert names_below(small_disk) == set()
+    assert names_below(disk) == set()
     writer = storage.create("a/x", 7 * MIB)
     with pytest.raises(StorageFullError):
         storage.create("y", 2 * MIB)
@@ -701,38 +702,36 @@ def test_a_file_that_cannot_fit_is_refused_before_any_work(small_disk: Path) -> 
     write(storage, "y", bytes(2 * MIB))
 
 
-def test_a_disk_that_fills_up_meanwhile_fails_the_write(
-    small_disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fills_up_meanwhile_fails_the_write(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "posix_fallocate", failing(errno.EOPNOTSUPP))
-    storage = LocalStorage(small_disk)
+    storage = LocalStorage(disk)
     with pytest.raises(StorageFullError):
         storage.create("too large", 9 * MIB)
     writer = storage.create("x", 7 * MIB)
-    (small_disk / "other").write_bytes(bytes(4 * MIB))
+    (disk / "other").write_bytes(bytes(4 * MIB))
     with pytest.raises(StorageFullError) as caught:
         writer.write(0, memoryview(bytes(7 * MIB)))
-    assert caught.value.path == str(small_disk / "x")
+    assert caught.value.path == str(disk / "x")
     with pytest.raises(StorageError):
         writer.finish()
     writer.abort()
-    assert names_below(small_disk) == {"other"}
+    assert names_below(disk) == {"other"}
 
 
-def test_a_manifest_that_does_not_fit_leaves_the_old_one(small_disk: Path) -> None:
-    storage = LocalStorage(small_disk)
+def test_a_manifest_that_does_not_fit_leaves_the_old_one(disk: Path) -> None:
+    storage = LocalStorage(disk)
     storage.put("manifest", b"old", if_absent=True)
     write(storage, "x", bytes(7 * MIB))
     with pytest.raises(StorageFullError):
         storage.put("manifest", bytes(2 * MIB), if_absent=False)
     assert storage.get("manifest", limit=MIB) == b"old"
-    assert names_below(small_disk) == {"manifest", "x"}
+    assert names_below(disk) == {"manifest", "x"}
 
 
-def test_a_read_only_file_system_is_a_permission_error(small_disk: Path) -> None:
-    storage = LocalStorage(small_disk)
+def test_a_read_only_file_system_is_a_permission_error(disk: Path) -> None:
+    storage = LocalStorage(disk)
     write(storage, "x", b"1")
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
     attempts: list[Callable[[], object]] = [
         lambda: storage.create("y", 1),
         lambda: storage.create("a/y", 1),
@@ -742,9 +741,7 @@ def test_a_read_only_file_system_is_a_permission_error(small_disk: Path) -> None
     for attempt in attempts:
         with pytest.raises(StoragePermissionError, match="EROFS"):
             attempt()
-    with pytest.raises(
-        StoragePermissionError, match=f"the folder {small_disk}/a cannot be created: Read-only"
-    ):
+    with pytest.raises(StoragePermissionError, match=f"the folder {disk}/a cannot be created: Read-only"):
         storage.create("a/y", 1)
     assert storage.get("x", limit=1) == b"1"
 

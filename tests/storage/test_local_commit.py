@@ -19,7 +19,7 @@ from reknit.errors import StorageError, StorageFullError, StorageNotFoundError
 from reknit.storage.local.store import LocalStorage
 from reknit.testing.storage_suite import listed
 from tests.resources import open_files
-from tests.storage.test_local import failing
+from tests.storage.test_local import fail_to_sync_folders, failing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -252,14 +252,7 @@ def test_a_folder_that_cannot_be_synced_is_an_error_though_the_content_is_there(
     storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun(storage)
-    real = os.fsync
-
-    def fail_on_folders(fd: int) -> None:
-        if os.path.isdir(f"/proc/self/fd/{fd}"):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        real(fd)
-
-    monkeypatch.setattr(os, "fsync", fail_on_folders)
+    fail_to_sync_folders(monkeypatch, errno.EIO)
     with pytest.raises(StorageError, match="EIO"):
         storage.commit("manifest", b"1", pending="pending", if_absent=False)
     assert storage.get("manifest", limit=1) == b"1"

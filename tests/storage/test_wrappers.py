@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,31 +18,26 @@ from reknit.storage.wrappers.moved import MovedStorage
 from reknit.storage.wrappers.retrying import RetryingStorage, RetryPolicy
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 from reknit.testing.metered import MeteredStorage
-from reknit.testing.storage_suite import StorageSuite, pattern, read, write
+from reknit.testing.storage_suite import pattern, read, write
 from reknit.testing.throttled import Pace, ThrottledStorage
 from tests.storage.process_memory import ProcessMemory
+from tests.storage.test_contract import LocalSuite
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from reknit.storage.base import Storage
 
 QUICK = RetryPolicy(deadline_s=20, first_s=0.001, longest_s=0.002)
 
 
-class WrappedSuite(StorageSuite):
+class WrappedSuite(LocalSuite):
     def wrap(self, inner: Storage) -> Storage:
         raise NotImplementedError
 
     def make(self, tmp_path: Path) -> Storage:
         self.root = tmp_path / "root"
         return self.wrap(LocalStorage(self.root, durability="process"))
-
-    def raw_read(self, storage: Storage, path: str) -> bytes:
-        return Path(storage.url, path).read_bytes()
-
-    def raw_write(self, storage: Storage, path: str, data: bytes) -> None:
-        target = Path(storage.url, path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(data)
 
 
 class TestRetrying(WrappedSuite):

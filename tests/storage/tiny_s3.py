@@ -6,17 +6,16 @@ import hashlib
 import http.server
 import re
 import threading
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
-if TYPE_CHECKING:
-    from types import TracebackType
+from tests.storage.local_server import LocalServer
 
 Conditions = Literal["kept", "ignored", "unknown"]
 
 
-class TinyS3:
+class TinyS3(LocalServer):
     """Use it in a ``with`` statement; `files` is what it holds, by bucket and key."""
 
     def __init__(self, conditions: Conditions) -> None:
@@ -24,22 +23,8 @@ class TinyS3:
         self.files: dict[str, bytes] = {}
         self.requests: list[tuple[str, str]] = []
         self.lock = threading.Lock()
-        handler = type("Handler", (_Handler,), {"store": self})
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
-        self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
-
-    def __enter__(self) -> TinyS3:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+        super().__init__(_Handler, store=self)
+        self.endpoint = self.address
 
 
 def etag(data: bytes) -> str:

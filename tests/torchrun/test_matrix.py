@@ -124,20 +124,23 @@ def load_all(layout: str, root: str, saved: list[tuple[str, str]]) -> dict[tuple
         assert report.step == 2
         mine = {f"{item}/{name}" for part in trained.parts for name in plain_names(part)}
         assert mine <= set(report.restored)
-        expected, scheduler, progress = torch.load(f"{root}/{source}.truth", weights_only=False)
-        found = models.truth(trained)
-        wrong = differing.setdefault((source, way), [])
-        for item, tensors in expected.items():
-            if set(tensors) != set(found[item]):
-                wrong.append(f"{item}: {sorted(set(tensors) ^ set(found[item]))}")
-            wrong += [f"{item}/{k}" for k, v in tensors.items() if not same(v, found[item].get(k))]
-        wrong += [] if scheduler_state(trained) == scheduler else ["scheduler"]
-        wrong += [] if state["progress"] == progress == trained.progress else ["progress"]
+        wrong = differing[source, way] = unlike_saved(trained, state, f"{root}/{source}.truth")
         if source == layout:
             wrong += values.differing(beside(trained, 1), state["values"], "values")
         if way == "lenient" and (state["more"]["tensor"].sum(), state["more"]["value"]) != (2, 5):
             wrong.append("more")
     return differing
+
+
+def unlike_saved(trained: models.Trained, state: dict[str, Any], truth: str) -> list[str]:
+    """Return the names of what differs from the truth in a file."""
+    expected, scheduler, progress = torch.load(truth, weights_only=False)
+    found, wrong = models.truth(trained), list[str]()
+    for item, tensors in expected.items():
+        wrong += sorted(f"{item}/{k}" for k in set(tensors) ^ set(found[item]))
+        wrong += [f"{item}/{k}" for k, v in tensors.items() if not same(v, found[item].get(k))]
+    wrong += [] if scheduler_state(trained) == scheduler else ["scheduler"]
+    return wrong + ([] if state["progress"] == progress == trained.progress else ["progress"])
 
 
 def ways(target: str, layouts: list[str]) -> list[tuple[str, str]]:

@@ -26,7 +26,7 @@ from reknit.errors import (
 from tests.ranks import run
 from tests.servers import environment, new_url, server
 from tests.torchrun import models
-from tests.torchrun.test_matrix import forget, same, scheduler_state
+from tests.torchrun.test_matrix import forget, scheduler_state, unlike_saved
 
 SAVED = ("fsdp2-2", "ddp-2")
 LOADING = ("single", "fsdp2-3", "tp-2")
@@ -89,14 +89,7 @@ def load_all(layout: str, place: Place) -> dict[str, list[str]]:
         options = reknit.LoadOptions(timeout_s=LIMIT_S)
         report = reknit.load(f"{place.url}/{source}", state, options=options)
         assert (report.step, report.missing, report.unexpected) == (2, (), ())
-        expected, scheduler, progress = torch.load(f"{place.truths}/{source}.truth", weights_only=False)
-        found, wrong = models.truth(trained), list[str]()
-        for item, values in expected.items():
-            wrong += sorted(f"{item}/{k}" for k in set(values) ^ set(found[item]))
-            wrong += [f"{item}/{k}" for k, v in values.items() if not same(v, found[item].get(k))]
-        wrong += [] if scheduler_state(trained) == scheduler else ["scheduler"]
-        wrong += [] if state["progress"] == progress else ["progress"]
-        differing[source] = wrong
+        differing[source] = unlike_saved(trained, state, f"{place.truths}/{source}.truth")
     return differing
 
 

@@ -1,4 +1,4 @@
-"""Who saves in the background: reknit, every mode of torch DCP, and torch_checkpointing."""
+"""Which libraries save in the background?  reknit, every mode of torch DCP, and torch_checkpointing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import reknit
+from benchmarks.rivals.waiting import managed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -90,7 +91,7 @@ def lazy_contender(state: dict[str, Any]) -> Contender:
 
 def slow_contender(state: dict[str, Any], sleep_s: float) -> Contender:
     """Return reknit on a storage that sleeps `sleep_s` per file."""
-    from benchmarks.async_save.slow_storage import open_slow
+    from benchmarks.slow_store import open_slow
     from reknit.storage.registry import register
 
     register("slow", open_slow)
@@ -119,7 +120,7 @@ class DcpSave:
 
 
 @dataclass(frozen=True)
-class DcpMode:
+class DcpBackgroundMode:
     """One setting of torch DCP.
 
     `stager`: ``"none"`` (what `async_save` does by itself), ``"reused"`` (one `DefaultStager` for all saves,
@@ -140,19 +141,19 @@ class DcpMode:
 
 # The number of writer threads does not change staging: only one kind of stager is tried with all of them.
 DCP_MODES = (
-    *(DcpMode(False, "reused", threads) for threads in (1, 2, 4)),
-    *(DcpMode(True, "reused", threads) for threads in (1, 2, 4)),
-    DcpMode(False, "reused, asynchronous", 2),
-    DcpMode(True, "reused, asynchronous", 2),
-    DcpMode(False, "writer", 2),
-    DcpMode(False, "none", 1),
-    DcpMode(True, "none", 1),
+    *(DcpBackgroundMode(False, "reused", threads) for threads in (1, 2, 4)),
+    *(DcpBackgroundMode(True, "reused", threads) for threads in (1, 2, 4)),
+    DcpBackgroundMode(False, "reused, asynchronous", 2),
+    DcpBackgroundMode(True, "reused, asynchronous", 2),
+    DcpBackgroundMode(False, "writer", 2),
+    DcpBackgroundMode(False, "none", 1),
+    DcpBackgroundMode(True, "none", 1),
 )
-DCP_QUICK_MODES = (DcpMode(False, "reused", 2), DcpMode(True, "reused", 2))
+DCP_QUICK_MODES = (DcpBackgroundMode(False, "reused", 2), DcpBackgroundMode(True, "reused", 2))
 
 
 def dcp_contenders(
-    state: dict[str, Any], modes: tuple[DcpMode, ...]
+    state: dict[str, Any], modes: tuple[DcpBackgroundMode, ...]
 ) -> Iterator[tuple[str, Callable[[], Contender]]]:
     """Yield the name of every mode, and what makes its contender."""
     import torch.distributed as dist
@@ -163,7 +164,7 @@ def dcp_contenders(
         yield mode.name, functools.partial(_dcp_contender, state, mode, group)
 
 
-def _dcp_contender(state: dict[str, Any], mode: DcpMode, group: Any) -> Contender:
+def _dcp_contender(state: dict[str, Any], mode: DcpBackgroundMode, group: Any) -> Contender:
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -226,21 +227,12 @@ def torch_checkpointing_contender(state: dict[str, Any]) -> Contender:
     """Return torch_checkpointing with what of its settings a CPU can use.
 
     Two things make it cheaper than the others here: it never syncs its files, and it cannot gather what
-    resharding needs without a GPU, so each rank's file can only be loaded by the same rank.  Its direct I/O
-    is off, because ext4 refuses its writes.
+    resharding needs without a GPU, so each rank's file can only be loaded by the same rank.
     """
     package = importlib.import_module("torch_checkpointing")
-    config = importlib.import_module("torch_checkpointing.config")
     writer = importlib.import_module("torch_checkpointing.checkpoint_writer")
-    storage = importlib.import_module("torch_checkpointing.storage.filesystem")
-    saving = config.AsyncCheckpointSaverConfig(
-        writer_config=writer.CheckpointWriterConfig(file_write_max_threads=2)
-    )
-    manager = package.CheckpointManager(
-        package.CheckpointManager.Config(
-            save=saving, storage_config=storage.LocalFileSystemStorageConfig(use_direct_io=False)
-        )
-    )
+    config = writer.CheckpointWriterConfig(file_write_max_threads=2)
+    manager = managed("AsyncCheckpointSaverConfig", writer_config=config)
     return Contender(
         f"torch_checkpointing {package.__version__}, no sync",
         lambda path: ManagedSave(manager, path, state),
