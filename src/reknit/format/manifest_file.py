@@ -88,6 +88,10 @@ class _Document(msgspec.Struct, kw_only=True):
     metadata: msgspec.Raw
 
 
+_CONVERTED = {"step", "created", "items", "files", "blobs", "dropped", "origin", "metadata"}
+_PLAIN = sorted(Manifest.__dataclass_fields__.keys() & {*_Document.__struct_fields__} - _CONVERTED)
+"""The members with the name and the value of a field of `Manifest`; they are left out if that is None."""
+
 _DECODE_HEAD = msgspec.json.Decoder(_Head).decode
 _DECODE_DOCUMENT = msgspec.json.Decoder(_Document).decode
 _DECODE_DROPPED = msgspec.json.Decoder(dict[str, float]).decode
@@ -118,30 +122,23 @@ def encode_manifest(manifest: Manifest) -> bytes:
 def _document(manifest: Manifest) -> _Document:
     return _Document(
         format=_NAME,
-        format_version=manifest.format_version,
         requires=[
             *([] if manifest.table is None else [FILE_TABLE]),
             *([] if manifest.moved_to is None else [MOVED]),
         ],
-        write_id=manifest.write_id,
-        generation=msgspec.UNSET if manifest.generation is None else manifest.generation,
         step=manifest.step,
         created=float(manifest.created),
         items=_raw(list(manifest.items)),
-        block_nbytes=manifest.block_nbytes,
         index=manifest.index_path,
         files=[_File(f.path, f.nbytes, _encode_digests(f.digests)) for f in manifest.files],
         blobs=[
             _Blobs(b.item, b.path, _raw(None if b.coordinate is None else dict(b.coordinate)))
             for b in manifest.blobs
         ],
-        table=msgspec.UNSET if manifest.table is None else manifest.table,
-        saved_as=msgspec.UNSET if manifest.saved_as is None else manifest.saved_as,
         dropped=_raw(dict(manifest.dropped)) if manifest.dropped else msgspec.UNSET,
-        moved_to=msgspec.UNSET if manifest.moved_to is None else manifest.moved_to,
-        uses_pickle=manifest.uses_pickle,
         origin=_raw(dict(manifest.origin)),
         metadata=_raw(dict(manifest.metadata)),
+        **{name: value for name in _PLAIN if (value := getattr(manifest, name)) is not None},
     )
 
 
@@ -214,9 +211,8 @@ def _decode(data: bytes) -> Manifest:
         _refuse(f"it names another place without saying {MOVED!r}, or says so without one")
     _check_spare(document, num_values)
     refuse_duplicates(data, what)
+    plain: dict[str, Any] = {name: _known(getattr(document, name)) for name in _PLAIN}
     manifest = Manifest(
-        format_version=document.format_version,
-        write_id=document.write_id,
         step=document.step,
         created=document.created,
         items=decode_member(_DECODE_ITEMS, document.items, what),
@@ -226,15 +222,10 @@ def _decode(data: bytes) -> Manifest:
             BlobFile(b.item, b.path, decode_member(_DECODE_COORDINATE, b.coordinate, what))
             for b in document.blobs
         ),
-        block_nbytes=document.block_nbytes,
-        uses_pickle=document.uses_pickle,
         origin=decode_member(_DECODE_OBJECT, document.origin, what),
         metadata=decode_member(_DECODE_OBJECT, document.metadata, what),
-        generation=_known(document.generation),
-        table=table,
-        saved_as=_known(document.saved_as),
         dropped=decode_member(_DECODE_DROPPED, _known(document.dropped) or b"{}", what),
-        moved_to=moved_to,
+        **plain,
     )
     _check_manifest(manifest)
     return manifest

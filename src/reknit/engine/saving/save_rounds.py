@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 ASSIGN = "assign"
 """The round in which a save begins."""
 
-_BEFORE_RECEIPT = frozenset({"plan", "stage", "digest", "write"})
-"""Phases of a rank's own writing; an error signed with one of them is not a lost answer."""
+COMMIT = "commit"
+"""The round in which a save ends."""
 
 
 def assign_turn(job: SaveJob, *, subject: str = "") -> comm.Turn:
@@ -76,7 +76,7 @@ class CommitTurn:
         self.sent = False
         """Whether the receipt may be on its way to the root."""
         self.turn = comm.turn(
-            job.group, "commit", job.options.timeout_s, merge=merge_receipts, subject=self.write_id
+            job.group, COMMIT, job.options.timeout_s, merge=merge_receipts, subject=self.write_id
         )
         self._coordinator = coordinator
 
@@ -118,7 +118,8 @@ class CommitTurn:
     def clean_up(self, error: BaseException) -> Fate:
         """Delete the files of this rank, unless they are, or may yet become, part of a checkpoint."""
         storage, is_root = self.job.storage, self.job.group.rank == 0
-        sent = self.sent and not (isinstance(error, ReknitError) and error.phase in _BEFORE_RECEIPT)
+        # An error of another phase is from a rank that sent no receipt, so it is not a lost answer.
+        sent = self.sent and (not isinstance(error, ReknitError) or error.phase in (None, COMMIT))
         # The root decides only when it has the receipts of all ranks.
         fate = fate_of(storage, self.write_id, error, sent=True, is_root=is_root) if sent else UNSENT
         if fate.litter:
@@ -141,7 +142,7 @@ def commit_turn(
     """
     mine = CommitTurn(job, coordinator, claimed, assigned)
     try:
-        with job.recorder.phase("commit"), mine.turn:
+        with job.recorder.phase(COMMIT), mine.turn:
             mine.split_copies()
             yield mine
     except BaseException as error:  # Ctrl-C too: the files are part of a checkpoint, or litter
