@@ -50,7 +50,7 @@ class RankAbove:
         self.did.append("drop")
 
     def notify(self, error: ReknitError) -> None:
-        self.did.append(f"tell {error.message}")
+        self.did.append(f"report that {error.message}")
 
 
 def new_rounds(rank: int = 0, size: int = 3, above: RankAbove | None = None) -> Rounds:
