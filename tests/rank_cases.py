@@ -35,7 +35,7 @@ class Cases(dict[str, "Callable[..., None]"]):
     def tracebacks(
         self, *args: Any, around: Callable[[], AbstractContextManager[Any]] = nullcontext
     ) -> dict[str, str]:
-        """Call all cases on this rank, and return the tracebacks of those that failed."""
+        """Call all cases on this rank, and return the tracebacks of the failures."""
         failed = {}
         for name, fn in self.items():
             torch.manual_seed(0)

@@ -18,13 +18,13 @@ class UnderWay(Protocol):
     """A save under way."""
 
     def staged(self) -> None:
-        """Return when the state may be changed."""
+        """Wait until the state may be changed."""
 
     def done(self) -> bool:
         """Return whether the save has ended."""
 
     def result(self) -> Any:
-        """Return when the checkpoint exists, or raise what made it fail."""
+        """Wait for the checkpoint, or raise the error of the save."""
 
 
 @dataclass
@@ -71,7 +71,7 @@ class LazySave(ReknitSave):
         self._step = state["optimizer"].step
 
     def result(self) -> Any:
-        """Return when the checkpoint exists, and take a step, without which no later save would be lazy."""
+        """Wait for the checkpoint, and take a step: without a step no later save would be lazy."""
         report = super().result()
         self._step()
         return report
@@ -101,7 +101,7 @@ def slow_contender(state: dict[str, Any], sleep_s: float) -> Contender:
 
 
 class DcpSave:
-    """A save by `async_save`, whatever it answered."""
+    """A save by `async_save`, with a response of any kind."""
 
     def __init__(self, answer: Any) -> None:
         self._staging = getattr(answer, "staging_completion", None)
@@ -123,10 +123,10 @@ class DcpSave:
 class DcpBackgroundMode:
     """One setting of torch DCP.
 
-    `stager`: ``"none"`` (what `async_save` does by itself), ``"reused"`` (one `DefaultStager` for all saves,
-    in shared memory for a process), ``"reused, asynchronous"`` (it also copies in a thread of its own), or
-    ``"writer"`` (`FileSystemWriter` keeps the copy).  All but ``"none"`` cache plans.  Pinned memory needs a
-    GPU.
+    `stager` is ``"none"`` for the default of `async_save`, and ``"writer"`` for a `FileSystemWriter` that
+    keeps the copy.  ``"reused"`` is one `DefaultStager` for all saves, in shared memory for a process; with
+    ``"reused, asynchronous"`` it also copies in its own thread.  All but ``"none"`` cache plans.  Pinned
+    memory needs a GPU.
     """
 
     process: bool
@@ -155,7 +155,7 @@ DCP_QUICK_MODES = (DcpBackgroundMode(False, "reused", 2), DcpBackgroundMode(True
 def dcp_contenders(
     state: dict[str, Any], modes: tuple[DcpBackgroundMode, ...]
 ) -> Iterator[tuple[str, Callable[[], Contender]]]:
-    """Yield the name of every mode, and what makes its contender."""
+    """Yield the name of every mode, and a function that makes its contender."""
     import torch.distributed as dist
 
     # `async_save` talks to the other ranks in the background, so it cannot share the trainer's group.
@@ -224,10 +224,10 @@ class ManagedSave:
 
 
 def torch_checkpointing_contender(state: dict[str, Any]) -> Contender:
-    """Return torch_checkpointing with what of its settings a CPU can use.
+    """Return torch_checkpointing with the settings that a CPU can use.
 
-    Two things make it cheaper than the others here: it never syncs its files, and it cannot gather what
-    resharding needs without a GPU, so each rank's file can only be loaded by the same rank.
+    Two things make it cheaper than the others here.  It never syncs its files.  And without a GPU it cannot
+    gather the metadata for resharding, so only the same rank can load the file of a rank.
     """
     package = importlib.import_module("torch_checkpointing")
     writer = importlib.import_module("torch_checkpointing.checkpoint_writer")

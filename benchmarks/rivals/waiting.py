@@ -40,12 +40,12 @@ class Way:
 
     @property
     def loads_as(self) -> Kind:
-        """Return how its loads, and what its saves compute, are compared."""
+        """Return the kind of its loads, and of the computations of its saves."""
         return "ours" if self.name == "reknit" else "rival"
 
     @property
     def saves_as(self) -> Kind:
-        """Return how its saves are compared: one whose files a power cut may take promises less."""
+        """Return the kind of its saves: a save whose files a power cut may take promises less."""
         return self.loads_as if self.synced else "beside"
 
 
@@ -59,7 +59,7 @@ def ours(held: State | None = None, **options: Any) -> Way:
 
 
 def rivals(bench: LoadBench) -> list[Way]:
-    """Return those who can save this job: all for one rank, those that know of shards for several."""
+    """Return the rivals that can save this job: all for one rank, the rivals with shards for several."""
     two_files = DcpMode(files=2)
     safetensors = Way("DCP, safetensors files", two_files.save, two_files.load)
     sharded = [dcp(), safetensors, _torch_checkpointing()]
@@ -111,7 +111,7 @@ def dcp(threads: int = 2) -> Way:
 
 
 def _torch_checkpointing() -> Way:
-    """Return torch_checkpointing, which never syncs, and whose ranks load just what the same rank saved."""
+    """Return torch_checkpointing, which never syncs.  Its ranks load only files of the same rank."""
     name = "torch_checkpointing, no fsync"
     try:
         manager = managed("SyncCheckpointSaverConfig")
@@ -173,7 +173,7 @@ class DcpMode:
 
     @property
     def stored(self) -> str:
-        """Name what is stored: modes of the same store read the same files."""
+        """Return the name of the files: modes with the same name read the same files."""
         return f"dcp-{self.files}"
 
     def save(self, path: str, state: State, group: Any = None) -> None:

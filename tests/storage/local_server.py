@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class LocalServer:
-    """Answers by a class of handlers, which find what `shared` names as attributes of theirs."""
+    """Answers by a class of handlers, which have the entries of `shared` as attributes."""
 
     def __init__(self, handler: type[http.server.BaseHTTPRequestHandler], **shared: Any) -> None:
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (handler,), shared))

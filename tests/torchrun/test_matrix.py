@@ -133,7 +133,7 @@ def load_all(layout: str, root: str, saved: list[tuple[str, str]]) -> dict[tuple
 
 
 def unlike_saved(trained: models.Trained, state: dict[str, Any], truth: str) -> list[str]:
-    """Return the names of what differs from the truth in a file."""
+    """Return the names whose values differ from the truth in a file."""
     expected, scheduler, progress = torch.load(truth, weights_only=False)
     found, wrong = models.truth(trained), list[str]()
     for item, tensors in expected.items():
