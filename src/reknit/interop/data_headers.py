@@ -68,7 +68,7 @@ def _same_extents(checkpoint: OpenCheckpoint, number: int, other: int) -> bool:
 
 
 def _owner(checkpoint: OpenCheckpoint, header: Header, start: int, tied: Sequence[int]) -> int:
-    """Return which of the tied tensors has its name at byte `start` of a data file."""
+    """Return the tied tensor that has its name at byte `start` of a data file."""
     # a tensor without elements has its entry at the start of the next one
     fqns = {parse_entry_key(e.key)[0] for e in header.entries if header.data_start + e.start == start}
     return next((number for number in tied if checkpoint.index.tensors[number].fqn in fqns), tied[0])

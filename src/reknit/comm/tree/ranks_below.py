@@ -130,7 +130,7 @@ class Subtree:
     def whereabouts(
         self, heading: Heading, reports: Mapping[int, Report]
     ) -> tuple[dict[str, list[int]], list[int]]:
-        """Return which ranks have reached which state of a round, and which are missing."""
+        """Return the ranks that have reached each state of a round, and the missing ranks."""
         places = {heading.place: [self.rank]}
         missing: list[int] = []
         for child, ranks in self.below.items():
