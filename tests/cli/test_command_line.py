@@ -78,7 +78,7 @@ def test_what_resembles_nothing_is_answered_with_the_help(
 ) -> None:
     ran = command(*arguments)
     assert ran.code == 2
-    assert ran.err.endswith("\n  -> reknit ls --help lists what it takes\n")
+    assert ran.err.endswith("\n  -> reknit ls --help lists its options\n")
 
 
 @pytest.mark.parametrize("wrong", ["0", "-1", "x", "1.5", "", "9" * 19, "9" * 5_000])

@@ -333,7 +333,7 @@ def test_where_nothing_tells_what_is_dead_nothing_is_touched(
     monkeypatch.setenv("REKNIT_MEMORY", str(tmp_path / "memory"))
     ran = command("gc", url, "--older-than", "0", "--delete")
     assert ran.code == 2
-    assert "gc cannot tell which files in" in ran.err
+    assert "gc cannot find the files that killed saves have left in" in ran.err
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("24h", 86400), ("0", 0), ("1.5d", 129600), ("90m", 5400)])

@@ -222,10 +222,10 @@ def test_a_trainer_that_knows_the_end_of_a_save_sees_no_agent_at_work_on_it() ->
     class Told(Channel):
         """The agent's end, which keeps what the agent is at work on when it tells of an end."""
 
-        def tell(self, message: Message) -> bool:
+        def try_send(self, message: Message) -> bool:
             if isinstance(message, say.SaveDone):
                 seen.append(list(agent.saves))
-            return super().tell(message)
+            return super().try_send(message)
 
     ours, theirs = socket_pair()
     trainers_end, agents_end = Channel(ours, say.decode), Told(theirs, say.decode)

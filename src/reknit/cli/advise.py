@@ -26,9 +26,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "advise",
         help="compute the best time between saves",
-        description="Compute the time between two saves at which failures and saves together cost least, and "
-        "the effective training time ratio (ETTR): the share of the time spent on training that no failure "
-        "undoes.  The report of a save and the log have its times.",
+        description="Compute the time between two saves at which failures and saves together cost least.  "
+        "It also computes the effective training time ratio (ETTR): the share of the time spent on training "
+        "that no failure undoes.  The report of a save and the log have its times.",
     )
     parser.add_argument(
         "root", metavar="ROOT", nargs="?", help="a folder of checkpoints; the newest one gives size and ranks"
@@ -101,4 +101,4 @@ def _newest(root: str) -> tuple[int, int | None]:
             if (manifest := manifest_in(storage.sub(name))) is not None:
                 ranks = manifest.origin.get("world_size")
                 return manifest.nbytes, ranks if isinstance(ranks, int) and ranks > 0 else None
-        raise absent(storage, "is no step in")
+        raise absent(storage, "there is no step in")

@@ -26,7 +26,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "those of other users.",
     )
     parser.add_argument("root", metavar="ROOT", help="a checkpoint, or a folder that holds some: path or URL")
-    parser.add_argument("--wait", action="store_true", help="return when none is left")
+    parser.add_argument("--wait", action="store_true", help="wait until none is left")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 

@@ -19,7 +19,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command to the program."""
     parser = commands.add_parser(
         "certify-storage",
-        help="check that a store supports what checkpoints need",
+        help="check that a store supports all that checkpoints need",
         description="Run the suite that every store of reknit passes, and saves that fail at every "
         "operation, in a scratch folder of a store, and print the results.",
     )

@@ -63,10 +63,10 @@ def run(args: argparse.Namespace) -> int:
         sweep = sweepable(storage)
         if sweep is None:
             raise UsageError(
-                f"gc cannot tell which files in {storage.url} killed saves have left",
+                f"gc cannot find the files that killed saves have left in {storage.url}",
                 remedy="gc works on folders, s3://, gs://, az:// and hdfs://; mem:// may hold files of a "
-                "checkpoint whose manifest is on another host: delete by hand what is not needed there, or "
-                "let a later save to the same path do it",
+                "checkpoint whose manifest is on another host; delete files there by hand, or let a later "
+                "save to the same path do it",
             )
         moment = now()
         # A store's clock may be ahead, and "0" means all.

@@ -99,7 +99,7 @@ def run_latest(args: argparse.Namespace) -> int:
     newest = stored.latest(args.root)
     if newest is None:
         with closing(open_storage(args.root)) as storage:
-            raise absent(storage, "is no checkpoint directly below")
+            raise absent(storage, "there is no checkpoint directly below")
     if args.json:
         print_json({"path": newest})
     else:

@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
         "--version",
         action=PrintVersions,
         nargs=0,
-        help="print the versions of reknit, its format, and what it works with",
+        help="print the versions of reknit, its format, and related packages",
     )
     commands = program.add_subparsers(dest="command", metavar="COMMAND", required=True)
     looking = (ls, show, verify, diff, report, dash, advise)

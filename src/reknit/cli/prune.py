@@ -32,8 +32,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "prune",
         help="remove old steps of a run",
         description="Remove the checkpoints directly below a folder that none of the --keep options keeps.  "
-        "The newest one whose files all exist always stays, and so do those without a step, those that "
-        "cannot be read, and those that are being saved.",
+        "The newest one whose files all exist always stays, and so do checkpoints without a step, unreadable "
+        "ones, and ones that are being saved.",
     )
     parser.add_argument("root", metavar="ROOT", help="a folder or URL that holds checkpoints")
     parser.add_argument("--keep-last", type=whole(1), metavar="N", help="keep the newest N steps")
@@ -47,7 +47,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="ITEM:D",
         help="remove this item of steps older than D days; can be repeated",
     )
-    parser.add_argument("--dry-run", action="store_true", help="only list what would be removed")
+    parser.add_argument("--dry-run", action="store_true", help="only list the steps that would be removed")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     keep = _keep(args)
     with closing(open_storage(args.root)) as storage:
         if not numbered(storage):
-            raise absent(storage, "are no steps in")
+            raise absent(storage, "there are no steps in")
         retention = Retention(storage, keep)
         require_items(named_items([keep]), items_of(retention.steps()))
         aged = retention.aged()

@@ -24,7 +24,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "Files that reknit did not write stay.  A checkpoint that is being saved is not removed.",
     )
     rm.add_argument("--item", action="append", metavar="ITEM", help="remove only this item; can be repeated")
-    rm.add_argument("--dry-run", action="store_true", help="only print what would be freed")
+    rm.add_argument("--dry-run", action="store_true", help="only print the bytes that would be freed")
     rm.add_argument("--json", action="store_true", help="print JSON")
     pin = _command(
         commands,

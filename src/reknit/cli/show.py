@@ -35,7 +35,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command to the program."""
     parser = commands.add_parser(
         "show",
-        help="show what a checkpoint holds",
+        help="show the content of a checkpoint",
         description="Show the commit record of a checkpoint, its items and its files; or its tensors. "
         "Only metadata is read.",
     )

@@ -92,16 +92,24 @@ class Heading(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
     ) -> Report:
         """Return a report of `sender` in this round."""
         wire = None if error is None else error.to_wire()
-        return Report(*self._itself, sender, requests or Parcel(), places or {}, missing or [], wire, opens)
+        return Report(
+            **self._itself,
+            sender=sender,
+            requests=requests or Parcel(),
+            places=places or {},
+            missing=missing or [],
+            error=wire,
+            opens=opens,
+        )
 
     def outcome(self, answers: Parcel | None = None, error: ReknitError | None = None) -> Outcome:
         """Return an outcome of this round."""
         wire = None if error is None else error.to_wire()
-        return Outcome(*self._itself, answers or Parcel(), wire)
+        return Outcome(**self._itself, answers=answers or Parcel(), error=wire)
 
     @property
-    def _itself(self) -> tuple[str, int, int, str, str]:
-        return self.job, self.generation, self.number, self.name, self.subject
+    def _itself(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in Heading.__struct_fields__}
 
 
 class Report(Heading, array_like=True, frozen=True, forbid_unknown_fields=True):

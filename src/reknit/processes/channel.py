@@ -82,7 +82,7 @@ class Channel:
                 if file is not None:
                     os.close(file)
 
-    def tell(self, message: Message) -> bool:
+    def try_send(self, message: Message) -> bool:
         """Send a message, and return whether the other end still exists, without an error if it does not."""
         with suppress(OSError):
             self.send(message)

@@ -44,12 +44,13 @@ def here() -> Circumstances:
     temporary = tempfile.tempdir
     entries: list[object] = [*sys.path]
     return Circumstances(
-        umask(),
-        folder,
-        all_variables(),
-        [os.fsencode(entry) for entry in entries if isinstance(entry, str)],
-        None if temporary is None else os.fsencode(temporary),
-        fsspec_config() or "",  # stores that need settings which only this process has are served by it
+        umask=umask(),
+        folder=folder,
+        variables=all_variables(),
+        search_path=[os.fsencode(entry) for entry in entries if isinstance(entry, str)],
+        temporary=None if temporary is None else os.fsencode(temporary),
+        # Without a text of them, this process itself serves the stores that need these settings.
+        fsspec=fsspec_config() or "",
     )
 
 

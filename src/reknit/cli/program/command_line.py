@@ -31,7 +31,7 @@ class CommandLine(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the usage, the error, and the option that was probably meant; exit with 2."""
-        remedy = self._meant() or f"{self.prog} --help lists what it takes"
+        remedy = self._meant() or f"{self.prog} --help lists its options"
         self.print_usage(sys.stderr)
         self.exit(2, f"{self.prog}: {message}\n  -> {remedy}\n")
 

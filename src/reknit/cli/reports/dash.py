@@ -18,7 +18,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "dash",
         help="serve the report to a browser, and keep it up to date",
-        description="Serve the page of `reknit report` to browsers, with what is written meanwhile, until "
+        description="Serve the page of `reknit report` to browsers, with new events as they come, until "
         "Ctrl-C.  Other machines reach it only with --host, and by the printed address, which has a token.",
     )
     add_places(parser)

@@ -20,13 +20,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the commands."""
     parser = commands.add_parser(
         "report",
-        help="show what took how long on which ranks, from events",
+        help="show the times of all phases on all ranks, from events",
         description="Show the phases of a save or load over all ranks, stragglers and failures, from the "
         "events that SaveOptions(events=...) and LoadOptions(events=...) wrote.",
     )
     add_places(parser)
     parser.add_argument(
-        "--step", type=whole(0), help="show the last save of this step (default: what came last)"
+        "--step", type=whole(0), help="show the last save of this step (default: the last operation)"
     )
     parser.add_argument("-o", "--output", metavar="FILE", help="write a page: heat map, timeline, throughput")
     add_costs(parser)
@@ -93,11 +93,11 @@ def run(args: argparse.Namespace) -> int:
         print_table(STORAGE_HEADS, storage_rows(shown.storage, shown.elapsed_s))
         for line in (*error_texts(shown.storage), "", *histogram_lines(shown.storage)):
             print(printable(line))
-    if told := run_rows(event for event in done if args.step in (None, event.step)):
-        print("\nwhat the run did beside saves and loads:")
-        print_table(RUN_HEADS, told[-_MOST_LISTED:])
+    if rows := run_rows(event for event in done if args.step in (None, event.step)):
+        print("\nthe acts of the run beside saves and loads:")
+        print_table(RUN_HEADS, rows[-_MOST_LISTED:])
     if costs is not None:
-        print("\n".join(("", "what the interval costs (ETTR):", *costs.remarks, "")))
+        print("\n".join(("", "the costs of the interval (ETTR):", *costs.remarks, "")))
         print_table(costs.heads, costs.rows, right=costs.heads)
     return 0
 

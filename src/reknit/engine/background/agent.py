@@ -93,7 +93,7 @@ class Agent:
                 workers[name] = start_thread(f"reknit-agent-{name}", partial(work, jobs))
             announced = self._serve()
         except BaseException as error:  # an exit status would say much less
-            self._channel.tell(say.Fell(typed(error).to_wire()))
+            self._channel.try_send(say.Fell(typed(error).to_wire()))
             raise
         finally:
             self.outlive(announced=announced)  # also after a bug: no thread may wait for a message for ever
@@ -160,7 +160,7 @@ class Agent:
                 os.nice(_LOW_NICE)
         if len(join.hosts) == 1:
             self._group = SoloGroup(join.generation)
-            self._channel.tell(say.Listening("", None))
+            self._channel.try_send(say.Listening("", None))
             return
         with quietly():
             from reknit.comm.tree.tree_group import (
@@ -178,21 +178,21 @@ class Agent:
                 options=self._comm,
             )
         except ReknitError as error:
-            self._channel.tell(say.Joined(error.to_wire()))
+            self._channel.try_send(say.Joined(error.to_wire()))
         else:
-            self._channel.tell(say.Listening(self._port.address, self._port.above))
+            self._channel.try_send(say.Listening(self._port.address, self._port.above))
 
     def _connect_parent(self, connect: say.ConnectParent) -> None:
         if self._port is not None:
             try:
                 self._port.connect_parent(connect.above)
             except ReknitError as error:
-                self._channel.tell(say.Joined(error.to_wire()))
+                self._channel.try_send(say.Joined(error.to_wire()))
                 return
-            send = self._channel.tell
+            send = self._channel.try_send
             self._port.on_broken(lambda error: send(say.Broken(isinstance(error, GroupClosedError))))
             self._group = self._port
-        self._channel.tell(say.Joined(None))
+        self._channel.try_send(say.Joined(None))
 
     def _take_arena(self, given: say.GiveArena, fd: int) -> None:
         from reknit.processes.shared_memory import SharedMemory  # brings NumPy, as `_maker` does
@@ -286,9 +286,9 @@ class Agent:
             try:
                 refuse(number, error, group, timeout_s)
             except BaseException as announced:  # that of another rank, perhaps
-                self._channel.tell(say.SaveDone(number, typed(announced).to_wire()))
+                self._channel.try_send(say.SaveDone(number, typed(announced).to_wire()))
 
-        self._channel.tell(say.ArenaFree(number))
+        self._channel.try_send(say.ArenaFree(number))
         self._to_commit.put(refuse_everywhere)
 
     def _note_saves(self) -> None:

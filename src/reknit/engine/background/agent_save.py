@@ -105,7 +105,7 @@ class AgentSave(ReceivedSave):
         except BaseException as error:  # also a bug: the other ranks wait for this one's receipt
             self.fail(error)
         finally:
-            self._channel.tell(say.ArenaFree(self.number))
+            self._channel.try_send(say.ArenaFree(self.number))
             with self._changed:
                 self._written = written
                 self._changed.notify_all()
@@ -150,7 +150,7 @@ class AgentSave(ReceivedSave):
             if self.error is not None:
                 raise self.error
             assigned = assign(turn, coordinator, self.job, begin.claims, begin=not begin.warm_up)
-        self._channel.tell(say.Assigned(self.number, assigned.shard_owners))
+        self._channel.try_send(say.Assigned(self.number, assigned.shard_owners))
         return assigned
 
     def _wait_written(self, commit: CommitTurn) -> None:
@@ -194,7 +194,7 @@ class AgentSave(ReceivedSave):
                 self.over.set()
                 self._changed.notify_all()
         self.note_end()
-        heard = self._channel.tell(end)
+        heard = self._channel.try_send(end)
         if last:
             close_quietly(self.job.storage)
         return heard

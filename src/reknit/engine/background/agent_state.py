@@ -125,7 +125,7 @@ class AgentState:
     ) -> AgentSave:
         """Return a save that the trainer has begun, after the `earlier` ones.  Raises `ReknitError`."""
         self._adapting.adapt(begin.circumstances, earlier, options.timeout_s)
-        job = agent_job(begin, options, group, self._channel.tell)
+        job = agent_job(begin, options, group, self._channel.try_send)
         return (WarmUp if begin.warm_up else AgentSave)(begin, job, self._channel, self._committed)
 
     def tuner(self, url: str, options: SaveOptions) -> Tuner:

@@ -112,4 +112,4 @@ class ReceivedSave:
             image.to_write[span] -= nbytes
             free = image.to_write[span] == 0
         if free:
-            self._channel.tell(say.Freed(self.number, span))
+            self._channel.try_send(say.Freed(self.number, span))

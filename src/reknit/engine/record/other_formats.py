@@ -95,10 +95,10 @@ def no_checkpoint(storage: Storage) -> CheckpointNotFoundError:
     return CheckpointNotFoundError(message, path=storage.url, remedy=remedy)
 
 
-def absent(root: Storage, what: str = "is no checkpoint at") -> CheckpointNotFoundError:
+def absent(root: Storage, what: str = "there is no checkpoint at") -> CheckpointNotFoundError:
     """Return the error of a path without the checkpoints that were expected.  Raises as `refuse_other`."""
     refuse_other(root)
-    message = f"there {what} {root.url}"
+    message = f"{what} {root.url}"
     if (other := foreign_manifest(root)) is not None:
         return CheckpointNotFoundError(f"{message}: it is {other.what}", path=root.url, remedy=other.remedy)
     remedy = elsewhere(

@@ -40,7 +40,7 @@ _REMEDIES = {
     errno.EDQUOT: "the quota of this user, group or project is used up: remove old checkpoints, have it "
     "raised, or choose another path",
     errno.EIO: "the disk or its server fails, and the kernel's log says more: save elsewhere, and verify "
-    "what is there",
+    "the files there",
     errno.EBUSY: "another program has it in use: end that, then try again",
     **dict.fromkeys(_AWAY, "the file system is not there any more: mount it again, or choose another path"),
     **dict.fromkeys(_SILENT, "the server of the file system does not answer as it should: try again later"),
@@ -99,11 +99,11 @@ def denied(number: int, what: str = "do this") -> str:
     if number == errno.EPERM:
         return (
             "the file or its folder may be immutable (see lsattr), another user's in a shared folder, or "
-            f"closed by a sandbox: let its owner {what}, or choose another path (this is user {user})"
+            f"closed by a sandbox; let its owner {what}, or choose another path (this is user {user})"
         )
     if user:
         return f"let user {user} {what}, or choose another path"
     return (
         f"not even user {user} may: a network file system may map root to another user (root_squash), or a "
-        f"sandbox or security module forbids it: let the owner of the folder {what}, or choose another path"
+        f"sandbox or security module forbids it; let the owner of the folder {what}, or choose another path"
     )

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from reknit.errors import StorageError
+from reknit.storage.errors import removed
 from reknit.storage.local.descriptors import Descriptor
 from reknit.storage.local.direct import DirectFile, start_write_back
 from reknit.storage.local.nofollow import unlink_below
@@ -94,11 +95,7 @@ class LocalWriter:
     def _check_whole(self) -> None:
         if identity(self._path) != self._identity:
             self._identity = None  # another file of this name is not this writer's to remove
-            raise StorageError(
-                f"{self._path} was removed or replaced while it was written",
-                remedy="let only one job at a time write or clean up a checkpoint",
-                path=self._path,
-            )
+            raise removed(self._path)
         if self._descriptor.users > 1:
             fault = "another thread is still writing"
         elif self._written != self._nbytes or os.fstat(self._descriptor.fd).st_size != self._nbytes:
