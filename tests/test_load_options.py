@@ -599,7 +599,7 @@ def test_ranks_divide_a_full_check_by_bytes_and_leave_no_block_out(tmp_path: Pat
             read.append((self.rank, path, start, sum(buffer.nbytes for buffer in buffers)))
             super().read_into(path, start, buffers)
 
-    watched = checkpoint.storage = Watched(tmp_path / "x")
+    watched = checkpoint.source = Watched(tmp_path / "x")
     for size in (1, 2, 3, 7):
         read.clear()
         for rank in range(size):
