@@ -182,7 +182,9 @@ def test_a_stateful_data_loader_with_other_workers_is_refused_before_anything_ch
     want = wanted({"data": wrapped(other)}, checkpoint_of(before, wrapped).catalog(), 0, 1)
     (refused,) = want.mismatched
     assert refused[:2] == ("data", "")
-    assert f"num_workers={before} was saved, and this one has num_workers={now}; keep that" in refused[2]
+    assert (
+        f"num_workers={before} was saved, and this one has num_workers={now}.  Keep that number" in refused[2]
+    )
     want.deliver()
     assert other.next_iter_state is None
 

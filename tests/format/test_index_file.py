@@ -338,7 +338,7 @@ def test_extents_are_compared_with_the_files() -> None:
     sizes = dict.fromkeys(index.files, 8192)
     check_extents(index, sizes)
     check_extents(index_of([]), {})
-    with pytest.raises(CorruptError, match="no file of the checkpoint"):
+    with pytest.raises(CorruptError, match="not a file of the checkpoint"):
         check_extents(index, {path: 8192 for path in index.files[1:]})
     ends = int((index.start + index.nbytes)[index.file == 0].max())
     check_extents(index, {**sizes, index.files[0]: ends})

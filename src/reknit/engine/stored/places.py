@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from reknit.engine.record.at_path import manifest_in
@@ -17,6 +16,7 @@ from reknit.errors import (
     StorageNotFoundError,
 )
 from reknit.storage.base import HasMoved
+from reknit.types.lazy_property import lazy_property
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,7 +92,7 @@ class Replicas(Sequence["Storage"]):
     def __init__(self, paths: Sequence[Storage]) -> None:
         self._paths = tuple(paths)
 
-    @cached_property
+    @lazy_property
     def _files(self) -> tuple[Storage, ...]:
         return tuple(map(_found, self._paths))
 
