@@ -143,7 +143,7 @@ def test_waiting_and_fencing_where_nothing_is_under_way_change_nothing(tmp_path:
     files = sorted(tmp_path.rglob("*"))
     ways: tuple[Literal["wait", "fence"], ...] = ("wait", "fence")
     for how in ways:
-        # Agents of other tests may be about to end, and whoever waits waits for these too.
+        # Agents of other tests may be about to end; this call waits for them, too.
         assert reknit.latest(tmp_path, pending=how, timeout_s=60.0) == str(tmp_path / "step_1")
     assert sorted(tmp_path.rglob("*")) == files
     assert reknit.latest(tmp_path / "nothing", pending="wait") is None
