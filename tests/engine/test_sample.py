@@ -60,6 +60,7 @@ def test_on_a_device_the_sample_is_taken_before_what_is_queued_later(
     accelerator: Accelerator, device_type: str
 ) -> None:
     live: list[Any] = [torch.zeros(20_000, device=device_type) for _ in range(3)]
+    accelerator.sleep(torch.get_device_module(device_type).current_stream(), 100)
     live[0].fill_(1)
     host = np.zeros(20_000, np.float32)
     sample = Sample([Range(bits(one), 5, 19_000) for one in (*live, host)])
