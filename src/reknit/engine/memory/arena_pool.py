@@ -222,7 +222,7 @@ class Arenas:
         return failure
 
     def _settle(self, nbytes: int) -> bool:
-        """Plan for less, after an arena of `nbytes` could not be had; tell whether that is possible."""
+        """Plan for less, after an arena of `nbytes` could not be had; return whether that is possible."""
         others = sum(slot.nbytes for slot in self._slots)
         self._wanted = self._wanted or others + nbytes
         if self._slots:

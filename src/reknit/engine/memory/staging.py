@@ -179,7 +179,7 @@ def _gather(source: Any, first: int, numel: int, out: NDArray[np.uint8]) -> None
 
 
 def copied_later(source: Any) -> bool:
-    """Tell whether a `bits` array is one run of memory that can be copied beside what else goes on."""
+    """Return whether a `bits` array is one run of memory, which can be copied beside other work."""
     if isinstance(source, np.ndarray):
         return bool(source.flags.c_contiguous)
     return devices.is_queued(source) and bool(source.is_contiguous())
