@@ -1,7 +1,6 @@
 """Checkpoints for large-model training: save on any layout, load on any other, and trust the bytes."""
 
 import ast
-import sys
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -26,8 +25,11 @@ def __getattr__(name: str) -> Any:
         return found
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_near(name)}", name=name)
+    from reknit.system import without_collections
+
     home = _HOMES[name]
-    found = import_module(f"reknit.{name}") if home == __name__ else getattr(import_module(home), name)
+    with without_collections():  # nothing of what is imported is garbage, and a search of torch takes 50 ms
+        found = import_module(f"reknit.{name}") if home == __name__ else getattr(import_module(home), name)
     globals()[name] = found
     return found
 
@@ -37,13 +39,6 @@ def _near(name: str) -> str:
 
     is_module = name.startswith("_") or find_spec(f"{__name__}.{name}") is not None  # which comes next
     return "" if is_module or not (question := did_you_mean(name, __all__)) else f": {question}"
-
-
-# Agents, workers and the program start sooner without all names; other programs would miss them later.
-_first, _module = (*sys.orig_argv[1:3], "", "")[:2]
-if (_module.partition(".")[0] if _first == "-m" else _first.rpartition("/")[2]) != "reknit":
-    for _name in __all__:
-        __getattr__(_name)
 
 
 def __dir__() -> list[str]:

@@ -8,10 +8,10 @@ from reknit import errors as errors
 from reknit import policies as policies
 from reknit import sinks as sinks
 from reknit import transforms as transforms
-from reknit.api import close as close
-from reknit.api import load as load
-from reknit.api import prepare as prepare
-from reknit.api import save as save
+from reknit.api.loads import load as load
+from reknit.api.saves import close as close
+from reknit.api.saves import prepare as prepare
+from reknit.api.saves import save as save
 from reknit.engine.call_reports import LoadReport as LoadReport
 from reknit.engine.call_reports import PromotionReport as PromotionReport
 from reknit.engine.call_reports import SaveReport as SaveReport

@@ -1,39 +1,24 @@
-"""Code that calls of users share: errors on all ranks, saves that wait, and the pending background saves."""
+"""Code that calls of users share: errors on all ranks, and the pending background saves."""
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import weakref
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from reknit.comm import group as comm
-from reknit.engine.background.background import Background
-from reknit.engine.outcome import SaveOutcome
-from reknit.engine.record.run_record import Run, folder_above
-from reknit.engine.saving import save as save_story
-from reknit.engine.saving.reuse import Committed
-from reknit.engine.saving.save_rounds import ASSIGN
-from reknit.engine.stored.promote import Target, promote_saved
 from reknit.errors import ReknitError, UsageError, typed, typed_shortage
-from reknit.storage.registry import open_storage, recorded
 from reknit.system import without_collections
 from reknit.types.devices import is_captured
 from reknit.types.entry import entered
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator
 
     from reknit.comm.group import Group
-    from reknit.engine.call_reports import SaveReport
-    from reknit.engine.saving.save_job import SaveJob
-    from reknit.engine.small_files import Written
-    from reknit.options import SaveOptions
-
-logger = logging.getLogger("reknit")
+    from reknit.engine.background.background import Background
 
 backgrounds: weakref.WeakKeyDictionary[Group, dict[bool, Background]] = weakref.WeakKeyDictionary()
 """The background saves of each group, by whether other processes can open their stores."""
@@ -41,55 +26,6 @@ backgrounds: weakref.WeakKeyDictionary[Group, dict[bool, Background]] = weakref.
 making = threading.Lock()
 """Held while background saves are looked up: two threads that save at once must share one object, and an
 iteration over all of them must not see new ones."""
-
-_committed: weakref.WeakKeyDictionary[Group, Committed] = weakref.WeakKeyDictionary()
-"""The last saves of this process with each group, without those in the background."""
-
-
-def save_now(
-    joined: Group,
-    make: Callable[[], SaveJob],
-    options: SaveOptions,
-) -> SaveOutcome:
-    """Save, and return when the checkpoint is committed."""
-    with ExitStack() as last:
-        with raised_on_all_ranks(joined, ASSIGN, options.timeout_s):
-            job = make()
-            last.callback(job.storage.close)
-            for background in backgrounds_of(joined):
-                background.wait_for(job.url, options.timeout_s)
-        with job.recorder.whole():
-            report, written = save_story.save(job, _committed.setdefault(joined, Committed()))
-        if joined.rank == 0:
-            for warning in report.warnings:
-                logger.warning("save to %s: %s", report.path, warning)
-        pending = SaveOutcome(report.path, report.step, promote_to=options.promotions)
-        pending.end(report)
-        pending.ranks = joined.size
-        if joined.rank == 0:
-            logger.info("%s", pending.summary(report.blocked_s))
-        if pending.promotion is not None:
-            _promote_now(pending, job, report, written)
-    return pending
-
-
-def _promote_now(outcome: SaveOutcome, job: SaveJob, report: SaveReport, written: Sequence[Written]) -> None:
-    """Promote a save of all ranks to each place; a place that fails does not prevent the others."""
-    for number, place in enumerate(job.options.promotions):
-        opened = partial(open_storage, place.path, durability=job.options.durability)
-        url, _, _, record = job.promote_to[number]
-        run = None if record is None else Run(partial(open_storage, folder_above(url)), record)
-        target = Target(opened, place.bytes_per_s, recorded, run)
-        try:
-            outcome.end_promotion(number, promote_saved(job, report.write_id, written, job.group, target))
-        except ReknitError as error:
-            outcome.end_promotion(number, error)
-    promotion = outcome.promotion
-    assert promotion is not None
-    if promotion.error is not None:
-        if job.options.on_error == "raise":
-            raise promotion.error
-        logger.warning("%s is saved, but not promoted: %s", report.path, promotion.error)
 
 
 @contextmanager
@@ -122,6 +58,8 @@ def background_of(group: Group, *, elsewhere: bool) -> Background:
     with making:
         kinds = backgrounds.setdefault(group, {})
         if elsewhere not in kinds:
+            from reknit.engine.background.background import Background  # calls that wait need none of it
+
             background = kinds[elsewhere] = Background(in_process=not elsewhere)
             gone = weakref.finalize(group, background.retire)
             gone.atexit = False
@@ -156,7 +94,6 @@ def removed_backgrounds() -> Iterator[Background]:
 def _after_fork() -> None:
     global making
     making = threading.Lock()  # a thread that the child does not have may have held it
-    _committed.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)

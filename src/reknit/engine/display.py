@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from html import escape
 from typing import TYPE_CHECKING
 
 from reknit.monitor.progress_text import amount
@@ -35,6 +34,8 @@ class Shown(ABC):
 
     def _repr_html_(self) -> str:
         """Return the HTML for a notebook."""
+        from html import escape
+
         rows = "".join(
             f"<tr><th style='text-align: left'>{escape(name)}</th>"
             f"<td style='text-align: left'>{escape(str(fact))}</td></tr>"

@@ -48,9 +48,9 @@ class NumpyArrays:
 
         Raises `StateError` for an array that may hold more than numbers, and for a read-only one with `fill`.
         """
-        if isinstance(tensor, np.ma.MaskedArray):
-            raise StateError(f"{place} is a masked array", remedy="save its .data and .mask")
         if type(tensor) not in _ARRAYS:
+            if isinstance(tensor, np.ma.MaskedArray):
+                raise StateError(f"{place} is a masked array", remedy="save its .data and .mask")
             raise StateError(
                 f"{place} is a {type(tensor).__name__}, an array that may hold more than numbers",
                 remedy="save numpy.asarray() of it, and its other contents as values of their own",

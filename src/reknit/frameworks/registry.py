@@ -16,7 +16,6 @@ from reknit.frameworks.loader_adapter import LoaderAdapter
 from reknit.frameworks.per_rank import PerRankAdapter
 from reknit.frameworks.plain import ContainerAdapter, NumpyArrays, TensorAdapter, ValueAdapter, setter
 from reknit.frameworks.stateful import StatefulAdapter
-from reknit.frameworks.walk.load_walk import Loading
 from reknit.frameworks.walk.save_walk import Saving
 from reknit.frameworks.walk.walk import Place, World
 from reknit.frameworks.walk.walk_cache import WalkCache
@@ -84,6 +83,8 @@ def wanted(
     No object changes before `deliver_early`.  Nothing else changes before memory that is not for objects is
     filled.  Raises `StateError`, with the key path, for a value that cannot be filled.
     """
+    from reknit.frameworks.walk.load_walk import Loading  # a save needs none of it
+
     loading = Loading(_checked(state), _world(rank, size, ranks), *_known(), catalog=catalog)
     with _lasting_tensors():
         for item, value in state.items():

@@ -113,6 +113,6 @@ def _same_arrays(a: NDArray[Any], b: NDArray[Any]) -> bool:
 
 
 def _same_masks(a: Any, b: Any) -> bool:
-    if not isinstance(a, np.ma.MaskedArray):
+    if type(a) is np.ndarray or not isinstance(a, np.ma.MaskedArray):
         return True
     return _same_arrays(np.ma.getmaskarray(a), np.ma.getmaskarray(b))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from reknit import api
+from reknit.api import loads, saves
 from reknit.errors import UsageError
 from reknit.frameworks.deepspeed import deepspeed_private
 from reknit.frameworks.stateful import Accessors, Kept
@@ -47,7 +47,7 @@ def save(
     """
     state = _state(engine, items)
     state["client_state"] = Kept(dict(client_state or {}))
-    return api.save(
+    return saves.save(
         path,
         state,
         step=engine.global_steps if step is None else step,
@@ -85,7 +85,7 @@ def load(
         state.pop("optimizer", None)
     if not load_lr_scheduler_states:
         state.pop("lr_scheduler", None)
-    api.load(path, state, strict=strict, options=options, group=group)
+    loads.load(path, state, strict=strict, options=options, group=group)
     return location_text(path), kept.values
 
 

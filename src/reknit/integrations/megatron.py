@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from reknit import api, stored
+from reknit import stored
+from reknit.api import loads, saves
 from reknit.errors import CheckpointNotFoundError, MismatchError, UsageError
 from reknit.frameworks import tree
 from reknit.frameworks.megatron import dist_checkpointing, megatron_private
@@ -84,7 +85,7 @@ def save(
     state[_COMMON] = Kept(common) if _rank() == 0 else dist_checkpointing.local_object(None)
     number = _step(sharded_state_dict, checkpoint_dir) if step is None else step
     options = options or SaveOptions()
-    pending = api.save(
+    pending = saves.save(
         checkpoint_dir, state, step=number, wait=not async_sharded_save, overwrite=True, options=options
     )
     if not async_sharded_save:
@@ -155,10 +156,10 @@ def _load(
     That something does not fit anywhere is an error on every rank, so all of them load once more.
     """
     try:
-        return api.load(path, {**items, _COMMON: kept}, options=options)
+        return loads.load(path, {**items, _COMMON: kept}, options=options)
     except MismatchError:
         items = _by_key(items, path)
-    return api.load(path, {**items, _COMMON: kept}, strict=strict, options=options)
+    return loads.load(path, {**items, _COMMON: kept}, strict=strict, options=options)
 
 
 def _by_key(items: dict[str, Any], path: str | PathLike[str]) -> dict[str, Any]:
@@ -195,7 +196,7 @@ def load_common_state_dict(
     Every rank calls it.
     """
     kept = Kept()
-    api.load(checkpoint_dir, {_COMMON: kept}, options=options)
+    loads.load(checkpoint_dir, {_COMMON: kept}, options=options)
     values: dict[str, Any] = kept.values
     return values
 

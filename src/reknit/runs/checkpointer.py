@@ -7,7 +7,7 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from reknit import api
+from reknit.api import saves
 from reknit.arguments import check_state, checked_metrics
 from reknit.calls import raised_on_all_ranks
 from reknit.engine.display import Shown, some
@@ -167,7 +167,7 @@ class Checkpointer(Shown):
         if not self._folder.is_open:
             self._pending_saves.drain()  # its late promotions are not saves of an earlier run
             self._folder.open_at(step, state, self._settle_s, resumed=self._resumed)
-        pending = api.save_in_run(
+        pending = saves.save_in_run(
             below(self._root, step_name(step)),
             state,
             self._folder.records,

@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from reknit import api
+from reknit.api import loads
 from reknit.errors import CheckpointNotFoundError, DroppedError, FormatError, VersionError
 from reknit.locations import location_text
 from reknit.options import LoadOptions
@@ -40,11 +40,11 @@ def load_step(
     if isinstance(options, LoadOptions):
         places += [below(location_text(replica), found.name) for replica in options.replicas]
     elif options is not None:  # the load raises the error
-        return api.load(places[0], state, options=options, group=group)
+        return loads.load(places[0], state, options=options, group=group)
     for at in range(1, len(found.tiers) + 1):
         here = replace(options or LoadOptions(), replicas=tuple(places[at:]))
         try:
-            return api.load(places[at - 1], state, options=here, group=group)
+            return loads.load(places[at - 1], state, options=here, group=group)
         except VersionError:
             raise
         except UNSOUND as error:

@@ -1,56 +1,44 @@
-"""The calls of users: check the arguments, and hand over to the engine."""
+"""The calls of users that save: check the arguments, and hand over to the engine."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, MutableMapping
+import os
+import weakref
 from contextlib import ExitStack
-from types import MappingProxyType
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from reknit.arguments import (
-    check_state,
-    checked_seconds,
-    lenient_patterns,
-    open_places,
-    part_of,
-    tried_options,
-)
-from reknit.calls import (
-    all_backgrounds,
-    background_of,
-    backgrounds_of,
-    entering,
-    raised_on_all_ranks,
-    removed_backgrounds,
-    save_now,
-)
-from reknit.engine.display import logged
-from reknit.engine.loading import load as load_story
-from reknit.engine.loading.load_job import LoadJob
+from reknit.arguments import checked_seconds, tried_options
+from reknit.calls import background_of, backgrounds_of, entering, raised_on_all_ranks, removed_backgrounds
 from reknit.engine.outcome import PendingSave, SaveOutcome
-from reknit.engine.stored.places import Replicas
+from reknit.engine.record.run_record import Run, folder_above
+from reknit.engine.saving import save as save_story
+from reknit.engine.saving.reuse import Committed
+from reknit.engine.saving.save_rounds import ASSIGN
 from reknit.errors import ReknitError
-from reknit.frameworks import registry
 from reknit.keywords import checked_call
 from reknit.locations import location_text
-from reknit.monitor.phase import Recorder, Stopwatch
-from reknit.monitor.sinks.choosing import outlets_for
-from reknit.options import LoadOptions, SaveOptions
+from reknit.options import SaveOptions
 from reknit.ranks import acting
 from reknit.save_request import SaveRequest
-from reknit.storage.registry import recorded
-from reknit.transforms.names import split_rules
+from reknit.storage.registry import open_storage, recorded
 from reknit.types.entry import entered
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from os import PathLike
 
-    from reknit.engine.call_reports import LoadReport
+    from reknit.comm.group import Group
+    from reknit.engine.call_reports import SaveReport
+    from reknit.engine.saving.save_job import SaveJob
+    from reknit.engine.small_files import Written
     from reknit.ranks import AnyGroup
 
 logger = logging.getLogger("reknit")
+
+_committed: weakref.WeakKeyDictionary[Group, Committed] = weakref.WeakKeyDictionary()
+"""The last saves of this process with each group, without those in the background."""
 
 
 @checked_call
@@ -130,7 +118,7 @@ def save_in_run(
     )
     try:
         if wait:
-            outcome = save_now(request.group, request.save_job, options)
+            outcome = _save_now(request.group, request.save_job, options)
         else:
             background = background_of(request.group, elsewhere=request.elsewhere)
             outcome = background.save(request.group, request.save_job, request.place.url, options)
@@ -146,6 +134,50 @@ def save_in_run(
         outcome = SaveOutcome(str(location_text(path)), step)
         outcome.end(error)
     return PendingSave(outcome)
+
+
+def _save_now(joined: Group, make: Callable[[], SaveJob], options: SaveOptions) -> SaveOutcome:
+    """Save, and return when the checkpoint is committed."""
+    with ExitStack() as last:
+        with raised_on_all_ranks(joined, ASSIGN, options.timeout_s):
+            job = make()
+            last.callback(job.storage.close)
+            for background in backgrounds_of(joined):
+                background.wait_for(job.url, options.timeout_s)
+        with job.recorder.whole():
+            report, written = save_story.save(job, _committed.setdefault(joined, Committed()))
+        if joined.rank == 0:
+            for warning in report.warnings:
+                logger.warning("save to %s: %s", report.path, warning)
+        pending = SaveOutcome(report.path, report.step, promote_to=options.promotions)
+        pending.end(report)
+        pending.ranks = joined.size
+        if joined.rank == 0:
+            logger.info("%s", pending.summary(report.blocked_s))
+        if pending.promotion is not None:
+            _promote_now(pending, job, report, written)
+    return pending
+
+
+def _promote_now(outcome: SaveOutcome, job: SaveJob, report: SaveReport, written: Sequence[Written]) -> None:
+    """Promote a save of all ranks to each place; a place that fails does not prevent the others."""
+    from reknit.engine.stored.promote import Target, promote_saved  # most saves are not promoted
+
+    for number, place in enumerate(job.options.promotions):
+        opened = partial(open_storage, place.path, durability=job.options.durability)
+        url, _, _, record = job.promote_to[number]
+        run = None if record is None else Run(partial(open_storage, folder_above(url)), record)
+        target = Target(opened, place.bytes_per_s, recorded, run)
+        try:
+            outcome.end_promotion(number, promote_saved(job, report.write_id, written, job.group, target))
+        except ReknitError as error:
+            outcome.end_promotion(number, error)
+    promotion = outcome.promotion
+    assert promotion is not None
+    if promotion.error is not None:
+        if job.options.on_error == "raise":
+            raise promotion.error
+        logger.warning("%s is saved, but not promoted: %s", report.path, promotion.error)
 
 
 @checked_call
@@ -189,12 +221,6 @@ def prepare(
         logger.warning("could not prepare for saves to %s: %s", path, error)
 
 
-def _wait_for_copies(timeout_s: float) -> None:
-    """Wait until all pending saves are copied, so that their states may be changed."""
-    for background in all_backgrounds():
-        background.wait_staged(timeout_s)
-
-
 @checked_call
 @entered("reknit.close")
 def close(timeout_s: float | None = None) -> bool:
@@ -212,81 +238,4 @@ def close(timeout_s: float | None = None) -> bool:
     return ended
 
 
-@checked_call
-@entering("reknit.load")
-def load(
-    path: str | PathLike[str],
-    state: Mapping[str, Any],
-    *,
-    items: Sequence[str] | None = None,
-    strict: bool | Sequence[str] = True,
-    options: LoadOptions | None = None,
-    group: AnyGroup | None = None,
-) -> LoadReport:
-    """Fill `state` in place from the checkpoint at `path`, in any layout, not only that of the save.
-
-    `state` is as for `save`; each rank passes its own part of the target layout.  `items` names the items to
-    load, by default all of `state`; other items of the checkpoint are not loaded.  Each rank reads only the
-    bytes that it needs, and checks them.
-
-    With `strict` (the default), an entry that cannot be restored exactly raises `MismatchError` on every rank
-    before anything changes; with `strict=False`, the `LoadReport` lists it.  `strict` may be a list of
-    patterns of names ``item/fqn``:  ``["model/*"]`` is strict for the model alone, ``["!model/head.*"]`` for
-    all but its head; the last pattern that matches a name decides.  A load that would restore no tensor of
-    `state` on any rank is always a `MismatchError`, unless the checkpoint has only values, and some of them
-    are restored.  So is a pattern that matches no name on any rank.  A value that each rank saved for itself
-    (random state, `PerRank`) is restored if the ranks are the same; otherwise it stays, and
-    `LoadReport.notes` mentions it.
-
-    Objects with `load_state_dict` are loaded before any tensor of `state` changes, unless their class has
-    `load_after_tensors = True`.  If one raises an exception, that is a `StateError`: reknit has changed no
-    tensor on any rank, and the error names the objects that were loaded before.  Changes by the code of the
-    objects until then stay.
-
-    Raises `CheckpointNotFoundError`, `MismatchError`, `CorruptError`, `VersionError`, `StateError`,
-    `StorageError`, `CommError`: on every rank the same error, naming rank and phase, and never an exception
-    of your own code, as for `save`.
-    """
-    options, wrong = tried_options(options, LoadOptions)
-    joined, ranks, carrier = acting(group, options.comm)
-    with ExitStack() as last:
-        with raised_on_all_ranks(joined, load_story.FIRST_ROUND, options.timeout_s):
-            if wrong is not None:
-                raise wrong
-            check_state(state)
-            lenient = lenient_patterns(strict)
-            split_rules(options.transforms)
-            part = part_of(state, items)
-            storage, *others = open_places(path, options, last)
-            recorder = Recorder("load", joined.rank, None, storage.url, outlets_for(options.events))
-            storage, *others = (recorded(one, recorder) for one in (storage, *others))
-        job = LoadJob(
-            want=lambda catalog: registry.wanted(
-                part if isinstance(state, MutableMapping) else MappingProxyType(part),
-                catalog,
-                joined.rank,
-                joined.size,
-                ranks=ranks,
-            ),
-            group=joined,
-            storage=storage,
-            items=tuple(part),
-            options=options,
-            recorder=recorder,
-            carrier=carrier,
-            replicas=Replicas(others),
-            lenient=lenient,
-        )
-        _wait_for_copies(options.timeout_s)
-        clock = Stopwatch()
-        with clock.lap(), recorder.whole():
-            report = load_story.load(job)
-        if joined.rank == 0:
-            to = "" if joined.size == 1 else f"to rank 0 of {joined.size}"
-            logger.info(
-                "%s",
-                logged("loaded", report.path, report.step, report.nbytes_wanted, to, seconds=clock.seconds),
-            )
-    if isinstance(state, MutableMapping):
-        state.update({name: value for name, value in part.items() if value is not state[name]})
-    return report
+os.register_at_fork(after_in_child=_committed.clear)
