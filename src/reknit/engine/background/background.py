@@ -6,7 +6,9 @@ import logging
 import os
 import threading
 import weakref
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from reknit.engine.background.trainer.agent_supervisor import AgentSupervisor
@@ -15,15 +17,15 @@ from reknit.engine.background.trainer.warm_up import warm_up
 from reknit.engine.memory.arena_pool import Arenas
 from reknit.engine.outcome import SaveOutcome
 from reknit.errors import DeadlineError, typed
-from reknit.monitor.phase import Deadline
-from reknit.system import AtExit
+from reknit.monitor.phase import Deadline, monotonic
+from reknit.system import AtExit, start_thread
 from reknit.types.entry import OneAtATime
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from reknit.comm.group import Group
-    from reknit.engine.background.trainer.agent_session import AgentSession
+    from reknit.engine.background.trainer.agent_session import AgentSession, AgentStart
     from reknit.engine.background.trainer.stage_for_agent import Until
     from reknit.engine.background.trainer.trainer_save import TrainerSave
     from reknit.engine.saving.save_job import SaveJob
@@ -32,6 +34,18 @@ if TYPE_CHECKING:
     Story = Callable[[PreparedSave, AgentSession, TrainerSave], None]
 
 logger = logging.getLogger("reknit")
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """A save on its way to the agents: `wrong` is the error of its preparation, `save` set once they meet."""
+
+    pending: SaveOutcome
+    prepared: PreparedSave
+    number: int
+    wrong: BaseException | None = None
+    save: TrainerSave | None = None
+    abandoned: bool = False
 
 
 class Background:
@@ -57,6 +71,7 @@ class Background:
         self._lock = threading.Lock()
         self._saving = OneAtATime("a save that does not wait")
         self._begun: SaveOutcome | None = None
+        self._handing_over: threading.Thread | None = None
 
     def after_fork(self) -> None:
         """Begin anew in a forked child; its copy of the arenas must not keep the parent's memory alive."""
@@ -99,6 +114,7 @@ class Background:
         options: SaveOptions,
     ) -> None:
         """Go through the trainer's part of a story, under the next number of this rank."""
+        self.wait_handed_over(options.timeout_s)
         if self._exit is None:  # once in each process: `multiprocessing` removes the entries of a parent
             self._exit = AtExit(self.at_exit)
         with self._lock:
@@ -108,44 +124,86 @@ class Background:
             self._begun = pending
         self._exit_wait_s = max(self._exit_wait_s, options.exit_wait_s)
         self.arenas = self.arenas or Arenas(options.host_nbytes)
-        supervisor = self.supervisor
-        save: TrainerSave | None = None
-        number = supervisor.next_number(options)
-        prepared = PreparedSave(self.arenas)
-        wrong: BaseException | None = None
-        try:
-            starting = supervisor.start(group)
-            wrong = prepared.prepare(make, "collect" if starting is None else until)
-            session = supervisor.session_for(number, group, starting)
-            save = session.new_save(number, pending)
+        attempt = _Attempt(pending, PreparedSave(self.arenas), self.supervisor.next_number(options))
+        with self._abandoned_on_error(attempt, options):
+            starting = self.supervisor.start(group)
+            attempt.wrong = attempt.prepared.prepare(make, "collect" if starting is None else until)
+            self.supervisor.meet(group, starting)
+            hand_over = partial(self._hand_over, attempt, story, starting, options)
+            if not attempt.prepared.copied:
+                hand_over()
+                return
+            attempt.prepared.returned = monotonic()
+            pending.note_staged()
+            self._handing_over = start_thread("reknit-hands-over", hand_over)
+
+    def _hand_over(
+        self,
+        attempt: _Attempt,
+        story: Story,
+        starting: AgentStart | None,
+        options: SaveOptions,
+    ) -> None:
+        """Hand a save over to the agents of all ranks, as soon as they are there.
+
+        This needs no round of `group`, so it may happen in a thread, beside later calls.
+        """
+        pending, prepared = attempt.pending, attempt.prepared
+        with self._abandoned_on_error(attempt, options):
+            session = self.supervisor.session_for(attempt.number, starting)
+            save = attempt.save = session.new_save(attempt.number, pending)
             save.begun, save.unrecorded = prepared.begun, prepared.recorder
             prepared.arena.hand_over(save)
-            supervisor.begun(number)
+            self.supervisor.begun(attempt.number)
             self.wait_for(pending.path, options.timeout_s, but=session)
             pending.place = pending.path, session
-            if wrong is not None:
-                raise wrong
+            if attempt.wrong is not None:
+                raise attempt.wrong
             story(prepared, session, save)
+
+    @contextmanager
+    def _abandoned_on_error(self, attempt: _Attempt, options: SaveOptions) -> Iterator[None]:
+        """Turn an error in the block into the outcome of the save, on all ranks."""
+        try:
+            yield
         except BaseException as caught:  # also a bug: the other ranks must receive it
+            if attempt.abandoned:
+                raise
+            attempt.abandoned = True
+            pending, wrong = attempt.pending, attempt.wrong
             # The first error counts; but Ctrl-C, first or not, concerns more than this save.
             first = caught if wrong is None or not isinstance(caught, Exception) else wrong
             error = typed(first) if isinstance(first, Exception) else first
-            if save is not None:
-                save.abandon(error, options.timeout_s)
+            if attempt.save is not None:
+                attempt.save.abandon(error, options.timeout_s)
             else:
-                prepared.arena.release()
-                supervisor.give_up(number)
+                attempt.prepared.arena.release()
+                self.supervisor.give_up(attempt.number)
             if pending.end(error) and pending.logged:
                 _log_failure(pending, error)
             if not isinstance(error, Exception):
                 pending.asked = True  # raised here, and not once more by the next save
                 raise error from (None if error is caught else caught)
 
+    def wait_handed_over(self, timeout_s: float) -> None:
+        """Wait until the agents have the first save, which came before they were there.
+
+        Raises `DeadlineError`.
+        """
+        thread = self._handing_over
+        if thread is None or thread is threading.current_thread():
+            return
+        thread.join(min(timeout_s, threading.TIMEOUT_MAX))
+        if thread.is_alive():
+            raise DeadlineError(f"an earlier save still waits for its agent, longer than {timeout_s:g} s")
+        self._handing_over = None
+
     def wait_for(self, url: str, timeout_s: float, but: object = None) -> None:
         """Wait until no save to a place is under way, but those of one writer, which keep their order.
 
         If two saves commit at once, one may clear away the files of the other.  Raises `DeadlineError`.
         """
+        self.wait_handed_over(timeout_s)
         for pending in self._unfinished():
             if pending.place is not None and pending.place[0] == url and pending.place[1] is not but:
                 pending.wait_over(timeout_s)
@@ -181,6 +239,8 @@ class Background:
         for save in pending:
             with suppress(DeadlineError):
                 save.wait_over(deadline.remaining())
+        with suppress(DeadlineError):
+            self.wait_handed_over(deadline.remaining())
         self.supervisor.close(deadline, lambda: all(save.done() for save in pending))
         if self.arenas is not None:
             self.arenas.close()
@@ -204,7 +264,9 @@ class Background:
         with suppress(KeyboardInterrupt):  # a user who does not want to wait reads the fate of the saves
             if self.close():
                 return
-        if self._in_process:
+        if self._handing_over is not None:
+            logger.warning("this process ends before its agent took a save over, which is lost with it")
+        elif self._in_process:
             logger.warning("this process ends before its saves are committed, and they are lost with it")
         else:
             logger.warning(

@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from reknit.types.shard import Blob, SharedFile
 
 
-def begin_message(part: RankPart, session: AgentSession, save: TrainerSave, *, claimed: bool) -> say.Begin:
+def begin_message(part: RankPart, *, claimed: bool) -> say.Begin:
     """Return the first message about a save; only the root's has the values for the manifest.
 
-    With `claimed` the root has the claims of this rank under its layout from an earlier save.
+    With `claimed` the root has the claims of this rank under its layout from an earlier save.  The caller
+    sets the number, the write id and the circumstances of the save.
     """
     job, encoded = part.job, part.encoded
-    claims = part.claims(save.write_id, part.layout, shards=not claimed)
+    claims = part.claims(plan=part.layout, shards=not claimed)
     claims.blobs = [
         round_messages.EncodedBlob(blob.item, blob.key, blob.coordinate, b"")
         if _mapped(saved, blob)
@@ -35,7 +36,7 @@ def begin_message(part: RankPart, session: AgentSession, save: TrainerSave, *, c
     root = job.group.rank == 0
     extra = {"origin": job.origin if root else {}, "metadata": job.metadata if root else {}}
     return say.Begin(
-        number=save.number,
+        number=-1,
         url=job.url,
         factory=job.factory,
         overwrite=job.overwrite,
@@ -47,7 +48,6 @@ def begin_message(part: RankPart, session: AgentSession, save: TrainerSave, *, c
         coordinate=job.recorder.coordinate,
         record=None if job.run is None else job.run.record,
         tell_events=not all(sink.everywhere for sink in job.recorder.sinks),
-        circumstances=session.new_circumstances(save, job.options.timeout_s),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reknit.engine.background import agent_messages as say
 from reknit.engine.background.trainer.agent_session import Plan
@@ -14,6 +14,7 @@ from reknit.engine.saving.rank_part import RankPart
 from reknit.engine.saving.root import check_manifest
 from reknit.format import paths
 from reknit.monitor.phase import monotonic
+from reknit.processes.circumstances import here
 from reknit.system import start_thread
 
 if TYPE_CHECKING:
@@ -22,14 +23,21 @@ if TYPE_CHECKING:
     from reknit.engine.background.trainer.agent_session import AgentSession
     from reknit.engine.background.trainer.trainer_save import TrainerSave
     from reknit.engine.memory.arena_pool import Arenas, Lease
+    from reknit.engine.saving.compared_copies import Chosen
     from reknit.engine.saving.save_job import SaveJob
     from reknit.monitor.phase import Recorder
-
-_MOST_NBYTES = 2 << 30
-"""Most that is copied while an agent starts, which takes about as long."""
+    from reknit.processes.circumstances import Circumstances
 
 Until = Literal["collect", "arena", "copy"]
 """The last step that is done beside the start of an agent."""
+
+
+class Copied(NamedTuple):
+    """What the rest of a save needs of its call, once the state is copied and the caller goes on."""
+
+    chosen: Chosen
+    begin: say.Begin
+    circumstances: Circumstances
 
 
 class PreparedSave:
@@ -42,18 +50,20 @@ class PreparedSave:
         """Use `prepare`."""
         self.arena = SaveArena(arenas)
         self.begun = monotonic()
+        self.returned: float | None = None
+        """When the call returned, if that was before the agent took the save over."""
         self.plan: Plan | None = None
-        self.copied = False
-        """Whether the arena has all of the plan's files, but with headers of another write id."""
+        self.copied: Copied | None = None
+        """Set once the arena has all of the plan's files, but with headers of another write id."""
         self.recorder: Recorder | None = None
 
     def prepare(self, make: Callable[[], SaveJob], until: Until) -> BaseException | None:
         """Collect the holdings of the job of `make`, plan them, take an arena, and copy them there.
 
         None of this needs another rank, unless there are shards of which no framework records the other
-        holders; those are only collected.  A state is not copied yet if it is staged lazily.  Nor is a state
-        whose copy takes longer than the start of an agent: it is written while the rest is staged.  An error
-        is returned: the other ranks receive it through the agents, which may not be there yet.
+        holders; those are only collected.  A state is not copied yet if it is staged lazily, or if it is
+        larger than the arena.  An error is returned: the other ranks receive it through the agents, which may
+        not be there yet.
         """
         try:
             self.job = job = make()
@@ -79,28 +89,34 @@ class PreparedSave:
     def _copy(self, plan: Plan, lease: Lease) -> None:
         images = plan.outline.images(paths.new_write_id(), self.part.sources)
         snapshot = Snapshot(images, lease, None, self.job.options)
-        nbytes = sum(image.nbytes for image in images)
-        if snapshot.streamed or self.job.options.stage == "lazy" or nbytes > _MOST_NBYTES:
+        if snapshot.streamed or self.job.options.stage == "lazy":
             return
-        with self.job.recorder.phase("stage", nbytes=nbytes):
+        if self.job.group.rank == 0:
+            check_manifest(self.job)
+        chosen = self.part.compare()
+        with self.job.recorder.phase("stage", nbytes=sum(image.nbytes for image in images)):
             snapshot.take()
-        self.copied = True
+        self.copied = Copied(chosen, begin_message(self.part, claimed=False), here())
 
 
 def stage_for_agent(prepared: PreparedSave, session: AgentSession, save: TrainerSave) -> None:
     """Return when the state may be changed; with ``stage="lazy"``, except memory behind barriers."""
     job, part = prepared.job, prepared.part
-    recorder, check = job.recorder, job.options.check_replicas
+    recorder, check, copied = job.recorder, job.options.check_replicas, prepared.copied
     # 1 the holdings are collected; their plan is there, or this rank makes one alone, or with all ranks
-    if job.group.rank == 0:
+    if job.group.rank == 0 and not copied:
         check_manifest(job)
     plan = session.plan(save, part.layout)
     claimed = plan is not None and plan.assigned
     if plan is None and not part.needs_assignment:
         plan = session.keep(part.layout, prepared.plan_alone())
-    chosen = part.compare(None if plan is None else plan.chosen.get(check))
+    chosen = copied.chosen if copied else part.compare(None if plan is None else plan.chosen.get(check))
     lend_values(session, save, part.encoded)
-    save.begin(begin_message(part, session, save, claimed=claimed), recorder)
+    begin = copied.begin if copied else begin_message(part, claimed=claimed)
+    begin.circumstances = session.new_circumstances(
+        save, job.options.timeout_s, copied.circumstances if copied else None
+    )
+    save.begin(begin, recorder)
     # 2 plan; but for a new layout with shards that others may hold too, no rank waits for another
     plan = plan or agreed_plan(part, session, save)
     plan.chosen[check] = chosen
@@ -125,7 +141,7 @@ def stage_for_agent(prepared: PreparedSave, session: AgentSession, save: Trainer
     save.streamed = snapshot.streamed
     lazy = job.options.stage == "lazy" and not snapshot.streamed
     deferred = None
-    if prepared.copied:
+    if copied:
         snapshot.report_taken()
     else:
         with recorder.phase("stage", nbytes=sum(image.nbytes for image in images)):
@@ -135,7 +151,7 @@ def stage_for_agent(prepared: PreparedSave, session: AgentSession, save: Trainer
             else:
                 snapshot.take()
     # 4 training goes on; the outcome comes to `save`, which the user has as a `PendingSave`
-    save.blocked_s = monotonic() - prepared.begun
+    save.blocked_s = (prepared.returned or monotonic()) - prepared.begun
     if deferred:
         start_thread("reknit-stages", lambda: _settle(job, save, lambda: snapshot.settle(deferred, staging)))
     else:

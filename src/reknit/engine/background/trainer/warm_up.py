@@ -25,7 +25,8 @@ def warm_up(prepared: PreparedSave, session: AgentSession, save: TrainerSave) ->
     if job.options.stage == "lazy":
         for barrier in part.encoded.holdings.barriers:
             barrier.stands()  # so that the steps until the first save come by
-    begin = begin_message(part, session, save, claimed=False)
+    begin = begin_message(part, claimed=False)
+    begin.circumstances = session.new_circumstances(save, job.options.timeout_s)
     begin.claims.blobs, begin.claims.witnesses = [], round_messages.NO_WITNESSES  # assigned with each save
     begin.warm_up = True
     begin.promote_to = []
