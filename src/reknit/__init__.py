@@ -5,6 +5,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from reknit.processes import inherited as _inherited  # noqa: F401 (a fork before the first call counts, too)
+
 _STUB = __spec__.loader.get_data(f"{__path__[0]}/__init__.pyi")  # by the loader, which may read an archive
 _HOMES = {
     alias.name: str(statement.module)

@@ -6,7 +6,7 @@ import operator
 import os
 import sys
 import weakref
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 from urllib.parse import urlsplit
@@ -24,6 +24,7 @@ from reknit.frameworks.torch.carrier import TorchCarrier
 from reknit.frameworks.torch.torch_job import TorchStore, current_job, subgroup_job
 from reknit.keywords import checked_call, is_text
 from reknit.options import CommOptions
+from reknit.processes import inherited
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -76,18 +77,7 @@ def _alone_as(generation: int | None) -> SoloGroup:
 _trees: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
 
 
-_inherited: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The identities of jobs of the parent of this forked process, which is not a rank of them."""
-
-
-def _after_fork() -> None:
-    with suppress(Exception):  # torch may be in any state after a fork, and the child must go on
-        if (job := current_job()) is not None:
-            _inherited.add(job.identity)
-    _inherited.update(_trees)
-
-
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=lambda: inherited.jobs.update(_trees))
 
 
 class Ranks(NamedTuple):
@@ -161,7 +151,7 @@ def _of_all(of_torch: TrainingJob | None, of_jax: TrainingJob | None) -> Trainin
 
 def _joined(job: TrainingJob, options: CommOptions) -> Group:
     """Return the tree of a job's ranks, joined once for as long as torch's group lives."""
-    if job.identity in _inherited:
+    if job.identity in inherited.jobs:
         raise forked(job.rank)
     group = _trees.get(job.identity)
     if group is None:
