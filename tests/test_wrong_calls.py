@@ -241,7 +241,7 @@ def test_a_value_that_cannot_be_saved_is_told_what_to_save_instead(
 
 
 def test_a_vocabulary_that_grew_is_told_what_lets_it_grow(path: Path) -> None:
-    hint = "LoadOptions(allow_shape_mismatch=...) takes what both have"
+    hint = "LoadOptions(allow_shape_mismatch=...) takes the common part"
     state = {"model": {"w": np.zeros(6)}}
     with pytest.raises(reknit.MismatchError) as caught:
         reknit.load(path, state)
@@ -266,7 +266,7 @@ def test_one_thing_that_does_not_fit_is_one_place(path: Path) -> None:
         ("modle", "layer.weight", "no item 'modle'.*its items are 'model'"),
         ("model", "layer.wieght", r"no tensor 'layer\.wieght' in item.*did you mean 'layer\.weight'\?"),
         ("model", "epoch", "no tensor 'epoch'.*it is a value and no tensor"),
-        ("model", "qqqq", "no tensor 'qqqq'.*-> `tensors` lists what it has"),
+        ("model", "qqqq", "no tensor 'qqqq'.*-> `tensors` lists its tensors"),
     ],
 )
 def test_a_name_that_is_not_there_is_led_to_one_that_is(

@@ -213,7 +213,7 @@ def test_a_plan_that_the_root_does_not_know_is_named() -> None:
     world.save(lambda rank: [rows(rank, "a")])
     world.coordinator = Coordinator()
     world.ranks[0].plans.clear()
-    with pytest.raises(CommitError, match="rank 1 refers to a plan that the root does not know"):
+    with pytest.raises(CommitError, match="rank 1 refers to a plan that the root does not have"):
         world.save(lambda rank: [rows(rank, "a")])
 
 

@@ -232,17 +232,17 @@ def test_a_note_says_what_is_promoted_to_which_place_and_is_found_by_any_name_of
     agent_save = SimpleNamespace(since=5.0, places=[f"{tmp_path}/real/a", "s3://bucket/b"])
     note = Note()
     try:
-        note.tell(7, {3: agent_save})
+        note.write(7, {3: agent_save})
         rank, saves = running_agents.read_note(os.getpid()) or (None, [])
         assert rank == 7
         assert [tuple(save) for save in saves] == [(agent_save.since, path) for path in agent_save.places]
-        note.tell(7, {})
+        note.write(7, {})
         assert running_agents.read_note(os.getpid()) == (7, []), (
             "a shorter note leaves nothing of a longer one"
         )
     finally:
         note.close()
-    note.tell(7, {3: agent_save})  # too late, and no error
+    note.write(7, {3: agent_save})  # too late, and no error
     below = running_agents.is_below
     assert below(f"{tmp_path}/real/a", f"{tmp_path}/link")
     assert below("s3://bucket/run/b", "s3://bucket/run/")

@@ -196,7 +196,7 @@ def load_without_a_backend(path: str) -> Any:
 def test_hosts_whose_group_has_no_usable_backend_read_by_themselves_and_the_log_says_so(path: str) -> None:
     answers = run(2, load_without_a_backend, path, joined=False)
     said = (
-        "ranks of different hosts do not share what they read, and each host reads it: the process group has "
-        "no backend for a device that is there"
+        "ranks of different hosts do not share their reads, and each host reads all bytes: the process group "
+        "has no backend for a device that is there"
     )
     assert answers == [(True, 0, [said]), (True, 0, [])]

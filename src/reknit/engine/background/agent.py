@@ -294,7 +294,7 @@ class Agent:
     def _note_saves(self) -> None:
         """Note the saves of this process for other processes that look at it."""
         if self._note is not None:
-            self._note.tell(self._rank, self.saves)
+            self._note.write(self._rank, self.saves)
 
     def _note_end(self, save: AgentSave) -> None:
         """Note that a save, or one of its promotions, has ended."""

@@ -30,11 +30,9 @@ if TYPE_CHECKING:
 def agent_job(
     begin: say.Begin, options: SaveOptions, group: Group, send: Callable[[say.AgentMessage], object]
 ) -> SaveJob:
-    """Return a save as the agent carries it out, in its own `group`, with the store opened again.
+    """Return the job of a save in the agent: in its own `group`, with a store that the agent opens.
 
-    `send` sends a message to the trainer, for the sinks that only it has.
-
-    Raises `ReknitError`.
+    `send` sends a message to the trainer, for the sinks that only the trainer has.  Raises `ReknitError`.
     """
     try:
         storage = open_store(begin.url, begin.factory, options)
@@ -48,9 +46,9 @@ def agent_job(
         ) from error
     step, extra = begin.claims.step, json.loads(begin.extra)
     sinks = outlets_for(options.events)
-    if begin.tell_events:
+    if begin.sends_events:
         to_trainer = _ToTrainer(begin.number, send)
-        sinks += (Outlet(to_trainer, "the trainer does not hear of them", idle_s=1.0),)
+        sinks += (Outlet(to_trainer, "the trainer does not receive them", idle_s=1.0),)
     recorder = Recorder(
         action="save",
         rank=group.rank,

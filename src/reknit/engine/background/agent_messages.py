@@ -67,11 +67,11 @@ class Lend(AgentMessage):
 class Begin(AgentMessage):
     """To the agent: a save begins.
 
-    `factory` says how its store is opened, as `storage.registry.recipe` does.  `extra` has the values that
-    only the root's manifest needs, as JSON.  A `warm_up` is not a save: it ends with `Ready` instead of
-    `Planned`, and nothing is written.  `promote_to` are URL, factory and rate of each store that is to
-    have the checkpoint too, and the record that the run has there.  `record` is that of the run that the
-    checkpoint is a step of, if it is one.
+    `factory` opens its store, and comes from `storage.registry.recipe`.  `extra` has the values for the
+    manifest of the root, as JSON.  A `warm_up` is not a save: it ends with `Ready` instead of `Planned`, and
+    nothing is written.  `promote_to` has the URL, factory and rate of each store to which the checkpoint is
+    promoted, and the record of the run there.  `record` is the record of the run that the checkpoint is a
+    step of, or None.
     """
 
     number: int
@@ -85,17 +85,18 @@ class Begin(AgentMessage):
     promote_to: list[tuple[str, str | None, float | None, str | None]] = msgspec.field(default_factory=list)
     coordinate: dict[str, int] = msgspec.field(default_factory=dict)
     record: str | None = None
-    tell_events: bool = False
-    """Whether the trainer has sinks that the agent cannot open."""
+    sends_events: bool = False
+    """Whether the agent sends its events to the trainer, for sinks that only the trainer can open."""
     circumstances: Circumstances | None = None
-    """Those of this save, where they differ from those of the one before."""
+    """The circumstances of this save, if they differ from those of the save before."""
 
 
 class Planned(AgentMessage):
     """To the agent: the files of a save, which the arena will hold.
 
-    `files` are item, part and size, and those numbered `frozen` hold frozen tensors alone; `ring` is the
-    capacity that the arena is used with.  `columns` is None if the root has those of this plan.
+    `files` has the item, part and size of each file, and `frozen` the numbers of the files that hold only
+    frozen tensors.  `ring` is the used capacity of the arena.  `columns` is None if the root has the columns
+    of this plan.
     """
 
     number: int

@@ -188,13 +188,13 @@ class AgentSave(ReceivedSave):
         return self._end(end, last=last)
 
     def _end(self, end: say.SaveDone | say.Promoted, *, last: bool) -> bool:
-        """Send the trainer an end, and return whether it is there; the last one lets the next save write."""
+        """Send an end to the trainer; return whether it was sent.  The last end lets the next save write."""
         if last:
             with self._changed:
                 self.over.set()
                 self._changed.notify_all()
         self.note_end()
-        heard = self._channel.try_send(end)
+        is_sent = self._channel.try_send(end)
         if last:
             close_quietly(self.job.storage)
-        return heard
+        return is_sent

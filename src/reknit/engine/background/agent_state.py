@@ -83,11 +83,12 @@ class Adapting:
         self._due: Circumstances | None = None
 
     def adapt(self, due: Circumstances | None, earlier: Sequence[AgentSave], timeout_s: float) -> None:
-        """Set the circumstances of a save that begins, None for those of the save before it.
+        """Set the circumstances of a save that begins; None keeps those of the save before.
 
-        `earlier` are the saves under way.  They are committed first, and another umask waits for their
-        promotions, too.  Other promotions need only what their stores were opened with.  Raises
-        `DeadlineError`, and then the next save tries it again.
+        `earlier` are the saves under way.  They are committed first, and another umask also waits for
+        their promotions.  If the umask stays, promotions go on, since their
+        stores are open.  Raises `DeadlineError`;
+        then the next save tries again.
         """
         self._due = due or self._due
         if self._due is None:

@@ -137,7 +137,7 @@ class Checkpoint(Shown):
         url = self._open.storage.url
         if item not in self.items:
             return unknown_items([item], self.items, self._open.manifest, url)
-        remedy = "`tensors` lists what it has; `reknit show` does on a terminal"
+        remedy = "`tensors` lists its tensors; `reknit show` does on a terminal"
         if fqn in self.values[item]:
             remedy = "it is a value and no tensor: look in `values`"
         elif question := did_you_mean(fqn, self.tensors[item]):

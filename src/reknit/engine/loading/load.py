@@ -68,8 +68,8 @@ def _load(job: LoadJob, root: LoadCoordinator) -> LoadReport:
             collected = collect(job, metadata.checkpoint)
             answer = turn.exchange(collected.request(), partial(root.locate, collected))
 
-        # 3 Plan the reads.  4 Agree: what does not fit on any rank is an error on all, before a byte of any
-        # target changes.  Ranks that want the same bytes divide the reading.
+        # 3 Plan the reads.  4 Agree: a problem of any rank is an error on all ranks, before a byte of any
+        # target changes.  Ranks that want the same bytes divide the reads.
         with recorder.phase("agree"), comm.turn(group, "agree", timeout_s) as turn:
             parts = _plan(job, metadata, collected, round_messages.decode(answer, round_messages.Answer))
             early, late = parts
@@ -79,8 +79,8 @@ def _load(job: LoadJob, root: LoadCoordinator) -> LoadReport:
             request = _request(job, collected, early, late)
             decision = round_messages.decode(turn.exchange(request, root.agree), round_messages.LoadDecision)
 
-        # 5 Read, verify, deliver: first for objects, whose tensors come in memory of their own.  When one
-        # refuses, no live tensor has changed on any rank, unless by the object's own code.
+        # 5 Read, verify, deliver: first for objects, whose tensors are read into new memory.  When an object
+        # refuses them, only its own code can have changed a live tensor.
         recorder.expect(sum(part.reader.plan.nbytes for part in parts if part is not None))
         for name, part, share, deliver, left in (
             ("objects", early, decision.early_share, collected.wanted.deliver_early, _UNCHANGED),
@@ -89,7 +89,7 @@ def _load(job: LoadJob, root: LoadCoordinator) -> LoadReport:
             if name == "objects" and not decision.early:
                 continue
             if share is not None and share.num_turns:
-                # A rank without memory for exchanges with other hosts would keep these waiting in them.
+                # A rank without memory for the exchanges between hosts would block the other ranks in them.
                 with comm.turn(group, "reserve", timeout_s) as turn:
                     if part is not None and part.shared is not None:
                         part.shared.reserve(share)
@@ -104,14 +104,14 @@ def _load(job: LoadJob, root: LoadCoordinator) -> LoadReport:
                             part.reader.run(recorder, timeout_s)
                         with recorder.phase("deliver"):
                             deliver()
-                except StoppedError as error:  # the rank that failed says why; unless none does
+                except StoppedError as error:  # the rank that failed reports the cause, if one did
                     stopped = round_messages.encode(round_messages.Stopped(group.rank, error.message))
                 turn.exchange(stopped, root.finish)
     return load_report(job, collected, [early, late] if early else [late], decision)
 
 
 def _look_again(job: LoadJob, root: LoadCoordinator, error: ReknitError) -> bool:
-    """Return whether the checkpoint has changed, on all ranks, which met this error."""
+    """Return, on all ranks, whether the checkpoint has changed since the read that failed with `error`."""
     with comm.turn(job.group, "look_again", job.options.timeout_s) as turn:
         has_changed = bool(turn.exchange(b"", partial(root.look_again, error)))
     if has_changed:

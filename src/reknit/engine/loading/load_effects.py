@@ -113,5 +113,5 @@ def require_some(
         "no tensor of the target would be restored, and that is an error of any load; nothing was changed:"
         + "".join(lines),
         path=url,
-        remedy=hint(list(lacking)) or f"{near}`reknit show` lists what was saved",
+        remedy=hint(list(lacking)) or f"{near}`reknit show` lists the saved tensors and values",
     )

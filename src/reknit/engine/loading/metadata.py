@@ -91,7 +91,7 @@ def read_for_all(job: LoadJob, wanted: Sequence[round_messages.Items]) -> RootMe
     if absent := [item for item in items if item not in known and item not in optional]:
         remedy = "leave the others out of `state`, or name those to load in `items`"
         if not set(items).intersection(known):  # such as a state_dict without the name of its item
-            remedy = f"pass what to fill by these names: {{{', '.join(f'{item!r}: ...' for item in known)}}}"
+            remedy = f"pass the targets by these names: {{{', '.join(f'{item!r}: ...' for item in known)}}}"
         raise unknown_items(absent, known, contents.manifest, job.storage.url, remedy)
     everything = frozenset(contents.manifest.items)
     # The root keeps the whole contents, so it gets no answer.

@@ -298,12 +298,12 @@ class RangeReader:
             put(data, block * self.block_nbytes, spans)
 
     def _damaged(self, path: str, start: int, spans: Sequence[ReadSpan]) -> list[int]:
-        """Return every block whose digest is wrong; the spans begin and end with blocks (or the file)."""
+        """Return the blocks with a wrong digest; spans begin and end at blocks, or the end of the file."""
         file = self.checkpoint.files[path]
         block_nbytes = self.block_nbytes
         stop = spans[-1].start + len(spans[-1].buffer) if spans else start
         if start % block_nbytes or (stop % block_nbytes and stop != file.nbytes):
-            raise UsageError(f"bytes {start}:{stop} of {path} are no whole blocks, and cannot be verified")
+            raise UsageError(f"bytes {start}:{stop} of {path} are not whole blocks, and cannot be verified")
         parts: dict[int, list[NDArray[np.uint8]]] = {}
         for begin, buffer in spans:
             position = 0
@@ -312,7 +312,7 @@ class RangeReader:
                 end = min(len(buffer), (block + 1) * block_nbytes - begin)
                 parts.setdefault(block, []).append(buffer[position:end])
                 position = end
-        # The last block first: of what was just read, its bytes are still in the processor's cache.
+        # The last block first: it was read last, so its bytes are still in the processor's cache.
         return sorted(
             block
             for block, buffers in reversed(parts.items())

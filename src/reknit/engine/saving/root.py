@@ -70,16 +70,16 @@ def check_manifest(job: SaveJob) -> None:
 def commit(
     job: SaveJob, mine: Marker, index: bytes, merged: ManifestContent, warnings: Sequence[str]
 ) -> round_messages.CommitOutcome:
-    """Write the index, which is encoded, and commit the files in all ranks' receipts.
+    """Write the encoded `index`, and commit the files in the receipts of all ranks.
 
-    Raises `StateError` when no rank has an item, and `CommitError` when the parts do not make a whole, or the
-    marker of `begin` is gone; that is a `FencedError` if another save removed it.  Nothing exists before the
-    manifest is put, everything after.
+    The checkpoint exists from the moment when the manifest is put.  Raises `StateError` when no rank has an
+    item, and `CommitError` when the parts do not make a whole, or the marker of `begin` is gone.  If another
+    save removed the marker, that is a `FencedError`.
     """
     if not merged.items:
         raise StateError(
             "the state is empty on every rank, and would be a checkpoint of nothing",
-            remedy='pass what is to be saved: {"model": model}',
+            remedy='pass the objects to save: {"model": model}',
         )
     storage = job.storage
     _check_files(storage, merged, mine)

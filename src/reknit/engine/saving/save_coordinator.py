@@ -253,12 +253,12 @@ def _plans(latest: RankColumns) -> tuple[Ints, Ints, NDArray[np.bool_]]:
 
 
 def _slots(known: PlanCache, ranks: Ints, plans: Ints) -> Ints:
-    """Return the slots of ranks' plans, which are kept as long as rank and root count alike."""
+    """Return the slots of the plans of ranks.  Raises `CommitError` for a plan that the root lacks."""
     slots = known.find(ranks, plans)
     if (slots < 0).any():
         rank = int(ranks[slots < 0][0])
         raise CommitError(
-            f"rank {rank} refers to a plan that the root does not know",
+            f"rank {rank} refers to a plan that the root does not have",
             rank=rank,
             remedy="save again: each rank then makes a new plan",
         )

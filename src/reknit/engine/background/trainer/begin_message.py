@@ -46,7 +46,7 @@ def begin_message(part: RankPart, session: AgentSession, save: TrainerSave, *, c
         promote_to=list(job.promote_to),
         coordinate=job.recorder.coordinate,
         record=None if job.run is None else job.run.record,
-        tell_events=not all(sink.everywhere for sink in job.recorder.sinks),
+        sends_events=not all(sink.everywhere for sink in job.recorder.sinks),
         circumstances=session.new_circumstances(save, job.options.timeout_s),
     )
 

@@ -58,7 +58,7 @@ class Snapshot:
             self._report(number)
 
     def begin(self, deferred: Deferred) -> Staging:
-        """Copy the memory that may change at any time; `settle` copies the deferred memory, as it is now."""
+        """Copy the memory that may change at any time; `settle` copies the deferred memory later."""
         assert self._save is not None
         deferred.hold(self._save.pending.wait_staged)
         staging = self._staging()
@@ -66,7 +66,7 @@ class Snapshot:
         return staging
 
     def settle(self, deferred: Deferred, staging: Staging) -> None:
-        """Copy the deferred memory, in any thread: a copy to memory that is not pinned may take long.
+        """Copy the deferred memory; call it in any thread, since copies to unpinned memory may take long.
 
         Raises `StateError` when memory was changed before its copy was made.
         """
@@ -79,8 +79,8 @@ class Snapshot:
                 f"{changed[0]}{more} was changed while it was staged lazily, and not by a step of its "
                 "optimizer; nothing was committed",
                 phase="stage",
-                remedy="call pending.staged() before such a change, or save with stage='eager'; from now on "
-                "what this optimizer has is copied before save returns",
+                remedy="call pending.staged() before such a change, or save with stage='eager'; the "
+                "next saves copy the tensors of this optimizer before they return",
             )
         self._complete()
 

@@ -88,10 +88,10 @@ class PreparedSave:
 
 
 def stage_for_agent(prepared: PreparedSave, session: AgentSession, save: TrainerSave) -> None:
-    """Return when the state may be changed; with ``stage="lazy"``, except memory behind barriers."""
+    """Stage a save; after it the state may change, with ``stage="lazy"`` except memory behind barriers."""
     job, part = prepared.job, prepared.part
     recorder, check = job.recorder, job.options.check_replicas
-    # 1 the holdings are collected; their plan is there, or this rank makes one alone, or with all ranks
+    # 1 collect is done; the plan is known, or this rank makes it alone, or together with all ranks
     if job.group.rank == 0:
         check_manifest(job)
     plan = session.plan(save, part.layout)
@@ -101,7 +101,7 @@ def stage_for_agent(prepared: PreparedSave, session: AgentSession, save: Trainer
     chosen = part.compare(None if plan is None else plan.chosen.get(check))
     lend_values(session, save, part.encoded)
     save.begin(begin_message(part, session, save, claimed=claimed), recorder)
-    # 2 plan; but for a new layout with shards that others may hold too, no rank waits for another
+    # 2 plan; ranks wait for each other only for a new layout with shards that several ranks may hold
     plan = plan or agreed_plan(part, session, save)
     plan.chosen[check] = chosen
     with recorder.phase("plan"):

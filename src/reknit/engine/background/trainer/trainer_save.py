@@ -70,21 +70,21 @@ class TrainerSave:
             return self._owners
 
     def take(self, arenas: Arenas, lease: Lease) -> None:
-        """Note the arena that this save fills; it is released when neither side needs it any more."""
+        """Record the arena that this save fills; it is released when neither process needs it any more."""
         with self._changed:
             self._lease = arenas, lease
 
     def wait_freed(self, span: int, timeout_s: float) -> None:
-        """Wait until a span is written and its place may be filled anew."""
+        """Wait until a span is written, so that its place may be filled again."""
         with self._changed:
-            self._wait(lambda: span in self._freed, "what was staged to be written", timeout_s)
+            self._wait(lambda: span in self._freed, "staged bytes to be written", timeout_s)
 
     def report_filled(self, span: int) -> None:
         """Report to the agent that a span holds its bytes."""
         self.link.send(say.Filled(self.number, span))
 
     def staged(self) -> None:
-        """Note that the state may be changed: nothing more is copied from it."""
+        """Record that the state may change, since all copies from it are made."""
         self.pending.note_staged()
         with self._changed:
             self._staging = False
