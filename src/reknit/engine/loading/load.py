@@ -125,8 +125,7 @@ def _plan(
     collected: Collected,
     answer: round_messages.Answer,
 ) -> tuple[LoadPart | None, LoadPart]:
-    """Plan the first reads of this rank, for objects, and the later ones; add faults of files to its
-    problems.
+    """Plan the reads of this rank, first those for objects; add faults of files to its problems.
 
     The checkpoint of the readers has the rows of the index that they need.
     """
@@ -148,9 +147,9 @@ def _plan(
 def _damaged(
     job: LoadJob, checkpoint: OpenCheckpoint, parts: Sequence[LoadPart], alike: list[int]
 ) -> list[str]:
-    """Name the faults of the files that this rank reads; with ``verify="full"``, with its share of all.
+    """Return the faults of the files that this rank reads; with ``verify="full"``, of a share of all files.
 
-    The ranks `alike` read the same files: each looks at some of them.
+    The ranks `alike` read the same files, and divide the checks.
     """
     if job.options.verify == "full":
         with job.recorder.phase("verify"):
@@ -190,7 +189,7 @@ def _request(job: LoadJob, collected: Collected, early: LoadPart | None, late: L
 
 @contextmanager
 def _said(job: LoadJob, left: str) -> Iterator[None]:
-    """Say in errors how the target is left."""
+    """Add the state of the target to errors that pass."""
     try:
         yield
     except ReknitError as error:

@@ -80,7 +80,7 @@ def _prefixes(missing: Collection[str], unexpected: Collection[str]) -> Iterator
 
 
 def _with_states(roots: Iterable[str], saved: Container[str]) -> list[str]:
-    """Return roots, and those of the states of optimizers, which the target may not have yet."""
+    """Return roots, with the roots of the optimizer states that the target may not have yet."""
     both = (root for one in roots for root in (one, one.replace("param_groups/", "state/")))
     return [root for root in dict.fromkeys(both) if root in saved]
 
@@ -112,5 +112,5 @@ def _wrappers(missing: Collection[str], unexpected: Collection[str]) -> Iterator
 
 
 def _parted(names: Collection[str]) -> Sequence[_NameSplit]:
-    """Return names in their parts, but those of items that are themselves a tensor or value."""
+    """Return names split into their parts, without items that are themselves a tensor or value."""
     return [_NameSplit(found[1], found[2]) for name in names if (found := _NAME.fullmatch(name)) is not None]

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from reknit.monitor.phase import Recorder
 
 _MOST_NBYTES = 2 << 30
-"""Most that is copied while an agent starts, which takes about as long."""
+"""Limit of the bytes copied while an agent starts, which takes about as long."""
 
 Until = Literal["collect", "arena", "copy"]
-"""The last step that is done beside the start of an agent."""
+"""The last step to take while an agent starts."""
 
 
 class PreparedSave:
-    """A save up to the first message to the agent: this rank prepares it alone, beside the agent's start."""
+    """A save up to its first message, which this rank prepares alone while the agent starts."""
 
     job: SaveJob
     part: RankPart
@@ -44,16 +44,16 @@ class PreparedSave:
         self.begun = monotonic()
         self.plan: Plan | None = None
         self.copied = False
-        """Whether the arena has all of the plan's files, but with headers of another write id."""
+        """Whether the arena has all files of the plan, with headers of another write id."""
         self.recorder: Recorder | None = None
 
     def prepare(self, make: Callable[[], SaveJob], until: Until) -> BaseException | None:
-        """Collect the holdings of the job of `make`, plan them, take an arena, and copy them there.
+        """Collect the holdings of the job of `make`, plan them, and copy them to an arena; return an error.
 
-        None of this needs another rank, unless there are shards of which no framework records the other
-        holders; those are only collected.  A state is not copied yet if it is staged lazily.  Nor is a state
-        whose copy takes longer than the start of an agent: it is written while the rest is staged.  An error
-        is returned: the other ranks receive it through the agents, which may not be there yet.
+        This rank works alone, so holdings are only collected if a framework does not record the other
+        holders of some shards.  A state that is staged lazily is not copied yet.  Neither is a state whose
+        copy would take longer than the start of an agent, since its agent writes while it is staged.  An
+        error is returned because the other ranks receive it through the agents, which may not run yet.
         """
         try:
             self.job = job = make()
@@ -70,7 +70,7 @@ class PreparedSave:
         return None
 
     def plan_alone(self) -> Plan:
-        """Return the plan of holdings that all have their replicas."""
+        """Return the plan of holdings in which every shard lists its replicas."""
         if self.plan is None:
             with self.job.recorder.phase("plan"):
                 self.plan = Plan(self.part.outline())
@@ -134,7 +134,7 @@ def stage_for_agent(prepared: PreparedSave, session: AgentSession, save: Trainer
                 staging = snapshot.begin(deferred)
             else:
                 snapshot.take()
-    # 4 training goes on; the outcome comes to `save`, which the user has as a `PendingSave`
+    # 4 training goes on; `save` receives the outcome, which the user has as a `PendingSave`
     save.blocked_s = monotonic() - prepared.begun
     if deferred:
         start_thread("reknit-stages", lambda: _settle(job, save, lambda: snapshot.settle(deferred, staging)))
@@ -143,7 +143,7 @@ def stage_for_agent(prepared: PreparedSave, session: AgentSession, save: Trainer
 
 
 def agreed_plan(part: RankPart, session: AgentSession, save: TrainerSave) -> Plan:
-    """Return the plan for a layout that is new; all ranks have to come to this save before."""
+    """Return the plan for a new layout, once all ranks have begun this save."""
     job = part.job
     with job.recorder.phase("assign"):
         owners = save.owners(job.options.timeout_s)
