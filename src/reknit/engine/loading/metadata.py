@@ -79,8 +79,8 @@ def read_for_all(job: LoadJob, wanted: Sequence[round_messages.Items]) -> RootMe
     """Read the items that ranks load; the root alone opens the manifest, the index and the shared values.
 
     With transforms of names, any item may hold wanted entries, so all items are read, and all names are sent
-    to all ranks.  With ``verify="full"`` all ranks get the whole manifest, with the digests
-    of all files.  Raises `MismatchError` for an item that is needed and missing, and the errors of `opened`.
+    to all ranks.  With ``verify="full"`` all ranks get the whole manifest, with the digests of all files.
+    Raises `MismatchError` for an item that is needed and missing, and the errors of `opened`.
     """
     items = list(dict.fromkeys(item for rank in wanted for item in rank.names))
     optional = {item for rank in wanted for item in rank.optional}
