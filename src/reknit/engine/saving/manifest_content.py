@@ -58,9 +58,9 @@ def receipts_to_manifest(receipts: RankColumns, write_id: str) -> ManifestConten
     - `kept` and `unequal`: tables of item, FQN and ranks of copies that differ.
 
     For each file of a rank: `folder` (a number of the table `folders`, items), `kind` (a number of `KINDS`),
-    `number` (part, or number of the own values), `nbytes` and `num_blocks`.  `digests` has those of the blocks of
-    all its files.  For each file of own values, `places` has the names of its coordinate (a table), and
-    `coordinates` their numbers.
+    `number` (part, or number of the own values), `nbytes` and `num_blocks`.  `digests` has the digests of the
+    blocks of all its files.  For each file of own values, `places` has the names of its coordinate (a table),
+    and `coordinates` their numbers.
     """
     lists, tables = receipts.lists, receipts.tables
     ranks = np.repeat(receipts.ranks, lists["folder"].counts)
