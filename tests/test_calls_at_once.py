@@ -1,4 +1,4 @@
-"""Threads of a process save, load and close at once: they share what there is one of, and disturb nobody."""
+"""Threads of a process save, load and close at once: they share one agent, and do not disturb each other."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _threads_take_turns_often() -> Iterator[None]:
 
 
 def at_once(make: Callable[[], Any]) -> int:
-    """Let threads call the same at the same time, and return how many different objects they got."""
+    """Call `make` in many threads at once, and return the number of different objects that they got."""
     begin = threading.Barrier(THREADS)
 
     def call() -> Any:

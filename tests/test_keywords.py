@@ -129,7 +129,7 @@ def test_the_error_reaches_other_processes_as_it_is() -> None:
 
 
 def public() -> list[tuple[str, Any]]:
-    """Return all that users call, by the names that they know."""
+    """Return everything that users call, with its public name."""
     spaces = {"": reknit, "policies.": reknit.policies, "transforms.": reknit.transforms}
     spaces |= {"sinks.": reknit.sinks, "alerts.": reknit.alerts}
     named = ((space, module, name) for space, module in spaces.items() for name in module.__all__)

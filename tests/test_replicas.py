@@ -1,4 +1,4 @@
-"""Loading what is damaged here, and whole elsewhere."""
+"""Loads of a checkpoint that is damaged here, and whole in another place."""
 
 from __future__ import annotations
 
