@@ -1,4 +1,4 @@
-"""Saves that are staged lazily: a checkpoint has the values at the call, whatever changes later."""
+"""Saves that are staged lazily: a checkpoint has the values at the call, in spite of all later changes."""
 
 from __future__ import annotations
 
