@@ -262,7 +262,7 @@ def test_small_and_scattered_tensors_of_an_optimizer_are_copied_before_save_retu
         for p in parameters.values():
             p.grad = torch.ones_like(p)
         optimizer.step()
-    assert deferred == ["above"], "only rows of more than 64 KiB are deferred"
+    assert deferred == ["above"], "only contiguous tensors of more than 64 KiB are deferred"
 
 
 def test_a_model_without_its_optimizer_is_copied_before_save_returns(gate: Gate) -> None:

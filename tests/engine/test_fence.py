@@ -162,7 +162,7 @@ def played(
     overwrite: bool,
     before: int | None = None,
 ) -> None:
-    """Let runs 1, 2, ... of these generations save at once, and check what each of them committed.
+    """Let runs 1, 2, ... of these generations save at once, and check the commits and errors of all.
 
     `choose` picks the run that does the next operation, and the checks hold for any order.  Of two runs that
     fence each other off none commits, and the value `before` stays.

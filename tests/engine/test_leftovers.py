@@ -1,4 +1,4 @@
-"""The files of killed saves are removed, and all others stay, beside any files and with saves that wake up."""
+"""The files of killed saves are removed; foreign files, and those of saves that wake up, stay."""
 
 from __future__ import annotations
 
