@@ -56,7 +56,7 @@ _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _CAP_SYS_ADMIN, _NEW_MOUNTS, _PRIVATE, _READ_ONLY = 21, 0x20000, 0x44000, 1
 
 KNOWN = platform.machine() in _CALLS
-"""Whether the calls of this machine can be refused here."""
+"""Whether system calls can be refused here."""
 
 
 def refuse(calls: dict[str, int]) -> None:

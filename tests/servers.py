@@ -54,7 +54,7 @@ def environment(name: str, endpoint: str | None = None) -> dict[str, str]:
 
 
 def new_url(name: str) -> str:
-    """Return the URL of a folder that nobody has used."""
+    """Return the URL of a new folder."""
     return f"{SCHEMES[name]}://{server(name)['bucket']}/test-{uuid.uuid4().hex[:12]}"
 
 

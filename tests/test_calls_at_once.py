@@ -68,7 +68,7 @@ def test_a_save_ends_well_while_another_thread_begins_the_first_to_another_kind_
     monkeypatch.setattr(
         background_of(group, elsewhere=True),
         "surface",
-        lambda but: background_of(group, elsewhere=False),  # as if another thread came at this moment
+        lambda but: background_of(group, elsewhere=False),  # as if another thread called at this moment
     )
     assert reknit.save(tmp_path / "step", {"step": 1}, group=group).done()
 

@@ -132,7 +132,7 @@ def test_a_save_that_fails_before_its_agent_hears_of_it_says_so_in_the_end(
             raise ValueError("no state yet")
 
         def load_state_dict(self, state: dict[str, Any]) -> None:
-            """Take nothing."""
+            """Load nothing."""
 
     collected = Collected()
     options = reknit.SaveOptions(events=collected)

@@ -1,4 +1,4 @@
-"""A keyword that a call does not have: the error says where it belongs, or which one is meant."""
+"""A keyword that a call does not have: the error names the place of the keyword, or the one that is meant."""
 
 from __future__ import annotations
 

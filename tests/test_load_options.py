@@ -383,7 +383,7 @@ NUMBERS = st.one_of(
 
 
 @settings(max_examples=examples(200))
-@example([1 + 2**-11 + 2**-40], "float64", "float16")  # rounded once or twice, which is not the same
+@example([1 + 2**-11 + 2**-40], "float64", "float16")  # rounding twice would give another result
 @given(st.lists(NUMBERS, min_size=1, max_size=20), st.sampled_from(FLOATS), st.sampled_from(FLOATS))
 def test_numpy_and_torch_targets_get_the_same_bits(numbers: list[float], name: str, target: str) -> None:
     with np.errstate(over="ignore"):

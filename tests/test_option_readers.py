@@ -215,7 +215,7 @@ def test_a_save_in_the_background_sees_each_option_and_so_do_its_agent_and_its_p
         reknit.save("optional://c", state(), wait=False, options=again).promoted(60)
         assert reknit.close(60)
     check(seen, chosen)
-    once = {"comm"} | (seen.keys() - later.keys())  # that of later saves finds the group, and connects nobody
+    once = {"comm"} | (seen.keys() - later.keys())  # later saves find the group, and do not connect
     assert sorted(once) == sorted(names_in(SaveOptions, "start"))
     of_agent = {name for name, readers in seen.items() if any(of_agent for _, _, of_agent in readers)}
     assert sorted(of_agent) == sorted(names_in(SaveOptions, "agent"))

@@ -238,13 +238,13 @@ def test_a_failure_that_nobody_asked_for_is_raised_by_the_next_save(
 ) -> None:
     pending = save(tmp_path / "a", failing(tmp_path, "b"))
     pending.wait_promoted(LIMIT_S)
-    pending.result()  # that of the save alone
+    pending.result()  # the result of the save alone
     with pytest.raises(reknit.errors.StorageFullError):
         save(tmp_path / "c", None, wait=False)
     (reported,) = [record for record in caplog.records if "promotion of" in record.message]
     assert reported.levelno == logging.ERROR
     assert str(tmp_path / "b") in reported.message
-    assert reknit.close(LIMIT_S)  # that save goes on
+    assert reknit.close(LIMIT_S)  # close waits for the save
     assert value_at(tmp_path / "c") == 1
 
 

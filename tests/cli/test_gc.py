@@ -163,7 +163,7 @@ def test_what_a_killed_save_left_is_listed_and_goes_and_readers_notice_nothing(
     if where.kind == "hdfs":
         assert left["temporary"]
 
-    # It is young: it may be under way.
+    # The save is young, so it may be under way.
     assert {row["name"] for row in rows(command, where)} == {"b"}
     assert all(row["kept"] for row in rows(command, where, "--delete"))
     assert where.held() == left
@@ -173,7 +173,7 @@ def test_what_a_killed_save_left_is_listed_and_goes_and_readers_notice_nothing(
 
     listed = rows(command, where, "--older-than", "0")
     assert not any(row["kept"] or row["deleted"] for row in listed)
-    if where.kind != "hdfs":  # which does not report the size of a file that nobody has closed
+    if where.kind != "hdfs":  # HDFS does not report the size of an open file
         assert sum(row["nbytes"] for row in listed) >= 15 << 20
     assert where.held() == left
 
@@ -259,7 +259,7 @@ def test_ctrl_c_in_the_middle_of_an_upload_leaves_nothing(where: Where) -> None:
         waiting(process)
         assert len(where.held()["upload"]) == 1
         process.send_signal(signal.SIGINT)
-        time.sleep(0.2)  # it is the main thread that is interrupted, and then waits for the one that stalls
+        time.sleep(0.2)  # the interrupted main thread waits for the one that stalls
         _, said = process.communicate("go on\n", timeout=60)
     finally:
         process.kill()

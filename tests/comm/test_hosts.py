@@ -47,7 +47,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 
 class Asked:
-    """A store that notes when so many ranks have called a method of it."""
+    """A store that sets an event when `number` ranks have called one of its methods."""
 
     def __init__(self, store: Store, number: int, method: str) -> None:
         self._store, self._number, self._method = store, number, method
@@ -77,7 +77,7 @@ def gather(
     after: str = "get",
     timeout_s: float = 20.0,
 ) -> dict[int, Shape | BaseException]:
-    """Let ranks meet, each in a thread, and return the result or the error of each.
+    """Connect ranks, each in a thread, and return the result or the error of each.
 
     Late ranks come so long after all others have first called a method of the store.
     """

@@ -1,4 +1,4 @@
-"""Ranks with certificates of one authority reach each other, and nobody else reaches them."""
+"""Ranks with certificates of one authority reach each other, and no other process reaches them."""
 
 from __future__ import annotations
 

@@ -604,7 +604,7 @@ def test_what_is_saved_is_collected_and_copied_while_the_first_agent_starts(
             return {}
 
         def load_state_dict(self, state: dict[str, Any]) -> None:
-            """Take nothing."""
+            """Load nothing."""
 
     def changing(*arguments: Any, form: Callable[..., AgentSession] = AgentSession.form) -> AgentSession:
         for array in state.values():

@@ -293,7 +293,7 @@ def test_an_upload_of_a_committed_save_is_left_over_and_its_files_are_not(
 
 
 def test_links_are_not_followed(committed: Path, tmp_path: Path) -> None:
-    """Neither out of the folder nor around in it."""
+    """A sweep follows neither links out of the folder nor links within it."""
     touch(tmp_path / "elsewhere" / THINGS["data"], OLD)
     root = tmp_path / "root"
     root.mkdir()

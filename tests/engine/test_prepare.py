@@ -438,7 +438,7 @@ def test_agents_that_are_lost_while_it_goes_on_are_replaced(tmp_path: Path) -> N
             return {}
 
         def load_state_dict(self, state: dict[str, Any]) -> None:
-            """Take nothing."""
+            """Load nothing."""
 
     def rank(group: Group) -> list[str]:
         state = state_of(group.rank)

@@ -253,7 +253,7 @@ def test_a_piece_is_given_back_after_it_is_written_and_before_the_file_is_finish
     ProcessMemory.clear("order")
 
 
-# Memory that somebody else fills
+# Memory that another thread fills
 
 
 class Ring:

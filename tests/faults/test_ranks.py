@@ -344,7 +344,7 @@ def load_different_items(root: str) -> Any:
     saved(f"{root}/x", 1)
     target = state(7)
     item = ("model", "extra")[dist.get_rank()]
-    # Rank 0 takes no value, rank 1 no tensor; own.1 is wanted by nobody.
+    # Rank 0 takes no value, rank 1 no tensor, and no rank takes own.1.
     report = reknit.load(f"{root}/x", {item: target[item]}, strict=False, options=LOAD)
     return report.missing, report.unexpected, target[item]["epoch" if item == "extra" else "all"]
 

@@ -327,7 +327,7 @@ class Strikes:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take nothing."""
+        """Load nothing."""
 
 
 def prepare_and_lose(log: str, root: str, rank: int, size: int, victim: str, late: bool) -> None:

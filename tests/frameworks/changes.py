@@ -22,7 +22,7 @@ State = dict[str, Any]
 
 
 class ExtraState(nn.Linear):
-    """A module whose state dict says more than its tensors."""
+    """A module whose state dict has more than its tensors."""
 
     def get_extra_state(self) -> Any:
         return {"calls": self.in_features}
@@ -138,7 +138,7 @@ def set_local(state: State, random: random.Random) -> None:
 
 
 def claim_chunks(state: State, random: random.Random) -> None:
-    """Let a local tensor say itself where it lies."""
+    """Give a local tensor a method that returns its own place."""
     _, _, parameter = _parameter(state, random)
     if isinstance(parameter, DTensor):
         chunks: list[Any] = []

@@ -182,7 +182,7 @@ def _as_it_was() -> None:
 
 
 def test_a_state_that_is_as_it_was_is_not_walked_through() -> None:
-    assert run(1, _as_it_was) == [None]  # in this process somebody may have changed torch's modules
+    assert run(1, _as_it_was) == [None]  # in this process, other tests may have changed torch's modules
 
 
 def _moved_in_memory() -> None:

@@ -1,4 +1,4 @@
-"""Messages between two processes arrive, however large, and hold up nobody."""
+"""Messages of any size between two processes arrive, and block neither of them."""
 
 from __future__ import annotations
 

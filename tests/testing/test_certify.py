@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Overwriting(ForwardingStorage):
-    """A store that takes no notice of `if_absent`, as some object stores do."""
+    """A store that ignores `if_absent`, as some object stores do."""
 
     def around(self, inner: Storage, path: str) -> Storage:
         return Overwriting(inner)

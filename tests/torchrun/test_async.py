@@ -109,7 +109,7 @@ class Failing:
         raise ValueError("the tokenizer is gone")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take nothing."""
+        """Load nothing."""
 
 
 def prepare_first(layout: str, root: str) -> str:

@@ -25,7 +25,7 @@ def chunked(length: int, parts: int) -> list[tuple[int, int]]:
 
 
 def spread(shape: tuple[int, ...], size: int, rng: random.Random) -> list[Part]:
-    """Return a random layout of a tensor over `size` ranks; every element is held by somebody."""
+    """Return a random layout of a tensor over `size` ranks; some rank holds each element."""
     ranks = tuple(range(size))
     groups = rng.choice([g for g in range(1, size + 1) if size % g == 0])
     teams = [ranks[k :: size // groups] for k in range(size // groups)]  # replicas share a team

@@ -1,4 +1,4 @@
-"""Objects with an exception in one of their methods, by the call that meets it."""
+"""Objects with an exception in one of their methods, by the call that raises it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ByProperty:
         return fails()
 
     def load_state_dict(self, state: Any) -> None:
-        """Take nothing."""
+        """Load nothing."""
 
 
 class Entries(Mapping[str, Any]):
@@ -122,7 +122,7 @@ class Bags:
             yield Held("w", (2,), "float32", (0,), (2,), value.memory)
 
     def restore(self, value: Bag, held: Sequence[Held], values: Mapping[str, Any]) -> None:
-        """Take nothing."""
+        """Load nothing."""
 
 
 def planted(make: Callable[[], Any], *names: str) -> Any:

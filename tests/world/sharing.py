@@ -129,7 +129,7 @@ class ThreadCarrier:
 
 
 class CellStorage(CountingStorage):
-    """A store in memory that likes to be read in small pieces, and counts them."""
+    """A store in memory that is read in small pieces, and counts them."""
 
     def __init__(self, name: str, cell_nbytes: int) -> None:
         super().__init__(name)
