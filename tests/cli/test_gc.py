@@ -106,7 +106,7 @@ def begun(where: Where, kind: str, operation: str) -> subprocess.Popen[str]:
 
 
 def killed(where: Where) -> None:
-    """Let a save to the folder ``b`` be killed when its bytes are all given, and its file is not there."""
+    """Kill a save to the folder ``b`` after its last byte is written, and before its file exists."""
     process = begun(where, "kill", "finish")
     _, said = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL, said

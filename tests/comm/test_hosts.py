@@ -36,7 +36,7 @@ _where = threading.local()
 
 @pytest.fixture(autouse=True)
 def named_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each thread be on a host of its own choice."""
+    """Let each thread choose its host."""
     real = identity.host
     monkeypatch.setattr(identity, "host", lambda: getattr(_where, "host", None) or real())
 

@@ -155,7 +155,7 @@ class Stage:
             self._changed.wait_for(lambda: number not in self._waiting or self._over)
 
     def play(self, choose: Callable[[list[int]], int]) -> None:
-        """Let one run after the other do one operation, as `choose` picks, until all have ended."""
+        """Let the run that `choose` picks do one operation, again and again, until all have ended."""
         try:
             while True:
                 with self._changed:

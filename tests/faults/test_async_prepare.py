@@ -1,4 +1,4 @@
-"""A rank or an agent dies while all ranks prepare for saves: the others raise at once, and leave no process."""
+"""A rank or agent dies while all ranks prepare for saves: the others raise at once, and leave no process."""
 
 from __future__ import annotations
 

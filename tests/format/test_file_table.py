@@ -1,4 +1,4 @@
-"""The table of files in an index stands for a list in the manifest, and is refused where it lies."""
+"""The table of files in an index replaces the list in the manifest, and is refused if it is wrong."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def place_anew(state: State, random: random.Random) -> None:
 
 
 def train_or_freeze(state: State, random: random.Random) -> None:
-    """Let a parameter be trained, or no more."""
+    """Switch the training of a parameter on or off."""
     _, _, parameter = _parameter(state, random)
     parameter.requires_grad_(not parameter.requires_grad)
 
@@ -225,7 +225,7 @@ def hook(state: State, random: random.Random) -> None:
 
 
 def train(state: State, random: random.Random) -> None:
-    """Take a step, or a part of one where a state or a form does not fit any more."""
+    """Take a step, or a part of it if a state or a form no longer fits."""
     with suppress(KeyError, RuntimeError, IndexError):
         step(state["optimizer"])
     state["schedule"].step()
@@ -283,7 +283,7 @@ def change_states(state: State, random: random.Random) -> None:
 
 
 def hook_optimizer(state: State, random: random.Random) -> None:
-    """Let an optimizer have a protocol of its own, or be around another."""
+    """Give an optimizer a protocol of its own, or wrap it in another."""
     optimizer = state["optimizer"]
     kind = random.randrange(3)
     if kind == 0:

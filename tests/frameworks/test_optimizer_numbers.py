@@ -1,4 +1,4 @@
-"""Numbers of optimizers that are tensors on the other side: options, counters and states."""
+"""Numbers of optimizers that are saved as tensors, and tensors saved as numbers: options and states."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Random lives of runs whose agents are processes: trainers, agents or both are killed, and tiers are lost.
 
-`python -m tests.runs.agent_lives --seeds 40 --first 0` lets many live.  Whenever the kill comes, the step
-that was committed last, and not lost since, loads, and so does every other that a tier lists; the next life
-goes on from the newest.  A run is known by its seed but for the moment of the kill.
+`python -m tests.runs.agent_lives --seeds 40 --first 0` makes many runs.  After a kill at any moment, the last
+committed step loads, unless it was lost since, and so does every other step that a tier lists.  The next job
+goes on from the newest step.  The seed of a run determines all of it, except the exact moments of the kills.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Lives:
         self.done: Counter[str] = Counter()
 
     def live(self, lives: int = 5) -> None:
-        """Let one life after another end by a kill, the last in peace."""
+        """Run one job after another, each ended by a kill, and the last by itself."""
         for number in range(lives):
             self._one_life(number, "nobody" if number == lives - 1 else self._rng.choice(_VICTIMS))
 

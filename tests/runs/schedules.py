@@ -121,7 +121,7 @@ def _open(url: str, durability: Durability) -> _Named:
 
 
 class Schedule:
-    """The lives of one run."""
+    """The schedule of one run."""
 
     def __init__(self, seed: int) -> None:
         register(SCHEME, _open)

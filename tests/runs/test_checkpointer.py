@@ -242,7 +242,7 @@ def test_what_an_earlier_run_has_begun_cannot_commit_behind_a_new_one(tmp_path: 
         marker.touch()
     with Checkpointer(tmp_path, wait=True) as run:
         assert run.resume(state()) == 6
-        assert [marker.exists() for marker in begun] == [True, False]  # step 3 could not become the newest step
+        assert [marker.exists() for marker in begun] == [True, False]  # step 3 could not be the newest
         run.save(9, state(9.0))
     assert numbers(tmp_path) == [5, 9]
 
