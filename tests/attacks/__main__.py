@@ -79,7 +79,7 @@ def _report_memory() -> None:
 
 
 def _report_mutations() -> None:
-    """Change bytes of a good index where the reader's own checks look least: inside its pages."""
+    """Change bytes inside the pages of a good index, which the reader's own checks cover least."""
     good = encode_index(sample_index())
     dice = random.Random(0)
     tried = refused = 0

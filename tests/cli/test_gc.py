@@ -189,7 +189,7 @@ def test_what_a_killed_save_left_is_listed_and_goes_and_readers_notice_nothing(
 
 
 class Reading:
-    """Load a checkpoint again and again meanwhile."""
+    """Load a checkpoint again and again while the block runs."""
 
     def __init__(self, url: str, state: dict[str, Any]) -> None:
         self.url, self.state = url, state
@@ -218,7 +218,7 @@ class Reading:
 
 
 def test_a_save_under_way_is_left_alone(command: Command, where: Where) -> None:
-    """Over a checkpoint, which stays as it is until that save commits."""
+    """The save is over a checkpoint, which stays as it is until that save commits."""
     reknit.save(where.at("b"), {"x": np.arange(10)})
     process = begun(where, "stall", "finish")
     try:
@@ -235,7 +235,7 @@ def test_a_save_under_way_is_left_alone(command: Command, where: Where) -> None:
 
 
 def test_a_save_that_was_taken_for_dead_fails_and_harms_nothing(command: Command, where: Where) -> None:
-    """Its files go while it sleeps, right before it commits."""
+    """The files of the save are removed while it sleeps, right before it commits."""
     reknit.save(where.at("b"), {"x": np.arange(10)})
     before = where.held()
     process = begun(where, "stall", "commit")
@@ -270,7 +270,7 @@ def test_ctrl_c_in_the_middle_of_an_upload_leaves_nothing(where: Where) -> None:
 
 @pytest.mark.parametrize("where", ["s3"], indirect=True)
 def test_uploads_of_others_are_left_alone(command: Command, where: Where) -> None:
-    """Below the same prefix, or below one that only begins alike."""
+    """The uploads are below the same prefix, or below one that only begins alike."""
     reknit.save(where.at("a"), {"x": np.arange(10)})
     for url in (f"{where.url}/backup.tar", f"{where.url}2/model/00000.0123abcd.safetensors"):
         upload_begun(url)

@@ -1,4 +1,4 @@
-"""Ranks send rank 0 their hosts through a store, also where an earlier run has left its words."""
+"""Ranks send rank 0 their hosts through a store, also if an earlier run has left entries there."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def test_a_rank_0_whose_place_was_taken_says_so(store: Store) -> None:
 
 
 class ReplacingStore(MemoryStore):
-    """A store in which another run begins at the moment when all ranks of the first have come."""
+    """A store in which another run begins as soon as all ranks of the first have arrived."""
 
     def get_many(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
         values = [self.get(key, timeout_s) for key in keys]
@@ -361,7 +361,7 @@ def test_ranks_hear_that_rank_0_was_interrupted() -> None:
 
 
 class MeddlingStore(MemoryStore):
-    """A store in which the entry of rank 0 is exchanged for another."""
+    """A store in which another entry replaces that of rank 0."""
 
     def __init__(self, reported: bytes) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ ROUND = Heading("job", 7, 0, "plan", "")
 
 
 class RankAbove:
-    """Keeps all messages, and answers reports with `end`."""
+    """A parent that keeps all messages, and answers reports with `end`."""
 
     def __init__(self, end: Outcome | ReknitError | None = None) -> None:
         self.end = end

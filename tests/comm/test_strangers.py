@@ -1,4 +1,4 @@
-"""Who finds the port of a rank without knowing its token: scans, noise, other protocols, and silence."""
+"""Strangers who connect to a rank without its token: scans, noise, other protocols, and silence."""
 
 from __future__ import annotations
 

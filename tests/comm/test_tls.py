@@ -28,7 +28,7 @@ SECRET = "a secret of the job"
 
 
 class Authority(NamedTuple):
-    """Who signs certificates, and where they are."""
+    """An authority that signs certificates, and the folder of these."""
 
     ca: trustme.CA
     folder: Path

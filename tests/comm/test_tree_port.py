@@ -36,7 +36,7 @@ else:
 
 @pytest.fixture
 def ports() -> Iterator[list[TreeGroup]]:
-    """The ports of ranks 0, 1 and 3 below it, and 2."""
+    """Yield the ports of ranks 0, 1, 3 (below rank 1) and 2."""
     taken = listen_all(4)
     yield taken
     for port in taken:

@@ -105,7 +105,7 @@ def _plain(tensor: Any) -> Any:
 
 
 def replace_parameter(state: State, random: random.Random) -> None:
-    """Put another parameter in the place of one, perhaps where that lay in memory."""
+    """Replace a parameter by another, perhaps at the same place in memory."""
     module, name, parameter = _parameter(state, random)
     new = torch.rand(random.choice([(4,), (4, 4), (2, 4), ()]))
     del parameter
@@ -115,13 +115,13 @@ def replace_parameter(state: State, random: random.Random) -> None:
 
 
 def same_again(state: State, random: random.Random) -> None:
-    """Replace a parameter by one that is as it was."""
+    """Replace a parameter by an equal one."""
     module, name, parameter = _parameter(state, random)
     setattr(module, name, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
 
 
 def set_data(state: State, random: random.Random) -> None:
-    """Give a parameter other memory, of another form perhaps."""
+    """Give a parameter other memory, perhaps of another form."""
     _, _, parameter = _parameter(state, random)
     if not isinstance(parameter, DTensor):
         forms = [parameter.data.clone(), parameter.data.double(), parameter.data.t().contiguous().t()]

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class Text(Message):
-    """Some text."""
+    """A message with a text."""
 
     text: str
 
 
 class Number(Message):
-    """Some number."""
+    """A message with a number."""
 
     number: int
 

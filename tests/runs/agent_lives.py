@@ -74,7 +74,7 @@ def train(log: str, plan: list[dict[str, Any]], seed: int) -> None:
 
 
 class Lives:
-    """The lives of one run."""
+    """One run, and its jobs that are killed."""
 
     def __init__(self, nursery: Nursery, root: Path, seed: int) -> None:
         self._nursery, self._root, self._rng = nursery, root, random.Random(seed)
@@ -153,7 +153,7 @@ class Lives:
         return found
 
     def _lose_some(self, there: list[set[int]]) -> list[set[int]]:
-        """Maybe lose the first tier, where another has some; return the files that are there afterwards."""
+        """Lose the first tier in some runs with other copies; return the remaining steps of each tier."""
         if self._rng.random() > 0.2 or not any(there[1:]):
             return there
         shutil.rmtree(self._plan[0]["url"])
@@ -162,7 +162,7 @@ class Lives:
 
 
 def live(nursery: Nursery, seed: int, done: Counter[str]) -> None:
-    """Let the run of a seed live; after a failure, its files stay on disk."""
+    """Make the run of a seed; after a failure, its files stay on disk."""
     root = Path(tempfile.mkdtemp(prefix="reknit-lives-"))
     lives = Lives(nursery, root, seed)
     try:

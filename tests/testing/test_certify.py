@@ -1,4 +1,4 @@
-"""A store is certified as a whole: a good one in all points, and one that breaks a promise in just that."""
+"""The certificate of a store names exactly the promises that the store breaks, none for a good store."""
 
 from __future__ import annotations
 
