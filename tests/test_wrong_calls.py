@@ -1,4 +1,4 @@
-"""What a newcomer gets wrong, and what each of these calls says: what, where, and what to do instead."""
+"""Mistakes of newcomers: each error names the mistake, its place, and the right call."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ STATE: dict[str, Any] = {"model": {"w": np.ones(4)}}
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Return where a checkpoint lies."""
+    """Save a checkpoint, and return its path."""
     reknit.save(tmp_path / "runs" / "one", STATE, step=7)
     return tmp_path / "runs" / "one"
 
 
 def calls(path: Path, place: Any, options: Any = None) -> list[Callable[[], object]]:
-    """Return every call that takes a place, of the kinds that save and load, with that place."""
+    """Return every call that takes a place, saves and loads alike, with `place`."""
     saved = {} if options is None else {"options": options}
     return [
         lambda: reknit.save(place, STATE, **saved),

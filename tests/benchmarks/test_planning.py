@@ -1,4 +1,4 @@
-"""What the planning benchmark says rests on jobs that are whole, and on bytes that were really sent."""
+"""The numbers of the planning benchmark come from complete jobs, and from bytes that were really sent."""
 
 from __future__ import annotations
 

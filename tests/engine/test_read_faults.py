@@ -1,4 +1,4 @@
-"""A storage that stalls, fails or lies while a plan is read: what arrives, what is repaired, what is said."""
+"""A store that stalls, fails or returns wrong bytes while a plan is read: results, repairs and errors."""
 
 from __future__ import annotations
 
