@@ -1,4 +1,4 @@
-"""Measured ratios, what they should be, and whether they are."""
+"""Do the measured ratios meet their aims?"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 Row = tuple[str, float | None, str, float | None]
-"""What was measured, its value, ``"<="`` or ``">="``, and the aim; None for what was not measured."""
+"""A quantity, its value, ``"<="`` or ``">="``, and its aim; None for a value that was not measured."""
 
 
 def ratio(over: float | None, under: float | None) -> float | None:
@@ -17,7 +17,7 @@ def ratio(over: float | None, under: float | None) -> float | None:
 
 
 def judged(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """Return every value with its aim and whether it is met; None where something was not measured."""
+    """Return every value with its aim and whether the aim is met, None if it cannot be decided."""
     return [
         {
             "what": what,
@@ -35,7 +35,7 @@ def _met(value: float | None, sign: str, aim: float | None) -> bool | None:
     return value <= aim if sign == "<=" else value >= aim
 
 
-def tell(judgements: list[dict[str, Any]]) -> None:
+def show(judgements: list[dict[str, Any]]) -> None:
     """Print every value with its aim to stderr."""
     width = max((len(row["what"]) for row in judgements), default=0)
     for row in judgements:

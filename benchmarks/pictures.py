@@ -15,7 +15,7 @@ GROUND = "#131416"
 
 
 def draw_both(draw: Callable[[], Figure], path: Path, dpi: int) -> None:
-    """Write what `draw` draws to `NAME.png`, and with light lines on a dark ground to `NAME-dark.png`."""
+    """Write the figure of `draw` to `NAME.png`, and with light lines on a dark ground to `NAME-dark.png`."""
     import matplotlib as mpl
 
     mpl.use("agg")

@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 
 class RanksFailedError(SystemExit):
-    """Ranks of a benchmark failed, or took too long; who does not catch it ends with the reason."""
+    """Ranks of a benchmark failed, or took too long.  Uncaught, it ends the process with the reason."""
 
 
 def launch(script: str, role: str, world: int, folder: str, timeout_s: float) -> dict[str, Any]:
-    """Start one process per rank, and return what rank 0 measured.  Raises `RanksFailedError`."""
+    """Start one process per rank, and return the results of rank 0.  Raises `RanksFailedError`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     common = dict(os.environ, WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     common.update(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", LOCAL_WORLD_SIZE=str(world))
     command = [sys.executable, script, *sys.argv[1:], "--role", role, "--dir", folder]
-    log = Path(folder, f"{role}.log")  # some contenders say much
+    log = Path(folder, f"{role}.log")  # some contenders print a lot
     with log.open("wb") as reported:
         ranks = [
             subprocess.Popen(
@@ -79,7 +79,7 @@ def options(
 
 @contextmanager
 def scratch(above: str) -> Iterator[str]:
-    """Make a folder for the files of a run, which does not stay behind if the run is asked to end."""
+    """Make a folder for the files of a run, and remove it also when the run is terminated."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     folder = tempfile.mkdtemp(prefix="reknit-bench-", dir=above)
     try:
@@ -90,7 +90,7 @@ def scratch(above: str) -> Iterator[str]:
 
 
 def rank_main(args: argparse.Namespace, measure: Callable[[], Any]) -> NoReturn:
-    """Measure as one rank, leave the result of rank 0 in a file, and end this process."""
+    """Measure as one rank, write the result of rank 0 to a file, and end this process."""
     import warnings
 
     import torch.distributed as dist
@@ -122,7 +122,7 @@ def deliver(result: dict[str, Any], out: Path | None) -> None:
 
 
 def phases(report: Any) -> dict[str, float]:
-    """Return the seconds of each phase; of a phase that several threads are in, their sum."""
+    """Return the seconds of each phase, summed over its threads."""
     seconds: dict[str, float] = {}
     for record in getattr(report, "phases", ()):
         seconds[record.phase] = round(seconds.get(record.phase, 0.0) + record.seconds, 4)
@@ -167,21 +167,21 @@ class Bench:
         return min(times)
 
     def drop(self, path: str) -> None:
-        """Remove a checkpoint that every rank is done with."""
+        """Remove a checkpoint when every rank is done with it."""
         self.dist.barrier()
         if self.rank == 0:
             shutil.rmtree(path, ignore_errors=True)
         self.dist.barrier()
 
     def settle(self) -> None:
-        """Write back whatever is dirty, so that the next contender does not pay for it."""
+        """Write all dirty pages back, so that the next contender does not pay for them."""
         self.dist.barrier()
         if self.rank == 0:
             os.sync()
         self.dist.barrier()
 
     def pause(self) -> None:
-        """Let everything come to rest, the same way before everything that is compared."""
+        """Let the machine come to rest, in the same way before every measurement."""
         self.settle()
         time.sleep(0.3)
 

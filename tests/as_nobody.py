@@ -1,4 +1,4 @@
-"""What another user of this host can do: a function in a child process that has become nobody."""
+"""Functions as another user of this host: they run in a child process that has become nobody."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ needs_another_user = pytest.mark.skipif(
 
 
 def as_nobody(fn: Callable[[], Any]) -> Any:
-    """Return what `fn` returns, or the `OSError` that it raises, in a process of another user.
+    """Return the result of `fn`, or the `OSError` that it raises, in a process of another user.
 
-    It is forked, so `fn` does no more than system calls.
+    The process is forked from one with threads, so `fn` may only make system calls.
     """
     reads, writes = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of threads that are there: the child calls nothing that needs them
+        warnings.simplefilter("ignore")  # Python warns of forks where there are threads; the child needs none
         child = os.fork()
     if child == 0:
         try:

@@ -1,4 +1,4 @@
-"""A store in which something else happens at a certain moment of what is done with it."""
+"""A store that calls a function right before one chosen operation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class AtOperation(ForwardingStorage):
-    """Something else happens once, before the `number`-th operation."""
+    """A store that calls a function once, before the `number`-th operation."""
 
     def __init__(self, inner: Storage, number: int, happens: Callable[[], object]) -> None:
         super().__init__(inner)
@@ -30,5 +30,5 @@ class AtOperation(ForwardingStorage):
 
     @property
     def happened(self) -> bool:
-        """Whether there were so many operations."""
+        """Whether the chosen operation was reached."""
         return self._left <= 0

@@ -1,6 +1,6 @@
-"""Property tests are not timed: a busy machine is no failure.  Nothing asks a cloud for credentials.
+"""Settings of all tests: property tests have no deadline, and no client asks a cloud for credentials.
 
-What tests leave in shared memory goes with them.  ``process://name`` is a store that no other process sees.
+Shared memory of the tests is removed at their end.  ``process://name`` is a store that no other process sees.
 """
 
 from __future__ import annotations
@@ -23,19 +23,17 @@ if TYPE_CHECKING:
 
 pytest_plugins = ["tests.running.budget", "tests.running.lanes", "tests.running.elsewhere"]
 
-# How many examples a property is tried with, unless `examples` of tests.running.examples says more or less.
-# By day they are always the same, so that no change is refused for what only chance brought up; at night they
-# are new ones.
+# The number of examples of a property, unless `examples` of tests.running.examples sets another.  By day the
+# examples are always the same, so that chance alone never refuses a change; at night they are new.
 for profile, num_examples in {"quick": 10, "ci": 50, "nightly": 1000}.items():
     by_day = profile != "nightly"
     settings.register_profile(profile, max_examples=num_examples, deadline=None, derandomize=by_day)
 settings.load_profile("ci")
 
-# A client of object stores without credentials asks the machine that it believes to run on.
+# A client of object stores without credentials asks the machine of the cloud that it believes to run on.
 os.environ.setdefault("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
 
-# Whoever starts the tests in the background of a script has them begin with Ctrl-C switched off, and whatever
-# they start as well.
+# A script that starts the tests in the background switches Ctrl-C off for them, and for their children.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -46,7 +44,7 @@ register("process", lambda url, durability: open_process_memory(url))
 
 
 def pytest_collection_finish() -> None:
-    """Let no search for garbage go through all that has been imported and collected, test after test."""
+    """Exclude all imported and collected objects from searches for garbage, which would cost every test."""
     gc.collect()
     gc.freeze()
 
@@ -65,6 +63,6 @@ def browser() -> Iterator[Any]:
 
 
 def pytest_unconfigure() -> None:
-    """Remove what is left in the memory of the tests."""
+    """Remove the shared memory of the tests."""
     gc.unfreeze()  # libraries complain of objects that outlive the interpreter
     shutil.rmtree(_MEMORY, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""Which tests need a device?  Those with one of these marks, which run on the device that is there.
+"""The marks of tests that need a device, and run on the one of the machine.
 
-`tests.running.elsewhere` runs them in a process that has the simulated device where there is no real one.
+`tests.running.elsewhere` runs them with the simulated device on a machine without a real one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests of what need not be installed are skipped without it; it is not imported to find out."""
+"""Marks that skip the tests of optional packages where these are not installed, without an import."""
 
 from __future__ import annotations
 

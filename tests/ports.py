@@ -7,15 +7,15 @@ import random
 import socket
 
 _PORTS = range(10_000, 20_000)
-"""Below those that the kernel gives to connections, and beside those of the servers."""
+"""Ports below the range that the kernel gives to connections, without the ports of the servers."""
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port of loopback that nobody uses; no connection gets it before it is listened on.
+    """Return an unused port of loopback, which no connection takes before a process listens on it.
 
-    Raises `OSError` where there is no such loopback.
+    Raises `OSError` where the machine does not have this loopback.
     """
-    draw = random.SystemRandom()  # Hypothesis gives every test the same numbers of the other
+    draw = random.SystemRandom()  # Hypothesis seeds the global generator alike for every test
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     while True:
         try:

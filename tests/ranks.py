@@ -1,8 +1,8 @@
 """Real processes for tests: `run(world, fn, *args)` calls a function on every rank of a real gloo group.
 
-Ranks are forked from a process without threads that has imported torch already, and what else the tests of
-some framework need (a module of `tests.warm` says what), so a test with two ranks takes well under a second.
-The first `run` of a session with such a module starts that process, which takes a few seconds.
+Ranks are forked from a process without threads that has already imported torch and a module of `tests.warm`,
+which imports a framework.  So a test with two ranks takes well under a second.  The first `run` of a session
+with such a module starts that process, which takes a few seconds.
 """
 
 from __future__ import annotations
@@ -71,15 +71,15 @@ def run(
     some_die: bool = False,
     joined: bool = True,
 ) -> list[Any]:
-    """Call `fn(*args)` on ranks 0 to `world - 1` of a gloo group, and return what each returned, by rank.
+    """Call `fn(*args)` on ranks 0 to `world - 1` of a gloo group, and return the results by rank.
 
     `fn` is a module-level function.  It finds torch's default process group initialised and the random
-    generators seeded alike; it may return anything that pickle knows (tensors travel by value).  When a rank
-    raises, dies, or is not done after `timeout` seconds, the others are killed at once and `RankFailed` tells
-    why, with a traceback.  Where `some_die`, ranks may be killed: their answers are `Died`.  Unless they are
-    `joined`, they find the environment variables of torchrun in place of a process group.
+    generators seeded alike; its result may be anything that pickle can store (tensors travel by value).  When
+    a rank raises, dies, or is not done after `timeout` seconds, the others are killed at once.  `RankFailed`
+    then has the reason and a traceback.  With `some_die`, ranks may be killed: their results are `Died`.
+    Unless they are `joined`, they find the environment variables of torchrun in place of a process group.
 
-    What is imported already is what `tests.warm.<warm>` imports, from the folder `path` first.
+    The ranks have imported `tests.warm.<warm>`, with `path` as the first folder of `sys.path`.
     """
     import torch.distributed as dist
 
@@ -93,7 +93,7 @@ def run(
         try:
             _send(server.stdin, tuple(job))
             codes: dict[int, int] = _received(server.stdout)
-        except BaseException:  # whatever it is, its ranks must not go on: they end with it
+        except BaseException:  # an interrupt, too, ends the ranks, which would go on without this process
             server.kill()
             raise
         try:
@@ -149,7 +149,7 @@ def _answer(folder: str, rank: int, code: int, some_die: bool) -> Any:
 
 
 def _stacks(folder: str, world: int) -> str:
-    """Return what the ranks did when they crashed, or when the first of them failed."""
+    """Return the stacks of the ranks when they crashed, or when the first of them failed."""
     texts = {rank: Path(folder, f"stacks-{rank}").read_text() for rank in range(world)}
     return "\n".join(f"rank {rank} was here:\n{text}" for rank, text in texts.items() if text)
 
@@ -171,11 +171,11 @@ def _received(source: BinaryIO | Any) -> Any:
 
 
 def serve(warm: str) -> None:
-    """Fork ranks as long as someone asks for them."""
+    """Fork ranks until the tests end."""
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what ranks print is no answer
+    os.dup2(2, 1)  # prints of ranks must not mix with the answers
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which end this process
-    # What torch itself warns of here says nothing about a test, and would drown what does.
+    # Torch's own warnings have nothing to do with a test, and would hide the warnings of reknit.
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     importlib.import_module(f"tests.warm.{warm}")
@@ -207,7 +207,7 @@ def _one_gloo_worker() -> None:
 
 
 def _forked(job: _Job) -> dict[int, int]:
-    """Return how each rank ended, the first first; one that may not end badly takes the others with it."""
+    """Return the exit status of each rank, in the order of their ends; a bad end kills the other ranks."""
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=_be, args=(rank, job)) for rank in range(job.world)]
     for process in ranks:
@@ -234,7 +234,7 @@ def _forked(job: _Job) -> dict[int, int]:
 
 
 def _be(rank: int, job: _Job) -> None:
-    """Be one rank."""
+    """Run the function of a job as one rank."""
     import torch
     import torch.distributed as dist
 
@@ -260,7 +260,7 @@ def _be(rank: int, job: _Job) -> None:
         fn, args = pickle.loads(job.call)
         answer = pickle.dumps((True, fn(*args)))
         ok = True
-    except BaseException:  # whatever it is, the test must hear of it
+    except BaseException:  # of any type: the test receives it
         answer = pickle.dumps((False, traceback.format_exc()))
     part = Path(job.folder, f"part-{rank}")
     part.write_bytes(answer)

@@ -1,6 +1,7 @@
-"""What of this process did a test make, and leave?  As sets: what others close or end meanwhile is no matter.
+"""The files, mappings and threads of this process, by which a test shows that it left none behind.
 
-Take a set before and compare with ``<=`` afterwards: `assert open_files() <= before`.
+Each function returns a set.  Take one before, and compare with ``<=`` afterwards, which allows that others
+close files or end threads meanwhile: `assert open_files() <= before`.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
 
 
 def open_files(containing: str = "") -> set[str]:
-    """Return the open descriptors of this process, each with what it leads to.
+    """Return the open descriptors of this process, each with its target and the inode.
 
-    With the inode: where one is closed, the next has its number, and nameless memory has always one name.
+    Only the inode distinguishes a new file from a closed one: numbers of descriptors are used again, and all
+    nameless memory has the same name.
     """
     found = set()
     for fd in os.listdir("/proc/self/fd"):

@@ -1,6 +1,6 @@
-"""What a process can be denied: system calls by a filter of the kernel, memory, threads and files by limits.
+"""Restrictions of a process: system calls by a filter of the kernel, memory, threads and files by limits.
 
-For processes that are made to be spoilt, such as ranks of `tests.ranks`: nothing of it can be taken back.
+Only for processes that end with the test, such as ranks of `tests.ranks`: no restriction can be lifted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import struct
 from itertools import islice
 from pathlib import Path
 
-# By machine: what the kernel calls it, and the numbers of the calls.
+# By machine: its number in the kernel, and the numbers of the calls.
 _CALLS = {
     "x86_64": (
         0xC000003E,
@@ -56,11 +56,11 @@ _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _CAP_SYS_ADMIN, _NEW_MOUNTS, _PRIVATE, _READ_ONLY = 21, 0x20000, 0x44000, 1
 
 KNOWN = platform.machine() in _CALLS
-"""Whether the calls of this machine can be refused here."""
+"""Whether system calls can be refused here."""
 
 
 def refuse(calls: dict[str, int]) -> None:
-    """Have the kernel answer these system calls of this thread, and of all that it starts, with an error."""
+    """Make these system calls fail in this thread and in everything that it starts."""
     machine, numbers = _CALLS[platform.machine()]
     # offsets in the kernel's `struct seccomp_data`: 0 is the call's number, 4 the machine
     rules = [(_LOAD, 0, 0, 4), (_JUMP_IF_EQUAL, 1, 0, machine), (_RETURN, 0, 0, _ALLOW), (_LOAD, 0, 0, 0)]
@@ -86,7 +86,7 @@ def _capabilities() -> int:
 
 
 def hide(*folders: str) -> None:
-    """Have folders empty, and closed to what is new, for this process and all that it starts."""
+    """Make folders look empty and read-only to this process and its children."""
     libc = ctypes.CDLL(None, use_errno=True)
     done = libc.unshare(_NEW_MOUNTS) or libc.mount(None, b"/", None, _PRIVATE, None)
     for folder in folders:
@@ -96,14 +96,14 @@ def hide(*folders: str) -> None:
 
 
 def leave_memory(nbytes: int) -> None:
-    """Let this process have so many bytes of addresses more than it has, and none after that."""
+    """Limit the addresses of this process to `nbytes` more than it has now."""
     fields = Path("/proc/self/status").read_text().split()
     most = int(fields[fields.index("VmSize:") + 1]) * 1024 + nbytes
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 def leave_files(number: int) -> None:
-    """Let this process open so many more files."""
+    """Limit the open files of this process to `number` more than it has now."""
     used = {int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")}
     free = (fd for fd in range(1 << 20) if fd not in used)
     most = next(islice(free, number, None))
@@ -111,9 +111,9 @@ def leave_files(number: int) -> None:
 
 
 def leave_threads(number: int) -> None:
-    """Let this process have so many threads and processes; root must become somebody else for that.
+    """Limit this process and its children to `number` more threads; root becomes another user for that.
 
-    That somebody is nobody, and must not be met twice: the limit is of all processes of a user.
+    The limit counts all processes of a user, and so this becomes a user that has no other process.
     """
     resource.setrlimit(resource.RLIMIT_NPROC, (number + 1, number + 1))
     user = 1 << 20 | os.getpid()

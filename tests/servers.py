@@ -22,7 +22,7 @@ SCHEMES = {"s3": "s3", "ceph": "s3", "rclone": "s3", "swift": "s3", "gcs": "gs",
 
 
 def server(name: str) -> dict[str, Any]:
-    """Return what a client has to know of a server; skip the test when it is not up."""
+    """Return the settings that a client of a server needs; skip the test when the server is not up."""
     try:
         found: dict[str, Any] = json.loads((STATE / f"{name}.json").read_text())
     except FileNotFoundError:
@@ -54,7 +54,7 @@ def environment(name: str, endpoint: str | None = None) -> dict[str, str]:
 
 
 def new_url(name: str) -> str:
-    """Return the URL of a folder that nobody has used."""
+    """Return the URL of a new folder."""
     return f"{SCHEMES[name]}://{server(name)['bucket']}/test-{uuid.uuid4().hex[:12]}"
 
 
@@ -89,7 +89,7 @@ def _ask(name: str, method: str, url: str, data: bytes) -> tuple[int, bytes]:
         return _azure(method, path, data)
     if name == "ceph":
         return _ceph(method, path, data)
-    # The S3 server keeps what it stores in a file system that has a door of its own.
+    # The S3 server keeps its objects in a file system that has an API of its own.
     return _filer(method, f"/buckets/{path}", data, {"Content-Type": "application/octet-stream"})
 
 

@@ -1,4 +1,4 @@
-"""What one process meets at the door: good calls, wrong calls, and what they say."""
+"""The public calls in one process: good ones, wrong ones, and the messages of their errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CHUNKS = 70
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Return where a checkpoint with two items lies."""
+    """Save a checkpoint with two items, and return its path."""
     model = {"w": np.arange(24.0).reshape(2, 3, 4), "b": np.arange(3, dtype=np.int32)}
     reknit.save(
         tmp_path / "run" / "one", {"model": model, "extra": {"epoch": 3}}, step=7, metadata={"by": "me"}
@@ -54,7 +54,7 @@ def target() -> dict[str, Any]:
 
 
 def round_trip(path: Path, value: Any, into: Any, **options: Any) -> Any:
-    """Save a value, and return what it became in another."""
+    """Save a value, load it into another, and return that."""
     reknit.save(path / "trip", {"item": {"x": value}}, overwrite=True)
     assert reknit.verify(path / "trip", "data").ok
     state = {"item": {"x": into}}
@@ -242,7 +242,7 @@ def test_a_state_that_is_empty_on_every_rank_is_no_checkpoint(path: Path, tmp_pa
     assert not any(file.is_file() for file in (tmp_path / "none").rglob("*"))
     with pytest.raises(reknit.errors.StateError, match="empty on every rank"):
         reknit.save(path, {}, overwrite=True)
-    assert reknit.verify(path, "data").ok, "what was there stays"
+    assert reknit.verify(path, "data").ok, "the old checkpoint stays"
 
 
 def test_empty_items_are_a_checkpoint(tmp_path: Path) -> None:
@@ -521,7 +521,7 @@ def test_a_checkpoint_with_pickled_values_is_sound_and_is_opened_only_on_request
     assert isinstance(reknit.open(path, options=trusted).values["x"]["v"], Opaque)
     (file,) = path.glob("x/*.msgpack")
     file.write_bytes(bytes(file.stat().st_size))
-    assert not reknit.verify(path).ok, "what is not decoded is still compared"
+    assert not reknit.verify(path).ok, "values that are not decoded are still compared"
 
 
 # What happened?
@@ -783,7 +783,7 @@ def test_a_process_may_save_over_what_another_one_saved_after_its_own_last_save(
 
 @pytest.mark.parametrize("wait", [True, False])
 def test_no_garbage_is_collected_while_a_call_lasts(tmp_path: Path, wait: bool) -> None:
-    """Each collection looks through all objects of a job, and thousands of tensors would cause many."""
+    """Thousands of tensors would cause many collections, each of which goes through all objects of a job."""
     state = {"model": {f"w{number}": np.full(4, number) for number in range(3000)}}
     collections: list[int] = []
 
@@ -801,7 +801,7 @@ def test_no_garbage_is_collected_while_a_call_lasts(tmp_path: Path, wait: bool) 
         gc.collect()
         collections.clear()
         reknit.load(tmp_path / "x", state)
-        # One is due as soon as the collector runs again, for what was made meanwhile.
+        # One collection, of the objects made meanwhile, is due as soon as the collector runs again.
         assert during_save <= 1
         assert len(collections) <= 1
         assert reknit.close(60)

@@ -1,4 +1,4 @@
-"""An argument of a wrong type, in every public call: the error names it, and says what is needed."""
+"""An argument of a wrong type, in every public call: the error names it and the types that are allowed."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ NEEDED: dict[str, dict[str, Any]] = {
     **{call: {"path": "ckpt"} for call in ("open", "verify", "pin", "unpin", "delete")},
     **{call: {"root": "runs"} for call in ("latest", "steps", "watch")},
 }
-"""Other arguments without which a call does nothing."""
+"""Other arguments that a call needs."""
 
 BESIDE = {
     ("Checkpointer", "tiers"): {},
     ("connect", "token"): {"rank": 0, "size": 1, "at": "tcp://127.0.0.1:9"},
 }
-"""Those where an argument stands in the place of another."""
+"""Other arguments for one argument that excludes the usual ones."""
 
 LATER = {
     ("Checkpointer", "wait"): "raised by its first save, on all ranks",
@@ -62,7 +62,7 @@ ALSO_CALLED = {
     **dict.fromkeys(("save", "keep"), "policy"),
     "since": "step",
 }
-"""What errors may call an argument instead."""
+"""The words by which errors may call an argument instead."""
 
 
 class Wrong:
@@ -107,7 +107,7 @@ def test_an_editor_knows_what_an_argument_takes(name: str, call: Any, argument: 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the working folder, which has the checkpoints that calls are about."""
+    """Return the working folder, with the checkpoints that the calls need."""
     monkeypatch.chdir(tmp_path)
     reknit.save("ckpt", STATE, step=1)
     reknit.save("runs/step_00000001", STATE, step=1)

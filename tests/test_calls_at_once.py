@@ -1,4 +1,4 @@
-"""Threads of a process save, load and close at once: they share what there is one of, and disturb nobody."""
+"""Threads of a process save, load and close at once: they share one agent, and do not disturb each other."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _threads_take_turns_often() -> Iterator[None]:
 
 
 def at_once(make: Callable[[], Any]) -> int:
-    """Let threads call the same at the same time, and return how many different objects they got."""
+    """Call `make` in many threads at once, and return the number of different objects that they got."""
     begin = threading.Barrier(THREADS)
 
     def call() -> Any:
@@ -68,7 +68,7 @@ def test_a_save_ends_well_while_another_thread_begins_the_first_to_another_kind_
     monkeypatch.setattr(
         background_of(group, elsewhere=True),
         "surface",
-        lambda but: background_of(group, elsewhere=False),  # as if another thread came at this moment
+        lambda but: background_of(group, elsewhere=False),  # as if another thread called at this moment
     )
     assert reknit.save(tmp_path / "step", {"step": 1}, group=group).done()
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 SOURCES = Path(__file__).parents[1] / "src"
 TOKEN = "a secret for the ranks of a test"
 
-# One rank of a job: it reads what to do from its arguments, and prints how it ended.
+# One rank of a job: it reads its task from its arguments, and prints its result or error.
 RANK = """
 import json, sys, time
 import numpy as np
@@ -82,14 +82,14 @@ class Rank:
         )
 
     def says(self) -> Any:
-        """Return what the rank says next."""
+        """Return the next message of the rank."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         assert line, f"rank {self.number} ended:\n{self._process.communicate()[1]}"
         return json.loads(line)
 
     def ends(self) -> list[Any]:
-        """Return all that the rank still says, once it has ended well."""
+        """Wait for a good end of the rank, and return its remaining messages."""
         out, err = self._process.communicate(timeout=120)
         assert self._process.returncode == 0, err
         return [json.loads(line) for line in out.splitlines()]
@@ -138,7 +138,7 @@ def job(
 
 
 def whole(ranks: Sequence[Rank]) -> list[Any]:
-    """Return what the ranks said when they connected; all have saved and loaded."""
+    """Return the first messages of the ranks, sent when they connected; all have saved and loaded."""
     said = [rank.ends() for rank in ranks]
     assert [last for _, last in said] == [["loaded", 3]] * len(ranks)
     assert all(first[0] == "connected" for first, _ in said)
@@ -183,7 +183,7 @@ def test_ranks_and_agents_with_certificates_save_and_load_together(tmp_path: Pat
     tls["server_name"] = "ranks.example"
     with job(at, path, tokens=[TOKEN] * 3, tls=tls, wait=False) as ranks:
         whole(ranks)
-    # Who has no certificate does not get in, whatever else it knows.
+    # A rank without a certificate is refused, although its token and address are right.
     with (
         job(at, path, 2, ranks=[0], tokens=[TOKEN] * 2, tls=tls, connect_timeout_s=2) as inside,
         job(at, path, 2, ranks=[1], tokens=[TOKEN] * 2, connect_timeout_s=2) as outside,
@@ -210,7 +210,7 @@ def test_a_job_that_was_killed_starts_again_in_the_same_place(tmp_path: Path) ->
     for _ in range(2):
         with job(str(tmp_path / "meet"), tmp_path / "checkpoint", hang=True) as ranks:
             generations += [rank.says()[1] for rank in ranks]
-    # Of the last start rank 0 comes after all others, which find the words of a dead run in the folder.
+    # In the last start rank 0 comes last: the others find only the address of a dead run in the folder.
     with (
         job(str(tmp_path / "meet"), tmp_path / "checkpoint", ranks=[1, 2]) as others,
         job(str(tmp_path / "meet"), tmp_path / "checkpoint", ranks=[0]) as first,

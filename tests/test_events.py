@@ -1,4 +1,4 @@
-"""What saves and loads tell to sinks, and that no sink is in their way."""
+"""The records that saves and loads send to sinks, and sinks that fail or block without effect on them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Collected:
         self.records += records
 
     def phases(self) -> list[tuple[str, str, str]]:
-        """Return phase, process and outcome of what was told."""
+        """Return phase, process and outcome of each record."""
         assert reknit.sinks.flush(LIMIT_S)
         return [(r.phase, r.process, r.outcome) for r in self.records if isinstance(r, PhaseRecord)]
 
@@ -132,7 +132,7 @@ def test_a_save_that_fails_before_its_agent_hears_of_it_says_so_in_the_end(
             raise ValueError("no state yet")
 
         def load_state_dict(self, state: dict[str, Any]) -> None:
-            """Take nothing."""
+            """Load nothing."""
 
     collected = Collected()
     options = reknit.SaveOptions(events=collected)
@@ -211,10 +211,10 @@ def test_reports_put_the_clocks_of_hosts_in_step_with_that_of_rank_0(tmp_path: P
         CLOCK.set(SkewedClock(-far_s * group.rank))
         lines = JsonLines(tmp_path / f"{group.rank}.jsonl")
 
-        def tell(record: Any) -> None:
+        def send(record: Any) -> None:
             lines.take([replace(record, host=f"host{group.rank}")])
 
-        options = reknit.SaveOptions(events=tell)
+        options = reknit.SaveOptions(events=send)
         reknit.save(tmp_path / "x", {"r": reknit.PerRank(group.rank)}, group=group, options=options)
         assert reknit.sinks.flush(LIMIT_S)
 
@@ -228,7 +228,7 @@ def test_reports_put_the_clocks_of_hosts_in_step_with_that_of_rank_0(tmp_path: P
     assert abs(max(starts) - time.time()) < far_s / 2, "it is rank 0's clock"
     reported = [json.loads(line) for line in (tmp_path / "2.jsonl").read_text().splitlines()]
     behind = {event["phase"]: event["behind_s"] for event in reported if "phase" in event}
-    assert behind["collect"] is None, "before the first round nobody knows"
+    assert behind["collect"] is None, "before the first round the clock is not compared"
     assert abs(behind["save"] - 2 * far_s) < far_s / 2
 
 

@@ -89,13 +89,13 @@ def no_more_threads(monkeypatch: pytest.MonkeyPatch, message: str) -> None:
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No thread starts any more, since this host has no more to give."""
+    """Let no thread start any more, as on a host with too many."""
     no_more_threads(monkeypatch, "can't start new thread")
 
 
 @pytest.fixture
 def ending(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No thread starts any more, as in an interpreter that ends."""
+    """Let no thread start any more, as in an interpreter that ends."""
     no_more_threads(monkeypatch, "can't create new thread at interpreter shutdown")
 
 
@@ -129,12 +129,12 @@ def test_where_there_may_be_no_more_threads_the_one_who_submits_hears_it(
 def test_where_a_server_gets_no_more_threads_its_owner_hears_it_and_the_job_waits(
     request: pytest.FixtureRequest,
 ) -> None:
-    heard: list[ShortageError] = []
-    executor, go_on = DaemonExecutor("test", 4, on_shortage=heard.append), threading.Event()
+    shortages: list[ShortageError] = []
+    executor, go_on = DaemonExecutor("test", 4, on_shortage=shortages.append), threading.Event()
     busy = executor.submit(go_on.wait, 30)
     request.getfixturevalue("refused")
     late = executor.submit(divmod, 8, 7)
-    assert [error.message for error in heard] == [
+    assert [error.message for error in shortages] == [
         "no further thread or process can be started: can't start new thread"
     ]
     go_on.set()

@@ -1,4 +1,4 @@
-"""What is done when a process ends, whoever started it."""
+"""The functions that reknit calls at the end of a process, in processes of every start method."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ for word in ("first", "second", "third"):
 """
 
 
-def tell(file: Path, word: str) -> None:
+def append(file: Path, word: str) -> None:
     with file.open("a") as out:
         out.write(word)
 
 
 def end(file: Path) -> None:
-    """Be a process that ends with three things to do, and one that was taken back."""
+    """End a process with three functions to call, and one that was cancelled."""
     for word in "zabc":
-        made = AtExit(partial(tell, file, word), last=word == "z")
+        made = AtExit(partial(append, file, word), last=word == "z")
         if word == "b":
             made.cancel()
 
@@ -75,7 +75,7 @@ print(os.getpid())
 
 
 def last_round(rank: int, size: int, folder: Path) -> None:
-    """Be a rank that ends right after its last round; rank 0 is slow to tell the others how that ended."""
+    """End a rank right after its last round, whose result rank 0 sends late to the others."""
     if rank == 0:
         answer = rounds.Rounds.answer
 

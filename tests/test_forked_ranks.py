@@ -1,4 +1,4 @@
-"""A process that is forked from a rank is no rank: it is refused at once, or acts alone."""
+"""A process that is forked from a rank is not a rank itself: it is refused at once, or acts alone."""
 
 from __future__ import annotations
 

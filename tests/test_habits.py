@@ -1,4 +1,4 @@
-"""Calls as `torch.save` and `torch.load` take them: each works, or its error says the call to make."""
+"""Calls with arguments of `torch.save` and `torch.load`: each works, or the error names the right call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What went wrong in other checkpoint systems does not go wrong here; docs/reliability.md lists all of it."""
+"""Incidents of other checkpoint systems do not happen here; docs/reliability.md lists all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The best time between saves: against simulated failures, and the limits that everybody knows."""
+"""The best time between saves: against simulated failures, and at its well-known limits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SECONDS = st.floats(0.01, 1e4)
 
 
 def simulated(costs: RunCosts, interval_s: float, *, failures: int = 200_000) -> float:
-    """Return the ratio of a run with random failures, one after another."""
+    """Return the share of useful time in a run with random failures."""
     until = np.random.default_rng(0).exponential(costs.mttf_s, failures)
     period = interval_s + costs.stall_s
     committed = np.maximum(np.floor((until + costs.stall_s - costs.write_s) / period), 0)

@@ -1,4 +1,4 @@
-"""A keyword that a call does not have: the error says where it belongs, or which one is meant."""
+"""A keyword that a call does not have: the error names the place of the keyword, or the one that is meant."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_the_error_reaches_other_processes_as_it_is() -> None:
 
 
 def public() -> list[tuple[str, Any]]:
-    """Return all that users call, by the names that they know."""
+    """Return everything that users call, with its public name."""
     spaces = {"": reknit, "policies.": reknit.policies, "transforms.": reknit.transforms}
     spaces |= {"sinks.": reknit.sinks, "alerts.": reknit.alerts}
     named = ((space, module, name) for space, module in spaces.items() for name in module.__all__)

@@ -1,4 +1,4 @@
-"""What the options of a load change: which names, which shapes, which dtypes, and when it is refused."""
+"""The options of a load: they choose names, shapes and dtypes, and decide when the load is refused."""
 
 from __future__ import annotations
 
@@ -356,11 +356,11 @@ FLOATS = [
     "float8_e5m2fnuz",
 ]
 LARGEST = 448.0
-"""The largest number of float8_e4m3fn: what is larger becomes NaN in some versions of torch."""
+"""The largest number of float8_e4m3fn: larger numbers become NaN in some versions of torch."""
 
 
 def converted(source: np.ndarray[Any, Any], name: str, target: str) -> tuple[bytes, bytes]:
-    """Return what NumPy and torch targets get, as bytes."""
+    """Load an array into a target of NumPy and one of torch, and return the bytes of both."""
     raw = np.ascontiguousarray(source).view(np.uint8)
     array = np.empty(source.shape, numpy_dtype(target))
     tensor = torch.empty(source.shape, dtype=getattr(torch, target))
@@ -383,7 +383,7 @@ NUMBERS = st.one_of(
 
 
 @settings(max_examples=examples(200))
-@example([1 + 2**-11 + 2**-40], "float64", "float16")  # rounded once or twice, which is not the same
+@example([1 + 2**-11 + 2**-40], "float64", "float16")  # rounding twice would give another result
 @given(st.lists(NUMBERS, min_size=1, max_size=20), st.sampled_from(FLOATS), st.sampled_from(FLOATS))
 def test_numpy_and_torch_targets_get_the_same_bits(numbers: list[float], name: str, target: str) -> None:
     with np.errstate(over="ignore"):
@@ -450,7 +450,7 @@ def test_a_conversion_that_would_lose_more_than_rounding_is_refused(
         assert not target.any()
 
 
-# All is told before anything changes.
+# An error names everything that does not fit, before anything changes.
 
 
 def damage(path: Path) -> list[str]:
@@ -508,7 +508,7 @@ def test_ranks_tell_all_that_does_not_fit_and_all_that_is_damaged_in_one_error(t
 
 
 def refused(path: str) -> tuple[str, bool]:
-    """Load on real ranks what fits none of them, and return the error."""
+    """Load a tensor that fits none of the real ranks, and return the error."""
     rank = torch.distributed.get_rank()
     target = {"w": torch.zeros(2 + rank), "v": torch.zeros(6)}
     try:

@@ -1,4 +1,4 @@
-"""A path object of any package means the place that it shows, or is refused with what to pass instead."""
+"""A path object of any package means the place that it shows, or the error names the text to pass instead."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STATE: dict[str, Any] = {"model": {"w": np.arange(10.0)}, "step": 5}
 
 
 class CachedClient:
-    """As the clients of cloudpathlib."""
+    """A client like those of cloudpathlib."""
 
     default: ClassVar[CachedClient | None] = None
 
@@ -31,7 +31,7 @@ class CachedClient:
 
 
 class CachedPath:
-    """As the paths of cloudpathlib: a path of this machine, too, that of a copy in a temporary folder."""
+    """A path like those of cloudpathlib: also a path of this machine, to a copy in a temporary folder."""
 
     def __init__(self, url: str, client: CachedClient | None = None, cache: str = "/nowhere") -> None:
         self._url, self._cache = url, cache
@@ -49,7 +49,7 @@ class CachedPath:
 
 
 class UniversalPath:
-    """As the paths of universal_pathlib, which are none of this machine."""
+    """A path like those of universal_pathlib, which are not paths of this machine."""
 
     def __init__(self, url: str, **options: Any) -> None:
         self._url, self.storage_options = url, options
@@ -62,7 +62,7 @@ class UniversalPath:
 
 
 class BucketPath(pathlib.PurePosixPath):
-    """As the paths of s3path: a path by its text, whose bucket only its URI shows."""
+    """A path like those of s3path: its text is a plain path, and only its URI shows the bucket."""
 
     def as_uri(self) -> str:
         return f"mem:/{self}"
@@ -75,7 +75,7 @@ class LocalUniversal(UniversalPath):
 
 @pytest.fixture(params=["cached", "universal", "bucket"])
 def of(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], Any]:
-    """Return what makes a path object of the name of a place in memory."""
+    """Return a function that makes a path object from the name of a place in memory."""
     kinds: dict[str, Callable[[str], Any]] = {
         "cached": lambda name: CachedPath(f"mem://{name}", cache=str(tmp_path / "cache")),
         "universal": lambda name: UniversalPath(f"mem://{name}"),

@@ -46,7 +46,7 @@ print((after - before) // 1024)
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="measures memory as Linux tells it")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc for sizes of memory")
 def test_the_model_alone_takes_its_own_memory_and_what_may_be_in_flight(tmp_path: Path) -> None:
     size = MODEL_MIB * (1 << 20) // RANKS // 4
 

@@ -93,14 +93,14 @@ COMM: dict[str, Any] = {
 VALUES: dict[type[Any], dict[str, Any]] = {SaveOptions: SAVE, LoadOptions: LOAD, CommOptions: COMM}
 
 NOT_SENT = SaveOptions().on_error
-"""The value of an option in objects that agents receive, unlike in those that users make here."""
+"""The value of an option in the objects that agents receive; the users of these tests set another."""
 
 register("optional", lambda url, durability: ProcessMemory("options").sub(url.partition("://")[2]))
 
 
 @contextmanager
 def reading(monkeypatch: pytest.MonkeyPatch, kind: type[Any]) -> Iterator[Seen]:
-    """Record meanwhile the readers of options, and the values that they get."""
+    """Record the readers of options within the block, and the values that they get."""
     seen: Seen = defaultdict(list)
     options = {field.name for field in fields(kind)}
 
@@ -117,7 +117,7 @@ def reading(monkeypatch: pytest.MonkeyPatch, kind: type[Any]) -> Iterator[Seen]:
 
 
 def _reader() -> str | None:
-    """Return the place in reknit that reads an option, None where that is no use of it."""
+    """Return the place in reknit that reads an option, None if it only checks or hands on the option."""
     frame = sys._getframe(2)
     while frame.f_code.co_name == "promotions" or frame.f_code.co_filename == __file__:
         if frame.f_back is None or frame.f_code.co_name.startswith("test_"):
@@ -131,14 +131,14 @@ def _reader() -> str | None:
 
 
 def check(seen: Seen, chosen: dict[str, Any]) -> None:
-    """Check that exactly the options of these values were read, and each time with its value."""
+    """Check that exactly the options in `chosen` were read, each time with its value."""
     read = [(name, *each) for name, readers in seen.items() for each in readers]
     assert [each for each in read if each[2] != chosen.get(each[0])] == []
     assert sorted(seen) == sorted(chosen)
 
 
 def chosen_for(kind: type[Any], scope: Scope) -> dict[str, Any]:
-    """Return a value for each option that is read in a scope, other than the usual."""
+    """Return an unusual value for each option that is read in a scope."""
     return {name: VALUES[kind][name] for name in names_in(kind, scope)}
 
 
@@ -215,7 +215,7 @@ def test_a_save_in_the_background_sees_each_option_and_so_do_its_agent_and_its_p
         reknit.save("optional://c", state(), wait=False, options=again).promoted(60)
         assert reknit.close(60)
     check(seen, chosen)
-    once = {"comm"} | (seen.keys() - later.keys())  # that of later saves finds the group, and connects nobody
+    once = {"comm"} | (seen.keys() - later.keys())  # later saves find the group, and do not connect
     assert sorted(once) == sorted(names_in(SaveOptions, "start"))
     of_agent = {name for name, readers in seen.items() if any(of_agent for _, _, of_agent in readers)}
     assert sorted(of_agent) == sorted(names_in(SaveOptions, "agent"))

@@ -32,7 +32,7 @@ def test_a_phase_is_recorded_with_all_that_one_of_a_save_has(tmp_path: Path) -> 
     (record,) = reported(events)
     assert record.pop("started") <= record.pop("ended")
     assert record.pop("seconds") >= 0
-    record.pop("behind_s")  # what the last round in this process said, if there was one
+    record.pop("behind_s")  # from the last round of this process, if there was one
     assert record == {
         "phase": "tokenise",
         "rank": 0,
@@ -86,7 +86,7 @@ def test_an_exception_is_the_outcome_and_passes_as_it_is(
     assert reported(events)[0]["outcome"] == type(error).__name__
     with reknit.phase("after"):
         pass
-    assert len(reported(events)) == 1, "the phase that failed is not around what comes later"
+    assert len(reported(events)) == 1, "the phase that failed does not enclose the next one"
 
 
 def test_a_function_is_a_phase_at_each_call_also_within_itself(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def looks_inside(source: str, private: set[str]) -> Iterator[str]:
 
 
 def place_of(module: Path) -> str | None:
-    """Return where the tests of a module are: a file of its name, or what the README of the folder says."""
+    """Return the place of a module's tests: a file of its name, or the entry in the README of the folder."""
     package = TESTS / module.relative_to(SOURCES).parts[0] if module.parent != SOURCES else TESTS
     named = [f"test_{module.stem}.py", f"test_{module.parent.name}_{module.stem}.py"]
     for path in package.rglob("test_*.py") if package != TESTS else package.glob("test_*.py"):

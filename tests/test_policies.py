@@ -1,4 +1,4 @@
-"""When to save and what to keep, as values that are combined."""
+"""Policies: values that decide when to save and which steps to keep, alone and combined."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ITEMS = ("model", "optimizer", "rng")
 
 
 def run_of(numbers: list[int], losses: dict[int, float | None] | None = None) -> list[SavedStep]:
-    """Return steps that were saved ten seconds apart for each step of training."""
+    """Return saved steps; each step of training takes ten seconds."""
     losses = losses or {}
     return [
         SavedStep(
@@ -150,7 +150,7 @@ def test_what_is_kept() -> None:
 def test_what_every_keeps_does_not_depend_on_what_else_is_still_there(
     numbers: list[int], stretch: int, seed: int
 ) -> None:
-    """Or a step that was kept once would go later, or one that is gone would be missed."""
+    """Otherwise a step that was kept once would go later, or a removed step would be missed."""
     steps = run_of(sorted(numbers))
     for policy in (every(stretch), every(seconds=10.0 * stretch)):
         kept = policy.kept(steps, 0.0)

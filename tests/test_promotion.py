@@ -39,7 +39,7 @@ register_faulty()
 
 
 class Strikes:
-    """What a store in memory does wrong, when it is told to: `opening` and `closing` may raise."""
+    """The faults of a store in memory: a test sets `opening` or `closing` to a function that may raise."""
 
     opening: Any = None
     closing: Any = None
@@ -100,7 +100,7 @@ def failing(tmp_path: Path, name: str, kind: FaultKind = "full") -> str:
 
 
 def value_at(path: object, **loading: Any) -> float | None:
-    """Return the value that is saved there, all of it checked; None where nothing is."""
+    """Return the value of a checkpoint after a full check, None without a checkpoint."""
     try:
         assert reknit.verify(str(path), "data").ok or loading
     except reknit.CheckpointNotFoundError:
@@ -117,7 +117,7 @@ def names(path: Path) -> set[str]:
     return {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
 
 
-# What is done, and told.
+# Outcomes.
 
 
 @pytest.mark.parametrize("wait", [True, False])
@@ -179,7 +179,7 @@ def test_events_of_a_promotion_go_where_those_of_the_save_go(tmp_path: Path, wai
     assert {"create", "write", "commit"} <= {each.get("operation") for each in of_target}
 
 
-# What is wrong from the start.
+# Calls that are wrong from the start.
 
 
 @pytest.mark.parametrize("wait", [True, False])
@@ -215,7 +215,7 @@ def test_who_asked_for_no_promotion_cannot_wait_for_one(tmp_path: Path, wait: bo
     assert pending.promotion_error is None
 
 
-# What goes wrong later.
+# Failures on the way.
 
 
 def test_a_promotion_that_fails_is_raised_to_who_asks_and_the_save_stays_good(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_a_promotion_that_fails_is_raised_to_who_asks_and_the_save_stays_good(tm
     assert value_at(tmp_path / "a") == 1
     assert value_at(tmp_path / "b") is None
     assert names(tmp_path / "b") == set()
-    # Who was told is not told again.
+    # The next promotion does not raise the same failure again.
     save(tmp_path / "next", tmp_path / "c", 2).promoted(LIMIT_S)
     reknit.promote(tmp_path / "a", tmp_path / "b")
     assert value_at(tmp_path / "b") == 1
@@ -238,13 +238,13 @@ def test_a_failure_that_nobody_asked_for_is_raised_by_the_next_save(
 ) -> None:
     pending = save(tmp_path / "a", failing(tmp_path, "b"))
     pending.wait_promoted(LIMIT_S)
-    pending.result()  # that of the save alone
+    pending.result()  # the result of the save alone
     with pytest.raises(reknit.errors.StorageFullError):
         save(tmp_path / "c", None, wait=False)
     (reported,) = [record for record in caplog.records if "promotion of" in record.message]
     assert reported.levelno == logging.ERROR
     assert str(tmp_path / "b") in reported.message
-    assert reknit.close(LIMIT_S)  # that save goes on
+    assert reknit.close(LIMIT_S)  # close waits for the save
     assert value_at(tmp_path / "c") == 1
 
 
@@ -302,7 +302,7 @@ def test_a_checkpoint_that_came_to_the_target_meanwhile_stays(tmp_path: Path) ->
 
 
 def in_thread(name: str, strike: Callable[[], object]) -> Callable[[], None]:
-    """Return what strikes in one thread only."""
+    """Return a function that calls `strike` in one thread only."""
 
     def strikes() -> None:
         if threading.current_thread().name == name:
@@ -396,7 +396,7 @@ def test_several_ranks_promote_together_in_the_background(tmp_path: Path) -> Non
         assert reknit.verify(tmp_path / "c" / str(step), "data").ok
 
 
-# In which order.
+# Order.
 
 
 def test_a_slow_promotion_delays_no_save_to_another_path(tmp_path: Path) -> None:
@@ -419,7 +419,7 @@ def test_a_slow_promotion_delays_no_save_to_another_path(tmp_path: Path) -> None
 
 
 def saves_of(name: str) -> list[AgentSave]:
-    """Return the saves to paths that begin so, that somebody in this process still knows."""
+    """Return the saves to paths that begin so, as far as objects of this process still refer to them."""
     gc.collect()
     there = [save for save in gc.get_objects() if issubclass(type(save), AgentSave)]
     return [save for save in there if save.url.startswith(f"striking://{name}")]
@@ -447,7 +447,7 @@ def test_a_promotion_that_waits_for_its_turn_keeps_nothing_of_the_state() -> Non
 def test_what_is_promoted_or_failed_is_forgotten_and_the_trainer_keeps_nothing_of_it() -> None:
     def left() -> list[object]:
         trainers = [agents for agents in gc.get_objects() if issubclass(type(agents), AgentSession)]
-        # Threads that wait for the next save know the last.
+        # Threads that wait for the next save still refer to the last.
         return [*(agents.saves for agents in trainers if agents.saves), *saves_of("known")[1:]]
 
     for step in range(2):
@@ -487,7 +487,7 @@ def test_a_save_that_waits_comes_after_the_promotion_of_its_path(tmp_path: Path)
     assert (value_at(tmp_path / "a"), value_at(tmp_path / "b")) == (2, 1)
 
 
-# How it ends.
+# Ends.
 
 
 def test_close_waits_for_promotions_and_tells_when_one_has_not_ended(tmp_path: Path) -> None:

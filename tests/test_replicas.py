@@ -1,4 +1,4 @@
-"""Loading what is damaged here, and whole elsewhere."""
+"""Loads of a checkpoint that is damaged here, and whole in another place."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_file_that_is_not_what_was_saved_is_taken_from_its_replica(
     else:
         file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     target = {name: np.zeros_like(array) for name, array in SAVED.items()}
-    if damage == "changed" and verify == "off":  # nobody looks
+    if damage == "changed" and verify == "off":  # the load does not check
         reknit.load(here, {"model": target}, options=reknit.LoadOptions(verify=verify, replicas=(there,)))
         assert [name for name in SAVED if not np.array_equal(target[name], SAVED[name])] != []
         return

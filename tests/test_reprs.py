@@ -1,4 +1,4 @@
-"""What a person sees of an object in an interpreter: one short line that says what it is, and where."""
+"""The repr of each public object: one short line with its type and its place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STATE: dict[str, Any] = {"model": {"w": torch.zeros(1000, 1000)}}
 
 
 def shown(path: Path) -> dict[str, tuple[Any, str]]:
-    """Return objects of each public class, and a part of what each shows."""
+    """Return objects of each public class, each with a part of its repr."""
     pending = reknit.save(path / "a", STATE, step=7)
     run = reknit.Checkpointer(path / "run", save=every(steps=5), keep=latest(3))
     run.save(5, STATE, force=True)

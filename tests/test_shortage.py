@@ -1,4 +1,4 @@
-"""However a system or a library says that it has too little: it is one error, and never damage."""
+"""A shortage of any resource, however a system or library reports it, is one error, and never damage."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_memory_for_an_index_is_asked_for_before_a_library_that_might_end_the_pr
 
 
 class Heavy:
-    """What takes more memory than there is, whenever it is pickled."""
+    """An object that runs out of memory whenever it is pickled."""
 
     def __reduce__(self) -> tuple[object, tuple[()]]:
         raise MemoryError
@@ -264,7 +264,7 @@ def test_agents_that_no_thread_can_form_anew_are_missed_for_that_reason(
     monkeypatch.setattr(agent_supervisor, "start_thread", scarce)
     saves.supervisor.replace(lost)
     failure = saves.supervisor.failure
-    saves.begin_anew()  # what is lost here cannot be closed at the end
+    saves.begin_anew()  # the lost session could not be closed at the end
     assert isinstance(failure, ShortageError)
 
 

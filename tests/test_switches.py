@@ -1,4 +1,4 @@
-"""What a process has one of is as it was before a call: after errors, with other threads, in forks."""
+"""Global settings of a process are restored after each call: after errors, with other threads, in forks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WAIT_S = 60
 
 
 def switches() -> dict[str, Any]:
-    """Return the switches of this process, and what its generators of random numbers give next."""
+    """Return the global settings of this process, and the next numbers of its random generators."""
     handlers = {each: signal.getsignal(each) for each in signal.valid_signals()}
     status = Path("/proc/self/status").read_text().splitlines()
     return {
@@ -87,7 +87,7 @@ def loggers() -> list[logging.Logger]:
 
 
 def changed(before: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the switches that are no longer as they were."""
+    """Return the settings that differ from `before`."""
     now = switches()
     return {name: (before[name], now[name]) for name in before if before[name] != now[name]}
 
@@ -180,14 +180,14 @@ def test_no_call_leaves_a_switch_of_the_process_changed(tmp_path: Path) -> None:
 
 
 class Loaded:
-    """A state of an object is what it saves and what it loads."""
+    """An object whose `load_state_dict` does nothing."""
 
     def load_state_dict(self, state: object) -> None:
         pass
 
 
 class Gate(Loaded):
-    """A state that lets a thread stand inside of a save."""
+    """A state that holds a thread within a save."""
 
     def __init__(self) -> None:
         self.inside, self.go_on = threading.Event(), threading.Event()
@@ -218,7 +218,7 @@ def test_of_two_threads_that_save_the_first_that_begins_may_end_first(tmp_path: 
 
 
 def in_fork(check: Callable[[], bool]) -> bool:
-    """Tell what a check says in a process that is forked now."""
+    """Return the result of `check` in a process that is forked now."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python warns of forks where there are threads
         pid = os.fork()

@@ -1,4 +1,4 @@
-"""What a system refuses is had in another way, or named."""
+"""Calls that an operating system refuses: reknit does without them, or names them in an error."""
 
 from __future__ import annotations
 

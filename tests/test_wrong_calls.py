@@ -1,4 +1,4 @@
-"""What a newcomer gets wrong, and what each of these calls says: what, where, and what to do instead."""
+"""Mistakes of newcomers: each error names the mistake, its place, and the right call."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ STATE: dict[str, Any] = {"model": {"w": np.ones(4)}}
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Return where a checkpoint lies."""
+    """Save a checkpoint, and return its path."""
     reknit.save(tmp_path / "runs" / "one", STATE, step=7)
     return tmp_path / "runs" / "one"
 
 
 def calls(path: Path, place: Any, options: Any = None) -> list[Callable[[], object]]:
-    """Return every call that takes a place, of the kinds that save and load, with that place."""
+    """Return every call that takes a place, saves and loads alike, with `place`."""
     saved = {} if options is None else {"options": options}
     return [
         lambda: reknit.save(place, STATE, **saved),
@@ -241,7 +241,7 @@ def test_a_value_that_cannot_be_saved_is_told_what_to_save_instead(
 
 
 def test_a_vocabulary_that_grew_is_told_what_lets_it_grow(path: Path) -> None:
-    hint = "LoadOptions(allow_shape_mismatch=...) takes what both have"
+    hint = "LoadOptions(allow_shape_mismatch=...) takes the common part"
     state = {"model": {"w": np.zeros(6)}}
     with pytest.raises(reknit.MismatchError) as caught:
         reknit.load(path, state)
@@ -266,7 +266,7 @@ def test_one_thing_that_does_not_fit_is_one_place(path: Path) -> None:
         ("modle", "layer.weight", "no item 'modle'.*its items are 'model'"),
         ("model", "layer.wieght", r"no tensor 'layer\.wieght' in item.*did you mean 'layer\.weight'\?"),
         ("model", "epoch", "no tensor 'epoch'.*it is a value and no tensor"),
-        ("model", "qqqq", "no tensor 'qqqq'.*-> `tensors` lists what it has"),
+        ("model", "qqqq", "no tensor 'qqqq'.*-> `tensors` lists its tensors"),
     ],
 )
 def test_a_name_that_is_not_there_is_led_to_one_that_is(

@@ -1,7 +1,7 @@
 """Values of every kind that a state may hold, in every bit, and blank ones of the same kind to load into.
 
-`filled()` and `blank()` return states with the same entries and other contents; `observed` returns what can
-be seen of a value, to the last bit: two values are the same where that is equal.
+`filled()` and `blank()` return states with the same entries and other contents.  `observed` describes a value
+to the last bit: two values are the same if their descriptions are equal.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def bits(dtype: str, content: int, rows: int = ROWS) -> torch.Tensor:
 
 
 class Keeper:
-    """An object that keeps what its state dict says."""
+    """An object that keeps its state dict as it is."""
 
     def __init__(self, state: Any = None) -> None:
         self.state = state
@@ -51,7 +51,7 @@ class Keeper:
 
 
 def numbers(content: int) -> dict[str, Any]:
-    """Return Python's own numbers and texts, each where a value has edges."""
+    """Return Python's own numbers and texts, at the limits of their types."""
     if not content:
         return {key: 7 for key in numbers(1)}
     floats = {f"float{number}": value for number, value in enumerate(EDGES)}
@@ -166,12 +166,12 @@ def filled() -> dict[str, Any]:
 
 
 def blank() -> dict[str, Any]:
-    """Return a state with the entries of the one that is filled, and other contents."""
+    """Return a state with the entries of `filled()`, and other contents."""
     return {kind.__name__: kind(0) for kind in KINDS}
 
 
 def observed(value: Any) -> Any:
-    """Return what can be seen of a value, as tuples and texts: the same for the same bits alone."""
+    """Return a description of a value as tuples and texts, which is equal only for equal bits."""
     kind = type(value).__name__
     if isinstance(value, DTensor):
         return kind, value.placements, tuple(value.shape), observed(value.to_local())
@@ -199,7 +199,7 @@ def observed(value: Any) -> Any:
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield what is in nested containers, each with its path."""
+    """Yield the values in nested containers, each with its path."""
     if isinstance(value, (dict, list)):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             yield from leaves(inner, f"{path}/{key}")

@@ -42,7 +42,7 @@ class Training:
     def alone(self, bench: Bench) -> float:
         """Return the seconds per step of a fixed number of steps, with nothing else under way.
 
-        The best of three: what else runs on the machine must not make a save look cheap.
+        The best of three: a busy machine must not make a save look cheap.
         """
 
         def steps() -> None:
@@ -62,7 +62,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much one contender is measured.
+    """The number of saves of one contender.
 
     `saves` in a row with an idle trainer, then `computing` with one that computes.  No save begins after
     `budget_s`, but there are always two of the first kind.
@@ -79,8 +79,8 @@ def measure(
 ) -> dict[str, Any]:
     """Return the times of a contender's consecutive saves.
 
-    `copy` times a plain copy of the owned bytes; it is made between the saves and after the same pause, since
-    memory that was idle, or busy with a disk, is not as fast as memory in a hot loop.
+    `copy` times a plain copy of the owned bytes.  It runs between the saves, after the same pause: memory
+    that was idle, or busy with a disk, is slower than memory in a hot loop.
     """
     bench.settle()
     begin = time.perf_counter()
@@ -114,7 +114,7 @@ def measure(
         if rows and spent():
             break
         rows.append(_computing_save(bench, contender, training, number))
-    # A save that ends before the trainer can make a step in the meantime is no save in the background.
+    # A save that ends before the trainer makes a step does not run in the background.
     if rows and all(row["steps_per_s"] for row in rows):
         result["computing"] = {key: round(statistics.median(r[key] for r in rows), 4) for key in rows[0]}
     bench.say(_line(contender.name, result))
@@ -125,7 +125,7 @@ def idle_save(
     bench: Bench, contender: Contender, number: int
 ) -> tuple[tuple[float, float], dict[str, float]]:
     """Return the seconds until the state may be changed and until the checkpoint exists, and of each phase
-    that the contender tells of.
+    that the contender reports.
     """
     path = f"{bench.folder}/{number}"
     bench.dist.barrier()
@@ -140,10 +140,10 @@ def idle_save(
 
 
 def _computing_save(bench: Bench, contender: Contender, training: Training, number: int) -> dict[str, float]:
-    """Return what a save costs a trainer that computes.
+    """Return the costs of a save for a trainer that computes.
 
-    `lost_s` is all that the save delays the trainer: the blocking time, and what the steps made during the
-    save took longer than alone.
+    `lost_s` is the whole delay of the trainer: the blocking time, and the additional time of the steps
+    during the save.
     """
     path = f"{bench.folder}/{number}"
     step_s = training.alone(bench)
@@ -177,7 +177,7 @@ def _line(name: str, result: dict[str, Any]) -> str:
 
 
 def baselines(bench: Bench, tensors: list[Any], repeat: int) -> dict[str, Any]:
-    """Return what memory and disk do with the owned bytes of all ranks at once, and no checkpoint."""
+    """Return the times of plain copies and writes of the owned bytes, by all ranks at once."""
     nbytes = sum(t.nbytes for t in tensors)
     copied = memcpy(bench, tensors, 2 * repeat)
     shared = mmap.mmap(-1, nbytes)
@@ -200,12 +200,12 @@ def baselines(bench: Bench, tensors: list[Any], repeat: int) -> dict[str, Any]:
 
 
 def memcpy(bench: Bench, tensors: list[Any], repeat: int = 8, target: Any = None) -> float:
-    """Return the best time to copy all tensors, one after another, to memory that is there already."""
+    """Return the best time to copy all tensors, one after another, to memory that is already mapped."""
     return bench.best(repeat, copier(tensors, target), lambda: None)
 
 
 def copier(tensors: list[Any], target: Any = None) -> Callable[[], None]:
-    """Return what copies all tensors, one after another, to memory that is there already."""
+    """Return a function that copies all tensors, one after another, to memory that is already mapped."""
     import torch
 
     arrays = [t.detach().contiguous().view(-1).view(torch.uint8).numpy() for t in tensors]
@@ -218,12 +218,12 @@ def copier(tensors: list[Any], target: Any = None) -> Callable[[], None]:
         for part, array in zip(parts, arrays, strict=True):
             np.copyto(part, array)
 
-    copy()  # every page of the target is there from now on
+    copy()  # maps every page of the target
     return copy
 
 
 def _raw_write(bench: Bench, data: memoryview, direct: bool, threads: int, repeat: int) -> float | None:
-    """Return the best time to write and sync one new file per rank, None where O_DIRECT is not to be had."""
+    """Return the best time to write and sync one new file per rank, None if O_DIRECT is not supported."""
     path = f"{bench.folder}/raw/{bench.rank}"
     os.makedirs(os.path.dirname(path), exist_ok=True)
 

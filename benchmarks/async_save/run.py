@@ -2,10 +2,11 @@
 plain memory and disk, in one run.
 
 Two ranks hold 1 GiB each of one model's state as FSDP2 would (see `benchmarks/save_load/run.py`).  Every
-contender makes several saves in a row: the time until the state may be changed and until the checkpoint
-exists, of the first save and the median of the later ones; then saves during which the trainer computes.
-Memory and disk are measured with the same bytes by the same two processes at once.  Then four ranks save
-one model under DDP: who writes how much?  Prints JSON, and the ratios with their aims to stderr.
+contender makes several saves in a row, and then saves during which the trainer computes.  Times are those
+until the state may be changed and until the checkpoint exists, of the first save and the median of the
+later ones.  Memory and disk are measured with the same bytes by the same two processes at once.  Then four
+ranks save one model under DDP, and the bytes that each rank writes are counted.  Prints JSON, and the ratios
+with their aims to stderr.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.aims import judged, ratio, tell
+from benchmarks.aims import judged, ratio, show
 from benchmarks.async_save.measure import Effort, baselines, copier, measure, memcpy
 from benchmarks.load.measure import tensors
 from benchmarks.load.states import build
@@ -88,7 +89,7 @@ def sharded_part(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _noise(bench: Bench, result: dict[str, Any], owned: list[Any]) -> dict[str, float]:
-    """Return how much alike the machine was from beginning to end: 1 is perfectly quiet.
+    """Return ratios between repetitions of the same work, which are 1 on a perfectly quiet machine.
 
     The quicker of the two copies counts as the baseline.
     """
@@ -109,7 +110,7 @@ def _noise(bench: Bench, result: dict[str, Any], owned: list[Any]) -> dict[str, 
 
 
 def _efforts(args: argparse.Namespace) -> tuple[Effort, Effort, Effort, Effort]:
-    """Return how much reknit, its rivals, reknit on slow storage, and reknit after `prepare` are measured."""
+    """Return the efforts for reknit, its rivals, reknit on slow storage, and reknit after `prepare`."""
     few = Effort(2, 0, 60.0, 30) if args.quick else Effort(3, 0, 40.0, 100)
     if args.quick:
         return (Effort(3, 1, 60.0, 30),) * 2 + (few, few)
@@ -128,14 +129,14 @@ def _measured(
     effort: Effort,
     copy: Callable[[], float] | None,
 ) -> dict[str, Any]:
-    """Return a contender's times, or why there are none."""
+    """Return a contender's times, or the reason for a failure."""
     try:
         contender = make()
         try:
             return measure(bench, contender, effort, copy)
         finally:
             contender.close()
-    except Exception as error:  # whatever a contender cannot do is a result of its own
+    except Exception as error:  # the failure of a contender is a result too
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         if isinstance(error, ModuleNotFoundError):
             reason += " (not a dependency; pip install it to measure it)"
@@ -170,7 +171,7 @@ def ddp_part(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def aims(result: dict[str, Any]) -> list[Row]:
-    """Return every ratio with its aim; None for a ratio of which a part was not measured."""
+    """Return every ratio with its aim, None for a ratio if one of its parts was not measured."""
     found: dict[str, Any] = {k: v for k, v in result.get("contenders", {}).items() if "error" not in v}
     base = result.get("baselines", {})
     ours, slow = found.get("reknit", {}), found.get("reknit, slow storage", {})
@@ -185,7 +186,7 @@ def aims(result: dict[str, Any]) -> list[Row]:
 
     blocking, whole = ours.get("blocking_s"), ours.get("end_to_end_s")
     slowdown, lost = (computing(key, [ours] if ours else []) for key in ("slowdown", "lost_s"))
-    # The same within noise: as far apart as two saves to the quick storage are.
+    # Equal within noise, which is the distance between two saves to the fast storage.
     spread = max(1.15, ratio(max(ours.get("blocking_later_s", [0.0])), blocking) or 0.0)
     between = ours.get("memcpy_between_saves_s")
     rows: list[Row] = [
@@ -234,7 +235,7 @@ def main() -> int:
             result["ddp"] = launch(__file__, "ddp", 4, folder, args.timeout)
     result["aims"] = judged(aims(result))
     deliver(result, args.out)
-    tell(result["aims"])
+    show(result["aims"])
     return 0
 
 

@@ -23,7 +23,7 @@ def main() -> None:
 
 
 def curves(folder: Path) -> dict[str, dict[str, list[float]]]:
-    """Return the losses of a training without a break, and of what goes on from its checkpoint."""
+    """Return the losses of an uninterrupted training, and of trainings that resume from its checkpoint."""
     return {"ZeRO-3, 2 to 3 ranks": lines(folder, zero_3, 2, 3)}
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     Build = Callable[[int], Training]
 
 STEPS, SAVED_AT, BATCH, WORDS = 30, 15, 12, 32
-"""How many steps, after how many the checkpoint is saved, and the sizes of the data."""
+"""The number of steps, the step of the checkpoint, and the sizes of the data."""
 
 
 def main() -> None:
@@ -33,12 +33,12 @@ def main() -> None:
 
 
 def curves(folder: Path) -> dict[str, dict[str, list[float]]]:
-    """Return the losses of a training without a break, and of what goes on from its checkpoint."""
+    """Return the losses of an uninterrupted training, and of trainings that resume from its checkpoint."""
     return {"3 to 2 ranks": lines(folder, fully_sharded, 3, 2)}
 
 
 def lines(folder: Path, build: Build, first: int, second: int) -> dict[str, list[float]]:
-    """Train on `first` ranks, and go on from the middle on as many and on `second` ranks."""
+    """Return the losses on `first` ranks, and resumed from the middle on `first` and on `second` ranks."""
     folder.mkdir(parents=True, exist_ok=True)
     found = {}
     for name, world, begin in (
@@ -56,7 +56,7 @@ def lines(folder: Path, build: Build, first: int, second: int) -> dict[str, list
 
 
 def rank(number: int, meeting: tuple[int, int], build: Build, begin: int, files: tuple[str, str]) -> None:
-    """Be one rank of a training that begins with a step: train, save in the middle, and write the losses."""
+    """Run one rank of a training that begins with a step: train, save in the middle, and write the losses."""
     (world, port), (folder, losses_file) = meeting, files
     os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(world), OMP_NUM_THREADS="1")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
@@ -79,7 +79,7 @@ def rank(number: int, meeting: tuple[int, int], build: Build, begin: int, files:
 
 
 def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return words, and the words that follow them by a rule that can be learned."""
+    """Return words, and the words that follow them by a simple rule, which the model can fit."""
     generator = torch.Generator().manual_seed(number)
     ids = torch.randint(0, WORDS, (BATCH, 8), generator=generator)
     return ids, (3 * ids + ids.roll(1, 1)) % WORDS

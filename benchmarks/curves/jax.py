@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 STEPS, SAVED_AT, BATCH, WORDS = 30, 15, 16, 32
-"""How many steps, after how many the checkpoint is saved, and the sizes of the data."""
+"""The number of steps, the step of the checkpoint, and the sizes of the data."""
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def curves(folder: Path) -> dict[str, dict[str, list[float]]]:
-    """Return the losses of a training without a break, and of what goes on from its checkpoint."""
+    """Return the losses of an uninterrupted training, and of trainings that resume from its checkpoint."""
     folder.mkdir(parents=True, exist_ok=True)
     found = {}
     for name, devices, begin in (
@@ -40,7 +40,7 @@ def curves(folder: Path) -> dict[str, dict[str, list[float]]]:
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         }
         arguments = [str(folder / "checkpoint"), str(reported), str(begin)]
-        # A process of its own: the number of devices is settled when JAX starts.
+        # A new process, since JAX fixes the number of devices when it starts.
         subprocess.run(
             [sys.executable, "-m", "benchmarks.curves.jax", *arguments], env=environment, check=True
         )
@@ -113,7 +113,7 @@ def forward(params: Any, ids: Any) -> Any:
 
 
 def batch(number: int) -> tuple[Any, Any]:
-    """Return words, and the words that follow them by a rule that can be learned."""
+    """Return words, and the words that follow them by a simple rule, which the model can fit."""
     import numpy as np
 
     ids = np.random.default_rng(number).integers(0, WORDS, (BATCH, 8))

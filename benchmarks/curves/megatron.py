@@ -1,6 +1,6 @@
 """Megatron-Core, in one layout and then in another: the loss goes on as if nothing had happened.
 
-Runs on the CPU, through what the tests answer in CUDA's place; all else is Megatron's own.
+Runs on the CPU, with the tests' replacement for CUDA; all else is Megatron's own.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from tests.megatron.layouts import Layout
 run = partial(ranks.run, warm="megatron")
 
 STEPS, SAVED_AT = 30, 15
-"""How many steps, and after how many the checkpoint is saved."""
+"""The number of steps, and the step of the checkpoint."""
 
 SCENARIOS = {
-    # As many rows in both: a row more in the vocabulary is a term more in every loss.
+    # Equal numbers of rows, since each row of the vocabulary adds a term to every loss.
     "TP1 PP2 to TP2 PP1": (Layout(2, pp=2, multiple=2), Layout(2, tp=2)),
     "DP2 to DP4": (Layout(2), Layout(4)),
 }
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def curves(folder: Path) -> dict[str, dict[str, list[float]]]:
-    """Return the losses of a training without a break, and of what goes on from its checkpoint."""
+    """Return the losses of an uninterrupted training, and of trainings that resume from its checkpoint."""
     found = {}
     for name, (first, second) in SCENARIOS.items():
         path = str(folder / name.replace(" ", "-"))
@@ -64,7 +64,7 @@ def resume(layout: Layout, path: str) -> list[float]:
 
 
 if __name__ == "__main__":
-    # The ranks find the functions by the name of this module, which is another one when it is run.
+    # The ranks import the functions by the name of this module, which is `__main__` in a script.
     from benchmarks.curves import megatron
 
     megatron.main()

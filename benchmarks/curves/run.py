@@ -1,8 +1,8 @@
 """Does training go on as if nothing had happened, in another layout too?  Loss curves of real trainings.
 
-Each framework trains a small model without a break, and again with a break in the middle: what was saved is
-loaded on the same layout and on another one, and the training goes on.  On the same layout the losses have to
-be equal, bit for bit; on another one up to the order in which a layout adds numbers.
+Each framework trains a small model without a break, and again with a break in the middle.  The checkpoint is
+loaded on the same layout and on another one, and the training goes on.  On the same layout the losses must
+be equal, bit for bit; on another one they may differ by the order of additions.
 
 Prints JSON, and the largest differences to stderr; with --plot, draws the curves to benchmarks/results/.
 """
@@ -19,12 +19,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.aims import Row, judged, tell
+from benchmarks.aims import Row, judged, show
 
 ROOT = Path(__file__).resolve().parents[2]
 FRAMEWORKS = ("fsdp1", "megatron", "deepspeed", "jax")
 TOLERANCE = 1e-3
-"""Relative difference of two losses that have gone through different orders of additions for some steps."""
+"""The largest relative difference of two losses after some steps with different orders of additions."""
 RESULTS = ROOT / "benchmarks" / "results"
 
 Curves = dict[str, dict[str, list[float]]]
@@ -98,7 +98,7 @@ def main() -> None:
     wanted = parser.parse_args()
     every = {framework: trained(framework, wanted.timeout) for framework in wanted.frameworks}
     judgements = judged([row for framework, curves in every.items() for row in rows(framework, curves)])
-    tell(judgements)
+    show(judgements)
     reported: dict[str, Any] = {"curves": every, "aims": judgements}
     print(json.dumps(reported))
     if wanted.plot:

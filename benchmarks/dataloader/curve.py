@@ -51,7 +51,7 @@ def lengths(batches: Iterable[Iterable[Batch]]) -> list[float]:
 
 
 def run(steps: int, restarts: int, sizes: list[int]) -> list[float]:
-    """Read so many steps, and start again as often; the ranks' states go through a checkpoint each time."""
+    """Return the lengths of so many steps with some restarts, each of which loads the states of all ranks."""
     found: list[float] = []
     part = steps // (restarts + 1)
     with tempfile.TemporaryDirectory(prefix="reknit-curve-") as folder:
@@ -106,7 +106,7 @@ def plot(curves: dict[str, list[float]], steps: int, path: Path) -> None:
     for k in range(1, 4):
         axes.axvline(k * steps // 4 + 0.5, color="0.7", lw=0.8)
     axes.set(xlabel="step", ylabel="mean length of a sample, tokens")
-    axes.set_title("what each step trains on, through three restarts (grey lines)")
+    axes.set_title("samples of each step, through three restarts (grey lines)")
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=80, metadata={"Software": None})
     plt.close(figure)

@@ -2,9 +2,9 @@
 
     scripts/bench dataloader [collect] [files] [--mib 256] [--workers 4] [--keep FILE]
 
-`collect`: workers hold token buffers of `--mib` MiB each.  A save is planned in advance, or not; what the
-trainer waits for is measured for saves that wait and for those in the background.  `files`: 512 shards of
-200 KB go to a store that answers after 20 ms, and come back on another number of ranks.
+`collect`: workers hold token buffers of `--mib` MiB each.  A save is planned in advance, or not.  The time
+that the trainer waits is measured, for saves that wait and for saves in the background.  `files`: 512 shards
+of 200 KB go to a store that answers after 20 ms, and come back on another number of ranks.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def shards(args: argparse.Namespace, **more: Any) -> TokenLoader:
 
 
 def files(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure what many small files add to a save, and how long ranks take to read their part of them."""
+    """Measure the cost of many small files for a save, and the time that ranks take to read their parts."""
     found: dict[str, Any] = {"files": args.files, "nbytes": args.nbytes, "latency_ms": args.latency_ms}
     latency_s = args.latency_ms / 1e3
     register("slow", lambda url, _: SlowStorage(ProcessMemory(url.partition("://")[2]), latency_s, latency_s))
@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--files", type=int, default=512)
     parser.add_argument("--nbytes", type=int, default=200_000)
     parser.add_argument("--latency-ms", type=float, default=20.0)
-    parser.add_argument("--keep", type=Path, help="file for what was measured, as JSON")
+    parser.add_argument("--keep", type=Path, help="file for the results, as JSON")
     args = parser.parse_args()
     parts = {"collect": collect, "files": files}
     found = {name: parts[name](args) for name in args.parts or parts}

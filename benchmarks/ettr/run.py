@@ -1,12 +1,13 @@
-"""What share of a long training is kept, by when it saves and by what its checkpoints cost?
+"""What share of a long training is kept, for each policy and each cost of a checkpoint?
 
 The trace has failures at random moments, as often as in the pre-training of Llama 3 405B: 419 unexpected
 interruptions in 54 days (arXiv 2407.21783, section 3.3.4).  Every policy is the object that `Checkpointer`
 asks, asked at each step of 54 days of training.
 
 The costs of torch DCP and Orbax are those for 405B parameters on 64 GPUs of the Orbax paper (table 1,
-median): blocking, background and load.  Those of reknit are DCP's times what both took on one machine in
-one run: a projection.  Pass what you have measured as --ratios (`scripts/bench async_save`, `load`).
+median): blocking, background and load.  Those of reknit are a
+projection: DCP's costs times the ratios of reknit to DCP in one run on one machine.  Pass your own
+measurements as --ratios (`scripts/bench async_save`, `load`).
 
 Prints a table, and JSON with --json; with --plot, draws the curves to benchmarks/results/.
 """
@@ -48,7 +49,7 @@ def trace(days: float, seed: int) -> list[float]:
 
 
 def ettr(costs: RunCosts, policy: Policy, gaps: list[float], days: float, step_s: float) -> float:
-    """Return the share of the time that is training that was kept, step by step."""
+    """Return the share of the time that went into training steps that were not lost."""
     total_s = kept = 0.0
     stall_s: float | None = None
     step = 0
@@ -128,7 +129,7 @@ def reported(found: dict[str, Any]) -> None:
 
 
 def plot(found: dict[str, Any], restart_s: float) -> None:
-    """Keep the ratios, as pictures and as data."""
+    """Write the ratios, as pictures and as data."""
     draw_both(partial(figure_of, found, restart_s), RESULTS / "ettr.png", dpi=120)
     (RESULTS / "ettr.json").write_text(json.dumps(found, indent=1) + "\n")
 

@@ -52,7 +52,7 @@ def records(number: int) -> list[Record]:
 
 
 def rate(sink: Sink, reported: list[Record]) -> dict[str, float]:
-    """Return how many events a second go through a ring into a sink, and what `put` costs the caller."""
+    """Return the events per second that pass through a ring into a sink, and the caller's cost of `put`."""
     outlet = Outlet(sink, "sink", capacity=len(reported))
     begin = time.perf_counter()
     for record in reported:
@@ -65,7 +65,7 @@ def rate(sink: Sink, reported: list[Record]) -> dict[str, float]:
 
 
 def overhead(folder: Path, nbytes: int, repeat: int) -> dict[str, Any]:
-    """Return what saves take without and with everything on, one after the other by turns, in milliseconds.
+    """Return the milliseconds of saves with all sinks off and on, in turns.
 
     ``whole``: until the checkpoint exists.  ``call``: until `save` returns.  ``thread`` and ``process``: CPU
     time of the calling thread until then, and of its process until the checkpoint exists, with all sinks.
@@ -103,7 +103,7 @@ def _times(place: Path, state: dict[str, Any], wait: bool, options: reknit.SaveO
 
 
 def _compared(without: list[dict[str, float]], others: list[dict[str, float]]) -> dict[str, Any]:
-    """Return medians, and how much more the median save takes with everything on."""
+    """Return the medians, and the additional time of the median save with all sinks on."""
     medians = {
         name: [statistics.median(each[name] for each in times) for times in (without, others)]
         for name in without[0]

@@ -3,8 +3,8 @@
 Each library saves and loads the same tensors in one process, by the calls that its documentation shows first:
 
 - damage: one bit of the largest file is flipped; does a load raise, or return wrong values?
-- kill: a checkpoint is replaced by a newer one of the same path, and the process is killed during that save
-  (at `--kills` moments, spread over the time of a save); how often is there a whole checkpoint after?
+- kill: a checkpoint is replaced by a newer one of the same path, and the process is killed during that save,
+  at `--kills` moments spread over its time.  How often is there a whole checkpoint afterwards?
 - forgery: each file in turn is replaced by a pickle that makes a folder when it is loaded; is that code run?
 
 Prints a table in Markdown.  Run: scripts/bench facts [--mb 256] [--kills 10]
@@ -36,7 +36,7 @@ NUM_ARRAYS = 8
 
 
 def save(name: str, path: Path, arrays: Arrays) -> None:
-    """Write a checkpoint to `path`, in place of one that is there."""
+    """Write a checkpoint to `path`, and replace an existing one."""
     if name == "torch.save":
         import torch
 
@@ -96,7 +96,7 @@ def outcome(name: str, path: Path, versions: list[Arrays]) -> str:
         found = load(name, path, versions[0])
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # the errors of DCP are no Exceptions
+    except BaseException as error:  # the errors of DCP do not derive from Exception
         return f"error ({type(error).__name__})"
     same = (all(np.array_equal(found[key], each[key]) for key in each) for each in versions)
     return "whole" if any(same) else "wrong values"

@@ -40,7 +40,7 @@ class Bench:
             self._save(options)
             self._finish()
         self.memory["kept from the first save on"] = {"device": None, "host": (_resident() - before) / MIB}
-        self.link = Link(training.tensors())  # later, as it is no memory of a save
+        self.link = Link(training.tensors())  # later, since its memory does not belong to a save
         self.base = f"{folder}/base"
         reknit.save(self.base, training.state)
         reknit.load(self.base, training.state)
@@ -49,7 +49,7 @@ class Bench:
         self.window = self._window()
 
     def _window(self) -> int:
-        """Return after how many steps a copy of the state beside them has long ended."""
+        """Return a number of steps that take much longer than a copy of the state beside them."""
         step_s = seconds(lambda: self.training.steps(2)) / 2
         copy_s = seconds(self._down)
         return min(max(4, int(3 * copy_s / step_s)), 200)
@@ -58,7 +58,7 @@ class Bench:
         """Measure everything once."""
         self._time("memcpy to host", self._down)
         for name, options in (("eager", EAGER), ("lazy", LAZY)):
-            self.training.steps(1)  # else a lazy save has no step that waited
+            self.training.steps(1)  # else no step waits for a lazy save
             self._time(f"save {name}", partial(self._save, options))
             self.training.steps(1)
             self._finish()
@@ -74,7 +74,7 @@ class Bench:
         self._time("load", self._load)
 
     def watch_memory(self) -> None:
-        """Find the most memory that saves and a load take beside the state and the arena."""
+        """Record the most memory that saves and a load take in addition to the state and the arena."""
         for name, options in (("save eager", EAGER), ("save lazy", LAZY)):
             self.training.steps(1)
             with _Watch(self, name):
@@ -85,11 +85,11 @@ class Bench:
             self._load()
 
     def median(self, name: str) -> float | None:
-        """Return the median of all rounds, if it was measured."""
+        """Return the median of all rounds, None if it was not measured."""
         return median(self.times[name]) if name in self.times else None
 
     def ratio(self, name: str, *limits: str) -> float | None:
-        """Return the median of the ratios of each round, to the slowest of the limits."""
+        """Return the median of each round's ratio to the slowest of the limits."""
         if not all(one in self.times for one in (name, *limits)):
             return None
         slowest = map(max, zip(*(self.times[limit] for limit in limits), strict=True))
@@ -127,7 +127,7 @@ class Bench:
         self.training.synchronize()
 
     def _read(self) -> None:
-        """Read all data files, in the page cache as those of a load are, with as many threads."""
+        """Read all data files from the page cache, with as many threads as a load."""
         pieces = [
             (path, start)
             for path in Path(self.base).glob("*.safetensors")
@@ -164,12 +164,12 @@ class _Watch:
         self._bench.memory[self._name] = {"device": on_device, "host": (memory() - self._on_host) / MIB}
 
     def _most(self) -> int | None:
-        """Return the most bytes of the device that were in use, where torch counts them."""
+        """Return the most bytes of the device that were in use, None if torch does not count them."""
         most = getattr(self._module, "max_memory_allocated", None)
         return None if most is None else int(most(self._device))
 
 
 def _resident() -> int:
-    """Return the memory of this process, and let `memory` count from now on."""
+    """Return the memory of this process, and reset the peak that `memory` returns."""
     Path("/proc/self/clear_refs").write_text("5")
     return memory()

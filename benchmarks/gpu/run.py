@@ -5,7 +5,7 @@
 (c) How long does a load take, against a copy from pinned memory and a plain read of the files?
 And how much memory do they take, of the device and of the host?
 
-One process, one device of whatever kind torch has as its accelerator; everything takes turns in each round.
+One process, and one device of the kind that torch has as its accelerator.  All measurements take turns.
 Without a device nothing is measured, which is not an error.  Prints a table to stderr and JSON to stdout.
 
 Run: python benchmarks/gpu/run.py [--gib 4] [--rounds 5] [--index 0] [--dir .] [--out FILE]
@@ -41,7 +41,7 @@ ROWS = (
     ("read", "plain read of the files, in the page cache", ()),
     ("load", "load", ("memcpy to device", "read")),
 )
-"""What is measured, in which words, and with what it is compared: the slowest of these."""
+"""The measurements: key, text, and the keys of the limits, of which the slowest is compared."""
 
 COPIES = ("memcpy to host", "memcpy to device", "read", "load")
 

@@ -1,4 +1,4 @@
-"""What trains on the device, and plain copies of the same bytes: the limits of the link."""
+"""A training on the device, and plain copies of the same bytes, which are the limits of the link."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Training:
         self.optimizer.zero_grad()
 
     def steps(self, count: int) -> None:
-        """Make some steps, and wait for the device."""
+        """Run some steps, and wait for the device."""
         for _ in range(count):
             self.step()
         self.synchronize()
@@ -48,7 +48,7 @@ class Training:
         torch.accelerator.synchronize(self.device)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return what a save copies from the device."""
+        """Return the tensors that a save copies from the device."""
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         found = [*self.model.parameters(), *(value for value in states if isinstance(value, torch.Tensor))]
         return [tensor.detach() for tensor in found if tensor.device == self.device]
@@ -81,7 +81,7 @@ class Link:
             tensor.copy_(host, non_blocking=True)
 
     def down_beside(self, device: torch.device) -> None:
-        """Queue all copies to the host on a stream of their own, as soon as what is queued now is done."""
+        """Queue all copies to the host on a stream of their own, after the work that is queued already."""
         stream = devices.side_stream(device)
         stream.wait_stream(devices.current_stream(device))
         with devices.on_stream(stream):
@@ -89,12 +89,12 @@ class Link:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Return how long some work takes."""
+    """Return the seconds that some work takes."""
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin
 
 
 def median(values: list[float]) -> float:
-    """Return the median in as many digits as can be trusted."""
+    """Return the median, rounded to the significant digits."""
     return float(f"{statistics.median(values):.4g}")

@@ -1,12 +1,12 @@
 """What does it cost to collect an FSDP1 rank's flat optimizer state, against torch's own way?  Prints JSON.
 
 Two processes train a model of many small layers under FullyShardedDataParallel; each has a part of every
-parameter that begins or ends within a row.  Each then collects what it holds, which cuts the flat memory into
-boxes of whole tensors, without a message; and calls `FSDP.optim_state_dict` with SHARDED_STATE_DICT, which
-gathers and cuts again.  Collectives of both are counted.  The time for the optimizer is that for model and
-optimizer less that for the model alone, which tells the names of both; it is processor time, as everything
-in it is local.  No view of a state is made before it is staged, so the time that staging takes to make arrays
-of all that was collected is reported beside it.
+parameter that begins or ends within a row.  Each then collects its holdings, which cuts the flat memory into
+boxes of whole tensors, without a message.  It also calls `FSDP.optim_state_dict` with SHARDED_STATE_DICT,
+which gathers and cuts again.  Collectives of both are counted.  The time for the optimizer is that for model
+and optimizer less that for the model alone, which supplies the names of both.  It is processor time, as all
+of the work is local.  A view of a state is made only when it is staged, so the time that staging takes to
+make arrays of all holdings is reported beside it.
 
 Run: scripts/bench irregular [--parameters 1000] [--width 63] [--repeat 7] [--flat]
 """
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.aims import Row, judged, ratio, tell
+from benchmarks.aims import Row, judged, ratio, show
 from benchmarks.ranks import Bench, deliver, launch, options, rank_main, scratch
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def trained(chosen: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def counted(action: Callable[[], Any]) -> int:
-    """Return how many collectives a call makes, on this rank."""
+    """Return the number of collectives that a call makes on this rank."""
     from torch.distributed.tensor.debug import CommDebugMode
 
     with CommDebugMode() as mode:  # type: ignore[no-untyped-call]
@@ -164,7 +164,7 @@ def main() -> None:
     with scratch(chosen.dir) as folder:
         result = launch(__file__, "irregular", 2, folder, chosen.timeout)
     judgements = judged(rows(result))
-    tell(judgements)
+    show(judgements)
     reported = {"parameters": chosen.parameters, "states": STATES, "width": chosen.width, "flat": chosen.flat}
     deliver({**reported, **result, "aims": judgements}, chosen.out)
 

@@ -17,7 +17,7 @@ EACH = "*"
 class Aim(NamedTuple):
     """A ratio of two measured values, each named by its path in the results, such as ``single > cold > s``.
 
-    `EACH` in a path stands for all names, the same in both paths; {} in `what` for these names.
+    `EACH` in a path stands for all names, the same in both paths, and {} in `what` for these names.
     A ratio without an `aim` is for information.
     """
 

@@ -1,4 +1,4 @@
-"""How many bytes does a load need?  From the index that is on disk and the boxes that are wanted."""
+"""How many bytes does a load need?  Computed from the index on disk and the wanted boxes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 BLOCK = 4 << 20
-"""Bytes that share a digest: who wants one of them verified must read them all."""
+"""Bytes that share a digest: to verify one of them, a rank must read them all."""
 
 Wanted = tuple[int, str, tuple[slice, ...]]
 """A rank, the name of a tensor, and the box that the rank wants of it."""
 
 
 class Need(NamedTuple):
-    """What a load cannot do without, over all ranks.
+    """The bytes that a load must read, over all ranks.
 
-    `nbytes` wanted, lying in `runs` (wanted bytes of a file that are less than a block apart are one run), in
-    digest blocks of `block_nbytes` together.  `unique_nbytes` counts once what several ranks want.
+    `nbytes` are wanted.  They lie in `runs`, in which neighbours are less than a block apart, and in digest
+    blocks of `block_nbytes` together.  `unique_nbytes` counts a byte once if several ranks want it.
     """
 
     nbytes: int
@@ -34,7 +34,7 @@ class Need(NamedTuple):
 
 
 def needed(path: str, wanted: Iterable[Wanted]) -> Need:
-    """Return what the boxes need of a checkpoint."""
+    """Return the bytes that the boxes need of a checkpoint."""
     chunks, sizes = _chunks(path)
     per_rank: dict[int, dict[str, list[NDArray[np.int64]]]] = {}
     nbytes = 0
@@ -66,7 +66,7 @@ class _Chunk(NamedTuple):
     lengths: tuple[int, ...]
 
     def spans(self, box: Sequence[slice]) -> NDArray[np.int64] | None:
-        """Return where each piece of a box without holes begins and ends in the file, None for nothing."""
+        """Return the start and the end of each contiguous piece of a box in the file, None if it is empty."""
         low = [max(o, s.start) - o for o, s in zip(self.offsets, box, strict=True)]
         high = [min(o + n, s.stop) - o for o, n, s in zip(self.offsets, self.lengths, box, strict=True)]
         if any(b <= a for a, b in zip(low, high, strict=True)):
@@ -74,7 +74,7 @@ class _Chunk(NamedTuple):
         width = self.nbytes // int(np.prod(self.lengths, dtype=np.int64))
         begin, length, stride = np.zeros(1, np.int64), width, width
         for dim in reversed(range(len(low))):
-            if length == stride:  # whole rows so far: what lies beyond is one piece with them
+            if length == stride:  # whole rows so far, so they join the outer dimension
                 length = (high[dim] - low[dim]) * stride
                 begin = begin + low[dim] * stride
             else:
@@ -97,7 +97,7 @@ def _chunks(path: str) -> tuple[dict[str, list[_Chunk]], dict[str, int]]:
 
 
 def _merged(parts: Sequence[NDArray[np.int64]], gap: int) -> NDArray[np.int64]:
-    """Return spans ascending and apart: those up to `gap` bytes from each other are one."""
+    """Return ascending spans, of which those up to `gap` bytes from each other are merged."""
     spans = np.concatenate(parts)
     spans = spans[np.argsort(spans[:, 0], kind="stable")]
     reach = np.maximum.accumulate(spans[:, 1])

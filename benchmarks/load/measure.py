@@ -1,4 +1,4 @@
-"""What every part measures with: a page cache that is empty or full for sure, memory, raw reads, contents."""
+"""The tools of every part: a page cache that is surely empty or full, memory, raw reads, contents."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COLD = 0.01
 
 
 class LoadBench(Bench):
-    """The ranks of a run, with the page cache at their command."""
+    """The ranks of a run, with control of the page cache."""
 
     def __init__(self, folder: str, *, repeat: int) -> None:
         super().__init__(folder)
@@ -36,7 +36,7 @@ class LoadBench(Bench):
         self.most_cold = 0.0
 
     def cold(self, folder: str) -> None:
-        """Drop a folder's files from the page cache, and look whether they are gone."""
+        """Drop a folder's files from the page cache, and check that they are gone."""
 
         def drop() -> None:
             evict(folder)
@@ -47,7 +47,7 @@ class LoadBench(Bench):
             self.say(f"not cold: {self.most_cold:.1%} of a checkpoint stayed in the page cache")
 
     def warm(self, folder: str) -> None:
-        """Read a folder's files into the page cache, and look whether they are there."""
+        """Read a folder's files into the page cache, and check that they are there."""
 
         def read() -> None:
             buffer = bytearray(PIECE)
@@ -67,16 +67,16 @@ class LoadBench(Bench):
         self.dist.barrier()
 
     def together(self, action: Callable[[], Any]) -> float:
-        """Let all ranks act at once, and return the seconds of the slowest.
+        """Run an action on all ranks at once, and return the seconds of the slowest.
 
-        What one rank raises ends the action on all, so that none waits for it.
+        An error on one rank ends the action on all, so that no rank waits for it.
         """
         failure: Exception | None = None
         self.dist.barrier()
         begin = time.perf_counter()
         try:
             action()
-        except Exception as error:  # raised again below, once the others know
+        except Exception as error:  # raised below, once the other ranks have received the failure
             failure = error
         taken, failed = self.slowest(time.perf_counter() - begin, float(failure is not None))
         if failure is not None:
@@ -92,7 +92,7 @@ class LoadBench(Bench):
         before: Callable[[], Any] | None = None,
         repeat: int | None = None,
     ) -> float:
-        """Return the best time of the slowest rank, and tell it."""
+        """Return the best time of the slowest rank, and print it."""
         times = []
         for _ in range(repeat or self.repeat):
             if before is not None:
@@ -106,16 +106,16 @@ class LoadBench(Bench):
         return [round(value) for value in self._reduced(self.dist.ReduceOp.SUM, values)]
 
     def attempt(self, name: str, action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return what an action measured, or why it could not."""
+        """Return the results of an action, or the reason of its failure."""
         try:
             return action()
-        except Exception as error:  # whatever cannot be measured is a result of its own
+        except Exception as error:  # a failure is a result too
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             self.say(f"{name:60s} {reason}")
             return {"error": reason}
 
     def cache_check(self) -> dict[str, float]:
-        """Return how cold and how warm the page cache really was."""
+        """Return the largest cached part when cold, and the smallest when warm."""
         return {
             "resident_when_cold_at_most": round(self.most_cold, 4),
             "resident_when_warm_at_least": round(self.least_warm, 4),
@@ -142,7 +142,7 @@ def data_files(folder: str) -> list[str]:
 
 
 def resident(folder: str) -> float:
-    """Return which part of a folder's files is in the page cache."""
+    """Return the part of a folder's files that is in the page cache, between 0 and 1."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
     found = pages = 0
@@ -155,18 +155,18 @@ def resident(folder: str) -> float:
             if libc.mincore(view.ctypes.data, nbytes, there.ctypes.data) != 0:
                 raise OSError(ctypes.get_errno(), "mincore", str(path))
             found, pages = found + int((there & 1).sum()), pages + len(there)
-            del view  # or the file could not be unmapped
+            del view  # else the file cannot be unmapped
     return found / pages if pages else 0.0
 
 
 def io_counts() -> tuple[int, int]:
-    """Return the bytes that this process has read by system calls, and those it had a disk fetch."""
+    """Return the bytes that this process has read by system calls, and from a disk."""
     counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counts["rchar"]), int(counts["read_bytes"])
 
 
 def pinned(nbytes: int) -> memoryview:
-    """Return page-aligned memory that is there, not only promised."""
+    """Return page-aligned memory whose pages are mapped already."""
     memory = mmap.mmap(-1, max(-(-nbytes // PAGE) * PAGE, PAGE))
     np.frombuffer(memory, np.uint8)[::PAGE] = 1
     return memoryview(memory)
@@ -178,7 +178,7 @@ def raw_read(paths: Sequence[str], memory: memoryview, threads: int, *, direct: 
         fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
         try:
             nbytes = os.fstat(fd).st_size
-            # Direct reads are whole pages, also the last one.
+            # Direct reads are whole pages, including the last one.
             whole = -(-nbytes // PAGE) * PAGE
 
             def piece(start: int, fd: int = fd, whole: int = whole) -> int:
@@ -195,7 +195,7 @@ def raw_read(paths: Sequence[str], memory: memoryview, threads: int, *, direct: 
 def raw_reads(bench: LoadBench, folder: str, quick: bool) -> dict[str, float]:
     """Return the time of every way to read the data files of a cold checkpoint, each rank its own.
 
-    A checkpoint that every rank holds a part of has as many files per item as ranks.
+    A sharded checkpoint has as many files per item as ranks.
     """
     paths = data_files(folder)[bench.rank :: bench.world]
     memory = pinned(max((os.path.getsize(path) for path in paths), default=0))
@@ -242,27 +242,27 @@ def fingerprint(state: Any) -> str:
 
 
 class Contents:
-    """What a state should hold after every load: what it holds now."""
+    """The contents that a state must have after every load: its present ones."""
 
     def __init__(self, bench: LoadBench, state: Any) -> None:
         self._bench, self._state = bench, state
         self._expected = fingerprint(state)
 
     def checked(self, load: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a load that has proved, out of the measurement, that it restores what was there.
+        """Return a load after it has restored the contents once, outside of the measurement.
 
-        Raises `ValueError` on every rank when what was loaded is something else on any.
+        Raises `ValueError` on every rank if the loaded contents differ on any rank.
         """
         for tensor in tensors(self._state):
             tensor.zero_()
         self._bench.together(load)
         if self._bench.slowest(float(fingerprint(self._state) != self._expected))[0]:
-            raise ValueError("what was loaded is not what was saved")
+            raise ValueError("the loaded contents differ from the saved ones")
         return load
 
 
 class PeakMemory:
-    """Watches memory: `extra` are the most bytes above those at the start, of each kind that `look` has."""
+    """Watches memory: `extra` has the most bytes above the start, for each kind that `look` returns."""
 
     def __init__(self, look: Callable[[], Sequence[int]], every_s: float) -> None:
         self._look, self._every_s = look, every_s

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from benchmarks.load.measure import LoadBench
 
 BUDGET = 256 << 20
-"""What a rank may use by default (`LoadOptions.inflight_nbytes`)."""
+"""The memory that a rank may use by default (`LoadOptions.inflight_nbytes`)."""
 
 
 def part(bench: LoadBench, gib: float) -> dict[str, Any]:
-    """Measure loads into memory that is there, first by reknit and then by DCP.
+    """Measure loads into memory that is already mapped, first by reknit and then by DCP.
 
-    Part of no measurement are what the first load of a process imports, and how its ranks meet.
+    Measurements exclude the imports of the first load of a process, and the first barrier of its ranks.
     """
     import reknit
 

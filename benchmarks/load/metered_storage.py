@@ -1,6 +1,6 @@
-"""A folder that counts what is read, and may be slow: ``metered://LIMIT/absolute/path``.
+"""A folder that counts the bytes of reads, and may be slow: ``metered://LIMIT/absolute/path``.
 
-The limit is ``none``, or bytes per second and who shares them: ``200000000-rank`` or ``200000000-host``.
+The limit is ``none``, or bytes per second of each rank or host: ``200000000-rank``, ``200000000-host``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HOST_CLOCK = "throttle-of-the-host"
 
 
 class Throttle:
-    """Lets bytes through at a rate: each caller waits until the bytes before its own and its own have passed.
+    """Lets bytes through at a rate: each caller waits until its bytes, and those before them, have passed.
 
     With a `clock`, a small file, all processes that open it share the rate.
     """
@@ -47,7 +47,7 @@ class Throttle:
         self._free = mmap.mmap(self._fd, mmap.PAGESIZE)
 
     def take(self, nbytes: int) -> None:
-        """Return when `nbytes` bytes may have passed."""
+        """Wait until `nbytes` bytes may have passed."""
         with self._lock:
             fcntl.flock(self._fd, fcntl.LOCK_EX)
             try:
@@ -61,7 +61,7 @@ class Throttle:
 
 
 class Meter:
-    """What this process has read of metered folders: bytes of data files, and of all others."""
+    """The bytes that this process has read from metered folders: of data files, and of all others."""
 
     def __init__(self) -> None:
         self.data_nbytes = self.other_nbytes = 0
@@ -97,7 +97,7 @@ class Meter:
 
 
 class MeteredStorage(ForwardingStorage):
-    """A store whose reads are counted, as they are asked for, and at most as fast as its throttle."""
+    """A store that counts the bytes of its reads, and reads at most as fast as its throttle."""
 
     def __init__(self, inner: Storage, meter: Meter, throttle: Throttle | None) -> None:
         super().__init__(inner)
@@ -135,5 +135,5 @@ def meter() -> Meter:
 
 
 def metered(path: str, limit: str = "none") -> str:
-    """Return the URL by which the meter counts what is read of a folder."""
+    """Return the URL by which the meter counts the reads of a folder."""
     return f"metered://{limit}{os.path.abspath(path)}"

@@ -1,4 +1,4 @@
-"""Everybody wants everything: does each byte leave storage once, and does that pay?"""
+"""Every rank wants the whole model: does each byte leave storage once, and does that pay?"""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ SHARES = ("always", "never", "auto")
 
 
 def sharing(share: str) -> Any:
-    """Return the options of a load that shares what it reads, or does not.
+    """Return the options of a load whose ranks share the bytes that they read, or do not.
 
-    Raises `TypeError` where reknit does not know how to.
+    Raises `TypeError` if this version of reknit has no such option.
     """
     import reknit
 
@@ -49,7 +49,7 @@ def _of_size(bench: LoadBench, shapes: Any) -> dict[str, Any]:
     bench.settle()
     stored = sum(os.path.getsize(file) for file in data_files(path))
     result: dict[str, Any] = {"unique_nbytes": stored, "storages": {}}
-    meter()  # from here on the URLs mean something
+    meter()  # registers the scheme of the URLs
     for storage in STORAGES:
         found = {}
         for share in SHARES:
@@ -81,7 +81,7 @@ def _load(
         bench.cold(path)
         meter().reset()
 
-    # What a throttle makes of a load is the same every time.
+    # Once is enough with a throttle, which makes every load equally slow.
     repeat = None if storage == "disk" else 1
     seconds = bench.timed(f"{storage}, share={share}", load, before, repeat)
     read, reported = bench.total(meter().data_nbytes, reports[0].nbytes_read)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from benchmarks.rivals.waiting import DcpMode
 
 MODES = (waiting.OWN, waiting.SAFETENSORS[0])
-"""DCP's own format, which reads whole chunks, and the one that maps files into memory."""
+"""DCP's own format, which reads whole chunks, and safetensors, which maps files into memory."""
 
 
 class Slice(NamedTuple):
@@ -48,7 +48,7 @@ CASES: tuple[tuple[Layout, tuple[Layout, ...]], ...] = (
     (DDP_4, (FSDP_4,)),
 )
 SLICED = (FSDP_4, DDP_4)
-"""Layouts from which slices are read: of the first, DCP has four chunks per tensor; of the second, one."""
+"""Layouts from which slices are read.  DCP has four chunks per tensor of the first, and one of the second."""
 
 SLICES = (
     Slice("1/8 of the rows", "embedding", lambda s: (slice(s[0] // 8, s[0] // 4), slice(0, s[1]))),
@@ -58,7 +58,7 @@ SLICES = (
 
 
 def ways() -> dict[str, reknit.LoadOptions]:
-    """Return the ways to load that are measured: as it is by default, and unverified."""
+    """Return the ways to load that are measured: by default, and unverified."""
     import reknit
 
     return {
@@ -68,7 +68,7 @@ def ways() -> dict[str, reknit.LoadOptions]:
 
 
 class Target(NamedTuple):
-    """What a case loads into; `load` does so by reknit from a URL, `rival` by DCP from a folder."""
+    """The target of a case: `load` fills it by reknit from a URL, `rival` by DCP from a folder."""
 
     contents: Contents
     load: Callable[[str, reknit.LoadOptions], Any]
@@ -76,7 +76,7 @@ class Target(NamedTuple):
 
 
 def part(bench: LoadBench, gib: float) -> dict[str, Any]:
-    """Measure every case; the same model is saved again for each layout that is loaded from."""
+    """Measure every case; the same model is saved again for each source layout."""
     shapes = model_shapes(gib)
     ranks = Ranks(bench)
     result: dict[str, Any] = {"gib": gib_of(nbytes(shapes)), "cases": {}}
@@ -148,12 +148,12 @@ def _sliced(bench: LoadBench, part: Slice, shapes: Any) -> Target:
             return
         with reknit.open(url, options=options) as checkpoint:
             read = checkpoint.read("model", part.fqn, box, framework="torch")
-        if url.startswith("metered"):  # not where it is timed: the answer is a new tensor, which is enough
+        if url.startswith("metered"):  # not where it is timed, which needs no copy of the new tensor
             state[f"model.{part.fqn}"].copy_(read)
 
     def rival(mode: DcpMode, path: str) -> None:
         if bench.rank == 0:
-            # Into new memory, as reknit reads: whoever wants a part of a tensor has no memory for it yet.
+            # Into new memory, as by reknit: a reader of a part of a tensor has no memory for it yet.
             fresh = {name: tensor.new_empty(tensor.shape) for name, tensor in state.items()}
             alone = waiting.DcpMode(mode.files, no_dist=True)
             alone.load(path, fresh, planner=waiting.PartPlanner(tuple(s.start for s in box)))
@@ -201,10 +201,10 @@ def _case(
 
 
 def _counted(bench: LoadBench, path: str, target: Target, options: reknit.LoadOptions) -> dict[str, int]:
-    """Return what left storage for a load, as counted there and as the report tells it."""
+    """Return the bytes that left storage for a load, as counted there and as the report has them."""
     url = metered(path)
     reports: list[Any] = []
-    meter()  # from here on the URL means something
+    meter()  # registers the scheme of the URL
     load = target.contents.checked(lambda: reports.append(target.load(url, options)))
     bench.cold(path)
     meter().reset()

@@ -1,15 +1,15 @@
 """Every byte once, at the speed of the disk?  reknit, torch DCP, safetensors, and plain disk and memory.
 
-Whatever is compared is measured in one run, by the same processes at once, cold (the checkpoint's files
-dropped from the page cache, which is checked) and warm, and every load is checked once to restore what was
-saved.  The parts:
+Everything that is compared is measured in one run, by the same processes at once, cold and warm.  Before a
+cold load the checkpoint's files are dropped from the page cache, which is checked.  Every load is checked
+once to restore the saved contents.  The parts:
 
-sharded     two ranks load the layout that they saved, as FSDP2 would
-single      one process loads a whole model
-reshard     other layouts, and slices: bytes, as the storage counts them, and seconds
-replicated  four ranks that want everything, on a disk and on slow storages
-memory      what a load needs besides its targets
-gpu         loads onto a GPU, where there is one
+sharded     two ranks load the layout that they saved, as FSDP2 would.
+single      one process loads a whole model.
+reshard     other layouts, and slices: bytes, as the storage counts them, and seconds.
+replicated  four ranks load the whole model, from a disk and from slow storages.
+memory      bytes that a load needs besides its targets.
+gpu         loads onto a GPU, if there is one.
 
 Prints JSON, and the ratios with their aims to stderr.
 """
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.aims import judged, tell
+from benchmarks.aims import judged, show
 from benchmarks.load.aims import rows
 from benchmarks.ranks import RanksFailedError, deliver, launch, options, rank_main, scratch
 
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     import argparse
 
 PARTS = {"memory": 4, "sharded": 2, "single": 1, "reshard": 4, "replicated": 4, "gpu": 1}
-"""The number of ranks of each part.  Memory is measured first: nothing was freed before."""
+"""The number of ranks of each part.  Memory is measured first, before any memory was freed."""
 
 
 def measure(bench: Any, part: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Return what one part measures."""
+    """Return the results of one part."""
     from benchmarks.load import memory, replicated, resharding, sharded, single
 
     gib = args.gib
@@ -63,7 +63,7 @@ def measure_parts(args: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"torch": torch.__version__, "machine": {}}
     for part in args.role.split("+"):
         before, begin = os.getloadavg()[0], time.perf_counter()
-        bench.folder = f"{args.dir}/{part}"  # the files of a part that fails disturb no other part
+        bench.folder = f"{args.dir}/{part}"  # so that files of a failed part disturb no other part
         os.makedirs(bench.folder, exist_ok=True)
         result[part] = bench.attempt(part, partial(measure, bench, part, args))
         bench.drop(bench.folder)
@@ -76,7 +76,7 @@ def measure_parts(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def roles(args: argparse.Namespace) -> list[tuple[str, int]]:
-    """Return which parts which ranks measure: each part its own, or all of one size together when quick."""
+    """Return the parts and the number of ranks of each launch; when quick, parts of one size share it."""
     parts = [part for part in PARTS if part in args.parts]
     if not args.quick:
         return [(part, PARTS[part]) for part in parts]
@@ -113,7 +113,7 @@ def main() -> int:
                 result |= measured
     result["aims"] = judged(rows(result))
     deliver(result, args.out)
-    tell(result["aims"])
+    show(result["aims"])
     return 1 if any("error" in result[part] for part in args.parts) else 0
 
 

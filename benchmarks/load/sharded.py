@@ -1,4 +1,4 @@
-"""The same layout again: how near to the disk, and to memory, does a load come?"""
+"""How near does a load of the same layout come to the speed of the disk, and of memory?"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def part(bench: LoadBench, gib: float, quick: bool) -> dict[str, Any]:
-    """Measure a state that every rank holds an equal part of, as FSDP2 does."""
+    """Measure a state of which every rank holds an equal part, as with FSDP2."""
     state = build(gib, bench.world)
     owned = tensors(state)
     result: dict[str, Any] = {
@@ -47,7 +47,7 @@ def part(bench: LoadBench, gib: float, quick: bool) -> dict[str, Any]:
 def both(
     bench: LoadBench, name: str, path: str, load: Callable[[], Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what a load takes cold and warm, and what the disk had to fetch for it when cold."""
+    """Return the seconds of a load, cold and warm, with the bytes that the disk read for it when cold."""
     cold = bench.timed(f"{name}, cold", load, lambda: bench.cold(path))
     bench.cold(path)
     before = io_counts()[1]

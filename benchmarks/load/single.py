@@ -82,7 +82,7 @@ def _safetensors(bench: LoadBench, state: dict[str, Any], compete: Callable[...,
 
 
 def gpu_part(bench: LoadBench, gib: float) -> dict[str, Any]:
-    """Measure a load onto a GPU: do reading and the way over the bus overlap?"""
+    """Measure a load onto a GPU: do reading and the copy over the bus overlap?"""
     import torch
 
     import reknit
@@ -107,7 +107,7 @@ def gpu_part(bench: LoadBench, gib: float) -> dict[str, Any]:
         torch.cuda.synchronize()
 
     contents = Contents(bench, device)
-    over_the_bus()  # the first use of a GPU takes long
+    over_the_bus()  # since the first use of a GPU takes long
     result: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "gib": gib_of(nbytes(shapes))}
     result["host_to_device_s"] = bench.timed("host to device", over_the_bus)
     files = [os.path.join(top, name) for top, _, names in os.walk(path) for name in names]

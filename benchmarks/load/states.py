@@ -1,4 +1,4 @@
-"""What is saved and loaded: models whose every element says where it belongs, in any layout."""
+"""The models that are saved and loaded, in any layout: the value of each element follows from its place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 HIDDEN = 1024
 PERIOD = 31_991
-"""A prime: equal values are never whole rows or columns apart.  No bfloat16 of so few bits is a NaN."""
+"""A prime, so that equal values are never whole rows apart, and small enough that no value is a NaN."""
 
 Shapes = dict[str, tuple[int, ...]]
 Cut = tuple[int, int]
@@ -47,9 +47,8 @@ def full(fqn: str, shape: Sequence[int]) -> Any:
 class Layout:
     """A way to spread a model over the first ranks of a job.
 
-    `mesh` are the sizes of the mesh; `cuts` says for a tensor which of its dimensions are divided over which
-    dimension of the mesh, in the order in which this happens.  Without a mesh every rank holds everything in
-    plain tensors, as under DDP.
+    `mesh` has the sizes of the mesh.  `cuts` returns the cuts of a tensor, in their order.  Without a mesh
+    every rank holds everything in plain tensors, as under DDP.
     """
 
     name: str
@@ -63,7 +62,7 @@ def _fsdp(fqn: str, ndim: int) -> tuple[Cut, ...]:
 
 
 def _tensor_parallel(axis: int) -> Callable[[str, int], tuple[Cut, ...]]:
-    """Return column-parallel weights, `wo` and `w2` row-parallel, and a norm that all ranks have."""
+    """Return the cuts of tensor parallelism: by rows for `wo` and `w2`, none for norms, else by columns."""
 
     def cuts(fqn: str, ndim: int) -> tuple[Cut, ...]:
         if ndim == 1:
@@ -74,7 +73,7 @@ def _tensor_parallel(axis: int) -> Callable[[str, int], tuple[Cut, ...]]:
 
 
 def _two_dimensional(fqn: str, ndim: int) -> tuple[Cut, ...]:
-    # FSDP2 shards what tensor parallelism has left.
+    # FSDP2 shards the parts that tensor parallelism has made.
     return (*_tensor_parallel(1)(fqn, ndim), (0, 0))
 
 
@@ -85,7 +84,7 @@ def build(gib: float, world: int) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor, Shard
 
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
-    hidden = 1024 if gib >= 0.05 else 64  # or a single layer would be larger than that
+    hidden = 1024 if gib >= 0.05 else 64  # else a single layer would be larger than that
     shapes: dict[str, tuple[int, ...]]
     shapes = {"wq": (hidden, hidden), "wk": (hidden, hidden), "wv": (hidden, hidden), "wo": (hidden, hidden)}
     shapes |= {"w1": (4 * hidden, hidden), "w2": (hidden, 4 * hidden), "norm1": (hidden,), "norm2": (hidden,)}
@@ -138,7 +137,7 @@ class Ranks:
         return self._meshes[sizes]
 
     def state(self, layout: Layout, shapes: Shapes) -> dict[str, Any] | None:
-        """Return this rank's part of a model, None where it has none.  All ranks call."""
+        """Return this rank's part of a model, None if it has no part.  All ranks must call it."""
         mesh = None if layout.mesh is None else self.mesh(layout.mesh)
         self.group(layout.world)
         if self._bench.rank >= layout.world:
@@ -162,7 +161,7 @@ def _local(layout: Layout, mesh: Any, shapes: Shapes) -> Iterator[tuple[str, Any
 
 
 def _placements(cuts: Sequence[Cut], sizes: Sequence[int]) -> list[Any]:
-    """Return torch's words for the cuts: one that comes after those of a later mesh dimension is strided."""
+    """Return torch's placements for the cuts: a cut after one over a later mesh dimension is strided."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -174,7 +173,7 @@ def _placements(cuts: Sequence[Cut], sizes: Sequence[int]) -> list[Any]:
 
 
 def boxes(layout: Layout, shapes: Shapes) -> Iterator[tuple[int, str, tuple[slice, ...]]]:
-    """Yield rank, name and place of every box of a layout, by arithmetic alone."""
+    """Yield the rank, the tensor's name and the place of every box of a layout, by arithmetic alone."""
     sizes = layout.mesh or (layout.world,)
     for rank in range(layout.world):
         coordinate = [rank // prod(sizes[axis + 1 :]) % size for axis, size in enumerate(sizes)]

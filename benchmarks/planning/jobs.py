@@ -1,4 +1,4 @@
-"""Jobs of many ranks, as each rank's own framework would describe what it holds."""
+"""Jobs of many ranks, with the holdings that the framework of each rank would describe."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 STATES = (("optimizer", "exp_avg."), ("optimizer", "exp_avg_sq."), ("optimizer", "master."))
-"""Item and prefix of the names of what an optimizer has for every parameter, all in float32."""
+"""The item and the prefix of the names of each optimizer state, all in float32."""
 
 
 class Job(Protocol):
-    """What every rank of a job holds."""
+    """The holdings of every rank of a job."""
 
     @property
     def ranks(self) -> int:
@@ -29,7 +29,7 @@ class Job(Protocol):
 
 @dataclass(frozen=True)
 class Fsdp2:
-    """`tensors` matrices sharded by rows over all ranks, and, of 4 `states`, those of their optimizer too."""
+    """`tensors` matrices sharded by rows over all ranks; 4 `states` include those of their optimizer."""
 
     ranks: int
     tensors: int = 500
@@ -55,7 +55,7 @@ class Fsdp2:
 
 
 class _Parameter(NamedTuple):
-    """A parameter, and the dimension that tensor parallelism cuts, None for one that all have whole."""
+    """A parameter, and the dimension that tensor parallelism cuts, None for a parameter that is not cut."""
 
     name: str
     shape: tuple[int, ...]
@@ -67,7 +67,7 @@ HIDDEN, FFN, VOCABULARY = 16384, 53248, 128256
 
 
 def _stage(stage: int) -> Iterator[_Parameter]:
-    """Yield the parameters of a stage of Llama 3.1 405B: 126 layers, one less beside embedding and output."""
+    """Yield the parameters of a stage of Llama 3.1 405B: 8 layers, or 7 with the embedding or the output."""
     if stage == 0:
         yield _Parameter("embedding.word_embeddings.weight", (VOCABULARY, HIDDEN), 0)
     ends = (0, PP - 1)
@@ -90,8 +90,8 @@ class Megatron:
     """405B parameters with TP 8, PP 16 and a distributed optimizer over `dp` ranks.
 
     Ranks count tensor parallelism first, then data, then pipeline.  The parameters of a stage lie end to end
-    in one buffer, of which each data-parallel rank has the optimizer's state for an equal part: flat ranges
-    of parameters, each up to 2 * ndim - 1 boxes.
+    in one buffer.  Each data-parallel rank has the optimizer's state for an equal part of it: flat ranges of
+    parameters, each up to 2 * ndim - 1 boxes.
     """
 
     dp: int
@@ -136,13 +136,13 @@ class Megatron:
 
 @lru_cache
 def _replicas(base: int, tp: int, dp: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ranks that hold what a tensor-parallel rank of a stage has, and all of the stage."""
+    """Return the replicas of a tensor-parallel rank of a stage, and all ranks of the stage."""
     return tuple(range(base + tp, base + TP * dp, TP)), tuple(range(base, base + TP * dp))
 
 
 @cache
 def _local(parameter: _Parameter, tp: int) -> Box:
-    """Return the box of a parameter that a tensor-parallel rank has."""
+    """Return a tensor-parallel rank's box of a parameter."""
     if parameter.axis is None:
         return Box.whole(parameter.shape)
     part = parameter.shape[parameter.axis] // TP

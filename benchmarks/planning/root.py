@@ -1,4 +1,4 @@
-"""The root's part of a save, in a process of its own: nothing else lies in its memory."""
+"""The root's part of a save, in a process of its own, whose memory holds nothing else."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ REPEAT = 3
 
 
 class Clock:
-    """CPU seconds by what they went to."""
+    """CPU seconds by task."""
 
     def __init__(self) -> None:
         self.spent: dict[str, float] = {}
         self._last = time.process_time()
 
     def lap(self, what: str) -> None:
-        """Count the time since the last lap to something."""
+        """Add the time since the last lap to a task."""
         now = time.process_time()
         self.spent[what] = self.spent.get(what, 0.0) + now - self._last
         self._last = now
 
 
 def save(coordinator: Coordinator, claims: list[bytes], receipts: list[bytes]) -> dict[str, Any]:
-    """Do all that the root computes in one save, and tell what it took."""
+    """Run the root's computations of one save, and return their seconds and the sizes of the results."""
     clock = Clock()
     merged = merge_claims(claims) if len(claims) > 1 else claims[0]
     clock.lap("merge_and_decode")
@@ -73,7 +73,7 @@ def save(coordinator: Coordinator, claims: list[bytes], receipts: list[bytes]) -
 
 
 def _manifest(index: bytes, counted: ManifestContent) -> tuple[bytes, bytes]:
-    """Return the whole index, and the manifest that would commit this save; digests are part of the work."""
+    """Return the whole index with its digests, and the manifest that would commit this save."""
     path = paths.index_path(WRITE_ID)
     draft = Manifest(FORMAT_VERSION, WRITE_ID, 1, 0.0, counted.items, path, (), (), BLOCK_NBYTES)
     content, manifest = list_files(draft, index, counted.files)
@@ -82,14 +82,14 @@ def _manifest(index: bytes, counted: ManifestContent) -> tuple[bytes, bytes]:
 
 
 def _memory(what: str) -> int:
-    """Return bytes that this process has, or had at most; `getrusage` would count its parent's too."""
+    """Return a memory size of this process in bytes; `getrusage` would count its parent's too."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (kib,) = [line.split()[1] for line in lines if line.startswith(f"{what}:")]
     return int(kib) << 10
 
 
 def main() -> int:
-    """Read what reached the root, and print what its part took: the best of a few times."""
+    """Read the messages to the root, and print the costs of its part: the best of a few times."""
     before = _memory("VmRSS")
     claims, receipts, silent = msgspec.msgpack.decode(
         Path(sys.argv[1]).read_bytes(), type=tuple[list[bytes], list[bytes], list[bytes]]

@@ -1,18 +1,17 @@
 """What does planning cost the root of a save, its tree, and every rank, up to a hundred thousand ranks?
 
-All ranks' claims and receipts are made by the code that ranks run, and merged level by level in one process,
-as hosts of 8 ranks with a fan-out of 16 would.  The root's part then runs in a process of its own.  CPU
-seconds of one core.  The jobs:
+All ranks' claims and receipts are made by the code that ranks run.  They are merged level by level in one
+process, as hosts of 8 ranks with a fan-out of 16 would.  The root's part then runs in a process of its own.
+Times are CPU seconds of one core.  The jobs:
 
 fsdp2      matrices sharded by rows over all ranks: 500, or 500 and three optimizer states of each
-megatron   405B parameters, TP 8 x PP 16 and a distributed optimizer; ranks are added by data parallelism,
-           so that each holds what a rank of such a job holds: its stage's parameters, and an ever smaller
-           range of optimizer state
+megatron   405B parameters, TP 8 x PP 16 and a distributed optimizer.  Ranks are added by data parallelism,
+           so that each holds its stage's parameters, and an ever smaller range of optimizer state.
 
-Planning is all that the root computes up to the encoded index: claims and receipts merged and decoded, work
-assigned, the index assembled, checked and encoded.  "In all" has the rest too: receipts counted, the table of
-files with all digests, and the manifest; for a first save, and for one with the same layout again.  torch
-DCP's global plan for the same shards runs beside, in the same process.
+Planning lasts until the index is encoded: the root merges and decodes claims and receipts, assigns work,
+assembles, checks and encodes the index.  "In all" includes the rest: counted receipts, the table of files
+with all digests, and the manifest.  Both are for a first save, and for another save with the same layout.
+torch DCP's global plan for the same shards runs beside, in the same process.
 
 Prints JSON, and the aims to stderr.
 """
@@ -33,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import msgspec
 
-from benchmarks.aims import Row, judged, ratio, tell
+from benchmarks.aims import Row, judged, ratio, show
 from benchmarks.planning import growth
 from benchmarks.planning.dcp import global_plan_s
 from benchmarks.planning.jobs import PP, TP, Fsdp2, Job, Megatron
@@ -48,7 +47,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
 def measure(job: Job, folder: str, workers: int) -> dict[str, Any]:
-    """Return what one job's planning costs."""
+    """Return the costs of the planning of one job."""
     reported = climb(job, silent=job.ranks <= SILENT_UP_TO, workers=workers)
     path = Path(folder, "at_root.msgpack")
     path.write_bytes(
@@ -66,7 +65,7 @@ def measure(job: Job, folder: str, workers: int) -> dict[str, Any]:
             "median": round(statistics.median(reported.plan_s), 4),
             "most": round(max(reported.plan_s), 4),
         },
-        "tell_per_rank_median_s": round(statistics.median(reported.tell_s), 4),
+        "tell_per_rank_median_s": round(statistics.median(reported.receipt_s), 4),
         "claims": reported.claims.reported(),
         "receipts": reported.receipts.reported(),
         "root_s": measured["first"]["planning_and_index_s"],
@@ -87,7 +86,7 @@ def jobs(args: argparse.Namespace) -> dict[str, tuple[Job, bool]]:
 
 
 def rows(result: dict[str, Any]) -> list[Row]:
-    """Return what was measured with its aims."""
+    """Return the results with their aims."""
     found = result["jobs"]
     reported: list[Row] = []
     aims = {"fsdp2 1024 x 500": 0.5, "fsdp2 1024 x 500 x 4": 1.0, "megatron 8960": 1.0}
@@ -159,14 +158,14 @@ def main() -> int:
 
 
 def finish(result: dict[str, Any], out: Path) -> None:
-    """Add what all jobs together say, tell it, and leave it in files."""
+    """Add the growth and the aims over all jobs, print the result, and write it to files."""
     sized = sorted(result["jobs"].items(), key=lambda job: job[1]["ranks"])
     grown = {name: row for name, row in sized if name.startswith("megatron")}
     ranks, seconds = [row["ranks"] for row in grown.values()], [row["root_s"] for row in grown.values()]
     fit = growth.exponent(ranks, seconds)
     result["growth"] = {"jobs": list(grown), "ranks": ranks, "seconds": seconds, "exponent": fit}
     result["aims"] = judged(rows(result))
-    tell(result["aims"])
+    show(result["aims"])
     (out / "planning.json").write_text(json.dumps(result, indent=1) + "\n")
     if grown:
         growth.plot(result["jobs"], result["growth"], out / "planning.png")

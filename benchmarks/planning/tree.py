@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 PER_HOST, FAN_OUT = 8, 16
 WRITE_ID = "0a1b2c3d" * 4
 SHARED_VALUES = 20
-"""How many values that are no tensors all ranks hold alike: step, learning rate, and so on."""
+"""The number of values besides tensors that all ranks hold alike: step, learning rate, and so on."""
 MAX_FILE_NBYTES = 16 << 30
 AT_ONCE = 64
 """Ranks that a worker makes at once."""
 
 
 class Rank(NamedTuple):
-    """What one rank tells the root, and the CPU seconds that its plan and its receipt took.
+    """The messages of one rank to the root, and the CPU seconds of its plan and of its receipt.
 
     `silent` is its receipt for a second save by the same plan.
     """
@@ -49,12 +49,12 @@ class Rank(NamedTuple):
     receipt: bytes
     silent: bytes
     plan_s: float
-    tell_s: float
+    receipt_s: float
     num_chunks: int
 
 
 def rank_of(job: Job, rank: int, *, silent: bool) -> Rank:
-    """Let one rank plan and tell: its shards, some shared values, and one value of its own (its RNG)."""
+    """Return the messages and times of one rank with its shards, some shared values, and its own RNG."""
     holdings = Holdings(("model", "optimizer", "rng", "extra"), tuple(job.shards(rank)), ())
     begin = time.process_time()
     digest = layout_digest(holdings, MAX_FILE_NBYTES)
@@ -74,18 +74,18 @@ def rank_of(job: Job, rank: int, *, silent: bool) -> Rank:
         group=SimpleNamespace(rank=rank),
         storage=SimpleNamespace(url="file:///job/step"),
     )
-    telling = time.process_time()
+    sending = time.process_time()
     reported = receipt(
         where, holdings.items, written, plan=digest, columns=plan.columns, places=own, copies=EQUAL
     )
-    tell_s = time.process_time() - telling
+    receipt_s = time.process_time() - sending
     again = (
         receipt(where, holdings.items, written, plan=digest, columns=None, places=own, copies=EQUAL)
         if silent
         else b""
     )
     claimed = claims(rank, round_messages.RankClaims(WRITE_ID, 1, digest, _NO_SHARDS, _SHARED))
-    return Rank(claimed, reported, again, planned - begin, tell_s, len(plan.columns.tensor) // 8)
+    return Rank(claimed, reported, again, planned - begin, receipt_s, len(plan.columns.tensor) // 8)
 
 
 def _some(job: Job, silent: bool, ranks: range) -> list[Rank]:
@@ -93,7 +93,7 @@ def _some(job: Job, silent: bool, ranks: range) -> list[Rank]:
 
 
 def _ranks(job: Job, silent: bool, workers: int) -> Iterator[Rank]:
-    """Yield what all ranks tell, from the last to the first."""
+    """Yield the messages of all ranks, from the last to the first."""
     parts = [range(high - 1, max(high - AT_ONCE, 0) - 1, -1) for high in range(job.ranks, 0, -AT_ONCE)]
     if workers == 1 or len(parts) == 1:
         yield from (rank for part in parts for rank in _some(job, silent, part))
@@ -110,7 +110,7 @@ _SHARED = [round_messages.EncodedBlob("extra", 7919 * n, None, b"x" * 50) for n 
 
 @dataclass
 class Climb:
-    """One round on its way up: what reaches the root, and what it took to bring it there."""
+    """One round on its way up: the messages that reach the root, and the costs of the way."""
 
     merge: Callable[[Sequence[bytes]], bytes]
     at_root: list[bytes] = field(default_factory=list)
@@ -119,7 +119,7 @@ class Climb:
     busiest_s: float = 0.0
 
     def join(self, parts: list[bytes]) -> bytes:
-        """Make one message of a rank's own and those from below, as an inner node does."""
+        """Merge the message of a rank with those of its children into one, as an inner node does."""
         below = sum(map(len, parts[1:]))
         self.nbytes += below
         self.largest_fan_in_nbytes = max(self.largest_fan_in_nbytes, below)
@@ -131,12 +131,12 @@ class Climb:
         return merged
 
     def end(self, parts: list[bytes]) -> None:
-        """Leave what reaches the root."""
+        """Keep the messages that reach the root."""
         self.at_root = parts
         self.nbytes += sum(map(len, parts[1:]))
 
     def reported(self) -> dict[str, Any]:
-        """Return what it took, in bytes and seconds."""
+        """Return the costs in bytes and seconds."""
         into_root = sum(map(len, self.at_root[1:]))
         return {
             "up_in_all_nbytes": self.nbytes,
@@ -147,27 +147,27 @@ class Climb:
 
 
 @dataclass
-class Told:
-    """What all ranks told, and what that took; `silent` are receipts of a second save by the same plans."""
+class Climbed:
+    """The messages of all ranks, and their costs; `silent` has receipts of a second save by the same plan."""
 
     claims: Climb
     receipts: Climb
     silent: Climb
     plan_s: list[float]
-    tell_s: list[float]
+    receipt_s: list[float]
     num_chunks: int
 
 
-def climb(job: Job, *, silent: bool, workers: int = 1) -> Told:
-    """Let every rank plan, and bring what they tell to the root; `silent`: also for a second save."""
+def climb(job: Job, *, silent: bool, workers: int = 1) -> Climbed:
+    """Let every rank plan, and merge their messages up to the root, with `silent` also for a second save."""
     topology = Topology([rank // PER_HOST for rank in range(job.ranks)], FAN_OUT)
     rounds = (Climb(merge_claims), Climb(merge_receipts), Climb(merge_receipts if silent else b"".join))
-    reported = Told(*rounds, [], [], 0)
+    reported = Climbed(*rounds, [], [], 0)
     waiting: dict[int, list[bytes]] = {}
     everyone = _ranks(job, silent, workers)
     for number, rank in zip(range(job.ranks - 1, -1, -1), everyone, strict=True):  # children come first
         reported.plan_s.append(rank.plan_s)
-        reported.tell_s.append(rank.tell_s)
+        reported.receipt_s.append(rank.receipt_s)
         reported.num_chunks += rank.num_chunks
         below = [waiting.pop(child) for child in topology.children(number)]
         own = (rank.claims, rank.receipt, rank.silent)

@@ -1,8 +1,8 @@
 """How much sooner is a file on HDFS in sub-files than in one stream, and read in ranges than in one go?
 
-One file is written in one stream and in sub-files by reknit, and in one stream by the client alone, and
-then read by 1, 2, 4 and 8 threads that read a part each.  Ways alternate, all in one run; figures are
-medians.  Run by ``scripts/bench storage --hdfs``.
+One file is written by reknit in one stream and in sub-files, and by the client alone in one stream.  Then
+1, 2, 4 and 8 threads read a part each.  All ways alternate in one run; figures are medians.
+Run by ``scripts/bench storage --hdfs``.
 """
 
 from __future__ import annotations

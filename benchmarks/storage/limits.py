@@ -62,7 +62,7 @@ def read(path: Path, data: NDArray[np.uint8], pool: ThreadPoolExecutor) -> None:
 
 
 def send(source: NDArray[np.uint8], target: NDArray[np.uint8]) -> None:
-    """Send all in one stream, of which another thread takes what comes; neither holds Python's lock."""
+    """Send all bytes in one stream to another thread; neither holds Python's lock."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=_give, args=(server.getsockname(), source))
         thread.start()
@@ -75,7 +75,7 @@ def send(source: NDArray[np.uint8], target: NDArray[np.uint8]) -> None:
 
 
 def aligned(nbytes: int) -> NDArray[np.uint8]:
-    """Return memory that begins where a page does, as disks want it."""
+    """Return memory that begins at a page, as direct input and output need it."""
     return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
 
 

@@ -1,4 +1,4 @@
-"""Where the benchmark puts its files, and what a process has to know to get there."""
+"""The places where the benchmark puts its files, and the settings by which a process reaches them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLACES = ("local", "mem", "s3", "gcs", "azure", "hdfs")
 
 
 def folder(place: str) -> str | None:
-    """Return a folder that is new; None where the server is not up."""
+    """Return a new folder, None if the server is not up."""
     if place == "local":
         return tempfile.mkdtemp(prefix="reknit-bench-", dir=os.environ.get("REKNIT_BENCH_DIR"))
     unique = f"bench-{uuid.uuid4().hex[:12]}"
@@ -36,7 +36,7 @@ def prepare(place: str) -> None:
 
 
 def clear(place: str, url: str) -> None:
-    """Remove what is left in a folder of this machine."""
+    """Remove the files that remain in a folder of this machine."""
     if place == "local":
         shutil.rmtree(url, ignore_errors=True)
     if place == "mem":
@@ -46,5 +46,5 @@ def clear(place: str, url: str) -> None:
 
 
 def shared(url: str) -> Path:
-    """Return the folder in shared memory that stands for one of ``mem://`` to those who know no reknit."""
+    """Return the folder in shared memory that raw clients use in place of one of ``mem://``."""
     return Path("/dev/shm", f"raw-{url.partition('://')[2]}")

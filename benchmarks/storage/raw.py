@@ -1,4 +1,4 @@
-"""The same file by what the backend is made of: system calls, obstore alone, or hdfs-native alone."""
+"""The same file through the clients below the backend: system calls, obstore alone, or hdfs-native alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Side(Protocol):
-    """What is measured: each of these with a file below `url`."""
+    """The operations that are measured, each with a file below `url`."""
 
     def put(self, url: str, data: Bytes, pool: ThreadPoolExecutor) -> None:
         """Write it."""
@@ -101,7 +101,7 @@ class Bucket:
 
 
 class Hdfs:
-    """One stream each way; what is written is on the disk of its DataNode in the end."""
+    """One stream each way; the written bytes are on the disk of their DataNode in the end."""
 
     sync = True
 
@@ -128,7 +128,7 @@ class Hdfs:
 
 
 class UnsyncedHdfs(Hdfs):
-    """One stream, which may be in the memory of its DataNode alone."""
+    """One stream, whose bytes may only be in the memory of their DataNode."""
 
     sync = False
 

@@ -1,10 +1,10 @@
 """What does a backend cost beside its raw client?  Put and get of one file, in one run.
 
-Each measurement is a process of its own, and those of reknit and of the raw client alternate.  Before each,
-the machine has to be idle, as far as it gets so.  Prints a table to stderr and JSON to stdout; with --keep,
-both go to benchmarks/results/.  Servers are those that scripts/servers has up.
+Each measurement is a process of its own, and those of reknit and of the raw client alternate.  Each
+begins when the machine is idle, or after a limited wait.  Prints a table to stderr and JSON to stdout; with
+--keep, both go to benchmarks/results/.  Servers must be up (`scripts/servers`).
 
-With --hdfs it answers what only HDFS asks: one stream or sub-files, and how many threads read.
+With --hdfs it compares one stream with sub-files, and numbers of reading threads, on HDFS only.
 
 Run: python benchmarks/storage/run.py [--mib 1024] [--repeat 3] [--threads 2] [--keep]
      [--only local mem s3 gcs azure hdfs] [--hdfs]
@@ -83,7 +83,7 @@ def main() -> int:
 
 
 def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure all places, and what the machine can do at most."""
+    """Measure all places, and the limits of the machine."""
     reported: dict[str, Any] = {
         "machine": machine(),
         "load average before": os.getloadavg()[0],
@@ -108,7 +108,7 @@ def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare(place: str, url: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure all that is done at a place, and tell it."""
+    """Measure all operations at a place, and print and return their rows."""
     found: dict[tuple[str, str], list[dict[str, float]]] = {}
     try:
         for _ in range(arguments.repeat):
@@ -197,7 +197,7 @@ def measure(job: Job) -> dict[str, float]:
 
 
 def check(data: NDArray[np.uint8]) -> None:
-    """Raise unless what was read is what `measure` puts."""
+    """Raise unless the bytes equal the file of `measure`."""
     expected = np.random.default_rng(1).integers(0, 256, 64 * MIB, np.uint8)
     for start in range(0, len(data), len(expected)):
         part = data[start : start + len(expected)]

@@ -1,4 +1,4 @@
-"""What did a piece of work take: seconds, processor time, memory; and was the machine its own?"""
+"""How many seconds, how much processor time and memory did some work take, and was the machine idle?"""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def timed(work: Callable[[], object], nbytes: int) -> dict[str, float]:
 
 
 def memory() -> int:
-    """Return the most memory that this process has held since it was asked to forget."""
+    """Return the most memory that this process has held since the peak was reset."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -46,7 +46,7 @@ def cpu() -> float:
 
 
 def idle_share() -> float:
-    """Return how much of the machine nobody uses, as seen in half a second."""
+    """Return the idle share of the machine, measured over half a second."""
     before = _ticks()
     time.sleep(_LOOK_S)
     after = _ticks()
@@ -54,7 +54,7 @@ def idle_share() -> float:
 
 
 def wait_until_idle(share: float, seconds: float) -> float:
-    """Wait until so much of the machine is idle, but not for ever; return how much is."""
+    """Wait until a share of the machine is idle, or for some seconds, and return the idle share."""
     end = time.monotonic() + seconds
     while (found := idle_share()) < share and time.monotonic() < end:
         pass
@@ -62,7 +62,7 @@ def wait_until_idle(share: float, seconds: float) -> float:
 
 
 def machine() -> dict[str, Any]:
-    """Return where this runs, and with what."""
+    """Return a description of the machine and of the installed clients."""
     names = [
         line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")
     ]
@@ -88,6 +88,6 @@ def _lines(path: str) -> list[str]:
 
 
 def _ticks() -> tuple[int, int]:
-    """Return the ticks in which processors had nothing to do, and all."""
+    """Return the idle ticks of the processors, and all ticks."""
     fields = [int(word) for word in _lines("/proc/stat")[0].split()[1:9]]
     return fields[3] + fields[4], sum(fields)

@@ -1,4 +1,4 @@
-"""What the first save or load of a process takes: each contestant has new processes in each round."""
+"""How long does the first save or load of a process take?  Each round starts new processes for each."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LOADERS = {"reknit": "ours", "DCP": "rival", "raw read": "limit"}
 
 
 def make(bench: LoadBench, sizes: Sizes) -> dict[str, Any]:
-    """Leave the checkpoints that are loaded later, by other processes."""
+    """Write the checkpoints that other processes load later."""
     import torch.distributed.checkpoint as dcp
 
     import reknit
@@ -66,7 +66,7 @@ def load(bench: LoadBench, sizes: Sizes, name: str) -> dict[str, float]:
 
 
 def save(bench: LoadBench, sizes: Sizes, name: str) -> dict[str, float]:
-    """Return what the saves of these processes in the background take, the first of them apart."""
+    """Return the seconds of saves in the background, with the first one of these processes apart."""
     state = build(bench.world * sizes.first_gib, bench.world)
     owned = tensors(state)
     if name == "memcpy":
@@ -75,7 +75,7 @@ def save(bench: LoadBench, sizes: Sizes, name: str) -> dict[str, float]:
     memory = PeakMemory(_proportional, 0.05)
     contender = _contender(bench, state, name, prepared)
     times = [_background(bench, contender, number) for number in range(1 + sizes.later)]
-    with memory:  # not in the saves above, which looking would make slower
+    with memory:  # not during the saves above, which it would slow down
         _background(bench, contender, 1 + sizes.later)
     contender.close()
     most, needed = bench.total(*memory.extra, sum(tensor.nbytes for tensor in owned))
@@ -112,7 +112,7 @@ def _background(bench: LoadBench, contender: Contender, number: int) -> tuple[fl
 
 
 def _copies(bench: LoadBench, owned: list[Any], later: int) -> dict[str, float]:
-    """Return the seconds of a copy to memory that is new, and to memory that is there."""
+    """Return the seconds of a copy to new memory, and to memory that is already mapped."""
     import torch
 
     nbytes = sum(tensor.nbytes for tensor in owned)
@@ -131,9 +131,9 @@ def _copies(bench: LoadBench, owned: list[Any], later: int) -> dict[str, float]:
 
 
 def _proportional() -> tuple[int]:
-    """Return the bytes of memory without files behind it, of this process and those below it.
+    """Return the bytes of anonymous and shared memory of this process and its descendants.
 
-    A page that several of them have counts once; the page cache does not.
+    A page that several of them share counts once; the page cache does not count.
     """
     here = psutil.Process()
     nbytes = 0
@@ -158,11 +158,11 @@ SAVE_ROWS = (
     ("whole", "later saves, end to end", "s", ("reknit, prepared", "reknit, lazy")),
     ("memory", "host memory of saves / what a rank owns", "x", ("reknit, prepared", "reknit, lazy")),
 )
-"""What is found of the saves: the figure, the row, the unit, and who of ours belongs to another row."""
+"""The rows of the saves: the figure, the row's name, the unit, and our contestants that do not take part."""
 
 
 def save_rows(found: dict[str, list[dict[str, float] | str]], sizes: Sizes) -> list[Row]:
-    """Return the rows of what all processes measured, by contestant; a text says why one could not."""
+    """Return the rows of all processes' results, by contestant; a text is the reason of a failure."""
     rows = []
     for key, name, unit, elsewhere in SAVE_ROWS:
         row = Row(f"{name} ({sizes.first_gib:g} GiB a rank)", unit)

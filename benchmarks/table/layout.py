@@ -1,4 +1,4 @@
-"""Four ranks with thousands of DTensors: when may the state be changed again?"""
+"""When may the state be changed again, with thousands of DTensors on four ranks?"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from benchmarks.table.sizes import Sizes
 
 ELEMENTS = 1024
-"""Elements that a rank has of each."""
+"""The elements of each DTensor on one rank."""
 
 
 def rows(
@@ -25,14 +25,14 @@ def rows(
     sizes: Sizes,
     modes: tuple[DcpBackgroundMode, ...] = background.DCP_QUICK_MODES,
 ) -> list[Row]:
-    """Measure saves in the background of a layout that is new, and of the same again."""
+    """Measure saves in the background, of a new layout and of the same layout again."""
     import reknit
 
     owned = _dtensors(bench, sizes.dtensors)
     state: dict[str, Any] = {"model": {}}
     name = f"{bench.world} ranks x {sizes.dtensors:,} DTensors, state safe after"
     first, second = Row(f"{name}, a new layout", "s"), Row(f"{name}, the same again", "s")
-    # DCP hands each tensor to its process with a descriptor of its own.
+    # DCP passes each tensor to its process with a descriptor of its own.
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     for mode in modes:
         if mode.process and allowed < 2 * sizes.dtensors:
@@ -76,7 +76,7 @@ def _dtensors(bench: LoadBench, count: int) -> list[Any]:
 
 
 def _saved(bench: LoadBench, contender: background.Contender) -> float:
-    """Return the seconds until the state of the slowest rank may be changed, of a save that ends well."""
+    """Save, and return the seconds until the state of the slowest rank may be changed."""
     path = f"{bench.folder}/checkpoint"
     saves: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""What is compared takes turns: one measurement of each in a round, and the next round in another order."""
+"""Contestants take turns: one measurement of each in a round, and the next round in another order."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     Meter = Callable[[LoadBench, Callable[[], Any]], float]
 
 Kind = Literal["ours", "rival", "beside", "limit"]
-"""Who is compared with whom; who stands beside is told and not compared, since it promises less."""
+"""The role in a comparison; figures of "beside" are listed but not compared, since it promises less."""
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """Who takes part in a row: `act` is measured, `before` is not; both get the number of the round."""
+    """A contestant of a row: `act` is measured, `before` is not; both get the number of the round."""
 
     name: str
     kind: Kind
@@ -31,7 +31,7 @@ class Contestant:
 
 @dataclass
 class Row:
-    """A row of the table: the figures of each contestant by round, or why there are none."""
+    """A row of the table: the figures of each contestant by round, or the reason of its failure."""
 
     name: str
     unit: str
@@ -44,7 +44,7 @@ class Row:
         self.figures.setdefault(name, []).extend(round(figure, 6) for figure in figures)
 
     def fail(self, name: str, kind: Kind, why: str) -> None:
-        """Say why somebody has no figures in this row."""
+        """Record the reason why a contestant has no figures in this row."""
         self.kinds[name], self.missing[name] = kind, why
         self.figures.pop(name, None)
 
@@ -94,7 +94,7 @@ def _one(bench: LoadBench, row: Row, each: Contestant, number: int, meter: Meter
         bench.together(lambda: each.before(number))
         bench.settle()
         figure = meter(bench, lambda: each.act(number))
-    except Exception as error:  # whoever cannot do it has no figure, and the row says why
+    except Exception as error:  # the row has the reason in place of a figure
         row.fail(each.name, each.kind, f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
         bench.say(f"{row.name:52s} {each.name:44s} {row.missing[each.name]}")
         return

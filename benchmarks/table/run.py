@@ -1,15 +1,15 @@
-"""One table: what saves and loads take, beside the best rival and what disk, memory or bytes would allow.
+"""How fast are saves and loads, beside the best rival and the limits of disk, memory or bytes?  One table.
 
-All that is compared takes turns within one run.  What the first save or load of a process takes is measured
-with new processes for each, in turn too.  Rivals are torch.save, safetensors, torch DCP in its modes, and
+Contestants take turns within one run.  The first save or load of a process is measured with new processes
+for each, in turn too.  Rivals are torch.save, safetensors, torch DCP in its modes, and
 torch_checkpointing where it is installed.  The groups of rows:
 
-sharded    2 ranks: a save that waits, a cold load, bytes read
-bytes      4 and 8 ranks: bytes read
-first      2 ranks: first load of a process; first and later saves in the background, their memory, lazy ones
-single     1 rank: many tensors, small states, a second save with LoRA
-dtensors   4 ranks: thousands of DTensors, saved in the background
-root       what the root computes for thousands of ranks
+sharded    2 ranks: a save that waits, a cold load, bytes read.
+bytes      4 and 8 ranks: bytes read.
+first      2 ranks: the first load of a process, first and later saves in the background, their memory.
+single     1 rank: many tensors, small states, a second save with LoRA.
+dtensors   4 ranks: thousands of DTensors, saved in the background.
+root       the root's computations for thousands of ranks.
 
 Prints the table; `--keep` puts it into benchmarks/results, as JSON, Markdown and a picture.  The machine
 should have nothing else to do; the load average is kept with the figures.
@@ -54,7 +54,7 @@ def measured_by_rank(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measured(bench: Any, group: str, name: str, size: sizes.Sizes) -> dict[str, Any]:
-    """Return what one group of ranks measures."""
+    """Return the results of one group of ranks."""
     from benchmarks.table import first, layout, sharded, single
 
     if group in ("load", "save", "make"):
@@ -74,14 +74,14 @@ def measured(bench: Any, group: str, name: str, size: sizes.Sizes) -> dict[str, 
 
 
 class Run:
-    """The processes of one run, and what came of them."""
+    """The processes of one run, and their results."""
 
     def __init__(self, args: argparse.Namespace, folder: str) -> None:
         self.args, self.folder, self.size = args, folder, chosen(args)
         self.failed: dict[str, str] = {}
 
     def launched(self, role: str, world: int) -> dict[str, Any] | str:
-        """Return what ranks measured, or why they could not."""
+        """Return the results of ranks, or the reason of their failure."""
         try:
             return launch(__file__, role, world, self.folder, self.args.timeout)
         except RanksFailedError as error:  # the other groups are measured all the same
@@ -125,7 +125,7 @@ class Run:
 
 
 def facts(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what is to be known of a run."""
+    """Return the circumstances of a run."""
     import torch
 
     lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -173,7 +173,7 @@ def main() -> int:
 
 
 def keep(result: dict[str, Any], out: Path) -> None:
-    """Leave a table as data, as text and as a picture."""
+    """Write a table as data, as text and as a picture."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "table.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     (out / "table.md").write_text(markdown(result))

@@ -1,4 +1,4 @@
-"""Several ranks, each with its part: bytes that a load reads, a load from a cold disk, a save that waits."""
+"""Ranks that each hold a part: the bytes that a load reads, a load from a cold disk, a save that waits."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class Trained(NamedTuple):
-    """A state as FSDP2 has it after a step: a counter for each parameter, the same on all ranks.
+    """A state of FSDP2 after a step, with a counter for each parameter that is the same on all ranks.
 
-    `plain` has the same tensors as `live`, in dictionaries, without what says that the counters are equal.
+    `plain` has the same tensors as `live` in dictionaries, which do not record that the counters are equal.
     """
 
     plain: dict[str, Any]
@@ -31,7 +31,7 @@ class Trained(NamedTuple):
 
 
 def trained(gib: float, world: int) -> Trained:
-    """Return the state of a model of which all ranks together have `gib` GiB."""
+    """Return the state of a model with `gib` GiB over all ranks."""
     import torch
 
     plain = build(gib, world)
@@ -44,7 +44,7 @@ def trained(gib: float, world: int) -> Trained:
 
 
 def rows(bench: LoadBench, sizes: Sizes) -> list[Row]:
-    """Measure what two ranks save and load."""
+    """Measure the saves and loads of two ranks."""
     state = trained(sizes.gib, bench.world)
     found = [_saves(bench, state, sizes.repeat)]
     saved = Saved(bench, state.plain, [ours(state.live), *rivals(bench)])
@@ -61,7 +61,7 @@ def byte_rows(bench: LoadBench, sizes: Sizes) -> list[Row]:
 
 
 class Saved:
-    """A checkpoint by each way that could save one; `failed` says why the others could not."""
+    """A checkpoint by each way that could save one; `failed` has the reasons of the others."""
 
     def __init__(self, bench: LoadBench, state: dict[str, Any], ways: list[Way]) -> None:
         self.ways = {way.name: way for way in ways}
@@ -82,7 +82,7 @@ class Saved:
         return f"{self._bench.folder}/{list(self.ways).index(way.name)}"
 
     def row(self, name: str, unit: str) -> Row:
-        """Return a row in which those who could not save are said to be missing."""
+        """Return a new row, in which the ways that could not save have failed."""
         row = Row(name, unit)
         for who, why in self.failed.items():
             row.fail(who, self.ways[who].loads_as, why)
@@ -91,7 +91,7 @@ class Saved:
     def loads(
         self, state: dict[str, Any], before: Callable[[str], Any] = lambda path: None
     ) -> list[Contestant]:
-        """Return who loads; `before` gets the path that is loaded next."""
+        """Return the contestants of a load; `before` gets the path that is loaded next."""
         return [
             Contestant(
                 way.name,
@@ -107,7 +107,7 @@ class Saved:
 def savers(
     ways: list[Way], path: str, state: dict[str, Any], before: Callable[[int], Any], *, timed: bool = True
 ) -> list[Contestant]:
-    """Return who saves; only where they are timed a rival that does not sync its files stands beside."""
+    """Return the contestants of a save; if `timed`, a rival that does not sync its files stands beside."""
     return [
         Contestant(
             way.name,
@@ -150,7 +150,7 @@ def _cold(bench: LoadBench, state: Trained, saved: Saved, repeat: int) -> Row:
 
 
 def _bytes(bench: LoadBench, state: Trained) -> Row:
-    """Measure those who read with system calls, without sharing; what is mapped into memory is not seen."""
+    """Measure the bytes of ways that read by system calls, since reads of mapped files cannot be counted."""
     ways = [ours(state.live, share="never"), dcp()]
     saved = Saved(bench, state.plain, ways)
     (needed,) = bench.total(_nbytes(state))

@@ -1,4 +1,4 @@
-"""One rank: many tensors, a small state, a warm load, and a second save of which little has changed."""
+"""One rank: many tensors, a small state, a warm load, and a second save of few changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def rows(bench: LoadBench, sizes: Sizes) -> list[Row]:
-    """Measure all that one process saves and loads."""
+    """Measure all saves and loads of one process."""
     many = _state(sizes.tensors, 4 << 10)
     small = _state(16, sizes.small_mb * 1_000_000 // 16)
     warm = _state(50, sizes.warm_mb * 1_000_000 // 50)
@@ -81,7 +81,7 @@ LORA = 0.01
 
 
 class Adapted:
-    """A frozen model with a trained part, which each save finds changed."""
+    """A frozen model with a trained part, which changes before each save."""
 
     def __init__(self, gib: float) -> None:
         import torch
@@ -96,7 +96,7 @@ class Adapted:
         self.trained = sum(each.nbytes for each in self.model.parameters() if each.requires_grad)
 
     def step(self) -> None:
-        """Change what is trained."""
+        """Change the trained part."""
         import torch
 
         with torch.no_grad():
@@ -106,7 +106,7 @@ class Adapted:
 
 
 def _lora(bench: LoadBench, sizes: Sizes) -> list[Row]:
-    """Measure the second save of a model of which little is trained; each has a folder of its own."""
+    """Measure the second save of a model of which a small part is trained, each in a folder of its own."""
     import reknit
 
     adapted = Adapted(sizes.lora_gib)

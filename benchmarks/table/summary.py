@@ -1,4 +1,4 @@
-"""What the figures of a row say: least and median, and ratios against the best rival and the limit."""
+"""The summary of a row: least and median, and ratios to the best rival and to the limit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def summary(row: Row) -> dict[str, Any]:
-    """Return a row as it is kept; a ratio is the median of the rounds' ratios where both took part in all."""
+    """Return a row's summary; a ratio is the median over the rounds, if both took part in every round."""
     best = {kind: _best(row, kind) for kind in ("ours", "rival", "limit")}
     reported: dict[str, Any] = {"row": row.name, "unit": row.unit}
     for kind, who in best.items():
@@ -55,7 +55,7 @@ HEADER = """\
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Return the table, after what is to be known of the run."""
+    """Return the table, after the circumstances of the run."""
     lines = [f"- {what}: {value}" for what, value in result["run"].items()]
     text = "\n".join(lines) + "\n\nFigures are the least and the median of all rounds.\n\n" + HEADER
     for row in result["rows"]:

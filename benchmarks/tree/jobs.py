@@ -1,4 +1,4 @@
-"""Jobs of many small processes, and what becomes of them."""
+"""Jobs of many small processes, and their results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Job:
         ranks_per_host: int,
         on_host: Callable[[int, Sequence[str]], Sequence[str]] = lambda _, command: command,
     ) -> None:
-        """Start them; `on_host` gives the command that runs another on a host."""
+        """Start the processes; `on_host` returns the command that runs another command on a host."""
         self._outs = [folder / f"{spec.get('job', 'measure')}.{rank}.json" for rank in range(size)]
         self.log = folder / f"{spec.get('job', 'measure')}.log"
         environment = dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
@@ -51,16 +51,16 @@ class Job:
                 )
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Return when every rank has joined."""
+        """Wait until every rank has joined."""
         self._wait(lambda: all(Path(f"{out}.ready").exists() for out in self._outs), timeout_s, "be ready")
 
     def results(self, timeout_s: float) -> list[Any]:
-        """Return what every rank found, when all have ended."""
+        """Wait until all ranks have ended, and return their results."""
         self._wait(lambda: all(rank.poll() is not None for rank in self._ranks), timeout_s, "end")
         return [json.loads(out.read_text()) for out in self._outs]
 
     def kill(self) -> None:
-        """End what still runs."""
+        """Kill the processes that still run."""
         for rank in self._ranks:
             rank.kill()
         for rank in self._ranks:

@@ -1,8 +1,9 @@
-"""What does the tree of ranks cost, and what becomes of it on bad wires?  Real processes, real gRPC.
+"""What does the tree of ranks cost, and how does it behave on bad networks?  Real processes, real gRPC.
 
-agents  64 processes without torch hold rounds, and commit a small save, at several fan-outs
-hosts   8 hosts (network namespaces) of two ranks, 20 ms from each other, with 1 % of all packets lost: saves,
-        and then one host's link is cut in the middle of them
+agents  64 processes without torch hold rounds, and commit a small save, at several fan-outs.
+hosts   8 hosts (network namespaces) of two ranks, 20 ms apart, save while 1 % of packets are lost.
+        Then one host's link is cut in the middle of the saves.
+
 
 Prints JSON, and a table to stderr.
 """
@@ -26,14 +27,14 @@ from benchmarks.tree.wire import Wire, why_not
 
 HOSTS, PER_HOST = 8, 2
 TIMEOUT_S = 8.0
-"""How long a rank waits for the others where a link is cut."""
+"""The time that a rank waits for the others when a link is cut."""
 LATEST_S = TIMEOUT_S + 5.0
 
 
 def agents(folder: Path, ranks: int, fan_outs: list[int], rounds: int) -> dict[str, Any]:
-    """Return how long joining, a round, and a save take at each fan-out."""
+    """Return the times of joining, a round, and a save at each fan-out."""
     spec = {"at": str(folder / "meet"), "fan_outs": fan_outs, "rounds": rounds, "saves": 5, "timeout_s": 120}
-    # Hosts of eight: with all on one host there would be no tree of hosts.
+    # Hosts of eight ranks, since all ranks on one host would not need a tree of hosts.
     job = Job(folder, ranks, spec, ranks_per_host=8)
     try:
         found = job.results(600)
@@ -53,7 +54,7 @@ def agents(folder: Path, ranks: int, fan_outs: list[int], rounds: int) -> dict[s
 
 
 def hosts(folder: Path, num_hosts: int = HOSTS) -> dict[str, Any]:
-    """Return how saves go over long and lossy wires, and how they end when one is cut."""
+    """Return the results of saves over long and lossy wires, and of saves while a wire is cut."""
     if reason := why_not():
         return {"skipped": reason}
     with Wire(num_hosts, delay_s=0.02, loss=0.01) as wire:
@@ -86,7 +87,7 @@ def hosts(folder: Path, num_hosts: int = HOSTS) -> dict[str, Any]:
 def _endured(
     folder: Path, wire: Wire, name: str, *, saves: int, first_step: int, cut: int | None = None
 ) -> list[dict[str, Any]]:
-    """Return how a job of all hosts ends; `cut` is the host whose link is cut in the middle of it."""
+    """Return the results of a job of all hosts; `cut` is the host whose link is cut in the middle of it."""
     spec = {
         "at": str(folder / f"meet-{name}"),
         "job": name,

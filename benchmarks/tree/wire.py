@@ -1,8 +1,8 @@
-"""Hosts of one machine: network namespaces whose packets all pass through a switch that delays and drops.
+"""Hosts of one machine: network namespaces whose packets pass through a switch that delays and drops.
 
-Each host is a namespace with one TAP device, and the switch is a thread of this process: real TCP, with real
-retransmission, over a wire as long and as bad as one likes.  Needs root and /dev/net/tun; the kernel needs no
-queueing discipline for it.
+Each host is a namespace with one TAP device, and the switch is a thread of this process.  TCP and its
+retransmissions are real, and the delay and the loss of the wire are chosen.  Needs root and /dev/net/tun,
+but no queueing discipline of the kernel.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LONGEST_FRAME = 65_536
 
 
 def why_not() -> str | None:
-    """Return what this machine lacks to make hosts, None if it lacks nothing."""
+    """Return the reason if this machine cannot make hosts, else None."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if shutil.which("ip") is None:
@@ -51,7 +51,7 @@ class Wire:
     """
 
     def __init__(self, hosts: int, *, delay_s: float = 0.0, loss: float = 0.0, seed: int = 0) -> None:
-        """Give it to a `with`."""
+        """Set the properties; `with` makes the hosts."""
         self.hosts, self.delay_s, self.loss = hosts, delay_s, loss
         self.forwarded = self.dropped = 0
         self._names = [f"wire-{os.getpid()}-{host}" for host in range(hosts)]
@@ -70,7 +70,7 @@ class Wire:
         return ["ip", "netns", "exec", self._names[host], *command]
 
     def cut(self, host: int) -> None:
-        """Pull a host's plug: no frame comes or goes any more, and nobody is told."""
+        """Unplug a host: drop all its frames from now on, without a signal to anybody."""
         self._cut.add(host)
 
     def mend(self, host: int) -> None:
@@ -91,7 +91,7 @@ class Wire:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Remove the hosts; their processes have to be gone."""
+        """Remove the hosts; their processes must have ended."""
         self._ended.set()
         self._switch.join()
         self._remove()

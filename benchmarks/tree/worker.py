@@ -22,7 +22,7 @@ def state(rank: int) -> dict[str, Any]:
 
 
 class Worker:
-    """A rank, by what it was told on the command line."""
+    """A rank, as the command line describes it."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self.rank, self.size, self.spec = spec["rank"], spec["size"], spec
@@ -35,7 +35,7 @@ class Worker:
         return reknit.connect(self.rank, self.size, at=at, job=job, options=options)
 
     def save(self, group: Any, step: int) -> float:
-        """Save one small checkpoint, and return how long that took."""
+        """Save one small checkpoint, and return the seconds that it took."""
         begin = time.perf_counter()
         path = f"{self.spec['folder']}/step_{step:08d}"
         options = SaveOptions(timeout_s=self.timeout_s, progress=False)
@@ -70,7 +70,7 @@ class Worker:
         return found
 
     def endure(self) -> dict[str, Any]:
-        """Save step after step until that fails, or enough were saved; tell how it ended."""
+        """Save step after step until a save fails, or enough were made, and return the outcome."""
         group = self.joined(self.spec["job"], self.spec["fan_outs"][0], self.spec["generation"])
         Path(self.spec["out"] + ".ready").touch()
         first = self.spec["first_step"]

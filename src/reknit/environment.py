@@ -43,11 +43,11 @@ _OF_AGENTS = {
     b"GRPC_VERBOSITY",
     b"GRPC_ENABLE_FORK_SUPPORT",
 }
-"""The variables that agents have of their own."""
+"""The variables that agents set themselves."""
 
 
 def local_ranks() -> int:
-    """Return how many ranks share this machine, as launchers say it in LOCAL_WORLD_SIZE; 1 if none does."""
+    """Return the number of ranks on this machine, from LOCAL_WORLD_SIZE of launchers; 1 if it is not set."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(local) if local.isdecimal() and int(local) else 1
 
@@ -117,7 +117,7 @@ def hadoop_user() -> str:
 
 
 def num_threads(wanted: int | None) -> int:
-    """Return how many threads a rank uses: `wanted`, or its share of the cores, at least 1 and at most 4.
+    """Return the number of threads of a rank: `wanted`, or its share of the cores, from 1 to 4.
 
     More threads than cores make a disk slower.
     """
@@ -166,7 +166,7 @@ def programs_beside_python() -> Iterator[None]:
 
 
 def all_variables() -> dict[bytes, bytes]:
-    """Return the variables of this process, secrets among them, without those that agents set themselves."""
+    """Return the variables of this process, including secrets, without those of `_OF_AGENTS`."""
     # Not `items`: another thread may remove a variable at the same time.
     found = ((name, os.environb.get(name)) for name in list(os.environb))
     return {name: value for name, value in found if value is not None and name not in _OF_AGENTS}

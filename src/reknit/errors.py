@@ -313,8 +313,8 @@ def shortage(error: BaseException) -> ShortageError | None:
     if isinstance(error, MemoryError) or code in _NO_MEMORY or any(w in words.lower() for w in _SAYS_MEMORY):
         return ShortageError(
             f"there is too little memory: {words}",
-            remedy="let this process have more (`ulimit -v`, limits of its container, what else runs here), "
-            "or let it take less: fewer `threads`, less `inflight_nbytes`, smaller parts of the state",
+            remedy="let this process have more (`ulimit -v`, limits of its container, other programs), or "
+            "let it take less: fewer `threads`, less `inflight_nbytes`, smaller parts of the state",
         )
     return None
 

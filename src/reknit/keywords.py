@@ -62,8 +62,8 @@ _TYPES: dict[str, Any] = {
 }
 """The types of arguments, by the names that annotations have without their brackets.
 
-The types of numbers are wide, for tensors of one element: an error inside a call, maybe of code of the user,
-must not be taken for an error of its arguments.
+The types of numbers are wide, so that tensors of one element pass.  An error inside a call, such as one of
+the user's code, must not be reported as an error of its arguments.
 """
 
 _BRACKETS = re.compile(r"\[[^\[\]]*\]")

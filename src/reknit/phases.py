@@ -56,7 +56,7 @@ def _phase(name: str, step: int | None, nbytes: int, events: Events, rank: int |
 
 
 def _recorder(step: int | None, events: Events, rank: int | None) -> Recorder:
-    """Return a recorder with the values of the outer phase, except those that are given here."""
+    """Return a recorder with the given values, and the values of the outer phase in place of None."""
     outer = outer_recorder.get()
     if outer is None:
         return Recorder(ACTION, own_rank() if rank is None else rank, step, sinks=outlets_for(events))

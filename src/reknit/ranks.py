@@ -91,10 +91,10 @@ class Ranks(NamedTuple):
 def acting(group: AnyGroup | None, options: CommOptions) -> Ranks:
     """Return the ranks that act together.
 
-    `group` is a torch process group, a group of reknit's own (`comm.group.Group`), or None for all ranks of
-    torch's job, for all processes of JAX's, or for a process that is alone.  Raises `UsageError` if torch and
-    JAX have different jobs, or if a launcher started several processes without a connection: each of them
-    would overwrite the saves of the others.
+    `group` is a torch process group, a group of reknit (`comm.group.Group`), or None.  None stands for all
+    ranks of torch's job, for all processes of JAX's job, or for a process that is alone.  Raises `UsageError`
+    if torch and JAX have different jobs, or if a launcher started several processes without a connection:
+    each of them would overwrite the saves of the others.
     """
     if group is not None and group is _alone.get(None):
         return Ranks(_alone_as(options.generation), None, None)

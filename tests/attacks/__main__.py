@@ -79,7 +79,7 @@ def _report_memory() -> None:
 
 
 def _report_mutations() -> None:
-    """Change bytes of a good index where the reader's own checks look least: inside its pages."""
+    """Change bytes inside the pages of a good index, which the reader's own checks cover least."""
     good = encode_index(sample_index())
     dice = random.Random(0)
     tried = refused = 0
@@ -94,7 +94,7 @@ def _report_mutations() -> None:
 
 
 def _report_shortage() -> None:
-    """Decode an index in processes that may have only so much more memory, from none to plenty."""
+    """Decode an index in processes with a limit on their memory, from none to plenty."""
     spec, box = TensorSpec((1,), "int8"), Box((0,), (1,))
     rows = [("m", f"{i:0100}", spec, box, "m/00000.01234567.safetensors", i) for i in range(30_000)]
     data = encode_index(index_of(rows))

@@ -1,4 +1,4 @@
-"""Tables of files that lie, that unfold to much, or that lead out of the checkpoint."""
+"""Tables of files that are wrong, that decompress to too much, or that lead out of the checkpoint."""
 
 from __future__ import annotations
 

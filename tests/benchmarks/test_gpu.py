@@ -1,4 +1,4 @@
-"""The benchmark of devices: it runs on whatever device there is, and says so where there is none."""
+"""The benchmark of devices runs on any device, and reports that it needs one on a machine without."""
 
 from __future__ import annotations
 

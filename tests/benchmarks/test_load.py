@@ -1,4 +1,4 @@
-"""What the load benchmark says rests on its own arithmetic, not on what reknit reports."""
+"""The numbers of the load benchmark come from its own arithmetic, not from the reports of reknit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def _bytes_of(path: str, fqn: str, box: tuple[slice, ...]) -> tuple[str, set[int]]:
-    """Return where the elements of a box lie, one by one."""
+    """Return the file with a box of a tensor, and the offset of each of its elements there."""
     import pyarrow.parquet as parquet
 
     (index,) = Path(path).glob("index.*.parquet")

@@ -1,4 +1,4 @@
-"""What the planning benchmark says rests on jobs that are whole, and on bytes that were really sent."""
+"""The numbers of the planning benchmark come from complete jobs, and from bytes that were really sent."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from reknit.engine.saving.save_coordinator import Coordinator
 
 if TYPE_CHECKING:
     from benchmarks.planning.jobs import Job
-    from benchmarks.planning.tree import Told
+    from benchmarks.planning.tree import Climbed
 
 
-def saved(reported: Told) -> dict[str, float]:
+def saved(reported: Climbed) -> dict[str, float]:
     """Let the root assemble the index, which fails unless every tensor is covered exactly."""
     return root.save(Coordinator(), reported.claims.at_root, reported.receipts.at_root)
 

@@ -33,7 +33,7 @@ class JoinedBench(LoadBench):
         self.least_warm, self.most_cold = 1.0, 0.0
 
     def settle(self) -> None:
-        """Leave dirty pages alone: no time is looked at."""
+        """Leave dirty pages unflushed, as the tests do not measure times."""
         self.dist.barrier()
 
 

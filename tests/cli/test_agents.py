@@ -19,7 +19,7 @@ FOUND = [AtWork(71, 0, "/runs/step_1", 0.0), AtWork(71, 0, "/runs/step_2", 60.0)
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[list[AtWork]]:
-    """Let the program find these agents, one list at each look; the first look comes first."""
+    """Let the program find these agents: the first list at its first look, and so on."""
     prepared: list[list[AtWork]] = []
     monkeypatch.setattr(agents, "at_work", lambda root: prepared.pop(0))
     monkeypatch.setattr(agents, "_PAUSE_S", 0.0)

@@ -106,7 +106,7 @@ def begun(where: Where, kind: str, operation: str) -> subprocess.Popen[str]:
 
 
 def killed(where: Where) -> None:
-    """Let a save to the folder ``b`` be killed when its bytes are all given, and its file is not there."""
+    """Kill a save to the folder ``b`` after its last byte is written, and before its file exists."""
     process = begun(where, "kill", "finish")
     _, said = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL, said
@@ -163,7 +163,7 @@ def test_what_a_killed_save_left_is_listed_and_goes_and_readers_notice_nothing(
     if where.kind == "hdfs":
         assert left["temporary"]
 
-    # It is young: it may be under way.
+    # The save is young, so it may be under way.
     assert {row["name"] for row in rows(command, where)} == {"b"}
     assert all(row["kept"] for row in rows(command, where, "--delete"))
     assert where.held() == left
@@ -173,7 +173,7 @@ def test_what_a_killed_save_left_is_listed_and_goes_and_readers_notice_nothing(
 
     listed = rows(command, where, "--older-than", "0")
     assert not any(row["kept"] or row["deleted"] for row in listed)
-    if where.kind != "hdfs":  # which does not report the size of a file that nobody has closed
+    if where.kind != "hdfs":  # HDFS does not report the size of an open file
         assert sum(row["nbytes"] for row in listed) >= 15 << 20
     assert where.held() == left
 
@@ -189,7 +189,7 @@ def test_what_a_killed_save_left_is_listed_and_goes_and_readers_notice_nothing(
 
 
 class Reading:
-    """Load a checkpoint again and again meanwhile."""
+    """Load a checkpoint again and again while the block runs."""
 
     def __init__(self, url: str, state: dict[str, Any]) -> None:
         self.url, self.state = url, state
@@ -218,7 +218,7 @@ class Reading:
 
 
 def test_a_save_under_way_is_left_alone(command: Command, where: Where) -> None:
-    """Over a checkpoint, which stays as it is until that save commits."""
+    """The save is over a checkpoint, which stays as it is until that save commits."""
     reknit.save(where.at("b"), {"x": np.arange(10)})
     process = begun(where, "stall", "finish")
     try:
@@ -235,7 +235,7 @@ def test_a_save_under_way_is_left_alone(command: Command, where: Where) -> None:
 
 
 def test_a_save_that_was_taken_for_dead_fails_and_harms_nothing(command: Command, where: Where) -> None:
-    """Its files go while it sleeps, right before it commits."""
+    """The files of the save are removed while it sleeps, right before it commits."""
     reknit.save(where.at("b"), {"x": np.arange(10)})
     before = where.held()
     process = begun(where, "stall", "commit")
@@ -259,7 +259,7 @@ def test_ctrl_c_in_the_middle_of_an_upload_leaves_nothing(where: Where) -> None:
         waiting(process)
         assert len(where.held()["upload"]) == 1
         process.send_signal(signal.SIGINT)
-        time.sleep(0.2)  # it is the main thread that is interrupted, and then waits for the one that stalls
+        time.sleep(0.2)  # the interrupted main thread waits for the one that stalls
         _, said = process.communicate("go on\n", timeout=60)
     finally:
         process.kill()
@@ -270,7 +270,7 @@ def test_ctrl_c_in_the_middle_of_an_upload_leaves_nothing(where: Where) -> None:
 
 @pytest.mark.parametrize("where", ["s3"], indirect=True)
 def test_uploads_of_others_are_left_alone(command: Command, where: Where) -> None:
-    """Below the same prefix, or below one that only begins alike."""
+    """The uploads are below the same prefix, or below one that only begins alike."""
     reknit.save(where.at("a"), {"x": np.arange(10)})
     for url in (f"{where.url}/backup.tar", f"{where.url}2/model/00000.0123abcd.safetensors"):
         upload_begun(url)

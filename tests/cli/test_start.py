@@ -27,7 +27,7 @@ def test_an_interrupt_while_modules_are_imported_is_one_line(
 ) -> None:
     """NumPy is the first thing that takes long to import; this one is interrupted meanwhile."""
     (tmp_path / "numpy.py").write_text(STOPPED)
-    (tmp_path / "reknit").write_text(SCRIPT)  # as installers write it
+    (tmp_path / "reknit").write_text(SCRIPT)  # like that of an installer
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     program = ["-m", "reknit"] if started == "as a module" else [str(tmp_path / "reknit")]
     ran = subprocess.run([sys.executable, *program, "ls", "."], capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Machines of a whole tree in one thread, whose messages arrive when and as often as a test likes."""
+"""Machines of a whole tree in one thread, with messages that a test delays, drops and repeats."""
 
 from __future__ import annotations
 
@@ -118,14 +118,14 @@ class Loop:
         return True
 
     def run(self, picks: Iterable[int] = ()) -> None:
-        """Let all messages arrive, in an order that `picks` says, and all deadlines pass."""
+        """Deliver all messages in the order of `picks`, and let all deadlines pass."""
         for pick in picks:
             self.step(pick)
         while self.step():
             pass
 
     def kill(self, rank: int) -> None:
-        """End a rank without a word; those next to it notice at some time, as its connections break."""
+        """End a rank without a message; its neighbours notice later, as its connections break."""
         self.dead.add(rank)
         around = [self.topology.parent(rank), *self.topology.children(rank)]
         for other in around:

@@ -1,4 +1,4 @@
-"""A store in which ranks meet that are threads of one process."""
+"""A rendezvous store for ranks that are threads of one process."""
 
 from __future__ import annotations
 

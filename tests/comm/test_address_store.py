@@ -1,4 +1,4 @@
-"""Ranks meet at an address, where rank 0 serves a store to processes with its token."""
+"""Ranks find each other at an address, where rank 0 serves a store to processes with its token."""
 
 from __future__ import annotations
 

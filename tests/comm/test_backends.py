@@ -1,4 +1,4 @@
-"""What `Group.exchange` promises, held against ranks in threads and against real gRPC."""
+"""The promises of `Group.exchange`, kept by ranks in threads and by real gRPC."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_decision_that_takes_too_long_is_a_deadline_error_for_the_ranks_that_w
         try:
             return group.exchange(Call("plan", b"", 0.2), decide)
         except DeadlineError:
-            # The news that a rank stopped waiting travels to rank 0 while it decides.
+            # The report that a rank stopped waiting is on its way while rank 0 decides.
             threading.Timer(0.5, release.set).start()
             raise
 

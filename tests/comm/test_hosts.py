@@ -1,4 +1,4 @@
-"""Ranks send rank 0 their hosts through a store, also where an earlier run has left its words."""
+"""Ranks send rank 0 their hosts through a store, also if an earlier run has left entries there."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _where = threading.local()
 
 @pytest.fixture(autouse=True)
 def named_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each thread be on a host of its own choice."""
+    """Let each thread choose its host."""
     real = identity.host
     monkeypatch.setattr(identity, "host", lambda: getattr(_where, "host", None) or real())
 
@@ -47,7 +47,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 
 class Asked:
-    """A store that notes when so many ranks have called a method of it."""
+    """A store that sets an event when `number` ranks have called one of its methods."""
 
     def __init__(self, store: Store, number: int, method: str) -> None:
         self._store, self._number, self._method = store, number, method
@@ -77,7 +77,7 @@ def gather(
     after: str = "get",
     timeout_s: float = 20.0,
 ) -> dict[int, Shape | BaseException]:
-    """Let ranks meet, each in a thread, and return the result or the error of each.
+    """Connect ranks, each in a thread, and return the result or the error of each.
 
     Late ranks come so long after all others have first called a method of the store.
     """
@@ -242,7 +242,7 @@ def test_a_rank_0_whose_place_was_taken_says_so(store: Store) -> None:
 
 
 class ReplacingStore(MemoryStore):
-    """A store in which another run begins at the moment when all ranks of the first have come."""
+    """A store in which another run begins as soon as all ranks of the first have arrived."""
 
     def get_many(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
         values = [self.get(key, timeout_s) for key in keys]
@@ -361,7 +361,7 @@ def test_ranks_hear_that_rank_0_was_interrupted() -> None:
 
 
 class MeddlingStore(MemoryStore):
-    """A store in which the entry of rank 0 is exchanged for another."""
+    """A store in which another entry replaces that of rank 0."""
 
     def __init__(self, reported: bytes) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Processes of this host: how ranks find that one has ended, also before it connected."""
+"""The end of processes of this host is found by other ranks, also before a process has connected."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_of_a_process_that_cannot_be_seen_nobody_says_that_it_has_ended(other: s
 
 
 class DeadlyStore(FolderStore):
-    """A store that kills the process which comes to the exchange of addresses."""
+    """A store that kills the process at the exchange of addresses."""
 
     def get(self, key: str, timeout_s: float) -> bytes:
         """Return a value, unless it is an address."""

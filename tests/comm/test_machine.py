@@ -303,7 +303,7 @@ def test_messages_that_are_lost_fail_a_round_in_time_and_no_later_one(
             loop.step(pick)
     loop.run()
     if loop.machines[0].next_at == math.inf and not loop.endings[0]:
-        loop.carry_out(0, loop.machines[0].leave(KeyboardInterrupt(), loop.now))  # `decided` itself was lost
+        loop.carry_out(0, loop.machines[0].leave(KeyboardInterrupt(), loop.now))  # `decided` was lost
         loop.run()
     assert all(len(endings) == 1 for endings in loop.endings.values())
     assert all(at <= LATEST_S for at in loop.ended_at.values())
@@ -510,7 +510,7 @@ def test_a_rank_that_closes_takes_no_answer_from_those_below_the_ranks_above_it(
     machine = new_machine(rank=1, size=4)
     machine.receive_report(whole(3), 0)
     machine.enter(call(), 0)
-    # Rank 0 decided, answered, and left; the news of that may overtake the answer.
+    # Rank 0 decided, answered, and left; the report that it left may overtake the answer.
     effects = machine.break_off(round_errors.closed(0), 5, origin=0)
     assert effects == [Notify(3, effects[0].error)] if isinstance(effects[0], Notify) else False
     assert machine.next_at > 30, "the news says nothing about the answer"
@@ -650,9 +650,9 @@ def test_the_deeper_a_rank_the_sooner_it_reports_and_the_longer_it_waits() -> No
     assert 10 <= due[-1] < due[0] <= 10 + round_errors.GRACE_S
     for machine in machines[:-1]:
         machine.tick(machine.next_at)
-    told_at = [machine.next_at for machine in machines[1:]]
-    assert told_at == sorted(told_at)
-    assert told_at[-1] <= 10 + 2 * round_errors.GRACE_S
+    due_below = [machine.next_at for machine in machines[1:]]
+    assert due_below == sorted(due_below)
+    assert due_below[-1] <= 10 + 2 * round_errors.GRACE_S
 
 
 def test_waiting_forever_is_a_wait_like_any_other() -> None:

@@ -201,7 +201,7 @@ def test_who_connects_without_certificates_by_an_open_store_is_warned_once(
     tree.warn_of_plain.cache_clear()
 
 
-# The fate of ranks that wait for a rank that is gone.
+# Ranks that wait for a rank that has ended.
 
 
 class Broken(MemoryStore):
@@ -270,7 +270,7 @@ def strangers(port: TreeGroup, number: int) -> Iterator[socket.socket]:
         yield socket.create_connection((host, int(listening)), timeout=30)
 
 
-def heard(stranger: socket.socket) -> bytes:
+def first_bytes(stranger: socket.socket) -> bytes:
     """Return the first bytes of a server, none when it hangs up."""
     try:
         return stranger.recv(1 << 16)
@@ -282,7 +282,7 @@ def test_hundreds_of_connections_that_say_nothing_are_turned_away_but_for_some()
     ports = listen_all(3)
     with ExitStack() as open_ones:
         silent = [open_ones.enter_context(one) for one in strangers(ports[0], 400)]
-        admitted = sum(heard(one) != b"" for one in silent)
+        admitted = sum(first_bytes(one) != b"" for one in silent)
         assert 0 < admitted <= 2 * 2 + serving.SPARE_CONNECTIONS
     groups = [connect_rank(ports, rank) for rank in range(3)]
     assert endings(groups, ask) == [b""] * 3
@@ -304,7 +304,7 @@ def test_a_connection_that_says_no_more_than_hello_is_hung_up_soon(
     for stranger in strangers(ports[0], 3):
         with stranger:
             stranger.sendall(said)
-            while heard(stranger):  # or it is a timeout of 30 s
+            while first_bytes(stranger):  # or it is a timeout of 30 s
                 pass
     for port in ports:
         port.close()

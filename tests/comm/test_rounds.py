@@ -27,7 +27,7 @@ ROUND = Heading("job", 7, 0, "plan", "")
 
 
 class RankAbove:
-    """Keeps all messages, and answers reports with `end`."""
+    """A parent that keeps all messages, and answers reports with `end`."""
 
     def __init__(self, end: Outcome | ReknitError | None = None) -> None:
         self.end = end
@@ -118,7 +118,7 @@ def test_a_round_that_failed_before_it_was_decided_is_not_decided() -> None:
         return requests
 
     ending = in_thread(lambda: rounds.hold(call(), decide))
-    with rounds.changed:  # as if both came before the thread of the rank awoke
+    with rounds.changed:  # both arrive before the thread of the rank wakes up
         rounds.attend(report(2))
         rounds.break_off(round_errors.disconnected(2))
     assert "rank 2 is gone" in ending().message

@@ -1,4 +1,4 @@
-"""Who finds the port of a rank without knowing its token: scans, noise, other protocols, and silence."""
+"""Strangers who connect to a rank without its token: scans, noise, other protocols, and silence."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_scan_of_the_port_costs_nothing_that_stays() -> None:
         for _ in range(200):
             socket.create_connection(port(groups[0]), timeout=30).close()
         with ExitStack() as open_ones:
-            for _ in range(100):  # and some that stay, and say nothing
+            for _ in range(100):  # and some that stay, and send nothing
                 open_ones.enter_context(socket.create_connection(port(groups[0]), timeout=30))
             assert endings(groups, ask) == [b"", b""]
             assert process.num_threads() <= threads + 4, "a thread for each connection would be one too many"

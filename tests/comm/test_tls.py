@@ -1,4 +1,4 @@
-"""Ranks with certificates of one authority reach each other, and nobody else reaches them."""
+"""Ranks with certificates of one authority reach each other, and no other process reaches them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SECRET = "a secret of the job"
 
 
 class Authority(NamedTuple):
-    """Who signs certificates, and where they are."""
+    """An authority that signs certificates, and the folder of these."""
 
     ca: trustme.CA
     folder: Path

@@ -93,7 +93,7 @@ def wire(ports: list[TreeGroup]) -> Iterator[Wire]:
 
 @pytest.fixture
 def groups(ports: list[TreeGroup], wire: Wire) -> list[TreeGroup]:
-    """Rank 0, and two below it at the other end of the wire."""
+    """Rank 0, and two ranks below it, behind a proxy."""
     where, token = ports[0].address.split()
     there = f"{where.rpartition(':')[0]}:{wire.port} {token}"
     for port, above in zip(ports, ("", there, there), strict=True):

@@ -36,7 +36,7 @@ else:
 
 @pytest.fixture
 def ports() -> Iterator[list[TreeGroup]]:
-    """The ports of ranks 0, 1 and 3 below it, and 2."""
+    """Yield the ports of ranks 0, 1, 3 (below rank 1) and 2."""
     taken = listen_all(4)
     yield taken
     for port in taken:
@@ -60,21 +60,21 @@ def stray_port(
 
 
 class Ear:
-    """Records the end of a group."""
+    """A listener that records the end of a group."""
 
     def __init__(self, group: TreeGroup) -> None:
-        self.heard: list[ReknitError] = []
+        self.errors: list[ReknitError] = []
         self.reported = threading.Event()
         group.on_broken(self)
 
     def __call__(self, error: ReknitError) -> None:
-        self.heard.append(error)
+        self.errors.append(error)
         self.reported.set()
 
     def wait(self) -> str:
         """Return the first message."""
         assert self.reported.wait(30)
-        return self.heard[0].message
+        return self.errors[0].message
 
 
 @contextmanager
@@ -85,7 +85,7 @@ def silent_host() -> Iterator[str]:
 
 
 def no_one_listens_for_the_end() -> bool:
-    """Return whether every wait for the end of a group is over, after a while."""
+    """Return whether every wait for the end of a group is over within a while."""
     for _ in range(600):
         if not any(thread.name == "reknit-broken" for thread in threading.enumerate()):
             return True
@@ -143,7 +143,7 @@ def test_a_rank_that_ends_before_the_rank_above_it_connected_is_heard_of_at_the_
         leaf.close()
         message = "rank 3 closed the group"
     else:
-        # Its end alone, as of a process that had no time to say a word.
+        # Only its connection ends, as if the process had no time for a last message.
         uplink = ports[3].uplink
         assert uplink is not None
         uplink.close()
@@ -169,18 +169,18 @@ def test_ranks_hear_once_that_another_closed_and_the_one_that_closed_hears_nothi
     for group in groups:
         group.close()
     assert no_one_listens_for_the_end()
-    assert [len(ear.heard) for ear in [*ears, *seconds]] == [int(rank % 4 != closer) for rank in range(8)]
+    assert [len(ear.errors) for ear in [*ears, *seconds]] == [int(rank % 4 != closer) for rank in range(8)]
 
 
 def test_whoever_hears_of_a_round_that_broke_has_heard_of_the_group_before(ports: list[TreeGroup]) -> None:
     groups = [connect_rank(ports, rank) for rank in range(4)]
     order: list[str] = []
 
-    def hear(error: ReknitError) -> None:
+    def record(error: ReknitError) -> None:
         time.sleep(0.2)
         order.append("group")
 
-    groups[1].on_broken(hear)
+    groups[1].on_broken(record)
     threading.Timer(0.1, groups[0].close).start()
     with pytest.raises(GroupClosedError):
         ask(groups[1])
@@ -197,7 +197,7 @@ def test_whoever_asks_late_about_a_broken_group_hears_it_at_once(ports: list[Tre
     late, never = Ear(groups[1]), Ear(groups[2])
     assert "rank 2 closed the group" in late.wait()
     assert no_one_listens_for_the_end()
-    assert never.heard == []
+    assert never.errors == []
 
 
 def test_what_hears_of_the_end_may_close_the_group_and_sign_the_error(ports: list[TreeGroup]) -> None:
@@ -214,7 +214,7 @@ def test_what_hears_of_the_end_may_close_the_group_and_sign_the_error(ports: lis
     groups[3].close()
     assert closed.wait(30)
     other.wait()
-    assert other.heard[0].path is None
+    assert other.errors[0].path is None
 
 
 def test_an_address_with_a_wrong_token_is_refused_at_once_and_not_told(ports: list[TreeGroup]) -> None:
@@ -362,7 +362,7 @@ def test_a_port_that_closes_without_connecting_is_heard_of_by_the_ranks_below(po
         ask(leaf)
     leaf.close()
     assert no_one_listens_for_the_end()
-    assert never.heard == []
+    assert never.errors == []
 
 
 def test_ports_that_close_without_connecting_leave_no_thread_and_no_file_open() -> None:

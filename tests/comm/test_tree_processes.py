@@ -32,7 +32,7 @@ WAIT_S = 100.0
 
 
 def be_rank(folder: str, rank: int, fan_out: int, test: Connection) -> None:
-    """Be one rank: receive an order, and send its outcome."""
+    """Run one rank: receive orders, and send their outcomes."""
     options = CommOptions(fan_out=fan_out, bind="127.0.0.1", connect_timeout_s=60)
     if folder:
         group = TreeGroup.join(FolderStore(folder), rank, SIZE, job="job", options=options)
@@ -268,7 +268,7 @@ def test_a_rank_that_closes_its_group_is_heard_of_by_the_others_and_not_by_itsel
                 assert rank.ending() == ("broken", f"rank {leaver} closed the group")
                 rank.send("leave")
                 assert rank.ended() == 0
-            with pytest.raises(EOFError):  # it was reported once, or not at all
+            with pytest.raises(EOFError):  # the failure was reported at most once
                 rank.connection.recv()
 
 

@@ -46,7 +46,7 @@ def call(group: TreeGroup, method: str, data: bytes, token: str | None = None) -
 
 
 def refusal(group: TreeGroup, method: str, data: bytes) -> ReknitError:
-    """Return why a call is refused."""
+    """Return the error of a call that is refused."""
     reply = call(group, method, data)
     if method == "round":
         return from_wire(decode(joined([reply], MIB), Outcome, MIB).error or {})
@@ -147,7 +147,7 @@ def test_the_token_of_one_rank_does_not_open_the_server_of_another() -> None:
 
 
 STRAY: dict[str, tuple[str, Callable[[TreeGroup], bytes]]] = {
-    "noise": ("round", lambda group: b"noise that is no message"),
+    "noise": ("round", lambda group: b"noise, not a message"),
     "nothing": ("round", lambda group: b""),
     "cut off": ("round", lambda group: chunk(place(group).report(1, Parcel.of([b"x"])))[:-1]),
     "huge": ("round", lambda group: (1 << 62).to_bytes(8, "little") + b"x"),

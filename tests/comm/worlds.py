@@ -29,7 +29,7 @@ GENERATION = 7
 
 
 class Join(Protocol):
-    """Makes the groups of a world of some size; the fixture `join` closes them."""
+    """A function that makes the groups of a world of some size; the fixture `join` closes them."""
 
     def __call__(self, size: int) -> Sequence[Group]: ...
 
@@ -95,7 +95,7 @@ def ask(group: Group, name: str = "ask", request: bytes = b"", timeout_s: float 
 
 @dataclass(frozen=True)
 class Resources:
-    """The threads and open files that this process had, and its new ones since."""
+    """The threads and open files of this process at one moment, to be compared with later ones."""
 
     threads: set[threading.Thread] = field(default_factory=threads)
     files: set[str] = field(default_factory=open_files)
@@ -110,7 +110,7 @@ class Resources:
 
 
 def settled(found: Callable[[], set[Any]]) -> set[Any]:
-    """Return the new ones, once there are no new ones, or after a long while."""
+    """Wait a long while for `found` to be empty, and return its last result."""
     for _ in range(200):
         if not found():
             break

@@ -27,7 +27,7 @@ def without_torchvision() -> None:
 
 
 def main(folder: str) -> None:
-    """Read 64 samples in two goes."""
+    """Read 64 samples, with a save and a new loader in the middle."""
     without_torchvision()
     import streaming
 

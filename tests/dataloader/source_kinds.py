@@ -44,14 +44,14 @@ class Counted:
 
 
 class Anew(Counted):
-    """One that begins anew when it is loaded at its end."""
+    """A source that begins anew when it is loaded at its end."""
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.at = state["at"] % len(self.values)
 
 
 class Live(Counted):
-    """One whose state is the object with which it counts."""
+    """A source whose state is the object with which it counts."""
 
     def __init__(self, source: int) -> None:
         super().__init__(source)
@@ -70,7 +70,7 @@ class Live(Counted):
 
 
 class ByIterator:
-    """One whose iterator has the state."""
+    """A source whose iterator has the state."""
 
     def __init__(self, source: int) -> None:
         self.source = source

@@ -1,4 +1,4 @@
-"""Nothing is lost and nothing comes twice, in every course of a job from its first sample to its last."""
+"""No sample is lost or repeated in any course of a job from its first sample to its last."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_work_of_each_kind_is_spread_evenly(pieces: list[tuple[int, int]], num_b
                 loads[to] += left[n]
                 counts[to] += 1
         work = [n for n, k in pieces if k == kind]
-        # The bound of the rule: no bin has more than the mean and one more piece.
+        # The bound of the rule: a bin has at most the mean and one more piece.
         assert max(loads) <= sum(work) / num_bins + max(work)
         if len([n for n in work if n]) >= num_bins:
             assert min(loads) > 0

@@ -55,7 +55,7 @@ class Job:
                 load({"data": one}, checkpoint, rank, size)
 
     def read(self, steps: int = 100) -> list[int]:
-        """Take so many values on each rank, or the remaining ones, without a `for`."""
+        """Take `steps` values on each rank, or all that remain, without a `for`."""
         return [plain(value) for one in self.ranks for value in _taken(one, steps)]
 
     def saved(self) -> Checkpoint:

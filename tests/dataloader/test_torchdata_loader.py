@@ -206,7 +206,7 @@ def map_style(num_workers: int) -> Any:
 
 @cache
 def state_of(num_workers: int) -> Any:
-    """Return the state of a loader with so many workers after two values."""
+    """Return the state of a loader with `num_workers` workers after two values."""
     loader = map_style(num_workers)
     list(islice(iter(loader), 2))
     state = loader.state_dict()

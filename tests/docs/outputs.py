@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tests.docs.pages import Block
 
 HERE = "/home/ada/tutorial"
-"""The folder in which the pages say that they are followed."""
+"""The folder in which a reader follows the pages."""
 
 _VOLATILE = [
     re.compile(pattern)
@@ -49,7 +49,7 @@ class Printed(NamedTuple):
 def normalised(text: str) -> list[str]:
     """Return the lines of an output in order, with `…` for parts that differ from run to run.
 
-    Spaces count as one.  The lines are sorted: a thread that logs and the program take turns as they like.
+    Spaces count as one.  The lines are sorted: a thread that logs and the program write in any order.
     """
     text = re.sub(r"[ \t]+", " ", _PROGRESS.sub("", text))
     for pattern in _VOLATILE:

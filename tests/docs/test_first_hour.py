@@ -30,7 +30,7 @@ def typed(command: str, folder: Path) -> tuple[int, str]:
 
 
 def torchrun(script: str) -> str:
-    """Return a command for two ranks, which meet at a port that no other test uses."""
+    """Return a command for two ranks, with a port that no other test uses."""
     return f"torchrun --nproc-per-node 2 --master-port {free_port()} {script}"
 
 

@@ -49,7 +49,7 @@ def read(page: str) -> str:
 
 
 def exists(target: str, page: str) -> bool:
-    """Say whether a page links to something that is there; nothing outside the repository is looked at."""
+    """Return whether the target of a link exists; links out of the repository are taken to be right."""
     scheme, host, path, _, anchor = urlsplit(target)
     if scheme or host:
         return True

@@ -259,7 +259,7 @@ def test_the_lines_of_events_have_the_fields_that_the_page_lists() -> None:
 
 
 def named(text: str) -> list[str]:
-    """Return the names in a text up to its colon, or all where there is no such."""
+    """Return the names in a text up to its first colon, all names without a colon."""
     return re.findall(r"`([^`]+)`", text.partition(":")[0])
 
 

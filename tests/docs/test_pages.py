@@ -132,7 +132,7 @@ def lost_tests(rows: Iterable[str]) -> list[str]:
 
 @cache
 def _functions(file: Path) -> frozenset[str]:
-    """Return the names of the functions in a file; of none where there is no such file."""
+    """Return the names of the functions in a file, none if the file is missing."""
     if not file.exists():
         return frozenset()
     return frozenset(

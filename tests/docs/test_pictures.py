@@ -1,4 +1,4 @@
-"""Pictures suit light pages and dark ones; diagrams are what `docs/diagrams/draw.py` draws."""
+"""Pictures suit light pages and dark ones, and diagrams are the drawings of `docs/diagrams/draw.py`."""
 
 from __future__ import annotations
 

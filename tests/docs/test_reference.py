@@ -54,7 +54,7 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 
 def found(name: str) -> Any:
-    """Return what a dotted name below `reknit` stands for; raises `AttributeError` or `ImportError`."""
+    """Return the object of a dotted name below `reknit`; raises `AttributeError` or `ImportError`."""
     here: Any = reknit
     for number, part in enumerate(parts := name.split(".")):
         try:

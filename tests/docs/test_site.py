@@ -1,4 +1,4 @@
-"""The site: no page is wider than its window, pictures suit dark pages, and commands can be copied."""
+"""The site: pages fit into their window, pictures suit dark pages, and commands can be copied."""
 
 from __future__ import annotations
 

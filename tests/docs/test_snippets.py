@@ -30,7 +30,7 @@ NAMES = sorted(
     ["docs/index.md", "docs/tutorial.md", "docs/troubleshooting.md"]
     + [page.relative_to(ROOT).as_posix() for page in ROOT.glob("docs/howto/*.md")]
 )
-# On these pages the commands stand for themselves: they name checkpoints of a job that nobody ran.
+# The commands on these pages are examples only: they name checkpoints that do not exist.
 ILLUSTRATED = {"docs/howto/command-line.md", "docs/howto/export-to-hugging-face.md"}
 # Scripts of this repository set up, measure, or run these very tests.
 NOT_FOLLOWED = "scripts/"
@@ -88,7 +88,7 @@ def test_the_tutorial_shows_what_its_snippets_and_commands_print(
 
 
 def at_home(output: str) -> str:
-    """Return the output as it is in the folder in which the page is said to be followed."""
+    """Return the output with the reader's folder in place of the one here."""
     return output.replace(os.getcwd(), HERE)
 
 

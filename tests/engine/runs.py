@@ -63,7 +63,7 @@ def save_as(storage: Storage, value: int, generation: int, *, overwrite: bool = 
 
 
 def value_in(storage: Storage) -> int | None:
-    """Return the value of the checkpoint here, all of which is checked, or None where there is none."""
+    """Return the value of the checkpoint here after a full check, None without a checkpoint."""
     try:
         report = verify(storage, "data", LoadOptions())
     except CheckpointNotFoundError:
@@ -95,14 +95,14 @@ def strays(storage: Storage) -> set[str]:
 
 
 class Commit(NamedTuple):
-    """A manifest that came to be."""
+    """A manifest that was committed."""
 
     generation: int | None
     value: int | None
 
 
 class Annals(ProcessMemory):
-    """A store in memory, empty at first, that keeps account of what was committed."""
+    """A store in memory, empty at first, that records every commit."""
 
     def __init__(self, name: str) -> None:
         ProcessMemory.clear(name)
@@ -133,7 +133,7 @@ class Stage:
         self._threads: list[threading.Thread] = []
 
     def enter(self, run: Callable[[Callable[[], None]], None]) -> None:
-        """Start a run, which calls what it gets before every operation."""
+        """Start a run, which calls its argument before every operation."""
         number = len(self._threads)
         self._playing.add(number)
 
@@ -155,7 +155,7 @@ class Stage:
             self._changed.wait_for(lambda: number not in self._waiting or self._over)
 
     def play(self, choose: Callable[[list[int]], int]) -> None:
-        """Let one run after the other do one operation, as `choose` picks, until all have ended."""
+        """Let the run that `choose` picks do one operation, again and again, until all have ended."""
         try:
             while True:
                 with self._changed:
@@ -166,7 +166,7 @@ class Stage:
                     self._changed.notify_all()
         finally:
             with self._changed:
-                self._over = True  # whatever happened, nobody is left waiting
+                self._over = True  # after an error, too, no run is left waiting
                 self._changed.notify_all()
             for thread in self._threads:
                 thread.join(LIMIT_S)

@@ -1,4 +1,4 @@
-"""Checkpoints made by hand: any chunks in any files with any blocks, and stores that say what was read."""
+"""Checkpoints made by hand: any chunks in any files with any blocks, and stores that record every read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FILES = 2
 
 
 class CountingStorage(ProcessMemory):
-    """A store in memory that keeps the ranges it was asked for, of each file."""
+    """A store in memory that records the ranges that are read from each file."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -47,7 +47,7 @@ class CountingStorage(ProcessMemory):
 
     @property
     def taken(self) -> list[tuple[str, int]]:
-        """Every byte that was read, as often as it was."""
+        """Every byte that was read, once for each read."""
         return [(path, k) for path, start, nbytes in self.asked for k in range(start, start + nbytes)]
 
 

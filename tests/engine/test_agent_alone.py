@@ -1,4 +1,4 @@
-"""An agent that meets what nobody foresaw tells its trainer, and ends."""
+"""An agent with an unforeseen error sends it to its trainer, and ends."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_an_agent_that_is_given_up_is_gone_before_its_arena_is_filled_anew(
     agent.suspend()
     link.channel.shut()
     assert link.ended(60)
-    assert running == [False], "whoever hears of the loss may fill what a stopped agent would still read"
+    assert running == [False], "after the loss is reported, the arena may be filled: no agent may read it"
 
 
 def test_an_agent_that_was_given_nothing_is_ended_before_it_answers() -> None:
@@ -131,7 +131,7 @@ def test_an_agent_that_was_given_nothing_is_ended_before_it_answers() -> None:
 
 
 def begun(number: int) -> tuple[say.Begin, SaveJob]:
-    """Return what an agent is told of a save that begins, and the job that it makes of it."""
+    """Return the message by which an agent begins a save, and the agent's job of it."""
     url, extra = "process://alone", b'{"origin": {}, "metadata": {}}'
     claims = RankClaims("0" * 32, None, b"", None, [])
     begin = say.Begin(
@@ -219,8 +219,8 @@ def test_a_save_that_ends_while_the_next_is_taken_up_disturbs_nobody() -> None:
 def test_a_trainer_that_knows_the_end_of_a_save_sees_no_agent_at_work_on_it() -> None:
     seen: list[list[int]] = []
 
-    class Told(Channel):
-        """The agent's end, which keeps what the agent is at work on when it tells of an end."""
+    class Watched(Channel):
+        """The agent's end, which records the saves of the agent when it reports the end of one."""
 
         def try_send(self, message: Message) -> bool:
             if isinstance(message, say.SaveDone):
@@ -228,7 +228,7 @@ def test_a_trainer_that_knows_the_end_of_a_save_sees_no_agent_at_work_on_it() ->
             return super().try_send(message)
 
     ours, theirs = socket_pair()
-    trainers_end, agents_end = Channel(ours, say.decode), Told(theirs, say.decode)
+    trainers_end, agents_end = Channel(ours, say.decode), Watched(theirs, say.decode)
     agent = Agent(agents_end, None)
     worker = start_thread("reknit-agent-test", agent.run)
     agent_save = AgentSave(*begun(0), agents_end, Committed())
@@ -252,7 +252,7 @@ def test_nobody_is_at_work_when_a_save_and_its_promotions_are_over(num_targets: 
 
 
 def lost_by(link: agent_link.AgentLink) -> ReknitError:
-    """Return the error by which the trainer misses its agent."""
+    """Return the error that the trainer has for the loss of its agent."""
     assert link.ended(60)
     assert link.gone is not None
     return link.gone
@@ -282,7 +282,7 @@ def test_an_agent_that_has_too_little_says_so(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     link = agent_link.AgentLink(3, in_process=True, send_timeout_s=5)
     error = lost_by(link)
-    # It raises what it has told its trainer, which is for the hook of this test.
+    # After the report to its trainer the thread raises the same error, which the hook of this test takes.
     wait_until(lambda: "reknit-agent-3" not in {thread.name for thread in threading.enumerate()}, LIMIT_S)
     assert type(error) is ShortageError
     assert "no further thread" in error.message

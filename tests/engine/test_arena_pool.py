@@ -1,4 +1,4 @@
-"""The two arenas of a rank: lent and reused, within a budget, whatever the order of saves."""
+"""The two arenas of a rank: lent and reused, within a budget, in any order of saves."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def arenas_of(budget_nbytes: int | None) -> Iterator[Arenas]:
 
 
 def acquire(arenas: Arenas, nbytes: int) -> Lease:
-    """Borrow what has to be there, or makeable, at once."""
+    """Borrow an arena, which must be free, or possible to make, at once."""
     lease = arenas.acquire(nbytes, 0)
     assert lease is not None
     return lease
@@ -51,17 +51,17 @@ def acquire(arenas: Arenas, nbytes: int) -> Lease:
 
 @dataclass(frozen=True)
 class Held:
-    """The descriptors and arenas that this process had, and what came since."""
+    """The descriptors and arenas of this process at one moment, to be compared with later ones."""
 
     files: set[str] = field(default_factory=open_files)
     arenas: dict[str, int] = field(default_factory=mapped)
 
     def new_nbytes(self) -> int:
-        """Return how many bytes of arenas are mapped that were not."""
+        """Return the number of bytes of newly mapped arenas."""
         return sum(nbytes for addresses, nbytes in mapped().items() if addresses not in self.arenas)
 
     def nothing_is_left(self) -> bool:
-        """Return whether everything that came since is gone."""
+        """Return whether no new descriptor and no new arena is left."""
         return open_files() <= self.files and self.new_nbytes() == 0
 
 
@@ -72,7 +72,7 @@ def in_thread(act: Callable[[], object]) -> threading.Thread:
 
 
 class Gate:
-    """Holds up the making of arenas until it is opened, and tells when one has begun."""
+    """A gate that delays new arenas until it is opened, and sets `reached` when one is begun."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()
@@ -144,7 +144,7 @@ def test_where_one_does_not_fit_the_arena_is_the_whole_budget_in_spans() -> None
     with arenas_of(3 * SPAN_NBYTES - 1) as arenas:
         lease = acquire(arenas, 3 * SPAN_NBYTES)
         assert lease.nbytes == 2 * SPAN_NBYTES
-        assert arenas.acquire(1, 0) is not None, "what is left of the budget may hold a small one"
+        assert arenas.acquire(1, 0) is not None, "the rest of the budget is enough for a small arena"
         assert arenas.acquire(1, 0) is None
         arenas.release(lease)
         assert acquire(arenas, 1 << 40).arena is lease.arena
@@ -358,12 +358,12 @@ def test_saves_of_changing_sizes_from_several_threads_all_get_memory_of_their_ow
             thread.join(60)
         assert not any(thread.is_alive() for thread in threads)
         assert not failures
-        arenas.release(acquire(arenas, 32 * MIB))  # none is lent any more
+        arenas.release(acquire(arenas, 32 * MIB))  # no lease is left
     assert before.nothing_is_left()
 
 
 class Machine(RuleBasedStateMachine):
-    """Any order of calls keeps to the budget and to what the docstring of `Arenas` says."""
+    """Any order of calls keeps to the budget and to the docstring of `Arenas`."""
 
     BUDGET = 2 * SPAN_NBYTES
 

@@ -42,7 +42,7 @@ MIB = 1 << 20
 
 
 class Gate:
-    """Holds back every file that is created until it opens, and fails those that it is told to."""
+    """A gate before every new file: creation waits until it is open, and fails for the paths in `failing`."""
 
     def __init__(self) -> None:
         self.open = threading.Event()
@@ -55,7 +55,7 @@ GATE = Gate()
 
 
 class Gated(ProcessMemory):
-    """Memory behind the gate; agents that use it are threads, as no other process knows it."""
+    """Memory behind the gate; agents that use it are threads, as only this process has the memory."""
 
     def create(self, path: str, nbytes: int) -> Any:
         assert GATE.open.wait(LIMIT_S)
@@ -286,7 +286,7 @@ def test_values_that_come_to_differ_between_ranks_are_kept_per_rank_by_a_cached_
 
 
 def open_once_waited_for(thread: int) -> None:
-    """Open the gate when a thread has waited for an arena for a while."""
+    """Open the gate once a thread has waited for an arena for a while."""
 
     def waits() -> bool:
         stack = traceback.extract_stack(sys._current_frames()[thread])
@@ -387,7 +387,7 @@ def test_a_failure_is_raised_by_result_or_by_the_next_save_and_logged_once(
     with pytest.raises(reknit.errors.StorageFullError, match="no room"):
         background("gated://f/3", {"model": weights(3)})
     background("gated://f/4", {"model": weights(4)}).result(LIMIT_S)
-    assert reknit.verify("gated://f/3", "data").ok, "the save that told of the failure went on"
+    assert reknit.verify("gated://f/3", "data").ok, "the save whose call raised the failure went on"
     failures = [r.getMessage() for r in caplog.records if "failed" in r.getMessage()]
     assert len(failures) == 2
     assert [("f/1" in f, "f/2" in f) for f in failures] == [(True, False), (False, True)]
@@ -438,8 +438,8 @@ def test_ranks_that_are_at_different_saves_are_told_so() -> None:
                 reported.append(type(error).__name__)
         return reported
 
-    # Nobody can know that the ranks mean different saves but by their paths: one rank's files are not found.
-    # In the end one rank saves once more than the other, and is not let to wait for ever.
+    # Only the paths show that the ranks mean different saves: the root does not find the files of one rank.
+    # In the end one rank saves once more than the other, and must not wait for ever.
     assert run_ranks(2, rank) == [["CommitError"] * 2, ["CommitError", "CommitError", "DeadlineError"]]
 
 
@@ -598,13 +598,13 @@ def test_what_is_saved_is_collected_and_copied_while_the_first_agent_starts(
 
     class Looks:
         def state_dict(self) -> dict[str, Any]:
-            # A process that has just been started is without a command line for an instant.
+            # A process that has just been started does not have a command line for an instant.
             wait_until(lambda: len(set(agents_of(os.getpid())) - before) == 1, LIMIT_S)
             seen.append(calls.backgrounds[ranks.alone()][True].supervisor.session)
             return {}
 
         def load_state_dict(self, state: dict[str, Any]) -> None:
-            """Take nothing."""
+            """Load nothing."""
 
     def changing(*arguments: Any, form: Callable[..., AgentSession] = AgentSession.form) -> AgentSession:
         for array in state.values():
@@ -638,7 +638,7 @@ def test_a_first_save_of_much_is_written_while_it_is_copied(monkeypatch: pytest.
 
     monkeypatch.setattr(Snapshot, "take", watched)
     background("gated://much", {"model": weights(1)}).result(LIMIT_S)
-    assert taken_with == [True], "its agent is there and hears of each span"
+    assert taken_with == [True], "its agent has started, and receives each span"
 
 
 def test_a_second_arena_is_made_when_a_save_comes_while_the_one_before_is_written() -> None:
@@ -658,7 +658,7 @@ def test_a_second_arena_is_made_when_a_save_comes_while_the_one_before_is_writte
 def test_a_save_that_may_not_begin_leaves_the_next_one_of_its_new_layout_well() -> None:
     background("gated://there", {"model": weights(1, ("c",))}).result(LIMIT_S)
     GATE.open.clear()
-    values = background("gated://values", {"extra": {"epoch": 1}})  # those after it wait in its agent
+    values = background("gated://values", {"extra": {"epoch": 1}})  # later saves wait behind it in the agent
     refused, well = (background(f"gated://{name}", {"model": weights(2)}) for name in ("there", "free"))
     GATE.open.set()
     values.result(LIMIT_S)

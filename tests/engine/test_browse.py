@@ -88,7 +88,7 @@ def test_a_module_comes_back_as_a_state_dict_that_can_be_assigned(path: Path) ->
 def test_all_items_are_read_with_values_and_tensors_and_ties(path: Path) -> None:
     read = reknit.open(path).read_all()
     assert list(read) == ["model", "optimizer", "average", "progress", "rng", "rate"]
-    assert read["rng"] == {}, "what ranks have for themselves is not among the values"
+    assert read["rng"] == {}, "values of single ranks are left out"
     assert read["rate"] == {"": 0.25}, "an item that is itself a value"
     assert read["model"]["embed.weight"] is read["model"]["head.weight"]
     assert read["progress"]["step"] == 7
@@ -220,7 +220,7 @@ def test_a_checkpoint_that_was_deleted_or_replaced_since_it_was_opened_is_not_ca
 
 
 def cut(path: str) -> dict[str, Any]:
-    """Read in several layouts on every rank, and return what is wrong."""
+    """Read in several layouts on every rank, and return whether each result is right."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 

@@ -1,4 +1,4 @@
-"""A save in the background writes what a save that waits would have written, whatever changed before it."""
+"""A save in the background writes the same as a save that waits, after any change to the process."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Mine(MemoryFileSystem):  # type: ignore[misc]
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_agent() -> Iterator[None]:
-    """Let all tests here use one agent, which is what has to keep up with the changes."""
+    """Let all tests here use one agent, which has to keep up with the changes of the process."""
     assert reknit.close(LIMIT_S)
     yield
     assert reknit.close(LIMIT_S)
@@ -99,7 +99,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
     "umask": lambda _: os.umask(0o027),
     "working folder": os.chdir,
     "variable": set_variable("TRIED", "x"),
-    "variable that is no text": lambda _: os.environb.update({b"TRIED": b"\xff"}),
+    "variable that is not text": lambda _: os.environb.update({b"TRIED": b"\xff"}),
     "variable of a store": set_variable("AWS_SESSION_TOKEN", "x"),
     "proxy": set_variable("HTTPS_PROXY", "http://127.0.0.1:9"),
     "search path": lambda folder: sys.path.append(f"{folder}:with a colon"),

@@ -84,7 +84,7 @@ def many(count: int) -> list[EncodedFile]:
 
 
 class Meeting(ProcessMemory):
-    """A store in which nothing is finished before so many are about to be."""
+    """A store in which no file is finished until `count` files are about to be."""
 
     def __init__(self, name: str, count: int) -> None:
         ProcessMemory.clear(name)

@@ -53,12 +53,12 @@ def rows(rank: int, name: str, length: int = 2) -> Shard:
 
 
 def copy(name: str, length: int = 100) -> Shard:
-    """Return a tensor of which no framework knows who else holds it."""
+    """Return a tensor whose replica set no framework has given."""
     return Shard("m", name, TensorSpec((length,), "uint8"), Box((0,), (length,)), None, np.zeros(length))
 
 
 class Rank:
-    """One rank as its agent speaks for it: it keeps its plans, and tells the root of new ones only."""
+    """The agent of one rank: it keeps its plans, and sends only new ones to the root."""
 
     def __init__(self, rank: int, storage: Storage) -> None:
         group = thread_groups(SIZE)[rank]
@@ -125,7 +125,7 @@ class World:
 
 
 def form(index: Index) -> list[Any]:
-    """Return all of an index but what names of files say about the save."""
+    """Return the content of an index, without the write ids in the names of its files."""
     ranks = [(name.item, name.rank, name.part) for name in map(paths.parse_path, index.files) if name]
     columns = (index.tensor, index.offsets, index.lengths, index.file, index.start, index.nbytes)
     return [index.tensors, ranks, *(column.tolist() for column in columns)]
@@ -137,7 +137,7 @@ def entry(file: FileEntry) -> tuple[str, int, tuple[int, ...]]:
 
 @pytest.fixture
 def assembled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Count for every index that is assembled the ranks of its chunks."""
+    """Return a list that gets the number of ranks of each index that is assembled."""
     counts: list[int] = []
 
     def counting(chunks: RankColumns) -> tuple[Index, list[str]]:
@@ -174,11 +174,11 @@ def test_only_the_rows_of_ranks_that_changed_are_told_anew(assembled: list[int])
     _, index = world.save(changed)
     assert [rank.known for rank in world.ranks] == [rank != 3 for rank in range(SIZE)]
     assert form(index) == form(other.save(changed)[1])
-    # Back again: what rank 3 told first is known, and gives the first index.
+    # With the first plan of rank 3 again, which the root still has, the first index results.
     _, index = world.save(lambda rank: [rows(rank, "a")])
     assert all(rank.known for rank in world.ranks)
     assert form(index) == form(other.save(lambda rank: [rows(rank, "a")])[1])
-    assert assembled == [SIZE, SIZE, SIZE, SIZE]  # two of them for the other world
+    assert assembled == [SIZE, SIZE, SIZE, SIZE]  # two for each world
 
 
 def test_two_layouts_in_turn_are_each_assembled_once(assembled: list[int]) -> None:
@@ -213,7 +213,7 @@ def test_a_plan_that_the_root_does_not_know_is_named() -> None:
     world.save(lambda rank: [rows(rank, "a")])
     world.coordinator = Coordinator()
     world.ranks[0].plans.clear()
-    with pytest.raises(CommitError, match="rank 1 refers to a plan that the root does not know"):
+    with pytest.raises(CommitError, match="rank 1 refers to a plan that the root does not have"):
         world.save(lambda rank: [rows(rank, "a")])
 
 
@@ -396,7 +396,7 @@ def test_a_rank_that_reports_more_or_fewer_digests_than_blocks_is_named(num_dige
 def test_files_are_planned_once_for_a_layout_and_anew_for_other_limits_and_other_owners() -> None:
     alone = encode_holdings(Holdings(("m",), (rows(1, "a"), rows(1, "b")), ()), SaveOptions())
     planned = outline(alone.resolved(np.zeros(0, np.int64)), 1, 1 << 40)
-    assert outline(replace(alone.holdings, blobs=()), 1, 1 << 40) is planned, "what is known goes with it"
+    assert outline(replace(alone.holdings, blobs=()), 1, 1 << 40) is planned, "the copy keeps the plan"
     assert len(outline(alone.holdings, 1, 5000).files) == len(planned.files) == 1
     assert [image.path for image in planned.images("0" * 32, Sources(()))] == ["m/00001.00000000.safetensors"]
     shared = encode_holdings(Holdings(("m",), (copy("a"), copy("b")), ()), SaveOptions())

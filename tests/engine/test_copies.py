@@ -1,4 +1,4 @@
-"""What is compared of copies, what of them is kept, and what a rank does where they differ."""
+"""The comparison of copies, the choice of the copy to keep, and the reaction to copies that differ."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_copies_are_compared_by_their_bytes(check: str, nbytes: int, size: int) 
     assert one == same
     assert one.keys() == other.keys() == (set() if check == "off" or size == 1 else {"guessed", "vouched"})
     if one:
-        assert one["guessed"] != other["guessed"], "what nobody vouches for is compared to its end"
+        assert one["guessed"] != other["guessed"], "without a given replica set, all bytes are compared"
         assert (one["vouched"] == other["vouched"]) == (nbytes > SAMPLE_NBYTES and check != "all")
 
 

@@ -1,4 +1,4 @@
-"""Saves that are staged lazily: whatever happens meanwhile, a checkpoint has what was there at the save."""
+"""Saves that are staged lazily: a checkpoint has the values at the call, in spite of all later changes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _clean() -> Iterator[None]:
 
 
 class Gate:
-    """Lets no save copy what it deferred before it is open."""
+    """A gate: no save copies its deferred tensors before it is open."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
@@ -70,7 +70,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 
 class Net(nn.Module):
-    """Weights larger and smaller than what is copied at once, and buffers that a forward pass changes."""
+    """Weights of more and of fewer bytes than one copy takes, and buffers that a forward pass changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def truth(state: State) -> dict[str, Any]:
 
 
 def differing(path: str, expected: dict[str, Any]) -> list[str]:
-    """Return the names of what a checkpoint has otherwise."""
+    """Return the names of the tensors that differ in a checkpoint."""
     with reknit.open(path) as checkpoint:
         return [
             name
@@ -133,7 +133,7 @@ def save(path: str, state: State) -> reknit.PendingSave:
 
 
 def proven(state: State) -> None:
-    """Save, and let the optimizer step, so that what it has is deferred from now on."""
+    """Save, and let the optimizer step, so that its tensors are deferred from now on."""
     save("lazy://run/first", state).result(LIMIT_S)
     backward(state["model"])
     state["optimizer"].step()
@@ -175,7 +175,7 @@ def by_numpy(state: State) -> None:
 
 
 def by_replay(state: State) -> None:
-    """Change what a step changes as the replay of a CUDA graph does: past all hooks and counts."""
+    """Change the tensors of a step as the replay of a CUDA graph does: past all hooks and counts."""
     for p, states in state["optimizer"].state.items():
         for tensor in (p, *(s for s in states.values() if isinstance(s, torch.Tensor) and s.ndim)):
             tensor.data.mul_(0.5)
@@ -262,7 +262,7 @@ def test_small_and_scattered_tensors_of_an_optimizer_are_copied_before_save_retu
         for p in parameters.values():
             p.grad = torch.ones_like(p)
         optimizer.step()
-    assert deferred == ["above"], "what has more than 64 KiB in a row"
+    assert deferred == ["above"], "only contiguous tensors of more than 64 KiB are deferred"
 
 
 def test_a_model_without_its_optimizer_is_copied_before_save_returns(gate: Gate) -> None:
@@ -311,13 +311,13 @@ def test_a_change_of_dtensors_by_their_optimizer_waits_and_one_past_it_is_notice
                 release.start()
                 optimizer.step()
                 pending.result(LIMIT_S)
-                release.join()  # the first save, which needs no gate, may be over before
+                release.join()  # the first save, which does not need the gate, may be over before
                 assert differing(f"lazy://{number}", {"w/": expected}) == []
                 gate.open.clear()
         version = weight.to_local()._version
         with torch.no_grad():
             weight.add_(1)
-        assert weight.to_local()._version == version, "torch counts this; then it is no case for the sample"
+        assert weight.to_local()._version == version, "torch counts this change: the sample is not needed"
         gate.open.set()
         with pytest.raises(StateError, match="w was changed while"):
             pending.result(LIMIT_S)

@@ -71,7 +71,7 @@ def test_a_damaged_checkpoint_can_be_removed_and_other_files_stay(tmp_path: Path
 
 
 def test_what_a_manifest_names_is_removed_only_where_reknit_could_have_written_it(tmp_path: Path) -> None:
-    """A manifest from elsewhere may name any file of its folder."""
+    """A manifest of another program may name any file of its folder."""
     path = tmp_path / "one"
     reknit.save(path, STATE)
     manifest = decode_manifest((path / "manifest.json").read_bytes())

@@ -66,7 +66,7 @@ def test_a_load_report_counts_names_and_shows_the_first(tmp_path: Path) -> None:
         other["model"][f"<b>{n}"] = other["model"].pop(f"w{n}")
     report = reknit.load(tmp_path / "a", other, strict=False)
     assert "missing: 5 (model/<b>0, model/<b>1, model/<b>2, ...)" in repr(report)
-    assert "cast" not in repr(report), "what is empty is not told"
+    assert "cast" not in repr(report), "empty lists are left out"
     html = report._repr_html_()
     assert html.startswith("<table><caption>LoadReport</caption>")
     assert "model/&lt;b&gt;0" in html

@@ -34,7 +34,7 @@ def state(fill: float = 0.0) -> dict[str, Any]:
 
 
 def model(path: Path) -> float:
-    """Return what the model holds, every number of which is the same."""
+    """Load the model, whose numbers are all the same, and return that number."""
     loaded = {"model": state()["model"]}
     reknit.load(path, loaded)
     (value,) = set(loaded["model"]["w"].tolist())
@@ -160,7 +160,7 @@ def test_what_a_killed_process_has_left_is_removed_by_the_next_run(path: Path) -
         over = not watched.happened
         for file in path.rglob("*.*"):
             os.utime(file, (0, 0))
-        for _ in range(2):  # a marker that is in the way goes first
+        for _ in range(2):  # the first call may only remove an old marker
             Retention(open_storage(path.parent), latest(9) & without("optimizer", after_hours=1e-9)).prune()
         assert model(path) == number
         assert reknit.steps(path.parent)[0].dropped == ("optimizer",)
@@ -170,7 +170,7 @@ def test_what_a_killed_process_has_left_is_removed_by_the_next_run(path: Path) -
 
 
 class Dying(AtOperation):
-    """Does nothing any more once something has happened."""
+    """A store that does no operation after the moment of its fault."""
 
     def intercept(self, name: str, path: str, nbytes: int, whole: Any, half: Any = None) -> Any:
         if self.happened:
@@ -228,7 +228,7 @@ def test_whatever_begins_meanwhile_at_any_moment(tmp_path: Path, other: str) -> 
 
 
 def test_a_save_that_has_begun_before_the_commit_is_made_way_for(tmp_path: Path) -> None:
-    """That save may commit at any moment, and did not know of a marker that came after its own."""
+    """That save may commit at any moment, and could not see a marker that came after its own."""
     path, theirs, number, refused = tmp_path / "one", f"pending.{9:016x}.{'b' * 8}", 0, 0
     while True:
         number += 1

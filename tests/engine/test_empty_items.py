@@ -1,4 +1,4 @@
-"""An item without a tensor or a value is an item like others, also where there is no other."""
+"""An item without a tensor or a value is an item like others, also as the only one."""
 
 from __future__ import annotations
 

@@ -39,12 +39,12 @@ WAIT_S = 30.0
 
 
 def contents(start: int, nbytes: int) -> Bytes:
-    """Return what the only file has there."""
+    """Return the bytes of a range of the only file."""
     return ((np.arange(start, start + nbytes) * 7) % 251).astype(np.uint8)
 
 
 class Work:
-    """Reads a made-up file; `hold` is called with the start of a fetch before it is read."""
+    """Reads of a made-up file; `hold` is called with the start of each fetch before it is read."""
 
     def __init__(self, nbytes: int, hold: Callable[[int], object] = lambda _: None) -> None:
         self.delivered = np.zeros(nbytes, np.uint8)
@@ -84,7 +84,7 @@ def exchanges(
     num_steps: int = 1,
     carried_by: Callable[[Hub, int], ThreadCarrier] = ThreadCarrier,
 ) -> Callable[[Group], int]:
-    """Return what each rank has to run, given the reads (start, size) of each."""
+    """Return the function that each rank runs, given the reads (start, size) of all ranks."""
     wanted = [
         Reads(np.zeros(len(r), np.int64), *np.array(r, np.int64).reshape(-1, 2).T.copy()) for r in reads
     ]
@@ -124,7 +124,7 @@ def exchanges(
         try:
             exchange.run(2, CELL, 64 * CELL)
         finally:
-            # As after a load: nobody leaves the group before all are done.
+            # As after a load: no rank leaves the group before all are done.
             with suppress(CommError):
                 comm.barrier(group, "end", WAIT_S)
         return exchange.nbytes_received
@@ -136,7 +136,7 @@ def errors_of(rank: Callable[[Group], int]) -> Callable[[Group], Any]:
     def caught(group: Group) -> Any:
         try:
             return rank(group)
-        except BaseException as error:  # an interrupt, too, is what a test looks at
+        except BaseException as error:  # tests look at interrupts, too
             return error
 
     return caught
@@ -181,7 +181,7 @@ def test_exchanges_in_steps_bring_the_same_bytes(hosts: list[int], num_steps: in
 
 
 class Wrong(ThreadCarrier):
-    """Brings other bytes to rank 1 from its second exchange on."""
+    """A carrier that brings wrong bytes to rank 1 from its second exchange on."""
 
     num_swaps = 0
 
@@ -218,7 +218,7 @@ def test_bytes_that_change_between_hosts_are_delivered_to_nobody_and_their_reade
 
 
 class Deaf(ThreadCarrier):
-    """Hangs in a call, on rank 1, as a driver does that looks at no deadline."""
+    """A carrier that hangs in a call on rank 1, as a driver without deadlines does."""
 
     let_go = threading.Event()
 
@@ -247,7 +247,7 @@ def test_a_call_between_hosts_that_hangs_ends_with_the_deadline_of_the_load(
 
 @pytest.mark.parametrize("hosts", [[0, 0, 0], [0, 1, 1], [0, 1, 2]])
 def test_tiny_fetches_share_a_place_and_are_each_taken(hosts: list[int]) -> None:
-    # 64 bytes each are kept for a fetch of one byte: those of an exchange may need more than eight places.
+    # A fetch of one byte takes 64 bytes, so the fetches of an exchange may need more than eight places.
     reads = [[(k * 8, 1) for k in range(1_500)]] * 3
     works = [Work(20_000) for _ in range(3)]
     received = run_ranks(3, exchanges(works, hosts, reads, bucket=1_000, num_slots=2))
@@ -321,7 +321,7 @@ def test_an_error_in_work_of_its_own_ends_the_others_too(hosts: list[int]) -> No
             super().abandon()
             given_up.set()
 
-    # The other has all its reading before it when it hears of it, and most of the exchanges between hosts.
+    # The failure reaches the other rank before all its reads, and before most exchanges between hosts.
     works = [Failing(8 * CELL), Work(8 * CELL, lambda _: given_up.wait(WAIT_S))]
     outcomes = run_ranks(
         2, errors_of(exchanges(works, hosts, [cells(8)] * 2, bucket=CELL, num_slots=1, private={0: [fail]}))
@@ -349,7 +349,7 @@ def test_a_rank_that_fails_lets_its_host_know_before_it_waits_for_other_hosts() 
             threading.Event().wait(0.5)
             raise StorageError("no")
 
-    # Ranks 0 and 2 have so much to read alone that rank 1 reads all that they have in common.
+    # Ranks 0 and 2 have so much to read alone that rank 1 reads all ranges that they share.
     reads = [cells(50), cells(8), cells(8) + [(k * CELL, CELL) for k in range(50, 100)]]
     works = [Taker(50 * CELL), Work(8 * CELL), Work(100 * CELL)]
     hub = Hub(3)
@@ -419,7 +419,7 @@ def test_a_rank_that_waits_too_long_for_another_host_stays_in_step_with_it() -> 
     exchanged = exchanges(works, [0, 1], [cells(8)] * 2, bucket=CELL, hub=hub, timeout_s=(0.3, WAIT_S))
     outcomes = run_ranks(2, errors_of(exchanged))
     assert [type(outcome) for outcome in outcomes] == [DeadlineError, StoppedError]
-    # It could not take back what it said, so that one exchange was held before both ended.
+    # Rank 0 had already said that it was ready, so one exchange took place before both ended.
     assert hub.is_in_step
     assert hub.num_swaps == 1
 

@@ -1,4 +1,4 @@
-"""A run that was presumed dead wakes up at any moment: it commits nothing over what a newer run saves."""
+"""A run that was presumed dead wakes up at any moment: it never overwrites the checkpoint of a newer run."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 def overtaken(place: Storage, stopping: Callable[[Callable[[], None]], Storage], *, overwrite: bool) -> str:
     """Save as run 1, which is stopped at some moment until all of the save of run 2 is over.
 
-    Run 1 saves by the store that `stopping` returns, which calls what it is given at that moment.  Returns
-    what became of run 1, or "" when the moment never came.  Whatever it is, the checkpoint of run 2 is whole,
-    and there is nothing else.
+    Run 1 saves by the store that `stopping` returns, which calls the argument of `stopping` at that moment.
+    Returns "ok" or the type of run 1's error, and "" if the moment never came.  In each case the checkpoint
+    of run 2 is whole, and no other file is left.
     """
     seen: list[int | None] = []
 
@@ -162,10 +162,10 @@ def played(
     overwrite: bool,
     before: int | None = None,
 ) -> None:
-    """Let runs 1, 2, ... of these generations save at once, each operation when `choose` says so.
+    """Let runs 1, 2, ... of these generations save at once, and check the commits and errors of all.
 
-    Checks what has to hold in whatever order it was.  Of two that fence each other off none commits, and the
-    value `before` is still there.
+    `choose` picks the run that does the next operation, and the checks hold for any order.  Of two runs that
+    fence each other off none commits, and the value `before` stays.
     """
     stage, errors = Stage(), dict[int, ReknitError | None]()
 
@@ -187,7 +187,7 @@ def played(
         if isinstance(error, StorageError):
             assert "removed" in error.message
         else:
-            # Who took its marker away may be gone by the time a run asks; then it cannot say by whom.
+            # The run that removed the marker may be over by now, and then the error cannot name it.
             assert error is None or isinstance(error, (CommitError, CheckpointExistsError))
     newest = [number for number, generation in enumerate(generations, 1) if generation == max(generations)]
     if overwrite and len(newest) == 1:
@@ -197,7 +197,7 @@ def played(
 
 
 def in_stretches(*stretches: tuple[int, int]) -> Callable[[list[int]], int]:
-    """Return a choice that lets each run do so many operations, and then all that are left, one by one."""
+    """Return a choice by a list of (run, number of operations), after which the runs end one by one."""
     script = [number for number, count in stretches for _ in range(count)]
 
     def choose(waiting: list[int]) -> int:
@@ -209,9 +209,9 @@ def in_stretches(*stretches: tuple[int, int]) -> Callable[[list[int]], int]:
 
 
 SAVE = 16
-"""About as many operations as a save has."""
+"""Roughly the number of operations of a save."""
 BEGIN = 4
-"""About as many as it takes to begin one."""
+"""Roughly the number of operations until a save has begun."""
 
 
 @pytest.mark.parametrize(("overwrite", "step"), [(False, 3), (True, 1)])

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 LIMIT_S = 60.0
 LONG_S = 0.3
-"""Long enough for a file to be begun by whoever does not wait."""
+"""Long enough for a rank that does not wait to begin a file."""
 
 
 class Hesitant(ForwardingStorage):
-    """A store that takes its time for a marker, and notes which data files are begun meanwhile."""
+    """A store that delays each marker, and records the markers during whose delay a data file is begun."""
 
     begun = threading.Event()
     early: list[str] = []  # noqa: RUF012

@@ -1,4 +1,4 @@
-"""Files that are what the manifest says, or are had from elsewhere."""
+"""Files that agree with the manifest, or are read from another place."""
 
 from __future__ import annotations
 

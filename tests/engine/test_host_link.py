@@ -28,7 +28,7 @@ WAIT_S = 20.0
 
 
 class Ear:
-    """Puts all events in a queue."""
+    """A listener that puts all events in a queue."""
 
     def __init__(self) -> None:
         self.events: queue.Queue[tuple[Any, ...]] = queue.Queue()
@@ -54,7 +54,7 @@ class Ear:
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """See to it that each test leaves neither descriptors nor threads."""
+    """Check that each test leaves neither descriptors nor threads."""
     before = open_files(), threads("reknit-host-link")
     yield
     assert open_files() <= before[0]
@@ -70,7 +70,7 @@ def ring() -> Iterator[SharedMemory]:
 
 
 def knock(link: HostLink) -> socket.socket:
-    """Return a connection to a link by somebody who has said nothing yet."""
+    """Return a connection to a link by a stranger, who has sent nothing yet."""
     stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     stranger.settimeout(WAIT_S)
     stranger.connect(f"\0reknit-{link.address[:32]}")
@@ -82,7 +82,7 @@ def hello(link: HostLink, *, token: bytes | None = None, rank: int = 9, nbytes: 
 
 
 def works(link: HostLink, ear: Ear, ring: SharedMemory) -> None:
-    """See to it that a rank can still give its memory to a link."""
+    """Check that a rank can still give its memory to a link."""
     source, other = HostLink(5), Ear()
     source.open(ring, {0: link.address}, other)
     source.ready(0, 77, 100)
@@ -112,7 +112,7 @@ def test_a_rank_hears_what_is_ready_in_the_memory_of_another_which_hears_when_it
     taker.taken(3, 8)  # no event of it has come yet: the call has no receiver
     taker.close()
     assert other.next() == ("taker ended", 0)
-    source.ready(0, 9, 100)  # nobody takes it; that is told by the line above
+    source.ready(0, 9, 100)  # no receiver is left, as the event above reported
     source.close()
 
 
@@ -162,7 +162,7 @@ def test_closing_twice_and_closing_what_was_never_opened_do_nothing() -> None:
 
 
 def fragments(link: HostLink, ring: SharedMemory) -> list[tuple[bytes, list[int]]]:
-    """Return what strangers say: packets and descriptors that come with them."""
+    """Return the messages of strangers: packets, and the descriptors that come with them."""
     right = hello(link)
     return [
         (b"GET / HTTP/1.1", []),
@@ -200,7 +200,7 @@ def test_strangers_who_say_nothing_keep_nobody_waiting(ring: SharedMemory) -> No
     link.open(None, {}, ear)
     silent = [knock(link) for _ in range(20)]
     works(link, ear, ring)
-    # One of them speaks up after all.
+    # One of them sends a right message after all.
     socket.send_fds(silent[3], [hello(link)], [ring.fd])
     silent[3].send(struct.pack("<QQ", 6, 100))
     assert ear.next() == ("ready", 9, 6, b"hello")
@@ -215,11 +215,11 @@ def test_a_process_of_another_user_is_shown_out_though_it_knows_the_token(
     ring: SharedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link, ear, own = HostLink(0), Ear(), os.geteuid()
-    uids = iter([own + 1])  # whoever knocks first is not of this user, as far as the link can see
+    uids = iter([own + 1])  # to the link, the first connection seems to come from another user
     monkeypatch.setattr(os, "geteuid", lambda: next(uids, own))
     link.open(None, {}, ear)
     with knock(link) as stranger:
-        with suppress(OSError):  # it may hear of that while it still speaks
+        with suppress(OSError):  # the link may close the connection between the two packets
             socket.send_fds(stranger, [hello(link)], [ring.fd])
             stranger.send(struct.pack("<QQ", 6, 100))
         works(link, ear, ring)

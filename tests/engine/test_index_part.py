@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Piece(NamedTuple):
-    """What `Reach` needs to know of a fill."""
+    """The fields of a fill that `Reach` reads."""
 
     tensor: int
     box: Box
@@ -39,7 +39,7 @@ def reach_of(index: Index, wants: Sequence[tuple[int, Box]], *aliases: tuple[str
 
 
 def lines(index: Index) -> list[tuple[Any, ...]]:
-    """Return the rows of an index as text would have them: without numbers of its own."""
+    """Return the rows of an index, with names in the place of its own numbers."""
     return [
         (index.tensors[number][:2], chunk)
         for number in range(len(index.tensors))
@@ -48,7 +48,7 @@ def lines(index: Index) -> list[tuple[Any, ...]]:
 
 
 def received(whole: Index, tensors: Sequence[TensorEntry], blocks: Sequence[bytes], reach: Reach) -> Index:
-    """Return what a rank makes of blocks, whose files are known by ten more than their numbers."""
+    """Return the index that a rank builds from blocks, in which each file has its number plus ten."""
     empty = names_only(tensors)
     rows = rows_of(empty, blocks, reach)
     return with_rows(empty, rows, {number + 10: path for number, path in enumerate(whole.files)})
@@ -59,7 +59,7 @@ def numbers_of_files(index: Index) -> NDArray[np.int64]:
 
 
 def everywhere(index: Index) -> Reach:
-    """Return the reach of a rank that wants everything, empty tensors but for their rows."""
+    """Return the reach of a rank that wants every tensor whole."""
     return reach_of(index, [(n, Box.whole(e.spec.shape)) for n, e in enumerate(index.tensors)])
 
 

@@ -1,4 +1,4 @@
-"""What killed saves have left is told from what is needed, whatever lies about, and whoever wakes up."""
+"""The files of killed saves are removed; foreign files, and those of saves that wake up, stay."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def clear(root: Path) -> list[bool]:
     return [remove(storage, sweep, each, open_storage) for each in found(root) if each.kept is None]
 
 
-# Paths of what saves leave, of one write id, and of nobody that reknit knows.
+# Paths of files that saves leave, those of one write id, and those of other programs.
 THINGS = {
     "data": paths.data_path("model", 3, DEAD),
     "more data": paths.data_path("optimizer/state", 0, DEAD, 2),
@@ -95,7 +95,7 @@ FOREIGN = (
 def owner(path: str, known: set[str]) -> str:
     """Return the folder of the checkpoint that a path belongs to.
 
-    A temporary file in the folder of an item belongs to the checkpoint above, where that is known.
+    A temporary file in the folder of an item belongs to the checkpoint above, if that is in `known`.
     """
     here, _, name = path.rpartition("/")
     above = here.rpartition("/")[0]
@@ -120,7 +120,7 @@ def test_all_that_is_dead_goes_and_nothing_else(
     """In any mixture of checkpoints, dead saves, live ones, and files of others."""
     root, stays = tmp_path_factory.mktemp("any"), set()
     known: set[str] = set()
-    """Folders in which a save has been, as far as anybody can see."""
+    """Folders with visible files of a save."""
     made: dict[str, float] = {}
     for name in data.draw(st.sets(st.sampled_from(["", "a", "b/c"]), min_size=1), "folders"):
         folder, below = root / name, f"{name}/" if name else ""
@@ -208,7 +208,7 @@ def test_a_save_that_commits_after_the_look_keeps_its_files(committed: Path, tmp
 
 
 def test_a_save_that_puts_its_marker_up_again_keeps_its_files(committed: Path, tmp_path: Path) -> None:
-    """As one does whose commit was not answered: with the generation that it has now."""
+    """A save does so after a commit without an answer, with its present generation."""
     storage, folder = dead_save(tmp_path, committed)
     (left,) = found(tmp_path)
     storage.put(paths.marker_path(99, DEAD), b"", if_absent=True)
@@ -226,7 +226,7 @@ def test_a_save_whose_files_went_cannot_commit(committed: Path, tmp_path: Path) 
 
 
 class Waking(ForwardingStorage):
-    """A store in which a save that was taken for dead commits right before some operation, if it can."""
+    """A store in which a save that was presumed dead commits right before some operation, if it can."""
 
     def __init__(self, inner: Storage, folder: Path, before: int) -> None:
         super().__init__(inner)
@@ -266,7 +266,7 @@ class Waking(ForwardingStorage):
 
 @pytest.mark.parametrize("before", range(1, 8))
 def test_a_save_may_wake_up_at_any_moment(before: int, committed: Path, tmp_path: Path) -> None:
-    """It commits, and has all its files, or it does not."""
+    """It commits with all its files, or not at all."""
     _, folder = dead_save(tmp_path, committed)
     (left,) = found(tmp_path)
     storage = Waking(LocalStorage(tmp_path), folder, before)
@@ -293,7 +293,7 @@ def test_an_upload_of_a_committed_save_is_left_over_and_its_files_are_not(
 
 
 def test_links_are_not_followed(committed: Path, tmp_path: Path) -> None:
-    """Neither out of the folder nor around in it."""
+    """A sweep follows neither links out of the folder nor links within it."""
     touch(tmp_path / "elsewhere" / THINGS["data"], OLD)
     root = tmp_path / "root"
     root.mkdir()

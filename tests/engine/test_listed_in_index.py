@@ -1,4 +1,4 @@
-"""A checkpoint whose index lists its files is opened, checked, copied, told of and removed like any other."""
+"""A checkpoint whose index lists its files is opened, checked, copied, shown and removed like any other."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STATE: dict[str, Any] = {"model": {"w": np.arange(1000.0), "name": "x"}, "optimi
 
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkpoint whose manifest lists the index only, as if it had thousands of files."""
+    """Return a checkpoint whose manifest lists only the index, as if it had thousands of files."""
     monkeypatch.setattr(manifest_content, "MAX_LISTED_FILES", -1)
     reknit.save(tmp_path / "run" / "step_00000001", STATE, step=1)
     return tmp_path / "run" / "step_00000001"
@@ -49,7 +49,7 @@ def files(path: Path) -> set[str]:
 
 
 def damage_table(path: Path) -> None:
-    """Change a byte of the table, and none that Parquet reads."""
+    """Change a byte of the table that Parquet does not read."""
     manifest = record(path)
     assert manifest.table is not None
     data = bytearray((path / manifest.index_path).read_bytes())
@@ -94,7 +94,7 @@ def test_damage_to_the_table_is_found(saved: Path, level: Literal["metadata", "d
     report = reknit.verify(saved, level)
     assert not report.ok
     assert record(saved).index_path in report.problems[0]
-    with pytest.raises(CorruptError, match="not those that were saved"):
+    with pytest.raises(CorruptError, match="differ from the saved bytes"):
         reknit.open(saved)
     assert main(["verify", str(saved), "--rebuild-index"]) == 1
 
@@ -124,7 +124,7 @@ def test_it_is_removed_whole(saved: Path, damaged: bool) -> None:
 
 @pytest.mark.parametrize("after", range(1, 6))
 def test_after_a_fault_it_is_whole_or_gone_and_the_rest_is_swept(saved: Path, after: int) -> None:
-    """The index may be gone before the files that it lists: their names tell that they are nobody's."""
+    """The index may be gone before the files that it lists: their names show that no checkpoint has them."""
     storage = LocalStorage(saved)
     try:
         delete(FaultyStorage(storage, plan=[Fault("error", after, "delete")]))

@@ -1,6 +1,6 @@
-"""A checkpoint that is replaced while it is read: whoever loads it gets the old one whole, or the new one.
+"""A checkpoint that is replaced while it is read: a load returns all of the old one, or all of the new one.
 
-So does whoever loads one that is deleted: all of it, or the error that it is gone.
+A load of a checkpoint that is deleted meanwhile returns all of it, or raises that it is gone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ RANKS = 3
 
 
 def loaded(storage: Storage, group: Group | None = None) -> int:
-    """Load what is here, with a rank's own part of the rows, and return its value, which all of it has."""
+    """Load a rank's part of the rows, check that all of it has one value, and return that."""
     group = group or SoloGroup()
     rows = SPEC.shape[0] // group.size
     target = np.zeros((rows, SPEC.shape[1]))
@@ -79,7 +79,7 @@ def test_one_process_loads_the_old_or_the_new_whatever_it_was_doing() -> None:
 
         seen.append(loaded(pausing(place, [len(seen) + 1], replace)))
         assert replaced in ([], [True])
-    assert seen[-1] == 1  # nothing was left to be done when it would have been replaced
+    assert seen[-1] == 1  # the load was over before the operation at which it would be replaced
     assert set(seen[:-1]) <= {1, 2}
     assert len(seen) > 4
 
@@ -152,7 +152,7 @@ def test_one_process_is_told_of_a_checkpoint_that_was_deleted_whatever_it_was_do
             outcomes.append(error.message)
     assert any("was deleted while it was read" in outcome for outcome in outcomes)
     assert any("partly written" in outcome for outcome in outcomes)
-    assert outcomes[-1] == "whole"  # nothing was left to be done when it would have been deleted
+    assert outcomes[-1] == "whole"  # the load was over before the operation at which it would be deleted
     assert len(outcomes) > 5
 
 

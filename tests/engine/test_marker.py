@@ -1,4 +1,4 @@
-"""What stands in a folder while a save is under way: whom it keeps out, and what becomes of it."""
+"""The marker in a folder while a save is under way: it excludes other saves, and is removed at the end."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_the_error_of_a_fenced_run_travels_as_what_it_is() -> None:
 
 def test_both_of_two_saves_that_take_each_others_marker_away_are_fenced() -> None:
     place, other = Annals("both"), Marker(2, "1" * 32)
-    place.put(other.path, b"", if_absent=True)  # it lists what is here only after the next line
+    place.put(other.path, b"", if_absent=True)  # the other save lists the markers only after the next line
     mine = put_marker(place, Marker(2, WRITE_ID))
     assert strays(place) == {mine.path}
     place.delete(mine.path)
@@ -128,7 +128,7 @@ def test_whose_marker_is_gone_is_told_of_another_save_only_where_there_is_one(
         elif by == "manifest":
             assert save_as(place, 3, 2) is None
 
-    # the index is created behind the one data file and the one of values
+    # The index is created after one data file and one file of values.
     at = Fault("stall", 3 if operation == "create" else 1, operation)
     error = save_as(FaultyStorage(place, plan=[at], stall=remove), 2, 2, overwrite=overwrite)
     assert type(error) is (CommitError if by == "nobody" else FencedError)

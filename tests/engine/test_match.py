@@ -1,4 +1,4 @@
-"""Which saved tensors fill which boxes, and how everything that does not fit is told."""
+"""The choice of saved tensors that fill boxes, and the errors about everything that does not fit."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_a_tensor_that_the_index_does_not_cover_is_told() -> None:
     index.lengths[1, 0] = 3  # a chunk of three rows, where the tensor has four
     (reported,) = uncovered(index, {0, 1})
     assert reported == "the chunks of m/w in the index do not cover it exactly: they hold 18 of 24 elements"
-    assert uncovered(index, {0}) == [], "what is not read may be as it likes"
+    assert uncovered(index, {0}) == [], "tensors that are not read are not checked"
     assert uncovered(index, ()) == []
 
 

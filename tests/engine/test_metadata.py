@@ -1,4 +1,4 @@
-"""Who reads the metadata of a checkpoint, and what each rank of a load gets of it."""
+"""The ranks of a load that read the metadata of a checkpoint, and the part that each rank receives."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def save_on_ranks(name: str) -> ProcessMemory:
 def load_on_ranks(
     stored: ProcessMemory, items: tuple[tuple[str, ...], ...], **renaming: Any
 ) -> tuple[list[FaultyStorage], list[dict[str, Any]], list[dict[str, Any]]]:
-    """Load different items on each rank; return what each did to the store, was offered, and got."""
+    """Load different items on each rank; return the store, the catalog and the loaded state of each."""
     stores = [FaultyStorage(stored) for _ in items]
     offered: list[dict[str, Any]] = [{} for _ in items]
     targets = [{item: state(rank, 0)[item] for item in names} for rank, names in enumerate(items)]
@@ -203,7 +203,7 @@ def test_ranks_that_ask_for_the_same_get_the_same_bytes() -> None:
     root, first, second, third = read_all(stored, [asking("extra"), *asked[:1], *asked[2:]]).answers
     assert first is second
     assert len(third) < len(second)
-    assert root == b"", "it keeps what it has read"
+    assert root == b"", "the root has its own copy"
     (_, everything) = read_all(stored, [asking(), asking(*ITEMS)]).answers
     assert received(stored, everything, list(ITEMS)).checkpoint.blobs["optimizer"] == {"lr": 3}
 

@@ -245,7 +245,7 @@ def test_another_checkpoint_at_the_cold_place_stays(hot: Path, cold: Path) -> No
 def test_a_damaged_copy_does_not_take_the_place_of_what_is_whole(hot: Path, cold: Path) -> None:
     reknit.promote(hot, cold)
     damage(cold)
-    with pytest.raises(CorruptError, match="not what was saved"):
+    with pytest.raises(CorruptError, match="differs from it, so that the original stays"):
         reknit.cool(hot, cold)
     assert value(hot) == 3.0
     assert reknit.steps(hot.parent)[0].moved_to is None

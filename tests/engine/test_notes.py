@@ -1,4 +1,4 @@
-"""What is said of a committed checkpoint: pins and leases keep it, metrics are added to it."""
+"""Notes on a committed checkpoint: pins and leases keep it, metrics are added to it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class SteppedClock:
-    """The clocks of this process, as far ahead as they were stepped."""
+    """The clocks of this process, set ahead by `step`."""
 
     ahead_s = 0.0
 
@@ -95,7 +95,7 @@ def test_a_checkpoint_that_is_being_read_is_not_removed(root: Path) -> None:
 
 
 def kept(act: Callable[[], object]) -> bool:
-    """Return whether something was done; it may find that the checkpoint goes or has to stay."""
+    """Return whether an act succeeded; it may fail because the checkpoint is removed or kept by others."""
     try:
         act()
     except (CheckpointNotFoundError, UsageError):

@@ -14,7 +14,7 @@ RANKS, SLOTS = 3, 2
 
 
 class Model:
-    """What is kept, by rank in the order of use, in plain Python."""
+    """The plans of each rank in the order of use: the cache in plain Python."""
 
     def __init__(self) -> None:
         self.kept: list[dict[int, int]] = [{} for _ in range(RANKS)]
@@ -49,25 +49,25 @@ def test_each_rank_s_latest_plans_are_known_with_what_it_said_last(
         if len(found):
             values = known.latest(found, slots[found]).lists["value"]
             assert values.flat().tolist() == [value for value in expected if value is not None]
-        telling = [rank for rank, (_, tells) in enumerate(save) if tells]
-        if telling:
-            reported = [columns_of(rank, {}, {"value": ([10 * number + rank], "")}) for rank in telling]
-            known.keep(plans[telling], merged(reported))
-            for rank in telling:
+        sending = [rank for rank, (_, sends) in enumerate(save) if sends]
+        if sending:
+            reported = [columns_of(rank, {}, {"value": ([10 * number + rank], "")}) for rank in sending]
+            known.keep(plans[sending], merged(reported))
+            for rank in sending:
                 model.keep(rank, save[rank][0], 10 * number + rank)
 
 
 def test_the_version_changes_when_a_rank_says_something_again() -> None:
     known, ranks, plans = PlanCache(SLOTS), np.arange(2), np.array([[1, 1], [1, 1]])
 
-    def tell(*which: int) -> bytes:
+    def keep(*which: int) -> bytes:
         reported = merged([columns_of(rank, {}, {"value": ([rank], "")}) for rank in which])
         known.keep(plans[list(which)], reported)
         return known.version(ranks, known.find(ranks, plans))
 
-    first = tell(0, 1)
+    first = keep(0, 1)
     assert known.version(ranks, known.find(ranks, plans)) == first
-    assert tell(1) != first
+    assert keep(1) != first
 
 
 def test_what_all_ranks_said_at_once_is_one_object_without_a_copy() -> None:

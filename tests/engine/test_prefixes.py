@@ -27,7 +27,7 @@ def put(prefix: str, names: Names) -> Names:
 
 
 def shown_by(error: reknit.MismatchError) -> reknit.LoadOptions:
-    """Return the options in the remedy, as somebody gets them who pastes the text."""
+    """Return the options in the remedy, as a user gets them who pastes the text."""
     pasted = re.search(r"pass options=(reknit\.LoadOptions\(.*\))$", str(error), re.MULTILINE)
     assert pasted is not None, error
     return eval(pasted[1], {"reknit": reknit})  # type: ignore[no-any-return]
@@ -40,7 +40,7 @@ def zeros(state: dict[str, Names]) -> dict[str, Names]:
 
 
 def fixed(path: Path, saved: dict[str, Names], target: dict[str, Names]) -> str:
-    """Save, load in vain, load as the error says, and return the error."""
+    """Save, load in vain, load with the remedy of the error, and return the error."""
     reknit.save(path, saved)
     with pytest.raises(reknit.MismatchError) as caught:
         reknit.load(path, target)

@@ -1,4 +1,4 @@
-"""What is done ahead of the first save, through the public door: so that it blocks like any other save."""
+"""`reknit.prepare` does the work of a first save ahead, so that this blocks no longer than later saves."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MIB = 1 << 20
 
 
 def shut(url: str, durability: str) -> ProcessMemory:
-    """Be a store that cannot be opened, where an agent opens it."""
+    """Open a store; raise an error in agents."""
     if "/only-by-agents" in url and "rank " in threading.current_thread().name:
         return ProcessMemory("prepared")
     raise reknit.StorageError("nobody is in")
@@ -67,7 +67,7 @@ class Broken:
 
 
 def state_of(rank: int, value: float = 1.0) -> dict[str, Any]:
-    """Return a state of which no framework knows who else holds what."""
+    """Return a state whose replica sets no framework has given."""
     model = {f"own.{rank}": np.full(40_000, value, np.float32), "all": np.full(5_000, value)}
     return {"model": model, "extra": {"epoch": int(value)}}
 
@@ -87,10 +87,10 @@ def phases(pending: reknit.PendingSave) -> list[str]:
 
 
 def outcome(act: Callable[[], object]) -> tuple[str, str]:
-    """Return the type of the error that every rank should raise, and what it says."""
+    """Return the type and the message of the error of an act, empty without an error."""
     try:
         act()
-    except Exception as error:  # which one is what the test asks
+    except Exception as error:  # the tests compare its type
         return type(error).__name__, str(error)
     return "", ""
 
@@ -315,7 +315,7 @@ def test_what_cannot_be_saved_on_one_rank_is_told_on_all_and_the_next_call_is_we
     assert first[0] == error
     assert says in first[1]
     assert "rank 1" in first[1]
-    assert caplog.records == [], "who is told by an exception needs no log"
+    assert caplog.records == [], "an exception needs no line in the log"
 
 
 @pytest.mark.parametrize("failure", [ValueError("not now"), KeyboardInterrupt()])
@@ -438,7 +438,7 @@ def test_agents_that_are_lost_while_it_goes_on_are_replaced(tmp_path: Path) -> N
             return {}
 
         def load_state_dict(self, state: dict[str, Any]) -> None:
-            """Take nothing."""
+            """Load nothing."""
 
     def rank(group: Group) -> list[str]:
         state = state_of(group.rank)
@@ -451,7 +451,7 @@ def test_agents_that_are_lost_while_it_goes_on_are_replaced(tmp_path: Path) -> N
         return reported
 
     answers = run_ranks(3, rank)
-    # Who hears of the loss before it has asked its agent for anything waits for the new ones.
+    # A rank that detects the loss before its first message to its agent waits for the new agents.
     lost = {"AgentError", "PeerLostError", "CommError", "GroupClosedError"}
     prepared = {reported[0] for reported in answers}
     assert prepared == {""} or prepared <= lost, answers
@@ -474,7 +474,7 @@ def test_when_all_is_closed_nothing_of_it_is_left(tmp_path: Path, well: bool) ->
         assert reknit.close(LIMIT_S)
 
     reknit.close(LIMIT_S)
-    turn()  # whatever is loaded once stays
+    turn()  # modules that are loaded once stay
     wait_until(lambda: not mine(), LIMIT_S)
     files, running, arenas = open_files(), threads(), set(mapped())
 

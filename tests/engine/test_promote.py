@@ -57,13 +57,13 @@ if TYPE_CHECKING:
 
 SIZE = 3
 ROWS = 9 << 18
-"""Of rank 1's tensor: 9 MiB, more than a piece; that of rank 0 is small, and rank 2 has nothing to write."""
+"""Rows of rank 1's tensor: 9 MiB, more than a piece; rank 0 has a small tensor, and rank 2 writes nothing."""
 OPTIONS = SaveOptions(threads=2, timeout_s=30.0, durability="process")
 LARGE, SMALL = 1, 0
 
 
 class Saved(NamedTuple):
-    """A checkpoint of three ranks, and what each of them wrote."""
+    """A checkpoint of three ranks, and the files that each of them wrote."""
 
     root: Path
     write_id: str
@@ -123,7 +123,7 @@ def source(tmp_path: Path) -> Saved:
 def promoted(
     source: Saved, target: Target, *, overwrite: bool = False
 ) -> list[PromotionReport | ReknitError]:
-    """Promote on all ranks, and return what each was told."""
+    """Promote on all ranks, and return the report or error of each."""
 
     def run(group: Group) -> PromotionReport | ReknitError:
         job = Promotion(
@@ -251,7 +251,7 @@ def test_a_commit_whose_answer_was_lost_is_a_promotion(source: Saved, tmp_path: 
 
 
 class Deaf:
-    """A group in which this rank does not hear the answer of a round."""
+    """A group in which this rank loses the answer of a round."""
 
     def __init__(self, group: Group, name: str) -> None:
         self._group, self._name = group, name
@@ -278,7 +278,7 @@ def test_a_rank_that_lost_the_answer_of_a_commit_finds_that_it_was_one(source: S
 
 
 class Bug(Exception):
-    """What a store of somebody else's raises."""
+    """An error of a store that is not reknit's own."""
 
 
 @pytest.mark.parametrize("raised", [Bug, KeyboardInterrupt])
@@ -530,7 +530,7 @@ def test_alone_an_error_at_any_operation_leaves_what_a_next_try_finishes(
             kept += before > 0 and len(creates(again)) < len(manifest_of(root).files)
         fired = store.fired
         assert content(root) == content(source.root)
-    assert kept > 3, "what an earlier try brought is not copied again"
+    assert kept > 3, "files of an earlier try are not copied again"
 
 
 def test_a_full_disk_is_told_and_with_room_the_rest_is_copied(source: Saved, tmp_path: Path) -> None:
@@ -595,7 +595,7 @@ def test_two_hosts_at_the_same_time_commit_what_is_whole(
     met = threading.Barrier(2)
 
     class Meets(FaultyStorage):
-        """Lets both come to the commit before either goes on."""
+        """A store in which both promotions reach the commit before either goes on."""
 
         def put(self, path: str, data: bytes, *, if_absent: bool) -> bool:
             met.wait(30)

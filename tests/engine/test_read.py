@@ -83,12 +83,12 @@ def content(shapes: Sequence[tuple[int, ...]], rng: random.Random) -> dict[str, 
 
 
 def part(array: NDArray[Any], box: Box) -> NDArray[Any]:
-    """Return what a box selects, as an array even where it has no dimensions."""
+    """Return the elements in a box as an array, also without dimensions."""
     return selected(array, box.slices())
 
 
 def selected(array: NDArray[Any], slices: Sequence[slice]) -> NDArray[Any]:
-    # With the ellipsis, what has no dimensions stays an array.
+    # The ellipsis makes NumPy return an array, not a scalar, if there are no dimensions.
     place: tuple[Any, ...] = (*slices, ...)
     found: NDArray[Any] = array[place]
     return found
@@ -159,7 +159,7 @@ def test_a_box_of_anything_saved_in_any_way_arrives_in_any_memory_as_numpy_slice
 
 
 def needed(plan: LoadPlan, checkpoint: OpenCheckpoint) -> set[tuple[int, int]]:
-    """Return (file, byte) of all that is wanted."""
+    """Return (file, byte) of every wanted byte."""
     index = checkpoint.index
     found = set()
     for chunk, in_chunk, lengths in zip(plan.chunk, plan.in_chunk, plan.lengths, strict=True):

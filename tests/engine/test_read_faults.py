@@ -1,4 +1,4 @@
-"""A storage that stalls, fails or lies while a plan is read: what arrives, what is repaired, what is said."""
+"""A store that stalls, fails or returns wrong bytes while a plan is read: results, repairs and errors."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def test_where_no_copy_is_good_the_error_names_all_that_were_tried(
     worse, gone = copied(storage, "worse"), fresh("gone")
     reader, checkpoint, _ = damaged("broken", options=REPAIR, replicas=(worse, gone))
     spoil(worse, data_path(checkpoint), int(checkpoint.index.start[0]) + 30 * 80)
-    with pytest.raises(CorruptError, match="not those that were saved") as caught:
+    with pytest.raises(CorruptError, match="differ from the saved bytes") as caught:
         reader.run(Recorder("load"))
     assert "process://worse (damaged as well)" in str(caught.value)
     assert "process://gone (there is no file" in str(caught.value)

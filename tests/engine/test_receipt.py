@@ -85,7 +85,7 @@ def test_files_of_what_is_committed_stay_whatever_the_error_is(error: BaseExcept
 
 
 class Root:
-    """A coordinator that refuses to commit, and counts how often it is told to give up."""
+    """A coordinator that refuses to commit, and counts the calls of `give_up`."""
 
     def __init__(self) -> None:
         self.given_up = 0

@@ -1,4 +1,4 @@
-"""A checkpoint is what reknit wrote: a file of another program that has the name of a manifest stays."""
+"""Only manifests of reknit make a checkpoint: a file of another program with that name is left alone."""
 
 from __future__ import annotations
 

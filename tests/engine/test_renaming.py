@@ -1,4 +1,4 @@
-"""Names of the state for what a checkpoint holds: the rules, and everything that they touch."""
+"""Names of the state for the tensors of a checkpoint: the rules, and everything that they change."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ NAMES = st.lists(
 
 
 def index_of(names: Sequence[tuple[str, str]]) -> Index:
-    """Return an index in which each tensor has as many chunks as its name is long, all told apart."""
+    """Return an index in which each tensor has a different chunk for each letter of its name."""
     names = sorted(names)
     tensor = np.repeat(np.arange(len(names)), [len(fqn) for _, fqn in names])
     number = np.arange(len(tensor))
@@ -342,7 +342,7 @@ def test_damaged_values_of_ranks_in_an_item_that_is_wanted_are_told(tmp_path: Pa
         target = {item: reknit.PerRank([9])}
         reknit.load(tmp_path / "x", target, strict=[f"!{item}*"], group=group, options=options(rename=rules))
 
-    with pytest.raises(reknit.CorruptError, match=r"own/.* are not those that were saved"):
+    with pytest.raises(reknit.CorruptError, match=r"own/.* differ from the saved bytes"):
         run_ranks(2, load)
 
 

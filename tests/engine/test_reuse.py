@@ -54,7 +54,7 @@ BASE = np.arange(FROZEN.numel, dtype=np.float32).reshape(FROZEN.shape)
 
 
 class Run:
-    """Three ranks that save step after step to one folder; each has rows of what is frozen."""
+    """Three ranks that save step after step to one folder; each has rows of the frozen tensor."""
 
     def __init__(self, store: Callable[[str], Storage], frozen: np.ndarray[Any, Any] = BASE) -> None:
         self.store, self.frozen = store, frozen
@@ -84,7 +84,7 @@ class Run:
         return run_ranks(SIZE, rank)
 
     def check(self, step: int, frozen: np.ndarray[Any, Any] | None = None) -> None:
-        """Load a step, every byte of which is checked, and compare it."""
+        """Load a step with a full check, and compare its values."""
         storage, into, trained = self.store(f"step_{step}"), np.zeros_like(BASE), np.zeros(300, np.float32)
         report = verify(storage, "data", LoadOptions())
         assert report.ok, report.problems
@@ -108,7 +108,7 @@ class Run:
 
 
 def reused(reports: Sequence[SaveReport]) -> list[int]:
-    """Return how many MiB each rank took over."""
+    """Return the MiB that each rank took over from the last checkpoint."""
     return [report.reused_nbytes // MIB for report in reports]
 
 
@@ -251,7 +251,7 @@ def test_a_save_that_fails_leaves_neither_links_nor_damage(kind: Any, operation:
         run.save(2)
     assert {path: path.stat().st_nlink for path in tmp_path.rglob("*.*")} == before
     run.store = sound
-    assert reused(run.save(3)) == [1, 1, 1], "what is remembered is the checkpoint that was committed"
+    assert reused(run.save(3)) == [1, 1, 1], "files are taken over from the last committed checkpoint"
     run.check(3)
 
 

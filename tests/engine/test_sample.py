@@ -64,7 +64,7 @@ def test_on_a_device_the_sample_is_taken_before_what_is_queued_later(
     live[0].fill_(1)
     host = np.zeros(20_000, np.float32)
     sample = Sample([Range(bits(one), 5, 19_000) for one in (*live, host)])
-    assert list(sample.changed()) == [], "what was queued before the sample is no change"
+    assert list(sample.changed()) == [], "a write that was queued before the sample is not a change"
     live[1].fill_(2)
     torch.get_device_module(device_type).synchronize()
     host[5] = 1

@@ -1,4 +1,4 @@
-"""Background saves of what is on devices store what was there at the call, whatever training does next."""
+"""Background saves of tensors on devices store the values at the call, although training goes on at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 LIMIT_S = 60.0
 NUMEL = 20_000
-"""More bytes than are copied at once."""
+"""Enough for several copies."""
 
 every_stage = pytest.mark.parametrize("stage", ["eager", "lazy"])
 
@@ -55,7 +55,7 @@ class Parts(nn.Module):
 
 
 class Training:
-    """A model that is trained without its loss being looked at, and what it has."""
+    """A model and its optimizer, trained without a look at the loss, for which the host would wait."""
 
     def __init__(self, *places: str, seed: int = 0) -> None:
         torch.manual_seed(seed)
@@ -86,7 +86,7 @@ class Training:
             tensor.fill_(7)
 
     def save(self, path: Path, stage: Any, **options: Any) -> reknit.PendingSave:
-        """Save while each element is being made one larger."""
+        """Queue that each element becomes one larger, and save at once."""
         for tensor in self.tensors:
             tensor.add_(1)
         options = {"durability": "process", "timeout_s": 60, "stage": stage} | options
@@ -100,7 +100,7 @@ def one_larger(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def is_stored(path: Path, into: Training, expected: list[torch.Tensor]) -> bool:
-    """Return whether a checkpoint has tensors; it is loaded over writes that are queued."""
+    """Load a checkpoint over queued writes, and return whether it has the expected tensors."""
     into.forget()
     reknit.load(path, into.state)
     return all(map(torch.equal, into.copies(), expected))
@@ -326,7 +326,7 @@ def test_copies_that_come_after_the_deadline_of_their_save_are_not_in_the_next_o
 
 @contextmanager
 def stopped(pids: list[int]) -> Iterator[None]:
-    """Let processes stand still."""
+    """Suspend processes."""
     assert pids
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
@@ -338,7 +338,7 @@ def stopped(pids: list[int]) -> Iterator[None]:
 
 
 def saved_from_device_1(device_type: Any, folder: str, chosen: bool) -> list[int]:
-    """Save in all ways what is on device 1, and load it; return the devices in use."""
+    """Save tensors of device 1 in all ways, and load them; return the devices in use."""
     device = install(device_type)
     if chosen:
         torch.accelerator.set_device_index(1)

@@ -1,4 +1,4 @@
-"""Memory of every kind comes into a file bit for bit, whatever range of the file is asked for."""
+"""Memory of every kind is copied into a file bit for bit, in any range of the file."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_memory_that_is_copied_stays_until_it_is_though_its_tensor_gets_other_me
     out = np.zeros(4 << 20, np.uint8)
     image.fill(0, out[: 2 << 20])
     parameter.data = torch.zeros(3)
-    others = [torch.zeros(1 << 20) for _ in range(8)]  # they would get what is freed
+    others = [torch.zeros(1 << 20) for _ in range(8)]  # they would get the memory if it were freed
     image.fill(2 << 20, out[2 << 20 :])
     assert others
     assert (out.view(np.float32) == 7.0).all()

@@ -151,7 +151,7 @@ def test_a_rectangle_whose_rows_have_holes_goes_to_a_dense_target() -> None:
 def test_what_has_no_dimensions_reaches_a_tensor_that_is_no_host_array(source: torch.Tensor) -> None:
     raw = bits(source)
     held = np.frombuffer(bytearray(raw.tobytes()), np.uint8)
-    # Given as a tensor of bit patterns, as one on a device is.
+    # The target is a tensor of bit patterns, as it is on a device.
     target = torch.zeros((), dtype=torch.int32 if raw.itemsize == 4 else torch.int64)
     deliver(held, (), (), target)
     assert target.numpy().tobytes() == raw.tobytes()
@@ -211,7 +211,7 @@ def test_reading_a_tensor_changes_nothing() -> None:
 
 
 def stepped(optimizer: type[Any], parameters: list[Any], **options: Any) -> dict[str, bool]:
-    """Take steps; return what a step changed, and whether that was noticed."""
+    """Take two steps; return, for each tensor that the second changed, whether the change was noticed."""
     made = optimizer(parameters, **options)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)

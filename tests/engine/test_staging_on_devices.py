@@ -1,4 +1,4 @@
-"""Copies from devices hold what was queued before the save, and run beside what comes later."""
+"""Copies from devices have all writes that were queued before the save, and do not wait for later ones."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_copy_has_what_was_queued_before_the_save_and_runs_beside_what_comes_l
         save.add(bits(one), 0, NUMEL, out)
     save.wait(LIMIT_S)
     assert all(memory.eq(1).all() for memory in memories)
-    assert accelerator.waited_s() - waited_s < 1000, "what was queued later was waited for"
+    assert accelerator.waited_s() - waited_s < 1000, "the save waited for later writes"
     assert not save.under_way()
 
 
@@ -269,7 +269,7 @@ def test_memory_on_the_device_is_bounded_and_none_is_taken_for_what_is_contiguou
     save = Staging([source])
     save.add(source, 7, 39_000, out[: 4 * 39_000])
     save.wait(LIMIT_S)
-    # The rest of a row is a piece too, and one more may be given back only when the copy of it has run.
+    # The rest of a row is a piece too, and the memory of one more is free only after its copy has run.
     assert accelerator.peak() - before <= (3 * 4096 if transposed else 0)
     expected = (live.t() if transposed else live).cpu().flatten()[7 : 7 + 39_000]
     assert np.array_equal(out[: 4 * 39_000].view(np.float32), expected.numpy())

@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 LIMIT_S = 30.0
 LARGE = 3 << 20
-"""Elements of what several workers copy."""
+"""Elements of a tensor that several workers copy."""
 TWO = LoadOptions(threads=2)
 
 every_number = pytest.mark.parametrize("num_devices", [1, 2])
 
 
 def others(device_type: str, num_devices: int) -> list[torch.device]:
-    """Return devices, of which none is the current one if one is enough."""
+    """Return the devices, in an order that begins with one that is not current."""
     return [torch.device(device_type, 1 - index) for index in range(num_devices)]
 
 
@@ -56,7 +56,7 @@ def on_streams_of_its_own(places: list[torch.device]) -> Iterator[list[Any]]:
 
 
 def held_values(path: Path, like: dict[str, torch.Tensor]) -> dict[str, list[float]]:
-    """Return which values the tensors of a checkpoint have."""
+    """Return the different values in each tensor of a checkpoint."""
     read = reknit.open(path).read_all(["m"])["m"]
     assert read.keys() == like.keys()
     return {name: tensor.unique().tolist() for name, tensor in read.items()}
@@ -102,7 +102,7 @@ def test_a_frozen_tensor_is_compared_as_the_stream_of_the_caller_left_it(
 
 
 def targets(places: list[torch.device]) -> dict[str, torch.Tensor]:
-    """Return tensors of each way in which bytes come to a device."""
+    """Return a tensor for each way by which bytes reach a device."""
     made = {}
     for number, place in enumerate(places):
         made[f"plain{number}"] = torch.full((LARGE,), 5.0, device=place)
@@ -376,7 +376,7 @@ def test_a_copy_that_fails_is_an_error_that_names_what_and_where(
             reknit.load(path, {"m": state}, options=LoadOptions(threads=threads, cast=True))
         accelerator.reset()
         assert f"a copy from or to {device_type}:1 failed" in str(caught.value)
-        # Whoever asks the device next has the error.
+        # The next call to the device raises the error, so the message may name either tensor.
         assert re.search("; it (copied|was to fill) m/", str(caught.value))
         assert "the target is partly written" in str(caught.value)
 
@@ -446,7 +446,7 @@ def test_no_device_is_used_but_those_of_the_state(device_type: str, tmp_path: Pa
 
 
 def shared_load(device_type: str, folder: str) -> bool:
-    """Load on a stream of its own what two ranks want; return whether it is right."""
+    """Load tensors that two ranks want on a stream of its own; return whether the values are right."""
     device, place = installed(), torch.device(device_type, 1)
     assert device is not None
     with on_streams_of_its_own([place]) as (stream,):

@@ -19,7 +19,7 @@ GRID = [Settings(threads, piece) for threads in THREADS for piece in PIECES]
 
 
 def tune(tuner: Tuner, rate: Callable[[Settings], float]) -> list[Settings]:
-    """Let a simulated store be measured to the end, and return what was tried."""
+    """Measure a simulated store to the end, and return the settings that were tried."""
     tried: list[Settings] = []
     while tuner.measuring:
         assert len(tried) <= len(GRID), "it never ends"

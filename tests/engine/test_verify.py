@@ -34,7 +34,7 @@ def test_a_box_that_two_ranks_wrote_by_mistake_is_kept_once_and_the_checkpoint_i
 
     def rank(group: Group) -> tuple[str, ...]:
         number = group.rank
-        # Each says of both that nobody else holds it, which is true of one.
+        # Each rank claims to be the only holder of both tensors, which is true of one.
         names = ("w", f"own.{number}")
         shards = tuple(Shard("model", fqn, SPEC, Box.whole(SPEC.shape), (number,), data) for fqn in names)
         job = SaveJob(

@@ -234,7 +234,7 @@ def test_a_gate_closes_when_nobody_is_inside_and_then_for_good() -> None:
 
 
 def only_threads(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no more than this many threads be started."""
+    """Let at most `number` threads start."""
     begin, started = threading.Thread.start, list[threading.Thread]()
 
     def scarce(self: threading.Thread) -> None:

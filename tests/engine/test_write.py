@@ -54,7 +54,7 @@ def content(storage: Storage, path: str) -> bytes:
 
 
 class Memory:
-    """Files that lie end to end in memory, and what was asked of it."""
+    """Files that lie end to end in memory, and the ranges that were fetched and written."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = sizes
@@ -225,7 +225,7 @@ def test_while_the_core_is_busy_pieces_are_written_first_and_digested_later(
         recorder=Recorder("save"),
         busy=lambda: events.count("fetch") <= 3,
     )
-    # Three pieces are written undigested; the fourth is digested as usual, and then those before it.
+    # Three pieces are written undigested; the fourth is digested as usual, and then the three before it.
     assert events == ["fetch"] * 4 + ["digest"] * 4 + ["fetch", "digest"] * 5
     check(storage, memory, written)
 
@@ -253,7 +253,7 @@ def test_a_piece_is_given_back_after_it_is_written_and_before_the_file_is_finish
     ProcessMemory.clear("order")
 
 
-# Memory that somebody else fills
+# Memory that another thread fills
 
 
 class Ring:
@@ -535,7 +535,7 @@ def test_a_range_of_an_image_lies_in_live_memory_or_is_copied_and_is_the_same(
     arena = Arena(nbytes)
     found = live([image], Transfer([], "what is saved", 30))(0, start, nbytes, arena)
     assert found.tobytes() == whole[start : start + nbytes].tobytes()
-    in_one = [(64, 2464, vector), (2864, 3464, matrix)]  # the other one is no single run
+    in_one = [(64, 2464, vector), (2864, 3464, matrix)]  # the strided one is not contiguous
     memory = [array for low, high, array in in_one if low <= start and start + nbytes <= high]
     assert [np.shares_memory(found, array) for array in (vector, matrix)] == [
         any(array is one for one in memory) for array in (vector, matrix)

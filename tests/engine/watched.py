@@ -1,4 +1,4 @@
-"""What does the thread that trains do while it saves?  Every function of reknit that it calls is noted."""
+"""A record of the functions of reknit that the training thread calls while it saves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 _LOCAL = {"shard_key", "check_manifest"}
-"""Functions of the rooms below that, with all that they call, only look at this rank's own values."""
+"""Functions of the modules below that, with all that they call, only look at this rank's own values."""
 
 _AGREEING = (
     "reknit.comm.",
@@ -24,10 +24,10 @@ _AGREEING = (
 
 
 class Watched:
-    """Notes what this thread calls in a ``with`` block.
+    """The calls of this thread in a ``with`` block.
 
-    `agreed`: of what agrees with other ranks, commits, or waits for them.  `planned`: of what plans.  `said`:
-    the messages to the agent.
+    `agreed` has the functions that agree with other ranks, commit, or wait for others, `planned` those of the
+    planner, and `said` the types of the messages to the agent.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""examples/restart.py: a job of which a rank dies goes on, and ends as one in which none did."""
+"""examples/restart.py: a job goes on after the death of a rank, and ends like a job without one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "restart.py"
 
 
 def trained(folder: str, die_at: int | None, attempt: int) -> int | None:
-    """Train as one rank does; return the exit code, None where another rank died."""
+    """Train as one rank does; return the exit code, None if another rank died."""
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
     try:
         code: int = runpy.run_path(str(EXAMPLE))["train"](folder, 21, die_at)

@@ -1,7 +1,7 @@
 """SIGKILL at a random moment of a job that saves in the background: one run, and many from a command line.
 
-``python -m tests.faults.async_kills --runs 400 --seed 0`` runs many and counts what became of them.  A run is
-known by its seed alone; one that fails prints it.
+``python -m tests.faults.async_kills --runs 400 --seed 0`` makes many runs and counts their outcomes.  The
+seed of a run determines all of it, and is printed when the run fails.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Victim = Literal["trainer", "trainers", "agent", "agents", "pair", "everything"]
 MIB = 1 << 20
 STEPS = 4
 GONE_S = 120.0
-"""The longest that anything may go on after the kill; what lasts longer hangs."""
+"""The longest time that a process may take to end after the kill, without counting as one that hangs."""
 _WORDS = ("begin", "staged", "committed")
 _LATEST_S = {"begin": 0.04, "staged": 0.04, "committed": 0.01}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a run: `phase` is what the victim said last, `tries` how many saves it took to go on."""
+    """The outcome of a run: `phase` is the last word of the victim, `tries` the saves until one succeeded."""
 
     victim: Victim
     size: int
@@ -48,7 +48,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Plan:
-    """Who is killed, and when: `delay_s` after rank `watched` says `word` of `step`."""
+    """The victim and the moment of a kill: `delay_s` after rank `watched` writes `word` of `step`."""
 
     victim: Victim
     size: int
@@ -94,7 +94,7 @@ def run_once(nursery: Nursery, root: Path, plan: Plan) -> Outcome:
 
 
 def _strike(trainers: Sequence[Child], plan: Plan) -> str:
-    """Wait for the moment, kill, and return what the victim had said last."""
+    """Wait for the moment, kill, and return the last word of the victim."""
     watched, victim = trainers[plan.watched], trainers[plan.rank]
     wait_until(
         lambda: str(plan.step) in watched.said(plan.word) or not watched.alive(),
@@ -129,7 +129,7 @@ def _judge(trainers: Sequence[Child], root: Path, plan: Plan, phase: str) -> Out
         "pair": {plan.rank},
         "everything": set(range(plan.size)),
     }[plan.victim]
-    # I6: whoever survives comes to its end, with a typed error where there is one, and so do all agents.
+    # I6: every survivor ends, without an error or with a typed one, and so does every agent.
     for rank, trainer in enumerate(trainers):
         if rank not in dead:
             wait_until(lambda t=trainer: not t.alive(), GONE_S, lambda r=rank: f"rank {r} does not end")  # type: ignore[misc]
@@ -138,12 +138,12 @@ def _judge(trainers: Sequence[Child], root: Path, plan: Plan, phase: str) -> Out
     wait_until(lambda: not any(t.alive() for t in trainers), GONE_S, lambda: "a killed process goes on")
     assert not list((root / "temporary").iterdir()), "temporary files are left"
     assert not [entry.name for entry in os.scandir("/dev/shm") if "reknit" in entry.name and entry.is_file()]
-    # I1: what is there is whole, and is what was saved as that step.
+    # I1: every visible checkpoint is whole, and has the values that were saved as its step.
     steps = range(STEPS + 3)
     there = {step: found(step_path(root, step), plan.size, plan.nbytes) for step in steps}
     assert all(value in (None, step) for step, value in there.items()), there
     visible = {step for step, value in there.items() if value is not None}
-    # I2, I3: what was reported as committed stays.
+    # I2, I3: a step that was reported as committed stays.
     for trainer in trainers:
         reported = {int(step) for step in trainer.said("committed")}
         assert reported <= visible, f"{reported - visible} was committed"
@@ -154,7 +154,7 @@ def _judge(trainers: Sequence[Child], root: Path, plan: Plan, phase: str) -> Out
     tries = 0
     if not dead:
         assert not any(trainer.said("alone") for trainer in trainers)
-        # Every rank survives, and after all agents were formed anew the next save goes well on all of them.
+        # Every rank survives, and the next save after the restart of the agents succeeds on all of them.
         goods = [max(map(int, trainer.said("committed")), default=-1) for trainer in trainers]
         assert min(goods) == max(goods) >= STEPS, f"no save went well after the kill: {goods}"
         tries = goods[0] - STEPS + 1
@@ -163,7 +163,7 @@ def _judge(trainers: Sequence[Child], root: Path, plan: Plan, phase: str) -> Out
 
 
 def _check_litter(root: Path, plan: Plan, visible: set[int]) -> None:
-    """Check that the next save to a path clears away what a killed one left there."""
+    """Check that the next save to a path clears away the files that a killed one left there."""
     import reknit
     from tests.faults.trainers import state
 
@@ -171,7 +171,7 @@ def _check_litter(root: Path, plan: Plan, visible: set[int]) -> None:
         folder = Path(step_path(root, step))
         if step not in visible and any(path.is_file() for path in folder.rglob("*")):
             for path in folder.rglob(".*.tmp"):
-                os.utime(path, (0, 0))  # only old ones are swept: a young one may be in use
+                os.utime(path, (0, 0))  # only old files are swept: a young one may be in use
             options = reknit.SaveOptions(durability="process")
             reknit.save(folder, state(step, plan.size, plan.nbytes), step=step, options=options)
             files = [path for path in folder.rglob("*") if path.is_file()]
@@ -180,7 +180,7 @@ def _check_litter(root: Path, plan: Plan, visible: set[int]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run many, and print what became of them."""
+    """Make many runs, and print the number of each outcome."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.async_kills", description=__doc__)
     parser.add_argument("--runs", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0, help="of the first run; each next one has the next")

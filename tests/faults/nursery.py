@@ -1,7 +1,7 @@
 """Processes that start in milliseconds: forks of one that has imported everything and has no threads.
 
-``python -m tests.faults.nursery`` reads one call per line and forks a process for it.  The forked processes
-are nobody's to wait for, as those of a launcher are; the agents that they start are processes of their own.
+``python -m tests.faults.nursery`` reads one call per line and forks a process for it.  Nobody waits for the
+forked processes, unlike those of a launcher; the agents that they start are processes of their own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Nursery:
     def start(self, name: str, log: Path, **arguments: Any) -> Child:
         """Call a function in a process of its own, which writes lines to `log`.
 
-        It is one of `tests.faults.trainers`, or of the module that is named before a colon.
+        The function is one of `tests.faults.trainers`, or of the module that is named before a colon.
         """
         assert self._server.stdin is not None
         assert self._server.stdout is not None
@@ -65,7 +65,7 @@ class Nursery:
 
 
 class Child:
-    """A forked process, which writes what it does to a log, and its agents."""
+    """A forked process, which writes its progress to a log, and its agents."""
 
     def __init__(self, pid: int, log: Path) -> None:
         self.pid = pid
@@ -79,7 +79,7 @@ class Child:
             return []
 
     def said(self, word: str) -> list[str]:
-        """Return the rests of the lines that begin with a word."""
+        """Return the lines that begin with a word, without that word."""
         return [line.partition(" ")[2] for line in self.lines() if line.split(" ")[0] == word]
 
     def alive(self) -> bool:
@@ -95,7 +95,7 @@ class Child:
         send(self.pid, number)
 
     def reported(self) -> str:
-        """Return what it, and its agents, wrote on the standard error stream."""
+        """Return the standard error stream of the process and its agents."""
         errors = Path(f"{self.log}.err")
         return errors.read_text() if errors.exists() else ""
 
@@ -105,7 +105,7 @@ def send(pid: int, number: int = signal.SIGKILL) -> None:
     try:
         os.kill(pid, number)
     except ProcessLookupError:
-        return  # it came to its end by itself
+        return  # the process has ended by itself
 
 
 def is_running(pid: int) -> bool:
@@ -134,7 +134,7 @@ def agents_of(trainer: int) -> list[int]:
 
 
 def wait_for_ends(trainers: Sequence[Child], timeout_s: float) -> None:
-    """Wait until each trainer has come to its end, of its own will and without leaving an agent."""
+    """Wait until each trainer has ended by itself and left no agent."""
     for trainer in trainers:
         wait_until(lambda t=trainer: not t.alive(), timeout_s, trainer.reported)  # type: ignore[misc]
         assert trainer.said("end"), trainer.reported()
@@ -142,7 +142,7 @@ def wait_for_ends(trainers: Sequence[Child], timeout_s: float) -> None:
 
 
 def wait_until(ready: Callable[[], object], timeout_s: float, what: Callable[[], str] = lambda: "") -> None:
-    """Return when `ready`, or fail with `what` to say."""
+    """Wait for `ready`, and fail with the text of `what` after a timeout."""
     deadline = Deadline(timeout_s)
     while not ready():
         assert not deadline.passed(), f"not within {timeout_s:g} s: {what()}"
@@ -161,7 +161,7 @@ def _nurse(calls: IO[str]) -> None:
 
 
 def _be(call: dict[str, Any]) -> None:
-    """Be a forked process until its end."""
+    """Run the call of a forked process, and end it."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     code = 1
     try:
@@ -175,7 +175,7 @@ def _be(call: dict[str, Any]) -> None:
         work = getattr(importlib.import_module(module or "tests.faults.trainers"), name)
         work(log=call["log"], **call["arguments"])
         code = 0
-    except BaseException:  # whatever it is, nothing of the server may run in here
+    except BaseException:  # after any error, the code of the server must not run in the fork
         traceback.print_exc()
     finally:
         sys.stderr.flush()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 DEADLINE_S = 40.0
-"""What a case takes at most.  The saves themselves have more time: one that waits for it hangs."""
+"""The longest time of a case.  The timeouts of the saves are longer: a save that waits for one hangs."""
 
 _OPTIONS = reknit.SaveOptions(durability="process", timeout_s=300, exit_wait_s=300)
 _NUMEL = 1 << 18
@@ -44,26 +44,26 @@ STORES = {
     "memory": "memory://kinds/{name}",
     "registered": "registered://{folder}/{name}",
 }
-"""Two that any process of this machine finds, two that end with this one, and one that only this can open.
+"""Two stores that any process of this machine finds, two that end with this one, and one of its own scheme.
 
-That is the last: a process that ends at once has its save under way.
+The order matters: when a process ends right after its saves, that to the last store is still under way.
 """
 
 OUTLIVE = ("path", "mem", "registered")
 
 
 def stored(folder: Path, store: str, name: str) -> str:
-    """Return where a case saves; a checkpoint behind a registered scheme is found at its path."""
+    """Return the place of a case's checkpoint; one of the registered scheme is found at its path."""
     return STORES["path" if store == "registered" else store].format(folder=folder, name=name)
 
 
 def weight(name: str) -> np.ndarray[Any, Any]:
-    """Return what a case saves, which no other has."""
+    """Return the tensor of a case, which differs from that of all others."""
     return np.arange(_NUMEL, dtype=np.int32) + sum(name.encode())
 
 
 def whole(url: str, name: str) -> bool:
-    """Return whether a case has saved, and all of it."""
+    """Return whether the checkpoint of a case exists and is whole."""
     target = {"model": {"weight": np.zeros(_NUMEL, np.int32)}}
     try:
         reknit.load(url, target)
@@ -80,12 +80,12 @@ class Cases:
         self._only = only
 
     def note(self, *words: str) -> None:
-        """Add a line to the log; processes and threads do so at once."""
+        """Add a line to the log, to which processes and threads write at once."""
         with open(self.folder / "log", "ab", buffering=0) as log:
             log.write(" ".join(words).replace("\n", " ").encode() + b"\n")
 
     def watch(self) -> None:
-        """End this process with all its stacks, unless it comes here again before the deadline."""
+        """Dump all stacks and end this process, unless it calls this again before the deadline."""
         stacks = open(self.folder / f"stacks-{os.getpid()}", "a")  # noqa: SIM115 - written to until the end
         faulthandler.dump_traceback_later(DEADLINE_S, exit=True, file=stacks)
 
@@ -157,7 +157,7 @@ def _save_and_stay(cases: Cases, reported: Any) -> None:
 
 
 def in_pool(cases: Cases, method: str) -> None:
-    """Save in a worker of a pool, which is ended without a question."""
+    """Save in a worker of a pool, which is terminated."""
     with multiprocessing.get_context(method).Pool(1) as pool:
         pool.apply(partial(cases.run, dies=True))
 
@@ -180,7 +180,7 @@ def forked_in_thread(cases: Cases) -> None:
 
 
 def _prepare(cases: Cases, before: str) -> None:
-    """Let the parent of a process have saved `before`, or be about it."""
+    """Let the parent of a process save first, if and as `before` says."""
     _register()
     for store in OUTLIVE if before else ():
         url = STORES[store].format(folder=cases.folder, name=f"parent-{store}")
@@ -190,7 +190,7 @@ def _prepare(cases: Cases, before: str) -> None:
 
 
 def in_running_loop(cases: Cases) -> None:
-    """Save in a coroutine, while the loop stands still."""
+    """Save in a coroutine, which blocks its loop."""
 
     async def main() -> None:
         cases.run()
@@ -227,7 +227,7 @@ def in_notebook(cases: Cases) -> None:
 
 
 class Signalling:
-    """A state that sends a signal to its process when it is asked for its values, or is given some."""
+    """A state that sends a signal to its process when its values are saved or loaded."""
 
     def state_dict(self) -> dict[str, int]:
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -238,7 +238,7 @@ class Signalling:
 
 
 class SlowStorage(LocalStorage):
-    """A store that takes its time to commit: a process that does not wait for its own saves loses them."""
+    """A store that is slow to commit: a process that does not wait for its own saves loses them."""
 
     def commit(self, *args: Any, **keywords: Any) -> bool:
         time.sleep(_SLOW_S)
@@ -246,7 +246,7 @@ class SlowStorage(LocalStorage):
 
 
 class SignallingStorage(LocalStorage):
-    """A store that sends a signal to its process when a file is begun; threads of the save do that."""
+    """A store that sends a signal to its process when a thread of the save begins a file."""
 
     def create(self, path: str, nbytes: int) -> Any:
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -264,7 +264,7 @@ def in_handler(cases: Cases, inside: str) -> None:
     reknit.save(cases.folder / "earlier", {"a": Signalling()}, options=_OPTIONS)
 
     def handle(number: int, frame: object) -> None:
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # one is enough
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # one signal is enough
         cases.run()
 
     signal.signal(signal.SIGUSR1, handle)
@@ -284,13 +284,13 @@ def in_handler(cases: Cases, inside: str) -> None:
 
 
 def at_exit(cases: Cases, before: str = "") -> None:
-    """Save when the interpreter ends, before reknit waits for what it has begun."""
+    """Save at the end of the interpreter, before reknit waits for its saves."""
     _prepare(cases, before)
     atexit.register(cases.run)
 
 
 def last_at_exit(cases: Cases) -> None:
-    """Save when reknit has waited: the function was registered first."""
+    """Save at the end of the interpreter, after reknit has waited: the function was registered first."""
     atexit.register(cases.run)
     _prepare(cases, "saved")
 
@@ -328,7 +328,7 @@ KINDS: dict[str, Callable[[Cases], None]] = {
 
 
 def main(kind: str, folder: str, only: str = "") -> None:
-    """Be a process of a kind, or start it."""
+    """Save as a process of a kind, or start one."""
     warnings.simplefilter("ignore")  # Python warns of forks where there are threads
     cases = Cases(Path(folder), kind, only)
     cases.watch()

@@ -17,7 +17,7 @@ NBYTES = 1 << 20
 
 
 def train(log: str, url: str, run: int, num_steps: int, pause_s: float, environ: dict[str, str]) -> None:
-    """Resume, and save steps which say that they are of `run`; write what was done to the log."""
+    """Resume, and save steps that carry the number `run`; write each resume and save to the log."""
     os.environ.update(environ)
     setattr(checkpointer, "_SETTLE_S", 0.05)  # noqa: B010 - its agents stand still, which no run can wait for
     state: dict[str, Any] = {"run": {"of": np.zeros(1), "data": np.zeros(NBYTES // 8)}}

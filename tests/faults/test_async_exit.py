@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 RUN_S = 20.0
-"""The longest that a script may take to end; one that takes longer hangs."""
+"""The longest time that a script may take to end; one that takes longer hangs."""
 
-# No `if __name__ == "__main__"`: a script needs none.
+# No `if __name__ == "__main__"`: a script does not need it.
 HEAD = """
 import os, sys, time, threading
 import numpy as np
@@ -59,7 +59,7 @@ def gate(after=0.0):
 
 
 class Script:
-    """A script that runs."""
+    """A running script."""
 
     def __init__(self, folder: Path, body: str) -> None:
         self.root = folder / "checkpoints"
@@ -68,9 +68,9 @@ class Script:
         file.write_text(HEAD + body)
         command = [sys.executable, "-W", "ignore", str(file), str(self.root)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        # It imports what breaks a store from the tests.
+        # The script imports the faulty store from the tests.
         env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        # A group of its own, as a shell gives one to what it starts.
+        # Its process group is its own, as if a shell had started it.
         self.process = subprocess.Popen(command, text=True, start_new_session=True, env=env, **pipes)  # type: ignore[call-overload]
 
     def says(self, word: str) -> None:
@@ -79,7 +79,7 @@ class Script:
         assert line == word + "\n", line + self.process.communicate(timeout=RUN_S)[1]
 
     def ends(self) -> tuple[int, str]:
-        """Wait for the end, and return exit status and errors; nothing of the script may go on after that."""
+        """Wait for the end of the script and its agents, and return exit status and errors."""
         # The agent has the same standard error stream: reading it to the end would wait for the agent.
         code = self.process.wait(RUN_S)
         self.agents_end()
@@ -122,7 +122,7 @@ class _Scripts:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[_Scripts]:
-    """Return what starts a script; none outlives its test."""
+    """Return a function that starts scripts; no script outlives its test."""
     scripts = _Scripts(tmp_path)
     yield scripts
     for script in scripts.started:
@@ -179,7 +179,7 @@ def test_a_process_that_ends_at_once_after_staging_leaves_a_checkpoint(run: _Scr
     assert script.holds(2)
     events = [json.loads(line) for line in (script.root / "events.jsonl").read_text().splitlines()]
     commits = [e["step"] for e in events if e.get("phase") == "commit" and e["process"] == "agent"]
-    assert commits == [1, 2], "the agent goes on to record what it does"
+    assert commits == [1, 2], "the agent goes on to record its commits"
 
 
 def test_an_interrupt_after_staging_ends_the_script_and_the_save_is_committed(run: _Scripts) -> None:
@@ -193,7 +193,7 @@ def test_an_interrupt_after_staging_ends_the_script_and_the_save_is_committed(ru
     assert script.holds(1)
 
 
-# What is copied says that it is, and takes its time.
+# A slow copy, which prints a line when it begins.
 SLOW_STAGING = """
 import reknit.engine.background.trainer.snapshot as snapshot
 from reknit.engine.memory.file_image import Image
@@ -307,7 +307,7 @@ def test_a_load_beside_a_save_gets_what_was_committed_before(run: _Scripts) -> N
     script.says("2")
     code, warnings = script.ends()
     assert code == 0
-    # Whether the second save has put up its marker when the newest is looked for is a matter of time.
+    # The second save may or may not have its marker when the newest step is looked for.
     assert all("are under way" in line for line in warnings.splitlines())
 
 

@@ -1,4 +1,4 @@
-"""Who dies while all ranks prepare for saves: the others raise, at once, and nobody is left behind."""
+"""A rank or agent dies while all ranks prepare for saves: the others raise at once, and leave no process."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ WAYS: tuple[Any, ...] = ("eager", "lazy", "wait", "load")
 
 
 class Part:
-    """What one rank trains, all of it its own: large and small tensors, one of them not contiguous."""
+    """The model of one rank, shared with no other: large and small tensors, one of them not contiguous."""
 
     def __init__(self, device_type: str, rank: int) -> None:
         self._rank = rank
@@ -66,7 +66,7 @@ class Part:
         pending.result(LIMIT_S)
 
     def is_stored(self, path: Path) -> bool:
-        """Return whether a checkpoint has what there is."""
+        """Return whether a checkpoint has the present values."""
         expected = self.copies()
         for tensor in self.tensors:
             tensor.fill_(7)
@@ -75,9 +75,9 @@ class Part:
 
 
 def fail_in_turn(device_type: Any, folder: str) -> dict[str, int]:
-    """Let the copies, and then the allocations, of the last rank fail one after another; return how many did.
+    """Let each copy, and then each allocation, of the last rank fail in turn; return the numbers of failures.
 
-    After each, save and load as if nothing was.
+    After each failure, a save and a load must succeed.
     """
     device, root = install(device_type), Path(folder)
     rank, faulty = dist.get_rank(), dist.get_world_size() - 1
@@ -122,7 +122,7 @@ def fail_in_turn(device_type: Any, folder: str) -> dict[str, int]:
 
 
 def refuse_to_pin(one: Part, device: Any, path: Path) -> None:
-    """Let the driver refuse to pin the arena: copies are slower, and right."""
+    """Let the driver refuse to pin the arena, and check that copies are still right."""
     device.refuse_to_pin()
     one.call("eager", path)
     device.reset()

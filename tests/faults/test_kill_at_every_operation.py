@@ -1,8 +1,8 @@
-"""SIGKILL at every storage operation of a save: what is left is the old checkpoint or the new one, whole.
+"""SIGKILL at every storage operation of a save leaves the old checkpoint or the new one, whole.
 
-Each save runs in a fresh interpreter (a fork of one that has done nothing but import), dies at its k-th
-operation, and a second one then looks at what is there.  A save that "links" takes over the frozen layer of a
-checkpoint beside it, "overwrites" replaces one.
+Each save runs in a fresh interpreter (a fork of one that has only imported), and dies at its k-th operation.
+A second interpreter then checks the files.  A save that "links" takes over the frozen layer of a checkpoint
+beside it, one that "overwrites" replaces a checkpoint.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def test_a_save_killed_at_any_operation_leaves_the_old_checkpoint_or_the_new_one
             continue
         assert "operations" in outcome["again"], outcome
         assert outcome["after"] == {"found": 3, "problems": []}, outcome
-        assert len(outcome["files"]) == files, "the next save clears away what the killed one left"
+        assert len(outcome["files"]) == files, "the next save clears away the files of the killed one"
     assert found == sorted(found, key=lambda value: value == 2), "once the new one is there it stays"
     assert ("copy_from" in outcomes[-1]["result"]["operations"]) == (mode == "links")
     assert found[0] == old

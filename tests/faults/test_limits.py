@@ -1,4 +1,4 @@
-"""Too little memory, threads or open files is an error of its own, whatever it stops, and never the end."""
+"""A shortage of memory, threads or open files raises an error of its own, and never ends the process."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def state(value: float) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
-    """Return a folder for everybody, with a checkpoint in it."""
+    """Return a folder that every user may write to, with a checkpoint in it."""
     made = Path(tempfile.mkdtemp(prefix="reknit-limits-"))
     reknit.save(made / "sound", state(1.0))
     made.chmod(0o777)
@@ -69,10 +69,10 @@ def actions(folder: Path) -> dict[str, Callable[[], object]]:
 
 
 def outcomes(folder: str, kind: str, amounts: list[int]) -> list[tuple[str, int, str]]:
-    """Return what happens under each limit to each action, in a process of its own each."""
+    """Return the outcome of each action under each limit, each in a process of its own."""
     doing = actions(Path(folder))
     for action in doing.values():
-        action()  # what is imported late is there by now
+        action()  # so that late imports are done before the limit
     found = []
     for name, action in doing.items():
         for amount in amounts:
@@ -81,7 +81,7 @@ def outcomes(folder: str, kind: str, amounts: list[int]) -> list[tuple[str, int,
 
 
 def outcome(action: Callable[[], object], limit: Callable[[int], None], amount: int) -> str:
-    """Return what became of an action in a process with this limit: a type of error, nothing, or a signal."""
+    """Return the outcome of an action in a process with this limit: a type of error, nothing, or a signal."""
     source, sink = os.pipe()
     child = os.fork()
     if not child:
@@ -93,7 +93,7 @@ def outcome(action: Callable[[], object], limit: Callable[[int], None], amount: 
             action()
         except reknit.ReknitError as error:
             reported = type(error).__name__.encode()
-        except BaseException:  # whatever it is, the test must hear of it
+        except BaseException:  # of any type: the test receives it
             reported = traceback.format_exc().encode()
         os.write(sink, reported)
         os._exit(0)

@@ -1,7 +1,6 @@
 """Ranks that read together, and one that fails, dies, hangs or is interrupted: real processes, a real disk.
 
-No test here asserts a time; but a rank that waited for one that will not come would wait far longer than the
-run may take.
+No test here asserts a time, but the run of a test ends long before a rank gives up a wait for a missing rank.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def whole(name: str) -> np.ndarray[Any, Any]:
 
 
 def reblock(path: Path) -> None:
-    """Give the checkpoint the smallest blocks that the format knows."""
+    """Give the checkpoint the smallest blocks that the format allows."""
     manifest = decode_manifest((path / "manifest.json").read_bytes())
     files = tuple(
         replace(file, digests=tuple(block_digests((path / file.path).read_bytes(), BLOCK)))
@@ -68,25 +67,25 @@ def reblock(path: Path) -> None:
     (path / "manifest.json").write_bytes(encode_manifest(replace(manifest, files=files, block_nbytes=BLOCK)))
 
 
-# What runs in a rank.
+# Functions that run in a rank.
 
 
 class Cells(FaultyStorage):
-    """A faulty store that likes to be read in small pieces."""
+    """A faulty store that is read in small pieces."""
 
     @property
     def reading(self) -> Reading:
-        """Read little at once."""
+        """The sizes of reads, with small cells."""
         return Reading(0, 0.0, 2 * BLOCK)
 
 
 PLAN: list[Fault] = []
-"""What goes wrong in this process with paths that begin with ``cells://``."""
+"""The faults of this process for paths that begin with ``cells://``."""
 OPENED: list[Cells] = []
 
 
 def become(hosts: str, stall: Callable[[], object] = os.getpid) -> int:
-    """Go to this rank's host, let its store fail as `PLAN` says, and return the rank."""
+    """Set this rank's host, register its store with the faults of `PLAN`, and return the rank."""
     rank = dist.get_rank()
     os.environ["REKNIT_HOST"] = hosts[rank]
     vars(share_out)["BUCKET_NBYTES"] = 2 * BLOCK
@@ -105,7 +104,7 @@ def zeros() -> dict[str, Any]:
 
 
 def loaded(path: str, target: dict[str, Any] | None = None, options: reknit.LoadOptions = LOAD) -> int:
-    """Load, check what came, and return the bytes that came from others."""
+    """Load, check the values, and return the number of bytes that came from other ranks."""
     target = zeros() if target is None else target
     report = reknit.load(f"cells://{path}", target, options=options)
     for name, array in target["model"].items():
@@ -114,7 +113,7 @@ def loaded(path: str, target: dict[str, Any] | None = None, options: reknit.Load
 
 
 def threads() -> list[str]:
-    """Return the threads that no load leaves behind; the one that shows progress ends a moment later."""
+    """Return the threads of loads, none of which may be left; the one that shows progress is joined first."""
     for thread in threading.enumerate():
         if thread.name == "reknit-progress":
             thread.join(30)
@@ -123,7 +122,7 @@ def threads() -> list[str]:
 
 
 def descriptors() -> tuple[int, int]:
-    """Return how many descriptors are open, and how many of them are shared memory."""
+    """Return the number of open descriptors, and that of those to shared memory."""
     found = []
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -172,7 +171,7 @@ def load_damaged(path: str, hosts: str) -> tuple[Answer, list[list[int]]]:
     become(hosts)
     target = zeros()
     answer = attempt(lambda: loaded(path, target))
-    # What is neither as before nor as saved.
+    # The elements that are neither as before nor as saved.
     return answer, [np.flatnonzero((a != -1) & (a != whole(n))).tolist() for n, a in target["model"].items()]
 
 
@@ -223,10 +222,10 @@ def die_taking(path: str, hosts: str, rank: int) -> Answer:
         taken.append(number)
         if len(taken) == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        tell(link, source, number)
+        report_taken(link, source, number)
 
-    tell = HostLink.taken
-    with mock.patch.object(HostLink, "taken", die if become(hosts) == rank else tell):
+    report_taken = HostLink.taken
+    with mock.patch.object(HostLink, "taken", die if become(hosts) == rank else report_taken):
         return attempt(lambda: loaded(path))
 
 

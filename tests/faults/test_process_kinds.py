@@ -1,4 +1,4 @@
-"""Whatever kind of process saves, in whatever way, to whatever store: it is saved, or refused at once."""
+"""Saves by every kind of process, in every way, to every kind of store, succeed or are refused at once."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ RARE = (
 
 DAY = [(kind, "") for kind in (*KINDS, "python -c") if kind not in RARE]
 NIGHT = [(kind, case) for kind in (*KINDS, "python -c") for case in ("", *CASES)]
-"""Each case in a process of its own: what the first save of a process does, later ones need not do."""
+"""Each case in a process of its own, since the first save of a process does more than later ones."""
 
 KILLED = ("terminated", "pool")
-"""Kinds that end without an end of their own; their agents go on."""
+"""Kinds of processes that are killed; their agents go on."""
 
 REFUSALS = {"at exit": "ShortageError", "handler": "UsageError"}
-"""What kinds of processes may be refused: what Python no longer starts, and calls inside of another one."""
+"""The errors by kind of process: no thread starts at exit, and a handler may interrupt another call."""
 
 
 def ran(folder: Path, kind: str, case: str) -> dict[str, str]:
@@ -54,7 +54,7 @@ def ran(folder: Path, kind: str, case: str) -> dict[str, str]:
 
 
 def outcomes(folder: Path) -> dict[str, str]:
-    """Return how each case of a log ended, with all stacks for one that did not."""
+    """Return the end of each case in a log, "hangs" for a case without one."""
     log = folder / "log"
     lines = log.read_text().splitlines() if log.exists() else []
     ended = {}
@@ -69,7 +69,7 @@ def outcomes(folder: Path) -> dict[str, str]:
 
 
 def text_of(folder: Path) -> str:
-    """Return what the processes of a kind wrote."""
+    """Return the output and the stacks of the processes of a kind."""
     files = [folder / "output", *sorted(folder.glob("stacks-*"))]
     return "\n".join(f"--- {file.name}\n{file.read_text()}" for file in files)
 

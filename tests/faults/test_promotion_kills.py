@@ -37,7 +37,7 @@ def wait_for_word(trainers: Sequence[Child], word: str) -> None:
 
 
 def files(path: str) -> set[str]:
-    """Return the files of a checkpoint; those who are killed leave leases beside them."""
+    """Return the files of a checkpoint, without the leases that killed ranks leave beside them."""
     found = {os.path.relpath(f"{at}/{name}", path) for at, _, names in os.walk(path) for name in names}
     return {name for name in found if not name.startswith(".notes/")}
 

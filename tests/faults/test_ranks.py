@@ -1,7 +1,7 @@
 """Ranks that fail, die, are interrupted or do something else: real processes, a real tree, a real disk.
 
-No test here asserts a time; but every wait has a deadline far beyond that of the run, so whoever waits for a
-rank that will not come makes the run fail.
+No test here asserts a time, but every wait has a deadline far beyond that of the run.  So a rank that waits
+for a missing rank makes the run fail.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def state(value: int, rank: int | None = None) -> dict[str, Any]:
 
 
 def attempt(action: Callable[[], Any]) -> Answer:
-    """Do something, and tell how it ended."""
+    """Do something, and return its result or its error."""
     try:
         return {"type": "ok", "answer": action()}
     except reknit.ReknitError as error:
@@ -61,11 +61,11 @@ def saved(path: str, value: int, **more: Any) -> list[str]:
 
 
 PLAN: list[Fault] = []
-"""What goes wrong in this process with paths that begin with ``faulty://``."""
+"""The faults of this process for paths that begin with ``faulty://``."""
 
 
 def faulty(stall: Callable[[], object] = os.getpid) -> None:
-    """Let this rank's ``faulty://`` fail as `PLAN` says."""
+    """Register ``faulty://`` on this rank, with the faults of `PLAN`."""
 
     def factory(url: str, durability: Any) -> FaultyStorage:
         inner = LocalStorage(url.removeprefix("faulty://"), durability=durability)
@@ -135,7 +135,7 @@ def test_storage_that_fails_on_one_rank_is_the_same_error_on_all_and_leaves_noth
         assert f"/0000{rank}." in path
         assert operation in message
         left = files(tmp_path / str(number))
-        # A file that this save may not have created is not its to delete; the next save here does that.
+        # A save must not delete a file that it may not have created; the next save here does so.
         assert left == {} or (kind, operation) == ("lost", "create"), left
         assert not any(any(data) for data in left.values())
     assert [answer[-1] for answer in answers] == [{"type": "ok", "answer": []}] * 3
@@ -144,7 +144,7 @@ def test_storage_that_fails_on_one_rank_is_the_same_error_on_all_and_leaves_noth
 
 
 class Raises:
-    """Something stateful that fails when it is asked."""
+    """A stateful object whose `state_dict` fails."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -244,7 +244,7 @@ def test_the_root_killed_before_its_last_write_leaves_the_old_checkpoint(tmp_pat
 def test_the_root_killed_after_its_last_write_leaves_the_new_checkpoint_and_the_others_know(
     tmp_path: Path,
 ) -> None:
-    # What follows the manifest is the listing of old files; two other listings come before it.
+    # The listing of old files comes after the manifest, and two other listings come before it.
     answers = run(3, die_at, str(tmp_path), 0, 3, "list", timeout=RUN_S, some_die=True)
     assert answers.pop(0) == Died(-signal.SIGKILL)
     assert [answer["type"] for answer in answers] == ["ok", "ok"], answers
@@ -344,7 +344,7 @@ def load_different_items(root: str) -> Any:
     saved(f"{root}/x", 1)
     target = state(7)
     item = ("model", "extra")[dist.get_rank()]
-    # Rank 0 takes no value, rank 1 no tensor; own.1 is wanted by nobody.
+    # Rank 0 takes no value, rank 1 no tensor, and no rank takes own.1.
     report = reknit.load(f"{root}/x", {item: target[item]}, strict=False, options=LOAD)
     return report.missing, report.unexpected, target[item]["epoch" if item == "extra" else "all"]
 

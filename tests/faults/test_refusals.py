@@ -1,4 +1,4 @@
-"""What a sandbox, a container or a daemon does without: saves and loads go on, or say what they need."""
+"""Saves and loads in a sandbox, a container or a daemon work without its missing parts, or name them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def as_a_daemon(folder: str) -> None:
     assert {os.readlink(f"/proc/{agent.pid}/fd/{fd}") for fd in (0, 1, 2)} == {"/dev/null"}
     reknit.save(Path(folder, "step_9"), state(9))
     assert written
-    assert min(written) > 2, "what somebody prints would be in the checkpoint"
+    assert min(written) > 2, "prints of any code would be in the checkpoint"
     round_trips(folder + "/more")
 
 

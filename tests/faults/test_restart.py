@@ -74,7 +74,7 @@ class DeadRun:
         self._gate.touch()
 
     def let_commit(self) -> str:
-        """Let the agent go on, and return what it says until it ends."""
+        """Let the agent go on, and return its standard error stream to its end."""
         self.open_gate()
         said: str = self._process.communicate(timeout=LIMIT_S)[1]
         return said
@@ -130,7 +130,7 @@ def test_a_new_run_can_wait_for_what_the_last_one_staged(dead: DeadRun) -> None:
 def test_a_new_run_can_keep_the_last_one_from_committing_and_save_in_its_place(dead: DeadRun) -> None:
     assert reknit.latest(dead.root, pending="fence") == str(dead.root / "step_1")
     said = dead.let_commit()
-    assert reknit.latest(dead.root) == str(dead.root / "step_1"), "what is fenced never appears"
+    assert reknit.latest(dead.root) == str(dead.root / "step_1"), "a fenced checkpoint never appears"
     assert "Traceback" not in said
     reknit.save(dead.root / "step_2", {"x": np.full(1000, 7)}, step=2, options=OPTIONS)
     assert value(dead.root / "step_2") == 7
@@ -159,7 +159,7 @@ def test_a_save_of_this_host_whose_marker_is_not_up_yet_is_waited_for_too(
 
     def at_work_at(root: str) -> list[str]:
         found = next(looks)
-        if not found:  # it has put its marker up meanwhile, and is killed
+        if not found:  # the save has put its marker up meanwhile, and is killed
             marker.parent.mkdir()
             marker.touch()
         return found
@@ -183,7 +183,7 @@ def test_agents_of_a_dead_run_are_listed_by_the_folder_they_work_for_and_waited_
     dead: DeadRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = Command(capsys)
-    # As the agent has it: the folder after the scheme of a store that waits for the gate.
+    # The place as the agent has it: the folder after the scheme of a store that waits for the gate.
     root = f"faulty://stall@commit:1{dead.root}"
     (found,) = at_work(root)
     assert (found.rank, found.path) == (0, f"{root}/step_2?gate={dead.root}.gate")
@@ -201,7 +201,7 @@ def test_agents_of_a_dead_run_are_listed_by_the_folder_they_work_for_and_waited_
     assert waited.code == 0
     assert "waiting for 1 agent" in waited.err
     assert "no agent on this host is at work" in waited.out
-    assert value(dead.root / "step_2") == 2, "what it worked on is committed when it is no longer waited for"
+    assert value(dead.root / "step_2") == 2, "the save of the agent is committed at the end of the wait"
 
 
 @pytest.mark.alone  # agents of other tests that are about to end are listed everywhere
@@ -232,17 +232,17 @@ def test_a_note_says_what_is_promoted_to_which_place_and_is_found_by_any_name_of
     agent_save = SimpleNamespace(since=5.0, places=[f"{tmp_path}/real/a", "s3://bucket/b"])
     note = Note()
     try:
-        note.tell(7, {3: agent_save})
+        note.write(7, {3: agent_save})
         rank, saves = running_agents.read_note(os.getpid()) or (None, [])
         assert rank == 7
         assert [tuple(save) for save in saves] == [(agent_save.since, path) for path in agent_save.places]
-        note.tell(7, {})
+        note.write(7, {})
         assert running_agents.read_note(os.getpid()) == (7, []), (
             "a shorter note leaves nothing of a longer one"
         )
     finally:
         note.close()
-    note.tell(7, {3: agent_save})  # too late, and no error
+    note.write(7, {3: agent_save})  # too late, and no error
     below = running_agents.is_below
     assert below(f"{tmp_path}/real/a", f"{tmp_path}/link")
     assert below("s3://bucket/run/b", "s3://bucket/run/")

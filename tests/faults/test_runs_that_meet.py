@@ -44,7 +44,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def committed(url: str) -> dict[int, int]:
-    """Return the committed steps, each with the run that it is of; all are whole."""
+    """Return the committed steps, each with its run, after a check that all are whole."""
     found = {}
     for step in reknit.steps(url):
         assert step.step is not None
@@ -68,7 +68,7 @@ def test_agents_of_a_killed_run_that_wake_later_commit_nothing_into_the_next_run
 
 
 def meet(nursery: Nursery, folder: Path, url: str, environ: dict[str, str], dice: random.Random) -> None:
-    """Let two runs meet once, and compare the steps with what each of them was entitled to."""
+    """Let two runs meet once, and check that each step belongs to the run that was entitled to save it."""
 
     def start(name: str, **how: Any) -> Child:
         job = "tests.faults.runs_that_meet:train"

@@ -1,4 +1,4 @@
-"""What forked processes do in the tests of this folder: train, save in the background, tell a log."""
+"""The functions of forked processes in these tests: they train, save in the background, and write a log."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 COMM = CommOptions(bind="127.0.0.1", connect_timeout_s=30)
 LEAKS_COMM = dataclasses.replace(COMM, fan_out=1)
 PATIENCE_S = 30.0
-"""The longest that a rank waits for the others; what lasts longer hangs."""
+"""The longest time that a rank waits for the others before it counts as one that hangs."""
 OPTIONS = reknit.SaveOptions(
     durability="process", timeout_s=PATIENCE_S, comm=COMM, host_nbytes=256 << 20, on_error="warn"
 )
@@ -56,17 +56,17 @@ def state(step: int, size: int, nbytes: int, rank: int | None = None) -> dict[st
 
 
 def step_path(root: str | Path, step: int) -> str:
-    """Return where a step is saved."""
+    """Return the path to which a step is saved."""
     return f"{root}/steps/{step:03d}"
 
 
 def lasting_path(root: str | Path, step: int) -> str:
-    """Return where a step is promoted to."""
+    """Return the path to which a step is promoted."""
     return f"{root}/lasting/{step:03d}"
 
 
 def found(path: str, size: int, nbytes: int) -> int | None:
-    """Return the step that a checkpoint holds whole, None when there is none."""
+    """Return the step of a checkpoint after a full check, None without a checkpoint."""
     try:
         report = reknit.verify(path, "data")
     except reknit.CheckpointNotFoundError:
@@ -109,14 +109,14 @@ class Trainer:
             comm.barrier(self.group, "step", PATIENCE_S)
 
     def agree(self, well: bool, on: int) -> bool:
-        """Return what one rank says."""
+        """Return the value of `well` on rank `on`."""
         if self.group is None:
             return well
         with comm.turn(self.group, "step", PATIENCE_S) as turn:
             return turn.exchange(bytes([well]), lambda said: [said[on]] * len(said)) == b"\1"
 
     def update(self, step: int) -> None:
-        """Change the live state in place; whatever is copied too late is seen in the checkpoint."""
+        """Change the live state in place, which shows in the checkpoint if a copy comes too late."""
         self.state["model"][f"own.{self.rank}"][:] = values(step, self.rank, self.nbytes)
         self.state["model"]["all"][:] = step
         self.state["extra"]["epoch"] = step
@@ -129,7 +129,7 @@ class Trainer:
         return reknit.save(url, self.state, step=step, wait=False, options=options, group=self.group, **more)
 
     def ended(self, step: int, pending: Any) -> bool:
-        """Tell the log how a save ended, and the caller whether well."""
+        """Write the end of a save to the log, and return whether it succeeded."""
         try:
             report = pending.result(2 * PATIENCE_S)
         except reknit.ReknitError as error:
@@ -140,9 +140,9 @@ class Trainer:
         return True
 
     def promoted_with(self, step: int, faults: Sequence[Fault], gate: str = "") -> bool:
-        """Save a step and have it promoted to a store with faults; tell the log, and the caller whether well.
+        """Save a step and have it promoted to a store with faults; return whether all ranks succeeded.
 
-        A save that failed, since agents were lost, is made again.
+        The ends of both are written to the log.  A save that failed, since agents were lost, is made again.
         """
         path = lasting_path(self.root, step)
         options = dataclasses.replace(
@@ -166,7 +166,7 @@ class Trainer:
         return all([self.agree(well, on=rank) for rank in range(self.size)])
 
     def untouched(self, step: int) -> bool:
-        """Return whether the live state is what `update` made it."""
+        """Return whether the live state is still that of `update`."""
         model, rank = self.state["model"], self.rank
         own = np.array_equal(model[f"own.{rank}"], values(step, rank, self.nbytes))
         return own and bool((model["all"] == step).all()) and self.state["extra"] == {"epoch": step}
@@ -206,7 +206,7 @@ def train(log: str, root: str, rank: int, size: int, nbytes: int, steps: int) ->
 
 
 def train_on(log: str, root: str, rank: int, size: int) -> None:
-    """Save once; and then twice, and go on with training whatever the agents do."""
+    """Save once; then save twice more, and go on with training without regard to the agents."""
     me = Trainer(log, root, rank, size, 1 << 20)
     me.ended(0, me.save(0))
     wait_until(lambda: os.path.exists(f"{root}/gate"), PATIENCE_S)
@@ -242,14 +242,14 @@ def meet_faults(
             me.say("left", k, len(left))
         if me.agree(well, on=victim):
             break
-        if k % 4 == 0:  # whatever is left over gives way to the next save
+        if k % 4 == 0:  # the next save clears away all that is left over
             assert me.ended(k, me.save(k, overwrite=True))
     me.say("closed", reknit.close(PATIENCE_S))
     me.say("end")
 
 
 def save_often(log: str, root: str, rank: int, size: int, count: int, early: int) -> None:
-    """Save many times, and tell what this process and its agent hold after the `early`-th and the last."""
+    """Save many times; log the resources of this process and its agent after save `early` and the last."""
     me = Trainer(log, root, rank, size, 1 << 16)
     options = dataclasses.replace(OPTIONS, comm=LEAKS_COMM)
     before: dict[str, Held] = {}
@@ -265,15 +265,15 @@ def save_often(log: str, root: str, rank: int, size: int, count: int, early: int
             for who, process in (("trainer", os.getpid()), ("agent", agent)):
                 before[who] = at_rest(process, before.get(who))
                 me.say(who, *before[who])
-            # Only when all have counted: a rank that is done closes its group and ends its agent, and the
-            # connections and threads that the others have for these go, too.
+            # The ranks go on only when all have counted: a rank that is done closes its group and ends its
+            # agent, and with these the others lose connections and threads.
             me.meet()
     me.say("closed", reknit.close(PATIENCE_S))
     me.say("end")
 
 
 def promote_on(log: str, root: str, rank: int, size: int) -> None:
-    """Save with promotions until one goes well; that of the first save waits until there is a gate."""
+    """Save with promotions until one succeeds; that of the first save waits for the gate."""
     me = Trainer(log, root, rank, size, 1 << 20)
     for step in range(6):
         fault = [Fault("stall", 1, "finish")] if step == 0 else []
@@ -307,7 +307,7 @@ def close_early(log: str, root: str, rank: int, size: int) -> None:
 def promote_at_faults(log: str, root: str, rank: int, size: int, kind: FaultKind, every: int) -> None:
     """Promote again and again; the k-th operation at the target fails on rank 0, until there is no k-th."""
     me = Trainer(log, root, rank, size, 1 << 20)
-    for k in range(2, 60, every):  # the first would be that of the trainer, which looks what is there
+    for k in range(2, 60, every):  # the first is an operation of the trainer, which looks for a checkpoint
         faults = [Fault(kind, k)] if rank == 0 else []
         if me.promoted_with(k, faults):
             break
@@ -316,7 +316,7 @@ def promote_at_faults(log: str, root: str, rank: int, size: int, kind: FaultKind
 
 
 class Strikes:
-    """A part of the state that kills its process, or the agent of it, when it is asked for its own state."""
+    """A part of the state that kills its process, or the agent of that, when `state_dict` is called."""
 
     def __init__(self, victim: str) -> None:
         self._victim = victim
@@ -327,11 +327,11 @@ class Strikes:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take nothing."""
+        """Load nothing."""
 
 
 def prepare_and_lose(log: str, root: str, rank: int, size: int, victim: str, late: bool) -> None:
-    """Prepare for saves, while rank 1 loses its agent or its life: before its part, or `late`, in it."""
+    """Prepare for saves, while rank 1 loses its agent or dies: before its part, or `late`, in it."""
     me = Trainer(log, root, rank, size, 1 << 20)
     options = dataclasses.replace(OPTIONS, on_error="raise")
     state = me.state
@@ -362,7 +362,7 @@ def prepare_and_lose(log: str, root: str, rank: int, size: int, victim: str, lat
 
 
 class Held(NamedTuple):
-    """What a process holds; `memory_files` are its mappings of nameless memory."""
+    """The resources of a process; `memory_files` counts its mappings of nameless memory."""
 
     resident_kib: int
     descriptors: int
@@ -371,11 +371,11 @@ class Held(NamedTuple):
 
 
 def at_rest(pid: int, before: Held | None) -> Held:
-    """Return what a process holds when that, but for its memory, was the same in twenty looks in a row.
+    """Return the resources of a process once they, without its memory, were the same in twenty looks.
 
-    After the end of a save its agent has yet to close the store, and a thread that was joined may still be on
-    its way out of the kernel.  Threads that are more than `before` have some seconds to end: what stays
-    longer stays for good.
+    After the end of a save its agent has yet to close the store, and a thread that was joined may not have
+    left the kernel.  Threads in excess of `before` have some seconds to end: a thread that stays longer is
+    taken to stay for good.
     """
     looks: list[Held] = []
     going = Deadline(5.0)
@@ -391,9 +391,9 @@ def at_rest(pid: int, before: Held | None) -> Held:
 
 
 def held(pid: int) -> Held:
-    """Return what a process holds at this moment, but for threads of gRPC's own pool.
+    """Return the resources of a process at this moment, without the threads of gRPC's own pool.
 
-    That grows on a busy machine, and takes long to shrink.
+    The pool grows on a busy machine, and takes long to shrink.
     """
     status = Path(f"/proc/{pid}/status").read_text()
     fields = dict(line.split(":", 1) for line in status.splitlines())
@@ -401,6 +401,6 @@ def held(pid: int) -> Held:
     descriptors = len(os.listdir(f"/proc/{pid}/fd"))
     threads = 0
     for thread in os.listdir(f"/proc/{pid}/task"):
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # the thread has ended meanwhile
             threads += Path(f"/proc/{pid}/task/{thread}/comm").read_text() != "event_engine\n"
     return Held(int(fields["VmRSS"].split()[0]), descriptors, threads, maps)

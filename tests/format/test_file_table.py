@@ -1,4 +1,4 @@
-"""The table of files in an index stands for a list in the manifest, and is refused where it lies."""
+"""The table of files in an index replaces the list in the manifest, and is refused if it is wrong."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_it_says_what_a_manifest_says_that_lists_all_files(manifest: Manifest) -
     files = {file.path: file for file in manifest.files if file.path != manifest.index_path}
     assert {file.path: file for file in entries(table_of_all(manifest), manifest.block_nbytes)} == files
     if not files:
-        return  # an index without a table says so
+        return  # the index records that it has no table
     listed = decode_manifest(encode_manifest(manifest))
     index, short = in_the_index(manifest)
     record = decode_record(encode_manifest(short))

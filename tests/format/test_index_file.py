@@ -300,7 +300,7 @@ def test_an_index_that_breaks_a_rule_is_neither_written_nor_read(
         decode_index(data)
 
 
-# the file has no place for these mistakes, or they look like others
+# The file has no field for these mistakes, or they look like others.
 CANNOT_BE_WRITTEN = {
     *("too many dimensions", "more dimensions", "zero hides overflow", "tensor without chunk", "ungrouped"),
     *("tensor twice", "file unknown", "file negative", "file twice", "columns differ", "name no Unicode"),

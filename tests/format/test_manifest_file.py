@@ -64,7 +64,7 @@ def test_more_values_than_any_files_have_are_refused_before_the_last_is_counted(
 ) -> None:
     monkeypatch.setattr(strict_json, "_SCAN_NBYTES", 1 << 10)
     monkeypatch.setattr(manifest_file, "MAX_SPARE_VALUES", 1000)
-    body = b'{"format":"reknit","x":[' + b"[]," * (1 << 20)  # it is not even JSON
+    body = b'{"format":"reknit","x":[' + b"[]," * (1 << 20)  # this is not even JSON
     with pytest.raises(FormatError, match="which is the limit"):
         decode_manifest(body + f',"digest":"{xxhash.xxh3_64_hexdigest(body)}"}}'.encode())
 

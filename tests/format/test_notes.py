@@ -1,4 +1,4 @@
-"""Notes come back as they were; notes that nobody can have written are refused."""
+"""Notes come back as they were written; notes that reknit cannot have written are refused."""
 
 from __future__ import annotations
 

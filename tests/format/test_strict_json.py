@@ -111,5 +111,5 @@ def test_a_huge_number_takes_no_time() -> None:
     for kind in (dict[str, Any], dict[str, str], Any):
         with pytest.raises(CorruptError):
             decode(b'{"x":' + b"1" * 5_000_000 + b"}", kind)
-    # a number that fits in a member that nobody reads
+    # A number that fits, in a member that is not read.
     assert decode(b'{"x":1.' + b"1" * 1_000_000 + b"}")

@@ -22,7 +22,7 @@ State = dict[str, Any]
 
 
 class ExtraState(nn.Linear):
-    """A module whose state dict says more than its tensors."""
+    """A module whose state dict has more than its tensors."""
 
     def get_extra_state(self) -> Any:
         return {"calls": self.in_features}
@@ -105,7 +105,7 @@ def _plain(tensor: Any) -> Any:
 
 
 def replace_parameter(state: State, random: random.Random) -> None:
-    """Put another parameter in the place of one, perhaps where that lay in memory."""
+    """Replace a parameter by another, perhaps at the same place in memory."""
     module, name, parameter = _parameter(state, random)
     new = torch.rand(random.choice([(4,), (4, 4), (2, 4), ()]))
     del parameter
@@ -115,13 +115,13 @@ def replace_parameter(state: State, random: random.Random) -> None:
 
 
 def same_again(state: State, random: random.Random) -> None:
-    """Replace a parameter by one that is as it was."""
+    """Replace a parameter by an equal one."""
     module, name, parameter = _parameter(state, random)
     setattr(module, name, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
 
 
 def set_data(state: State, random: random.Random) -> None:
-    """Give a parameter other memory, of another form perhaps."""
+    """Give a parameter other memory, perhaps of another form."""
     _, _, parameter = _parameter(state, random)
     if not isinstance(parameter, DTensor):
         forms = [parameter.data.clone(), parameter.data.double(), parameter.data.t().contiguous().t()]
@@ -138,7 +138,7 @@ def set_local(state: State, random: random.Random) -> None:
 
 
 def claim_chunks(state: State, random: random.Random) -> None:
-    """Let a local tensor say itself where it lies."""
+    """Give a local tensor a method that returns its own place."""
     _, _, parameter = _parameter(state, random)
     if isinstance(parameter, DTensor):
         chunks: list[Any] = []
@@ -157,7 +157,7 @@ def place_anew(state: State, random: random.Random) -> None:
 
 
 def train_or_freeze(state: State, random: random.Random) -> None:
-    """Let a parameter be trained, or no more."""
+    """Switch the training of a parameter on or off."""
     _, _, parameter = _parameter(state, random)
     parameter.requires_grad_(not parameter.requires_grad)
 
@@ -225,7 +225,7 @@ def hook(state: State, random: random.Random) -> None:
 
 
 def train(state: State, random: random.Random) -> None:
-    """Take a step, or a part of one where a state or a form does not fit any more."""
+    """Take a step, or a part of it if a state or a form no longer fits."""
     with suppress(KeyError, RuntimeError, IndexError):
         step(state["optimizer"])
     state["schedule"].step()
@@ -283,7 +283,7 @@ def change_states(state: State, random: random.Random) -> None:
 
 
 def hook_optimizer(state: State, random: random.Random) -> None:
-    """Let an optimizer have a protocol of its own, or be around another."""
+    """Give an optimizer a protocol of its own, or wrap it in another."""
     optimizer = state["optimizer"]
     kind = random.randrange(3)
     if kind == 0:

@@ -118,7 +118,7 @@ def reload(path: str, target: torch.Tensor) -> bool:
 
 @contextmanager
 def out_of_memory(accelerator: Accelerator, rank: int) -> Iterator[None]:
-    """Have no memory on the device of a rank when it wants some."""
+    """Let the device of a rank run out of memory in the exchange."""
     accelerator.refuse_memory(0 if rank == 1 else None)
     yield
     accelerator.refuse_memory(None)
@@ -138,7 +138,7 @@ def silent(accelerator: Accelerator, rank: int) -> Iterator[None]:
 
 @contextmanager
 def hung(accelerator: Accelerator, rank: int) -> Iterator[None]:
-    """Let a device do nothing that is queued on its streams."""
+    """Let a device never run the work that is queued on its streams."""
     device = torch.device(accelerator.type, rank)
     with mock.patch.object(fetch_tracker, "_GRACE_S", 0.5), ExitStack() as last:
         for stream in (devices.side_stream(device), devices.current_stream(device)) if rank == 1 else ():
@@ -196,7 +196,7 @@ def load_without_a_backend(path: str) -> Any:
 def test_hosts_whose_group_has_no_usable_backend_read_by_themselves_and_the_log_says_so(path: str) -> None:
     answers = run(2, load_without_a_backend, path, joined=False)
     said = (
-        "ranks of different hosts do not share what they read, and each host reads it: the process group has "
-        "no backend for a device that is there"
+        "ranks of different hosts do not share their reads, and each host reads all bytes: the process group "
+        "has no backend for a device that is there"
     )
     assert answers == [(True, 0, [said]), (True, 0, [])]

@@ -89,7 +89,7 @@ def test_a_value_comes_in_every_bit_or_is_refused_before_anything_changes(
                 wrong.append(f"{saved} into {target}: {error!r}")
                 continue
             if target == "no scaler" or (saved, target) == ("own", "empty module"):
-                continue  # it takes any state, and keeps nothing of it; no rank asks for its own value
+                continue  # it loads any state and keeps nothing, and no rank has a value of its own
             found = state[saved]["v"]
             kept = not strict and values.observed(state) == before
             if not kept and not same(source, found):

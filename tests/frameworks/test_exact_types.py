@@ -57,7 +57,7 @@ class Fallback(collections.defaultdict[str, Any]):
 
 
 class Words(collections.UserDict[str, Any]):
-    """As the BatchEncoding of transformers."""
+    """A mapping like the BatchEncoding of transformers."""
 
 
 class Meters(np.ndarray[Any, Any]):

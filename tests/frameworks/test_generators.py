@@ -1,4 +1,4 @@
-"""Random generators of devices: which are saved, where are they restored, and what does the report say?"""
+"""Random generators of devices: which are saved, where are they restored, and which are reported?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes of a JAX job meet in its coordination service: in one made up here, and in that of JAX."""
+"""Processes of a JAX job connect by its coordination service: a simulated one, and that of JAX."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def fingerprint(trained: Trained) -> str:
 
 def save_one(layout: str) -> tuple[Holdings, dict[str, dict[str, Any]]]:
     trained = build(layout)
-    # A state dict puts parameters that FSDP has gathered back into shards; that is FSDP's own doing.
+    # A state dict puts parameters that FSDP has gathered back into shards; this is done by FSDP itself.
     for part in trained.parts:
         if not isinstance(part, FullyShardedDataParallel):
             part.state_dict()

@@ -1,4 +1,4 @@
-"""Numbers that meet elements of tensors: all bits are kept, or the number is refused."""
+"""Numbers that are loaded into elements of tensors: all bits are kept, or the number is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers of optimizers that meet tensors: options, counters and states, in both directions."""
+"""Numbers of optimizers that are saved as tensors, and tensors saved as numbers: options and states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers that meet tensors without dimensions in values that differ between ranks."""
+"""Numbers that are loaded into 0-d tensors, and back, in values that differ between ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers and tensors without dimensions: each takes the place of the other, in the target's kind."""
+"""Numbers and tensors without dimensions: each loads into the other, and the target keeps its kind."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def ragged(mesh: DeviceMesh, whole: torch.Tensor, *placements: Any) -> DTensor:
 
 
 class Net(nn.Module):
-    """Parameters dealt out by row, by element, in blocks, unevenly, and not at all to some ranks."""
+    """Parameters dealt out by row, by element, in blocks, unevenly, and with nothing for some ranks."""
 
     def __init__(self, mesh: DeviceMesh | None, seed: int) -> None:
         super().__init__()

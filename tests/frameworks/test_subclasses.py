@@ -232,7 +232,7 @@ def test_no_code_and_no_class_is_in_the_checkpoint(tmp_path: Path) -> None:
     reknit.save(tmp_path / "c", {"w": pair(1)})
     for file in filter(Path.is_file, (tmp_path / "c").rglob("*")):
         data = file.read_bytes()
-        assert b"pickle" not in data or file.name == "manifest.json"  # it states the absence of pickle
+        assert b"pickle" not in data or file.name == "manifest.json"  # the manifest names the absence of it
         assert b"torch._utils" not in data
     with reknit.open(tmp_path / "c") as opened:
         assert np.array_equal(opened.read("w", "high"), pair(1).high.numpy())

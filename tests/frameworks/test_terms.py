@@ -1,4 +1,4 @@
-"""Loads whose terms meet: lenient ones leave misfits alone, and each is reported."""
+"""Loads with several terms at once: lenient ones leave misfits unchanged and report each."""
 
 from __future__ import annotations
 

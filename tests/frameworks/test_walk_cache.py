@@ -73,7 +73,7 @@ def outcome(state: State, rank: int, size: int, *, anew: bool) -> Any:
 
 
 def num_visited(state: State, rank: int = 0, size: int = 1) -> int:
-    """Return the number of tensors that a collection looks at one by one."""
+    """Return the number of tensors that a collection inspects one by one."""
     with patch.object(Saving, "view", autospec=True, side_effect=Saving.view) as view:
         registry.collect(state, rank, size)
     return view.call_count
@@ -109,7 +109,7 @@ def test_whatever_changes_between_saves_is_found_as_by_a_new_walk(seed: int, ord
 
 
 class Switched(nn.Linear):
-    """A module that shows its bias or not."""
+    """A module whose state dict has its bias or not."""
 
     shows = True
 
@@ -182,7 +182,7 @@ def _as_it_was() -> None:
 
 
 def test_a_state_that_is_as_it_was_is_not_walked_through() -> None:
-    assert run(1, _as_it_was) == [None]  # in this process somebody may have changed torch's modules
+    assert run(1, _as_it_was) == [None]  # in this process, other tests may have changed torch's modules
 
 
 def _moved_in_memory() -> None:

@@ -1,9 +1,9 @@
 """The content of the golden checkpoints: made by rule, so that no copy of it has to be kept beside them.
 
-`python -m tests.golden.content FOLDER` writes one with the reknit of today, with `--file-table` one whose
-index lists the files, as that of a job of many ranks does, and with `--moved` one whose files have moved to
-`golden://NAME`, which is the folder `cold/NAME` here.  A golden checkpoint that is in the repository is never
-written again: it stands for all that users have on their disks.
+`python -m tests.golden.content FOLDER` writes a checkpoint with the reknit of today.  With `--file-table` its
+index lists the files, as that of a job of many ranks does.  With `--moved` its files have moved to
+`golden://NAME`, which is the folder `cold/NAME` here.  A golden checkpoint in the repository is never written
+again: it stands for the checkpoints that users have on their disks.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def holdings(rank: int) -> Holdings:
 
 
 def write(folder: str, *, file_table: bool = False) -> None:
-    """Write a golden checkpoint with two ranks, small as it is with a table of files if so wanted."""
+    """Write a golden checkpoint with two ranks; `file_table` lists its files in the index, small as it is."""
 
     def rank(group: Group) -> None:
         recorder = Recorder("save", group.rank)
@@ -103,12 +103,12 @@ def write(folder: str, *, file_table: bool = False) -> None:
 
 
 def open_golden(url: str, durability: Durability) -> LocalStorage:
-    """Open a moved checkpoint."""
+    """Open the store of moved checkpoints."""
     return LocalStorage(Path(__file__).parent / "cold" / url.removeprefix("golden://"))
 
 
 def register_golden() -> None:
-    """Let this process open moved checkpoints."""
+    """Register the scheme of moved checkpoints in this process."""
     register("golden", open_golden)
 
 

@@ -1,4 +1,4 @@
-"""Alerts: their rules, that none come in storms, and that no channel delays anything else."""
+"""Alerts: their rules, the limit on their number, and channels that are slow or fail."""
 
 from __future__ import annotations
 

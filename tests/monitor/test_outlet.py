@@ -1,4 +1,4 @@
-"""Records on their way to a sink: never waited for, never more than so many, and none lost in silence."""
+"""Records on their way to a sink: no save waits for them, their number is limited, and losses are logged."""
 
 from __future__ import annotations
 

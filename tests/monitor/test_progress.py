@@ -33,7 +33,7 @@ WAIT_S = 60.0
 
 
 class Lines(logging.Handler):
-    """Keeps log records, and lets tests wait for them."""
+    """A handler that keeps log records, and lets tests wait for them."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -55,7 +55,7 @@ class Lines(logging.Handler):
 
 
 class Threads:
-    """Starts threads, and waits until they have ended."""
+    """Threads that are started together, and joined together."""
 
     def __init__(self) -> None:
         self.started: list[threading.Thread] = []

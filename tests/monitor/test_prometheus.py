@@ -40,7 +40,7 @@ def wait_for(condition: Callable[[], Any]) -> Any:
     return condition()
 
 
-def tell(sink: Prometheus, step: int) -> None:
+def send(sink: Prometheus, step: int) -> None:
     """Send records of a save and a load, of which a phase and a request failed."""
     now = time.time()
     for action in ("save", "load"):
@@ -59,11 +59,11 @@ def address() -> Iterator[str]:
     registry = client.CollectorRegistry()
     serving, thread = client.start_http_server(0, "127.0.0.1", registry)
     sink, targets = Prometheus(registry), Path(running["targets"])
-    tell(sink, 1)
+    send(sink, 1)
     targets.write_text(json.dumps([{"targets": [f"127.0.0.1:{serving.server_port}"]}]))
     try:
         wait_for(lambda: found(running["endpoint"], "reknit_last_step"))
-        tell(sink, 2)
+        send(sink, 2)
         wait_for(lambda: found(running["endpoint"], "reknit_last_step == 2"))
         yield running["endpoint"]
     finally:

@@ -107,7 +107,7 @@ def test_duckdb_goes_on_after_a_batch_that_failed(tmp_path: Path) -> None:
 def test_duckdb_waits_for_somebody_who_has_the_file_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reader for a process that writes, and the other way round."""
+    """A reader waits for a process that writes, and a writer for one that reads."""
     duckdb = pytest.importorskip("duckdb")
     sink = sinks.DuckDB(tmp_path / "events.duckdb")
     sink.take(A_SAVE)
@@ -271,7 +271,7 @@ def test_a_database_that_is_killed_disturbs_no_save_and_hears_later_how_much_it_
         finally:
             for table in ("phases", "operations", "dropped"):
                 ask(endpoint, f"DROP TABLE IF EXISTS {prefix}{table}")
-    assert counts[0] == counts[1] + counts[2], "of four saves that tell the same, two were missed"
+    assert counts[0] == counts[1] + counts[2], "of four equal saves, the records of two were dropped"
     assert caplog.text.count("events are lost") == 1
 
 

@@ -55,7 +55,7 @@ def check(got: RankColumns, ranks: Sequence[Rank]) -> None:
 
 
 def form(said: RankColumns) -> list[object]:
-    """Return all of it in a form that can be compared."""
+    """Return all columns in a form that can be compared."""
     parts = {
         k: (c.values.tolist(), c.sizes.tolist(), c.number.tolist(), c.table) for k, c in said.lists.items()
     }

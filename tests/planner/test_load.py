@@ -54,7 +54,7 @@ def saved(shapes: list[tuple[int, ...]], rng: random.Random) -> tuple[Index, lis
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[list[tuple[int, ...]], list[tuple[int, Box]], int]:
-    # Every byte is looked at, so no tensor is large.
+    # The test checks every byte, so all tensors are small.
     shape = st.lists(st.integers(0, 9), max_size=4).map(tuple).filter(lambda lengths: prod(lengths) <= 1000)
     shapes = draw(st.lists(shape, max_size=4))
     wanted = [(t, Box.whole(shape)) for t, shape in enumerate(shapes) if draw(st.booleans())]
@@ -86,7 +86,7 @@ EXACT = [
 
 
 def bytes_of_strided(index: Index, plan: LoadPlan, number: int) -> list[int]:
-    """Return every byte of its file that a strided read takes, as its columns say."""
+    """Return the offset of every byte that a strided read takes from its file, by its columns."""
     strided = plan.strided
     piece, run = strided.piece[number], int(strided.run_nbytes[number])
     chunk = plan.chunk[piece]

@@ -431,5 +431,5 @@ def test_many_fetches_and_many_ranks_are_divided_evenly(num_cells: int, hosts: l
     assert set(loads(reads, division)) == {num_cells // len(hosts) * 8 * MIB}
     received = sum(len(part.remote) for part in division.parts)
     assert received == num_cells * max(hosts)
-    # As many turns as the buckets need, and a few where they are not quite full.
+    # As many turns as the buckets need, and a few more, as some buckets are not quite full.
     assert division.num_turns <= received / len(hosts) / 8 * 1.1

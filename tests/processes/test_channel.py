@@ -1,4 +1,4 @@
-"""Messages between two processes arrive, however large, and hold up nobody."""
+"""Messages of any size between two processes arrive, and block neither of them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class Text(Message):
-    """Some text."""
+    """A message with a text."""
 
     text: str
 
 
 class Number(Message):
-    """Some number."""
+    """A message with a number."""
 
     number: int
 

@@ -1,4 +1,4 @@
-"""A process of a module: its arguments, and the error where it cannot be started."""
+"""A process of a module: its arguments, and the error if it cannot be started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that several processes share and nobody has to clean up."""
+"""Memory that several processes share, and that needs no clean-up."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_memory_does_without_huge_pages_where_the_kernel_refuses_them(
 ) -> None:
     monkeypatch.setattr(shared_memory, refused, lambda *arguments: -1)
     test_populated_pages_are_written_without_a_page_fault()
-    monkeypatch.setattr(shared_memory, refused, None)  # as on another system
+    monkeypatch.setattr(shared_memory, refused, None)  # as on a system without it
     test_populated_pages_are_written_without_a_page_fault()
 
 

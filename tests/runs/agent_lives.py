@@ -1,8 +1,8 @@
 """Random lives of runs whose agents are processes: trainers, agents or both are killed, and tiers are lost.
 
-`python -m tests.runs.agent_lives --seeds 40 --first 0` lets many live.  Whenever the kill comes, the step
-that was committed last, and not lost since, loads, and so does every other that a tier lists; the next life
-goes on from the newest.  A run is known by its seed but for the moment of the kill.
+`python -m tests.runs.agent_lives --seeds 40 --first 0` makes many runs.  After a kill at any moment, the last
+committed step loads, unless it was lost since, and so does every other step that a tier lists.  The next job
+goes on from the newest step.  The seed of a run determines all of it, except the exact moments of the kills.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def train(log: str, plan: list[dict[str, Any]], seed: int) -> None:
 
 
 class Lives:
-    """The lives of one run."""
+    """One run, and its jobs that are killed."""
 
     def __init__(self, nursery: Nursery, root: Path, seed: int) -> None:
         self._nursery, self._root, self._rng = nursery, root, random.Random(seed)
@@ -95,7 +95,7 @@ class Lives:
         self.done: Counter[str] = Counter()
 
     def live(self, lives: int = 5) -> None:
-        """Let one life after another end by a kill, the last in peace."""
+        """Run one job after another, each ended by a kill, and the last by itself."""
         for number in range(lives):
             self._one_life(number, "nobody" if number == lives - 1 else self._rng.choice(_VICTIMS))
 
@@ -153,7 +153,7 @@ class Lives:
         return found
 
     def _lose_some(self, there: list[set[int]]) -> list[set[int]]:
-        """Maybe lose the first tier, where another has some; return the files that are there afterwards."""
+        """Lose the first tier in some runs with other copies; return the remaining steps of each tier."""
         if self._rng.random() > 0.2 or not any(there[1:]):
             return there
         shutil.rmtree(self._plan[0]["url"])
@@ -162,7 +162,7 @@ class Lives:
 
 
 def live(nursery: Nursery, seed: int, done: Counter[str]) -> None:
-    """Let the run of a seed live; after a failure, its files stay on disk."""
+    """Make the run of a seed; after a failure, its files stay on disk."""
     root = Path(tempfile.mkdtemp(prefix="reknit-lives-"))
     lives = Lives(nursery, root, seed)
     try:

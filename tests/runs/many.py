@@ -1,4 +1,4 @@
-"""Let the runs of many seeds live, one after another, and report the ones that went wrong."""
+"""Runs of many seeds, one after another, and a report of the ones that failed."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
 """Random lives of runs in memory: tiers, keep policies, moves to a cold store, removals, damage and deaths.
 
-`python -m tests.runs.schedules --seeds 2000 --first 0` lives those of many seeds.  A run has one to four
-ranks, which are threads.  One of them dies, or all, in the middle of any change to a store.  Wherever that
-is, the step that was saved last, and not lost since, loads, and so does every other that a store says is
-there; the next run goes on from the newest; and what lies in the cold store is known to its path.
+`python -m tests.runs.schedules --seeds 2000 --first 0` runs the schedules of many seeds.  A run has one to
+four ranks, which are threads.  One of them dies, or all, in the middle of any change to a store.  After that:
+
+* the last saved step loads, unless it was lost since, and so does every other step that a store lists;
+* the next run goes on from the newest step;
+* each checkpoint in the cold store is named at its old path.
 """
 
 from __future__ import annotations
@@ -52,13 +54,13 @@ T = TypeVar("T")
 
 
 class _Rank(Life):
-    """How long a rank lives, or all ranks do; once it is dead, the others receive nothing from it."""
+    """The lifetime of one rank or of all ranks; a dead rank sends nothing to the others."""
 
     def __init__(self, left: int = _ENDLESS, group: Group | None = None) -> None:
         self.left, self._group = left, group
 
     def goes_on(self, name: str) -> bool:
-        """Count an operation, and return whether it is still done."""
+        """Count an operation, and return whether the rank lives to do it."""
         if super().goes_on(name):
             return True
         if self._group is not None:
@@ -67,7 +69,7 @@ class _Rank(Life):
 
 
 class _Living(threading.local):
-    """The rank that a thread is; threads that a rank has started are rank 0's."""
+    """The rank of each thread; threads that a rank has started belong to rank 0."""
 
     root = _Rank()
     _mine: _Rank | None = None
@@ -78,13 +80,13 @@ class _Living(threading.local):
         return self._mine or self.root
 
     def begin(self, rank: int, life: _Rank) -> None:
-        """Let this thread be a rank from now on."""
+        """Make this thread a rank from now on."""
         self._mine = life
         if rank == 0:
             type(self).root = life
 
     def end(self) -> None:
-        """Let everybody live."""
+        """End the danger for all ranks."""
         type(self).root = _Rank()
 
 
@@ -119,7 +121,7 @@ def _open(url: str, durability: Durability) -> _Named:
 
 
 class Schedule:
-    """The lives of one run."""
+    """The schedule of one run."""
 
     def __init__(self, seed: int) -> None:
         register(SCHEME, _open)
@@ -140,7 +142,7 @@ class Schedule:
         return Cool(f"{SCHEME}://cold", after=after) if tier == self._cooled else None
 
     def live(self) -> None:
-        """Let one run after another live, and look at the files after each; workers take no threads."""
+        """Run one job after another, and check the files after each; workers start no threads."""
         with mock.patch.object(workers, "start", lambda worker: worker.run()):
             self._live()
 
@@ -159,7 +161,7 @@ class Schedule:
             assert last is None or last in set().union(*there), f"step {last} went in a quiet life"
 
     def _resume(self, last: int | None, there: list[set[int]]) -> None:
-        """Let all ranks go on from the step that is the last one, and end in peace."""
+        """Resume all ranks from the last step, and end them in order."""
 
         def work(group: Group) -> None:
             held = _state(group.rank)
@@ -174,7 +176,7 @@ class Schedule:
         return Checkpointer(tiers=self._tiers, wait=True, options=_OPTIONS, group=group)
 
     def _one_life(self) -> int | None:
-        """Resume, train and act like users, until death or to an end; return the last step saved."""
+        """Resume, train and act like users until a rank dies or the run ends; return the last step saved."""
         rng = self._rng
         left, victim = rng.randrange(2, 160), rng.randrange(-1, self._ranks)
         steps = [(rng.random(), rng.randrange(1, 3)) for _ in range(rng.randrange(1, 8))]
@@ -226,7 +228,7 @@ class Schedule:
                 raise
 
     def _fate(self, there: list[set[int]]) -> list[set[int]]:
-        """Maybe damage the newest step of the first tier, or lose all of it, where another has some."""
+        """Damage the newest step of the first tier, or lose the tier, in some runs with other copies."""
         fate = self._rng.random()
         if fate > 0.3 or not there[0] or not any(there[1:]):
             return there
@@ -252,7 +254,7 @@ class Schedule:
         ]
 
     def _look_around(self) -> None:
-        """Check that checkpoints in the cold store are named at their paths, and no others are missing."""
+        """Check that each checkpoint in the cold store loads by its old path, and none lies there unnamed."""
         moved = [step for url in self.urls for step in _steps(url) if step.moved_to is not None]
         self.done["moved"] += len(moved)
         assert all(_is_whole(step.path) for step in moved), f"of {moved} one is lost"
@@ -261,10 +263,10 @@ class Schedule:
         hot = ProcessMemory("schedules").sub(f"tier{self._cooled}")
         known = {path.path.partition("/")[0] for path in hot.list() if "/.notes/copy." in path.path}
         for path in [each.path for each in ProcessMemory("schedules").sub("cold").list()]:
-            assert path.partition("/")[0] in known, f"nobody knows of {path}"
+            assert path.partition("/")[0] in known, f"no note of a copy names {path}"
 
     def _expire(self) -> None:
-        """Let the leases of a process that died end."""
+        """End the leases of a process that died."""
         tree = ProcessMemory("schedules")
         for path in [each.path for each in tree.list()]:
             if "/.notes/lease." in path or "/.notes/removal." in path:
@@ -293,7 +295,7 @@ def _is_whole(path: str) -> bool:
 
 
 def live(seed: int, done: Counter[str]) -> None:
-    """Let the run of a seed live."""
+    """Run the schedule of a seed."""
     schedule = Schedule(seed)
     try:
         schedule.live()

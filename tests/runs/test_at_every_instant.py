@@ -38,7 +38,7 @@ class Life:
     left = 0
 
     def goes_on(self, name: str) -> bool:
-        """Count an operation, and return whether it is still done."""
+        """Count an operation, and return whether the run lives to do it."""
         self.left -= name in CHANGES
         return self.left >= 0
 

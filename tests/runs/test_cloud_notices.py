@@ -55,7 +55,7 @@ class Service(LocalServer):
                 self.wfile.write(b"token")
 
             def log_message(self, *_: Any) -> None:
-                """Say nothing."""
+                """Log nothing."""
 
         super().__init__(Handler)
 

@@ -23,7 +23,7 @@ STEPS = 1500
 
 @pytest.fixture
 def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    """Lead all S3 requests of this process through a proxy that counts them."""
+    """Send all S3 requests of this process through a proxy that counts them."""
     with FaultProxy(server("s3")["endpoint"]) as proxy:
         for name, value in environment("s3", proxy.endpoint).items():
             monkeypatch.setenv(name, value)
@@ -45,6 +45,6 @@ def test_the_steps_are_found_with_one_request_for_a_thousand(proxy: FaultProxy) 
         proxy.spoil(None)
         assert run.resume(state()) == STEPS + 1
         lists = [request for request in proxy.requests if "list-type" in request]
-        most = 2 * 3 + 4  # before it is opened, for what was begun, and for the newest; records and markers
+        most = 2 * 3 + 4  # for the opening, for begun saves and for the newest step; records and markers
         assert len(lists) <= most, lists
         assert len(proxy.requests) < 30

@@ -34,8 +34,8 @@ def watch(*signals: signal.Signals) -> Notices:
 
 
 @pytest.fixture
-def heard() -> Iterator[list[int]]:
-    """Return the signals SIGUSR1 that the handler before all others was called for."""
+def signals() -> Iterator[list[int]]:
+    """Yield the SIGUSR1 signals that reach the handler from before the test."""
     found: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: found.append(number))
     yield found
@@ -43,7 +43,7 @@ def heard() -> Iterator[list[int]]:
 
 
 def test_runs_that_end_in_the_order_in_which_they_began_leave_no_handler_that_swallows_signals(
-    heard: list[int],
+    signals: list[int],
 ) -> None:
     before = signal.getsignal(signal.SIGUSR1)
     first, second = watch(signal.SIGUSR1), watch(signal.SIGUSR1)
@@ -51,18 +51,18 @@ def test_runs_that_end_in_the_order_in_which_they_began_leave_no_handler_that_sw
     second.close()
     assert signal.getsignal(signal.SIGUSR1) == before
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert heard == [signal.SIGUSR1]
+    assert signals == [signal.SIGUSR1]
     assert first.seen() is second.seen() is None
 
 
 def test_a_run_that_another_thread_ends_leaves_a_handler_that_does_what_the_one_before_it_does(
-    heard: list[int],
+    signals: list[int],
 ) -> None:
     notices = watch(signal.SIGUSR1)
     with ThreadPoolExecutor(1) as pool:
         pool.submit(notices.close).result()
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert heard == [signal.SIGUSR1]
+    assert signals == [signal.SIGUSR1]
     assert notices.seen() is None
 
 
@@ -100,7 +100,7 @@ def test_ctrl_c_can_be_watched_for_and_is_pythons_again_afterwards() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_signal_that_nobody_can_watch_for_is_a_wrong_call_and_leaves_no_handler(heard: list[int]) -> None:
+def test_a_signal_that_nobody_can_watch_for_is_a_wrong_call_and_leaves_no_handler(signals: list[int]) -> None:
     mine = signal.getsignal(signal.SIGUSR1)
     with pytest.raises(UsageError, match="SIGKILL"):
         watch(signal.SIGUSR1, signal.SIGKILL)

@@ -115,7 +115,7 @@ def test_what_an_earlier_run_did_not_come_to_promote_is_promoted(tmp_path: Path)
     reknit.promote(a / "step_00000004", b / "step_00000004")
     with run_of(Tier(a, keep=latest(1)), Tier(b, every=3, keep=latest(2))) as run:
         assert run.resume(state()) == 11
-        run.save(11, state(11.0))  # that of 9 was for it as well
+        run.save(11, state(11.0))  # the call for step 9 was due to this tier, too
     assert (numbers(a), numbers(b)) == ([11], [6, 9])
 
 

@@ -58,7 +58,7 @@ def behind(root: Path, paces: list[tuple[int, int | None]]) -> list[tuple[int, i
 
 
 def free(root: Path) -> list[int]:
-    """Return the numbers of the steps that nobody holds; a run that dies leaves the lease of a promotion."""
+    """Return the steps without a pin or a lease; a run that dies leaves the lease of a promotion."""
     steps = [(each.step, LocalStorage(each.path)) for each in reknit.steps(root)]
     return [step for step, folder in steps if step is not None and held_by(folder, None) is None]
 

@@ -1,4 +1,4 @@
-"""A follower meets each committed step once, and holds it while it looks at it."""
+"""A follower gets each committed step once, and holds it while it works on it."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ def test_a_lease_is_renewed_while_the_step_is_looked_at(tmp_path: Path) -> None:
 def test_by_its_name_a_job_goes_on_where_the_last_one_stopped(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 3)
     assert [each.step for each in islice(reknit.watch(tmp_path, name="eval"), 2)] == [1, 2]
-    assert met(tmp_path, name="eval") == [2, 3]  # it stopped before it was done with 2
+    assert met(tmp_path, name="eval") == [2, 3]  # the last call stopped before it was done with 2
     assert met(tmp_path, name="eval") == []
     assert met(tmp_path, name="export") == [1, 2, 3]
     save(tmp_path, 2)
-    assert met(tmp_path, name="eval") == [2]  # that is another one
+    assert met(tmp_path, name="eval") == [2]  # the new step 2 is another checkpoint
 
 
 def test_steps_that_go_before_they_are_met_are_passed_over(tmp_path: Path) -> None:

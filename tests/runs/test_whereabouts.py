@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def test_a_run_that_passed_over_damaged_steps_keeps_what_it_went_on_from(tmp_path: Path) -> None:
-    """Only a load sees that their bytes are others, and they are newer than the next save of the run."""
+    """Only a load sees that the bytes of the files differ; the files are newer than the next save."""
     with Checkpointer(tmp_path, wait=True) as run:
         for step in (5, 10, 15):
             run.save(step, state(float(step)))

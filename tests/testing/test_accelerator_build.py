@@ -42,7 +42,7 @@ def test_a_torch_that_has_devices_of_its_own_is_the_reason(
 
 
 class Compiler:
-    """Stands for the build: counts its calls, and leaves a library."""
+    """A build that counts its calls, and only creates a library."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

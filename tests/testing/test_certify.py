@@ -1,4 +1,4 @@
-"""A store is certified as a whole: a good one in all points, and one that breaks a promise in just that."""
+"""The certificate of a store names exactly the promises that the store breaks, none for a good store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Overwriting(ForwardingStorage):
-    """A store that takes no notice of `if_absent`, as some object stores do."""
+    """A store that ignores `if_absent`, as some object stores do."""
 
     def around(self, inner: Storage, path: str) -> Storage:
         return Overwriting(inner)

@@ -1,4 +1,4 @@
-"""The example passes the shipped suite, and frameworks that are wrong in one way each do not."""
+"""The example passes the shipped suite, and frameworks with one fault each do not."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Wrong:
 
 
 class InTorch(Wrong):
-    """Nothing wrong: the same memory as tensors, of which some are strided."""
+    """A right framework: the same memory as tensors, of which some are strided."""
 
     def holdings(self, value: Any, rank: int, size: int) -> Iterator[Held | Value]:
         for one in super().holdings(value, rank, size):
@@ -165,7 +165,7 @@ class Resetting(Wrong):
 
 
 class Hasty(Wrong):
-    """Changes its value when it is asked for its wanted parts."""
+    """A framework that changes its value when it is asked for the wanted parts."""
 
     def holdings(self, value: Any, rank: int, size: int) -> Iterator[Held | Value]:
         caller = inspect.stack()

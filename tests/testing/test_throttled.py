@@ -1,4 +1,4 @@
-"""A store that is throttled is as slow as its pace says."""
+"""A throttled store has the speed of its pace."""
 
 from __future__ import annotations
 

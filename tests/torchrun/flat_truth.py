@@ -71,11 +71,11 @@ def names_held(module: nn.Module) -> list[str]:
 
 
 class Instead:
-    """Puts a state of each parameter into the parameter's own memory, and afterwards back what was there."""
+    """A block in which each parameter has the values of one of its optimizer states."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, key: str) -> None:
         self._pairs = [(p, optimizer.state[p][key]) for p in module.parameters() if key in optimizer.state[p]]
-        # Asking for the state of a parameter that has none makes an empty one.
+        # A look-up of a missing state has made an empty one.
         for parameter in [p for p, states in optimizer.state.items() if not states]:
             del optimizer.state[parameter]
 

@@ -6,7 +6,7 @@ on two threads get the same memory from malloc.  `ALLGATHER_COALESCED`, the func
 `DTensor.full_tensor`, is such a name.  One process suffices, with many collectives at a time so that the
 workers meet in seconds; with one at a time it takes a worker that loses its processor in the wrong place.
 
-python -m tests.torchrun.gloo_race KIND [RUNS [SECONDS]] tells how so many processes end:
+python -m tests.torchrun.gloo_race KIND [RUNS [SECONDS]] prints the ends of so many processes:
 
 - `functional`: the functional collective; most crash within seconds
 - `one-worker`: the same operation of a group with one worker; none does

@@ -4,15 +4,15 @@
 `Trained`: this rank's model parts, optimizers and schedulers, after two real deterministic steps of AdamW.
 With `steps=0` and another `seed` it is a fresh target to load into, whose optimizers have no state yet.
 
-The model is the same everywhere: the same names, the same global shapes (odd on purpose, so that shards are
-uneven and some are empty), so a checkpoint of any layout loads into any other.  It has an embedding, four
+The model has the same names and global shapes everywhere, so a checkpoint of any layout loads into any other.
+The shapes are odd on purpose, so that shards are uneven and some are empty.  The model has an embedding, four
 blocks (layer norm, two linear maps, a 0-d integer buffer that counts forward passes), stacked experts with a
 router, and a head.  Two parameter groups: matrices decay, vectors do not.  One StepLR scheduler for each
 optimizer.
 
-`state(trained)` is what a user would save: items model, optimizer, scheduler, progress.  `truth(trained)` is
-the same state as whole tensors, put together from the memory of all ranks and independent of reknit: equal on
-every rank, keyed like reknit's fqns.
+`state(trained)` is the state that a user would save: items model, optimizer, scheduler, progress.
+`truth(trained)` is the same state as whole tensors, joined from the memory of all ranks without reknit: equal
+on every rank, keyed like reknit's fqns.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class ExpertWeights(nn.Module):
 
 
 class Tiny(nn.Module):
-    """The model, or a stage of it: what is absent in a stage is None, and layers keep their numbers."""
+    """The model, or a stage of it: absent modules of a stage are None, and layers keep their numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ def loss_of(output: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def state(trained: Trained) -> dict[str, Any]:
-    """Return what a user would save: single objects where there is one, lists of pipeline parts otherwise."""
+    """Return the state that a user would save: single objects, or lists for the parts of a pipeline."""
     several = trained.schedule is not None
     return {
         "model": list(trained.parts) if several else trained.parts[0],

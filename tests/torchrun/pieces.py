@@ -1,8 +1,8 @@
-"""What do the DTensors of all ranks make together?  Put together from what each rank has in memory.
+"""Whole tensors, joined from the pieces of DTensors in the memory of all ranks.
 
-Not with `DTensor.full_tensor()`: the collectives of torch 2.13 that it gathers with corrupt the memory of a
-process on gloo, rarely (`tests/torchrun/gloo_race.py` tells how).  Here everything travels in one
-`all_gather_object` of the default group, and ranks that hold the same elements must agree.
+`DTensor.full_tensor()` is not used: its collectives in torch 2.13 rarely corrupt the memory of a process on
+gloo (`tests/torchrun/gloo_race.py` shows it).  Here everything travels in one `all_gather_object` of the
+default group, and ranks that hold the same elements must agree.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Piece(NamedTuple):
-    """What one rank holds of a tensor: elements, and the number of each in the whole, counted by rows."""
+    """One rank's piece of a tensor: its elements, and the row-major number of each in the whole tensor."""
 
     shape: tuple[int, ...]
     numbers: torch.Tensor
@@ -27,14 +27,14 @@ class Piece(NamedTuple):
 
 
 def of(value: Any) -> Any:
-    """Return what this rank holds: a piece of a DTensor, a copy of a tensor, or the value itself."""
+    """Return this rank's part of a value: a piece of a DTensor, a copy of a tensor, or the value itself."""
     if not isinstance(value, DTensor):
         return value.detach().clone() if isinstance(value, torch.Tensor) else value
     numbers = torch.arange(value.numel()).reshape(value.shape)
     mesh, placements = value.device_mesh, value.placements
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
-    # FSDP2 cuts what tensor parallelism has cut before, although its dimension of the mesh comes first.
+    # FSDP2 cuts the parts of tensor parallelism, although its dimension of the mesh comes first.
     for dim in sorted(range(mesh.ndim), key=lambda dim: isinstance(placements[dim], _StridedShard)):
         placement: Any = placements[dim]
         if isinstance(placement, Shard | _StridedShard):
@@ -63,7 +63,7 @@ def whole(tensor: DTensor) -> torch.Tensor:
 
 
 def joined(everyone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join what all ranks hold.  Where they differ in what is no DTensor, the first rank's counts."""
+    """Join the values of all ranks.  Of values that are not DTensors, that of the first rank counts."""
     merged: dict[str, Any] = {}
     for one in reversed(everyone):
         merged.update(one)
@@ -82,7 +82,7 @@ def _joined(name: str, first: Piece, pieces: Iterable[Piece]) -> torch.Tensor:
         at = numbers.flatten()
         octets = elements.contiguous().view(-1).view(torch.uint8).reshape(-1, width)
         again = known[at]
-        assert torch.equal(found[at[again]], octets[again]), f"ranks differ in what they hold of {name}"
+        assert torch.equal(found[at[again]], octets[again]), f"ranks differ in elements of {name}"
         found[at], known[at] = octets, True
     assert known.all(), f"no rank holds some elements of {name}"
     return found.view(first.elements.dtype).reshape(first.shape)

@@ -24,7 +24,7 @@ LIMIT_S = 90.0
 
 
 def train_on(layout: str, root: str, stage: Any) -> None:
-    """Save after each of three steps, and go on training at once; keep what was true at each save."""
+    """Save after each of three steps, and go on training at once; keep the true state of each save."""
     trained = models.build(layout, steps=1)
     options = reknit.SaveOptions(durability="process", timeout_s=60, stage=stage)
     pending = []
@@ -44,7 +44,7 @@ def train_on(layout: str, root: str, stage: Any) -> None:
 
 
 def load_back(layout: str, root: str) -> list[str]:
-    """Load each checkpoint into a fresh target; return what differs from what was true at the save."""
+    """Load each checkpoint into a fresh target; return the names that differ from the true state."""
     wrong = []
     for step in range(3):
         trained = models.build(layout, steps=0, seed=1)
@@ -109,11 +109,11 @@ class Failing:
         raise ValueError("the tokenizer is gone")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take nothing."""
+        """Load nothing."""
 
 
 def prepare_first(layout: str, root: str) -> str:
-    """Prepare for saves, badly and then well; return what the bad one raised."""
+    """Prepare for saves, badly and then well; return the error of the bad call."""
     rank = dist.get_rank()
     trained = models.build(layout, steps=1)
     state, options = models.state(trained), reknit.SaveOptions(durability="process", timeout_s=60)
@@ -128,7 +128,7 @@ def prepare_first(layout: str, root: str) -> str:
     dist.barrier()
     assert os.listdir(root) == []
     for step in range(3):
-        # The rank of this number does not save before the other is back at its training.
+        # The rank of this number saves only when the other has gone back to its training.
         if step == rank:
             dist.barrier()
         with Watched() as seen:

@@ -1,11 +1,11 @@
 """Every layout's checkpoint loads into other layouts, bit for bit, and all of it.
 
 Each layout is trained and saved once by real processes.  Then each layout's processes build a target and load
-checkpoints of several (at night: all) layouts one after another, each time with other weights and optimizers
-without state; what they then hold is put together from the memory of all ranks and compared with what the
-saver put together the same way.  Before the save, all elements get other bits, so that there are numbers of
-every kind and not-a-numbers with payloads.  Loads are in full, lenient, or through transforms, in turn (at
-night each in every way), and once for each target with values of every kind beside the model.
+checkpoints of several (at night: all) layouts one after another, each time over other weights and optimizers
+without state.  The loaded state is joined from the memory of all ranks and compared with the saved one, which
+was joined in the same way.  Before the save, all elements get other bits, so that there are numbers of every
+kind and not-a-numbers with payloads.  Loads are in full, lenient, or through transforms, in turn (at night
+each in every way), and once for each target with values of every kind beside the model.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def by_rows(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def scramble(trained: models.Trained) -> None:
-    """Give every element other bits, the same for the same bits: not-a-numbers among them."""
+    """Replace the bits of every element, equal bits by equal ones, such that not-a-numbers are among them."""
     states = [state for optimizer in trained.optimizers for state in optimizer.state.values()]
     held = [tensor for part in trained.parts for tensor in (*part.parameters(), *part.buffers())]
     held += [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
@@ -91,7 +91,7 @@ def save_several(layouts: list[str], root: str) -> None:
 
 
 def forget(trained: models.Trained) -> None:
-    """Make a target as if it were new: other weights, and optimizers without states."""
+    """Make a target like a new one: with other weights, and optimizers without states."""
     with torch.no_grad():
         for part in trained.parts:
             for tensor in (*part.parameters(), *part.buffers()):
@@ -102,9 +102,9 @@ def forget(trained: models.Trained) -> None:
 
 
 def load_all(layout: str, root: str, saved: list[tuple[str, str]]) -> dict[tuple[str, str], list[str]]:
-    """Load each checkpoint, in a way, into a target that is as if it were new; return what differs."""
+    """Load each checkpoint in its way into a target like a new one; return the names that differ."""
     differing: dict[tuple[str, str], list[str]] = {}
-    # Its groups of ranks are made once: that takes longer than the loads.
+    # The groups of ranks are made only once, as that takes longer than the loads.
     trained = models.build(layout, steps=0, seed=1)
     for source, way in saved:
         forget(trained)
@@ -144,7 +144,7 @@ def unlike_saved(trained: models.Trained, state: dict[str, Any], truth: str) -> 
 
 
 def ways(target: str, layouts: list[str]) -> list[tuple[str, str]]:
-    """Return from which checkpoints to load, and how."""
+    """Return the checkpoints to load, each with the way of the load."""
     sources = partners(target, layouts)
     if is_night():
         return [(source, way) for source in sources for way in WAYS]
@@ -152,7 +152,7 @@ def ways(target: str, layouts: list[str]) -> list[tuple[str, str]]:
 
 
 def plain_names(part: torch.nn.Module) -> list[str]:
-    """Return the names of the tensors of which this rank holds something."""
+    """Return the names of the tensors of which this rank has elements."""
     if isinstance(part, FullyShardedDataParallel):
         return flat_truth.names_held(part)
     held = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in part.state_dict().items()}

@@ -1,4 +1,4 @@
-"""What real servers store is what was saved: other layouts load it, readers see old or new, one saver wins.
+"""Checkpoints on real servers: other layouts load them, readers see the old or the new one, one saver wins.
 
 `test_matrix` is the whole matrix of layouts, on a local disk.  Here a few of them save to each server that
 `scripts/servers` has up, and load from there.
@@ -61,7 +61,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def save_all(place: Place) -> dict[str, tuple[str, ...]]:
-    """Save in each layout, that of replicas in the background; return what reports warn of."""
+    """Save in each layout, that of replicas in the background; return the warnings of the reports."""
     os.environ.update(place.variables)
     warnings = {}
     for layout in SAVED:
@@ -71,7 +71,7 @@ def save_all(place: Place) -> dict[str, tuple[str, ...]]:
             torch.save((truth, scheduler_state(trained), trained.progress), f"{place.truths}/{layout}.truth")
         state = models.state(trained)
         pending = reknit.save(f"{place.url}/{layout}", state, step=2, wait=wait, options=OPTIONS)
-        if not wait:  # what happens to the state now is not saved
+        if not wait:  # this change of the state comes too late to be saved
             models.train_step(trained, 3)
         warnings[layout] = pending.result(LIMIT_S).warnings
     assert reknit.close(LIMIT_S)
@@ -79,7 +79,7 @@ def save_all(place: Place) -> dict[str, tuple[str, ...]]:
 
 
 def load_all(layout: str, place: Place) -> dict[str, list[str]]:
-    """Load each checkpoint into a target that is as if it were new; return what differs."""
+    """Load each checkpoint into a target like a new one; return the names that differ."""
     os.environ.update(place.variables)
     differing = {}
     trained = models.build(layout, steps=0, seed=1)
@@ -100,12 +100,12 @@ def test_checkpoints_on_a_server_load_into(layout: str, place: Place) -> None:
 
 
 def version_of(value: int) -> dict[str, Any]:
-    """Return a state all of which tells its version."""
+    """Return a state in which every value is the version."""
     return {"model": {"a": np.full(NBYTES, value, np.uint8), "b": np.full(77, value)}, "extra": [value] * 9}
 
 
 def read_while_overwritten(place: Place) -> list[int]:
-    """Overwrite on one rank, and load on the other until the last version is there; return what it saw."""
+    """Overwrite on one rank, and load on the other up to the last version; return the loaded versions."""
     os.environ.update(place.variables)
     rank, url = dist.get_rank(), f"{place.url}/overwritten"
     if rank == 0:
@@ -126,7 +126,7 @@ def read_while_overwritten(place: Place) -> list[int]:
 
 
 def version_loaded(url: str) -> int:
-    """Load, and return which version it is, all of it."""
+    """Load, check that all values are of one version, and return that."""
     target = version_of(99)
     report = reknit.load(url, target, group=SoloGroup(), options=reknit.LoadOptions(timeout_s=LIMIT_S))
     version = report.step
@@ -145,7 +145,7 @@ def test_a_reader_of_a_checkpoint_that_is_overwritten_sees_old_or_new(place: Pla
 
 
 def save_at_once(place: Place) -> str:
-    """Save to one path from both ranks, as jobs of their own; return what became of this one."""
+    """Save to one path from both ranks, as jobs of their own; return the outcome on this rank."""
     os.environ.update(place.variables)
     rank, outcome = dist.get_rank(), "saved"
     dist.barrier()

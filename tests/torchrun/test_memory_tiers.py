@@ -25,7 +25,7 @@ FAST = "mem://run/latest"
 
 
 def on_hosts(root: str) -> str:
-    """Let each pair of ranks be a host: with a name, and memory that no other host sees."""
+    """Make each pair of ranks a host, with a name, and with memory that no other host sees."""
     host = dist.get_rank() // 2
     os.environ["REKNIT_HOST"] = f"host{host}"
     os.environ["REKNIT_MEMORY"] = f"{root}/memory{host}"

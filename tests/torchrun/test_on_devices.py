@@ -1,9 +1,9 @@
-"""What a background save stores of a model on a device is what was there at the call, whatever the timing.
+"""A background save of a model on a device stores the values at the call, at any timing of the device.
 
-Real ranks train on simulated devices, whose streams take their time as a seed says.  Each save is called
-while writes are queued, and after the call all that was saved is overwritten at once: by a step, on the
-current stream, and on a side stream.  The save before is under way until then.  Each checkpoint is loaded
-into another model, whose own writes are queued, and compared with what the rank had.
+Real ranks train on simulated devices, whose streams are slow at random, by a seed.  Each save is called while
+writes are queued and the save before is under way.  After the call all saved tensors are overwritten at once:
+by a step, on the current stream, and on a side stream.  Each checkpoint is loaded into another model, whose
+own writes are queued, and compared with a copy of the rank's values.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FOUR_RANKS = ("pp-2xfsdp2-2",)
 
 
 def memory(trained: models.Trained) -> dict[str, torch.Tensor]:
-    """Return what this rank holds on its device, by name."""
+    """Return the tensors of this rank on its device, by name."""
     found: dict[str, Any] = {}
     for number, (part, optimizer) in enumerate(zip(trained.parts, trained.optimizers, strict=True)):
         tensors = [*part.named_parameters(), *part.named_buffers()]
@@ -51,19 +51,19 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 def copied(trained: models.Trained) -> dict[str, torch.Tensor]:
-    """Return copies on the host."""
+    """Return copies of the tensors on the host."""
     return {name: tensor.to("cpu", copy=True) for name, tensor in memory(trained).items()}
 
 
 def count(tensors: dict[str, torch.Tensor]) -> None:
-    """Make each number the next one that there is."""
+    """Set each number to the next larger one of its type."""
     for tensor in tensors.values():
         if tensor.dtype == torch.float32 and tensor.ndim:
             tensor.view(torch.int32).add_(1)
 
 
 def overwrite(trained: models.Trained) -> None:
-    """Write to all that was saved, on the current stream and on another that waits for it."""
+    """Write to all saved tensors, on the current stream and on another that waits for it."""
     tensors = list(memory(trained).values())
     device = models.device_of(trained.parts[0])
     side: Any = torch.get_device_module(device).Stream(device)
@@ -91,9 +91,9 @@ def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
 
 
 def save_and_load(layouts: tuple[str, ...], folder: str, device_type: str, num_seeds: int) -> dict[str, Any]:
-    """Return what differs, by checkpoint, and how many shards a lazy save of each layout copied later."""
+    """Return the names that differ, by checkpoint, and the number of deferred shards, by layout."""
     device, place, rank = joined(device_type)
-    deferred.SMALL_NBYTES = 64  # all that can be watched is copied later, however small the model
+    deferred.SMALL_NBYTES = 64  # tensors that can be watched are copied later, although the model is small
     lengths = lengths_of_deferred()
     found = dict[str, Any]()
     for layout in layouts:
@@ -119,7 +119,7 @@ def save_and_load(layouts: tuple[str, ...], folder: str, device_type: str, num_s
 
 
 def saved(path: str, trained: models.Trained, stage: Any, seed: int) -> tuple[str, Any, dict[str, Any]]:
-    """Begin to save what is being written, and overwrite it by a step; return what is to be stored, too."""
+    """Begin a save over queued writes, and overwrite the state by a step; return the expected values, too."""
     options = reknit.SaveOptions(durability="process", timeout_s=60, stage=stage)
     models.train_step(trained, seed)
     expected = copied(trained)
@@ -132,7 +132,7 @@ def saved(path: str, trained: models.Trained, stage: Any, seed: int) -> tuple[st
 
 
 def lengths_of_deferred() -> list[int]:
-    """Return a list to which each lazy save adds how many shards it copies later."""
+    """Return a list to which each lazy save adds the number of shards that it copies later."""
     lengths, hold = list[int](), deferred.Deferred.hold
 
     def recorded(self: deferred.Deferred, wait: Any) -> None:
@@ -144,7 +144,7 @@ def lengths_of_deferred() -> list[int]:
 
 
 def loaded(target: models.Trained, path: str, pending: Any, expected: dict[str, torch.Tensor]) -> list[str]:
-    """Load a checkpoint over writes that are still queued; return what differs."""
+    """Load a checkpoint over writes that are still queued; return the names that differ."""
     assert pending.result(LIMIT_S).warnings == ()
     forget(target)
     reknit.load(path, models.state(target), options=reknit.LoadOptions(timeout_s=60))

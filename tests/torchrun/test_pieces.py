@@ -1,4 +1,4 @@
-"""What the tests compare reknit with: pieces of all ranks make what was distributed, however it was cut."""
+"""The pieces of all ranks make the tensor that was distributed, however it was cut, as other tests assume."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.torchrun import pieces
 
 
 def distribute() -> list[str]:
-    """Cut tensors in every way over two dimensions; return what comes back different."""
+    """Cut tensors in every way over two dimensions; return the cuts that come back changed."""
     mesh = init_device_mesh("cpu", (2, 2))
     known = {f"{m}x{n}": torch.randn(m, n) for m, n in ((8, 4), (7, 5), (3, 1), (1, 2))}
     ways = itertools.product((Replicate(), Shard(0), Shard(1)), repeat=2)
@@ -30,7 +30,7 @@ def distribute() -> list[str]:
 
 
 def shard_what_is_parallel() -> list[str]:
-    """Shard a tensor-parallel model, in sizes that do not divide; return what comes back different."""
+    """Shard a tensor-parallel model in sizes that do not divide; return the names that come back changed."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(*(nn.Sequential(nn.Linear(3, n), nn.Linear(n, 3)) for n in (8, 7, 5, 3, 1)))
     known = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -58,5 +58,5 @@ def test_shards_of_parallel_tensors_are_put_together() -> None:
 
 def test_replicas_that_differ_are_an_error() -> None:
     run(2, disagree, 2)
-    with pytest.raises(AssertionError, match="ranks differ in what they hold of w"):
+    with pytest.raises(AssertionError, match="ranks differ in elements of w"):
         run(2, disagree, 1)

@@ -71,5 +71,5 @@ def test_a_run_that_torchrun_starts_again_goes_on_from_what_agents_of_the_dead_o
     assert done.returncode == 0, done.stderr
     assert f"before: {root}/step_1" in done.stdout
     assert done.stdout.count(f"after: {root}/step_2") == 2
-    assert f"{root}/step_2/pending." in done.stderr, "the warning names what may yet commit"
+    assert f"{root}/step_2/pending." in done.stderr, "the warning names the save that may yet commit"
     assert all(reknit.verify(root / f"step_{step}", "data").ok for step in (1, 2, 3))

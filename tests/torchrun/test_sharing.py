@@ -1,4 +1,4 @@
-"""Real processes that read together, on one host and over several: what they hold, and what left the disk."""
+"""Real processes that read together, on one host and over several: their values, and the bytes of disks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ on_hosts = pytest.mark.parametrize("hosts", HOSTS.values(), ids=list(HOSTS))
 
 
 class Counted(FaultyStorage):
-    """A disk that likes to be read in small pieces, and counts the bytes of tensors that it is asked for."""
+    """A disk that is read in small pieces, and counts the bytes of tensors that are read."""
 
     cell_nbytes = 8 * MIB
     nbytes = 0
@@ -50,7 +50,7 @@ class Counted(FaultyStorage):
 
     @property
     def reading(self) -> Reading:
-        """Read only what is wanted."""
+        """The sizes of reads, such that no unwanted bytes are read."""
         return Reading(0, 0.0, self.cell_nbytes)
 
     def read_into(self, path: str, start: int, buffers: list[memoryview]) -> None:
@@ -67,7 +67,7 @@ class Counted(FaultyStorage):
 
 
 def become(hosts: str, *, bucket_nbytes: int = 32 * MIB) -> int:
-    """Go to this rank's host, count what it reads from ``counted://``, and return the rank."""
+    """Set this rank's host, count its reads from ``counted://``, and return the rank."""
     rank = dist.get_rank()
     os.environ["REKNIT_HOST"] = hosts[rank]
     vars(share_out)["BUCKET_NBYTES"] = bucket_nbytes
@@ -76,7 +76,7 @@ def become(hosts: str, *, bucket_nbytes: int = 32 * MIB) -> int:
 
 
 def taken() -> int:
-    """Return how many bytes left the disk on all ranks since this was last asked."""
+    """Return the number of bytes that all ranks have read from the disk since the last call."""
     total = torch.tensor([Counted.nbytes])
     dist.all_reduce(total)
     Counted.nbytes = 0
@@ -240,6 +240,6 @@ def test_replicas_of_tensor_parallel_shards_share_what_they_read(tmp_path: Path,
     for touched, off, auto in run(WORLD, load_distributed, str(tmp_path / "x"), hosts):
         assert touched[0] == off[0] == auto[0] == []
         assert touched[1] == 5 * matrix("replicas").nbytes
-        # Halves of rows, one tensor by replicas, are read by each rank alone where many lie in a cell.
+        # If many halves of rows lie in a cell, each rank reads its own alone; one such tensor has replicas.
         nbytes = matrix("replicas").nbytes
         assert 5 * nbytes <= off[1] <= 6 * nbytes

@@ -77,7 +77,7 @@ def test_kernels_go_on_after_the_driver_refused_to_pin(caplog: pytest.LogCapture
     assert unpin is not None
     devices.log_refused.cache_clear()
     with caplog.at_level(logging.WARNING, "reknit"):
-        assert devices.pin(memory, device) is None  # it is registered already
+        assert devices.pin(memory, device) is None  # the memory is already registered
         assert devices.pin(memory, device) is None
     assert torch.ones(3, device=device).sum().item() == 3
     unpin()

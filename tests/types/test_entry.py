@@ -1,4 +1,4 @@
-"""A call that interrupts another one in its thread is refused at once; a turn is had within its time."""
+"""A call that interrupts another one in its thread is refused at once; a turn comes within its time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks in words."""
+"""The text for a set of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `plain` imports, and the simulated device in the place of CUDA; also for `pytest -p`."""
+"""The imports of `plain`, and the simulated device in the place of CUDA; also for `pytest -p`."""
 
 import tests.warm.plain  # noqa: F401
 from reknit.testing.accelerator import install

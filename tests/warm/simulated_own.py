@@ -1,4 +1,4 @@
-"""What `plain` imports, and the simulated device as a device type of its own; also for `pytest -p`."""
+"""The imports of `plain`, and the simulated device as a device type of its own; also for `pytest -p`."""
 
 import tests.warm.plain  # noqa: F401
 from reknit.testing.accelerator import install

@@ -19,13 +19,13 @@ DTYPES = ("uint8", "int16", "float32", "float64", "complex128", "bool")
 
 
 def chunked(length: int, parts: int) -> list[tuple[int, int]]:
-    """Cut a length as torch.chunk does, with empty parts at the end: (start, length)."""
+    """Return (start, length) of each part of a length, cut as by torch.chunk, with empty parts at the end."""
     size = -(-length // parts) if length else 0
     return [(min(k * size, length), max(min(size, length - k * size), 0)) for k in range(parts)]
 
 
 def spread(shape: tuple[int, ...], size: int, rng: random.Random) -> list[Part]:
-    """Return a random layout of a tensor over `size` ranks; every element is held by somebody."""
+    """Return a random layout of a tensor over `size` ranks; some rank holds each element."""
     ranks = tuple(range(size))
     groups = rng.choice([g for g in range(1, size + 1) if size % g == 0])
     teams = [ranks[k :: size // groups] for k in range(size // groups)]  # replicas share a team
@@ -64,7 +64,7 @@ def _flat(
 def cut_with_counters(size: int, rows: int) -> tuple[Model, dict[str, list[Part]]]:
     """Return a state like that of trained models, and its layout: rows on each rank, and counters on all.
 
-    Between every two large tensors stands a small one; `rows` of 1 KiB are what a rank has of each.
+    A small tensor stands between every two large ones, of which each rank has `rows` of 1 KiB.
     """
     model, layout = Model(0, 0), dict[str, list[Part]]()
     ranks = tuple(range(size))
@@ -120,5 +120,5 @@ def held(shards: list[Shard]) -> Holdings:
 
 
 def wants(shards: list[Shard]) -> Wanted:
-    """Return a wish for exactly these shards."""
+    """Return a `Wanted` with exactly these shards."""
     return Wanted(("model",), tuple(shards))

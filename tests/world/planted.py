@@ -1,4 +1,4 @@
-"""Objects with an exception in one of their methods, by the call that meets it."""
+"""Objects with an exception in one of their methods, by the call that raises it."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class ByProperty:
         return fails()
 
     def load_state_dict(self, state: Any) -> None:
-        """Take nothing."""
+        """Load nothing."""
 
 
 class Entries(Mapping[str, Any]):
-    """A mapping whose entries cannot be looked at."""
+    """A mapping whose entries cannot be read."""
 
     def __getitem__(self, key: str) -> Any:
         return fails()
@@ -58,7 +58,7 @@ class Entries(Mapping[str, Any]):
 
 
 class Locked(dict[str, Any]):
-    """A dict that takes no other values."""
+    """A dict that refuses other values."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         fails()
@@ -71,10 +71,10 @@ class Stream:
         return {"at": 3}
 
     def check_stream(self, state: Any) -> None:
-        """Take any state."""
+        """Accept any state."""
 
     def load_stream(self, state: Any) -> None:
-        """Go on there."""
+        """Go on at that position."""
 
 
 class Shards:
@@ -90,7 +90,7 @@ class Shards:
         return shards
 
     def load_shards(self, state: Any, shards: Sequence[LoaderShard]) -> None:
-        """Go on with these."""
+        """Go on with these shards."""
 
 
 class Extra(nn.Module):
@@ -98,7 +98,7 @@ class Extra(nn.Module):
         return {"n": 1}
 
     def set_extra_state(self, state: Any) -> None:
-        """Take it."""
+        """Accept the state."""
 
 
 class Bag:
@@ -122,7 +122,7 @@ class Bags:
             yield Held("w", (2,), "float32", (0,), (2,), value.memory)
 
     def restore(self, value: Bag, held: Sequence[Held], values: Mapping[str, Any]) -> None:
-        """Take nothing."""
+        """Load nothing."""
 
 
 def planted(make: Callable[[], Any], *names: str) -> Any:

@@ -53,7 +53,7 @@ class Hub:
 
     @property
     def num_swaps(self) -> int:
-        """How many exchanges were begun."""
+        """The number of exchanges that were begun."""
         return sum("swap" in {kind for kind, _ in call.values()} for call in self.calls)
 
     @property
@@ -65,7 +65,7 @@ class Hub:
 
 
 class ThreadCarrier:
-    """Carries bytes between ranks that are threads; a rank that no longer waits has brought its part."""
+    """A carrier of bytes between ranks that are threads; a rank that stops waiting has contributed before."""
 
     def __init__(self, hub: Hub, rank: int) -> None:
         self.size, self._hub, self._rank = hub.size, hub, rank
@@ -77,11 +77,11 @@ class ThreadCarrier:
         return "a queue of the test"
 
     def reserve(self, send_nbytes: int, receive_nbytes: int) -> None:
-        """Note the largest swap."""
+        """Record the size of the largest swap."""
         self._reserved = send_nbytes, receive_nbytes
 
     def release(self) -> None:
-        """Need nothing any more."""
+        """Release nothing, as a queue does not need it."""
 
     def all_well(self, check: Callable[[], None], *, well: bool) -> bool:
         """Return whether all ranks pass True."""
@@ -129,7 +129,7 @@ class ThreadCarrier:
 
 
 class CellStorage(CountingStorage):
-    """A store in memory that likes to be read in small pieces, and counts them."""
+    """A store in memory that is read in small pieces, and counts them."""
 
     def __init__(self, name: str, cell_nbytes: int) -> None:
         super().__init__(name)
@@ -138,11 +138,11 @@ class CellStorage(CountingStorage):
 
     @property
     def reading(self) -> Reading:
-        """Read nothing that is not wanted, and little at once."""
+        """The sizes of reads: small, and without unwanted bytes."""
         return Reading(0, 0.0, self._cell_nbytes)
 
     def read_runs(self, path: str, starts: NDArray[np.int64], nbytes: int, buffer: memoryview) -> None:
-        """Count runs that are read at once, which no other rank is asked for."""
+        """Count runs that are read at once, which no other rank reads."""
         self.num_strided += 1
         super().read_runs(path, starts, nbytes, buffer)
 
@@ -185,7 +185,7 @@ class World:
         carries: bool = True,
         lenient: tuple[str, ...] = (),
     ) -> list[LoadReport]:
-        """Let every rank load its shards, and with them the items that they are of."""
+        """Let every rank load its shards, as parts of their items."""
         each = [options] * len(self.hosts) if isinstance(options, LoadOptions) else options
 
         def rank(group: Group) -> LoadReport:
@@ -214,22 +214,22 @@ class World:
 
     @property
     def reads(self) -> list[tuple[str, int, int]]:
-        """The ranges of tensors' files that left the store."""
+        """The ranges of tensors' files that were read from the store."""
         return [asked for store in self.stores for asked in store.asked if asked[0].endswith(".safetensors")]
 
     @property
     def nbytes(self) -> int:
-        """How many bytes of tensors' files left the store."""
+        """The number of bytes of tensors' files that were read from the store."""
         return sum(nbytes for _, _, nbytes in self.reads)
 
     @property
     def num_strided(self) -> int:
-        """How many reads took several runs at once."""
+        """The number of reads that took several runs at once."""
         return sum(store.num_strided for store in self.stores)
 
     @property
     def most(self) -> int:
-        """How often the byte left the store that did so most often."""
+        """The largest number of reads of one byte."""
         ends = {path: start + nbytes for path, start, nbytes in sorted(self.reads)}
         times = {path: np.zeros(max(end, self.stores[0].size(path)), np.int64) for path, end in ends.items()}
         for path, start, nbytes in self.reads:

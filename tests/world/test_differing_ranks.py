@@ -27,7 +27,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.bool, torch.complex128, torch.flo
 
 
 def drawn(rank: int) -> State:
-    """Return a state of which all ranks hold some, and each some for itself: nothing says which."""
+    """Return a state with values common to all ranks, and values of one rank, without a mark on either."""
     random = torch.Generator().manual_seed(rank)
     tensors = {str(kind): torch.rand(2, 3, generator=random).to(kind) for kind in DTYPES}
     return {

@@ -127,7 +127,7 @@ def _outcomes(action: Any) -> list[Outcome]:
 
 
 def value_in(storage: Storage) -> int | None:
-    """Return the value of the checkpoint here, which is whole, or None without one."""
+    """Return the value of the checkpoint here after a full check, None without a checkpoint."""
     try:
         report = verify(storage, "data", LoadOptions())
     except CheckpointNotFoundError:

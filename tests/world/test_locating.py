@@ -49,7 +49,7 @@ PAIRS: Layout = {
 
 
 def saved(name: str) -> ProcessMemory:
-    """Save with each rank's share of the rows in a file of its own."""
+    """Save on all ranks: the rows of each rank are in a file of its own."""
     ProcessMemory.clear(name)
     save_on(model(), SHARDED, SIZE, ProcessMemory(name))
     return ProcessMemory(name)

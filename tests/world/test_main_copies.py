@@ -1,4 +1,4 @@
-"""Values of which one rank has the main copy: it is saved, and where no rank has it the save fails on all."""
+"""Values with a main copy on one rank: that copy is saved, and without it the save fails on all ranks."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def reported(error: BaseException, *, own: bool) -> str:
-    """Return the text of an error that is as it should be."""
+    """Check the form of an error, and return its text."""
     assert isinstance(error, reknit.ReknitError)
     assert "PlantedError: boom" in error.message
     assert error.remedy
@@ -33,7 +33,7 @@ def reported(error: BaseException, *, own: bool) -> str:
 
 
 def of_all(act: Callable[[dict[str, Any], Group | None], object], make: Callable[[], Any]) -> list[str]:
-    """Return the error of a process that is alone, and those of two ranks of which one has the object."""
+    """Return the error of a single process, and those of two ranks of which one has the object."""
     with pytest.raises(reknit.ReknitError) as alone:
         act({"odd": make()}, None)
 

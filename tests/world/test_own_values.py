@@ -1,4 +1,4 @@
-"""Values of ranks' own: nothing is replaced without a word."""
+"""Values of ranks' own: nothing is replaced without an error or a report."""
 
 from __future__ import annotations
 

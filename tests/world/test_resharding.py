@@ -205,7 +205,7 @@ def test_every_replica_writes_its_share(content: int, spread: int, size: int) ->
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 16, 64])
 def test_scalars_of_all_ranks_cost_no_blocks(size: int) -> None:
-    """As FSDP2 holds an optimizer: large tensors cut by rows, and a step counter for each on every rank."""
+    """The layout is that of an optimizer under FSDP2: large tensors cut by rows, and many step counters."""
     model = Model(0, 0)
     layout: dict[str, list[Part]] = {}
     wide = (3 << 20) if size <= 8 else (1 << 19)

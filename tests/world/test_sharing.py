@@ -325,7 +325,7 @@ def test_casts_transposed_targets_and_columns_go_along_with_shared_reads(
         assert report.cast == ("model/cast",)
         assert report.nbytes_received > 0
     if options is OFF:
-        # Two columns are read by the three ranks alone: as runs, which nobody else would want just so.
+        # Each of three ranks reads two columns alone, as runs, which no other rank wants in that form.
         once = sum(model.arrays[name].nbytes for name in ("cast", "turned", "whole"))
         assert world.nbytes == once + 3 * 900 * 2 * 8
 

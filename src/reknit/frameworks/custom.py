@@ -49,7 +49,7 @@ class Held:
     `reknit.types.dtype.ITEMSIZE`.  The box begins at `offsets` and is as long as `lengths`; a tensor of which
     a rank has several boxes is several of these objects.  `memory` has the elements of the box.  It is a
     NumPy array or a torch tensor of that shape (any strides, any device), or an object with the buffer
-    protocol or DLPack (contiguous).  It is read while a save lasts, and filled by a load. `replicas` are the
+    protocol or DLPack (contiguous).  It is read while a save lasts, and filled by a load.  `replicas` are the
     numbers of all ranks that hold this box with equal bytes, if the framework can determine them without
     communication.
     """
@@ -78,7 +78,7 @@ class CustomFramework(Protocol):
         """Return whether this framework is for the value.  It is called for every value in every state."""
 
     def holdings(self, value: Any, rank: int, size: int) -> Iterable[Held | Value]:
-        """Return the tensors and values that `rank` of the `size` ranks of a save or load has of a value.
+        """Return the parts of a value, tensors and plain values, that `rank` of `size` ranks holds.
 
         Sends no messages and changes nothing.  Several ranks may return the same box, with equal bytes.
         """
@@ -86,8 +86,8 @@ class CustomFramework(Protocol):
     def restore(self, value: Any, held: Sequence[Held], values: Mapping[str, Any]) -> None:
         """Take over the loaded contents: the memory of `held` is filled, and `values` are by name.
 
-        Both contain the results of `holdings` that were loaded.  If the memory is the value's own, nothing is
-        left to do for it.
+        Both contain the loaded results of `holdings`.  Memory that belongs to the value is already
+        restored.
         """
 
 
@@ -136,7 +136,7 @@ def _loaded(entry: EntryPoint) -> CustomFramework:
     try:
         found = entry.load()
         framework = found() if isinstance(found, type) else found
-    except Exception as error:  # of a user's code: the error names the distribution
+    except Exception as error:  # a user's code may raise any error, which has to name the distribution
         raise shortage(error) or UsageError(
             f"{what} cannot be loaded: {type(error).__name__}: {error}",
             remedy=f"correct or uninstall {origin.removeprefix('the distribution ')}",

@@ -1,4 +1,4 @@
-"""Fresh arrays to read into, in the library and layout that the caller asks for, and values beside them."""
+"""New arrays to read into, in the requested library and layout, and values with their tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from reknit.types.shard import Tagged, TensorSpec, full_name
 
 
 class Fresh(NamedTuple):
-    """A new tensor, and this rank's boxes of it, each with its memory."""
+    """A new tensor, and its boxes on this rank, each with its memory."""
 
     tensor: Any
     parts: tuple[tuple[Box, Any], ...]
@@ -88,7 +88,7 @@ def _cut(place: Place, spec: TensorSpec, device: Any, mesh: Any, placements: Any
 def _fitting(placement: Any, ndim: int) -> Any:
     """Return a placement for a tensor of `ndim` dimensions; its dimension is counted from the first.
 
-    One sharding serves all tensors, also those (a bias, a counter) that lack a dimension which it cuts.
+    One sharding serves all tensors, even tensors (a bias, a counter) without the dimension that it cuts.
     """
     from torch.distributed.tensor import Replicate, Shard
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from reknit.frameworks.walk.walk import Assign, Place
 
 _REPLICATED = "~l"
-"""Path element of the state of a loader that all ranks share; no escaped key looks like it."""
+"""Path element of the state of a loader that all ranks share; it differs from all escaped keys."""
 _SHARD = "~p"
 """Path element of a shard."""
 
@@ -47,7 +47,7 @@ class LoaderAdapter(Adapter):
     """Data loaders that can continue in another layout."""
 
     def matches(self, value: Any) -> bool:
-        """Return whether this is such a loader."""
+        """Return whether this is a loader that can continue in another layout."""
         return _has(value, _SHARDED) or _has(value, _STREAM)
 
     def collect(self, value: Any, place: Place, saving: Saving) -> None:
@@ -106,7 +106,7 @@ def _why(error: StateError) -> str:
 
 
 def _number(place: Place) -> int:
-    """Return the number that stands for the loader at a place in coordinates, which hold only numbers."""
+    """Return the number that identifies a loader in coordinates, which hold only numbers."""
     return zlib.crc32(place.fqn.encode())
 
 

@@ -123,7 +123,7 @@ def record_of(array: Any) -> dict[str, Any]:
 
 
 def conflict(saved: Mapping[str, Any], present: Mapping[str, Any]) -> str | None:
-    """Return the reason why an array with one record cannot become one with another; None if it can."""
+    """Return the reason why an array cannot change from the saved to the present record, or None."""
     made_for, mine = saved.get("keys"), present.get("keys")
     if made_for is None or mine is None or made_for == mine:
         return None
@@ -139,7 +139,7 @@ def trained(tensor: Any, record: Mapping[str, Any]) -> Any:
 
 
 def from_neutral(value: Any) -> Any:
-    """Return the value that `to_neutral` made neutral, sharing no memory with its argument.
+    """Return the original of a value from `to_neutral`, without sharing memory with the argument.
 
     Placeholders of tensors that are stored elsewhere, `Tagged("tensor", ...)` and `Tagged(COMPOSITE, ...)`,
     are kept.
@@ -148,7 +148,7 @@ def from_neutral(value: Any) -> Any:
 
 
 def placed_as(value: Any, present: Any) -> Any:
-    """Return a value with its JAX arrays placed like those at the same paths of `present`, if alike."""
+    """Return a value with JAX arrays placed like the arrays of equal shape at their paths in `present`."""
     if sys.modules.get(_JAX) is None:
         return value
     jax_values = import_module(_JAX_VALUES)

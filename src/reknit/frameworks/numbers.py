@@ -21,7 +21,7 @@ def is_number(value: object) -> bool:
 
 
 def misfit(number: Any, dtype: str, *, cast: bool = False) -> str | None:
-    """Return why a saved number cannot become an element of a dtype here; None if it can.
+    """Return the reason why a saved number cannot become an element of a dtype, or None.
 
     With `cast` it may be rounded, as tensors are: a float of Python is a float64, an integer an int64.  A
     float never becomes an integer, and a number never a boolean.  Zero keeps its sign, and NaN is NaN.
@@ -47,10 +47,10 @@ def element(number: Any, dtype: str) -> NDArray[Any]:
     if dtype in INTEGERS:
         return np.asarray(int(number), kind)
     array = np.asarray(number if _is_complex(number) else float(number))
-    with np.errstate(over="ignore", invalid="ignore"):  # numbers that are too large become infinite, or NaN
+    with np.errstate(over="ignore", invalid="ignore"):  # too large numbers become infinite, or NaN
         if kind.itemsize < 4:
             array = array.astype(np.float32)
-            if dtype == "float8_e4m3fn":  # it has no infinity: the largest number stands for more
+            if dtype == "float8_e4m3fn":  # without infinity: the largest number replaces larger ones
                 array = np.clip(array, -448, 448)
         return array.astype(kind)
 
@@ -59,8 +59,8 @@ def read_as(dtype: str, target: Any, *, cast: bool = False) -> tuple[str, str | 
     """Return the dtype in which to read a saved element that becomes a number like `target`.
 
     Returns as well the reason why it cannot become one, or None.  Each element of its dtype has to fit, or,
-    with `cast`, be rounded.  An integer of Python holds those of any dtype, a float of Python is a float64,
-    and a boolean is not a number.
+    with `cast`, be rounded.  An integer of Python holds integers of any dtype, a float of Python is a
+    float64, and a boolean is not a number.
     """
     integer = isinstance(target, int) and dtype in INTEGERS
     wanted = dtype if integer else _dtype_of(target)

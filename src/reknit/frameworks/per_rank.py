@@ -38,7 +38,7 @@ logger = logging.getLogger("reknit")
 
 @checked_call
 class PerRank:
-    """A value, or an object with `state_dict` and `load_state_dict`, of which every rank has its own.
+    """A value, or an object with `state_dict` and `load_state_dict`, that differs between ranks.
 
     It is saved under this rank's coordinate: its number, or its place on `mesh` by the names of the mesh's
     dimensions, or the `coordinate` given.  It is restored only if the loading ranks have the same coordinates
@@ -161,7 +161,7 @@ class RngState(PerRank):
         return str(restored.left)
 
     def _refused(self, state: Any) -> tuple[str | None, str]:
-        """Return why generators cannot take a saved state, or None, and the generators left unchanged.
+        """Return the reason why generators cannot take a state, or None, and the generators left unchanged.
 
         The attempt does not use the generators of this process.
         """
@@ -236,7 +236,7 @@ class PerRankAdapter(Adapter):
             def restore() -> None:
                 value._restore(state)
 
-            loading.later(restore)  # not early: other objects may draw random numbers while they are loaded
+            loading.later(restore)  # last, since other objects may draw random numbers while they are loaded
         elif is_stateful(value.value):
             hand_over(value.value, lambda: value.value.load_state_dict(state), loading)
         else:
@@ -248,7 +248,7 @@ class PerRankAdapter(Adapter):
 
 
 def _conflict(present: Any, state: Any, place: Place, loading: Loading) -> str | None:
-    """Return why arrays in a saved value cannot become the present ones, or None."""
+    """Return the reason why arrays in a saved value cannot become the present arrays, or None."""
     records = {path: record_of(array) for path, array in tensors_of(state, place, loading).items()}
     records = {path: record for path, record in records.items() if "keys" in record}
     if not records or (is_stateful(present) and has_effects(present)):
@@ -260,7 +260,7 @@ def _conflict(present: Any, state: Any, place: Place, loading: Loading) -> str |
 
 
 def _fitted(state: Any, present: Any, *, cast: bool) -> tuple[Any, str | None]:
-    """Return a saved number as the present tensor without dimensions has it, or the other way round.
+    """Return a saved number in the form of the present scalar tensor, or a saved scalar tensor as a number.
 
     Returns as well the reason why it cannot become one, or None.  Other values are returned unchanged.
     """
@@ -303,7 +303,7 @@ def _as_tensor(array: NDArray[Any], present: Any) -> Any:
 def _was_saved(place: Place, loading: Loading) -> bool:
     """Return whether some rank saved its own value here.
 
-    Only one rank of each kind of coordinate is looked at.
+    This checks one rank for each kind of coordinate.
     """
     first = {
         frozenset(coordinate): dict(coordinate)

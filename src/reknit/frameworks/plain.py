@@ -100,7 +100,7 @@ def _memory(tensor: Any, base: NDArray[Any]) -> tuple[Any, ...]:
 
 
 class TensorAdapter(Adapter):
-    """Tensors of any library, where they are."""
+    """Tensors of any library, which are saved and filled in place."""
 
     def __init__(self, libraries: tuple[Any, ...]) -> None:
         self._libraries = libraries

@@ -54,7 +54,7 @@ class Accessors:
 
 @dataclass
 class Kept:
-    """Values of a form that is determined by the load."""
+    """Values in the form that the load gives them."""
 
     values: Any = field(default_factory=dict)
 
@@ -79,7 +79,7 @@ class Unfilled:
 
 
 def _completed(state: Any) -> Any:
-    """Return a state with the tensors themselves, now that their values have arrived."""
+    """Return a state with its tensors in place of `Unfilled` memory, after that is filled."""
     return tree.map_leaves(
         state, lambda _, leaf: leaf.filled() if isinstance(leaf, Unfilled) else tree.DESCEND
     )
@@ -99,7 +99,7 @@ class StatefulAdapter(Adapter):
         saving.blob(skeleton(state, place, saving), place.below(tree.SKELETON))
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
-        """Request the object's state; it is handed over complete, in fresh memory."""
+        """Request the object's state, which it receives as a whole, in new memory."""
         record = place.below(tree.SKELETON)
         if not loading.takes(record):
             _want_tensors(value, place, loading)

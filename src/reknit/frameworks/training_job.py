@@ -1,4 +1,4 @@
-"""A job of a framework: its ranks, and the store in which they meet."""
+"""A job of a framework: its ranks, and the store through which they connect."""
 
 from __future__ import annotations
 

@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 Path = tuple["str | int", ...]
 
 SKELETON: Final = "~s"
-"""Path element of a stateful object's own record; no escaped key looks like it."""
+"""Path element of the record of a stateful object; it differs from all escaped keys."""
 
 _PLAIN: Final = frozenset({int, float, complex, str, bytes, bool, type(None)})
-"""Types of most leaves, which need no further checks: histories can be millions of numbers long."""
+"""Types of most leaves, which need no further checks, since lists can have millions of numbers."""
 
 _INTEGER = re.compile(r"-?[0-9]+")
 
 
 COUNTED: Final = 1 << 16
-"""After so many containers, one check finds out whether they are a few containers at many places."""
+"""Number of containers after which one check looks for a few containers at many places."""
 
 _LARGEST_FACTOR: Final = 1000
 _LARGEST_NUMBER: Final = 1 << 20
@@ -117,7 +117,7 @@ def map_leaves(value: Any, leaf: Callable[[Path, Any], Any], where: object = "a 
 
 
 def dotted(path: Path) -> str:
-    """Return a path into a value as Python writes it; attributes look like keys."""
+    """Return a path into a value in the syntax of Python; attributes are written as keys."""
     return "".join(f"[{key!r}]" for key in path)
 
 
@@ -179,8 +179,8 @@ def retuple(like: tuple[Any, ...], values: list[Any]) -> tuple[Any, ...]:
 def any_leaf(value: Any, wanted: Callable[[Any], bool]) -> bool:
     """Return whether `wanted` holds for the value or its contents; it never does for numbers and texts.
 
-    It counts as holding for containers that are too deep or contain themselves: the caller has to refuse
-    these.
+    The result is also True for containers that are too deep or contain themselves, which the caller has to
+    refuse.
     """
     is_open: dict[int, bool] = {}
 

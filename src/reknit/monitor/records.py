@@ -1,4 +1,4 @@
-"""What is recorded: phases, operations of stores, and the number of records that a sink has missed."""
+"""The records: phases, operations of stores, and the number of records that a sink has missed."""
 
 from __future__ import annotations
 

@@ -88,8 +88,8 @@ class Missing(NamedTuple):
 def missing(levels: Sequence[Level], reached: int) -> tuple[list[Missing], list[int | None]]:
     """Return the steps to promote when a run continues after a step, and the newest step of each tier then.
 
-    A step is promoted to a tier if it is newer than the newest step there, if the cadence of the tier selects
-    it, and if `keep` would not remove it at once.
+    A tier receives a step that is newer than its newest step, that its cadence selects, and that its `keep`
+    would not remove at once.
     """
     found: list[Missing] = []
     newest: list[int | None] = []

@@ -39,8 +39,7 @@ class OtherHosts:
     def surplus(self, needed: Callable[[], Iterable[int]]) -> list[str]:
         """Return the folders of removed steps whose files this rank has to remove.
 
-        All ranks call this.  Rank 0 sends the steps that stay: the committed ones, and those that are
-        `needed`.
+        All ranks call this.  Rank 0 sends the steps that stay: the committed and the `needed` steps.
         """
         if not self._asks:
             return []

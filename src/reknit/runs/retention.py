@@ -103,7 +103,7 @@ class Retention:
         return [(step, items) for step, items in doomed if step.path in older]
 
     def prune(self, needed: Container[int] = (), reached: int | None = None) -> list[SavedStep]:
-        """Remove the surplus steps, and return those that were removed; log failures, and dropped items."""
+        """Remove the surplus steps, and return the removed steps; log failures, and dropped items."""
         plan = self._plan(needed, reached)
         removed = [step for step, items in plan if self._removed(step, items) and items is None]
         self._sweep()

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("reknit")
 
 LaterSteps = Literal["refuse", "move", "replace"]
-"""What happens to steps of an earlier run when a new run begins before them."""
+"""The fate of steps of an earlier run when a new run begins before them."""
 
 
 class _Later(NamedTuple):
@@ -67,8 +67,8 @@ class _Later(NamedTuple):
 class RunFolder:
     """The work of rank 0 in the folder of a run, for all ranks.
 
-    `records` has the record of this run in each root, by the URL of the root, once the run has opened the
-    folder for writing: at `resume`, or before the first save.
+    `records` has the record of this run in each root, by the URL of the root.  It is filled when the run
+    opens the folder for writing: at `resume`, or before the first save.
     """
 
     def __init__(self, group: Group, tiers: Tiers, options: SaveOptions, later_steps: LaterSteps) -> None:

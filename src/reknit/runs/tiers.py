@@ -215,7 +215,7 @@ def opened(tiers: object, durability: Durability) -> Tiers:
             remedy='for instance tiers=[Tier("mem://run"), Tier("/nvme/run", every=10)]',
         )
     if tiers[0].bytes_per_s is not None:
-        raise UsageError("the first tier is what saves write to, at full rate: it has no bytes_per_s")
+        raise UsageError("saves write to the first tier at full rate: it has no bytes_per_s")
     found = Tiers([Level.of(tier, durability) for tier in tiers])
     urls = [level.storage.url for level in found.levels]
     urls += [level.cool.url for level in found.levels if level.cool is not None]

@@ -1,4 +1,4 @@
-"""Devices of torch, of whatever kind: streams, events, the current device, pinned memory.
+"""Devices of torch, of any kind: streams, events, the current device, pinned memory.
 
 `torch.accelerator` and the module of a kind (`torch.cuda`, `torch.xpu`, …) have the functions of all kinds.
 Only this module uses the pinning of mapped memory, which only CUDA (and ROCm as CUDA) has.  A kind without

@@ -86,7 +86,7 @@ class OneAtATime:
         if not self._lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
             raise DeadlineError(
                 f"another thread of this process has been inside {self._what} for {timeout_s:g} s",
-                remedy="see what it waits for (py-spy dump), give each thread a group of its own, or raise "
+                remedy="see where it waits (py-spy dump), give each thread a group of its own, or raise "
                 "SaveOptions(timeout_s=...)",
             )
         self._thread = threading.get_ident()

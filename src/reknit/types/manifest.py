@@ -46,10 +46,10 @@ class TensorEntry(NamedTuple):
 class Index:
     """All chunks of a checkpoint as columns; the chunks of each tensor tile it exactly.
 
-    `tensors` is sorted by (item, fqn).  Chunk `i` belongs to tensor `tensor[i]` (ascending), covers the box
-    `offsets[i], lengths[i]` (padded to the largest ndim, at least 1, with offset 0 and length 1) and lies in
-    `files[file[i]]` at `start[i]`, `nbytes[i]` bytes long.  Chunks of one tensor are sorted by offsets.
-    Two tensors may share extents: tied weights are stored once.
+    `tensors` is sorted by (item, fqn).  Chunk `i` belongs to tensor `tensor[i]` (ascending), and covers the
+    box `offsets[i], lengths[i]`.  Boxes are padded to the largest ndim, at least 1, with offset 0 and length
+    1.  The chunk lies in `files[file[i]]` at `start[i]`, and has `nbytes[i]` bytes.  Chunks of one tensor are
+    sorted by offsets.  Two tensors may share extents: tied weights are stored once.
     """
 
     tensors: tuple[TensorEntry, ...]

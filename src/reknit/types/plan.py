@@ -75,9 +75,9 @@ class StridedReads(NamedTuple):
 class LoadPlan:
     """The reads of a rank, as columns.
 
-    Piece `p` is the part of chunk `chunk[p]` (a row of the index) that wanted box `wanted[p]` needs: the
-    rectangle of `lengths[p]` elements at `in_chunk[p]` of the chunk and at `in_wanted[p]` of the wanted box
-    (padded like the index).  It lies in bytes `low[p]` up to `high[p]` of its file, with holes where it is
+    Piece `p` is the part of chunk `chunk[p]` (a row of the index) that wanted box `wanted[p]` needs.  It is a
+    rectangle of `lengths[p]` elements, at `in_chunk[p]` of the chunk and at `in_wanted[p]` of the wanted box,
+    padded like the index.  It lies in bytes `low[p]` up to `high[p]` of its file, with holes where it is
     narrower than the chunk.
 
     Read `r` is the byte range `read_start[r]`, `read_nbytes[r]` of file number `read_file[r]`; it touches the

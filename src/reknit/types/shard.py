@@ -81,8 +81,8 @@ class Shard(msgspec.Struct, frozen=True, eq=False, gc=False):
     or NumPy, on any device, with any strides) of shape `box.lengths` and dtype `spec.dtype`, or such a
     rectangle of flat memory.  It is live memory, never a copy.  `replicas` is the sorted tuple of ranks that
     hold equal bytes for this box, as far as the framework records them without a message, else None.
-    `frozen` is a hint that training does not change this tensor.  Two shards can be equal whatever their
-    `memory` and `frozen` are.
+    `frozen` is a hint that training does not change this tensor.  Equality ignores
+    `memory` and `frozen`.
     """
 
     item: str
@@ -120,9 +120,8 @@ class Shard(msgspec.Struct, frozen=True, eq=False, gc=False):
 class Blob(msgspec.Struct, frozen=True):
     """A named value that is not a tensor.
 
-    `coordinate` is None for a value that is the same on every rank that holds it, and names the rank's
-    logical place (for example ``{"dp": 1, "tp": 0}``) for a value of its own, such as the state of a random
-    generator.
+    `coordinate` is None for a value that is the same on every rank that holds it.  For a value of one rank,
+    such as the state of a random generator, it is the place of the rank, as in ``{"dp": 1, "tp": 0}``.
     """
 
     item: str

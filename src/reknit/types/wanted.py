@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from reknit.types.shard import Shard
 
 
-RESIZE = " (LoadOptions(allow_shape_mismatch=...) takes what both have)"
+RESIZE = " (LoadOptions(allow_shape_mismatch=...) takes the common part)"
 """Text about a tensor whose shape differs from the saved shape in the same number of dimensions."""
 
 
@@ -57,10 +57,10 @@ class Wanted:
     `own`: (item, fqn) of values that this rank saved for itself and takes back.
     `missing`: (item, fqn, why) of entries that the target needs and the catalog does not have.
     `mismatched`: (item, fqn, why) of entries that the catalog has in a form that the target cannot take.
-    `notes`: (item, fqn, what) of entries that are not restored by design, such as a random state after a
+    `notes`: (item, fqn, note) of entries that are not restored by design, such as a random state after a
     change of the number of ranks.
     `resizable`: (item, fqn) of wanted tensors that take the common part of a saved tensor of another shape.
-    `resized`: (name, what) of wanted tensors of another shape whose shards were already adapted to the saved
+    `resized`: (name, note) of wanted tensors of another shape whose shards were already adapted to the saved
     shape.
     `superseded`: (item, fqn) of saved entries that are not needed: another tensor replaces them, or they are
     dropped.

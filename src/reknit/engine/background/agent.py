@@ -1,9 +1,8 @@
 """The agent process: writes and commits staged saves, outlives the trainer, and exits when it is done.
 
 ``python -m reknit.engine.background.agent`` is started by a trainer with one end of a pair of sockets.
-Nothing here imports torch, and nothing that a trainer does, dying included, keeps a staged checkpoint from
-being written.
-For a store that only the trainer's process has the same code runs in threads of the trainer.
+It does not import torch, and it writes a staged checkpoint even if the trainer dies.  For a store that only
+the trainer's process can open, the same code runs in threads of the trainer.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("reknit")
 
 _LOOK_S = 1.0
-"""How often a process looks whether its trainer is still its parent."""
+"""Seconds between two checks whether the trainer is still the parent of this process."""
 _GRACE_S = 60.0
 _LOW_NICE = 10
 
@@ -54,7 +53,7 @@ class Agent:
     """The work of one rank's agent, in a process of its own or in a thread of the trainer."""
 
     def __init__(self, channel: Channel, trainer: int | None) -> None:
-        """Serve `channel`; `trainer` is the process that this one is to outlive, None for its own."""
+        """Serve `channel`; `trainer` is the process id of the trainer, or None in a thread of the trainer."""
         self._channel = channel
         self._trainer = trainer
         self._rank = 0
@@ -83,8 +82,8 @@ class Agent:
         }
 
     def run(self) -> None:
-        """Serve until the trainer says quit or is gone, and then until all that was staged is written."""
-        # They end in this order, and then the lanes: a committed checkpoint may have to be promoted.
+        """Serve until the trainer quits or dies, and then write all staged saves."""
+        # In this order, and the lanes last, since a committed checkpoint may have to be promoted.
         queues = {"write": self._to_write, "commit": self._to_commit}
         workers: dict[str, threading.Thread] = {}
         announced = True
@@ -92,11 +91,11 @@ class Agent:
             for name, jobs in queues.items():
                 workers[name] = start_thread(f"reknit-agent-{name}", partial(work, jobs))
             announced = self._serve()
-        except BaseException as error:  # an exit status would say much less
+        except BaseException as error:  # an exit status would not show the cause
             self._channel.try_send(say.Fell(typed(error).to_wire()))
             raise
         finally:
-            self.outlive(announced=announced)  # also after a bug: no thread may wait for a message for ever
+            self.outlive(announced=announced)  # also after a bug: no thread may wait forever for a message
             for name, jobs in queues.items():
                 jobs.put(None)
                 if name in workers:  # else it could not be started
@@ -110,7 +109,7 @@ class Agent:
             self._channel.close()
 
     def _serve(self) -> bool:
-        """Receive messages until the end; return whether the trainer announced it, or is gone."""
+        """Receive messages until the end; return whether the trainer announced it, instead of dying."""
         while True:
             if not self._channel.wait(_LOOK_S):
                 # A process that the trainer forked may hold its end of the socket open.
@@ -127,7 +126,7 @@ class Agent:
             self._hears[type(received.message)](received.message, *fds)
 
     def outlive(self, *, announced: bool) -> None:
-        """Let saves fail that the trainer did not finish staging, and limit the time of the others."""
+        """Fail the saves whose staging is incomplete, and limit the time of the others."""
         left = list(self.saves.values())
         for save in left:
             if not save.staged:
@@ -143,14 +142,14 @@ class Agent:
             return
         if not announced and left:
             logger.warning("the process of rank %d ended; its agent finishes %d saves", self._rank, len(left))
-        # Storage may hang for ever, and an agent must not.
+        # A hanging store must not keep the agent alive forever.
         times = 1 + sum(len(save.promotions.left) for save in left)
         limit_s = times * self._longest_s + _GRACE_S
         watchdog = threading.Timer(limit_s, os._exit, (1,))
         watchdog.daemon = True
         try:
             watchdog.start()
-        except RuntimeError:  # no further thread: a staged save has to be written all the same
+        except RuntimeError:  # no further thread: staged saves are written without a limit
             signal.alarm(math.ceil(limit_s))
 
     def _join(self, join: say.Join) -> None:
@@ -214,7 +213,7 @@ class Agent:
 
     def _begin(self, begin: say.Begin) -> None:
         for number, view in self._lent.pop(begin.number, {}).items():
-            begin.claims.blobs[number].data = cast("bytes", view)  # as good as bytes for everyone who gets it
+            begin.claims.blobs[number].data = cast("bytes", view)  # its readers treat a view as bytes
         options = SaveOptions(**begin.options)
         try:
             save = self._maker.save(begin, options, self._group, list(self.saves.values()))
@@ -233,9 +232,9 @@ class Agent:
         return AgentState(self._channel)
 
     def take_up(self, save: AgentSave, tuner: Tuner, timeout_s: float) -> None:
-        """Let the workers carry out a save, after those before it."""
+        """Queue a save for the workers, after all earlier saves."""
         group = self._group
-        # A commit to a path clears out other files there, so no file of a later save may be there.
+        # A commit to a path removes all other files there, so no later save may have written there yet.
         earlier = [e for e in list(self.saves.values()) if e.url == save.url]
         self.saves[save.number] = save
         save.note_end = partial(self._note_end, save)
@@ -252,7 +251,7 @@ class Agent:
         self._to_commit.put(commit)
 
     def _promote(self, save: AgentSave, group: Group, timeout_s: float) -> None:
-        """Let the lanes promote a save that is committed.  Raises nothing: later saves need this thread."""
+        """Pass a committed save to the lanes.  Does not raise, since later saves need this thread."""
 
         def promote(target: int, lane: PromotionLane) -> None:
             save.promotions.promote(target, lane.group, len(self._lanes))
@@ -272,11 +271,11 @@ class Agent:
                 lanes.append((target, self._lanes.lane(number, group, self._comm, timeout_s)))
             except BaseException as error:
                 give_up([target], error)
-        for target, lane in lanes:  # when all are there: each takes its part of the memory of one save
+        for target, lane in lanes:  # after all are formed, since they share the memory of one save
             lane.jobs.put(partial(promote, target, lane))
 
     def _refuse(self, number: int, error: ReknitError, timeout_s: float) -> None:
-        """Let all ranks raise, when they come to this save, the error with which it does not begin here."""
+        """Make this save raise, on all ranks, the error that kept it from beginning here."""
         group = self._group
         self._longest_s = max(self._longest_s, timeout_s)
 
@@ -292,12 +291,12 @@ class Agent:
         self._to_commit.put(refuse_everywhere)
 
     def _note_saves(self) -> None:
-        """Note the saves of this process for other processes that look at it."""
+        """Record the saves of this process in its note, for other processes."""
         if self._note is not None:
-            self._note.tell(self._rank, self.saves)
+            self._note.write(self._rank, self.saves)
 
     def _note_end(self, save: AgentSave) -> None:
-        """Note that a save, or one of its promotions, has ended."""
+        """Record that a save, or one of its promotions, has ended."""
         if save.over.is_set():
             self.saves.pop(save.number, None)
         self._note_saves()
@@ -325,15 +324,15 @@ class Agent:
 
 
 def _load_index_code() -> None:
-    """Load the modules that the root commits with before a commit waits for them; it raises their errors."""
+    """Import the modules of a commit ahead of it; the commit itself raises their errors."""
     with suppress(Exception):
         import reknit.format.index.file  # noqa: F401
 
 
 def main(fd: int, trainer: int) -> None:
     """Serve the trainer at the other end of a socket, and outlive it."""
-    # A signal for the whole job is for its trainers, which may want to save once more; an agent ends with
-    # its trainer.
+    # A signal to the whole job is meant for the trainers, which may save once more; an agent ends with its
+    # trainer.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="%(name)s: %(message)s")

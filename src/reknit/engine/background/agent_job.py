@@ -1,4 +1,4 @@
-"""The job of an agent for a save that its trainer begins, with stores that it opens again."""
+"""The job of an agent for a save of its trainer, with stores that the agent opens itself."""
 
 from __future__ import annotations
 
@@ -30,17 +30,15 @@ if TYPE_CHECKING:
 def agent_job(
     begin: say.Begin, options: SaveOptions, group: Group, send: Callable[[say.AgentMessage], object]
 ) -> SaveJob:
-    """Return a save as the agent carries it out, in its own `group`, with the store opened again.
+    """Return the job of a save in the agent: in its own `group`, with a store that the agent opens.
 
-    `send` sends a message to the trainer, for the sinks that only it has.
-
-    Raises `ReknitError`.
+    `send` sends a message to the trainer, for the sinks that only the trainer has.  Raises `ReknitError`.
     """
     try:
         storage = open_store(begin.url, begin.factory, options)
     except ReknitError:
         raise
-    except Exception as error:  # the author of the store decides about its errors
+    except Exception as error:  # a foreign store may raise any error
         raise shortage(error) or AgentError(
             f"the agent cannot open {begin.url}: {type(error).__name__}: {error}",
             rank=group.rank,
@@ -48,9 +46,9 @@ def agent_job(
         ) from error
     step, extra = begin.claims.step, json.loads(begin.extra)
     sinks = outlets_for(options.events)
-    if begin.tell_events:
+    if begin.sends_events:
         to_trainer = _ToTrainer(begin.number, send)
-        sinks += (Outlet(to_trainer, "the trainer does not hear of them", idle_s=1.0),)
+        sinks += (Outlet(to_trainer, "the trainer does not receive them", idle_s=1.0),)
     recorder = Recorder(
         action="save",
         rank=group.rank,
@@ -75,12 +73,12 @@ def agent_job(
 
 
 def run_of(url: str, factory: str | None, record: str | None, options: SaveOptions) -> Run | None:
-    """Return the run that has a record in the folder above a place, None without one."""
+    """Return the run with a record in the folder above a URL, or None without a record."""
     return None if record is None else Run(partial(open_store, folder_above(url), factory, options), record)
 
 
 class TargetStore:
-    """A store to promote to, which is opened when that begins, or ahead of it."""
+    """A store to promote to, opened when the promotion begins, or ahead of it."""
 
     def __init__(self, place: tuple[str, str | None, float | None, str | None], options: SaveOptions) -> None:
         url, factory, self._bytes_per_s, record = place
@@ -119,12 +117,12 @@ class _ToTrainer:
 
 
 def open_store(url: str, factory: str | None, options: SaveOptions) -> Storage:
-    """Open a store; `factory` says how where that is not known here, as `registry.recipe` does."""
+    """Open a store; `factory` (`registry.recipe`) defines its scheme unless reknit has that scheme."""
     if factory is not None:
         adopt(url, factory)
     return open_storage(url, durability=options.durability)
 
 
 def _collect_nothing() -> NoReturn:
-    """Stand for the collecting of a trainer: its agent receives the copies."""
+    """Replace `collect` in an agent, which receives copies of the state instead."""
     raise AssertionError("an agent collects nothing")

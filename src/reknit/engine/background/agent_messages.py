@@ -21,8 +21,8 @@ class AgentMessage(Message):
 class Join(AgentMessage):
     """To the agent: open a server for the agents below, as a rank of this group of agents.
 
-    `hosts` and `fan_out` are those of the trainers' tree, which is the agents' too, and so is `generation`;
-    it is None for a process that is alone and was given none.
+    `hosts`, `fan_out` and `generation` are the same as in the trainers' tree.  `generation` is None for a
+    single process that was given none.
     """
 
     job: str
@@ -35,7 +35,7 @@ class Join(AgentMessage):
 
 
 class ConnectParent(AgentMessage):
-    """To the agent: join the agent above, at the address that it gave as its own."""
+    """To the agent: connect to the agent above, at its address."""
 
     above: str
 
@@ -48,7 +48,7 @@ class GiveArena(AgentMessage):
 
 
 class DropArenas(AgentMessage):
-    """To the agent: these arenas are used no more."""
+    """To the agent: these arenas are no longer used."""
 
     numbers: tuple[int, ...]
 
@@ -56,7 +56,7 @@ class DropArenas(AgentMessage):
 class Lend(AgentMessage):
     """To the agent, with a descriptor, before `Begin`: values of this save that lie in shared memory.
 
-    `blobs` are the numbers of those values among the save's, and where each begins and ends.
+    `blobs` has the number of each value in the save, and its begin and end in the shared memory.
     """
 
     number: int
@@ -67,11 +67,11 @@ class Lend(AgentMessage):
 class Begin(AgentMessage):
     """To the agent: a save begins.
 
-    `factory` says how its store is opened, as `storage.registry.recipe` does.  `extra` has the values that
-    only the root's manifest needs, as JSON.  A `warm_up` is not a save: it ends with `Ready` instead of
-    `Planned`, and nothing is written.  `promote_to` are URL, factory and rate of each store that is to
-    have the checkpoint too, and the record that the run has there.  `record` is that of the run that the
-    checkpoint is a step of, if it is one.
+    `factory` opens its store, and comes from `storage.registry.recipe`.  `extra` has the values for the
+    manifest of the root, as JSON.  A `warm_up` is not a save: it ends with `Ready` instead of `Planned`, and
+    nothing is written.  `promote_to` has the URL, factory and rate of each store to which the checkpoint is
+    promoted, and the record of the run there.  `record` is the record of the run that the checkpoint is a
+    step of, or None.
     """
 
     number: int
@@ -85,17 +85,18 @@ class Begin(AgentMessage):
     promote_to: list[tuple[str, str | None, float | None, str | None]] = msgspec.field(default_factory=list)
     coordinate: dict[str, int] = msgspec.field(default_factory=dict)
     record: str | None = None
-    tell_events: bool = False
-    """Whether the trainer has sinks that the agent cannot open."""
+    sends_events: bool = False
+    """Whether the agent sends its events to the trainer, for sinks that only the trainer can open."""
     circumstances: Circumstances | None = None
-    """Those of this save, where they differ from those of the one before."""
+    """The circumstances of this save, if they differ from those of the save before."""
 
 
 class Planned(AgentMessage):
     """To the agent: the files of a save, which the arena will hold.
 
-    `files` are item, part and size, and those numbered `frozen` hold frozen tensors alone; `ring` is the
-    capacity that the arena is used with.  `columns` is None if the root has those of this plan.
+    `files` has the item, part and size of each file, and `frozen` the numbers of the files that hold only
+    frozen tensors.  `ring` is the used capacity of the arena.  `columns` is None if the root has the columns
+    of this plan.
     """
 
     number: int
@@ -141,27 +142,27 @@ class Listening(AgentMessage):
 
 
 class Joined(AgentMessage):
-    """To the trainer: the agent is part of the tree; or why it is not."""
+    """To the trainer: the agent is part of the tree, or the error that prevents it."""
 
     error: dict[str, Any] | None
 
 
 class Assigned(AgentMessage):
-    """To the trainer: who writes the shards that it claimed."""
+    """To the trainer: the owners of the shards that it claimed."""
 
     number: int
     shard_owners: bytes
 
 
 class Freed(AgentMessage):
-    """To the trainer: a span of the arena is written and may be filled anew."""
+    """To the trainer: a span of the arena is written and may be filled again."""
 
     number: int
     span: int
 
 
 class ArenaFree(AgentMessage):
-    """To the trainer: this save does not read from the arena any more; it may have failed."""
+    """To the trainer: this save no longer reads from the arena; it may have failed."""
 
     number: int
 
@@ -183,7 +184,7 @@ class SaveDone(AgentMessage):
 
 
 class Promoted(AgentMessage):
-    """To the trainer: a promotion of a save that ended well is over, too; `target` is one of `promote_to`."""
+    """To the trainer: a promotion of a committed save has ended; `target` is its number in `promote_to`."""
 
     number: int
     target: int
@@ -195,7 +196,7 @@ class Promoted(AgentMessage):
 
 
 class Broken(AgentMessage):
-    """To the trainer: the tree of agents is broken, and no later save can end well in it.
+    """To the trainer: the tree of agents is broken, so that no later save can succeed in it.
 
     `on_purpose`: another rank's agent has left, since its trainer ended or closed it.
     """
@@ -204,7 +205,7 @@ class Broken(AgentMessage):
 
 
 class Fell(AgentMessage):
-    """To the trainer: the agent met an error with which it ends, after writing the saves that are staged."""
+    """To the trainer: the agent ends because of an error, after it has written the staged saves."""
 
     error: dict[str, Any]
 

@@ -35,17 +35,17 @@ class AgentPromotions:
         self._number, self._job, self._ended = begin.number, job, ended
         self._url, self._write_id = begin.url, begin.claims.write_id
         self.targets = [url for url, *_ in begin.promote_to]
-        """Where the checkpoint is to be promoted to."""
+        """The stores to which the checkpoint is promoted."""
         self.stores = [TargetStore(place, job.options) for place in begin.promote_to]
         self.left = set(range(len(self.targets)))
-        """Numbers of the targets to which it is not promoted yet."""
+        """Numbers of the targets whose promotions have not ended."""
         self.written: Sequence[Written] | None = None
         """The files that this rank wrote, once the checkpoint is committed."""
 
     def promote(self, target: int, group: comm.Group, num_lanes: int) -> None:
-        """Copy the files of this rank to a store that lasts, with all ranks, and report it to the trainer.
+        """Copy the files of this rank to a target, together with all ranks, and report to the trainer.
 
-        The copy takes a part of the memory that a save may take: one of `num_lanes`.
+        The copy may take the memory of a save divided by `num_lanes`.
         """
         assert self.written is not None
         share = max(self._job.options.inflight_nbytes // num_lanes, LEAST_INFLIGHT_NBYTES)
@@ -70,7 +70,7 @@ class AgentPromotions:
         )
 
     def fail(self, target: int, error: BaseException) -> None:
-        """Report to the trainer why a promotion failed, or to the log if the trainer is gone."""
+        """Report the error of a promotion to the trainer, or log it if the trainer is gone."""
         failure = typed(error)
         failure.sign(rank=self._job.group.rank)
         if not self._ended(say.Promoted(self._number, target, failure.to_wire())):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from reknit.processes.channel import Channel
 
 _CORES_FOR_BOTH = cores_per_rank() >= 2
-"""Whether digests need not wait until the trainer, which training waits for, has copied."""
+"""Whether a core is free for digests while the trainer copies, for which training waits."""
 
 
 class AgentSave(ReceivedSave):
@@ -46,11 +46,11 @@ class AgentSave(ReceivedSave):
         self._committed = committed
         self._reuse: Reuse | None = None
         self._written: list[Written] | None = None
-        # A save that commits to this path clears away the files of others, unless a marker protects them.
-        # A save that may not overwrite need not fear that: it fails anyway if another has committed.
+        # A save that commits to this path removes the files of other saves without a marker.
+        # This does not matter without `overwrite`: then the save fails anyway if another has committed.
         self._may_write = not begin.overwrite
         self.over = threading.Event()
-        """Set when nothing of the save, nor of its promotions, is left to do."""
+        """Set when the save and all its promotions have ended."""
 
     @property
     def promotes(self) -> bool:
@@ -59,20 +59,20 @@ class AgentSave(ReceivedSave):
 
     @property
     def places(self) -> list[str]:
-        """Where an agent is at work: the place of the save, and those to which it is still promoted."""
+        """The URLs that the agent works on: the checkpoint, and the remaining targets of promotions."""
         return [self.url, *(self.promotions.targets[number] for number in sorted(self.promotions.left))]
 
     def wait(self, timeout_s: float, *, promoted: bool) -> bool:
-        """Wait until the save is committed, and `promoted` if asked for, or has failed; return whether."""
+        """Wait until the save has ended, with its promotions if `promoted`; return whether it has."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: self.over.is_set() or (self.promotes and not promoted), timeout_s
             )
 
     def write(self, tuner: Tuner, before: AgentSave | None) -> None:
-        """Write the data files while their spans are filled, when the save `before` this one is over.
+        """Write the data files while their spans are filled, after the save `before` this one has ended.
 
-        An error is raised by the round to commit.
+        The commit round raises its errors.
         """
         written: list[Written] = []
         job, write_id = self.job, self.begin.claims.write_id
@@ -85,7 +85,7 @@ class AgentSave(ReceivedSave):
                 )
                 image, error = self.image, self.error
             if error is None and image is not None:
-                # The files of a ring are gone once they were compared.
+                # The bytes in a ring are overwritten once they were compared.
                 frozen = () if image.is_ring else image.planned.frozen
                 reuse = self._reuse = Reuse(job, self._committed, write_id, image.planned.files, frozen)
                 if frozen and not _CORES_FOR_BOTH:
@@ -111,7 +111,7 @@ class AgentSave(ReceivedSave):
                 self._changed.notify_all()
 
     def commit(self, coordinator: Coordinator) -> None:
-        """Go with all ranks through the rounds of this save, and report its end to the trainer."""
+        """Hold the rounds of this save with all ranks, and report its end to the trainer."""
         try:
             written, totals = self._hold_rounds(coordinator)
         except BaseException as error:  # Ctrl-C cannot come here, and a bug must reach the trainer too
@@ -143,9 +143,9 @@ class AgentSave(ReceivedSave):
         return commit.written, commit.totals(self._reuse.nbytes)
 
     def _assign(self, coordinator: Coordinator) -> round_messages.Assignment:
-        """Hold the round in which all ranks' work is assigned, and send the trainer its part."""
+        """Hold the round that assigns the work of all ranks, and send the trainer its part."""
         begin = self.begin
-        # Not the write id: a rank whose trainer never came to begin this save does not have it.
+        # Not the write id, which a rank lacks if its trainer did not begin this save.
         with assign_turn(self.job, subject=f"save {self.number}") as turn:
             if self.error is not None:
                 raise self.error
@@ -154,7 +154,7 @@ class AgentSave(ReceivedSave):
         return assigned
 
     def _wait_written(self, commit: CommitTurn) -> None:
-        """Wait until the data files of this rank are written, and hand them over to the round to commit."""
+        """Wait until the data files of this rank are written, and pass them to the commit round."""
         with self._changed:
             self._changed.wait_for(lambda: self._written is not None)
             assert self._written is not None
@@ -164,16 +164,16 @@ class AgentSave(ReceivedSave):
                 raise self.error
 
     def _discard(self) -> None:
-        """Delete the files that were written for a round that this rank never came to."""
+        """Delete the files that this rank wrote without reaching the commit round."""
         with self._changed:
             self._changed.wait_for(lambda: self._written is not None)
             written = self._written or []
         for file in written:
-            with suppress(Exception):  # a store of somebody else's; a file that stays is part of nothing
+            with suppress(Exception):  # a foreign store may raise any error; a file that stays is only litter
                 discard(self.job.storage, file.path)
 
     def _keep_for_promotion(self, written: list[Written]) -> None:
-        """Keep only the part that a promotion needs: many may wait for a slow store."""
+        """Drop all memory that a promotion does not need: many may wait for a slow store."""
         with self._changed:
             self.promotions.written = written
             self.image = None
@@ -188,13 +188,13 @@ class AgentSave(ReceivedSave):
         return self._end(end, last=last)
 
     def _end(self, end: say.SaveDone | say.Promoted, *, last: bool) -> bool:
-        """Send the trainer an end, and return whether it is there; the last one lets the next save write."""
+        """Send an end to the trainer; return whether it was sent.  The last end lets the next save write."""
         if last:
             with self._changed:
                 self.over.set()
                 self._changed.notify_all()
         self.note_end()
-        heard = self._channel.try_send(end)
+        is_sent = self._channel.try_send(end)
         if last:
             close_quietly(self.job.storage)
-        return heard
+        return is_sent

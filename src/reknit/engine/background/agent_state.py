@@ -1,7 +1,7 @@
 """The state that the saves of an agent share, and the warm-ups among them.
 
-An agent imports this, and with it all that writes and commits, when its first save begins.  Trainers wait for
-agents to join, and thus for all imports before.
+An agent imports this module, and with it the code that writes and commits, when its first save begins.
+Earlier imports would delay the join of the agents, for which trainers wait.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ if TYPE_CHECKING:
     from reknit.processes.circumstances import Circumstances
 
 ROUND = "prepare"
-"""The round that ends when all ranks are ready, or with the error of one that is not."""
+"""The round that ends when all ranks are ready, or with the error of a rank."""
 
 
 class WarmUp(AgentSave):
-    """A save that ends where others write.
+    """A save that ends after the assignment, and writes nothing.
 
-    It is numbered like a save and fails like one, so a loss is an error on all ranks.  The root keeps the
-    ranks' layouts for the saves to come.
+    It is numbered like a save and fails like one, so that the loss of an agent is an error on all ranks.  The
+    root keeps the layouts of the ranks for later saves.
     """
 
     def make_ready(self) -> None:
-        """Note that the trainer has done its part."""
+        """Record that the trainer has done its part."""
         with self._changed:
             self._staged = True
             self._changed.notify_all()
 
     @property
     def places(self) -> list[str]:
-        """No checkpoint appears anywhere."""
+        """No places, as a warm-up makes no checkpoint."""
         return []
 
     def write(self, tuner: Tuner, before: AgentSave | None) -> None:
@@ -59,7 +59,7 @@ class WarmUp(AgentSave):
             self._changed.notify_all()
 
     def _hold_rounds(self, coordinator: Coordinator) -> tuple[list[Written], SaveTotals]:
-        """Assign the work as a save would, and return when all ranks are ready."""
+        """Assign the work as in a save, and wait until all ranks are ready."""
         self._assign(coordinator)
         group, timeout_s = self.job.group, self.job.options.timeout_s
         with comm.turn(group, ROUND, timeout_s, merge=b"".join, subject=f"save {self.number}") as turn:
@@ -76,18 +76,18 @@ class WarmUp(AgentSave):
 
 
 class Adapting:
-    """The circumstances of an agent's process, which become those of each save that begins."""
+    """The circumstances of an agent's process, which are set to those of each save that begins."""
 
     def __init__(self) -> None:
         self._current: Circumstances | None = None
         self._due: Circumstances | None = None
 
     def adapt(self, due: Circumstances | None, earlier: Sequence[AgentSave], timeout_s: float) -> None:
-        """Set the circumstances of a save that begins, None for those of the save before it.
+        """Set the circumstances of a save that begins; None keeps those of the save before.
 
-        `earlier` are the saves under way.  They are committed first, and another umask waits for their
-        promotions, too.  Other promotions need only what their stores were opened with.  Raises
-        `DeadlineError`, and then the next save tries it again.
+        `earlier` are the saves under way.  They are committed first, and another umask also waits for
+        their promotions.  If the umask stays, promotions go on, since their stores are open.  Raises
+        `DeadlineError`; then the next save tries again.
         """
         self._due = due or self._due
         if self._due is None:
@@ -123,13 +123,13 @@ class AgentState:
     def save(
         self, begin: say.Begin, options: SaveOptions, group: comm.Group, earlier: Sequence[AgentSave]
     ) -> AgentSave:
-        """Return a save that the trainer has begun, after the `earlier` ones.  Raises `ReknitError`."""
+        """Return a save that the trainer has begun after the `earlier` saves.  Raises `ReknitError`."""
         self._adapting.adapt(begin.circumstances, earlier, options.timeout_s)
         job = agent_job(begin, options, group, self._channel.try_send)
         return (WarmUp if begin.warm_up else AgentSave)(begin, job, self._channel, self._committed)
 
     def tuner(self, url: str, options: SaveOptions) -> Tuner:
-        """Return the settings that were measured in writing to such a store."""
+        """Return the tuner for stores of this kind, with its earlier measurements."""
         scheme, colon, _ = url.partition("://")
         key = (scheme if colon else "", options.threads, options.piece_nbytes)
         if key not in self._tuners:
@@ -138,5 +138,5 @@ class AgentState:
 
 
 def refuse(number: int, error: ReknitError, group: comm.Group, timeout_s: float) -> None:
-    """Let all ranks, and this one, raise the error with which a save does not begin here."""
+    """Raise, on all ranks, the error that kept a save from beginning here."""
     comm.fail(group, ASSIGN, error, timeout_s, subject=f"save {number}")

@@ -51,8 +51,8 @@ class _Attempt:
 class Background:
     """The background saves of this rank in one group.
 
-    Nothing is started before the first save.  With `in_process` the agents are threads of the trainers, for
-    stores that no other process can open.
+    The first save starts the agents.  With `in_process` they are threads of the trainers, for stores that no
+    other process can open.
     """
 
     def __init__(self, *, in_process: bool) -> None:
@@ -63,7 +63,7 @@ class Background:
         _all.add(self)
 
     def begin_anew(self) -> None:
-        """Start without saves, agent and arenas, as a forked process has to: those are its parent's."""
+        """Drop all saves, agents and arenas, which belong to the parent in a forked process."""
         self.supervisor = AgentSupervisor(in_process=self._in_process)
         self.arenas: Arenas | None = None
         self.pending: list[SaveOutcome] = []
@@ -74,7 +74,7 @@ class Background:
         self._handing_over: threading.Thread | None = None
 
     def after_fork(self) -> None:
-        """Begin anew in a forked child; its copy of the arenas must not keep the parent's memory alive."""
+        """Begin anew in a forked child, which must not keep the memory of the parent's arenas alive."""
         arenas, theirs = self.arenas, self.pending
         self.begin_anew()
         for pending in theirs:
@@ -83,9 +83,9 @@ class Background:
             arenas.forget()
 
     def save(self, group: Group, make: Callable[[], SaveJob], url: str, options: SaveOptions) -> SaveOutcome:
-        """Stage the job of `make`, leave the rest to the agent, and return the outcome to come.
+        """Stage the job of `make`, leave the rest to the agent, and return the pending outcome.
 
-        An error becomes the outcome on every rank; only Ctrl-C and other ends of the process are raised.
+        An error becomes the outcome on every rank; only Ctrl-C and exits of the process are raised.
         """
         pending = SaveOutcome(url, promote_to=options.promotions)
         with self._saving.taken(options.timeout_s):
@@ -98,7 +98,7 @@ class Background:
         An error on one rank is raised on all.
         """
         pending = SaveOutcome(url, logged=False)
-        pending.asked = True  # raised here, and by no later save
+        pending.asked = True  # it is raised here, so no later save needs to raise it
         with self._saving.taken(options.timeout_s):
             self._carry_out(warm_up, "arena", pending, group=group, make=make, options=options)
         pending.result(2 * options.timeout_s)  # each of the two rounds ends within its own time
@@ -113,7 +113,7 @@ class Background:
         make: Callable[[], SaveJob],
         options: SaveOptions,
     ) -> None:
-        """Go through the trainer's part of a story, under the next number of this rank."""
+        """Run the part of the trainer in a save or warm-up, under the next number of this rank."""
         self.wait_handed_over(options.timeout_s)
         if self._exit is None:  # once in each process: `multiprocessing` removes the entries of a parent
             self._exit = AtExit(self.at_exit)
@@ -171,7 +171,7 @@ class Background:
                 raise
             attempt.abandoned = True
             pending, wrong = attempt.pending, attempt.wrong
-            # The first error counts; but Ctrl-C, first or not, concerns more than this save.
+            # The first error counts, except that Ctrl-C always does, since it concerns the whole process.
             first = caught if wrong is None or not isinstance(caught, Exception) else wrong
             error = typed(first) if isinstance(first, Exception) else first
             if attempt.save is not None:
@@ -182,7 +182,7 @@ class Background:
             if pending.end(error) and pending.logged:
                 _log_failure(pending, error)
             if not isinstance(error, Exception):
-                pending.asked = True  # raised here, and not once more by the next save
+                pending.asked = True  # it is raised here, so the next save need not raise it
                 raise error from (None if error is caught else caught)
 
     def wait_handed_over(self, timeout_s: float) -> None:
@@ -199,9 +199,9 @@ class Background:
         self._handing_over = None
 
     def wait_for(self, url: str, timeout_s: float, but: object = None) -> None:
-        """Wait until no save to a place is under way, but those of one writer, which keep their order.
+        """Wait until no save to `url` is under way, except saves of the writer `but`, which keep their order.
 
-        If two saves commit at once, one may clear away the files of the other.  Raises `DeadlineError`.
+        If two saves commit at once, one may remove the files of the other.  Raises `DeadlineError`.
         """
         self.wait_handed_over(timeout_s)
         for pending in self._unfinished():
@@ -209,7 +209,7 @@ class Background:
                 pending.wait_over(timeout_s)
 
     def surface(self, but: SaveOutcome) -> None:
-        """Raise the error of a save, `but` excepted, or of a promotion, whose outcome nobody asked for."""
+        """Raise the error of a save (except `but`) or promotion whose outcome the user has not requested."""
         with self._lock:
             failed = [pending for pending in self.pending if pending.unasked and pending is not but]
         for pending in failed:
@@ -218,21 +218,21 @@ class Background:
                 pending.promotion.result()
 
     def wait_staged(self, timeout_s: float) -> None:
-        """Wait until the states of all saves may be changed, except one that this thread is inside of."""
+        """Wait until the states of all saves may change, except a save that this thread is inside of."""
         for pending in self._unfinished():
             if not (self._saving.mine and pending is self._begun):
                 pending.wait_staged(timeout_s)
 
     def _unfinished(self) -> list[SaveOutcome]:
-        """Return the saves of which not even the promotion has ended."""
+        """Return the saves that are under way, including their promotions."""
         with self._lock:
             return [pending for pending in self.pending if not pending.over()]
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Wait for the saves under way, and let the agent end; return whether all have ended.
+        """Wait for the saves under way, and end the agent; return whether all saves have ended.
 
         Waits up to `timeout_s`, None for the longest `exit_wait_s` of all saves.  A save that is staged by
-        then is written and committed all the same.
+        then is still written and committed.
         """
         deadline = Deadline(self._exit_wait_s if timeout_s is None else timeout_s)
         pending = self._unfinished()
@@ -252,7 +252,7 @@ class Background:
         return all(save.over() for save in pending)
 
     def retire(self) -> None:
-        """Close, as the group is gone; the end of the interpreter waits for saves that are under way."""
+        """Close after the group is gone; saves under way are waited for at exit."""
         if not self._unfinished():
             self.close(0.0)
 
@@ -261,7 +261,7 @@ class Background:
         if unfinished := len(self._unfinished()):
             text = "this process waits for %d saves under way, for up to %g s; Ctrl-C ends the wait"
             logger.info(text, unfinished, self._exit_wait_s)
-        with suppress(KeyboardInterrupt):  # a user who does not want to wait reads the fate of the saves
+        with suppress(KeyboardInterrupt):  # a user who stops the wait still reads the fate of the saves
             if self.close():
                 return
         if self._handing_over is not None:
@@ -275,7 +275,7 @@ class Background:
 
 
 def _log_failure(pending: SaveOutcome, error: BaseException) -> None:
-    """Log that a save failed, without the traceback, which the user gets with the outcome."""
+    """Log that a save failed; the traceback comes with the outcome."""
     logger.error("save to %s failed: %s", pending.path, str(error) or type(error).__name__)
 
 

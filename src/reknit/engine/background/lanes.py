@@ -1,4 +1,4 @@
-"""The lanes in which an agent promotes: one for each store, so that a slow one delays no other."""
+"""The lanes in which an agent promotes: one per store, so that a slow store does not delay others."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     Jobs = queue.SimpleQueue[Callable[[], None] | None]
 
 _MOST = 8
-"""Lanes of an agent; stores beyond that share them."""
+"""The number of lanes of an agent; more stores than lanes share them."""
 
 
 class PromotionLane:
     """Promotions to one store, one after another, in the order of their saves.
 
-    Its `group` has the same agents once more, for rounds that take as long as a slow store.
+    Its `group` is a second group of the same agents, for rounds that wait for a slow store.
     """
 
     def __init__(self) -> None:
@@ -41,17 +41,16 @@ class PromotionLane:
 
 
 class Lanes:
-    """The lanes of an agent.  All agents come to the same ones in the same order, as the root says."""
+    """The lanes of an agent.  The root decides, so that all agents use them in the same order."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
         self._lanes: dict[int, PromotionLane | BaseException] = {}
 
     def agree(self, urls: Sequence[str], group: comm.Group, timeout_s: float) -> list[int]:
-        """Return the numbers of the lanes for checkpoints at some places: those of the root for its own.
+        """Return the number of the lane for each URL of a checkpoint, by the decision of the root.
 
-        There are as many on all ranks.  The ranks' names of a store may differ, and so may the checkpoints
-        that have one store in common.  Raises `CommError`.
+        All ranks pass equally many URLs, which may differ between ranks.  Raises `CommError`.
         """
 
         def decide(requests: list[bytes]) -> list[bytes]:
@@ -62,9 +61,10 @@ class Lanes:
             return list(turn.exchange(b"", decide))
 
     def lane(self, number: int, group: comm.Group, options: CommOptions, timeout_s: float) -> PromotionLane:
-        """Return a lane, made with all agents where it is new.
+        """Return a lane; all agents together form a new one.
 
-        Raises `CommError`, `ShortageError`, and then for ever: none of them would come to another round.
+        Raises `CommError` and `ShortageError`.  An error is raised again by every later call, since the
+        agents would not all enter another round.
         """
         if number not in self._lanes:
             try:
@@ -106,5 +106,5 @@ def _formed(name: str, group: comm.Group, options: CommOptions, timeout_s: float
 
 
 def _store(url: str) -> str:
-    """Return the folder of a checkpoint, in which the others of a run are, too."""
+    """Return the folder of a checkpoint, which has all checkpoints of its run."""
     return url.partition("?")[0].rpartition("/")[0]

@@ -1,4 +1,4 @@
-"""The state of a save that an agent has received from its trainer so far."""
+"""The state of a save in an agent, while it is received from the trainer."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class ArenaImage:
         return self._number[file, start // SPAN_NBYTES * SPAN_NBYTES]
 
     def view(self, span: int, start: int, nbytes: int) -> NDArray[np.uint8]:
-        """Return bytes of the arena that are those from `start` on of the span's file."""
+        """Return the bytes in the arena of the span's file from `start` on."""
         low = self._spans[span].at + start - self._spans[span].start
         return self._arena.bytes[low : low + nbytes]
 
 
 class ReceivedSave:
-    """A save between the thread that receives from the trainer and the threads that write and commit.
+    """A save, shared by the thread that receives from the trainer and the threads that write and commit.
 
-    Once `error` is set, no thread waits for the trainer any more, and all ranks receive the error in the next
+    Once `error` is set, threads no longer wait for the trainer, and all ranks receive the error in the next
     round.
     """
 
@@ -62,12 +62,12 @@ class ReceivedSave:
 
     @property
     def url(self) -> str:
-        """Where the save goes."""
+        """The URL of the checkpoint."""
         return self.begin.url
 
     @property
     def staged(self) -> bool:
-        """Whether the save does not need the trainer any more."""
+        """Whether the save no longer needs the trainer."""
         with self._changed:
             return self._staged
 
@@ -79,7 +79,7 @@ class ReceivedSave:
             self._changed.notify_all()
 
     def fill(self, span: int) -> None:
-        """Note that a span holds its bytes."""
+        """Record that a span holds its bytes."""
         with self._changed:
             if self.image is not None:
                 self.image.to_fill.discard(span)
@@ -87,7 +87,7 @@ class ReceivedSave:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Let the save fail, unless it failed before, and wake the threads that wait for the trainer."""
+        """Fail the save, unless it has failed, and wake the threads that wait for the trainer."""
         with self._changed:
             self.error = self.error or typed(error)
             self._changed.notify_all()
@@ -104,7 +104,7 @@ class ReceivedSave:
         return image.view(span, start, nbytes)
 
     def free(self, file: int, start: int, nbytes: int) -> None:
-        """Send the trainer word when all of a span is written, so that another can take its place."""
+        """Report a span to the trainer when all of it is written, so that its place can be filled again."""
         image = self.image
         assert image is not None
         span = image.span(file, start)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def side_group(group: comm.Group, name: str, options: CommOptions, timeout_s: float) -> comm.Group:
-    """Return one more group of the same ranks, for rounds that another thread holds; all ranks do so at once.
+    """Form a second group of the same ranks, for the rounds of another thread; all ranks call this.
 
     Raises `CommError`, on all ranks or on none.
     """
@@ -37,8 +37,7 @@ def side_group(group: comm.Group, name: str, options: CommOptions, timeout_s: fl
             place = round_messages.decode(
                 turn.exchange(round_messages.encode(address), places), round_messages.TreeAddress
             )
-        # A rank that ends before it is connected would be missed only when a round of the new group takes
-        # too long.
+        # The loss of a rank before it is connected would show only at the deadline of a round.
         with comm.turn(group, name, timeout_s) as turn:
             side.connect_parent(place.above)
             turn.arrive()
@@ -50,7 +49,7 @@ def side_group(group: comm.Group, name: str, options: CommOptions, timeout_s: fl
 
 
 def where_of(group: comm.Group, options: CommOptions) -> CommOptions:
-    """Return options by which a server listens where that of `group` does, if this rank has one there."""
+    """Return options that make a server listen at the host of the server of `group`, if this rank has one."""
     host = getattr(group, "host", None)
     if host is None or options.bind is not None or options.interface is not None:
         return options

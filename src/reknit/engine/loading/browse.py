@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     from reknit.types.manifest import Manifest
 
 Index = int | slice | EllipsisType
-"""Selects along one dimension, or along all that are not named."""
+"""Selects along one dimension, or with an ellipsis along all remaining dimensions."""
 
 
 class NewArrays(Protocol):
-    """Makes new arrays of a framework, and values as they were before they were saved."""
+    """Makes new arrays of a framework, and restores the types of saved values."""
 
     def fresh(
         self, item: str, fqn: str, spec: TensorSpec, framework: str, device: Any, *, sharding: Any
     ) -> Any:
-        """Return a new tensor, as `tensor`, and `parts`: boxes of it and the memory that each is in."""
+        """Return a new `tensor`, with its `parts`: boxes, and the memory of each box."""
 
     def live(self, value: Any, fqn: str, tensors: Mapping[str, Any]) -> Any:
-        """Return a saved value in the types that it had, with the tensors that it refers to."""
+        """Return a saved value in its original types, with the tensors to which it refers."""
 
 
 @checked_call
@@ -99,7 +99,7 @@ class Checkpoint(Shown):
 
     @property
     def step(self) -> int | None:
-        """The training step, where one was given."""
+        """The training step, or None."""
         return self._open.manifest.step
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class Checkpoint(Shown):
         url = self._open.storage.url
         if item not in self.items:
             return unknown_items([item], self.items, self._open.manifest, url)
-        remedy = "`tensors` lists what it has; `reknit show` does on a terminal"
+        remedy = "`tensors` lists its tensors; `reknit show` does on a terminal"
         if fqn in self.values[item]:
             remedy = "it is a value and no tensor: look in `values`"
         elif question := did_you_mean(fqn, self.tensors[item]):
@@ -171,8 +171,8 @@ class Checkpoint(Shown):
         mesh's device, and each rank reads its own part only.  A placement that cuts a dimension which a
         tensor does not have counts as `Replicate`, a tensor without a pair is whole and plain.
 
-        Raises `MismatchError` for an item that is not there and a pattern that matches nothing, and
-        `UsageError` for wrong arguments.
+        Raises `MismatchError` for a missing item and for a pattern that matches nothing, and `UsageError` for
+        wrong arguments.
         """
         names = self._chosen(items, only)
         entries = [self._open.index.tensors[number] for number in names.tensors]
@@ -191,7 +191,7 @@ class Checkpoint(Shown):
         for (item, fqn), tensor in tensors.items():
             result[item][fqn] = tensor
         for item, fqn in names.values:
-            # Values refer to tensors of their own item, all of which are in the result by now.
+            # Values refer only to tensors of their own item, which are all in the result.
             result[item][fqn] = self._arrays.live(self.values[item][fqn], fqn, result[item])
         return result
 
@@ -220,7 +220,7 @@ class Checkpoint(Shown):
         return _Selection(wanted, [self._open.index.ids[name] for name in tensors], values)
 
     def _extents(self, number: int) -> object:
-        """Return a key that is equal for tied tensors: their place in the files."""
+        """Return the place of a tensor in the files, which is equal for tied tensors."""
         index = self._open.index
         rows = slice(*index.first[number : number + 2].tolist())
         return index.tensors[number].spec, index.file[rows].tobytes(), index.start[rows].tobytes()

@@ -1,4 +1,4 @@
-"""What does this rank's target take of a checkpoint?  Collected once names and shapes are known."""
+"""Which entries of a checkpoint does the target of this rank take?  Its names and shapes decide."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class Collected(NamedTuple):
     """The entries that a rank takes of a checkpoint.
 
-    `checkpoint` has the rank's items; unless this is the root, its index has no rows yet.  With transforms,
-    `made` are `bitmaps` of those tensors made by them that the rank has a use for.
+    `checkpoint` has the items of the rank; except on the root, its index has no rows yet.  With transforms,
+    `made` has `bitmaps` of the tensors that transforms make and the rank uses.
     """
 
     checkpoint: OpenCheckpoint
@@ -71,9 +71,9 @@ class Collected(NamedTuple):
 
 
 def request_items(job: LoadJob) -> bytes:
-    """Return the message that says which items this rank loads; ranks may load different ones."""
+    """Return the message with the items that this rank loads; other ranks may load other items."""
     # With `only`, each missing name is reported by itself.  Otherwise a lenient pattern that matches any name
-    # in the item permits the whole item to be missing.
+    # in the item also permits a missing item.
     lenient, each_name = job.lenient, bool(job.options.only)
     optional = [item for item in job.items if each_name or selects(f"{item}/", lenient)]
     return round_messages.encode(round_messages.Items(list(job.items), optional))
@@ -109,11 +109,11 @@ def collect(job: LoadJob, checkpoint: OpenCheckpoint) -> Collected:
 
 
 def left_of_made(root: Collected, asked: Sequence[round_messages.Asked], left: Sequence[Name]) -> list[Name]:
-    """Return names that transforms make and no rank takes, unless `left` has all their sources already."""
+    """Return the names that transforms make and no rank takes, without names whose sources are in `left`."""
     if root.transformed is None:
         return []
     kinds = [dict(kind) for kind in {tuple(rank.made.items()) for rank in asked}]
-    # Ranks may load different items, and rules may make more of an item on a rank that loads others too.
+    # Ranks may load different items, and rules may make more names on a rank that loads more items.
     sizes = {item: {len(kind[item]) for kind in kinds if item in kind} for item in root.made}
     names = [name for name in root.transformed.made if len(sizes[name[0]]) == 1]
     known = set(left)
@@ -121,7 +121,7 @@ def left_of_made(root: Collected, asked: Sequence[round_messages.Asked], left: S
 
 
 def _known(wanted: Wanted) -> set[Name]:
-    """Return the names that a target has a use for."""
+    """Return the names that a target uses."""
     known = {(shard.item, shard.fqn) for shard in wanted.shards} | set(wanted.superseded)
     known.update(alias[:2] for alias in wanted.aliases)
     known.update(entry[:2] for entry in wanted.mismatched)

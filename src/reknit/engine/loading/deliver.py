@@ -1,4 +1,4 @@
-"""Deliver bytes of files into live arrays: which part of a read goes where."""
+"""Deliver the bytes of reads to their places in live arrays."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 DIRECT_NBYTES = 32 << 10
-"""From here on a run is read straight to its target; to copy less costs less than a buffer of its own."""
+"""A run of at least this size is read straight into its target; a smaller run is cheaper to copy."""
 
 
 class ReadPart(NamedTuple):
     """A piece of the plan: its number there, and its bytes `low` up to `high` of a file.
 
-    `direct` are the bytes of the target if they are one run, in memory as in the file, and take saved bytes
-    as they are.
+    `direct` has the bytes of the target if the piece is one run, in memory and in the file, without a
+    conversion.
     """
 
     number: int
@@ -39,7 +39,7 @@ class ReadPart(NamedTuple):
 
 
 class Rectangle(NamedTuple):
-    """A row of `LoadPlan` in Python numbers, without padding; `start` is where the chunk begins."""
+    """A row of `LoadPlan` in Python numbers, without padding; `start` is the start of the chunk."""
 
     wanted: int
     itemsize: int
@@ -59,7 +59,7 @@ class ReadSpan(NamedTuple):
 
 
 class Deliverer:
-    """Puts the bytes of reads where the plan wants them; thread-safe for different reads.
+    """Copies the bytes of reads to their places in the plan; thread-safe for different reads.
 
     `boxes` are the number of a tensor in the index, a box of it, and the live array to fill; `cast` holds the
     positions in `boxes` of converted boxes.
@@ -84,7 +84,7 @@ class Deliverer:
         return [array for array in arrays if devices.device_of(array) is not None]
 
     def pieces(self, number: int) -> list[ReadPart]:
-        """Return the pieces that a read touches, ordered by where they begin."""
+        """Return the pieces that a read touches, ordered by start."""
         plan = self._plan
         used = plan.use_piece[plan.use_first[number] : plan.use_first[number + 1]]
         return [self._pieces[p] for p in used.tolist()]
@@ -118,7 +118,7 @@ class Deliverer:
         return starts
 
     def direct_runs(self, number: int) -> NDArray[np.uint8] | None:
-        """Return the bytes of the target that the runs of a strided read fill in order, if there are."""
+        """Return the bytes of the target that the runs of a strided read fill in order, or None."""
         at, depth, runs = self._strided(number)
         nbytes = prod(at.lengths[depth:]) * at.itemsize
         target = self._target(at)
@@ -127,7 +127,7 @@ class Deliverer:
         return target[runs.start * nbytes : runs.stop * nbytes]
 
     def deliver_runs(self, number: int, data: NDArray[np.uint8]) -> None:
-        """Copy a strided read whose runs lie one after another in `data`."""
+        """Copy a strided read from `data`, which has its runs one after another."""
         at, depth, runs = self._strided(number)
         nbytes = int(self._plan.strided.run_nbytes[number])
         strides = _strides(at.lengths[:depth], nbytes)
@@ -145,7 +145,7 @@ class Deliverer:
             self._copy(at, _inside(at, steps), data[byte:], strides)
 
     def _strided(self, number: int) -> tuple[Rectangle, int, range]:
-        """Return the piece of a strided read, how many of its dimensions it steps through, and its runs."""
+        """Return the piece of a strided read, the number of its outer dimensions, and its runs."""
         strided = self._plan.strided
         at = self._rectangle(int(strided.piece[number]))
         strides = _strides(at.chunk, at.itemsize)
@@ -157,7 +157,7 @@ class Deliverer:
         return at, depth, range(first, first + int(strided.num[number]))
 
     def names(self, file: int, low: int, high: int) -> list[str]:
-        """Return the names of tensors in bytes `low` up to `high` of a file, of wanted ones if there are."""
+        """Return the names of tensors in bytes `low` up to `high` of a file, preferably of wanted ones."""
         plan, index = self._plan, self._index
         wanted = (index.file[plan.chunk] == file) & (plan.low < high) & (plan.high > low)
         numbers = {self._tensors[w] for w in plan.wanted[wanted].tolist()}
@@ -203,7 +203,7 @@ class Deliverer:
         )
 
     def _target(self, at: Rectangle) -> NDArray[np.uint8] | None:
-        """Return the bytes of the target that a piece fills, if they are one run and take it as it is."""
+        """Return the bytes of the target that a piece fills, or None without one run of equal dtype."""
         if (target := self._bits[at.wanted]) is None:
             return None
         return contiguous_bytes(target[_place(Box(at.in_wanted, at.lengths))])
@@ -232,7 +232,7 @@ def _place(box: Box) -> tuple[Any, ...]:
 
 
 def put(data: NDArray[np.uint8], start: int, spans: Sequence[ReadSpan]) -> None:
-    """Copy `data`, the bytes of a file from `start` on, to wherever spans have them."""
+    """Copy `data`, the bytes of a file from `start` on, to the buffers of spans."""
     for begin, buffer in spans:
         low, high = max(start, begin), min(start + len(data), begin + len(buffer))
         if low < high:
@@ -240,7 +240,7 @@ def put(data: NDArray[np.uint8], start: int, spans: Sequence[ReadSpan]) -> None:
 
 
 def _inside(at: Rectangle, steps: Box) -> Box:
-    """Return the part of a piece, in coordinates of its chunk, that some of its outer steps are."""
+    """Return the part of a piece in some of its outer steps, in coordinates of its chunk."""
     rest = len(at.lengths) - steps.ndim
     inner = Box(steps.offsets + (0,) * rest, steps.lengths + at.lengths[steps.ndim :])
     return inner.shifted(at.in_chunk)
@@ -249,9 +249,9 @@ def _inside(at: Rectangle, steps: Box) -> Box:
 def spans_of(
     uses: Sequence[ReadPart], start: int, scratch: NDArray[np.uint8]
 ) -> tuple[list[ReadSpan], list[ReadPart]]:
-    """Decide where each byte of a read goes, and which pieces `scratch` then has for delivery.
+    """Return the span for each byte of a read, and the pieces to deliver from `scratch`.
 
-    Bytes of a long run go straight to their target.  Where two pieces want the same bytes, everything goes to
+    Bytes of a long run go straight to their target.  If two pieces share bytes, the whole read goes to
     `scratch`.
     """
     stop = start + len(scratch)

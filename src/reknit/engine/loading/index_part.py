@@ -1,10 +1,10 @@
 """Which rows of the index does a rank get?  Those of the tensors that it takes, in the boxes that it wants.
 
-The root has all rows.  A rank says which tensors it takes, a bit for each.  Tensors that the same ranks take
-travel together, in blocks that are encoded once for all of these ranks.  So the root's work grows with the
+The root has all rows.  A rank sends a bit for each tensor that it takes.  Tensors that the same ranks take
+are sent together, in blocks that are encoded once for all of these ranks.  So the root's work grows with the
 index and with the number of different requests, not with the number of ranks.  Ranks that take the same
-tensors (data parallel, FSDP, tensor parallel) get one answer, which a tree carries as one; of each block a
-rank keeps the rows in its own boxes before it looks at the next.  See docs/decisions/0008.
+tensors (data parallel, FSDP, tensor parallel) receive one answer, which the tree sends once.  A rank decodes
+one block at a time, and keeps only the rows in its own boxes.  See docs/decisions/0008.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
 
 BLOCK_ROWS = 1 << 16
-"""Rows of a block; one tensor has all its rows in one."""
+"""Rows of a block; all rows of a tensor are in one block."""
 
 MAX_KINDS = 1 << 12
-"""Sets of ranks that distinguish tensors; with more of them, ranks get rows that they do not need."""
+"""Sets of ranks that distinguish tensors; with more sets, ranks receive rows that they do not need."""
 
 _FAR = (1 << 63) - 1
 
 
 class Reach(NamedTuple):
-    """A box around all that a rank wants of each tensor of its index: from `low` up to `high`, excluded."""
+    """A box around the wanted parts of each tensor of a rank's index: from `low` up to `high`, excluded."""
 
     low: Ints
     high: Ints
@@ -73,7 +73,7 @@ class Reach(NamedTuple):
 class _Block(msgspec.Struct, array_like=True):
     """All rows of some tensors of an item, as columns of differences: `kinds` has the type of each.
 
-    The columns are the tensors' numbers among those of the item and of rows that each has, then for every row
+    For each tensor, columns have its number in the item, and its number of rows.  For each row, columns have
     offsets and lengths by dimension, file and start.  `nbytes` is the size of `body` before compression.
     """
 
@@ -89,13 +89,13 @@ _decode = msgspec.msgpack.Decoder(_Block).decode
 
 
 def blocks_for(index: Index, files: Ints, requests: Sequence[Ints]) -> list[list[bytes]]:
-    """Return for each request, given as numbers of tensors, the blocks with all rows of these tensors.
+    """Return, for each request of numbers of tensors, the blocks with all rows of these tensors.
 
     `files` are the numbers of files that all ranks use.
     """
     wanted = np.zeros(len(index.tensors), np.bool_)
-    # Tensors with equal sums are named by the same requests; where chance makes two sums equal, ranks
-    # get rows of tensors that they did not ask for, and drop them.
+    # Tensors with equal sums are in the same requests.  If two sums are equal by chance, ranks receive rows
+    # of tensors that they did not request, and drop them.
     marks = np.random.default_rng(0).integers(1 << 63, size=len(requests), dtype=np.uint64)
     sums = np.zeros(len(index.tensors), np.uint64)
     for numbers, mark in zip(requests, marks, strict=True):
@@ -154,7 +154,7 @@ def encode_block(index: Index, files: Ints, first: dict[str, int], tensors: Ints
 
 
 def _steps(column: Ints) -> NDArray[np.signedinteger]:
-    """Return the difference of each number to the one before, in as few bytes as they all fit into."""
+    """Return the difference of each number to its predecessor, in the smallest type that fits all."""
     steps = np.diff(column, prepend=0)
     low, high = int(steps.min()), int(steps.max())
     nbytes = next(n for n in (1, 2, 4, 8) if -(1 << 8 * n - 1) <= low and high < 1 << 8 * n - 1)
@@ -172,7 +172,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(index: Index, blocks: Sequence[bytes], reach: Reach) -> Rows:
-    """Return those rows of the blocks that a rank needs, whose index has no rows yet, in the index' order."""
+    """Return the rows of the blocks that a rank needs, in the order of its index, which has no rows yet."""
     first, width = first_numbers(index), index.offsets.shape[1]
     empty = np.zeros(0, np.int64)
     boxes = np.zeros((0, width), np.int64)
@@ -203,7 +203,7 @@ def _decoded(data: bytes, first: dict[str, int], width: int, reach: Reach) -> Ro
 
 
 def kept(index: Index, reach: Reach) -> Index:
-    """Return the index with those of its rows that a rank needs, and all its tensors."""
+    """Return the index with all its tensors, and only the rows that a rank needs."""
     rows = np.flatnonzero(reach.touched(index.tensor, index.offsets, index.lengths))
     if len(rows) == len(index.tensor):
         return index
@@ -212,7 +212,7 @@ def kept(index: Index, reach: Reach) -> Index:
 
 
 def with_rows(index: Index, rows: Rows, paths: Sequence[str] | Mapping[int, str]) -> Index:
-    """Return the index with these rows instead of its own; `paths` are those of the numbers of files."""
+    """Return the index with these rows instead of its own; `paths` maps numbers of files."""
     used = np.bincount(rows.file) > 0
     itemsize = np.array([entry.spec.itemsize for entry in index.tensors], np.int64)
     return replace(

@@ -68,8 +68,8 @@ def _load(job: LoadJob, root: LoadCoordinator) -> LoadReport:
             collected = collect(job, metadata.checkpoint)
             answer = turn.exchange(collected.request(), partial(root.locate, collected))
 
-        # 3 Plan the reads.  4 Agree: what does not fit on any rank is an error on all, before a byte of any
-        # target changes.  Ranks that want the same bytes divide the reading.
+        # 3 Plan the reads.  4 Agree: a problem of any rank is an error on all ranks, before a byte of any
+        # target changes.  Ranks that want the same bytes divide the reads.
         with recorder.phase("agree"), comm.turn(group, "agree", timeout_s) as turn:
             parts = _plan(job, metadata, collected, round_messages.decode(answer, round_messages.Answer))
             early, late = parts
@@ -79,8 +79,8 @@ def _load(job: LoadJob, root: LoadCoordinator) -> LoadReport:
             request = _request(job, collected, early, late)
             decision = round_messages.decode(turn.exchange(request, root.agree), round_messages.LoadDecision)
 
-        # 5 Read, verify, deliver: first for objects, whose tensors come in memory of their own.  When one
-        # refuses, no live tensor has changed on any rank, unless by the object's own code.
+        # 5 Read, verify, deliver: first for objects, whose tensors are read into new memory.  When an object
+        # refuses them, only its own code can have changed a live tensor.
         recorder.expect(sum(part.reader.plan.nbytes for part in parts if part is not None))
         for name, part, share, deliver, left in (
             ("objects", early, decision.early_share, collected.wanted.deliver_early, _UNCHANGED),
@@ -89,7 +89,7 @@ def _load(job: LoadJob, root: LoadCoordinator) -> LoadReport:
             if name == "objects" and not decision.early:
                 continue
             if share is not None and share.num_turns:
-                # A rank without memory for exchanges with other hosts would keep these waiting in them.
+                # A rank without memory for the exchanges between hosts would block the other ranks in them.
                 with comm.turn(group, "reserve", timeout_s) as turn:
                     if part is not None and part.shared is not None:
                         part.shared.reserve(share)
@@ -104,14 +104,14 @@ def _load(job: LoadJob, root: LoadCoordinator) -> LoadReport:
                             part.reader.run(recorder, timeout_s)
                         with recorder.phase("deliver"):
                             deliver()
-                except StoppedError as error:  # the rank that failed says why; unless none does
+                except StoppedError as error:  # the rank that failed reports the cause, if one did
                     stopped = round_messages.encode(round_messages.Stopped(group.rank, error.message))
                 turn.exchange(stopped, root.finish)
     return load_report(job, collected, [early, late] if early else [late], decision)
 
 
 def _look_again(job: LoadJob, root: LoadCoordinator, error: ReknitError) -> bool:
-    """Return whether the checkpoint has changed, on all ranks, which met this error."""
+    """Return, on all ranks, whether the checkpoint has changed since the read that failed with `error`."""
     with comm.turn(job.group, "look_again", job.options.timeout_s) as turn:
         has_changed = bool(turn.exchange(b"", partial(root.look_again, error)))
     if has_changed:
@@ -125,8 +125,7 @@ def _plan(
     collected: Collected,
     answer: round_messages.Answer,
 ) -> tuple[LoadPart | None, LoadPart]:
-    """Plan the first reads of this rank, for objects, and the later ones; add faults of files to its
-    problems.
+    """Plan the reads of this rank, first those for objects; add faults of files to its problems.
 
     The checkpoint of the readers has the rows of the index that they need.
     """
@@ -148,9 +147,9 @@ def _plan(
 def _damaged(
     job: LoadJob, checkpoint: OpenCheckpoint, parts: Sequence[LoadPart], alike: list[int]
 ) -> list[str]:
-    """Name the faults of the files that this rank reads; with ``verify="full"``, with its share of all.
+    """Return the faults of the files that this rank reads; with ``verify="full"``, of a share of all files.
 
-    The ranks `alike` read the same files: each looks at some of them.
+    The ranks `alike` read the same files, and divide the checks.
     """
     if job.options.verify == "full":
         with job.recorder.phase("verify"):
@@ -190,7 +189,7 @@ def _request(job: LoadJob, collected: Collected, early: LoadPart | None, late: L
 
 @contextmanager
 def _said(job: LoadJob, left: str) -> Iterator[None]:
-    """Say in errors how the target is left."""
+    """Add the state of the target to errors that pass."""
     try:
         yield
     except ReknitError as error:

@@ -47,7 +47,7 @@ class LoadCoordinator:
         return self.metadata.answers
 
     def locate(self, collected: Collected, requests: Sequence[bytes]) -> list[bytes]:
-        """Answer each rank with the rows of the index for the tensors it takes; `collected` is rank 0's."""
+        """Answer each rank with the index rows of its tensors; `collected` has the entries of rank 0."""
         assert self.metadata is not None
         asked = [round_messages.decode(request, round_messages.Asked) for request in requests]
         handout = hand_out(self.metadata.checkpoint, asked)
@@ -57,7 +57,7 @@ class LoadCoordinator:
         return handout.answers
 
     def agree(self, requests: Sequence[bytes]) -> list[bytes]:
-        """Raise one error that lists all names that do not fit on any rank; otherwise divide the reading."""
+        """Raise one error that lists the unfit names of all ranks; without any, divide the reads."""
         assert self._handout is not None
         job, handout = self._job, self._handout
         loads = [round_messages.decode(request, round_messages.LoadRequest) for request in requests]
@@ -100,7 +100,7 @@ class LoadCoordinator:
             logger.warning("the load of %s is done, but %s", url, odd)
 
     def finish(self, requests: Sequence[bytes]) -> list[bytes]:
-        """Raise an error when ranks stopped because of others and no rank says why."""
+        """Raise an error when ranks stopped because of others and no rank has reported a cause."""
         stopped = [round_messages.decode(request, round_messages.Stopped) for request in requests if request]
         if stopped:
             ranks = spelled(one.rank for one in stopped)
@@ -110,7 +110,7 @@ class LoadCoordinator:
     def look_again(self, error: ReknitError, requests: Sequence[bytes]) -> list[bytes]:
         """Return to all ranks whether the checkpoint has changed.
 
-        Raises `CheckpointNotFoundError` where it was deleted.
+        Raises `CheckpointNotFoundError` if it was deleted.
         """
         metadata, job = self.metadata, self._job
         now = metadata and changed(job.storage, metadata.checkpoint.manifest, error, job.replicas)

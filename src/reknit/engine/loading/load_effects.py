@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from reknit.options import LoadOptions
 
 MOST_LACKING = 1000
-"""Most names of missing tensors that a rank sends if it finds no tensor at all."""
+"""Limit of the names of missing tensors that a rank sends if it finds no tensor."""
 
 
 def known_names(saved: Iterable[tuple[str, str]], collected: Collected) -> list[str]:
@@ -44,8 +44,8 @@ def idle_patterns(
 ) -> list[str]:
     """Name the patterns of a load that match nothing.
 
-    A pattern of `only` has to match a name in the target of some rank.  The others may also match the saved
-    names, as `names` returns them, and those of `strict` one of the `items` as a whole.
+    A pattern of `only` has to match a name in the target of some rank.  Other patterns may
+    also match a saved name (`names`), and a pattern of `strict` may match one of the `items` as a whole.
     """
     everywhere = [pattern for pattern in requests[0].idle if all(pattern in one.idle for one in requests)]
     if not everywhere:
@@ -66,7 +66,7 @@ def idle_patterns(
 
 
 def _of_item(pattern: str, items: Sequence[str]) -> bool:
-    """Return whether a pattern is for an item as a whole, which may have no names."""
+    """Return whether a pattern matches an item as a whole, which may have no names."""
     return any(matches(f"{item}/", [pattern]) for item in items)
 
 
@@ -89,10 +89,10 @@ def require_some(
     *,
     saved: bool,
 ) -> str | None:
-    """Raise `MismatchError` for a load that wants tensors and restores none; return another oddity.
+    """Raise `MismatchError` for a load that wants tensors and restores none; return a warning, or None.
 
-    A target without tensors may be left as it is, which is said; so may one with tensors if the checkpoint
-    has none (`saved` is False) and values are restored.
+    A target without tensors may stay unchanged, which the warning says.  A target with tensors may restore
+    only values if the checkpoint has no tensors (`saved` is False).
     """
     wanted = sum(request.num_tensors for request in requests)
     values = sum(request.num_values for request in requests)
@@ -113,5 +113,5 @@ def require_some(
         "no tensor of the target would be restored, and that is an error of any load; nothing was changed:"
         + "".join(lines),
         path=url,
-        remedy=hint(list(lacking)) or f"{near}`reknit show` lists what was saved",
+        remedy=hint(list(lacking)) or f"{near}`reknit show` lists the saved tensors and values",
     )

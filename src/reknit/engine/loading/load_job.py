@@ -42,12 +42,12 @@ class LoadJob:
     carrier: Callable[[], Carrier] | None = None
     """Makes the transport of bytes to other hosts, if there is one."""
     replicas: Sequence[Storage] = ()
-    """Other copies of the checkpoint, which replace damaged files of it."""
+    """Other copies of the checkpoint, whose blocks replace damaged blocks."""
     lenient: tuple[str, ...] = ()
     """Patterns of names that need not fit (`selects`)."""
 
     def within_deadline(self, what: str, work: Callable[[], _Result]) -> _Result:
-        """Ask the storage for something, and wait no longer than other ranks would wait for this one."""
+        """Return the result of `work` in the storage, within the time that other ranks wait for this rank."""
         return within(self.options.timeout_s, lambda: f"{what} {self.storage.url}", work)
 
 
@@ -73,7 +73,7 @@ class LoadPart:
         return cls(fills, reader)
 
     def share(self, job: LoadJob, last: ExitStack) -> None:
-        """Begin this rank's side of a shared read, which ends with `last`."""
+        """Begin the part of this rank in a shared read, which ends with `last`."""
         files = self.reader.checkpoint.index.files
         self.shared = SharedRead.begin(job.group, job.carrier, self.reader, files, job.options)
         last.callback(self.shared.close)

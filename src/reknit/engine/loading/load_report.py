@@ -1,4 +1,4 @@
-"""What did a load restore?  The report of one rank."""
+"""The report of one rank: what did a load restore?"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def load_report(
     parts: Sequence[LoadPart],
     decision: LoadDecision,
 ) -> LoadReport:
-    """Return the report of a load that ended well."""
+    """Return the report of a successful load."""
     _, wanted, fills, problems, *_ = collected
     checkpoint = parts[-1].reader.checkpoint
     index, manifest = checkpoint.index, checkpoint.manifest
@@ -48,7 +48,7 @@ def load_report(
 
 
 def _cut(part: LoadPart) -> list[str]:
-    """Return the names of the boxes that no chunk holds alone and whole."""
+    """Return the names of the boxes that do not consist of exactly one chunk."""
     plan, lengths = part.reader.plan, part.reader.checkpoint.index.lengths
     rows = zip(plan.wanted.tolist(), lengths[plan.chunk].prod(axis=1).tolist(), strict=True)
     whole = {number for number, numel in rows if part.fills[number].box.numel == numel}

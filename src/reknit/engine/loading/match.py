@@ -1,4 +1,4 @@
-"""Does a checkpoint fit a target?  Match wanted entries with saved ones, and list those that do not fit."""
+"""Does a checkpoint fit a target?  Match wanted entries with saved entries, and list the problems."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Fill(NamedTuple):
-    """A wanted box that will be filled: its name, its tensor in the index, where it goes."""
+    """A wanted box that will be filled: its name, its tensor in the index, and its target."""
 
     name: str
     tensor: int
@@ -34,10 +34,10 @@ class Fill(NamedTuple):
 
 
 class Problems(NamedTuple):
-    """The entries that do not fit, as (item/fqn, reason); `damaged` are sentences about the checkpoint's
-    files.
+    """The entries that do not fit, as (item/fqn, reason).
 
-    `resized` is not a problem: the parts that were taken of tensors that may have another shape, by name.
+    `damaged` has sentences about the files of the checkpoint.  `resized` is not a problem: it has, by name,
+    the parts that are taken of saved tensors of another shape.
     """
 
     missing: list[tuple[str, str]]
@@ -52,7 +52,7 @@ def terms(options: LoadOptions, watched: Sequence[str] = ()) -> Terms:
 
 
 def strict_patterns(lenient: Sequence[str]) -> tuple[str, ...]:
-    """Return the names that the patterns of `strict` match, given those that a load made of them."""
+    """Return the patterns of `strict` without ``!``, given the `lenient` patterns of the load."""
     return tuple(dict.fromkeys(name for p in lenient if (name := p.removeprefix("!")) != "*"))
 
 
@@ -61,7 +61,7 @@ def match(
 ) -> tuple[list[Fill], Problems]:
     """Match wanted shards with saved tensors by name, shape and dtype.
 
-    Pure.  `stored` are the names in the checkpoint of entries with another name there.
+    Pure.  `stored` maps the names of renamed entries to their names in the checkpoint.
     """
     names = stored or {}
     problems = Problems(
@@ -94,7 +94,7 @@ def match(
 
 
 def _mismatch(saved: TensorSpec, wanted: TensorSpec, *, cast: bool, resize: bool) -> str | None:
-    """Say why a saved tensor cannot fill a wanted one, if it cannot."""
+    """Return the reason why a saved tensor cannot fill a wanted one, or None if it can."""
     if saved.shape != wanted.shape and not (resize and len(saved.shape) == len(wanted.shape)):
         why = f"saved shape {list(saved.shape)}, wanted {list(wanted.shape)}"
         if resize:
@@ -109,13 +109,13 @@ def _mismatch(saved: TensorSpec, wanted: TensorSpec, *, cast: bool, resize: bool
 
 
 def _resized(saved: TensorSpec, wanted: TensorSpec) -> str:
-    """Describe the part that is taken of a tensor of another shape."""
+    """Describe the part that is taken of a saved tensor of another shape."""
     taken = Box.whole(tuple(map(min, saved.shape, wanted.shape)))
     return f"saved shape {list(saved.shape)}, wanted {list(wanted.shape)}: took {taken}"
 
 
 def _common(fill: Fill, saved: TensorSpec) -> list[Fill]:
-    """Return the part of a wanted box that a smaller saved tensor has, if it has any."""
+    """Return the fill of the part of a wanted box that a smaller saved tensor has, if any."""
     box = fill.box.intersect(Box.whole(saved.shape))
     if box is None:
         return []
@@ -123,7 +123,7 @@ def _common(fill: Fill, saved: TensorSpec) -> list[Fill]:
 
 
 def _stored_as(name: str, stored: Mapping[str, str]) -> str:
-    """Say under which other name the checkpoint has something."""
+    """Return words about the name in the checkpoint of a renamed entry, or nothing."""
     return f" (its name in the checkpoint is {stored[name]})" if name in stored else ""
 
 
@@ -148,11 +148,11 @@ def require_fit(
     damaged: Sequence[str] = (),
     hint: Callable[[Sequence[str]], str | None] = lambda _: None,
 ) -> None:
-    """Raise one error that lists all that does not fit on any rank, if anything does not.
+    """Raise one error that lists the problems of all ranks, if there are any.
 
-    `damaged` are sentences of the root.  Damaged files make it a `CorruptError`, which no option permits;
-    otherwise it is a `MismatchError`.  `idle` are lines about patterns that match nothing, which no option
-    permits either.  `lenient` are patterns of the load, and `hint` returns a way to make missing names fit.
+    `damaged` has sentences of the root.  The error is a `CorruptError` if files are damaged, which no option
+    permits, and otherwise a `MismatchError`.  `idle` has lines about patterns that match nothing, which no
+    option permits either.  `lenient` has patterns of the load; `hint` suggests a fix for missing names.
     """
     everyone = {request.rank for request in requests}
     found: dict[str, set[int]] = {f"damaged: {what}": everyone for what in damaged}
@@ -169,7 +169,7 @@ def require_fit(
         for name in unexpected
         if not selects(name, lenient)
     ]
-    # First, as they may be why the rest does not fit, and must not be cut off.
+    # First, since they may be the cause of the other problems, and must not be cut off.
     problems[:0] = idle
     if problems:
         raise _refusal(
@@ -193,8 +193,8 @@ def _refusal(problems: Sequence[str], url: str, hint: str | None, *, damaged: bo
             remedy="restore the files that are damaged, or load another checkpoint",
         )
     usual = (
-        "mend the names or shapes, load fewer items, or pass what a line names; strict=False (or "
-        "patterns, as in strict=['!model/head.*']) leaves out all that does not fit, and reports it"
+        "mend the names or shapes, load fewer items, or pass the option that a line names; strict=False (or "
+        "patterns, as in strict=['!model/head.*']) leaves out all entries that do not fit, and reports them"
     )
     return MismatchError(
         f"the checkpoint does not fit the target in {places}; nothing was changed:\n  {lines}",
@@ -204,7 +204,7 @@ def _refusal(problems: Sequence[str], url: str, hint: str | None, *, damaged: bo
 
 
 def _on(ranks: set[int], size: int) -> str:
-    """Name the ranks that have a problem, unless all have it."""
+    """Return words that name the ranks with a problem, or nothing if all ranks have it."""
     if len(ranks) == size:
         return ""
     return f" ({spelled(ranks)})"

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 class RootMetadata(NamedTuple):
     """On the root: the items that any rank loads, and the answer to each rank.
 
-    The answer to ranks that asked for the same items is one object, which is sent once.  `tensors` are all
-    that the checkpoint has.
+    Ranks with the same request share one answer, which is sent once.  `tensors` are all tensors of the
+    checkpoint.
     """
 
     checkpoint: OpenCheckpoint
@@ -47,7 +47,7 @@ class RootMetadata(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReceivedMetadata:
-    """On another rank: the items that it asked for, without the rows of the index."""
+    """On another rank: the items that it requested, without the rows of the index."""
 
     checkpoint: OpenCheckpoint
     files: round_messages.Files
@@ -66,7 +66,7 @@ class ReceivedMetadata:
     def with_rows(
         self, checkpoint: OpenCheckpoint, reach: Reach, answer: round_messages.Answer
     ) -> OpenCheckpoint:
-        """Return a part of the checkpoint with the rows that it needs, and the files in which these lie."""
+        """Return a part of the checkpoint with the rows that it needs, and the files of these rows."""
         rows = index_part.rows_of(checkpoint.index, answer.blocks, reach)
         manifest = checkpoint.manifest
         entries = _entries(self.files, set(np.unique(rows.file).tolist()), manifest.block_nbytes)
@@ -78,9 +78,9 @@ class ReceivedMetadata:
 def read_for_all(job: LoadJob, wanted: Sequence[round_messages.Items]) -> RootMetadata:
     """Read the items that ranks load; the root alone opens the manifest, the index and the shared values.
 
-    With names to change, an item of any name in the checkpoint may hold wanted entries: everything is read,
-    and all names go to all ranks.  With ``verify="full"`` all ranks get the whole manifest, with the digests
-    of all files.  Raises `MismatchError` for an item that is needed and missing, and the errors of `opened`.
+    With transforms of names, any item may hold wanted entries, so all items are read, and all names are sent
+    to all ranks.  With ``verify="full"`` all ranks get the whole manifest, with the digests of all files.
+    Raises `MismatchError` for an item that is needed and missing, and the errors of `opened`.
     """
     items = list(dict.fromkeys(item for rank in wanted for item in rank.names))
     optional = {item for rank in wanted for item in rank.optional}
@@ -91,7 +91,7 @@ def read_for_all(job: LoadJob, wanted: Sequence[round_messages.Items]) -> RootMe
     if absent := [item for item in items if item not in known and item not in optional]:
         remedy = "leave the others out of `state`, or name those to load in `items`"
         if not set(items).intersection(known):  # such as a state_dict without the name of its item
-            remedy = f"pass what to fill by these names: {{{', '.join(f'{item!r}: ...' for item in known)}}}"
+            remedy = f"pass the targets by these names: {{{', '.join(f'{item!r}: ...' for item in known)}}}"
         raise unknown_items(absent, known, contents.manifest, job.storage.url, remedy)
     everything = frozenset(contents.manifest.items)
     # The root keeps the whole contents, so it gets no answer.
@@ -157,7 +157,7 @@ def _entries(
 
 
 def names_only(tensors: Sequence[TensorEntry]) -> Index:
-    """Return an index of which only the tensors are known so far."""
+    """Return an index with tensors, and without rows."""
     boxes = np.zeros((0, max((len(entry.spec.shape) for entry in tensors), default=1) or 1), np.int64)
     none = np.zeros(0, np.int64)
     return Index(
@@ -175,7 +175,7 @@ def names_only(tensors: Sequence[TensorEntry]) -> Index:
 class Handout(NamedTuple):
     """On the root: an answer for each rank, names that no rank takes, and faults of the index.
 
-    `items` are those of the checkpoint that no rank asked for.
+    `items` are the items of the checkpoint that no rank requested.
     """
 
     answers: list[bytes]
@@ -185,7 +185,7 @@ class Handout(NamedTuple):
 
 
 def hand_out(checkpoint: OpenCheckpoint, asked: Sequence[round_messages.Asked]) -> Handout:
-    """Return the rows of the index that the ranks asked for; equal answers are one object.
+    """Return the requested rows of the index for each rank; equal answers are one object.
 
     The answer to the root has no rows: it has them in memory.
     """
@@ -214,13 +214,13 @@ def hand_out(checkpoint: OpenCheckpoint, asked: Sequence[round_messages.Asked]) 
 
 
 def _alike(wants: Sequence[object]) -> bytes:
-    """Return a number for each rank, the same for ranks with equal requests."""
+    """Return a number for each rank, which ranks with equal requests share."""
     numbers = {want: number for number, want in enumerate(dict.fromkeys(wants))}
     return packed([numbers[want] for want in wants], "i4")
 
 
 def _left(checkpoint: OpenCheckpoint, asked: Sequence[round_messages.Asked]) -> list[Name]:
-    """Return the names of tensors and shared values that no rank takes, or has a use for."""
+    """Return the names of tensors and shared values that no rank takes or uses."""
     tensors = {tuple(rank.tensors.items()) for rank in asked}
     blobs = {tuple(rank.blobs.items()) for rank in asked}
     refused = {name for rank in asked for name in rank.refused}

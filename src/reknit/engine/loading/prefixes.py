@@ -24,7 +24,7 @@ class _NameSplit(NamedTuple):
 
 
 class _Guess(NamedTuple):
-    """The way from names of the checkpoint to names of the target: the names, a hint, and the rule."""
+    """A way from names of the checkpoint to names of the target: their number, a hint, and the rule."""
 
     found: int
     said: str
@@ -35,11 +35,11 @@ class _Guess(NamedTuple):
 def prefix_hint(
     missing: Collection[str], unexpected: Collection[str], settled: Collection[str], *, free: bool = True
 ) -> str | None:
-    """Return the remedy for names that differ by a prefix, or by that of a wrapper; None where they do not.
+    """Return the remedy for names that differ by a prefix, or by the prefix of a wrapper, or None.
 
-    `missing` are names that only the target has, `unexpected` those that only the checkpoint has, `settled`
-    those of the checkpoint that fit.  The transform is shown where it changes none of these, and where the
-    load is `free` of other transforms.
+    `missing` are names that only the target has, `unexpected` names that only the checkpoint has, and
+    `settled` names of the checkpoint that fit.  A transform is suggested if it changes no settled name, and
+    the load is `free` of other transforms.
     """
     guesses = [*_prefixes(missing, unexpected), *_wrappers(missing, unexpected)]
     best = max(guesses, key=lambda guess: guess.found, default=None)
@@ -54,7 +54,7 @@ def prefix_hint(
 
 
 def _prefixes(missing: Collection[str], unexpected: Collection[str]) -> Iterator[_Guess]:
-    """Yield guesses of a prefix that either all names of the checkpoint have, or all of the target."""
+    """Yield guesses of a prefix that all names of the checkpoint have, or all names of the target."""
     wanted, saved = _parted(missing), _parted(unexpected)
     there = set(saved)
     more: Counter[str] = Counter()
@@ -80,7 +80,7 @@ def _prefixes(missing: Collection[str], unexpected: Collection[str]) -> Iterator
 
 
 def _with_states(roots: Iterable[str], saved: Container[str]) -> list[str]:
-    """Return roots, and those of the states of optimizers, which the target may not have yet."""
+    """Return roots, with the roots of the optimizer states that the target may not have yet."""
     both = (root for one in roots for root in (one, one.replace("param_groups/", "state/")))
     return [root for root in dict.fromkeys(both) if root in saved]
 
@@ -112,5 +112,5 @@ def _wrappers(missing: Collection[str], unexpected: Collection[str]) -> Iterator
 
 
 def _parted(names: Collection[str]) -> Sequence[_NameSplit]:
-    """Return names in their parts, but those of items that are themselves a tensor or value."""
+    """Return names split into their parts, without items that are themselves a tensor or value."""
     return [_NameSplit(found[1], found[2]) for name in names if (found := _NAME.fullmatch(name)) is not None]

@@ -1,4 +1,4 @@
-"""Read byte ranges, straight into the target where that is possible, verify them, and deliver them."""
+"""Read byte ranges, straight into the target if possible, verify them, and deliver them."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class RangeReader:
     """Fills boxes of tensors from a checkpoint; every method may run in many threads at once.
 
     `boxes` are the number of a tensor in the index, a box of it, and the live array to fill; `cast` holds the
-    positions in `boxes` of converted boxes.  `moved` is called with the bytes of each read of the plan that
-    is done, whichever rank read it.  `cut` says how reads are cut; by default the options and the storage do.
+    positions in `boxes` of converted boxes.  `moved` is called with the bytes of each finished read of the
+    plan, whichever rank read it.  `cut` decides the cuts of reads; by default the options and storage decide.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class RangeReader:
         """Size of a digest block: a verified read begins and ends with one, or with the file."""
         cut = cut or granularity(options, self.block_nbytes, checkpoint.source.reading)
         self.cell_nbytes = cut.nbytes
-        """No read of the plan crosses a multiple of this, or has more bytes."""
+        """The largest size of a read of the plan, which does not cross a multiple of it."""
         sizes = [checkpoint.files[path].nbytes for path in index.files]
         self.plan = plan_load(index, [(tensor, box) for tensor, box, _ in boxes], sizes, cut)
         self.checkpoint, self._options, self._moved = checkpoint, options, moved
@@ -82,7 +82,7 @@ class RangeReader:
         wide = self.transfer.is_needed and options.inflight_nbytes >= 2 * self.cell_nbytes
         self._num_buffers = 2 if wide else 1
         self.arena_nbytes = self.cell_nbytes * self._num_buffers
-        """Size of the arena of a worker that may carry out any read of the plan."""
+        """Size of an arena in which a worker can carry out any read of the plan."""
         self._repairer = Repairer(checkpoint)
         self._clocks = {name: Stopwatch() for name in ("read", "verify", "deliver")}
         self._gate = Gate()
@@ -99,7 +99,7 @@ class RangeReader:
         return [*reads, *range(first, first + len(self.plan.strided.piece))]
 
     def arenas(self, nbytes: int) -> AbstractContextManager[Arena]:
-        """Have an arena of a worker, of `arena_nbytes` or as many times less as its reads are smaller."""
+        """Lend a worker an arena of `arena_nbytes`, or a smaller arena in proportion to smaller reads."""
         return self.transfer.arenas(nbytes, self._num_buffers)
 
     @property
@@ -110,8 +110,8 @@ class RangeReader:
     def run(self, recorder: Recorder, timeout_s: float | None = None) -> None:
         """Carry out all reads of the plan, and `record` them.
 
-        After an error targets may be partly written.  After `timeout_s` it is a `DeadlineError` that names
-        the files being read; then only reads straight into a target may still arrive.
+        After an error targets may be partly written.  After `timeout_s` a `DeadlineError` names the files
+        that are being read; then only reads straight into a target may still arrive.
         """
         plan = self.plan
         largest = int(max(n.max(initial=1) for n in (plan.read_nbytes, plan.strided.nbytes)))
@@ -154,14 +154,14 @@ class RangeReader:
     def fetch(self, path: str, start: int, buffer: NDArray[np.uint8]) -> None:
         """Fill `buffer` with the bytes of a file from `start` on, verified unless that is off.
 
-        To be verified they have to begin and end with digest blocks, or with the file.
+        Verified bytes have to begin and end at digest blocks, or at the end of the file.
         """
         self._fill(path, start, [ReadSpan(start, buffer)])
 
     def wrong(self, path: str, start: int, data: NDArray[np.uint8]) -> list[tuple[int, int]]:
-        """Return the ranges of a file's bytes whose digests are not those of the checkpoint.
+        """Return the ranges of a file's bytes whose digests differ from those of the checkpoint.
 
-        `data` are the bytes from `start` on, as `fetch` returns them.  Without verification the list is
+        `data` has the bytes from `start` on, as after `fetch`.  Without verification the list is
         empty.
         """
         if self._options.verify == "off":
@@ -172,14 +172,14 @@ class RangeReader:
         return [(block * size, min((block + 1) * size, end)) for block in blocks]
 
     def deliver(self, number: int, start: int, data: NDArray[np.uint8], arena: Arena) -> None:
-        """Copy the boxes of read `number` out of `data`: the file's bytes from `start` on, at least the read.
+        """Copy the boxes of read `number` from `data`, which has the file's bytes from `start` on.
 
-        Wherever these bytes come from, nothing is read or verified.  The arena is as for `read`.
+        `data` covers the read; it is not verified.  The arena is as for `read`.
         """
         path, first, nbytes = self._place(number)
         data = data[first - start : first - start + nbytes]
         if self.transfer.is_needed:
-            # Devices copy from pinned memory, so that nobody waits for them to have `data` free again.
+            # Devices copy from pinned memory, so that `data` is free without a wait for them.
             data, given = arena.view(nbytes), data
             np.copyto(data, given)
         with self._delivering(path, first, nbytes, arena):
@@ -188,7 +188,7 @@ class RangeReader:
         self._moved(nbytes)
 
     def abandon(self) -> None:
-        """Give up: when this has returned, nothing that is still being read is delivered any more.
+        """Give up: after this call, bytes that are still being read are not delivered.
 
         A read that the storage has begun, straight into a target, cannot be recalled.
         """
@@ -206,7 +206,7 @@ class RangeReader:
             recorder.add(name, clock.started, clock.seconds, clock.nbytes)
 
     def _place(self, number: int) -> tuple[str, int, int]:
-        """Return path, start and size of a read."""
+        """Return the path, start and size of a read."""
         plan = self.plan
         path = self.checkpoint.index.files[plan.read_file[number]]
         return path, int(plan.read_start[number]), int(plan.read_nbytes[number])
@@ -232,7 +232,7 @@ class RangeReader:
         self._moved(len(buffer))
 
     def _fill(self, path: str, start: int, spans: Sequence[ReadSpan]) -> None:
-        """Read and verify the bytes of a file from `start` on, for which `spans` are laid out."""
+        """Read the bytes of a file from `start` on into `spans`, and verify them."""
         nbytes = sum(len(span.buffer) for span in spans)
         try:
             self._repairer.require_sound(path)
@@ -254,7 +254,7 @@ class RangeReader:
 
     @contextmanager
     def _reading(self, path: str, nbytes: int) -> Iterator[None]:
-        """Time and count a call of the storage; raise afterwards if the load was abandoned meanwhile."""
+        """Time and count a call of the storage; raise an error after it if the load was abandoned."""
         thread = threading.get_ident()
         with self._lock:
             self._under_way[thread] = path
@@ -270,7 +270,7 @@ class RangeReader:
 
     @contextmanager
     def _signed(self, phase: str, path: str) -> Iterator[None]:
-        """Sign errors that pass with the place; the time is taken elsewhere."""
+        """Add the place to errors that pass."""
         try:
             yield
         except ReknitError as error:
@@ -298,12 +298,12 @@ class RangeReader:
             put(data, block * self.block_nbytes, spans)
 
     def _damaged(self, path: str, start: int, spans: Sequence[ReadSpan]) -> list[int]:
-        """Return every block whose digest is wrong; the spans begin and end with blocks (or the file)."""
+        """Return the blocks with a wrong digest; spans begin and end at blocks, or the end of the file."""
         file = self.checkpoint.files[path]
         block_nbytes = self.block_nbytes
         stop = spans[-1].start + len(spans[-1].buffer) if spans else start
         if start % block_nbytes or (stop % block_nbytes and stop != file.nbytes):
-            raise UsageError(f"bytes {start}:{stop} of {path} are no whole blocks, and cannot be verified")
+            raise UsageError(f"bytes {start}:{stop} of {path} are not whole blocks, and cannot be verified")
         parts: dict[int, list[NDArray[np.uint8]]] = {}
         for begin, buffer in spans:
             position = 0
@@ -312,7 +312,7 @@ class RangeReader:
                 end = min(len(buffer), (block + 1) * block_nbytes - begin)
                 parts.setdefault(block, []).append(buffer[position:end])
                 position = end
-        # The last block first: of what was just read, its bytes are still in the processor's cache.
+        # The last block first: it was read last, so its bytes are still in the processor's cache.
         return sorted(
             block
             for block, buffers in reversed(parts.items())

@@ -1,4 +1,4 @@
-"""Replace a block that is damaged or cannot be read by the same block of another copy of the checkpoint."""
+"""Replace damaged or unreadable blocks by the same blocks of another copy of the checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UNREADABLE = (StorageError, DeadlineError)
 class Repairer:
     """Finds good copies of blocks in the replicas of a checkpoint, in their order; thread-safe.
 
-    `nbytes` counts the bytes that were read for it.
+    `nbytes` counts the bytes read from replicas.
     """
 
     def __init__(self, checkpoint: OpenCheckpoint) -> None:
@@ -35,7 +35,7 @@ class Repairer:
         self._replicas = checkpoint.replicas
         self._lock = threading.Lock()
         self._repaired: set[str] = set()
-        """Files of which a block was found there."""
+        """Files of which a replica had a good block."""
         self.nbytes = 0
         self._unsound: dict[str, str] = {}
         """The faults in the sizes of files by path, empty for a right size."""
@@ -48,7 +48,7 @@ class Repairer:
     def require_sound(self, path: str) -> None:
         """Raise `StorageError` for a file of another size than it was saved with, if there are replicas.
 
-        Its bytes may then be anywhere, so that each block has to be compared with its digest.
+        Its bytes may then have moved, so that each block has to be compared with its digest.
         """
         if not self.able:
             return
@@ -66,7 +66,7 @@ class Repairer:
             raise StorageError(known)
 
     def reread(self, path: str, block: int, error: ReknitError) -> NDArray[np.uint8]:
-        """Return a block of a read that failed, as it was saved; it may be whole, and another block damaged.
+        """Return the saved bytes of a block of a failed read; the block may be intact, and another damaged.
 
         Raises `error` as `replaced` does.
         """
@@ -74,9 +74,9 @@ class Repairer:
         return self.replaced(path, block, error) if fault else data
 
     def replaced(self, path: str, block: int, error: ReknitError) -> NDArray[np.uint8]:
-        """Return a block as it was saved, from a replica.
+        """Return the saved bytes of a block, from a replica.
 
-        If none has it, `error` is raised, and names the replicas that were tried.
+        If no replica has them, raises `error`, which names the tried replicas.
         """
         tried = []
         for replica in self._replicas:
@@ -102,7 +102,7 @@ class Repairer:
         return data, "" if digest(data) == file.digests[block] else "damaged as well"
 
     def _note(self, path: str, replica: Storage, error: ReknitError) -> None:
-        """Log a file's first block that comes from a replica."""
+        """Log the first block of a file that comes from a replica."""
         with self._lock:
             first = path not in self._repaired
             self._repaired.add(path)

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from reknit.types.wanted import Wanted
 
 BATCH_NBYTES = 64 << 20
-"""How much of each of two tensors is compared at a time."""
+"""Bytes of each of two tensors that are compared at a time."""
 
 
 class _TiedPair(NamedTuple):
-    """A part of a tensor that is wanted, and the tensor that is tied to it, by their numbers."""
+    """A wanted part of a tensor, and the tensor that is tied to it, by their numbers."""
 
     alias: int
     tied: int
@@ -35,9 +35,9 @@ class _TiedPair(NamedTuple):
 def unequal(
     job: LoadJob, checkpoint: OpenCheckpoint, wanted: Wanted, fills: Sequence[Fill]
 ) -> list[tuple[str, str]]:
-    """Return (name, why) of tensors that are tied in the target and differ in the checkpoint.
+    """Return (name, reason) of tensors that are tied in the target and differ in the checkpoint.
 
-    Only the part that this rank wants of tensors that are stored twice is read for it.
+    It reads only the wanted parts of tensors that are stored twice.
     """
     index, options = checkpoint.index, job.options
     found: dict[str, str] = {}
@@ -72,7 +72,7 @@ def _batches(index: Index, pairs: Iterator[_TiedPair]) -> Iterator[list[_TiedPai
 
 
 def _pairs(index: Index, wanted: Wanted, fills: Sequence[Fill]) -> Iterator[_TiedPair]:
-    """Yield the tensors to be compared, in parts of a size that can be held in memory."""
+    """Yield the tensors to be compared, in parts that fit in memory."""
     apart: dict[int, list[int]] = {}
     for item, fqn, of_item, of in wanted.aliases:
         alias, tied = index.ids[item, fqn], index.ids.get((of_item, of))
@@ -88,7 +88,7 @@ def _pairs(index: Index, wanted: Wanted, fills: Sequence[Fill]) -> Iterator[_Tie
 
 
 def _is_one(index: Index, alias: int, tied: int) -> bool:
-    """Return whether two tensors are the same bytes of the same files."""
+    """Return whether two tensors share the same bytes of the same files."""
     ours, theirs = (
         np.stack((index.file[rows], index.start[rows]))
         for rows in (slice(*index.first[t : t + 2]) for t in (alias, tied))

@@ -1,4 +1,4 @@
-"""Page-aligned host memory that is the image of files, or of a range of one."""
+"""Page-aligned host memory that holds the image of files, or of a range of a file."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Arenas = Callable[[int], AbstractContextManager["Arena"]]
-    """What workers have their arenas of, given the number of bytes."""
+    """Lends an arena of the given number of bytes to a worker."""
 
 PAGE_NBYTES = 4096
-"""Every file begins at a multiple of this in an arena, so that it can be written with direct I/O."""
+"""Every file begins at a multiple of this in an arena, as direct I/O demands."""
 
 SPAN_NBYTES = 32 << 20
-"""Bytes of one file that are staged, digested and handed over at once: a multiple of the checksum block."""
+"""Bytes of a file that are staged, digested and handed over together: a multiple of the checksum block."""
 
 
 class Arena:
-    """`nbytes` bytes of anonymous, page-aligned memory; pages are touched once and then reused."""
+    """`nbytes` bytes of anonymous, page-aligned memory."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        # Private pages may be huge ones, which are there much sooner than those of a shared map.
+        # Private pages may be huge pages, which fault in much faster than pages of a shared map.
         self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         advise(self._map, "MADV_HUGEPAGE", 0, nbytes)
         self.bytes: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
@@ -45,26 +45,26 @@ class Arena:
 
 
 _spare: deque[Arena] = deque(maxlen=4)
-"""Arenas of a block that nobody uses: a save of little waits longer for new pages than it copies."""
+"""Unused arenas of one block: a small save would wait longer for new pages than its copies take."""
 
 
 @contextmanager
 def borrowed(nbytes: int) -> Iterator[Arena]:
-    """Have an arena in this block; what is in it is left over from others."""
+    """Lend an arena within the block; its bytes are undefined."""
     arena = None
     with suppress(IndexError):
         arena = _spare.pop() if nbytes == BLOCK_NBYTES else None
     arena = arena or Arena(nbytes)
     yield arena
-    if nbytes == BLOCK_NBYTES:  # after an error somebody may still be at it
+    if nbytes == BLOCK_NBYTES:  # not after an error: a device may still use it
         _spare.append(arena)
 
 
 class Span(NamedTuple):
     """A range of one file, and its place in an arena.
 
-    `file` is the file's number, `start` and `nbytes` the range in it, `at` where it lies in the arena.  The
-    span with number `after` has to be written out before this one may be filled; -1 for none.
+    `file` is the number of the file, `start` and `nbytes` its range, and `at` the offset in the arena.  Span
+    number `after` has to be written out before this span may be filled; -1 if there is no such span.
     """
 
     file: int
@@ -75,17 +75,16 @@ class Span(NamedTuple):
 
 
 def image_nbytes(sizes: Sequence[int]) -> int:
-    """Return how many bytes of an arena hold files of these sizes, each beginning on a page."""
+    """Return the size of the arena that holds files of these sizes, each beginning on a page."""
     return sum(_pages(size) for size in sizes)
 
 
 def lay_out(sizes: Sequence[int], capacity: int) -> list[Span]:
     """Place files of `sizes` bytes in an arena of `capacity` bytes, cut in spans of at most `SPAN_NBYTES`.
 
-    Where all fits, the arena is the image of the files, one after another, each beginning on a page.
-    Otherwise it is a ring of slots of one span each: span k lies in slot k modulo their number, once the span
-    that lay there before is written out.  Empty files have no spans.  Raises `UsageError` if the arena is
-    smaller than all and than one span.
+    If all files fit, the arena is their image, one after another, each beginning on a page.  Otherwise it is
+    a ring of n slots of one span each: span k goes to slot k modulo n, once the span before it there is
+    written out.  Empty files have no spans.  Raises `UsageError` if neither the files nor one span fit.
     """
     whole = image_nbytes(sizes) <= capacity
     num_slots = capacity // SPAN_NBYTES

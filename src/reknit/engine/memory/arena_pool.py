@@ -1,4 +1,4 @@
-"""The arenas of one rank: made when they are needed, pre-faulted, pinned for devices, lent and reused."""
+"""The arenas of one rank: made on demand, pre-faulted, pinned for devices, lent and reused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger("reknit")
 
 MAX_ARENAS = 2
 LEAST_NBYTES = 2 * SPAN_NBYTES
-"""Less than this is not settled for: with two spans, one is filled while the other is written."""
+"""The smallest arena that is of use: with two spans, one is filled while the other is written."""
 
 _ROUND_NBYTES = 2 << 20  # a huge page
 _LOOK_S = 1.0
@@ -31,11 +31,11 @@ _LOOK_S = 1.0
 
 @dataclass(eq=False)
 class Lease:
-    """An arena that is the caller's until `Arenas.release`.
+    """An arena that belongs to the caller until `Arenas.release`.
 
-    `number` names the arena for as long as it exists, and is never given again.  `dropped`: numbers of arenas
-    that were lent before and are closed since the last lease.  As long as `under_way` tells so a device may
-    still write to the arena, and nobody gets it.
+    `number` names the arena while it exists, and is not reused.  `dropped` are the numbers of arenas that
+    were lent before, and were closed since the last lease.  While `under_way` returns True a device may still
+    write to the arena, which is not lent again until then.
     """
 
     number: int
@@ -44,7 +44,7 @@ class Lease:
     under_way: Callable[[], bool] = lambda: False
 
     def pin(self, sources: Iterable[Any]) -> bool:
-        """Let the devices of some `bits` arrays copy to the arena on their own; return whether they can."""
+        """Pin the arena for the devices of some `bits` arrays; return whether they can copy to it alone."""
         device = next(filter(None, map(device_of, sources)), None)
         if device is None or self.arena.is_held:
             return True
@@ -54,13 +54,13 @@ class Lease:
 
     @property
     def nbytes(self) -> int:
-        """Capacity of the arena; where it is less than was asked for, it is to be used as a ring."""
+        """Capacity of the arena; if it is less than the requested size, use the arena as a ring."""
         return self.arena.nbytes
 
 
 @dataclass(eq=False)
 class _Slot:
-    """Room for one arena: being made while `arena` is None, then free or, with a `lease`, busy."""
+    """Room for one arena: in the making while `arena` is None, then free or, with a `lease`, busy."""
 
     number: int
     nbytes: int
@@ -72,27 +72,27 @@ class _Slot:
 
     @property
     def is_free(self) -> bool:
-        """Whether the arena is there and nobody's."""
+        """Whether the arena exists and can be lent."""
         return self.arena is not None and self.lease is None and not self.under_way()
 
 
 class Arenas:
-    """At most two arenas of one rank, so that a save can be staged while the one before is still written.
+    """At most two arenas of one rank, so that a save can be staged while the save before is still written.
 
     All arenas together never exceed the budget.  For a save of n bytes (rounded up to 2 MiB) there are
 
-    * two arenas of n bytes, where both fit in the budget, the second from when a save finds the first lent;
-    * else one of n bytes, and a save waits until the one before is written;
-    * else one of the whole budget (rounded down to spans), which the save is streamed through as a ring.
+    * two arenas of n bytes if both fit in the budget; the second is made when a save finds the first lent;
+    * else one arena of n bytes, and a save waits until the save before is written;
+    * else one arena of the whole budget (rounded down to spans), through which the save streams as a ring.
 
-    A free arena that is large enough is taken as it is, so while sizes stay the same nothing is ever
-    allocated again; arenas only grow.  Before a larger one is made, the free ones that are too small are
-    closed and their pages given back, whoever else still maps them.
+    A free arena that is large enough is lent as it is.  So arenas only grow, and saves of equal size allocate
+    nothing.  Before a larger arena is made, the free arenas are closed and their pages given back to the
+    kernel, even if other processes still map them.
 
-    Without a budget, one is chosen at the first `acquire`: half of the memory that this process could still
-    get (the least of what the machine has and what its control groups leave), divided by the ranks on this
-    machine, and at least two spans.  Where the kernel has less than was planned, the plan is made smaller:
-    one arena instead of two, then half the size, down to two spans.
+    Without a budget, the first `acquire` sets one: half of the free memory, divided by the ranks on this
+    machine, and at least two spans.  Memory is free if neither the machine nor a control group withholds it.
+    If the kernel has less memory than planned, the plan shrinks: one arena instead of two, then half the
+    size, down to two spans.
 
     All methods may be called from any thread.
     """
@@ -106,15 +106,15 @@ class Arenas:
         self._slots: list[_Slot] = []
         self._last_number = 0
         self._dropped: list[int] = []
-        self._wanted: int | None = None  # what was planned when memory ended, until a warning has said so
+        self._wanted: int | None = None  # the bytes planned when memory ran out, for the warning
         self._warned = False
         self._closed = False
 
     def acquire(self, nbytes: int, timeout_s: float) -> Lease | None:
-        """Borrow an arena for a save of `nbytes`, pre-faulted; None if none came free within `timeout_s`.
+        """Borrow a pre-faulted arena for a save of `nbytes`; None if no arena came free within `timeout_s`.
 
-        The timeout may be 0.  The lease's `nbytes` may be less than was asked for.  Raises
-        `MemoryError` when not even the smallest arena can be had, `UsageError` after `close`.
+        The timeout may be 0.  The lease may have fewer bytes.  Raises `MemoryError` when there is too little
+        memory for the smallest arena, and `UsageError` after `close`.
         """
         deadline = Deadline(timeout_s)
         while True:
@@ -128,7 +128,7 @@ class Arenas:
                 raise error
 
     def release(self, lease: Lease) -> None:
-        """Give an arena back, when all its bytes are written; a second time does nothing."""
+        """Give an arena back when all its bytes are written; a second call does nothing."""
         with self._changed:
             slot = next((slot for slot in self._slots if slot.lease is lease), None)
             if slot is None:
@@ -138,21 +138,21 @@ class Arenas:
         _dispose(unwanted)
 
     def close(self) -> None:
-        """Close the free arenas now, and the others as they are released; waiting calls raise."""
+        """Close the free arenas now, and each other arena at its release; waiting calls raise."""
         with self._changed:
             self._closed = True
             unwanted = self._take_unwanted()
         _dispose(unwanted)
 
     def forget(self) -> None:
-        """Let go of all memory in a forked child, where it is still in use by the parent."""
+        """Unmap all arenas in a forked child, and leave their pages to the parent."""
         for slot in self._slots:
             if slot.arena is not None:
                 slot.arena.hold(None)
                 slot.arena.close()
 
     def _take_unwanted(self) -> list[SharedMemory]:
-        """Wake who waits; after `close`, take out the free arenas, for the caller to dispose of unlocked."""
+        """Wake the waiting threads; after `close`, return the free arenas, to be disposed of unlocked."""
         self._changed.notify_all()
         if not self._closed:
             return []
@@ -161,7 +161,7 @@ class Arenas:
         return [slot.arena for slot in free if slot.arena is not None]
 
     def _limit(self) -> int:
-        """Return the bytes that all arenas together may have."""
+        """Return the largest size of all arenas together."""
         if self._budget is None:
             self._budget = max(LEAST_NBYTES, available_nbytes() // 2 // local_ranks())
         return self._budget
@@ -173,22 +173,22 @@ class Arenas:
         return whole if whole <= limit else limit // SPAN_NBYTES * SPAN_NBYTES
 
     def _take(self, nbytes: int, deadline: Deadline) -> _Slot | None:
-        """Wait for a slot: one with a free arena, or a new one whose arena the caller has to make."""
+        """Wait for a slot with a free arena, or for a new slot, whose arena the caller has to make."""
         while True:
             if self._closed:
                 raise UsageError("these arenas are closed")
             want = self._capacity(nbytes)
             free = [slot for slot in self._slots if slot.is_free]
             if fitting := [slot for slot in free if slot.nbytes >= want]:
-                return min(fitting, key=lambda slot: slot.nbytes)  # the larger may be needed for another
+                return min(fitting, key=lambda slot: slot.nbytes)  # a larger save may need the larger arena
             if slot := self._reserve(want):
                 return slot
             if deadline.passed():
                 return None
-            self._changed.wait(min(deadline.remaining(), _LOOK_S))  # no device says when it is done
+            self._changed.wait(min(deadline.remaining(), _LOOK_S))  # devices do not notify
 
     def _reserve(self, want: int) -> _Slot | None:
-        """Return a new slot in place of the free ones, which are too small, if there is room for it."""
+        """Return a new slot that replaces the free slots, which are too small; None without room for it."""
         kept = [slot for slot in self._slots if not slot.is_free]
         if len(kept) >= self._most or sum(slot.nbytes for slot in kept) + want > self._limit():
             return None
@@ -200,9 +200,9 @@ class Arenas:
         return new
 
     def _make(self, slot: _Slot) -> MemoryError | None:
-        """Give a reserved slot its arena; return the error if memory ended and nothing less will do.
+        """Make the arena of a reserved slot; return the error if memory ran out and the plan cannot shrink.
 
-        Takes a second for some GiB, so the lock is not held: arenas can be released meanwhile.
+        This takes a second for some GiB.  The lock is not held, so that arenas can be released meanwhile.
         """
         arena, failure = None, None
         try:
@@ -222,7 +222,7 @@ class Arenas:
         return failure
 
     def _settle(self, nbytes: int) -> bool:
-        """Plan for less, after an arena of `nbytes` could not be had; return whether that is possible."""
+        """Shrink the plan after an arena of `nbytes` could not be made; return whether that is possible."""
         others = sum(slot.nbytes for slot in self._slots)
         self._wanted = self._wanted or others + nbytes
         if self._slots:
@@ -252,7 +252,7 @@ def _prefaulted(nbytes: int) -> SharedMemory:
     arena = SharedMemory.create(nbytes)
     threads = num_threads(None)
     try:
-        # The kernel reserves pages for one thread after the other, but clears and maps them side by side.
+        # The kernel reserves pages for one thread at a time, but clears and maps them in parallel.
         run_jobs(
             range(0, nbytes, SPAN_NBYTES),
             lambda start, _: arena.populate(start, SPAN_NBYTES),
@@ -268,6 +268,6 @@ def _prefaulted(nbytes: int) -> SharedMemory:
 
 def _dispose(arenas: list[SharedMemory]) -> None:
     for arena in arenas:
-        # Closing alone would leave the pages to other processes that have not let go of them yet.
+        # `close` alone would keep the pages as long as another process maps them.
         arena.discard()
         arena.close()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from reknit.types.shard import Strided
 
 BITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
-"""Name of the type in which elements of a size are moved without being looked at."""
+"""Name of the type that stands for all dtypes of an element size, when bits are moved."""
 
 _KINDS = {nbytes: np.dtype(name) for nbytes, name in BITS.items()}
 
@@ -31,10 +31,10 @@ ROUNDED = frozenset(
 """Floating-point types of less than 32 bits."""
 
 SHORT_ROW_NBYTES = 128
-"""Up to here a row of elements is slower to copy than a single element of its size, up to ten times."""
+"""Up to this size, copying a row of elements takes up to ten times as long as one element of that size."""
 
 LAID_NBYTES = 8 << 20
-"""Most memory of a device that is taken to lay out or convert there what comes from the host."""
+"""Device memory that laying out or converting elements from the host may take."""
 
 _laying = threading.Lock()
 
@@ -42,7 +42,7 @@ _laying = threading.Lock()
 def bits(data: Any) -> Any:
     """Return an array of the same shape on the same memory whose elements are plain bit patterns.
 
-    Of a CPU tensor or a NumPy array the answer is a NumPy array, of a tensor on a device a tensor.
+    For a CPU tensor or a NumPy array this is a NumPy array, for a tensor on a device it is a tensor.
     """
     if isinstance(data, np.ndarray):
         return data.view(BITS[data.dtype.itemsize])
@@ -58,7 +58,7 @@ def bits(data: Any) -> Any:
 
 @lru_cache(maxsize=64)
 def _has_numpy(dtype: Any) -> bool:
-    """Tell whether NumPy has a dtype of torch, of which it makes an array quicker than of another view."""
+    """Return whether NumPy has a dtype of torch: then `numpy()` needs no other view, and is faster."""
     try:
         sys.modules["torch"].empty(0, dtype=dtype).numpy()
     except TypeError:
@@ -75,7 +75,7 @@ def rectangle(flat: Any, at: Strided) -> Any:
 
 
 def contiguous_bytes(view: Any) -> NDArray[np.uint8] | None:
-    """Return the bytes of a `bits` array, or None where they are not one run in host memory."""
+    """Return the bytes of a `bits` array, or None if they are not one run in host memory."""
     if isinstance(view, np.ndarray) and view.flags.c_contiguous:
         return view.reshape(-1).view(np.uint8)
     return None
@@ -87,7 +87,7 @@ def itemsize(source: Any) -> int:
 
 
 def address(source: Any) -> int:
-    """Return where the first element of a `bits` array lies."""
+    """Return the address of the first element of a `bits` array."""
     if isinstance(source, np.ndarray):
         return int(source.__array_interface__["data"][0])
     return int(source.data_ptr())
@@ -96,7 +96,7 @@ def address(source: Any) -> int:
 def stage(source: Any, first: int, numel: int, out: NDArray[np.uint8], *, non_blocking: bool = False) -> None:
     """Copy `numel` elements from element `first` (row-major) of a `bits` array to the bytes `out`.
 
-    With `non_blocking` a device may still be at it when this returns.
+    With `non_blocking` a device may still be copying when this returns.
     """
     if not numel:
         return
@@ -114,7 +114,7 @@ def stage(source: Any, first: int, numel: int, out: NDArray[np.uint8], *, non_bl
 def rectangles(
     source: Any, first: int, numel: int, out: NDArray[np.uint8]
 ) -> Iterator[tuple[Any, NDArray[np.uint8]]]:
-    """Yield the rectangles that a range of elements is made of, each with the bytes where it goes."""
+    """Yield the rectangles that make up a range of elements, each with its part of `out`."""
     itemsize = len(out) // numel
     for box in flat_range_boxes(source.shape, first, numel):
         nbytes = box.numel * itemsize
@@ -134,8 +134,8 @@ def copy(source: Any, out: NDArray[np.uint8], *, non_blocking: bool = False) -> 
 def deliver(source: NDArray[np.uint8], lengths: Sequence[int], strides: Sequence[int], target: Any) -> None:
     """Copy a strided rectangle of bytes into a `bits` array of shape `lengths`.
 
-    `source` begins at the rectangle's first byte, `strides` are in bytes.  A device that has streams may
-    still be at it when this returns, and `source` has to stay as it is until then.
+    `source` begins at the first byte of the rectangle; `strides` are in bytes.  A device with streams may
+    still be copying when this returns, and `source` must not change until it is done.
     """
     if devices.is_queued(target):
         if target.is_contiguous() and _is_run(lengths, strides, target.element_size()):
@@ -157,11 +157,11 @@ def deliver(source: NDArray[np.uint8], lengths: Sequence[int], strides: Sequence
 
 
 def _copy_rows(source: NDArray[Any], target: NDArray[Any]) -> None:
-    """Copy an array to one of the same shape and type."""
+    """Copy an array to another array of the same shape and type."""
     if target.ndim and source.strides[-1] == target.strides[-1] == target.itemsize:
         nbytes = target.shape[-1] * target.itemsize
         if nbytes <= SHORT_ROW_NBYTES:
-            # A row is a run in both: as one element it is copied at once.
+            # A row is a run in both arrays: NumPy copies it faster as a single element.
             row = np.dtype((np.void, nbytes))
             source, target = source.view(row), target.view(row)
     np.copyto(target, source)
@@ -172,15 +172,15 @@ def convert(
 ) -> None:
     """Copy a strided rectangle into a live array of another dtype, rounding to nearest, ties to even.
 
-    Where `target` is a tensor torch converts, on its device, otherwise NumPy does, to the same bits for
-    finite values.  A device may still be at it when this returns, see `deliver`.
+    torch converts into a tensor, on its device, and NumPy into an array; finite values get the same bits.  A
+    device may still be copying when this returns, as after `deliver`.
     """
     if devices.is_queued(target):
         dtype_there = getattr(sys.modules["torch"], dtype)
         _lay_out(source, dtype_there, lengths, strides, target.detach())
         return
     kind = numpy_dtype(dtype)
-    # np.ascontiguousarray would give one dimension to what has none.
+    # np.ascontiguousarray would add a dimension to a scalar.
     array = np.asarray(np.ndarray(tuple(lengths), kind, source, 0, tuple(strides)), order="C")
     if isinstance(target, np.ndarray):
         np.copyto(target, _converted(array, target.dtype))
@@ -193,11 +193,11 @@ def convert(
 
 
 def _converted(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return an array in another dtype, as torch converts: to less than 32 bits by way of float32."""
-    with np.errstate(over="ignore", invalid="ignore"):  # what is too large becomes infinite, or NaN
+    """Return an array in another dtype, converted as by torch: to less than 32 bits by way of float32."""
+    with np.errstate(over="ignore", invalid="ignore"):  # too large numbers become infinite, or NaN
         if dtype.itemsize < 4 and dtype.name in ROUNDED:
             array = array.astype(np.float32)
-            if dtype.name == "float8_e4m3fn":  # it has no infinity: the largest number stands for more
+            if dtype.name == "float8_e4m3fn":  # without infinity: torch takes the largest number
                 array = np.clip(array, -448, 448)
         return array.astype(dtype)
 
@@ -207,8 +207,8 @@ def _lay_out(
 ) -> None:
     """Copy a strided rectangle of elements of a dtype to a tensor, whose device lays it out and converts it.
 
-    For that the device has all bytes from the first to the last, at most `LAID_NBYTES` at a time.  Its memory
-    is taken and given back in the order of the stream, so what comes next has the same.
+    The device receives all bytes from the first to the last, at most `LAID_NBYTES` at a time.  Each part is
+    allocated and freed in the order of the stream, so the next part reuses its memory.
     """
     torch = sys.modules["torch"]
     if not target.numel():
@@ -226,7 +226,7 @@ def _lay_out(
 
 
 def _cut(box: Box, strides: Sequence[int], itemsize: int) -> Iterator[Box]:
-    """Yield a box in parts that reach over at most `LAID_NBYTES` bytes each, or have one element."""
+    """Yield the parts of a box; each spans at most `LAID_NBYTES` bytes, or has one element."""
     if _reach(box, strides, itemsize) <= LAID_NBYTES or box.numel <= 1:
         yield box
         return
@@ -239,12 +239,12 @@ def _cut(box: Box, strides: Sequence[int], itemsize: int) -> Iterator[Box]:
 
 
 def _reach(box: Box, strides: Sequence[int], itemsize: int) -> int:
-    """Return how many bytes lie from the first to the last of a box that is not empty."""
+    """Return the number of bytes from the first to the last of a box that is not empty."""
     return itemsize + sum((n - 1) * stride for n, stride in zip(box.lengths, strides, strict=True))
 
 
 def _is_run(lengths: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Tell whether a rectangle is one run of bytes, in row-major order."""
+    """Return whether a rectangle is one run of bytes, in row-major order."""
     for length, stride in zip(reversed(lengths), reversed(strides), strict=True):
         if length != 1 and stride != itemsize:
             return False
@@ -253,11 +253,11 @@ def _is_run(lengths: Sequence[int], strides: Sequence[int], itemsize: int) -> bo
 
 
 def _on_host(source: NDArray[np.uint8]) -> Any:
-    """Return bytes as a tensor."""
+    """Return bytes as a tensor on the host."""
     return sys.modules["torch"].from_numpy(source if source.flags.writeable else source.copy())
 
 
 def _mode_of(target: Any) -> Any:
-    """Let this thread write to a tensor: one that was made for inference, only threads of that mode may."""
+    """Return a context in which this thread may write to a tensor: inference tensors need inference mode."""
     torch = sys.modules["torch"]
     return torch.inference_mode() if target.is_inference() else torch.no_grad()

@@ -1,4 +1,4 @@
-"""Data files as they will be: a header, and live memory behind it."""
+"""Images of planned data files: a header, followed by live memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class EntryRow(NamedTuple):
-    """What a file has of a shard: `numel` elements from element `first` on, in `nbytes` bytes at `start`."""
+    """The part of a shard in a file: `numel` elements from `first` on, in `nbytes` bytes at `start`."""
 
     shard: int
     first: int
@@ -43,7 +43,7 @@ class Entries(NamedTuple):
 
     @classmethod
     def of(cls, entries: Sequence[WriteEntry]) -> Entries:
-        """Return planned entries as columns, but for those without elements."""
+        """Return planned entries as columns, without the empty ones."""
         rows = [(e.shard, e.first, e.numel, e.start, e.nbytes) for e in entries if e.numel]
         return cls(*np.array(rows, np.int64).reshape(-1, len(cls._fields)).T.copy())
 
@@ -52,7 +52,7 @@ class Entries(NamedTuple):
         return map(EntryRow, *(column.tolist() for column in self))
 
     def select(self, some: Any) -> Entries:
-        """Return some of the entries, as a slice or a mask says."""
+        """Return the entries that a slice or a mask selects."""
         return Entries(*(column[some] for column in self))
 
     def between(self, start: int, stop: int) -> Entries:
@@ -62,7 +62,7 @@ class Entries(NamedTuple):
 
 
 class Image(NamedTuple):
-    """A data file as it will be: a header, then the entries' bytes from live memory."""
+    """A planned data file: a header, then the bytes of its entries, from live memory."""
 
     path: str
     header: bytes
@@ -73,15 +73,14 @@ class Image(NamedTuple):
     def fill(self, start: int, out: NDArray[np.uint8], copy: Copy = stage) -> None:
         """Fill `out` with the bytes of the file from `start` on.
 
-        What is one run of host memory is copied by its address, and everything else by `copy`, which is like
-        `stage`.
+        Runs of host memory are copied by address, and all other entries by `copy`, which works as `stage`.
         """
         if start < len(self.header):
             part = self.header[start : start + len(out)]
             out[: len(part)] = np.frombuffer(part, np.uint8)
         start -= len(self.header)
         here = self.entries.between(start, start + len(out))
-        skipped = np.maximum(start - here.start, 0)  # bytes of an entry that are before the range
+        skipped = np.maximum(start - here.start, 0)  # bytes of an entry before the range
         nbytes = np.minimum(here.nbytes, start + len(out) - here.start) - skipped
         begin = here.start + skipped - start
         itemsizes = here.nbytes // here.numel
@@ -94,7 +93,7 @@ class Image(NamedTuple):
             copy(self.sources[int(here.shard[n])], first, numel, out[to])
 
     def in_place(self, start: int, nbytes: int) -> NDArray[np.uint8] | None:
-        """Return these bytes of the file where they lie; None if that is not one run in host memory."""
+        """Return a view of these bytes of the file; None if they are not one run in host memory."""
         start -= len(self.header)
         here = self.entries.between(start, start + nbytes)
         if start < 0 or len(here.shard) != 1:

@@ -1,4 +1,4 @@
-"""How fast may bytes pass?  For copies that leave others their share of a store."""
+"""How fast may bytes pass?  A limit on the rate of copies, so that others get their share of a store."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from reknit.monitor.phase import monotonic
 
 
 class Pace:
-    """What may pass per second: bytes and requests, None for any number.  Every request takes `latency_s`.
+    """A limit on the bytes and requests per second; None means unlimited.  Every request takes `latency_s`.
 
-    Callers wait their turn, in the order in which they come.  One pace may serve many stores of a process.
+    Callers wait their turn, in the order of their calls.  One pace may limit many stores of a process.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Pace:
         self._free_at = 0.0
 
     def take(self, nbytes: int) -> None:
-        """Return when a request with so many bytes may pass."""
+        """Wait until a request of `nbytes` may pass."""
         with self._lock:
             begin = max(monotonic(), self._free_at)
             self._free_at = end = begin + max(nbytes * self._per_byte, self._per_request)

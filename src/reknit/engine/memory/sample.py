@@ -1,4 +1,4 @@
-"""Were bytes of live memory changed?  A sample of them tells, and what torch counts."""
+"""Were bytes of live memory changed?  A digest of a sample of them shows it."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 STRIDE_NBYTES = 4096
-"""The sample has one line of each so many bytes, from the first on."""
+"""The sample has one line of each stride, from the first byte on."""
 
 LINE_NBYTES = 64
 
 LOT_LINES = 1 << 16
-"""So many lines of a device are looked at at once: those of 256 MiB of state, with 12 MiB beside it."""
+"""Lines of a device that are summed at once: they sample 256 MiB of state, and take 12 MiB beside it."""
 
 _FACTORS = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
-"""Odd, with bits of no pattern."""
+"""Odd numbers without a pattern in their bits."""
 
 
 class Range(NamedTuple):
-    """`numel` elements from element `first` of a contiguous `bits` array, of at least one line."""
+    """`numel` elements from element `first` of a contiguous `bits` array, at least a line of bytes."""
 
     source: Any
     first: int
@@ -40,8 +40,8 @@ class Range(NamedTuple):
 class Sample:
     """One line of 64 bytes of each 4 KiB of ranges of memory, as they are now.
 
-    What takes longest is the way to the memory, and a line is what comes along with one byte.  A change that
-    leaves these lines as they are is not noticed.  Of the lines on a device only sums are kept there.
+    Reading a whole cache line takes as long as reading one byte of it.  A change outside of these lines is
+    not noticed.  For lines on a device only sums are kept, on the device.
     """
 
     def __init__(self, ranges: Sequence[Range]) -> None:
@@ -52,13 +52,13 @@ class Sample:
                 on_devices.setdefault(one.source.device, []).append(number)
         self._digests = {n: _digest(one) for n, one in enumerate(ranges) if device_of(one.source) is None}
         self._lots = {device: list(_lots(ranges, numbers)) for device, numbers in on_devices.items()}
-        # On the stream of whoever changes the memory later, so that this comes first.
+        # On the current stream, which also changes the memory later, so that the sums come first.
         self._sums = {device: self._summed(lots) for device, lots in self._lots.items()}
         for device in self._lots:
             side_stream(device).wait_stream(current_stream(device))
 
     def changed(self) -> Iterator[int]:
-        """Yield the numbers of the ranges that are not as they were."""
+        """Yield the numbers of the ranges that have changed."""
         for number, before in self._digests.items():
             if _digest(self._ranges[number]) != before:
                 yield number
@@ -69,19 +69,19 @@ class Sample:
             yield from sorted({numbers[place] for place in differ})
 
     def _summed(self, lots: Sequence[Sequence[_Lines]]) -> Any:
-        """Return a number for each part: any change of one word of its lines makes it another one."""
+        """Return a sum for each part, which differs after any change of one word of its lines."""
         torch, sums = sys.modules["torch"], []
         for lot in lots:
             words = torch.cat([_rows(self._ranges[part.number], part) for part in lot]).view(torch.int64)
             lines = _mixed(words.view(-1)).view_as(words).sum(1).cumsum(0)
             ends = accumulate(part.num_lines for part in lot)
-            upto = torch.cat([lines[end - 1 : end] for end in ends])  # nothing is sent to the device for it
+            upto = torch.cat([lines[end - 1 : end] for end in ends])  # without a copy to the device
             sums.append(torch.cat([upto[:1], upto[1:] - upto[:-1]]))
         return torch.cat(sums)
 
 
 def _mixed(words: Any) -> Any:
-    """Return another word for each value of a word, and at each place, so that sums tell them apart."""
+    """Return words that depend on the value and the place of each word, so that sums show any change."""
     torch = sys.modules["torch"]
     mixed = torch.arange(len(words), dtype=torch.int64, device=words.device).mul_(_FACTORS[0]).add_(words)
     mixed ^= (mixed >> 32).bitwise_and_(0xFFFFFFFF)
@@ -89,7 +89,7 @@ def _mixed(words: Any) -> Any:
 
 
 class _Lines(NamedTuple):
-    """Lines of a range, by its number."""
+    """Some lines of the range with a number."""
 
     number: int
     first: int
@@ -97,7 +97,7 @@ class _Lines(NamedTuple):
 
 
 def _lots(ranges: Sequence[Range], numbers: Sequence[int]) -> Iterator[list[_Lines]]:
-    """Yield all lines of some ranges, so many at a time as one lot may have."""
+    """Yield all lines of some ranges, in lots of at most `LOT_LINES` lines."""
     lot, room = list[_Lines](), LOT_LINES
     for number in numbers:
         first, left = 0, _num_lines(ranges[number])

@@ -1,4 +1,4 @@
-"""Streams on which copies run beside what devices go on with, and waits for these copies, with deadlines."""
+"""Streams on which copies run beside the work of devices, and waits for these copies, with deadlines."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Mark(NamedTuple):
     device: Any
 
     def is_ahead(self) -> bool:
-        """Return whether the device is yet to come here; a device that has failed comes nowhere."""
+        """Return whether the device has yet to reach the mark; a device that has failed never will."""
         return devices.is_under_way(self.event, self.device)
 
 
 class SideStreams:
-    """The side streams of some devices, one for each; `what` says in errors what is copied on them."""
+    """The side streams of some devices, one for each; in errors, `what` names the copied data."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -43,8 +43,8 @@ class SideStreams:
     def follow(self, device: Any) -> Any:
         """Return the side stream of a device.
 
-        What is queued there after the first call for the device comes after all that this thread has queued
-        on its current stream by then.
+        Copies on it run after all the work that this thread has queued on its current stream of the device
+        before the first call.
         """
         if device not in self._streams:
             stream = devices.side_stream(device)
@@ -57,7 +57,7 @@ class SideStreams:
         return self._streams[device]
 
     def mark(self, device: Any, event: Any = None) -> Mark:
-        """Return the end of what is queued by now on the stream of a device; an earlier `event` is moved."""
+        """Mark the end of the work queued so far on the stream of a device; an earlier `event` is reused."""
         with devices.on_device(device):
             try:
                 event = event or devices.new_event(device)
@@ -67,13 +67,13 @@ class SideStreams:
         return Mark(event, device)
 
     def marks(self) -> list[Mark]:
-        """Return the ends of what is queued by now on all streams."""
+        """Mark the end of the work queued so far on each stream."""
         return [self.mark(device) for device in self._streams]
 
     def wait(self, marks: Sequence[Mark], deadline: Deadline) -> None:
-        """Return when the devices have come to all marks; sleeps, and waits for no other work of a device.
+        """Wait until the devices have reached all marks; sleeps, and waits for no other work of a device.
 
-        Raises the first error of a device, when the others are waited for too, and `DeadlineError`.
+        Raises the first error of a device, once all marks were waited for, and `DeadlineError`.
         """
         failure = None
         for mark in marks:
@@ -90,8 +90,8 @@ class SideStreams:
             while not _has_come(event, device):
                 if deadline.passed():
                     raise DeadlineError(
-                        f"{device} had not copied {self._what} within {deadline.seconds:g} s: it is still at "
-                        "work on what was queued before",
+                        f"{device} had not copied {self._what} within {deadline.seconds:g} s: it is still "
+                        "busy with work that was queued before",
                         remedy="look for a collective that waits for a rank that is gone, or raise timeout_s",
                     )
                 sleep(min(pause_s, deadline.remaining()))
@@ -99,7 +99,7 @@ class SideStreams:
 
 
 def _has_come(event: Any, device: Any) -> bool:
-    # Asked for again and again: a wait for an event of torch has no deadline.
+    # Polled, since a wait for an event of torch has no deadline.
     try:
         return bool(event.query())
     except RuntimeError as error:
@@ -107,12 +107,12 @@ def _has_come(event: Any, device: Any) -> bool:
 
 
 def keep_until(marks: Sequence[Mark], memory: object) -> None:
-    """Keep memory until devices have come to some marks, however long that takes."""
+    """Keep memory until devices have reached some marks, however long that takes."""
     _kept[id(marks)] = marks, memory
 
 
 def drop_kept() -> None:
-    """Let go of memory that was kept until marks to which the devices have come."""
+    """Free the kept memory whose marks the devices have reached."""
     for number, (marks, _) in list(_kept.items()):
         if not any(mark.is_ahead() for mark in marks):
             _kept.pop(number, None)

@@ -1,4 +1,4 @@
-"""The memory of shards: looked at one by one only where that is needed; most need just be copied."""
+"""The memory of shards, of which most is copied by address, without a look at each shard."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _is_on_host = attrgetter("is_cpu")
 
 
 class Sources(Sequence[Any]):
-    """The `bits` of what shards have as `memory`, by shard number; flat memory is looked at once.
+    """The `bits` of the `memory` of shards, by shard number; memory that shards share is wrapped once.
 
-    The bytes of that memory are its values, which walks see to: no conjugate or negative view.
+    The bytes of the memory are its values: walks resolve conjugate and negative views.
     """
 
     def __init__(self, memories: Iterable[Any]) -> None:
@@ -43,7 +43,7 @@ class Sources(Sequence[Any]):
         return found
 
     def instead(self, others: Mapping[int, Any]) -> Sources:
-        """Return these with other `bits` for some that are on a device."""
+        """Return these sources with other `bits` for some sources on a device."""
         changed = Sources(self._memories)
         changed._bits, changed._flats = {**self._bits, **others}, self._flats
         changed.addresses, changed._storages = self.addresses, self._storages
@@ -51,10 +51,10 @@ class Sources(Sequence[Any]):
 
     @lazy_property
     def addresses(self) -> NDArray[np.int64]:
-        """Where each that is one run of host memory begins; 0 for the others.
+        """The address of each source that is one run of host memory; 0 for the others.
 
-        Memory without elements has an address or none.  What has an address is kept; its tensor may get other
-        memory meanwhile.
+        Empty sources may have an address or 0.  The memory at an address is kept alive, even if its tensor
+        gets other memory meanwhile.
         """
         found = np.zeros(len(self), np.int64)
         if plain := self._plain:
@@ -69,18 +69,18 @@ class Sources(Sequence[Any]):
         return found
 
     def on_host(self, numbers: NDArray[np.int64]) -> bool:
-        """Tell whether these are in host memory."""
+        """Return whether the sources with these numbers are in host memory."""
         unknown = numbers[self.addresses[numbers] == 0]
         return all(isinstance(self[n], np.ndarray) for n in unknown.tolist())
 
     @property
     def on_devices(self) -> list[Any]:
-        """The `bits` of those that are not in host memory."""
+        """The `bits` of the sources that are not in host memory."""
         return [self[n] for n in self._others if not isinstance(self[n], np.ndarray)]
 
     @lazy_property
     def _plain(self) -> Sequence[int]:
-        """The numbers of tensors in host memory of which torch tells all at once."""
+        """The numbers of plain torch tensors in host memory, whose addresses need no `bits`."""
         torch = sys.modules.get("torch")
         if torch is None:
             return []

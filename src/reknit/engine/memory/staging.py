@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 GATHER_NBYTES = 64 << 20
-"""Most device memory that is taken, per device, to lay out what is not contiguous there."""
+"""Memory per device that laying out arrays that are not contiguous may take."""
 
 
 def gathered(lot: Sequence[tuple[int, Any]], nbytes: Sequence[int]) -> Iterator[tuple[int, Any]]:
-    """Yield the first bytes of arrays on one device, whose places are given."""
+    """Yield the first bytes of arrays on one device, as many as `nbytes` has at their places."""
     torch = sys.modules["torch"]
     parts = []
     for place, source in lot:
@@ -42,15 +42,15 @@ def gathered(lot: Sequence[tuple[int, Any]], nbytes: Sequence[int]) -> Iterator[
 
 
 class Staging:
-    """The copies of one save to host memory; those from devices run beside what the devices go on with.
+    """The copies of one save to host memory; copies from devices run beside the work of the devices.
 
-    `sources` are the `bits` arrays that will be copied.  The copies wait for the work that is queued for
-    their devices now, on the current streams of this thread; a device not among the sources is waited for at
-    its first copy.  Whatever is queued later runs at the same time as the copies: until `wait` returns,
-    nothing may write to a source that was added or will be.  The bytes given to `add` must stay where they
-    are as long as there are copies `under_way`, also after an error.  One thread at a time uses this.
+    `sources` are the `bits` arrays that will be copied.  The copies wait for the work that is queued now on
+    the current streams of this thread; for a device not among the sources, at its first copy.  Work that is
+    queued later runs beside the copies: until `wait` returns, it must not write to any source.  The bytes
+    given to `add` must stay in place while copies are `under_way`, even after an error.  One thread at a time
+    may use this.
 
-    Devices copy `by_way` of pinned buffers, if these are given, to bytes that are not pinned.
+    To memory that is not pinned, devices copy `by_way` of pinned buffers, if they are given.
     """
 
     def __init__(self, sources: Iterable[Any] = (), by_way: BounceBuffers | None = None) -> None:
@@ -64,9 +64,8 @@ class Staging:
     def add(self, source: Any, first: int, numel: int, out: NDArray[np.uint8]) -> None:
         """Begin to copy `numel` elements from element `first` (row-major) of a `bits` array to `out`.
 
-        From a device with streams the bytes are there when `wait` has returned, from anywhere else at once.
-        Where neither `out` is pinned nor there are buffers, torch copies all the same, and this call lasts as
-        long as that does.
+        Bytes from a device with streams have arrived when `wait` has returned, all others when this returns.
+        If `out` is not pinned and there are no buffers, this call lasts until torch has copied.
         """
         if not numel or not devices.is_queued(source):
             stage(source, first, numel, out)
@@ -78,21 +77,21 @@ class Staging:
                 self._queue(source, first + begin // size, len(buffer) // size, buffer)
 
     def wait(self, timeout_s: float) -> None:
-        """Return when all copies added so far are made.
+        """Wait until all copies added so far are made.
 
-        Raises the first error of a device, when the others are waited for too, and `DeadlineError`.
+        Raises the first error of a device, once all devices were waited for, and `DeadlineError`.
         """
         self._side.wait(list(self._ends.values()), Deadline(timeout_s))
         if self._by_way is not None:
             self._by_way.empty()
 
     def under_way(self) -> bool:
-        """Return whether a device may still write to what was given to `add`."""
+        """Return whether a device may still write to bytes that were given to `add`."""
         return any(end.is_ahead() for end in self._ends.values())
 
     def _queue(self, source: Any, first: int, numel: int, out: NDArray[np.uint8]) -> None:
         stream = self._side.follow(source.device)
-        # The source may be freed before the copy has run: its memory is not given away until then.
+        # The source may be freed before the copy has run: torch must not reuse its memory until then.
         source.record_stream(stream)
         try:
             with devices.on_stream(stream):
@@ -101,7 +100,7 @@ class Staging:
                 else:
                     _gather(source, first, numel, out)
         finally:
-            # Also after an error: what was queued before it still writes to `out`, and is to be waited for.
+            # Also after an error: copies queued before it still write to `out`, so `wait` includes them.
             before = self._ends.get(source.device)
             self._ends[source.device] = self._side.mark(source.device, before and before.event)
 
@@ -109,7 +108,7 @@ class Staging:
 class BounceBuffers:
     """Two pinned buffers in turn, by way of which devices copy to memory that is not pinned.
 
-    While devices copy to one, what is in the other goes to its place.
+    While devices copy to one buffer, the host copies the parts in the other to their places.
     """
 
     def __init__(self, buffers: Sequence[NDArray[np.uint8]], timeout_s: float) -> None:
@@ -117,7 +116,7 @@ class BounceBuffers:
 
     @classmethod
     def pinned(cls, most_nbytes: int, device: Any, timeout_s: float) -> BounceBuffers | None:
-        """Return new buffers for copies of up to `most_nbytes`; None where there is no pinned memory."""
+        """Return new buffers for copies of up to `most_nbytes`; None without pinned memory."""
         nbytes = min(most_nbytes, SPAN_NBYTES)
         buffers = [devices.pinned(nbytes, device) for _ in range(2)]
         found = [buffer for buffer in buffers if buffer is not None]
@@ -126,7 +125,7 @@ class BounceBuffers:
     def parts(
         self, out: NDArray[np.uint8], itemsize: int, side: SideStreams
     ) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-        """Yield where each part of `out` begins, and where it is to be copied to first."""
+        """Yield the offset of each part of `out`, and the place in a buffer to which it is copied first."""
         begin = 0
         while begin < len(out):
             buffer = self._turns[0]
@@ -145,13 +144,13 @@ class BounceBuffers:
             begin += nbytes
 
     def empty(self) -> None:
-        """Bring all parts to their places, once all devices have copied."""
+        """Copy all parts to their places, after all devices have copied."""
         for buffer in self._turns:
             buffer.empty()
 
 
 class _BounceBuffer:
-    """A pinned buffer: parts up to `end`, the place of each, and the marks at which they are there."""
+    """A pinned buffer: parts up to `end`, the place of each, and the marks after which they are complete."""
 
     def __init__(self, memory: NDArray[np.uint8]) -> None:
         self.memory, self.end = memory, 0
@@ -165,9 +164,9 @@ class _BounceBuffer:
 
 
 def _gather(source: Any, first: int, numel: int, out: NDArray[np.uint8]) -> None:
-    """Lay out piece after piece on the device.
+    """Copy elements that are not contiguous, laid out piece after piece on the device.
 
-    Each temporary is taken on the side stream, so that its memory serves the next piece, in order.
+    Each temporary is allocated on the side stream, so that the next piece reuses its memory in order.
     """
     itemsize = source.element_size()
     step = max(GATHER_NBYTES // itemsize, 1)
@@ -186,15 +185,15 @@ def copied_later(source: Any) -> bool:
 
 
 def changes(data: Any) -> int | None:
-    """Return a number that is another one after torch changed a tensor in place, as far as torch notices.
+    """Return torch's counter of the changes in place of a tensor; None if it has no such counter.
 
-    All views of a tensor share it, those of `detach()` included, so ask for the shard's data, not its `bits`.
-    **An equal number proves nothing.**  These change values and not the number: `tensor.data` and NumPy
-    views; optimizers with ``fused=True`` (parameters and states, all but `step`); every operation on a
+    All views of a tensor share the counter, including those of `detach()`, so pass the shard's data, not its
+    `bits`.  **An equal number proves nothing.**  These change values without being counted: `tensor.data` and
+    NumPy views; optimizers with ``fused=True`` (parameters and states, all but `step`); every operation on a
     DTensor, for its local tensor; the running statistics of batch norm; `broadcast`, `all_reduce`, `scatter`
-    and `recv`; replayed CUDA graphs; kernels that torch does not know.
+    and `recv`; replayed CUDA graphs; foreign kernels.
 
-    None where there is no such number: what is no torch tensor, and tensors made in inference mode.
+    Arrays of other libraries, and tensors made in inference mode, have no counter.
     """
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(data, torch.Tensor) or data.is_inference():

@@ -1,4 +1,4 @@
-"""Copies between devices and host memory by worker threads, in order with the thread that calls."""
+"""Copies between devices and host memory by worker threads, in order with the work of the caller."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 class Transfer:
     """The copies of one save or load between host memory and the devices of some `bits` arrays.
 
-    It is a context that the thread which saves or loads enters.  Copies that any thread makes `copying` come
-    after all that the entering thread had queued by then on its current streams of these devices.  They are
-    made when the context has ended: whatever is queued later, on any stream, comes after them, and nothing
-    that was queued earlier does.  `what` says in errors what is copied; a device has `timeout_s` for all.
+    The thread that saves or loads enters it as a context.  Copies that any thread makes in `copying` run
+    after all the work that the entering thread had queued on its current streams of these devices.  When the
+    context ends, all copies are made, so work that is queued later, on any stream, comes after them.  In
+    errors, `what` names the copied data; a device has `timeout_s` for all copies.
 
-    Without arrays on devices that have streams it does nothing.
+    Without arrays on devices that have streams, it does nothing.
     """
 
     def __init__(self, arrays: Iterable[Any], what: str, timeout_s: float) -> None:
@@ -55,16 +55,16 @@ class Transfer:
         if error is None or self._are_made():
             return
         for array in self._arrays:
-            # Its memory must not be given away as long as it is copied.
+            # torch must not reuse its memory while it is copied.
             with suppress(RuntimeError):
                 array.record_stream(devices.side_stream(array.device))
 
     @contextmanager
     def copying(self, arena: Arena | None = None, name: Callable[[], str] | None = None) -> Iterator[None]:
-        """Copy within the block, in order; the copies are made when it has ended.
+        """Run the copies of the block in order; they are made when the block has ended.
 
-        With an `arena` of `arenas` they may be under way until its memory comes to be used again: then only
-        the bytes of that arena may be copied from.  `name()` says in errors what is copied.
+        With an `arena` of `arenas`, copies may be under way until its memory is used again, and must have
+        that arena as their source.  In errors, `name()` names the copied data.
         """
         if not self._arrays:
             yield
@@ -76,7 +76,7 @@ class Transfer:
                     streams.enter_context(devices.on_stream(stream))
                 try:
                     yield
-                finally:  # also after an error: what was queued before it still uses the memory
+                finally:  # also after an error: copies queued before it still use the memory
                     marks = self._side.marks()
         except BaseException:
             self._are_made()
@@ -88,7 +88,7 @@ class Transfer:
 
     @contextmanager
     def arenas(self, nbytes: int, num_buffers: int = 1) -> Iterator[Arena]:
-        """Have an arena for `copying`: `num_buffers` parts in turn, which are pinned if torch can."""
+        """Lend an arena for `copying`: `num_buffers` parts in turn, which are pinned if torch can."""
         if not self._arrays:
             with borrowed(nbytes) as arena:
                 yield arena
@@ -110,7 +110,7 @@ class Transfer:
             raise
 
     def _wait(self, marks: Sequence[Mark], name: Callable[[], str] | None = None) -> None:
-        """Wait for marks, as `SideStreams.wait` does; `name()` says in errors what was copied."""
+        """Wait for marks, as `SideStreams.wait` does; in errors, `name()` names the copied data."""
         try:
             self._side.wait(marks, Deadline(0.0 if self._is_late else self._timeout_s))
         except ReknitError as error:
@@ -120,14 +120,14 @@ class Transfer:
             raise
 
     def _are_made(self) -> bool:
-        """Wait for all copies in time, after an error; return whether they are made or never will be."""
+        """Wait for all copies after an error; return whether they have ended, made or failed, in time."""
         with suppress(ReknitError):
             self._wait(self._side.marks())
         return not self._is_late
 
 
 class _Ring(Arena):
-    """Buffers of one worker in turn: the next is filled while devices copy from the last."""
+    """Buffers of one worker in turn: one is filled while devices copy from another."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class _Ring(Arena):
         return self.bytes[:nbytes]
 
     def hold(self, marks: Sequence[Mark], name: Callable[[], str] | None) -> None:
-        """Keep the buffer that was returned last as it is until the marks."""
+        """Keep the buffer that was returned last unchanged until the marks are reached."""
         self._rooms[0].held.append((marks, name))
 
     def settle(self) -> None:
@@ -160,7 +160,7 @@ class _Ring(Arena):
 
 
 class _Buffer:
-    """A buffer of a ring, and what has to come before it is used again."""
+    """A buffer of a ring, and the marks that devices have to reach before it is used again."""
 
     def __init__(self, memory: NDArray[np.uint8]) -> None:
         self.memory = memory
@@ -168,7 +168,7 @@ class _Buffer:
 
 
 def queue(source: Any, first: int, numel: int, out: NDArray[np.uint8]) -> None:
-    """Copy as `stage` does; from a device that has streams, it is for `Transfer.copying` to wait."""
+    """Copy as `stage` does; for a device that has streams, `Transfer.copying` waits."""
     if not devices.is_queued(source):
         stage(source, first, numel, out)
         return

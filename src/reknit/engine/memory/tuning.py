@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 THREADS = (1, 2, 4)
 PIECES = (4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB)
-"""Each a multiple of the block of which a digest is taken, and a divisor of the last."""
+"""Piece sizes: multiples of the checksum block, and divisors of the largest size."""
 WINDOW_NBYTES = 128 * MIB
-"""Fewest bytes that are written for one measurement."""
+"""The least number of bytes that are written for one measurement."""
 
 _USUAL_PIECE = 8 * MIB
 _TURNS = 4
@@ -23,7 +23,7 @@ _CLOSE = 0.95
 
 
 class Settings(NamedTuple):
-    """How files are written: by so many threads, each with a piece of this size in its hands."""
+    """How files are written: the number of threads, and the size of the piece that each thread holds."""
 
     threads: int
     piece_nbytes: int
@@ -32,13 +32,13 @@ class Settings(NamedTuple):
 class Tuner:
     """Tries each of a few settings on some bytes of real saves, and keeps the fastest.
 
-    It writes nothing itself: whoever writes asks for `settings`, writes `window_nbytes` with them, and tells
-    `observe` how long that took, as long as it is `measuring`.  A save that ends before leaves the rest to
-    the next one.  What was found holds for one kind of store and for as long as the tuner lives.
+    It writes nothing itself.  While it is `measuring`, the writer takes `settings`, writes `window_nbytes`
+    with them, and passes the time that this took to `observe`.  A save that ends earlier leaves the rest of
+    the settings to the next save.  The result holds for one kind of store, while the tuner lives.
 
-    `threads` and `piece_nbytes` are settled when they are given; with both there is nothing to measure.
-    `share` is the number of threads that this rank's share of the cores allows.  Two are tried even where it
-    is one, because a thread that writes past the page cache mostly waits for the disk.
+    A setting that is passed as `threads` or `piece_nbytes` is fixed; with both there is nothing to measure.
+    `share` is the number of threads that this rank's share of the cores allows.  Two threads are tried even
+    if it is one, because a thread that writes past the page cache mostly waits for the disk.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class Tuner:
 
     @property
     def measuring(self) -> bool:
-        """Whether there is something left to find out."""
+        """Whether a candidate is left to be measured."""
         return len(self.candidates) > 1 and len(self._rates) < len(self.candidates)
 
     @property
     def settings(self) -> Settings:
-        """What to write the next window with: the next candidate, or the best when all are measured."""
+        """The settings for the next window: the next candidate, or the best when all are measured."""
         if not self.measuring:
             return self.best
         return next(candidate for candidate in self.candidates if candidate not in self._rates)
@@ -84,19 +84,19 @@ class Tuner:
 
     @property
     def window_nbytes(self) -> int:
-        """Bytes to write with `settings`: several pieces a thread, as the last leave some threads idle."""
+        """Bytes to write with `settings`: several pieces per thread, since the last leave threads idle."""
         threads, piece_nbytes = self.settings
         return max(self._window_nbytes, _TURNS * threads * piece_nbytes)
 
     def observe(self, settings: Settings, nbytes: int, seconds: float) -> Settings:
-        """Take the time that a candidate needed for some bytes; return what to write the next ones with."""
+        """Record the time that a candidate took for some bytes; return the settings for the next bytes."""
         if settings in self.candidates:
             self._rates[settings] = nbytes / max(seconds, 1e-9)
         return self.settings
 
 
 def _grid(usual: Settings, threads: int | None, piece_nbytes: int | None, most: int) -> Iterator[Settings]:
-    """Yield what is worth trying: the usual settings first, for saves that end before all are measured."""
+    """Yield the candidates: the usual settings first, for saves that end before all are measured."""
     counts = (threads,) if threads is not None else tuple(count for count in THREADS if count <= most)
     sizes = (piece_nbytes,) if piece_nbytes is not None else PIECES
     yield usual

@@ -23,21 +23,21 @@ _Worker = tuple[threading.Thread, threading.Event]
 _NO_ARENA_NBYTES = 4096
 
 _LOOK_S = 1.0
-"""How often it is checked whether a worker is still alive."""
+"""Seconds between two checks whether a worker is still alive."""
 
 
 class _JobSource(Generic[Job]):
-    """Jobs handed out to several threads, until they end or something fails."""
+    """Jobs handed out to several threads, until the jobs end or one fails."""
 
     def __init__(self, jobs: Iterable[Job]) -> None:
         self._jobs = iter(jobs)
         self._taking = threading.Lock()
-        # A lock of its own, since who makes the jobs may stall while one is taken.
+        # A second lock, since the iterator of the jobs may stall under the first.
         self._failing = threading.Lock()
         self.error: BaseException | None = None
 
     def take(self) -> list[Job]:
-        """Return the next job, or nothing."""
+        """Return the next job in a list, or an empty list."""
         with self._taking:
             if self.error is None:
                 for job in self._jobs:
@@ -49,7 +49,7 @@ class _JobSource(Generic[Job]):
         return self.error is not None
 
     def fail(self, error: BaseException) -> None:
-        """Keep the first error; no further job is handed out."""
+        """Record the first error; no further job is handed out."""
         with self._failing:
             self.error = self.error or error
 
@@ -69,7 +69,7 @@ class Gate:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Use the memory in this block, for a short time.  Raises `DeadlineError` when the gate is closed."""
+        """Allow use of the memory within the block, which is short.  Raises `DeadlineError` once closed."""
         with self._changed:
             self.check()
             self._inside += 1
@@ -89,9 +89,10 @@ class Gate:
 
 
 def within(timeout_s: float, what: Callable[[], str], work: Callable[[], Result]) -> Result:
-    """Return what `work` returns, or raise what it raises, or `DeadlineError` when it takes too long.
+    """Return the result of `work`, or raise its error, or `DeadlineError` when it takes too long.
 
-    It runs in a thread of its own, which is then left behind: let it change nothing that others see.
+    `work` runs in a thread of its own, which is left behind at the deadline.  So it must not change state
+    that other threads read.
     """
     found: list[Result] = []
     run_jobs(
@@ -121,18 +122,17 @@ def run_jobs(
 ) -> None:
     """Do all jobs, several at once, and return when the last is done.
 
-    Each worker owns one arena of `arena_nbytes`, which it has of `arenas`; there are at most `threads`
-    workers, and no more than fit in `budget_nbytes`, or can be started.  So memory is bounded, and while one
-    worker waits for storage the others copy and digest.  Where there is to be one, and no `timeout_s`, the
-    caller does the work himself.  The first error stops the others after the job in their hands, and is
-    raised; so does an interrupt of the caller.  `stop` is called with it, before the others are waited for:
-    let it end jobs that would wait.  `meanwhile` is what the caller himself does while they work, or after it
-    where he is the worker.
+    Each worker owns one arena of `arena_nbytes`, lent by `arenas`.  There are at most `threads` workers, and
+    no more than fit in `budget_nbytes` or can be started.  So memory is bounded, and while one worker waits
+    for storage the others copy and digest.  For a single worker without `timeout_s`, the calling thread does
+    the jobs.  It also runs `meanwhile`, while the workers work, or after its own jobs.
 
-    After `timeout_s` the caller waits no longer: `DeadlineError` says that `what()` did not finish, or the
-    first error is raised, if there was one.  A worker that hangs in a foreign call is left behind, and ends
-    when the call returns and its job is done; it gets no other.  `work` has to see to it (see `Gate`) that
-    nothing is touched then.
+    The first error stops each worker after its current job, and is raised; so does an interrupt of the
+    caller.  `stop` is called with it before the workers are waited for, to end jobs that would block.
+
+    After `timeout_s` the caller stops waiting, and raises the first error, or a `DeadlineError` that says
+    that `what()` did not finish.  A worker that hangs in a foreign call is left behind, and ends after its
+    job, when the call returns.  `work` has to ensure, with a `Gate`, that it touches no memory then.
     """
     source = _JobSource(jobs)
 
@@ -156,7 +156,7 @@ def run_jobs(
         if meanwhile is not None:
             meanwhile()
         return
-    # Events, since a `Thread.join` that is interrupted takes a thread for ended that still runs.
+    # Events, since after an interrupted `Thread.join` a running thread counts as ended.
     ends = [threading.Event() for _ in range(count)]
     workers = [
         threading.Thread(target=loop, args=(ended,), name=f"reknit-worker-{k}", daemon=True)
@@ -171,14 +171,14 @@ def run_jobs(
                 source.fail(error)
                 stop(error)
         in_time = _wait(_begun(workers, ends), deadline, source)
-    except BaseException as error:  # an interrupt: no thread may go on writing behind the caller's back
+    except BaseException as error:  # an interrupt: no thread may write after the call has ended
         source.fail(error)
         stop(error)
         _wait(_begun(workers, ends), deadline)
         raise
     if in_time:
         for worker, _ in _begun(workers, ends):
-            worker.join()  # they have nothing left to do
+            worker.join()  # they have set their events, so this does not block
     else:
         source.fail(_late(what(), timeout_s))
     if source.error is not None:
@@ -186,7 +186,7 @@ def run_jobs(
 
 
 def _begin_some(workers: Sequence[threading.Thread]) -> None:
-    """Start as many workers as can be had; one is enough.  Raises `ShortageError` without any."""
+    """Start as many workers as possible; one is enough.  Raises `ShortageError` without any."""
     for number, worker in enumerate(workers):
         try:
             start(worker)
@@ -204,9 +204,9 @@ def _begun(workers: Sequence[threading.Thread], ends: Sequence[threading.Event])
 def _wait(
     workers: Sequence[_Worker], deadline: Deadline | None, source: _JobSource[Any] | None = None
 ) -> bool:
-    """Wait for the ends of all workers, at most until the deadline; tell whether all came.
+    """Wait for the ends of all workers, at most until the deadline; return whether all have ended.
 
-    With their `source`, a worker under which memory ended before its first line fails the work, too.
+    With their `source`, a thread that died of a lack of memory before its first line fails the jobs, too.
     """
     for worker, ended in workers:
         while not ended.wait(_LOOK_S if deadline is None else min(_LOOK_S, deadline.remaining())):

@@ -241,7 +241,7 @@ def refuse_held(storage: Storage, write_id: str | None, but: str | None = None) 
         raise UsageError(
             f"the checkpoint at {storage.url} has to stay: {why}",
             path=storage.url,
-            remedy="reknit unpin takes a pin away; what is being read can be removed once its reader is "
+            remedy="reknit unpin takes a pin away; a checkpoint can be removed once its reader is "
             f"done, or its lease in {storage.url}/{paths.NOTES_FOLDER} has ended",
         )
 

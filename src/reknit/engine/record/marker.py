@@ -99,17 +99,17 @@ def is_last(storage: Storage, mine: Marker, manifest: bytes) -> bool:
 def fenced_off(storage: Storage, mine: Marker) -> CommitError:
     """Return the error of a save whose marker is gone when it is about to commit.
 
-    `FencedError` if another save is here that may have removed it, or has committed, or was met before.
+    It is a `FencedError` if another save is here, or has committed, or was seen before.
     """
     others = (*_others(storage, mine).values(), _committed_generation(storage))
     if max(others) < mine.generation:
         return (FencedError if mine.met_others else CommitError)(
-            "the marker of this save was removed while it was under way, and no other save is here now: "
-            "somebody deleted it, or cleaned up, or another save at the same moment did and failed, too; "
-            "nothing is committed",
+            "the marker of this save was removed while it was under way, and no other save is here now; "
+            "somebody deleted it, or cleaned up, or another save removed it and failed, too; nothing is "
+            "committed",
             path=f"{storage.url}/{mine.path}",
-            remedy="save again, let only one save at a time go to a path, and delete nothing of one that is "
-            "under way, also not with `reknit gc`",
+            remedy="save again, let only one save at a time go to a path, and delete no files of a save that "
+            "is under way, also not with `reknit gc`",
         )
     return FencedError(
         "another save to this path began while this one (generation "

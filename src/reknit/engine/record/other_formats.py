@@ -32,7 +32,7 @@ class Foreign(NamedTuple):
     remedy: str
 
 
-_RESAVE = "load it with what saved it, and save the model and the optimizer with reknit.save"
+_RESAVE = "load it with the program that saved it, and save the model and the optimizer with reknit.save"
 
 _CHECKPOINTS = (
     (".metadata", "a checkpoint of torch.distributed.checkpoint (DCP)"),
@@ -110,7 +110,7 @@ def absent(root: Storage, what: str = "there is no checkpoint at") -> Checkpoint
 def refuse_other(root: Storage) -> None:
     """Raise `UsageError` for a path that does not lead to a folder of checkpoints.
 
-    With None the job would start from the beginning, which a user who named a checkpoint does not want.
+    A None instead would make the job start anew, which a user who named a checkpoint does not want.
     """
     if manifest_exists(root):
         raise UsageError(
@@ -120,7 +120,9 @@ def refuse_other(root: Storage) -> None:
         )
     if (other := foreign(root)) is not None:
         raise UsageError(
-            f"{root.url} is no folder of checkpoints: it is {other.what}", remedy=other.remedy, path=root.url
+            f"{root.url} is not a folder of checkpoints: it is {other.what}",
+            remedy=other.remedy,
+            path=root.url,
         )
 
 

@@ -1,4 +1,4 @@
-"""The encoded holdings of a rank, and its claims on data that others may hold too."""
+"""The encoded holdings of a rank, and its claims on data that other ranks may also hold."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EncodedHoldings:
-    """The holdings of a rank; of the `guessed` shards no framework could say who else holds them."""
+    """The holdings of a rank; `guessed` are the shards whose other holders no framework records."""
 
     holdings: Holdings
     guessed: tuple[int, ...]
@@ -71,7 +71,7 @@ class EncodedFile(NamedTuple):
 
 
 def encode_holdings(holdings: Holdings, options: SaveOptions) -> EncodedHoldings:
-    """Check names, and encode the values.  Raises `StateError` for a name or value that no file can hold."""
+    """Check names, and encode values.  Raises `StateError` for names and values that no file can hold."""
     guessed = holdings.known.get("guessed")
     if guessed is None:
         guessed = holdings.known["guessed"] = _guessed(holdings)
@@ -97,7 +97,7 @@ def encode_holdings(holdings: Holdings, options: SaveOptions) -> EncodedHoldings
 
 
 def _guessed(holdings: Holdings) -> tuple[int, ...]:
-    """Check the names of tensors, and return the shards of which no framework could say who else has them."""
+    """Check the names of tensors, and return the shards whose other holders no framework records."""
     for item in holdings.items:
         paths.escape_item(item)
     for entries in (holdings.shards, holdings.aliases):
@@ -107,7 +107,7 @@ def _guessed(holdings: Holdings) -> tuple[int, ...]:
 
 
 def blob_key(value: Blob | Witness) -> int:
-    """Return 64 bits that stand for a value's name and coordinate, on any rank."""
+    """Return 64 bits that identify the name and coordinate of a value, on any rank."""
     place = "" if value.coordinate is None else f"\0{sorted(value.coordinate.items())}"
     return xxhash.xxh3_64_intdigest(f"{value.item}\0{value.fqn}{place}".encode())
 
@@ -119,7 +119,7 @@ def _label(witness: Witness) -> str:
 
 
 def _encoded(blob: Blob, options: SaveOptions) -> bytes:
-    """Return the file of blobs that holds just this one; a value that is encoded already is not copied."""
+    """Return a file of blobs with only this blob; a value that is already encoded is not copied."""
     if not isinstance(blob.value, Encoded):
         return encode_blobs({blob.fqn: blob.value}, allow_pickle=options.allow_pickle, item=blob.item)
     memory, start = blob.value[:2]
@@ -127,13 +127,13 @@ def _encoded(blob: Blob, options: SaveOptions) -> bytes:
     if len(name) > start:
         return b"".join((name, memory[start:]))
     memory[start - len(name) : start] = name
-    return cast("bytes", memory[start - len(name) :])  # as good as bytes for everyone who gets them
+    return cast("bytes", memory[start - len(name) :])  # its readers treat a view as bytes
 
 
 def _again(blob: Blob, options: SaveOptions, known: dict[int, bytes]) -> bytes:
-    """Return the same for a value that has several names, as the options of an optimizer's group do.
+    """Return the file of `_encoded` for a value with several names, such as options of an optimizer.
 
-    `known` are these values, encoded without a name.
+    `known` has these values, encoded without a name.
     """
     name = name_of_value(blob.fqn)
     if (body := known.get(id(blob.value))) is None:
@@ -142,12 +142,12 @@ def _again(blob: Blob, options: SaveOptions, known: dict[int, bytes]) -> bytes:
 
 
 def claims(rank: int, claimed: round_messages.RankClaims) -> bytes:
-    """Return the claims of a rank as columns, which merge with those of other ranks."""
+    """Return the claims of a rank as columns, which merge with the claims of other ranks."""
     blobs, copies, witnesses = claimed.blobs, claimed.copies, claimed.witnesses
     shared = [blob for blob in blobs if blob.coordinate is None]
     keys = np.array([blob.key for blob in shared], np.uint64)
     digests = np.array([digest(blob.data) for blob in shared], np.uint64)
-    # A value of one rank alone has no copies elsewhere, so no rank needs its key.
+    # A value of a single rank has no copies elsewhere, so no rank needs its key.
     placed = [blob.key for blob in blobs if (blob.coordinate or {"rank": rank}).keys() != {"rank"}]
     seen = unpacked(copies.digests, "u8")
     own = columns_of(
@@ -178,8 +178,8 @@ def claims(rank: int, claimed: round_messages.RankClaims) -> bytes:
 def blob_files(blobs: Sequence[round_messages.EncodedBlob], owners: bytes, rank: int) -> list[EncodedFile]:
     """Return the files of blobs that `rank` writes, one for each item and coordinate.
 
-    `owners` are the owners of the shared blobs, as the root assigned them; where ranks disagree about a value
-    each keeps its own.
+    `owners` are the owners of the shared blobs, as assigned by the root.  If ranks have different values,
+    each rank keeps its own.
     """
     owner = iter(unpacked(owners, "i8").tolist())
     sets: dict[tuple[str, tuple[tuple[str, int], ...] | None], list[bytes]] = {}

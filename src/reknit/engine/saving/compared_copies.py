@@ -1,4 +1,4 @@
-"""Compare the copies that several ranks hold, and decide which to keep if they differ."""
+"""Compare the copies of several ranks, and decide which of them to keep if they differ."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from reknit.types.shard import Shard
 
 SAMPLE_NBYTES = 8 << 10
-"""The first bytes of a copy for which a framework vouches: so many are compared, or all of a small copy."""
+"""The number of bytes, from the first, that are compared of copies for which a framework vouches."""
 SHORT_NBYTES = 4 << 20
-"""Of shards up to this size many are copied from a device at once."""
+"""Shards up to this size are gathered, so that one copy from a device has many of them."""
 KEPT_NBYTES = 4 << 20
-"""A rank hands on so many bytes of copies that it may have to keep as its own, of the smallest ones."""
+"""Limit of the bytes that a rank sends of copies that it may have to keep, the smallest first."""
 
 _OF_NUMPY = frozenset(name for name in ITEMSIZE if numpy_dtype(name).name == name)
 
@@ -43,11 +43,11 @@ _encode_names = msgspec.msgpack.Encoder().encode
 _decode_names = msgspec.msgpack.Decoder(list[tuple[str, str, str, tuple[int, ...]]]).decode
 
 CopyNote = tuple[str, str, str]
-"""Item and FQN of a tensor of which ranks hold different values, and these ranks."""
+"""Item and FQN of a tensor with different values on some ranks, and these ranks."""
 
 
 class CopySplit(NamedTuple):
-    """The decision of a rank about copies that differ: values that it keeps, and tensors that it cannot."""
+    """The decision of a rank about differing copies: values that it keeps, and tensors that it cannot."""
 
     blobs: list[round_messages.EncodedBlob]
     kept: list[CopyNote]
@@ -60,7 +60,7 @@ EQUAL = CopySplit([], [], [])
 class Chosen(NamedTuple):
     """The shards that a rank compares, the same at every save of a layout.
 
-    `numbers` begins with the `num_kept` whose values it keeps where they differ.
+    `numbers` begins with the `num_kept` shards whose values it keeps if they differ.
     """
 
     numbers: list[int]
@@ -80,10 +80,10 @@ class Chosen(NamedTuple):
 
 
 def choose(encoded: EncodedHoldings, check: str, rank: int, size: int) -> Chosen:
-    """Return the shards that `rank` compares with other ranks' copies, as `SaveOptions.check_replicas` says.
+    """Return the shards that `rank` compares with the copies of other ranks; `check` is `check_replicas`.
 
     If no framework vouches for a copy, every byte is compared, otherwise a sample.  Small copies that are
-    compared as a whole may be kept for each rank: first those without a framework's word, the smallest first.
+    compared as a whole may be kept for each rank: first copies for which no framework vouches, then by size.
     """
     shards = encoded.holdings.shards
     if check == "off" or size == 1:
@@ -99,7 +99,7 @@ def choose(encoded: EncodedHoldings, check: str, rank: int, size: int) -> Chosen
             continue
         key = shard_key(shard) if vouched else guessed[number]
         if key in seen:
-            continue  # of equal boxes that one rank holds twice, the first counts
+            continue  # a rank that holds a box twice compares the first
         seen.add(key)
         nbytes = min(whole, SAMPLE_NBYTES) if vouched and check != "all" else whole
         rows.append((vouched if nbytes == whole and _is_value(shard, tied) else 2, nbytes, key, number))
@@ -125,9 +125,9 @@ def _is_value(shard: Shard, tied: set[tuple[str, str]]) -> bool:
 def split(
     copies: round_messages.Copies, differing: Sequence[tuple[int, list[int]]], rank: int, check: str
 ) -> CopySplit:
-    """Return the decision of `rank` about copies that differ; `differing` has keys, each with its ranks.
+    """Return the decision of `rank` about differing copies; `differing` has keys, each with its ranks.
 
-    Raises `StateError` for one that it cannot keep, unless `check` is ``"warn"``.
+    Raises `StateError` for a copy that it cannot keep, unless `check` is ``"warn"``.
     """
     if not differing:
         return EQUAL
@@ -138,7 +138,7 @@ def split(
     done = CopySplit([], [], [])
     for key, holders in differing:
         if (number := place.get(key)) is None:
-            continue  # a shard of others
+            continue  # a shard of other ranks
         item, fqn, dtype, shape = names[number]
         note = item, fqn, ", ".join(map(str, holders))
         if ends[number] > len(copies.data):
@@ -164,8 +164,8 @@ def split(
 def first_bytes(sources: Sequence[Any], nbytes: Sequence[int]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
     """Yield places of `bits` arrays, in any order, and the first bytes (row-major) of each.
 
-    Short sources are gathered on their device, up to `GATHER_NBYTES` there, and copied as one: many copies
-    would take far longer.
+    Short sources are gathered on their device, up to `GATHER_NBYTES`, and copied together, which is much
+    faster than many copies.
     """
     lots: dict[Any, list[tuple[int, Any]]] = {}
     room: dict[Any, int] = {}

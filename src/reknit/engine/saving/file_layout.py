@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class OutlinedFile(NamedTuple):
-    """A planned data file, with a header that says `write_id`; every id is as long as that one."""
+    """A planned data file, with `write_id` in its header; all ids have the same length."""
 
     plan: FilePlan
     header: bytes
@@ -37,7 +37,7 @@ class OutlinedFile(NamedTuple):
 
 
 class Outline(NamedTuple):
-    """The data files of a rank, and the chunks in them as its receipt has them."""
+    """The data files of a rank, and their chunks in the form of its receipt."""
 
     rank: int
     files: tuple[OutlinedFile, ...]
@@ -50,11 +50,11 @@ class Outline(NamedTuple):
 
     @property
     def frozen(self) -> list[int]:
-        """The numbers of the files that hold frozen tensors alone."""
+        """The numbers of the files that hold only frozen tensors."""
         return [number for number, file in enumerate(self.files) if file.plan.frozen]
 
     def images(self, write_id: str, sources: Sources) -> list[Image]:
-        """Return the files of one save, to be filled from the `bits` of shards of this outline's layout."""
+        """Return the files of one save, to be filled from the `bits` of shards with this layout."""
         return [
             Image(
                 paths.data_path(file.plan.item, self.rank, write_id, file.plan.part),
@@ -68,7 +68,7 @@ class Outline(NamedTuple):
 
 
 def layout_digest(holdings: Holdings, max_file_nbytes: int) -> bytes:
-    """Return 16 bytes that stand for all that an outline depends on: holdings without their values."""
+    """Return a digest of 16 bytes of the inputs of an outline: holdings without their values."""
     key = "layout", max_file_nbytes
     known: bytes | None = holdings.known.get(key)
     if known is None:
@@ -90,7 +90,7 @@ def _layout_digest(holdings: Holdings, max_file_nbytes: int) -> bytes:
 
 
 def outline(holdings: Holdings, rank: int, max_file_nbytes: int) -> Outline:
-    """Return the files of a rank, whose shards all have their replicas; planned once for a layout."""
+    """Return the files of a rank whose shards all list their replicas; a layout is planned once."""
     key = "outline", rank, max_file_nbytes
     known: Outline | None = holdings.known.get(key)
     if known is None:
@@ -121,7 +121,7 @@ def _header(holdings: Holdings, rank: int, file: FilePlan, write_id: str) -> byt
 
 
 def _columns(holdings: Holdings, files: Sequence[OutlinedFile]) -> round_messages.ArrayColumns:
-    """Return the chunks of a rank's files, as columns, and every tensor that it holds, written or not."""
+    """Return the chunks of a rank's files as columns, with all tensors that it holds, even unwritten ones."""
     tensors: dict[tuple[str, str, str, tuple[int, ...]], int] = {}
     for shard in holdings.shards:
         tensors.setdefault((shard.item, shard.fqn, shard.spec.dtype, shard.spec.shape), len(tensors))

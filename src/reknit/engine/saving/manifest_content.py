@@ -1,4 +1,4 @@
-"""The files that all ranks wrote in a save: the root merges their receipts."""
+"""The files that all ranks wrote in a save, merged by the root from their receipts."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
 
 KINDS = ("data", "blobs", "own")
-"""The kinds of `format.paths.FileName` that a rank writes; `kind` in a receipt is a number of these."""
+"""The kinds of `format.paths.FileName` that a rank writes; `kind` in a receipt is an index of these."""
 
 
 MAX_LISTED_FILES, MAX_LISTED_BLOCKS = 128, 2048
-"""A manifest with so many files, and digests of so many blocks, has some 64 KiB; more go into the index."""
+"""Limits of the files and blocks in a manifest of about 64 KiB; a larger table goes into the index."""
 
 
 class ManifestContent(NamedTuple):
-    """The files that ranks wrote, in the order of ranks, with who wrote each; `urls` are where, by rank.
+    """The files that ranks wrote, in the order of ranks, with the rank of each; `urls` has the URL by rank.
 
-    `kept` are item and FQN of tensors that ranks keep as values of their own.
+    `kept` has item and FQN of the tensors that ranks keep as values of their own.
     """
 
     items: tuple[str, ...]
@@ -49,7 +49,7 @@ class ManifestContent(NamedTuple):
 
 
 def receipts_to_manifest(receipts: RankColumns, write_id: str) -> ManifestContent:
-    """Count up all ranks' receipts of one save.
+    """Return the content of the manifest from the receipts of all ranks.
 
     Receipts have these columns for each rank:
 
@@ -58,9 +58,9 @@ def receipts_to_manifest(receipts: RankColumns, write_id: str) -> ManifestConten
     - `kept` and `unequal`: tables of item, FQN and ranks of copies that differ.
 
     For each file of a rank: `folder` (a number of the table `folders`, items), `kind` (a number of `KINDS`),
-    `number` (part, or number of the own values), `nbytes` and `num_blocks`.  `digests` are those of the
+    `number` (part, or number of the own values), `nbytes` and `num_blocks`.  `digests` has the digests of the
     blocks of all its files.  For each file of own values, `places` has the names of its coordinate (a table),
-    and `coordinates` the numbers that follow them.
+    and `coordinates` their numbers.
     """
     lists, tables = receipts.lists, receipts.tables
     ranks = np.repeat(receipts.ranks, lists["folder"].counts)
@@ -103,7 +103,7 @@ def list_files(manifest: Manifest, index: bytes, files: FileTable) -> tuple[byte
 
 
 def _tails(kinds: Ints, numbers: Ints, write_id: str) -> list[str]:
-    """Return the end of the path of each file, after the rank."""
+    """Return the part of each path after the rank."""
     tails = {}
     both = (numbers << 8 | kinds).tolist()
     for each in set(both):
@@ -115,7 +115,7 @@ def _tails(kinds: Ints, numbers: Ints, write_id: str) -> list[str]:
 
 
 def _differing_copies(tables: Mapping[str, list[Any]]) -> list[str]:
-    """Return warnings for tensors whose copies differ, whether ranks keep each copy or not."""
+    """Return warnings for tensors whose copies differ, for kept and for unequal copies."""
     lines = []
     for table, what in (
         (

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
 
 MAX_NUMBERS = 1 << 31
-"""Most numbers of one column; a message can say in a few bytes that there are many equal ones."""
+"""The limit on the numbers of one column: a message of a few bytes can claim any number of equal ones."""
 
 
 class _Ints(msgspec.Struct, array_like=True):
-    """`count` numbers as what they are more than `base`, in `width` bytes each; equal ones need none."""
+    """`count` numbers as differences from `base`, in `width` bytes each; equal numbers need no bytes."""
 
     base: int
     width: int
@@ -42,7 +42,7 @@ class _PackedBlocks(msgspec.Struct, array_like=True):
 
 
 class _Section(msgspec.Struct, array_like=True):
-    """`planner.columns.RankColumns`; a table is a message of its own, so that equal ones are equal bytes."""
+    """`planner.columns.RankColumns`; each table is a message, so that equal tables are equal bytes."""
 
     ranks: _Ints
     tables: dict[str, bytes]
@@ -62,7 +62,7 @@ _decode_table: dict[str, Callable[[bytes], list[Any]]] = {
 
 
 def pack(*sections: RankColumns) -> bytes:
-    """Return what some ranks say as a message; each section may be of other ranks."""
+    """Return sections, each about any ranks, as one message."""
     return _encode(
         [
             _Section(
@@ -79,7 +79,7 @@ def pack(*sections: RankColumns) -> bytes:
 
 
 def unpack(data: bytes) -> list[RankColumns]:
-    """Return the sections that `pack` made a message of."""
+    """Return the sections of a message of `pack`."""
     return _unpacked([data])[0]
 
 
@@ -102,13 +102,13 @@ def merge_receipts(parts: Sequence[bytes]) -> bytes:
 
 
 def merged_chunks(parts: Sequence[RankColumns]) -> RankColumns:
-    """Return the chunks of all parts, in as many dimensions as the widest has."""
+    """Return the chunks of all parts, with the dimensions of the widest."""
     ndim = max((num_dims(part) for part in parts), default=0)
     return merged([widened(part, ndim) for part in parts if len(part.ranks)])
 
 
 def _unpacked(parts: Sequence[bytes]) -> list[list[RankColumns]]:
-    """Return the sections of several messages; tables with equal bytes are read once, and one object."""
+    """Return the sections of several messages; tables with equal bytes are decoded once, to one object."""
     tables: dict[tuple[str, bytes], list[Any]] = {}
 
     def table(name: str, data: bytes) -> list[Any]:
@@ -136,7 +136,7 @@ def _narrow(column: Ints) -> _Ints:
     """Return a column in as few bytes as its numbers need."""
     if not len(column):
         return _Ints(0, 0, 0, b"")
-    if len(column) == 1:  # most of what a single rank says
+    if len(column) == 1:  # the usual column of a single rank
         return _Ints(int(column[0]), 0, 1, b"")
     low, high = int(column.min()), int(column.max())
     width = next(w for w in (0, 1, 2, 4, 8) if high - low < 1 << 8 * w)
@@ -144,7 +144,7 @@ def _narrow(column: Ints) -> _Ints:
         return _Ints(low, 0, len(column), b"")
     base = low if width < 8 else 0
     above = np.ascontiguousarray(column if base == 0 else column - base)
-    few = above.astype(f"<i{width}", copy=False)  # what is too large for the sign has the bits of `u`
+    few = above.astype(f"<i{width}", copy=False)  # too large a number wraps to the bits of `u`
     return _Ints(base, width, len(column), cast("bytes", few.data.cast("B")))
 
 
@@ -154,7 +154,7 @@ def _wide(column: _Ints) -> Ints:
         raise ProtocolError(f"a rank sent a column of {column.count} numbers in {len(column.data)} bytes")
     if column.width == 0:
         equal = np.empty(column.count, np.int64)
-        equal.fill(column.base)  # less is in the way than with `np.full`, of which a merge makes thousands
+        equal.fill(column.base)  # faster than `np.full`, and a merge makes thousands
         return equal
     if column.width == 8:
         return np.frombuffer(column.data, "<i8")

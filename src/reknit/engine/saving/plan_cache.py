@@ -1,4 +1,4 @@
-"""The root's cache of earlier plans, so that ranks need not send them again."""
+"""The cache of earlier plans on the root, so that ranks need not send them again."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _Kept = TypeVar("_Kept")
 class PlanCache:
     """The last columns of every rank under each of its latest plans.
 
-    Each rank has so many slots.  Ranks that change plans together use the same slot, so the columns in a slot
-    are shared by all of them.  Nothing else is kept, however long ranks go on saving.
+    Each rank has a fixed number of slots, so memory is bounded.  Ranks that change plans together use the
+    same slot, and share the columns in it.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class PlanCache:
         self._clock = 0
 
     def find(self, ranks: Ints, plans: Ints) -> Ints:
-        """Return the slot of each rank's plan (two numbers), -1 for one that is not known."""
+        """Return the slot of each rank's plan (two numbers), or -1 for an unknown plan."""
         self._grow(ranks)
         self._clock += 1
         fits = (self._plans[ranks] == plans[:, None]).all(axis=2) & (self._kept_at[ranks] > 0)
@@ -48,7 +48,7 @@ class PlanCache:
         return slots
 
     def keep(self, plans: Ints, latest: RankColumns) -> None:
-        """Keep the columns of ranks under their plans; the plan that a rank used least lately makes room."""
+        """Keep the columns of ranks under their plans, in place of the least recently used plan of a rank."""
         ranks = latest.ranks
         slots = self.find(ranks, plans)
         slots = np.where(slots >= 0, slots, self._used[ranks].argmin(axis=1))
@@ -70,11 +70,11 @@ class PlanCache:
         return self._merge(parts)
 
     def version(self, ranks: Ints, slots: Ints) -> bytes:
-        """Return bytes that are the same only while the ranks' slots hold the same."""
+        """Return bytes that change whenever the contents of the ranks' slots change."""
         return np.stack((slots, self._kept_at[ranks, slots])).tobytes()
 
     def _grow(self, ranks: Ints) -> None:
-        """Make room for ranks that are new."""
+        """Make room for new ranks."""
         more = int(ranks.max(initial=-1)) + 1 - len(self._plans)
         if more > 0:
             self._plans, self._kept_at, self._used = (
@@ -84,16 +84,16 @@ class PlanCache:
 
 
 def _only(latest: RankColumns, which: NDArray[np.bool_]) -> RankColumns:
-    """Return the columns of some of the ranks, the same object if that is all of them."""
+    """Return the columns of some of the ranks; for all ranks, the same object."""
     if which.all():
         return latest
     return latest.select(np.flatnonzero(which)) if which.any() else NOTHING
 
 
 def keep_latest(kept: dict[bytes, _Kept], key: bytes, value: _Kept, most: int) -> _Kept:
-    """Keep a value as the latest, forget the oldest where there are too many, and return it.
+    """Return a value that is kept as the latest; drop the oldest beyond `most` values.
 
-    Another thread may forget all of them meanwhile.
+    Another thread may clear `kept` meanwhile.
     """
     kept.pop(key, None)
     kept[key] = value

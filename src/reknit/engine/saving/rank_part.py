@@ -1,4 +1,4 @@
-"""The part of one rank in a save: the state that it holds, its claims, and the files that it writes."""
+"""The part of one rank in a save: its holdings, its claims, and its files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class RankPart:
-    """The holdings of a rank with their encoded values, and all that the rank derives from them alone."""
+    """The holdings of a rank with their encoded values, and the data that it derives from them alone."""
 
     def __init__(self, job: SaveJob) -> None:
         """Collect the holdings.  Raises `StateError` for a part of the state that no file can hold."""
@@ -31,7 +31,7 @@ class RankPart:
 
     @property
     def needs_assignment(self) -> bool:
-        """Whether it has shards of which no framework records the other holders."""
+        """Whether there are shards whose other holders no framework records."""
         return bool(self.encoded.guessed)
 
     @lazy_property
@@ -40,7 +40,7 @@ class RankPart:
         return layout_digest(self.encoded.holdings, self.job.options.max_file_nbytes)
 
     def compare(self, chosen: Chosen | None = None) -> Chosen:
-        """Digest the copies that other ranks may hold too, and return which those are.
+        """Digest the copies that other ranks may also hold, and return the chosen shards.
 
         `chosen` is the result of an earlier save of the same layout.
         """
@@ -55,7 +55,7 @@ class RankPart:
     def claims(
         self, write_id: str = "", plan: bytes = b"", *, shards: bool = True
     ) -> round_messages.RankClaims:
-        """Return the claims of this rank; without shards if the root has those of this `plan`."""
+        """Return the claims of this rank, without shards if the root has the shards of this `plan`."""
         encoded = self.encoded
         return round_messages.RankClaims(
             write_id=write_id,
@@ -69,6 +69,6 @@ class RankPart:
         )
 
     def outline(self, owners: bytes = b"") -> Outline:
-        """Return the files that this rank writes; `owners` are those of the shards that it claimed."""
+        """Return the files that this rank writes; `owners` has the owners of the shards that it claimed."""
         holdings = self.encoded.resolved(unpacked(owners, "i8"))
         return outline(holdings, self.job.group.rank, self.job.options.max_file_nbytes)

@@ -1,4 +1,4 @@
-"""A rank's report of the files it wrote, and the writing of files that hold values."""
+"""The receipt of a rank for the files that it wrote, and the writing of files of values."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 _Value = TypeVar("_Value")
 
 _MOST_WRITERS = 64
-"""Files of blobs that are on their way at once: an object store answers a request in tens of milliseconds."""
+"""Files of blobs that are written at once, since a request to an object store takes tens of milliseconds."""
 
 
 def write_blobs(
     job: SaveJob, files: Sequence[EncodedFile], write_id: str, written: list[Written]
 ) -> list[dict[str, int]]:
-    """Write a rank's files of blobs, adding each to `written`, and return the coordinates of its own values.
+    """Write the files of blobs of a rank, add each to `written`, and return the coordinates of its values.
 
-    Several files are written at once, unless the options allow one thread: they may be small and many, and
-    then each waits for the store rather than for the disk.
+    Several files are written at once, unless the options allow only one thread: many small files wait for
+    requests rather than for the disk.
     """
     storage, threads = job.storage, job.options.threads
     places: list[dict[str, int]] = []
@@ -63,10 +63,9 @@ def receipt(
     places: Sequence[Mapping[str, int]],
     copies: CopySplit,
 ) -> bytes:
-    """Return the receipt of a rank, to be sent to the root when its files are written (`manifest_content`).
+    """Return the receipt of a rank for the root, after its files are written (see `manifest_content`).
 
-    `plan` stands for the layout of its holdings, and `columns` is None if the root has those of this plan
-    already.
+    `plan` identifies the layout of its holdings; `columns` is None if the root has the columns of this plan.
     """
     rank = job.group.rank
     names = [parsed for parsed in (paths.parse_path(file.path) for file in written) if parsed is not None]
@@ -97,7 +96,7 @@ def receipt(
 
 
 def chunks_said(rank: int, columns: round_messages.ArrayColumns) -> RankColumns:
-    """Return a rank's chunks as the root takes them (`planner.assemble.widened`)."""
+    """Return a rank's chunks in the form that the root merges (`planner.assemble.widened`)."""
     offsets, lengths = (
         unpacked(c, "i8").reshape(-1, columns.ndim) for c in (columns.offsets, columns.lengths)
     )
@@ -120,6 +119,6 @@ def chunks_said(rank: int, columns: round_messages.ArrayColumns) -> RankColumns:
 
 
 def _numbered(values: Sequence[_Value]) -> tuple[list[int], list[_Value]]:
-    """Return the different values, and before them which of these each is."""
+    """Return the number of each value among the distinct values, and the distinct values."""
     numbers: dict[_Value, int] = {}
     return [numbers.setdefault(value, len(numbers)) for value in values], list(numbers)

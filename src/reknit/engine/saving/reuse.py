@@ -1,7 +1,7 @@
-"""Files of frozen tensors that did not change since the save before are taken over, not written again.
+"""Take over the files of frozen tensors that did not change since the last save, instead of writing them.
 
-The bytes are digested as ever and compared with the digests in the last committed checkpoint of the same
-folder.  Only if all digests are equal does the store link or copy the file (docs/decisions/0016).
+Their bytes are digested in every save, and compared with the digests in the last committed checkpoint of the
+same folder.  Only if all digests are equal does the store link or copy the file (docs/decisions/0016).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from reknit.storage.base import Storage
 
 _MOST_COPIES = 16
-"""Files that a store is asked to copy at once: it answers when it has."""
+"""Files that a store copies at once, as each request lasts until the copy is made."""
 
 
 class _KnownFile(NamedTuple):
-    """A file of a committed checkpoint, and the write id that its header says."""
+    """A file of a committed checkpoint, and the write id in its header."""
 
     file: Written
     write_id: str
@@ -50,9 +50,9 @@ class _KnownCheckpoint(NamedTuple):
 
 
 class Committed:
-    """The last checkpoint that a rank committed in each folder, as far as it is frozen; thread-safe.
+    """The frozen files of the last checkpoint that a rank committed in each folder; thread-safe.
 
-    Each process has only its own.  The files may have been deleted since.
+    Each process has only its own files, which may have been deleted since.
     """
 
     def __init__(self) -> None:
@@ -60,12 +60,12 @@ class Committed:
         self._lock = threading.Lock()
 
     def beside(self, storage: Storage) -> _KnownCheckpoint | None:
-        """Return the last checkpoint in the folder that has `storage`."""
+        """Return the last checkpoint in the same folder as `storage`."""
         with self._lock:
             return self._last.get(_folder(storage))
 
     def keep(self, storage: Storage, files: dict[tuple[str, int], _KnownFile]) -> None:
-        """Remember a checkpoint that is committed."""
+        """Keep a checkpoint that is committed."""
         with self._lock:
             self._last.pop(_folder(storage), None)
             if files:
@@ -81,7 +81,7 @@ class _FilePiece(NamedTuple):
 
 
 class Reuse:
-    """The data files of one rank in one save, of which those numbered `frozen` may be taken over."""
+    """The data files of one rank in one save; files with numbers in `frozen` may be taken over."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Reuse:
         listed: Sequence[tuple[str, int, int]],
         frozen: Collection[int],
     ) -> None:
-        """Give the files, of which `listed` has item, part and size, their paths in this save."""
+        """Name the files of this save; `listed` has the item, part and size of each."""
         self._job, self._committed, self._write_id = job, committed, write_id
         self.files = [
             Outgoing(paths.data_path(item, job.group.rank, write_id, part), nbytes)
@@ -115,9 +115,9 @@ class Reuse:
         arenas: Arenas = borrowed,
         stop: Callable[[BaseException], None] = lambda _: None,
     ) -> list[int]:
-        """Take over the files that did not change, add them to `written`, and return the others' numbers.
+        """Take over the unchanged files, add them to `written`, and return the numbers of the others.
 
-        `fetch`, `phase`, `arenas` and `stop` are as for `write_files` and `run_jobs`; everything that is
+        `fetch`, `phase`, `arenas` and `stop` are as for `write_files` and `run_jobs`; bytes that are
         fetched here may be fetched again.
         """
         storage, last = self._job.storage, self._committed.beside(self._job.storage)
@@ -131,7 +131,7 @@ class Reuse:
         return [n for n in range(len(self.files)) if n not in self._taken]
 
     def remember(self, written: Sequence[Written]) -> None:
-        """Remember the files that were written or taken over, now that they are committed."""
+        """Keep the files that were written or taken over, after their commit."""
         by_path = {file.path: file for file in written}
         known = {
             place: _KnownFile(
@@ -148,7 +148,7 @@ class Reuse:
         arenas: Arenas,
         stop: Callable[[BaseException], None],
     ) -> None:
-        """Leave in `_equal` only the files whose digests are those of the earlier ones."""
+        """Remove the files from `_equal` whose digests differ from those of the earlier files."""
         recorder, threads = self._job.recorder, num_threads(self._job.options.threads)
         clocks = {name: Stopwatch() for name in (phase, "digest")}
 
@@ -184,7 +184,7 @@ class Reuse:
                     recorder.add(name, clock.started, clock.seconds, clock.nbytes)
 
     def _pieces(self) -> Iterator[_FilePiece]:
-        """Yield the files that may be equal in pieces, in their order."""
+        """Yield the files that may be equal, in order, in pieces."""
         for number in list(self._equal):
             nbytes = self.files[number].nbytes
             for start in range(0, nbytes, BLOCK_NBYTES):
@@ -198,7 +198,7 @@ class Reuse:
         written: list[Written],
         stop: Callable[[BaseException], None],
     ) -> None:
-        """Let the store make the files that are equal of the earlier ones; files that it refuses are left."""
+        """Let the store copy the equal files from the earlier ones, unless it refuses a file."""
         recorder = self._job.recorder
 
         def copy(number: int, _: Arena) -> None:
@@ -224,5 +224,5 @@ class Reuse:
 
 
 def _folder(storage: Storage) -> str:
-    """Return the place of the folder that has the checkpoint of a store."""
+    """Return the URL of the folder above the checkpoint of a store."""
     return storage.url.rpartition("/")[0]

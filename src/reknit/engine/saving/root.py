@@ -1,4 +1,4 @@
-"""The root begins a save with its marker, and commits it: the index, then the manifest."""
+"""The part of the root: begin a save with a marker, and commit it by the index and the manifest."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 
 
 def begin(job: SaveJob, write_id: str) -> Marker:
-    """Put the marker there without which this save cannot commit, and return it.
+    """Put the marker without which this save cannot commit, and return it.
 
-    Raises `CheckpointExistsError`, `FencedError`, or `StateError` for metadata that no manifest can hold:
-    better now than after hours of writing.
+    Raises `CheckpointExistsError` and `FencedError`, and `StateError` for metadata that no manifest can hold,
+    before any data is written.
     """
     check_manifest(job)
     if job.run is not None:
         mine = Marker(job.run.generation, write_id, run=job.run)
-        try:  # its record decides which run is newer, and not an earlier save to this path
+        try:  # the record of the run decides which run is newer, not an earlier save to this path
             return take_marker(job.storage, mine, overwrite=job.overwrite, newest=True)
         except CheckpointExistsError as error:
             error.remedy = (
@@ -52,7 +52,7 @@ def begin(job: SaveJob, write_id: str) -> Marker:
                 "resume(state) or load(state, step), or pass Checkpointer(..., later_steps='replace')"
             )
             raise
-    # A process that is alone gets no number of its run; its clock may have been set back since.
+    # A single process without a given generation uses its clock, which may have been set back.
     alone = isinstance(job.group, SoloGroup) and job.group.given is None
     mine = Marker(job.group.generation, write_id)
     return take_marker(job.storage, mine, overwrite=job.overwrite, newest=alone)
@@ -70,16 +70,16 @@ def check_manifest(job: SaveJob) -> None:
 def commit(
     job: SaveJob, mine: Marker, index: bytes, merged: ManifestContent, warnings: Sequence[str]
 ) -> round_messages.CommitOutcome:
-    """Write the index, which is encoded, and commit the files in all ranks' receipts.
+    """Write the encoded `index`, and commit the files in the receipts of all ranks.
 
-    Raises `StateError` when no rank has an item, and `CommitError` when the parts do not make a whole, or the
-    marker of `begin` is gone; that is a `FencedError` if another save removed it.  Nothing exists before the
-    manifest is put, everything after.
+    The checkpoint exists from the moment when the manifest is put.  Raises `StateError` when no rank has an
+    item, and `CommitError` when the parts do not make a whole, or the marker of `begin` is gone.  If another
+    save removed the marker, that is a `FencedError`.
     """
     if not merged.items:
         raise StateError(
             "the state is empty on every rank, and would be a checkpoint of nothing",
-            remedy='pass what is to be saved: {"model": model}',
+            remedy='pass the objects to save: {"model": model}',
         )
     storage = job.storage
     _check_files(storage, merged, mine)
@@ -88,7 +88,7 @@ def commit(
     own = FileEntry(written.path, written.nbytes, tuple(written.digests.tolist()))
     manifest = replace(manifest, files=(*manifest.files, own))
     data = encode_manifest(manifest)
-    # The commit: before this write there is no checkpoint, after it there is.
+    # The commit: this write makes the checkpoint exist.
     put_manifest(storage, mine, data, overwrite=job.overwrite)
     all_warnings = [*warnings, *merged.warnings, *clear_out(storage, mine, data)]
     return round_messages.CommitOutcome(manifest.nbytes, all_warnings)
@@ -114,9 +114,9 @@ def _manifest(job: SaveJob, mine: Marker, items: tuple[str, ...]) -> Manifest:
 
 
 def _check_files(storage: Storage, merged: ManifestContent, mine: Marker) -> None:
-    """Raise `CommitError` unless the root sees every file that some rank wrote.
+    """Raise `CommitError` unless the root sees all files that ranks wrote.
 
-    Of a store that each host has for itself it sees its own host's; for the others the receipts vouch.
+    In a store with a part per host, it sees only the files of its host, and trusts the receipts for others.
     """
     listed = {file.path: file.nbytes for file in storage.list()}
     reported = zip(merged.files.paths, merged.files.nbytes.tolist(), strict=True)
@@ -142,7 +142,7 @@ def _check_files(storage: Storage, merged: ManifestContent, mine: Marker) -> Non
 
 
 def _write_index(storage: Storage, mine: Marker, data: bytes) -> Written:
-    """Write the index; if another save has cleared it away meanwhile, raise an error that says so."""
+    """Write the index.  Raises `CommitError` if another save has removed it meanwhile."""
     try:
         return write_bytes(storage, paths.index_path(mine.write_id), data)
     except StorageError as error:

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 def save(job: SaveJob, committed: Committed | None = None) -> tuple[SaveReport, list[Written]]:
-    """Save, and return once the checkpoint is committed; every rank does, or all raise the same error.
+    """Save, and return the report and this rank's files once the checkpoint is committed.
 
-    `committed` are the checkpoints that this rank saved before, of which files may be taken over.  Returns
-    the report, and the files that this rank wrote.
+    All ranks return, or all raise the same error.  `committed` has earlier checkpoints of this rank, whose
+    files may be taken over.
     """
     options, recorder, alone = job.options, job.recorder, job.group.size == 1
     coordinator, clock = Coordinator(), Stopwatch()
@@ -72,7 +72,7 @@ def save(job: SaveJob, committed: Committed | None = None) -> tuple[SaveReport, 
                 # 5 write values; receipts up; the root commits; the outcome comes down (one round)
                 commit.commit(part.encoded.holdings.items, None if alone else outlined.columns)
         except BaseException:
-            coordinator.give_up()  # or the root's marker would be there until the next save
+            coordinator.give_up()  # or the marker of the root would stay until the next save
             raise
     reuse.remember(commit.written)
     report = SaveReport(
@@ -87,5 +87,5 @@ def save(job: SaveJob, committed: Committed | None = None) -> tuple[SaveReport, 
 
 
 def _piece_nbytes(files: Sequence[Outgoing]) -> int:
-    """Return the size of a piece, less for a small save, so that the disk soon has something to write."""
+    """Return the size of a piece, which is less for a small save, so that writing begins early."""
     return PIECE_NBYTES if sum(file.nbytes for file in files) > 2 * PIECE_NBYTES else BLOCK_NBYTES

@@ -1,4 +1,4 @@
-"""The root's decisions for all ranks, and its memory of their plans between saves."""
+"""The decisions of the root for all ranks, and its cache of their plans between saves."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
 
 PLANS_KEPT = 4
-"""How many plans a rank keeps."""
+"""Number of plans that a rank keeps."""
 _ANY_ID = "0" * 32
-"""A write id, as good as any other for a check."""
+"""Any write id, for checks."""
 INDEXES_KEPT = 2
-"""How many assembled indexes the root keeps: a job may save two things in turn."""
+"""Number of assembled indexes that the root keeps, since a job may save two states in turn."""
 
 
 class Assembled(NamedTuple):
-    """An index, but for the names of its files, which differ from save to save."""
+    """An index without the names of its files, which differ between saves."""
 
     nameless: Index
     files: ChunkFiles
@@ -66,9 +66,9 @@ class _EncodedIndex(NamedTuple):
 
 
 class Coordinator:
-    """Rank 0's part in the saves of a group.
+    """The part of rank 0 in the saves of a group.
 
-    Ranks that save a layout once more send only its digest; the root keeps the rest.
+    Ranks that save a layout again send only its digest; the root has the rest in its cache.
     """
 
     def __init__(self) -> None:
@@ -80,10 +80,10 @@ class Coordinator:
         self._ahead: _EncodedIndex | None = None
 
     def assign(self, job: SaveJob | None, requests: Sequence[bytes]) -> list[bytes]:
-        """Answer every rank's `claims`, merged or not; `job` is None where nothing is going to be saved yet.
+        """Answer the `claims` of all ranks, merged or not; without a `job`, no save begins.
 
-        Raises `CheckpointExistsError`, `FencedError`, and `StateError` for unfit metadata and for copies of
-        which no rank has the main one.  Raises `UsageError` if ranks promote to different numbers of places.
+        Raises `CheckpointExistsError`, `FencedError`, and `StateError` for unfit metadata and for copies
+        without a main copy on any rank.  Raises `UsageError` if ranks promote to different numbers of places.
         Raises `CommitError` if a rank cannot keep its plan, because the holdings of other ranks changed.
         """
         claims, shards = unpack(merge_claims(requests) if len(requests) > 1 else requests[0])
@@ -97,7 +97,7 @@ class Coordinator:
         copies: list[tuple[int, list[int]]] = [*differing(claims)]
         pairs = owners.number * len(blobs.sizes) + blobs.number
         _, leads, number = np.unique(pairs, return_index=True, return_inverse=True)
-        # Ranks with equal answers get one object, which travels once.
+        # Ranks with equal answers share one object, which the tree sends once.
         answers = [
             round_messages.encode(
                 round_messages.Assignment(
@@ -109,17 +109,15 @@ class Coordinator:
         return [answers[k] for k in number.tolist()]
 
     def give_up(self) -> None:
-        """Keep the save that began last, if it began here and is not committed, from ever being committed."""
+        """Remove the marker of the last save, unless it is committed, so that it never can be."""
         begun, self._begun = self._begun, None
         if begun is not None:
             remove_marker(*begun)
 
     def commit(self, job: SaveJob, requests: Sequence[bytes]) -> list[bytes]:
-        """Make one checkpoint of all ranks' receipts, merged or not, and return the outcome for each rank.
+        """Commit the save of `assign` from the receipts of all ranks, and return the outcome for each rank.
 
-        It is that of the save which `assign` has begun.
-
-        Raises `CommitError` when the parts do not make a whole.
+        The receipts may be merged.  Raises `CommitError` when the parts do not make a whole.
         """
         receipts, chunks = unpack(merge_receipts(requests) if len(requests) > 1 else requests[0])
         assert self._begun is not None
@@ -134,16 +132,16 @@ class Coordinator:
         return [round_messages.encode(outcome)] * len(receipts.ranks)
 
     def encode_ahead(self, columns: round_messages.ArrayColumns) -> None:
-        """Encode the index before the only rank of a group has written its files.
+        """Encode the index of a group of one rank while that rank writes its files.
 
-        Its receipt has no chunks, then.
+        Its receipt then has no chunks.
         """
         assert self._begun is not None
         chunks = merged_chunks([chunks_said(0, columns)])
         self._ahead = _encoded(_assembled(chunks), self._begun[1])
 
     def assembled(self, receipts: RankColumns, fresh: RankColumns) -> Assembled:
-        """Return the index of all ranks' chunks: that of a save before where all plans are the same."""
+        """Return the index of the chunks of all ranks, from the cache if all plans are the same."""
         ranks, plans, planned = _plans(receipts)
         silent = ~np.isin(ranks, fresh.ranks)
         slots = _slots(self.chunks, ranks[silent], plans[silent])
@@ -188,14 +186,14 @@ def _assembled(chunks: RankColumns) -> Assembled:
 
 def _encoded(assembled: Assembled, mine: Marker, kept: Collection[tuple[str, str]] = ()) -> _EncodedIndex:
     """Return the index of one save, without the tensors that ranks keep as values of their own."""
-    from reknit.format.index.file import encode_index  # Arrow is loaded only by who has an index
+    from reknit.format.index.file import encode_index  # Arrow is imported only on the rank with an index
 
     index = assembled.named(mine.write_id).without(kept)
     return _EncodedIndex(encode_index(index, checked=not kept), assembled.warnings)
 
 
 def _agreed_write_id(claims: RankColumns) -> str:
-    """Return the id of the save that all ranks are at, a new one where they have none."""
+    """Return the write id on which all ranks agree, or a new one if they have none."""
     step = claims.lists["step"]
     astray = np.flatnonzero((claims.lists["write_ids"].number > 0) | (step.number > 0))
     if len(astray):
@@ -212,7 +210,7 @@ def _agreed_write_id(claims: RankColumns) -> str:
 
 
 def _refuse_other_places(claims: RankColumns) -> None:
-    """Raise `UsageError` where ranks promote to different numbers of places: some would wait for others."""
+    """Raise `UsageError` if ranks promote to different numbers of places, as some would wait for others."""
     places = claims.lists["places"]
     if len(places.sizes) > 1:
         numbers = places.flat()
@@ -226,7 +224,7 @@ def _refuse_other_places(claims: RankColumns) -> None:
 
 
 def _refuse_lone_copies(claims: RankColumns) -> None:
-    """Raise `StateError` where ranks have copies of a value and no rank the main one, which is saved."""
+    """Raise `StateError` if ranks have copies of a value, but no rank has the main copy, which is saved."""
     keys = claims.lists["witness_keys"]
     saved = np.concatenate([claims.lists[name].values for name in ("blob_keys", "placed_keys")])
     if np.isin(keys.values, saved).all():
@@ -244,7 +242,7 @@ def _refuse_lone_copies(claims: RankColumns) -> None:
 
 
 def _plans(latest: RankColumns) -> tuple[Ints, Ints, NDArray[np.bool_]]:
-    """Return all ranks, each one's plan as two numbers, and whether it has one."""
+    """Return all ranks, the plan of each as two numbers, and whether it has a plan."""
     column = latest.lists["plan"]
     planned = column.counts == 2
     plans = np.zeros((len(latest.ranks), 2), np.int64)
@@ -253,12 +251,12 @@ def _plans(latest: RankColumns) -> tuple[Ints, Ints, NDArray[np.bool_]]:
 
 
 def _slots(known: PlanCache, ranks: Ints, plans: Ints) -> Ints:
-    """Return the slots of ranks' plans, which are kept as long as rank and root count alike."""
+    """Return the slots of the plans of ranks.  Raises `CommitError` for a plan that the root lacks."""
     slots = known.find(ranks, plans)
     if (slots < 0).any():
         rank = int(ranks[slots < 0][0])
         raise CommitError(
-            f"rank {rank} refers to a plan that the root does not know",
+            f"rank {rank} refers to a plan that the root does not have",
             rank=rank,
             remedy="save again: each rank then makes a new plan",
         )
@@ -266,7 +264,7 @@ def _slots(known: PlanCache, ranks: Ints, plans: Ints) -> Ints:
 
 
 def _refuse_stale(before: RankColumns, owners: Blocks, changed: Ints) -> None:
-    """Raise `CommitError` when a rank that made its plan before would now be given other shards to write."""
+    """Raise `CommitError` if a rank with an earlier plan would now have to write other shards."""
     if not len(before.ranks):
         return
     kept = before.lists["owners"]

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """The input of one rank's save; the same for a save that waits, for a trainer, and for its agent.
+    """The input of one rank's save, for a save that waits, for a trainer, and for its agent.
 
-    `step`, `origin` and `metadata` go into the manifest.  An agent opens storage again by its `url`, with the
-    `factory` of the trainer's program, if there is one (`storage.registry.recipe`).  `promote_to` are URL,
-    factory and rate of each store that is to have the checkpoint too, and the record that the run has there.
+    `step`, `origin` and `metadata` go into the manifest.  An agent opens its own storage by `url`, with
+    the `factory` of the trainer's program, if there is one (`storage.registry.recipe`).  `promote_to` has the
+    URL, factory and rate of each store to which the checkpoint is promoted, and the record of the run there.
     An agent does not `collect`: it receives the files that its trainer stages.  `run` is the run that the
-    checkpoint is a step of, if it is one.
+    checkpoint is a step of, or None.
     """
 
     collect: Callable[[], Holdings]

@@ -1,4 +1,4 @@
-"""The two rounds of a save, assign and commit, as every rank goes through them."""
+"""The two rounds of a save on every rank: assign and commit."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def assign(
 ) -> round_messages.Assignment:
     """Send the claims of this rank to the root, and return its answer; see `Coordinator.assign`.
 
-    Without `begin` no save begins, and only the assignment is made.
+    Without `begin`, only the assignment is made, and no save begins.
     """
     begun = job if begin else None
     mine = claims(job.group.rank, claimed)
@@ -81,7 +81,7 @@ class CommitTurn:
         self._coordinator = coordinator
 
     def split_copies(self) -> None:
-        """Decide about copies that differ.  Raises `StateError` for one that no rank can keep as its own."""
+        """Decide about differing copies.  Raises `StateError` for a copy that this rank cannot keep."""
         differing, check = self._assigned.differing, self.job.options.check_replicas
         if differing:
             with self.job.recorder.phase("plan"):
@@ -106,7 +106,7 @@ class CommitTurn:
         self.outcome = round_messages.decode(answer, round_messages.CommitOutcome)
 
     def totals(self, reused_nbytes: int) -> SaveTotals:
-        """Return the figures of a save that is committed."""
+        """Return the figures of a committed save."""
         return SaveTotals(
             nbytes=sum(file.nbytes for file in self.written),
             num_files=len(self.written),
@@ -116,11 +116,11 @@ class CommitTurn:
         )
 
     def clean_up(self, error: BaseException) -> Fate:
-        """Delete the files of this rank, unless they are, or may yet become, part of a checkpoint."""
+        """Delete the files of this rank, unless they are part of a checkpoint, or may become so."""
         storage, is_root = self.job.storage, self.job.group.rank == 0
         # An error of another phase is from a rank that sent no receipt, so it is not a lost answer.
         sent = self.sent and (not isinstance(error, ReknitError) or error.phase in (None, COMMIT))
-        # The root decides only when it has the receipts of all ranks.
+        # The root commits only after it has the receipts of all ranks.
         fate = fate_of(storage, self.write_id, error, sent=True, is_root=is_root) if sent else UNSENT
         if fate.litter:
             index = [paths.index_path(self.write_id)] if is_root else []
@@ -138,7 +138,7 @@ def commit_turn(
 ) -> Iterator[CommitTurn]:
     """Return the `with` block in which a rank writes its files, and that ends with `CommitTurn.commit`.
 
-    After an error none of its files is left, unless they may yet become part of a checkpoint.
+    After an error none of its files is left, unless they may still become part of a checkpoint.
     """
     mine = CommitTurn(job, coordinator, claimed, assigned)
     try:
@@ -146,13 +146,11 @@ def commit_turn(
             mine.split_copies()
             yield mine
     except BaseException as error:  # Ctrl-C too: the files are part of a checkpoint, or litter
-        coordinator.give_up()  # before the look at the manifest, which is then final
+        coordinator.give_up()  # before the manifest is read, which is final from then on
         if not mine.clean_up(error).committed:
             raise
         mine.outcome = round_messages.CommitOutcome(
             0, [f"the checkpoint is committed, but the root's answer was lost: {error}"]
         )
-    with suppress(
-        ReknitError
-    ):  # files that could not be deleted take memory, until the next save to this path
+    with suppress(ReknitError):  # files that cannot be deleted take space until the next save to this path
         clear_own_host(job.storage, job.group, mine.write_id)

@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     Copy = Callable[[Any, int, int, NDArray[np.uint8]], None]
 
 PIECE_NBYTES = 2 * BLOCK_NBYTES
-"""Bytes that a worker stages, digests and writes at once in a synchronous save, unless there is little."""
+"""Bytes that a worker stages, digests and writes at once in a synchronous save that is not small."""
 _FEW_BLOCKS = 2
-"""Files with no more blocks than this are written sooner than another thread has begun."""
+"""Files with at most this many blocks are written before another thread could begin."""
 _BEGIN_S = 0.01
-"""Most seconds for which something else waits until writing has begun."""
+"""Limit of the seconds for which other work waits until writing has begun."""
 _IDLE = 0.2
-"""Part of the workers' time that may go by waiting for bytes in a window that counts as a measurement."""
+"""Share of the workers' time that waits for bytes may take in a window that counts as a measurement."""
 
 FetchPhase = Literal["stage", "wait", "read"]
 
@@ -52,20 +52,20 @@ class Fetch(Protocol):
     def __call__(self, file: int, start: int, nbytes: int, arena: Arena, /) -> NDArray[np.uint8]:
         """Return a piece of file number `file`.
 
-        It is copied to the worker's `arena`, or lies already in other memory, page-aligned for direct I/O.
-        That memory stays as it is until the piece is written.
+        The piece is copied to the worker's `arena`, or is in other memory, page-aligned for direct I/O.  That
+        memory does not change until the piece is written.
         """
 
 
 class Outgoing(NamedTuple):
-    """A file that is to be written."""
+    """A file to write."""
 
     path: str
     nbytes: int
 
 
 class _OpenFile:
-    """A file being written by several workers; the one that writes its last bytes finishes it."""
+    """A file that several workers write; the worker that writes the last bytes finishes it."""
 
     def __init__(self, number: int, file: Outgoing, writer: Writer) -> None:
         self.number = number
@@ -76,7 +76,7 @@ class _OpenFile:
         self._lock = threading.Lock()
 
     def done_with(self, nbytes: int) -> bool:
-        """Count bytes that are written, and return whether they were the last."""
+        """Count written bytes, and return whether they were the last."""
         with self._lock:
             self._left -= nbytes
             return self._left == 0
@@ -90,7 +90,7 @@ class _FileRange(NamedTuple):
     nbytes: int
 
     def cut(self, nbytes: int) -> Iterator[_FileRange]:
-        """Yield it in parts of `nbytes` bytes; the last part may be shorter."""
+        """Yield the range in parts of `nbytes` bytes; the last part may be shorter."""
         stop = self.start + self.nbytes
         for start in range(self.start, stop, nbytes):
             yield _FileRange(self.file, start, min(nbytes, stop - start))
@@ -103,7 +103,7 @@ def _pieces(spans: Iterable[_FileRange], nbytes: int) -> Iterator[_FileRange]:
 
 @dataclass
 class _Writing:
-    """Files on their way; most fields are arguments of `write_files`."""
+    """Files that are being written; most fields are arguments of `write_files`."""
 
     storage: Storage
     fetch: Fetch
@@ -120,7 +120,7 @@ class _Writing:
         self._clocks = {name: Stopwatch() for name in (self.phase, "digest", "write")}
 
     def open(self, files: Sequence[Outgoing], numbers: Sequence[int]) -> None:
-        """Start the files of these numbers: a file that does not fit is found before anything is written."""
+        """Create the files with these numbers, so that a file that does not fit fails before any write."""
         for number in numbers:
             file = files[number]
             with self._clocks["write"].lap(), self._signed(file.path):
@@ -129,11 +129,11 @@ class _Writing:
                     self.files[-1].writer.finish()
 
     def windows(self, tuner: Tuner) -> Iterator[tuple[Iterable[_FileRange], Settings]]:
-        """Yield the ranges to write next, with settings: windows to be measured, then the rest.
+        """Yield the ranges to write next, with their settings: windows to measure, then the rest.
 
-        A window is written when the next one is asked for.
+        A window must be written before the next one is taken.
         """
-        # Windows end between spans, so that pieces of any size begin where the next one's can.
+        # Windows end between spans, so that the next window can have pieces of any size.
         spans = deque(
             span for file in self.files for span in _FileRange(file, 0, file.nbytes).cut(PIECES[-1])
         )
@@ -151,7 +151,7 @@ class _Writing:
             with whole.lap(nbytes):
                 yield window, settings
             fetching = self._clocks[self.phase].seconds - fetching
-            # Where the bytes came slowly, nothing is known about how fast they could have gone.
+            # If the bytes came slowly, the time does not show the speed of the settings.
             if self.phase != "wait" or fetching <= _IDLE * whole.seconds * settings.threads:
                 tuner.observe(settings, nbytes, whole.seconds)
         yield spans, tuner.best
@@ -189,7 +189,7 @@ class _Writing:
             file.digests[first : first + len(digests)] = digests
 
     def once_begun(self, work: Callable[[], None]) -> None:
-        """Do something else when the first bytes are on their way; until then workers need the cores."""
+        """Do other work when the first bytes are being written; until then workers need the cores."""
         self._begun.wait(_BEGIN_S)
         work()
 
@@ -200,7 +200,7 @@ class _Writing:
                 self._digest(*self._undigested.popleft())
 
     def undo(self, *, keep: bool) -> None:
-        """Leave nothing behind, or with `keep` only finished files."""
+        """Remove all files, or with `keep` only unfinished files."""
         for file in self.files:
             file.writer.abort()
         for file in () if keep else self.files:
@@ -213,7 +213,7 @@ class _Writing:
 
     @contextmanager
     def _signed(self, path: str) -> Iterator[None]:
-        """Sign errors that pass with the place, in any thread; the time is taken elsewhere."""
+        """Add the place to errors that pass, in any thread."""
         try:
             yield
         except ReknitError as error:
@@ -240,12 +240,11 @@ def write_files(
 ) -> list[Written]:
     """Write all files, several pieces at once, and return the files in storage, in the order of `files`.
 
-    Files that `take_over` adds to its list come first: they are in storage already.  It returns the numbers
-    of the others.
+    Files that `take_over` adds to its list come first, since they are already in storage.  It returns the
+    numbers of the other files.
 
-    Each piece is digested in the memory from which it is written, and never read back for that.  So damage on
-    the way to the disk shows when the bytes are read.  On an error no file of this call is left behind, or
-    with `keep` only finished files.
+    Each piece is digested in the memory from which it is written.  So damage on the way to the disk shows
+    when the bytes are read.  An error leaves no file of this call behind, or with `keep` only finished files.
 
     `fetch` is called by the worker that will write the piece.  Pieces begin at multiples of their own size,
     and never cross a multiple of 32 MiB.  They are handed out in order, file after file.  So a thread that
@@ -253,12 +252,12 @@ def write_files(
     `fetch` is recorded as `phase`: ``"stage"`` when it copies, ``"wait"`` when it waits for other threads,
     ``"read"`` when it reads another store.
 
-    `budget_nbytes` limits the memory that all workers copy to, for a `fetch` that does; they have it of
-    `arenas`.  `written(file, start, nbytes)` is called when the memory of a piece is free again.
-    `failed(error)` is called by the worker that met an error, before the others have ended: let it wake
-    threads that wait in `fetch`.  While `busy()` holds, the core has better things to do: pieces go to the
-    disk, which takes hardly any of it, and their digests wait.  The memory that `fetch` returns must then
-    stay as it is until this call returns.  The caller's thread calls `meanwhile()` once while workers write.
+    `budget_nbytes` limits the memory of all workers, lent by `arenas`, if `fetch` copies to it.
+    `written(file, start, nbytes)` is called when the memory of a piece is free again.  A worker with an error
+    calls `failed(error)` before the other workers have ended, to wake threads that wait in `fetch`.  While
+    `busy()` returns True, pieces are only written, which takes little time of the core, and digested later.
+    Then the memory that `fetch` returns must not change until this call returns.  The calling thread calls
+    `meanwhile()` once while workers write.
     """
     there: list[Written] = []
     try:
@@ -305,7 +304,7 @@ def _discard_all(storage: Storage, files: Sequence[Written]) -> None:
 
 
 def staged(images: Sequence[Image], transfer: Transfer) -> Fetch:
-    """Return a function that copies a piece of these files from live memory, in the worker that writes it."""
+    """Return a fetch that copies a piece of these files from live memory, in the worker that writes it."""
 
     def fetch(file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
         piece, image = arena.view(nbytes), images[file]
@@ -321,9 +320,9 @@ def staged(images: Sequence[Image], transfer: Transfer) -> Fetch:
 
 
 def live(images: Sequence[Image], transfer: Transfer) -> Fetch:
-    """Return a function that finds a piece of these files in live memory, and copies a scattered one.
+    """Return a fetch that returns a view of live memory, or a copy of a piece that is not one run.
 
-    This is for looking at bytes, not for writing them: they may lie at any address, and may change.
+    It is for comparing bytes, not for writing them: they may have any address, and may change.
     """
     copied = staged(images, transfer)
 

@@ -43,10 +43,10 @@ class Arrival(NamedTuple):
 class FetchTracker:
     """The state of one rank's part in a shared read; `changed` guards it and wakes waiting threads.
 
-    `part` lists the fetches, `paths` has the file of each of its rows, `under_way` names the files that are
-    being read from storage.  `free` are the slots of the ring that can be filled, `held` the fetches that
-    others have not copied yet.  `arrived` are the fetches that workers of this rank have to copy, `to_come`
-    the numbers of those that other ranks read.
+    `part` lists the fetches, `paths` has the file of each of its rows, and `under_way` names the files that
+    are being read from storage.  `free` are the slots of the ring that can be filled, and `held` the fetches
+    that other ranks have not copied yet.  `arrived` are the fetches that workers of this rank have to copy,
+    and `to_come` the numbers of the fetches that other ranks read.
     """
 
     def __init__(
@@ -202,4 +202,4 @@ class FetchTracker:
             first = self._paths[rows[0]]
             return f"{within}waiting for {len(rows)} ranges, such as of {first}, that rank {readers} reads"
         takers = ", ".join(map(str, sorted(waiting - {self._rank, OTHER_HOSTS})[:8])) or "of another host"
-        return f"{within}waiting for rank {takers} to take what was read for it"
+        return f"{within}waiting for rank {takers} to take the bytes read for it"

@@ -88,7 +88,7 @@ def _divide(offers: Sequence[round_messages.Offer], reads: Sequence[Reads], opti
 
 
 def _bucket_nbytes(offers: Sequence[round_messages.Offer], options: LoadOptions) -> int:
-    # Of the bytes in flight a rank needs two buckets to receive, and one or two to send from.
+    # A rank receives into two buckets, and sends from one or two.
     return max(min(BUCKET_NBYTES, options.inflight_nbytes // 8), offers[0].cell)
 
 
@@ -104,7 +104,9 @@ def _carried(kinds: Sequence[str | None]) -> bool:
         shown = {kind: spelled(r for r, k in enumerate(kinds) if k == kind) for kind in kinds}
         ways = ", ".join(f"{kind or 'none'} on {ranks}" for kind, ranks in shown.items())
         why = f"the process group has backends for different devices: {ways}"
-    logger.warning("ranks of different hosts do not share what they read, and each host reads it: %s", why)
+    logger.warning(
+        "ranks of different hosts do not share their reads, and each host reads all bytes: %s", why
+    )
     return False
 
 

@@ -212,7 +212,7 @@ def _manifest(storage: Storage) -> Manifest | None:
 
 
 def refuse_busy(storage: Storage) -> None:
-    """Raise `UsageError` for a checkpoint that somebody works at, or that is elsewhere."""
+    """Raise `UsageError` for a checkpoint that is a link, or for which a save or an agent is at work."""
     if _is_local(storage) and os.path.islink(storage.url):
         raise UsageError(
             f"{storage.url} is a link to {os.path.realpath(storage.url)}",
@@ -223,7 +223,7 @@ def refuse_busy(storage: Storage) -> None:
         raise UsageError(
             f"a save to {storage.url} is under way, or was killed: {named(begun)}",
             path=storage.url,
-            remedy="wait until it is over; `reknit gc` clears what killed saves have left",
+            remedy="wait until it is over; `reknit gc` removes the files of killed saves",
         )
     if working := sorted({each.pid for each in at_work(storage.url) if each.path is not None}):
         raise UsageError(

@@ -121,6 +121,6 @@ def corrupt_block(
     stop = min((number + 1) * block_nbytes, file.nbytes)
     of = f" (in {', '.join(tensors[:4])}{' and more' if len(tensors) > 4 else ''})" if tensors else ""
     return CorruptError(
-        f"bytes {number * block_nbytes}:{stop} of {file.path} are not those that were saved{of}",
+        f"bytes {number * block_nbytes}:{stop} of {file.path} differ from the saved bytes{of}",
         remedy="the file is damaged: restore it, or load another checkpoint",
     )

@@ -5,17 +5,17 @@ Nothing is removed that belongs to a committed checkpoint, or to a save that may
 - *Files that a manifest names stay*, and so does every file with its write id.  Manifests are read after the
   store was listed, so all that was committed by then is in a manifest.  If a manifest cannot be read, the
   whole folder stays.
-- *Age keeps a live save from being disturbed.*  If an uncommitted file in a checkpoint's folder is younger
-  than the limit, the whole folder stays: a save may be at work there.
+- *Young files stay.*  If an uncommitted file in a checkpoint's folder is younger than the limit, the whole
+  folder stays: a save may be at work there.
 - *A save whose files go cannot commit.*  A save commits only while its marker is there (docs/decisions/0007).
   So the marker goes first.  Then the store is asked for a marker of that save, and for a manifest of its own,
   in this order, since a marker turns into a manifest.  Files go only if there is neither.  Parts of uploads
   and temporary files, without a name yet, are not part of a checkpoint: a save that finds them gone fails
   before it commits.
 
-One window remains, as long as one request.  A save that did nothing for longer than the limit would have to
-put its marker, look for its files and commit within it: between the last look here and the first removal.  On
-an object store, where a commit is a look and a write, markers have that window anyhow.
+One window of one request remains, between the last check and the first removal.  It matters only if a save
+that was idle for longer than the limit puts its marker, checks its files and commits within it.  On an object
+store, where a commit is a check and a write, markers have that window in any case.
 
 Late listings are harmless: a file that is not listed is not removed.
 """
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 class Leftover:
     """The files that one save has left in one folder.
 
-    `folder` is that of the checkpoint, relative to where it was looked, empty for that place itself.
-    `write_id8` is None for temporary files, whose names do not have the id of their save.  `modified` is when
-    the youngest was last changed.  `kept` says why it must stay; None where it need not.
+    `folder` is the folder of the checkpoint, relative to the searched folder; empty for that folder itself.
+    `write_id8` is None for temporary files, whose names do not have the id of their save.  `modified` is the
+    time of the last change of the youngest file.  `kept` is the reason why the files stay, or None.
     """
 
     folder: str
@@ -57,7 +57,7 @@ class Leftover:
 
     @property
     def nbytes(self) -> int:
-        """What it costs."""
+        """Bytes of all files."""
         return sum(each.nbytes for each in self.found)
 
     @property

@@ -94,7 +94,7 @@ def move(job: Promotion, place: str, open_at: Callable[[str], Storage]) -> int:
 def _copy(job: Promotion, copy: ColdCopy) -> None:
     """Copy all files, and check every block of the copy."""
     hot, cold = job.source, job.target
-    if not _pins(cold, copy):  # before there is something to remove
+    if not _pins(cold, copy):  # before there are files that a cleanup could remove
         put_note(cold, "pin", Pin(copy.reason), copy.save_id)
     promote_alone(job)
     report = verify(cold, "data", LoadOptions())
@@ -102,7 +102,7 @@ def _copy(job: Promotion, copy: ColdCopy) -> None:
         _unpin(cold, copy)
         found = report.problems[0] if report.problems else "it is another checkpoint"
         raise CorruptError(
-            f"the copy of {hot.url} is not what was saved, so that stays: {found}",
+            f"the copy of {hot.url} differs from it, so that the original stays: {found}",
             path=cold.url,
             remedy=f"remove the copy and try again: reknit rm {cold.url}",
         )

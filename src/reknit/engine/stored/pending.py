@@ -57,16 +57,16 @@ def wait_for_saves(root: Storage, timeout_s: float) -> None:
 
 
 def fence_off(root: Storage) -> None:
-    """Keep all saves directly below a folder that have put up their marker from ever committing.
+    """Fence all saves directly below a folder that have put their marker: they can never commit.
 
-    A save that is staged but whose agents have not put up its marker yet is not kept from it.  Where agents
-    of this host are still at work, that is logged; those of other hosts cannot be seen.
+    A staged save without a marker is not fenced.  A warning names the agents of this host that are still at
+    work; agents of other hosts cannot be seen.
     """
     for begun in _begun_below(root):
         begun.folder.delete(begun.path)
     if working := at_work(root.url):
         logger.warning(
-            "agents of this host are at work below %s: %s; what they put up a marker for from now on may "
+            "agents of this host are at work below %s: %s; saves whose markers they put from now on may "
             "commit: end them first, then fence again",
             root.url,
             _processes(working),

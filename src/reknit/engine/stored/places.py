@@ -55,7 +55,7 @@ def changed(
     """Return the manifest at the path if its files have moved since, or another checkpoint replaced it.
 
     Returns None when the store fails.  Raises `CheckpointNotFoundError` in place of the `error` of a reader
-    where the checkpoint was deleted: neither the store nor one of `replicas` has a manifest.
+    if the checkpoint was deleted, so that neither the store nor any of `replicas` has a manifest.
     """
     try:
         if (now := manifest_in(storage)) is not None:
@@ -66,9 +66,9 @@ def changed(
     except (FormatError, StorageError):
         return None
     raise CheckpointNotFoundError(
-        f"the checkpoint was deleted while it was read; what was noticed first: {error.message}",
+        f"the checkpoint was deleted while it was read; the first error was: {error.message}",
         path=storage.url,
-        remedy="load another checkpoint, or keep those that are still to be read",
+        remedy="load another checkpoint, or keep checkpoints until they are loaded",
     ) from error
 
 

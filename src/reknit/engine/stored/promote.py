@@ -92,18 +92,18 @@ class _Commit:
         clear_out(target, self._mine, self._data, {file.path for file in self.manifest.files})
 
     def incomplete(self, absent: Sequence[FileEntry]) -> CommitError:
-        """Return the error of a promotion that misses files."""
+        """Return the error of a promotion whose target lacks files."""
         more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
         return CommitError(
             f"{absent[0].path}{more} of the {len(self.manifest.files)} files of the checkpoint are missing; "
             "nothing was committed",
             path=self._job.target.url,
-            remedy=f"promote {self._job.source.url} on every host that has files of it; those that are there "
-            "already are kept",
+            remedy=f"promote {self._job.source.url} on every host that has files of it; files that the "
+            "target has are kept",
         )
 
     def give_up(self) -> None:
-        """Never commit any more."""
+        """Remove the marker, so that the promotion can never commit."""
         remove_marker(self._job.target, self._mine)
 
 
@@ -152,7 +152,7 @@ class _Root:
         return [b""] * len(requests)
 
     def give_up(self) -> None:
-        """Never commit any more."""
+        """Prevent the commit of the promotion for good."""
         if self._commit is not None:
             self._commit.give_up()
 
@@ -185,10 +185,10 @@ def promote_saved(
             coordinate=mine.coordinate,
         )
         rate = None if to.bytes_per_s is None else to.bytes_per_s / group.size
-        told = to.recorded(target, recorder)
+        recorded_target = to.recorded(target, recorder)
         promotion = Promotion(
             source=job.storage,
-            target=told,
+            target=recorded_target,
             overwrite=job.overwrite,
             options=job.options,
             recorder=recorder,
@@ -202,10 +202,10 @@ def promote_saved(
 
 
 def close_quietly(storage: Storage) -> None:
-    """Close a store that is needed no more."""
+    """Close a store that is no longer needed; log a failure."""
     try:
         storage.close()
-    except Exception as failure:  # a store of somebody else's, and nothing depends on it any more
+    except Exception as failure:  # any error of a foreign store, which no longer matters
         logger.warning("%s could not be closed: %s", storage.url, failure)
 
 
@@ -214,8 +214,8 @@ def promote(
 ) -> PromotionReport:
     """Copy the files that this rank has `written` in a save, and commit together with all its ranks.
 
-    Every rank does, or all raise the same error; the checkpoint at the source stays as it is.  After an error
-    no file of this rank is left at the target, unless it may yet become part of a checkpoint.
+    All ranks commit, or all raise the same error; the checkpoint at the source does not change.  After an
+    error this rank leaves no file at the target, unless it may still become part of a checkpoint.
     """
     mine = [FileEntry(file.path, file.nbytes, tuple(file.digests.tolist())) for file in written]
     root, timeout_s = _Root(job, write_id), job.options.timeout_s

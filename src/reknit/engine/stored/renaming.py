@@ -123,15 +123,15 @@ class Renamed:
 
 
 def _prefixed(old: str) -> Callable[[str], object]:
-    """Return a function that returns whether the left side of `rename` means a name."""
+    """Return a function that returns whether the left side of `rename` covers a name."""
     return lambda name: name == old or (old.endswith(("/", ".")) and name.startswith(old))
 
 
 def names_in(data: bytes) -> list[str]:
-    """Return the names in a file of blobs, whose values are not built: they may be pickled, or of no use."""
+    """Return the names in a file of blobs, without building the values, which may be pickled or unneeded."""
     values = read_msgpack(data, lambda _code, _payload: None)
     if type(values) is not dict or any(type(fqn) is not str for fqn in values):
-        raise CorruptError("a file of blobs is no map of names")
+        raise CorruptError("a file of blobs is not a map of names")
     return list(values)
 
 
@@ -187,15 +187,15 @@ def renamed(
 
 
 def _destinations(naming: Naming, item: str, new: Mapping[Name, Name]) -> set[str]:
-    """Return the items of the state that names in this item, those that are not known, may lead to."""
+    """Return the items of the state to which the rules may lead names of this item, even unread names."""
     found = {item, *(to for (stored, _), (to, _) in new.items() if stored == item)}
-    with suppress(MismatchError):  # where the rules are for names in the item, its own may lead nowhere
+    with suppress(MismatchError):  # with rules for names in the item, its own name may lead nowhere
         found.add(naming.apply((item, ""))[0])
     return found
 
 
 def _require_distinct(new: Mapping[Name, Name]) -> None:
-    """Raise `MismatchError` where two names have become one."""
+    """Raise `MismatchError` if two names have become one."""
     first: dict[Name, Name] = {}
     for old, name in new.items():
         if (other := first.setdefault(name, old)) is not old:
@@ -207,7 +207,7 @@ def _require_distinct(new: Mapping[Name, Name]) -> None:
 
 
 def _repointed(value: Any, at: Name, new: Mapping[Name, Name]) -> Any:
-    """Return a value whose references to tensors, which are relative, lead to their new names.
+    """Return a value with its relative references to tensors changed to their new names.
 
     Objects with a `state_dict` are saved as one value that refers to the tensors beside it.
     """
@@ -221,7 +221,7 @@ def _repointed(value: Any, at: Name, new: Mapping[Name, Name]) -> Any:
             raise MismatchError(
                 f"transforms.names takes {full_name(*target)!r} out of {full_name(*new[at])!r}, "
                 "the saved state of one object",
-                remedy="rename the item or all that is below it, not parts of what load_state_dict takes",
+                remedy="rename the item or all names below it, not parts of one state of load_state_dict",
             )
         return Tagged("tensor", {**value.value, "path": target[1].removeprefix(to[1])})
     if type(value) in REBUILT:
@@ -230,7 +230,7 @@ def _repointed(value: Any, at: Name, new: Mapping[Name, Name]) -> Any:
 
 
 def _folder(name: Name) -> Name:
-    """Return where the tensors lie to which a value refers: beside an object's record, or below the value."""
+    """Return the prefix of the tensors of a value: beside the record of an object, or below the value."""
     item, fqn = name
     if fqn.rpartition("/")[2] == RECORD:
         fqn = fqn.rpartition("/")[0]

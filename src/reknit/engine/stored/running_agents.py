@@ -39,7 +39,7 @@ class AtWork(NamedTuple):
 
 
 class NotedSave(Protocol):
-    """A save as a note has it: when it began, and every place that it goes to."""
+    """A save as a note has it: its time of begin, and all places to which it goes."""
 
     since: float
 
@@ -57,18 +57,18 @@ class Note:
         with suppress(AttributeError, OSError):
             self._fd = os.memfd_create(_NOTE, os.MFD_CLOEXEC)
 
-    def tell(self, rank: int, saves: Mapping[int, NotedSave]) -> None:
-        """Write down the saves, and the place of each."""
+    def write(self, rank: int, saves: Mapping[int, NotedSave]) -> None:
+        """Record the saves in the note, with the places of each."""
         with self._lock:
             if self._fd == -1:
                 return
             noted = [[save.since, path] for save in list(saves.values()) for path in save.places]
             record = json.dumps([rank, noted]).encode()
-            with suppress(OSError):  # no memory for it: the work itself goes on
+            with suppress(OSError):  # no memory for the note: the saves go on
                 os.pwrite(self._fd, _NBYTES.pack(len(record)) + record, 0)
 
     def close(self) -> None:
-        """Say no more."""
+        """Close the note; later writes do nothing."""
         with self._lock:
             fd, self._fd = self._fd, -1
         if fd != -1:
@@ -76,7 +76,7 @@ class Note:
 
 
 def at_work(root: str) -> list[AtWork]:
-    """Return the agents of this host at work for checkpoints at or below `root`, as far as we may see them.
+    """Return the agents of this host that work for checkpoints at or below `root`, if this user can see them.
 
     Agents that are threads of a trainer are not found: they end with it.
     """
@@ -92,11 +92,11 @@ def _agents() -> Iterator[AtWork]:
             command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             if command[1:3] != [b"-m", MODULE.encode()]:
                 continue
-            # After the name of the program, which may hold anything, and the state.
+            # After the name of the program, which may have parentheses and spaces, and the state.
             parent = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1]
             left = _own_number(parent.decode()) != command[4].decode()
             rank, saves = read_note(pid) or (None, [])
-        except OSError:  # gone meanwhile, or not ours to look at
+        except OSError:  # the process has ended, or belongs to another user
             continue
         for since, path in saves:
             yield AtWork(pid, rank, path, since)
@@ -105,7 +105,7 @@ def _agents() -> Iterator[AtWork]:
 
 
 def _own_number(pid: str) -> str | None:
-    """Return the number that a process has for itself, in a container another one; None if it is gone."""
+    """Return the number of a process in its own namespace, such as a container; None if it is gone."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
     except (FileNotFoundError, ProcessLookupError):

@@ -67,7 +67,7 @@ def numbered(root: Storage) -> list[tuple[int, str]]:
 def steps_below(root: Storage) -> list[SavedStep]:
     """Return the committed checkpoints directly below a folder, by step; those without one come first.
 
-    Raises `UsageError` where the folder is a checkpoint itself, or another program's.
+    Raises `UsageError` if the folder is itself a checkpoint, or belongs to another program.
     """
     found = [step for step in described(root, folders_of_steps(root)) if step is not None]
     if not found:
@@ -76,7 +76,7 @@ def steps_below(root: Storage) -> list[SavedStep]:
 
 
 def described(root: Storage, names: Sequence[str], *, notes: bool = True) -> list[SavedStep | None]:
-    """Return what the manifests of some folders say, several read at once; None where there is none.
+    """Return the saved step of each folder, or None without a manifest; several are read at once.
 
     Without `notes`, the metrics are those of the saves, and a folder takes one request instead of two.
     """

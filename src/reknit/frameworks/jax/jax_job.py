@@ -1,4 +1,4 @@
-"""The processes of a JAX job, and the key-value store in which they meet before they are connected.
+"""The processes of a JAX job, and the key-value store through which they connect.
 
 That is the store of JAX's coordination service.  JAX has no public interface to it: `jax.distributed` has
 only `initialize`, `is_initialized` and `shutdown`.  This module uses JAX's internal client, and is the only
@@ -18,7 +18,7 @@ _SLICE_S = 1.0
 
 
 class JaxStore:
-    """The key-value store of the coordination service, under a prefix of reknit's own."""
+    """The key-value store of the coordination service, under a prefix of reknit."""
 
     is_open = True
 

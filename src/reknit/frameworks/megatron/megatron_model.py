@@ -47,7 +47,7 @@ class HeldPart:
 
     @property
     def whole(self) -> bool:
-        """Whether the local tensor holds the whole one."""
+        """Whether the local tensor holds the whole tensor."""
         return self.part.numel == prod(self.part.shape)
 
     @property
@@ -57,7 +57,7 @@ class HeldPart:
 
 
 def held(sharded: Any, place: Place, prefix: str = "") -> list[HeldPart]:
-    """Return the parts of whole tensors in a local one; `prefix` is removed from Megatron's keys."""
+    """Return the parts of whole tensors in a local tensor, without `prefix` in Megatron's keys."""
     if is_dtensor(sharded.data):
         raise StateError(
             f"{place} is a DTensor in a Megatron model", remedy="use Megatron's DistributedDataParallel"
@@ -206,7 +206,7 @@ def collect_part(tensor: Any, one: HeldPart, at: Place, saving: Saving, *, alone
 
 
 def want_part(tensor: Any, one: HeldPart, at: Place, loading: Loading) -> None:
-    """Request a part of a whole tensor, to fill the local one."""
+    """Request a part of a whole tensor, to fill the local tensor."""
     if loading.takes(at):
         loading.view(view(tensor, one, at, None, fill=True), at, tensor, resize=one.resizable)
 

@@ -174,7 +174,7 @@ class OptimizerLoad:
         }
 
     def _want_again(self, value: _JointValue | None, slot: ParamSlot, at: Place) -> None:
-        """Request a value that another parameter of the same flat one has given, and its part of tensors."""
+        """Request the value of another parameter with the same flat tensor, and this part of its tensors."""
         found = self.loading.value(at)
         if found.why is not None:
             return
@@ -188,7 +188,7 @@ class OptimizerLoad:
     def _ask(
         self, spec: TensorSpec, like: Any, inside: Place, *, value: _JointValue, slot: ParamSlot, at: Place
     ) -> Any:
-        """Request a tensor inside a value; parameters with one flat tensor have one here too."""
+        """Request a tensor inside a value; parameters with one flat tensor share one here, too."""
         loading, name = self.loading, inside.fqn.removeprefix(f"{at.fqn}/")
         counts = slot.joint and state_memory.is_counter(spec, slot, inside)
         if name not in value.tensors or counts:
@@ -208,7 +208,7 @@ class OptimizerLoad:
     def _report_lacking(
         self, members: list[ParamSlot], asked: Mapping[str, Asked], current: Mapping[Any, Any]
     ) -> None:
-        """Report the states that only some of the parameters of a flat one have in the checkpoint."""
+        """Report the states that the checkpoint has for only some parameters of a flat tensor."""
         every = dict.fromkeys(one for specs in asked.values() for one in specs)
         for slot in members:
             for one in every:
@@ -227,7 +227,7 @@ class OptimizerLoad:
         spec: TensorSpec | None,
         value: _JointValue | None = None,
     ) -> tuple[bool, Any]:
-        """Request a state: a tensor of the shape `spec`, or a value.  Return whether it comes, and it."""
+        """Request a state: a tensor of shape `spec`, or a value.  Return whether it comes, and the state."""
         loading, noted = self.loading, self.noted
         if spec is not None:
             state = state_memory.memory_for(spec, current, slot, at, loading, noted=noted)

@@ -50,8 +50,8 @@ def _saved_spec(slot: ParamSlot, loading: Loading) -> TensorSpec | None:
 def resized(spec: TensorSpec, current: Any, slot: ParamSlot, loading: Loading) -> TensorSpec:
     """Return the spec of a saved state here, if its parameter has another shape.
 
-    A state is as long as its parameter, or 1, along each dimension; the shape of others comes from a present
-    one.
+    A state is as long as its parameter, or 1, along each dimension.  The shape of other states comes from a
+    present state.
     """
     here = slot.shape
     assert here is not None
@@ -67,7 +67,7 @@ def resized(spec: TensorSpec, current: Any, slot: ParamSlot, loading: Loading) -
 
 
 def misfit(slot: ParamSlot, elements: list[str], below: Place, loading: Loading) -> str | None:
-    """Return why saved states cannot be those of a parameter of this shape, or None."""
+    """Return the reason why saved states cannot belong to a parameter of this shape, or None."""
     return _reshaped(slot, loading) or _too_large(slot, elements, below, loading)
 
 

@@ -1,4 +1,4 @@
-"""Bytes on their way between ranks, through a process group of torch."""
+"""Transport of bytes between ranks, through a process group of torch."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _DEVICE_REMEDY = (
 class TorchCarrier:
     """A process group that carries bytes between hosts (see `engine.sharing.host_exchange.Carrier`).
 
-    They travel from host memory to host memory if the group has a backend for that, such as gloo; else over
-    the devices for which it has one, such as those of NCCL.  A group that is bound to a device with a backend
-    of its own (`init_process_group(device_id=...)`) carries them over that device.
+    They are sent from host memory to host memory if the group has a backend for that, such as gloo.
+    Otherwise they are sent over the devices of its backend, such as NCCL.  A group that is bound to a device
+    with a backend of its own (`init_process_group(device_id=...)`) sends them over that device.
 
     The carrier has a weak reference to the group: the error of a load may keep the carrier alive, and must
     not keep a destroyed group.  A device is used from `reserve` to `release` only.
@@ -86,7 +86,7 @@ class TorchCarrier:
             ) from error
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._flag = self._sent = self._received = None
 
     def all_well(self, check: Callable[[], None], *, well: bool) -> bool:
@@ -123,7 +123,7 @@ class TorchCarrier:
 
     @contextmanager
     def _carrying(self, check: Callable[[], None]) -> Iterator[None]:
-        """Queue on the carrier's own stream in this block; an error of torch is that of the group."""
+        """Queue work on the carrier's stream in this block; turn errors of torch into errors of the group."""
         try:
             with self._queueing():
                 self._settle(check)
@@ -156,7 +156,7 @@ class TorchCarrier:
         self._settle(check)
 
     def _settle(self, check: Callable[[], None]) -> None:
-        """Wait until the stream has nothing left to do, so that later copies do not wait."""
+        """Wait until the stream is idle, so that later copies do not wait."""
         if self._stream is not None:
             self._event.record(self._stream)
             _poll(self._event.query, check)

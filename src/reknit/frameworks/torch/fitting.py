@@ -12,7 +12,7 @@ from reknit.frameworks.imported import imported
 
 
 def misfit(value: Any, saved: Any) -> str | None:
-    """Return why a scaler, a scheduler or a loader cannot take a saved state; None for another object."""
+    """Return the reason why a scaler, scheduler or loader cannot take a saved state, or None."""
     if isinstance(value, imported("torchdata.stateful_dataloader", "StatefulDataLoader")):
         return _other_workers(value.num_workers, saved)
     if isinstance(value, torch.amp.GradScaler) and value.is_enabled() and saved == {}:
@@ -60,7 +60,7 @@ def _other_scheduler(value: Any, saved: Mapping[str, Any]) -> str | None:
 
 
 def _other_workers(here: int, state: Any) -> str | None:
-    """Return why a StatefulDataLoader cannot take a saved state: it would fail at its first batch only."""
+    """Return the reason why a StatefulDataLoader cannot take a state, since it would fail only at a batch."""
     saved = _num_workers(state) if isinstance(state, Mapping) else None
     if saved is None or saved == here:
         return None

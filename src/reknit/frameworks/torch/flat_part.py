@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Held = tuple[tuple[Box, Box], ...]
-"""Boxes of a whole tensor that a local one holds, each with its place in the local one."""
+"""Boxes of a whole tensor in a local tensor, each with its place in the local tensor."""
 
 
 class FlatPiece(NamedTuple):
-    """A box, and the place of its elements in flat memory: the first of them, and the steps between them."""
+    """A box, and the place of its elements in flat memory: the first element, and the strides."""
 
     box: Box
     strides: tuple[int, ...]
@@ -113,7 +113,7 @@ class FlatPart:
         )
 
     def unseen(self, memory: Any) -> tuple[tuple[Box, Any], ...]:
-        """Return the same; pieces of flat memory are each a `Strided`, without a view."""
+        """Return the boxes as `parts` does, but pieces of flat memory as `Strided`, without a view."""
         if not self.pieces and not prod(self.shape):
             return ((Box.whole(self.shape), memory.new_empty(self.shape)),)
         if memory.ndim != 1:

@@ -53,7 +53,7 @@ def states(takes: Callable[[str], bool]) -> dict[str, Any]:
 
 
 def assign(state: Mapping[str, Any], takes: Callable[[str], bool]) -> Restored:
-    """Decide for which device each saved state is.
+    """Return the device for each saved state, and the states without a device.
 
     The state of the former current device is for the present one, even if their numbers differ: launchers
     differ in the devices that a process sees.  The states of further devices are for devices of the same

@@ -1,4 +1,4 @@
-"""The ranks of a torch job, and the key-value store in which they meet before they are connected."""
+"""The ranks of a torch job, and the key-value store through which they connect."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LAST_PAUSE_S = 0.5
 
 
 class TorchStore:
-    """The key-value store in which torch's ranks met, under a prefix of reknit's own."""
+    """The key-value store of torch's ranks, under a prefix of reknit."""
 
     is_open = True
 
@@ -136,6 +136,6 @@ def subgroup_job(group: Any) -> TrainingJob:
 
 
 def _group_key(group: Any, ranks: Sequence[int]) -> str:
-    """Return a name that a group's ranks agree on, and no other group has, not even one of the same ranks."""
+    """Return a name on which a group's ranks agree, and which no other group has, even of the same ranks."""
     listed = ",".join(map(str, ranks))
     return hashlib.sha256(f"{torch_private.group_name(group)}:{listed}".encode()).hexdigest()[:32]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def is_distinct(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether an array has a place in memory for each of its elements; strides in any one unit."""
+    """Return whether the elements of an array have distinct places in memory; strides in any one unit."""
     reach = 0
     steps = sorted((abs(step), length) for step, length in zip(strides, shape, strict=True) if length != 1)
     if not all(length for _, length in steps):
@@ -36,7 +36,7 @@ def is_distinct(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def _is_distinct(steps: Sequence[tuple[int, int]]) -> bool:
-    """Return the same by marking every element, if strides are smaller than the extent inside them."""
+    """Return the result of `is_distinct` by marking every element, for strides within inner extents."""
     if not all(step for step, _ in steps):
         return False
     unit = gcd(*(step for step, _ in steps))

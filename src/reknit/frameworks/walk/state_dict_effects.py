@@ -27,7 +27,7 @@ def has_effects(value: Any) -> bool:
 
 
 def may_disturb(value: Any) -> bool:
-    """Return whether a load calls `state_dict` of an object that holds a data loader and declares nothing."""
+    """Return whether a load calls `state_dict` of an object with a data loader and without a declaration."""
     return _declared(value) is None and _holds_loader(value) and _holds_placed(value)
 
 

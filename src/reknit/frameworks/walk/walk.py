@@ -122,7 +122,7 @@ class View(msgspec.Struct, frozen=True):
 
 
 class Composite(NamedTuple):
-    """A tensor that consists of others: its record, and path, tensor and view of each tensor inside.
+    """A tensor that consists of inner tensors: its record, and the path, tensor and view of each.
 
     The record has its `class`, `shape`, `context` (plain values), and `inner`: the names of the tensors
     inside, each with None, or with the record of a composite tensor.  `renew` makes another such tensor, with
@@ -159,7 +159,7 @@ class Arrays(Protocol):
         """Return a composite tensor with views of its inner tensors; None for other tensors."""
 
     def changed(self, memories: Iterable[Any]) -> None:
-        """Take note of filled memory; some of it may be of another library."""
+        """Record that memory was filled, also memory of other libraries."""
 
     def fresh(self, spec: TensorSpec, like: Any = None) -> Any:
         """Return new memory for a whole tensor, placed and cut like `like` if the shapes are equal."""
@@ -181,7 +181,7 @@ M = TypeVar("M", bound=Matcher)
 
 
 def first_match(adapters: Iterable[M], value: Any) -> M:
-    """Return the first adapter that is for a value; the last one is for any."""
+    """Return the first adapter that matches a value; the last adapter matches any value."""
     for adapter in adapters:
         if adapter.matches(value):
             break

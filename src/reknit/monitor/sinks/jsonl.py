@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 class JsonLines:
     """Appends records to the file `path`, many with one call, so that ranks of a host may share the file.
 
-    In a folder (an existing one, a path that ends in a slash, or a new one without a suffix) each process has
-    a file of its own, so that ranks of many hosts may share the folder.  Missing folders are made.  A file
-    that cannot be opened raises `StorageError` at once.
+    In a folder each process has its own file, so that ranks of many hosts may share the folder.  The path is
+    a folder if it exists as one, ends in a slash, or is new and has no suffix.  Missing folders are made.  A
+    file that cannot be opened raises `StorageError` at once.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

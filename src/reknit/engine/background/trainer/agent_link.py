@@ -37,8 +37,8 @@ _IDENTITY = {
 class AgentLink:
     """The trainer's end of the channel to its agent.
 
-    A thread of its own calls `deliver` with every message about a save, and `lost` once when the agent is
-    gone.  It calls `failed` when no later save can end well, unless the agents were asked to end.
+    Its thread calls `deliver` with every message about a save, and `lost` once when the agent is gone.  It
+    calls `failed` when no later save can succeed, unless the agents were asked to end.
     """
 
     def __init__(self, rank: int, *, in_process: bool, send_timeout_s: float) -> None:
@@ -47,14 +47,14 @@ class AgentLink:
         self.lost: Callable[[ReknitError], None] = _ignore
         self.failed: Callable[[], None] = lambda: None
         self.broken = False
-        """Whether no later save can end well with this agent."""
+        """Whether no later save can succeed with this agent."""
         self.ended_on_purpose = False
-        """Whether that is because another rank's trainer ended, or closed its agent."""
+        """Whether the cause is that the trainer of another rank ended, or closed its agent."""
         self._quitting = False
         self._process: subprocess.Popen[bytes] | None = None
         self.in_process = in_process
         self.circumstances: Circumstances | None = None
-        """Those of the last save that the agent received."""
+        """The circumstances of the last save that the agent received."""
         self._identity = identity()
         self._answered = threading.Condition()
         self._answers: list[say.Listening | say.Joined] = []
@@ -81,7 +81,7 @@ class AgentLink:
 
     @property
     def pid(self) -> int | None:
-        """The agent's process, None when it runs in this one."""
+        """The process id of the agent, or None if it runs in this process."""
         return None if self._process is None else self._process.pid
 
     def send(self, message: Message, fd: int | None = None) -> None:
@@ -96,7 +96,7 @@ class AgentLink:
             self.circumstances = message.circumstances or self.circumstances
 
     def require_same_identity(self) -> None:
-        """Raise `AgentError` where this process is no longer the user, or in the root, that its agent is."""
+        """Raise `AgentError` if this process has changed its user or root folder since the agent began."""
         now = identity()
         if self.in_process or now == self._identity:
             return
@@ -114,12 +114,12 @@ class AgentLink:
         )
 
     def ask(self, message: Message, timeout_s: float) -> say.Listening | say.Joined:
-        """Send a message and return the answer.  Raises the error of an agent that gives none."""
+        """Send a message and return the answer, or raise the error of an agent without an answer."""
         self.send(message)
         return self.answer(timeout_s)
 
     def answer(self, timeout_s: float) -> say.Listening | say.Joined:
-        """Return the answer to a message.  Raises the error of an agent that gives none."""
+        """Return the answer to a message, or raise the error of an agent without an answer."""
         deadline = Deadline(timeout_s)
         with self._answered:
             self._answered.wait_for(lambda: self._answers or self.gone, deadline.remaining())
@@ -134,7 +134,7 @@ class AgentLink:
         return answer
 
     def quit(self) -> None:
-        """Let the agent end when it has finished its saves."""
+        """Ask the agent to end when it has finished its saves."""
         self._quitting = self.broken = True
         with contextlib.suppress(ReknitError):
             self.send(say.Quit())
@@ -152,13 +152,13 @@ class AgentLink:
             return self._answered.wait_for(lambda: self.gone is not None, timeout_s)
 
     def forget(self) -> None:
-        """Let go of the agent in a forked child of the trainer: there it is somebody else's."""
+        """Drop the agent in a forked child of the trainer, to which it does not belong."""
         self.broken = True
         self.gone = AgentError("a forked process has no part in the saves of its parent")
         self.channel.close()
 
     def _spawn(self, fd: int) -> subprocess.Popen[bytes]:
-        """Start the agent in a session of its own, beyond signals to the job's terminal, and return it."""
+        """Start the agent in a session of its own, out of reach of the terminal's signals, and return it."""
         if not sys.executable:
             raise AgentError(
                 "there is no Python executable to start an agent with",
@@ -199,7 +199,7 @@ class AgentLink:
                 self.broken = True
             else:
                 self.deliver(message)
-        self.broken = True  # at once: the next save must not begin with this agent
+        self.broken = True  # before anything else, so that the next save does not begin with this agent
         error = self._error_of_end(self._how_it_ended())
         self.channel.close()
         self.lost(error)
@@ -226,13 +226,13 @@ class AgentLink:
         return kind(f"{how}: {why.message}", remedy=why.remedy, rank=self.rank)
 
     def _how_it_ended(self) -> str:
-        """Reap the process of the agent, and return a sentence about its end."""
+        """Reap the process of the agent, and return words about its end."""
         if self._process is None:
             return f"the agent of rank {self.rank} has ended"
         try:
             status = self._process.wait(_REAP_S)
         except subprocess.TimeoutExpired:
-            # Once it goes on it would write from an arena that is filled anew by then.
+            # If it continued, it would write from an arena that has been filled again.
             self._process.kill()
             self._process.wait()
             how = "did not read its channel, and was killed"
@@ -255,5 +255,5 @@ def _after_fork() -> None:
         link.forget()
 
 
-# A forked worker that kept the socket open would hide the trainer's death from the agent.
+# A forked worker with an open socket would hide the death of the trainer from the agent.
 os.register_at_fork(after_in_child=_after_fork)

@@ -47,14 +47,14 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of an arena that hold the files."""
+        """Size of the arena that holds the files."""
         return image_nbytes([file.nbytes for file in self.outline.files])
 
 
 class AgentStart:
-    """An agent that is being started: its process makes itself ready while this one goes on.
+    """An agent that is being started, while this process continues.
 
-    An error in its start is raised by `link`, inside a round, so that the other ranks receive it.
+    `link` raises an error of the start, inside a round, so that the other ranks receive it.
     """
 
     def __init__(self, group: comm.Group, options: SaveOptions, *, in_process: bool) -> None:
@@ -81,20 +81,20 @@ class AgentStart:
             self._error = error
 
     def link(self) -> AgentLink:
-        """Return the link to the agent.  Raises an error in its start."""
+        """Return the link to the agent, or raise the error of its start."""
         if self._error is not None:
             raise self._error
         assert self._link is not None
         return self._link
 
     def give_up(self) -> None:
-        """Let an agent that nobody will use end."""
+        """End an agent that is not needed."""
         if self._link is not None:
             self._link.end()
 
 
 class AgentSession:
-    """This rank's agent, the saves that it works on, and the plans that all ranks' agents agreed on."""
+    """The agent of this rank, its saves, and the plans on which the agents of all ranks have agreed."""
 
     def __init__(self, link: AgentLink, size: int, place: round_messages.TreeAddress) -> None:
         """Use `form`."""
@@ -113,11 +113,11 @@ class AgentSession:
     def form(
         cls, group: comm.Group, options: SaveOptions, number: Callable[[], int], starting: AgentStart
     ) -> AgentSession:
-        """Let this rank's agent join those of all other ranks; every rank does so at once.
+        """Join the agent of this rank with the agents of all other ranks; all ranks call this.
 
-        The agents' addresses go through a group of the trainers; after that trainers and agents are two
-        independent groups.  `number` is that of the next save which this rank has not begun.  Raises
-        `AgentError`, `CommError`.
+        The trainers exchange the addresses of the agents in their group; afterwards trainers and agents are
+        two independent groups.  `number` is the number of the next save of this rank.  Raises `AgentError`
+        and `CommError`.
         """
         connect_s = options.comm.connect_timeout_s
         try:
@@ -132,13 +132,13 @@ class AgentSession:
             with comm.turn(group, FORM_ROUND, options.timeout_s) as turn:
                 link.ask(say.ConnectParent(place.above), 2 * connect_s)
                 turn.arrive()
-        except BaseException:  # Ctrl-C too: an agent that nobody will use must not stay
+        except BaseException:  # Ctrl-C too: an unused agent must not stay
             starting.give_up()
             raise
         return cls(link, group.size, place)
 
     def new_save(self, number: int, pending: SaveOutcome) -> TrainerSave:
-        """Take up a save and return it; every rank takes up every number from `first` on."""
+        """Add a save and return it; every rank adds every number from `first` on."""
         pending.ranks = self.size
         save = TrainerSave(number, paths.numbered_write_id(self._seed, number), pending, self.link)
         self.saves[number] = save
@@ -161,17 +161,17 @@ class AgentSession:
         return now
 
     def plan(self, save: TrainerSave, key: bytes) -> Plan | None:
-        """Return the plan for the layout `key` of a save, if there is one, as the one used last."""
+        """Return the plan for the layout `key` of a save, if any, and mark it as used last."""
         save.layout = key
         plan = self._plans.get(key)
         return plan and keep_latest(self._plans, key, plan, PLANS_KEPT)
 
     def keep(self, key: bytes, plan: Plan) -> Plan:
-        """Keep a new plan, and return it; the one that was not used for longest makes room."""
+        """Keep a new plan, and return it; the least recently used plan makes room."""
         return keep_latest(self._plans, key, plan, PLANS_KEPT)
 
     def share_arena(self, lease: Lease) -> None:
-        """Let the agent use an arena too."""
+        """Share an arena with the agent."""
         if dropped := tuple(number for number in lease.dropped if number in self.arenas):
             self.link.send(say.DropArenas(dropped))
             self.arenas.difference_update(dropped)

@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger("reknit")
 
 _NEW_AGENTS_S = 30.0
-"""How long a save waits for new agents where some were lost."""
+"""Seconds for which a save waits for new agents in place of lost ones."""
 
 
 class AgentSupervisor:
-    """Numbers the saves of this rank in one group, and finds the agents that work on each.
+    """Numbers the saves of this rank in one group, and finds the agents for each.
 
-    All ranks count their saves alike, so a number names one save of the group.
+    All ranks count the same saves, so a number names one save of the group.
     """
 
     def __init__(self, *, in_process: bool) -> None:
         """Start nothing yet; with `in_process` the agents are threads of the trainers."""
         self.session: AgentSession | None = None
         self.failure: Exception | None = None
-        """Why lost agents could not be replaced."""
+        """The error that kept lost agents from being replaced."""
         self.count = 0
         self._in_process = in_process
         self._options = SaveOptions()
@@ -100,12 +100,12 @@ class AgentSupervisor:
         return session
 
     def begun(self, number: int) -> None:
-        """Note that the agents have a save, which new agents need not wait for."""
+        """Record that the agents have a save, so that new agents need not wait for it."""
         with self._lock:
             self._waiting.discard(number)
 
     def give_up(self, number: int) -> None:
-        """Note that a save did not begin, and report it to the agents, if they are there, or come later."""
+        """Record that a save did not begin, and report it to the agents, now or once there are any."""
         with self._lock:
             self._waiting.discard(number)
             self._given_up.append(number)
@@ -113,10 +113,10 @@ class AgentSupervisor:
                 self._report_given_up(self.session)
 
     def replace(self, lost: AgentSession) -> None:
-        """Let a thread start new agents in the place of lost ones, together with all other ranks.
+        """Start new agents in place of lost ones, in a thread, together with all other ranks.
 
-        Every rank does so as soon as it notices the loss, and not at its next save.  Otherwise a rank that
-        notices it just before a save and a rank that notices it just after would wait for each other.
+        Every rank does so as soon as it notices the loss, and not at its next save.  Otherwise two ranks
+        could wait for each other, if one notices the loss just before a save and the other just after.
         """
 
         def form() -> None:
@@ -146,17 +146,17 @@ class AgentSupervisor:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """Let saves that wait for new agents raise an error."""
+        """Raise an error in the saves that wait for new agents."""
         logger.error("agents were lost, and new ones could not be started: %s", error)
         with self._lock:
             self.failure = error
             self._lock.notify_all()
 
     def close(self, deadline: Deadline, all_ended: Callable[[], bool]) -> None:
-        """Let the agents end, and wait for that if all saves have ended."""
+        """Ask the agents to end, and wait for their end if all saves have ended."""
         if self._side is not None:
             self._side.close()
-        self._settled.wait(deadline.remaining())  # agents in the place of lost ones must not come after this
+        self._settled.wait(deadline.remaining())  # no agents may replace lost ones after this
         session, self.session = self.session, None
         if session is not None:
             session.link.quit()
@@ -169,7 +169,7 @@ class AgentSupervisor:
             if number >= session.first:
                 error = AgentError("this rank gave the save up when agents were lost", rank=session.link.rank)
                 ended = SaveOutcome("")
-                ended.end(error)  # the user has it already
+                ended.end(error)  # the user already has the error
                 session.new_save(number, ended).abandon(error, self._options.timeout_s)
         self._given_up.clear()
 
@@ -179,7 +179,7 @@ class AgentSupervisor:
             return min(self._waiting, default=self.count)
 
     def _install(self, session: AgentSession) -> None:
-        """Let new agents work on all saves to come; saves that this rank gave up fail there, too."""
+        """Use new agents for all later saves, and report to them the saves that this rank gave up."""
         session.link.failed = lambda: self.replace(session)
         with self._lock:
             self._report_given_up(session)

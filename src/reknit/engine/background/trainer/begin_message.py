@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def begin_message(part: RankPart, *, claimed: bool) -> say.Begin:
-    """Return the first message about a save; only the root's has the values for the manifest.
+    """Return the first message about a save, which on the root has the values for the manifest.
 
     With `claimed` the root has the claims of this rank under its layout from an earlier save.  The caller
     sets the number, the write id and the circumstances of the save.
@@ -47,12 +47,12 @@ def begin_message(part: RankPart, *, claimed: bool) -> say.Begin:
         promote_to=list(job.promote_to),
         coordinate=job.recorder.coordinate,
         record=None if job.run is None else job.run.record,
-        tell_events=not all(sink.everywhere for sink in job.recorder.sinks),
+        sends_events=not all(sink.everywhere for sink in job.recorder.sinks),
     )
 
 
 def lend_values(session: AgentSession, save: TrainerSave, encoded: EncodedHoldings) -> None:
-    """Let the agent map values that lie, encoded, in shared memory."""
+    """Send the agent the encoded values in shared memory, for it to map."""
     files: dict[SharedFile, list[tuple[int, int, int]]] = {}
     for number, (blob, one) in enumerate(zip(encoded.holdings.blobs, encoded.blobs, strict=True)):
         value = _mapped(blob, one)

@@ -1,4 +1,4 @@
-"""What of a save may be copied while training goes on, and was it left as it was?"""
+"""Which memory of a save may be copied while training goes on, and has it stayed unchanged?"""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger("reknit")
 
 SMALL_NBYTES = 64 << 10
-"""Up to this size entries are copied at once: to watch them would take as long."""
+"""Up to this size entries are copied before save returns: watching them would take as long."""
 
 _CLONES_NBYTES = 64 << 20
-"""Most device memory that copies of such entries take, per process."""
+"""Device memory per process that copies of such entries may take."""
 
 
 class Deferred:
-    """The part of a save whose memory changes only when some thread has come to a barrier.
+    """The part of a save whose memory changes only after a thread has reached a barrier.
 
-    The images are split.  `now` have the entries that may change at any time, `queued` the entries that
-    devices can copy on their own, `later` the entries that the host can copy in another thread.  Changes are
-    looked for all the same: in the versions that torch counts, and in a sample of the bytes.
+    The images are split into three lists.  The entries of `now` may change at any time.  Devices can copy the
+    entries of `queued` on their own, and a thread of the host can copy the entries of `later`.  Barriers are
+    not trusted: changes show in the versions that torch counts, and in a sample of the bytes.
     """
 
     def __init__(self, holdings: Holdings, images: Sequence[Image]) -> None:
@@ -49,7 +49,7 @@ class Deferred:
         except RuntimeError as error:
             if shortage(error) is None:
                 raise
-            # What would be watched needs memory of its device; copies of it need none.
+            # A sample needs memory of the device; copies to the host need none.
             logger.info("a lazy save copies all of its tensors before it returns: %s", error)
             self._divide(holdings, images, (), 0)
 
@@ -68,7 +68,7 @@ class Deferred:
             if barrier is None:
                 if is_queued(source) and source.nbytes <= min(SMALL_NBYTES, room):
                     room -= source.nbytes
-                    clones[entry.shard] = source.clone()  # quicker than to wait for the device
+                    clones[entry.shard] = source.clone()  # faster than waiting for the device
                     return "queued"
                 if device_of(source) is not None and not is_queued(source):
                     _log_at_once(source.device.type)
@@ -93,12 +93,12 @@ class Deferred:
         return len(self._watched)
 
     def hold(self, wait: Callable[[], object]) -> None:
-        """Let threads that come to the barriers wait until `wait` returns."""
+        """Block threads that reach the barriers until `wait` returns."""
         for barrier in {barrier for _, barrier, _ in self._watched}:
             barrier.hold(wait)
 
     def changed(self) -> list[str]:
-        """Return the names of tensors that were changed since, and distrust their barriers from now on."""
+        """Return the names of the tensors that have changed since; their barriers are not used again."""
         counted = {n for n, (shard, _, count) in enumerate(self._watched) if changes(shard.data) != count}
         found = [self._watched[n] for n in sorted(counted.union(self._sample.changed()))]
         for _, barrier, _ in found:
@@ -109,13 +109,13 @@ class Deferred:
 @cache
 def _log_at_once(device_type: str) -> None:
     logger.info(
-        "torch has no streams for %s, so what is there is copied before save returns, also with stage='lazy'",
+        "torch has no streams for %s: its tensors are copied before save returns, also with stage='lazy'",
         device_type,
     )
 
 
 class _Guard:
-    """Which barrier is before some memory?"""
+    """Finds the barrier that guards some memory."""
 
     def __init__(self, barriers: Iterable[Barrier]) -> None:
         self._ranges: dict[Any, list[tuple[int, int, Barrier]]] = {}
@@ -126,7 +126,7 @@ class _Guard:
             ranges.sort(key=itemgetter(0, 1))
 
     def before(self, source: Any, entry: EntryRow) -> Barrier | None:
-        """Return the barrier that is before all that an entry has of a source, if it can be copied later."""
+        """Return the barrier that guards all bytes of an entry, or None if they must be copied now."""
         if not self._ranges or entry.nbytes <= SMALL_NBYTES or not copied_later(source):
             return None
         memory, first_byte = memory_of(source)

@@ -23,9 +23,9 @@ class SaveArena:
         self._waited_s = 0.0
 
     def acquire(self, nbytes: int, job: SaveJob) -> Lease:
-        """Return an arena of so many bytes, waiting for one as the options say.
+        """Return an arena of `nbytes`, after a wait that the options limit.
 
-        Raises `DeadlineError`, and `SkippedError` if a save that would wait is to be skipped.
+        Raises `DeadlineError`, and `SkippedError` if the options skip saves that would wait.
         """
         if self.lease is not None:
             return self.lease
@@ -44,12 +44,12 @@ class SaveArena:
         return self.lease
 
     def hand_over(self, save: TrainerSave) -> None:
-        """Let a save have the arena, if there is one; the save gives it back."""
+        """Pass the arena, if any, to a save, which will release it."""
         if self.lease is not None:
             save.waited_s = self._waited_s
             save.take(self.arenas, self.lease)
 
     def release(self) -> None:
-        """Give the arena back, if there is one."""
+        """Release the arena, if there is one."""
         if self.lease is not None:
             self.arenas.release(self.lease)

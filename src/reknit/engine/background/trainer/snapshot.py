@@ -29,7 +29,7 @@ _SCRATCH_NBYTES = 4096
 class Snapshot:
     """The files of one save on their way from live memory to an arena.
 
-    `save` receives the number of each span that is filled; it is None as long as there is no agent.
+    `save` receives the number of each filled span, and is None before there is an agent.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class Snapshot:
         self.streamed = any(span.after >= 0 for span in self.spans)
 
     def take(self) -> None:
-        """Copy everything; when this returns the live memory may be changed."""
-        if self.spans:  # a replica that owns nothing has none
+        """Copy all spans; when this returns, the live memory may change."""
+        if self.spans:  # a replica that owns no bytes has no spans
             self._copy_all(self._images, self._staging(), report=True)
             self._complete()
 
     def report_taken(self) -> None:
-        """Put headers of the same size in the place of those of `take`, and report all spans."""
+        """Replace the headers of `take` by headers of the same size, and report all spans."""
         for number, span in enumerate(self.spans):
             image = self._images[span.file]
             header_nbytes = min(len(image.header) - span.start, span.nbytes)
@@ -58,7 +58,7 @@ class Snapshot:
             self._report(number)
 
     def begin(self, deferred: Deferred) -> Staging:
-        """Copy the memory that may change at any time; `settle` copies the deferred memory, as it is now."""
+        """Copy the memory that may change at any time; `settle` copies the deferred memory later."""
         assert self._save is not None
         deferred.hold(self._save.pending.wait_staged)
         staging = self._staging()
@@ -66,7 +66,7 @@ class Snapshot:
         return staging
 
     def settle(self, deferred: Deferred, staging: Staging) -> None:
-        """Copy the deferred memory, in any thread: a copy to memory that is not pinned may take long.
+        """Copy the deferred memory; call it in any thread, since copies to unpinned memory may take long.
 
         Raises `StateError` when memory was changed before its copy was made.
         """
@@ -79,8 +79,8 @@ class Snapshot:
                 f"{changed[0]}{more} was changed while it was staged lazily, and not by a step of its "
                 "optimizer; nothing was committed",
                 phase="stage",
-                remedy="call pending.staged() before such a change, or save with stage='eager'; from now on "
-                "what this optimizer has is copied before save returns",
+                remedy="call pending.staged() before such a change, or save with stage='eager'; the "
+                "next saves copy the tensors of this optimizer before they return",
             )
         self._complete()
 
@@ -103,7 +103,7 @@ class Snapshot:
         self._copy(last, images)
 
     def _copy_all(self, images: Sequence[Image], staging: Staging, *, report: bool) -> None:
-        """Copy images, and wait until that is done."""
+        """Copy images, and wait for the copies."""
         if all(image.sources.on_host(image.entries.shard) for image in images):
             self.copy_on_host(images, report=report)
             return
@@ -113,7 +113,7 @@ class Snapshot:
             self._report(number)
 
     def _staging(self) -> Staging:
-        """Return the copier from devices; its copies wait for the work that was queued before."""
+        """Return the staging from devices, whose copies wait for the work queued so far."""
         sources = self._images[0].sources.on_devices
         device = next((source.device for source in sources if is_queued(source)), None)
         by_way = None
@@ -122,7 +122,7 @@ class Snapshot:
         return Staging(sources, by_way)
 
     def _queue(self, images: Sequence[Image], staging: Staging) -> None:
-        """Queue all copies from devices, to go on beside their other work; a ring waits for each."""
+        """Queue all copies from devices, beside their other work; with a ring, wait for each copy."""
         with self._kept_from_others(staging):
             for number in range(len(self.spans)):
                 self._copy(number, images, staging.add)
@@ -131,13 +131,13 @@ class Snapshot:
                     self._report(number)
 
     def _wait(self, staging: Staging) -> None:
-        """Wait until all that was queued is copied."""
+        """Wait for all queued copies."""
         with self._kept_from_others(staging):
             staging.wait(self._options.timeout_s)
 
     @contextmanager
     def _kept_from_others(self, staging: Staging) -> Iterator[None]:
-        """Let nobody have the arena after an error in the block as long as a device may write to it."""
+        """Withhold the arena after an error in the block, while a device may still write to it."""
         try:
             yield
         except BaseException:
@@ -145,7 +145,7 @@ class Snapshot:
             raise
 
     def _copy(self, number: int, images: Sequence[Image], copy: Copy = stage) -> None:
-        """Copy the part of images in one span, as soon as its place is free."""
+        """Copy the part of the images in one span, once its place is free."""
         span: Span = self.spans[number]
         if span.after >= 0:
             assert self._save is not None
@@ -153,7 +153,7 @@ class Snapshot:
         images[span.file].fill(span.start, self._memory[span.at : span.at + span.nbytes], copy)
 
     def _complete(self) -> None:
-        """Report the last span: the whole state is staged as it was."""
+        """Report the last span, now that the whole state is staged unchanged."""
         self._report(len(self.spans) - 1)
 
     def _report(self, number: int) -> None:

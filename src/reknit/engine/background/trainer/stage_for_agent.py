@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from reknit.processes.circumstances import Circumstances
 
 Until = Literal["collect", "arena", "copy"]
-"""The last step that is done beside the start of an agent."""
+"""The last step to take while an agent starts."""
 
 
 class Copied(NamedTuple):
@@ -41,7 +41,7 @@ class Copied(NamedTuple):
 
 
 class PreparedSave:
-    """A save up to the first message to the agent: this rank prepares it alone, beside the agent's start."""
+    """A save up to its first message, which this rank prepares alone while the agent starts."""
 
     job: SaveJob
     part: RankPart
@@ -58,7 +58,7 @@ class PreparedSave:
         self.recorder: Recorder | None = None
 
     def prepare(self, make: Callable[[], SaveJob], until: Until) -> BaseException | None:
-        """Collect the holdings of the job of `make`, plan them, take an arena, and copy them there.
+        """Collect the holdings of the job of `make`, plan them, and copy them to an arena; return an error.
 
         None of this needs another rank, unless there are shards of which no framework records the other
         holders; those are only collected.  A state is not copied yet if it is staged lazily, or if it is
@@ -80,7 +80,7 @@ class PreparedSave:
         return None
 
     def plan_alone(self) -> Plan:
-        """Return the plan of holdings that all have their replicas."""
+        """Return the plan of holdings in which every shard lists its replicas."""
         if self.plan is None:
             with self.job.recorder.phase("plan"):
                 self.plan = Plan(self.part.outline())
@@ -100,10 +100,10 @@ class PreparedSave:
 
 
 def stage_for_agent(prepared: PreparedSave, session: AgentSession, save: TrainerSave) -> None:
-    """Return when the state may be changed; with ``stage="lazy"``, except memory behind barriers."""
+    """Stage a save; after it the state may change, with ``stage="lazy"`` except memory behind barriers."""
     job, part = prepared.job, prepared.part
     recorder, check, copied = job.recorder, job.options.check_replicas, prepared.copied
-    # 1 the holdings are collected; their plan is there, or this rank makes one alone, or with all ranks
+    # 1 collect is done; the plan is known, or this rank makes it alone, or together with all ranks
     if job.group.rank == 0 and not copied:
         check_manifest(job)
     plan = session.plan(save, part.layout)
@@ -117,7 +117,7 @@ def stage_for_agent(prepared: PreparedSave, session: AgentSession, save: Trainer
         save, job.options.timeout_s, copied.circumstances if copied else None
     )
     save.begin(begin, recorder)
-    # 2 plan; but for a new layout with shards that others may hold too, no rank waits for another
+    # 2 plan; ranks wait for each other only for a new layout with shards that several ranks may hold
     plan = plan or agreed_plan(part, session, save)
     plan.chosen[check] = chosen
     with recorder.phase("plan"):
@@ -150,7 +150,7 @@ def stage_for_agent(prepared: PreparedSave, session: AgentSession, save: Trainer
                 staging = snapshot.begin(deferred)
             else:
                 snapshot.take()
-    # 4 training goes on; the outcome comes to `save`, which the user has as a `PendingSave`
+    # 4 training goes on; `save` receives the outcome, which the user has as a `PendingSave`
     save.blocked_s = (prepared.returned or monotonic()) - prepared.begun
     if deferred:
         start_thread("reknit-stages", lambda: _settle(job, save, lambda: snapshot.settle(deferred, staging)))
@@ -159,7 +159,7 @@ def stage_for_agent(prepared: PreparedSave, session: AgentSession, save: Trainer
 
 
 def agreed_plan(part: RankPart, session: AgentSession, save: TrainerSave) -> Plan:
-    """Return the plan for a layout that is new; all ranks have to come to this save before."""
+    """Return the plan for a new layout, once all ranks have begun this save."""
     job = part.job
     with job.recorder.phase("assign"):
         owners = save.owners(job.options.timeout_s)

@@ -27,8 +27,8 @@ logger = logging.getLogger("reknit")
 class TrainerSave:
     """The messages between trainer and agent about one save.
 
-    `receive` and `lose` are called by the thread that receives from the agent, everything else by the
-    trainer's thread, or by the one that stages lazily.
+    The thread that receives from the agent calls `receive` and `lose`.  The trainer's thread, or the thread
+    that stages lazily, calls all other methods.
     """
 
     def __init__(self, number: int, write_id: str, pending: SaveOutcome, link: AgentLink) -> None:
@@ -38,7 +38,7 @@ class TrainerSave:
         self.link = link
         self.blocked_s = self.waited_s = 0.0
         self.begun = monotonic()
-        """When the caller came."""
+        """The time of the call."""
         self.streamed = False
         self.layout = b""
         """The `layout_digest` of the holdings, once they are collected."""
@@ -47,7 +47,7 @@ class TrainerSave:
         """Whether the checkpoint is promoted when it is committed."""
         self._recorder: Recorder | None = None
         self.unrecorded: Recorder | None = None
-        """The recorder that has not recorded the end of the save yet."""
+        """The recorder, until it has recorded the end of the save."""
         self._owners: bytes | None = None
         self._freed: set[int] = set()
         self._done: say.SaveDone | None = None
@@ -71,21 +71,21 @@ class TrainerSave:
             return self._owners
 
     def take(self, arenas: Arenas, lease: Lease) -> None:
-        """Note the arena that this save fills; it is released when neither side needs it any more."""
+        """Record the arena that this save fills; it is released when neither process needs it any more."""
         with self._changed:
             self._lease = arenas, lease
 
     def wait_freed(self, span: int, timeout_s: float) -> None:
-        """Wait until a span is written and its place may be filled anew."""
+        """Wait until a span is written, so that its place may be filled again."""
         with self._changed:
-            self._wait(lambda: span in self._freed, "what was staged to be written", timeout_s)
+            self._wait(lambda: span in self._freed, "staged bytes to be written", timeout_s)
 
     def report_filled(self, span: int) -> None:
         """Report to the agent that a span holds its bytes."""
         self.link.send(say.Filled(self.number, span))
 
     def staged(self) -> None:
-        """Note that the state may be changed: nothing more is copied from it."""
+        """Record that the state may change, since all copies from it are made."""
         self.pending.note_staged()
         with self._changed:
             self._staging = False
@@ -122,7 +122,7 @@ class TrainerSave:
         self._settle()
 
     def lose(self, error: ReknitError) -> None:
-        """Take it that the agent is gone."""
+        """End the save after the loss of the agent."""
         self.receive(say.ArenaFree(self.number))
         with self._changed:
             ended = self._done is not None
@@ -134,8 +134,8 @@ class TrainerSave:
                     self.receive(say.Promoted(self.number, target, error.to_wire()))
 
     def _wait(self, ready: Callable[[], bool], what: str, timeout_s: float) -> None:
-        """Wait, with the condition held.  Raises the error of a save that fails meanwhile."""
-        # When writing fails, the outcome has the reason, as soon as all ranks have it.
+        """Wait until `ready`, with the condition held.  Raises the error of a save that fails meanwhile."""
+        # After a failed write, the outcome has the cause once all ranks have it.
         if not self._changed.wait_for(lambda: ready() or self._done is not None, timeout_s):
             raise DeadlineError(f"waited longer than {timeout_s:g} s for {what}", rank=self.link.rank)
         if not ready():
@@ -143,7 +143,7 @@ class TrainerSave:
             raise from_wire(self._done.error or {})
 
     def _settle(self) -> None:
-        """Release the arena, and end the save, as soon as both sides are through with it."""
+        """Release the arena, and end the save, once neither process needs them."""
         with self._changed:
             lease = self._lease if self._read and not self._staging else None
             if lease is not None:
@@ -169,7 +169,7 @@ class TrainerSave:
         )
 
     def _promoted(self, message: say.Promoted) -> None:
-        """End the promotion; an error is logged too, as the user may not ask for it."""
+        """End the promotion; log its error, which the user may never request."""
         pending, target = self.pending, message.target
         if message.error is None:
             records = tuple(PhaseRecord(**record) for record in message.records)
@@ -182,7 +182,7 @@ class TrainerSave:
             logger.error("promotion of %s to %s failed: %s", pending.path, pending.places[target], error)
 
     def _record_end(self, outcome: SaveReport | BaseException) -> None:
-        """Record the end of the save once, before any waiting thread goes on."""
+        """Record the end of the save once, before any waiting thread continues."""
         with self._changed:
             recorder, self.unrecorded = self.unrecorded, None
         if recorder is not None:
@@ -193,7 +193,7 @@ class TrainerSave:
                 recorder.end(now() - seconds, seconds, 0, outcome)
 
     def _end(self, outcome: SaveReport | BaseException) -> None:
-        """End the save, and log once the outcome, for which the user may not ask."""
+        """End the save, and log its outcome once, since the user may never request it."""
         self._record_end(outcome)
         if not self.pending.end(outcome) or not self.pending.logged:
             return

@@ -1,4 +1,4 @@
-"""The trainer's part in `prepare`: all that the first save of a layout would have to wait for."""
+"""The trainer's part in `prepare`: the work for which the first save of a layout would wait."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def warm_up(prepared: PreparedSave, session: AgentSession, save: TrainerSave) -> None:
-    """Make, with all ranks, the plan and the arena of a layout; nothing is copied or written.
+    """Make the plan and the arena of a layout, with all ranks, without copying or writing.
 
-    Every rank makes its plan anew, so that all ranks' plans fit each other after any earlier saves.
+    Every rank makes a new plan, so that the plans of all ranks fit each other after any earlier saves.
     """
     job, part = prepared.job, prepared.part
     if job.options.stage == "lazy":
         for barrier in part.encoded.holdings.barriers:
-            barrier.stands()  # so that the steps until the first save come by
+            barrier.stands()  # so that training steps pass it until the first save
     begin = begin_message(part, claimed=False)
     begin.circumstances = session.new_circumstances(save, job.options.timeout_s)
     begin.claims.blobs, begin.claims.witnesses = [], round_messages.NO_WITNESSES  # assigned with each save
@@ -40,7 +40,7 @@ def warm_up(prepared: PreparedSave, session: AgentSession, save: TrainerSave) ->
     with job.recorder.phase("back_pressure"):
         arenas = prepared.arena.arenas
         lease = prepared.arena.lease or (arenas.acquire(plan.nbytes, 0.0) if plan.nbytes else None)
-        if lease is not None:  # else saves under way have them all
+        if lease is not None:  # else saves under way hold all arenas
             try:
                 lease.pin(part.sources.on_devices)
                 session.share_arena(lease)
