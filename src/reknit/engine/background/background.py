@@ -6,46 +6,31 @@ import logging
 import os
 import threading
 import weakref
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
 from reknit.engine.background.trainer.agent_supervisor import AgentSupervisor
+from reknit.engine.background.trainer.attempt import Attempt
 from reknit.engine.background.trainer.stage_for_agent import PreparedSave, stage_for_agent
 from reknit.engine.background.trainer.warm_up import warm_up
 from reknit.engine.memory.arena_pool import Arenas
 from reknit.engine.outcome import SaveOutcome
-from reknit.errors import DeadlineError, typed
-from reknit.monitor.phase import Deadline, monotonic
+from reknit.errors import DeadlineError
+from reknit.monitor.phase import Deadline
 from reknit.system import AtExit, start_thread
 from reknit.types.entry import OneAtATime
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from reknit.comm.group import Group
-    from reknit.engine.background.trainer.agent_session import AgentSession, AgentStart
+    from reknit.engine.background.trainer.attempt import Story
     from reknit.engine.background.trainer.stage_for_agent import Until
-    from reknit.engine.background.trainer.trainer_save import TrainerSave
     from reknit.engine.saving.save_job import SaveJob
     from reknit.options import SaveOptions
 
-    Story = Callable[[PreparedSave, AgentSession, TrainerSave], None]
-
 logger = logging.getLogger("reknit")
-
-
-@dataclass(slots=True)
-class _Attempt:
-    """A save on its way to the agents: `wrong` is the error of its preparation, `save` set once they meet."""
-
-    pending: SaveOutcome
-    prepared: PreparedSave
-    number: int
-    wrong: BaseException | None = None
-    save: TrainerSave | None = None
-    abandoned: bool = False
 
 
 class Background:
@@ -71,7 +56,7 @@ class Background:
         self._lock = threading.Lock()
         self._saving = OneAtATime("a save that does not wait")
         self._begun: SaveOutcome | None = None
-        self._handing_over: threading.Thread | None = None
+        self._handing_over: threading.Event | None = None
 
     def after_fork(self) -> None:
         """Begin anew in a forked child, which must not keep the memory of the parent's arenas alive."""
@@ -124,86 +109,36 @@ class Background:
             self._begun = pending
         self._exit_wait_s = max(self._exit_wait_s, options.exit_wait_s)
         self.arenas = self.arenas or Arenas(options.host_nbytes)
-        attempt = _Attempt(pending, PreparedSave(self.arenas), self.supervisor.next_number(options))
-        with self._abandoned_on_error(attempt, options):
+        attempt = Attempt(pending, PreparedSave(self.arenas), self.supervisor, options)
+        with attempt.over_on_error():
             starting = self.supervisor.start(group)
             attempt.wrong = attempt.prepared.prepare(make, "collect" if starting is None else until)
             self.supervisor.meet(group, starting)
-            hand_over = partial(self._hand_over, attempt, story, starting, options)
-            if not attempt.prepared.copied:
+            others = partial(self._wait_for_others, pending.path, options.timeout_s)
+            hand_over = partial(attempt.hand_over, story, starting, others)
+            if attempt.prepared.copied is None:
                 hand_over()
-                return
-            attempt.prepared.returned = monotonic()
-            pending.note_staged()
-            self._handing_over = start_thread("reknit-hands-over", hand_over)
-
-    def _hand_over(
-        self,
-        attempt: _Attempt,
-        story: Story,
-        starting: AgentStart | None,
-        options: SaveOptions,
-    ) -> None:
-        """Hand a save over to the agents of all ranks, as soon as they are there.
-
-        This needs no round of `group`, so it may happen in a thread, beside later calls.
-        """
-        pending, prepared = attempt.pending, attempt.prepared
-        with self._abandoned_on_error(attempt, options):
-            session = self.supervisor.session_for(attempt.number, starting)
-            save = attempt.save = session.new_save(attempt.number, pending)
-            save.begun, save.unrecorded = prepared.begun, prepared.recorder
-            prepared.arena.hand_over(save)
-            self.supervisor.begun(attempt.number)
-            self.wait_for(pending.path, options.timeout_s, but=session)
-            pending.place = pending.path, session
-            if attempt.wrong is not None:
-                raise attempt.wrong
-            story(prepared, session, save)
-
-    @contextmanager
-    def _abandoned_on_error(self, attempt: _Attempt, options: SaveOptions) -> Iterator[None]:
-        """Turn an error in the block into the outcome of the save, on all ranks."""
-        try:
-            yield
-        except BaseException as caught:  # also a bug: the other ranks must receive it
-            if attempt.abandoned:
-                raise
-            attempt.abandoned = True
-            pending, wrong = attempt.pending, attempt.wrong
-            # The first error counts, except that Ctrl-C always does, since it concerns the whole process.
-            first = caught if wrong is None or not isinstance(caught, Exception) else wrong
-            error = typed(first) if isinstance(first, Exception) else first
-            if attempt.save is not None:
-                attempt.save.abandon(error, options.timeout_s)
             else:
-                attempt.prepared.arena.release()
-                self.supervisor.give_up(attempt.number)
-            if pending.end(error) and pending.logged:
-                _log_failure(pending, error)
-            if not isinstance(error, Exception):
-                pending.asked = True  # it is raised here, so the next save need not raise it
-                raise error from (None if error is caught else caught)
+                attempt.return_early()
+                self._handing_over = attempt.over
+                start_thread("reknit-hands-over", hand_over)
 
     def wait_handed_over(self, timeout_s: float) -> None:
-        """Wait until the agents have the first save, which came before they were there.
+        """Wait until the agent has the first save, which may have come before it.  Raises `DeadlineError`."""
+        handed_over = self._handing_over
+        if handed_over is not None and not handed_over.wait(min(timeout_s, threading.TIMEOUT_MAX)):
+            raise DeadlineError(f"the agent has not taken over an earlier save within {timeout_s:g} s")
 
-        Raises `DeadlineError`.
-        """
-        thread = self._handing_over
-        if thread is None or thread is threading.current_thread():
-            return
-        thread.join(min(timeout_s, threading.TIMEOUT_MAX))
-        if thread.is_alive():
-            raise DeadlineError(f"an earlier save still waits for its agent, longer than {timeout_s:g} s")
-        self._handing_over = None
-
-    def wait_for(self, url: str, timeout_s: float, but: object = None) -> None:
-        """Wait until no save to `url` is under way, except saves of the writer `but`, which keep their order.
+    def wait_for(self, url: str, timeout_s: float) -> None:
+        """Wait until no save to `url` is under way.
 
         If two saves commit at once, one may remove the files of the other.  Raises `DeadlineError`.
         """
         self.wait_handed_over(timeout_s)
+        self._wait_for_others(url, timeout_s, None)
+
+    def _wait_for_others(self, url: str, timeout_s: float, but: object) -> None:
+        """Wait for the saves to `url`, except those of the writer `but`, which keep their order."""
         for pending in self._unfinished():
             if pending.place is not None and pending.place[0] == url and pending.place[1] is not but:
                 pending.wait_over(timeout_s)
@@ -264,7 +199,7 @@ class Background:
         with suppress(KeyboardInterrupt):  # a user who stops the wait still reads the fate of the saves
             if self.close():
                 return
-        if self._handing_over is not None:
+        if self._handing_over is not None and not self._handing_over.is_set():
             logger.warning("this process ends before its agent took a save over, which is lost with it")
         elif self._in_process:
             logger.warning("this process ends before its saves are committed, and they are lost with it")
@@ -272,11 +207,6 @@ class Background:
             logger.warning(
                 "this process ends before its saves are committed, or promoted; its agent goes on with them"
             )
-
-
-def _log_failure(pending: SaveOutcome, error: BaseException) -> None:
-    """Log that a save failed; the traceback comes with the outcome."""
-    logger.error("save to %s failed: %s", pending.path, str(error) or type(error).__name__)
 
 
 _all: weakref.WeakSet[Background] = weakref.WeakSet()
