@@ -1,11 +1,15 @@
 """Checkpoints for large-model training: save on any layout, load on any other, and trust the bytes."""
 
 import ast
+import threading
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from reknit.errors import UsageError, did_you_mean
 from reknit.processes import inherited as _inherited  # noqa: F401 (a fork before the first call counts, too)
+from reknit.system import without_collections
+from reknit.types.entry import REMEDY
 
 _STUB = __spec__.loader.get_data(f"{__path__[0]}/__init__.pyi")  # by the loader, which may read an archive
 _HOMES = {
@@ -19,6 +23,10 @@ _HOMES = {
 __all__ = sorted(_HOMES)
 
 
+_importing: set[int] = set()
+"""The threads that import what a name needs."""
+
+
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         from importlib.metadata import version
@@ -27,18 +35,25 @@ def __getattr__(name: str) -> Any:
         return found
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_near(name)}", name=name)
-    from reknit.system import without_collections
-
     home = _HOMES[name]
-    with without_collections():  # nothing of what is imported is garbage, and a search of torch takes 50 ms
-        found = import_module(f"reknit.{name}") if home == __name__ else getattr(import_module(home), name)
-    globals()[name] = found
+    if home == __name__:
+        return import_module(f"reknit.{name}")
+    if (thread := threading.get_ident()) in _importing:
+        raise UsageError(
+            f"reknit.{name} is used while the same thread imports parts of reknit, which it interrupts, as a "
+            "signal handler does",
+            remedy=REMEDY,
+        )
+    _importing.add(thread)
+    try:
+        with without_collections():  # nothing of it is garbage, and a search of all of torch takes 50 ms
+            globals()[name] = found = getattr(import_module(home), name)
+    finally:
+        _importing.discard(thread)
     return found
 
 
 def _near(name: str) -> str:
-    from reknit.errors import did_you_mean
-
     is_module = name.startswith("_") or find_spec(f"{__name__}.{name}") is not None  # which comes next
     return "" if is_module or not (question := did_you_mean(name, __all__)) else f": {question}"
 

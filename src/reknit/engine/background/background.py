@@ -99,7 +99,6 @@ class Background:
         options: SaveOptions,
     ) -> None:
         """Run the part of the trainer in a save or warm-up, under the next number of this rank."""
-        self.wait_handed_over(options.timeout_s)
         if self._exit is None:  # once in each process: `multiprocessing` removes the entries of a parent
             self._exit = AtExit(self.at_exit)
         with self._lock:
@@ -111,6 +110,7 @@ class Background:
         self.arenas = self.arenas or Arenas(options.host_nbytes)
         attempt = Attempt(pending, PreparedSave(self.arenas), self.supervisor, options)
         with attempt.over_on_error():
+            self.wait_handed_over(options.timeout_s)
             starting = self.supervisor.start(group)
             attempt.wrong = attempt.prepared.prepare(make, "collect" if starting is None else until)
             self.supervisor.meet(group, starting)
