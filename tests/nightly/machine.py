@@ -37,7 +37,7 @@ class Job:
         self._file("new").rename(self._file("job"))
 
     def said(self) -> str:
-        """Return its output by now."""
+        """Return its output so far."""
         try:
             return self._file("said").read_text(errors="replace")
         except FileNotFoundError:
@@ -93,14 +93,14 @@ class Machine:
         return " ".join(map(shlex.quote, words))
 
     def cut(self) -> None:
-        """Take its power away: what its kernel had not written to the disk is gone."""
+        """Cut its power, which loses all bytes that its kernel had not written to the disk."""
         (pid, _), *_ = self._known()["pids"]
         os.killpg(pid, signal.SIGKILL)
         while Path(f"/proc/{pid}").exists() and "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text():
             time.sleep(_POLL_S)
 
     def boot(self) -> None:
-        """Start it after a cut, with the disk as that left it."""
+        """Start it after a cut, with its disk as it was at the cut."""
         Path(self._known()["home"], "keep").touch()
         self._servers("up")
 
