@@ -190,7 +190,7 @@ def nobody_is_active(pair: Pair, kills: int) -> Iterator[str]:
 
 
 def the_active_one_goes_silent(pair: Pair, kills: int) -> Iterator[str]:
-    """Let the active NameNode stop to answer, as if its host lost power, while the other takes over.
+    """Check that the other NameNode takes over when the active one stops answering, as without power.
 
     Only the first request of each store may wait for the silent one.
     """

@@ -47,7 +47,7 @@ class Job:
         """Wait for its end.  Raises `TimeoutError` when the machine does not report it."""
         while not self._file("code").exists():
             if time.monotonic() > self._end:
-                raise TimeoutError(f"the machine does not tell of an end; printed so far:\n{self.said()}")
+                raise TimeoutError(f"the machine reports no end; printed so far:\n{self.said()}")
             time.sleep(_POLL_S)
         done = Done(int(self._file("code").read_text()), self.said())
         for path in self._base.parent.glob(f"{self._base.name}.*"):

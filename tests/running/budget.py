@@ -67,7 +67,7 @@ class Costs:
         return os.path.getsize(self._started)
 
     def end(self) -> None:
-        """Stop to count."""
+        """Stop counting."""
         os.unlink(self._started)
 
     def merge(self, others: dict[str, dict[str, Any]]) -> None:
@@ -95,7 +95,7 @@ def folder_of(nodeid: str) -> str:
 
 
 def pytest_configure() -> None:
-    """Begin to count."""
+    """Begin counting."""
     COSTS.count()
 
 

@@ -131,7 +131,7 @@ class Network:
         self._walls.append(_Wall(frozenset(partition.ranks), until_s, partition.kept))
 
     def heal(self) -> None:
-        """Stop to lose, delay and double messages."""
+        """Stop losing, delaying and doubling messages."""
         self.weather = Weather()
         self._cut.clear()
         self._walls.clear()
