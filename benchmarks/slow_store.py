@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def open_slow(url: str, durability: Durability) -> Storage:
-    """Return the store at `url`, in which only the end of a file takes long.
+    """Return the store at `url`, in which only the end of a file is slow.
 
-    A function of an importable module, because the agents open the store too.
+    It is a function of an importable module, because the agents open the store too.
     """
     seconds, _, path = url.partition("://")[2].partition("/")
     return SlowStorage(LocalStorage(f"/{path}", durability=durability), float(seconds), request_s=0.0)

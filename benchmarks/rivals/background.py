@@ -57,7 +57,7 @@ def reknit_contender(state: dict[str, Any]) -> Contender:
 
 
 def prepared_contender(state: dict[str, Any], folder: str) -> Contender:
-    """Return reknit with agents, plan and arenas that are there before the first save, as after a start."""
+    """Return reknit after `prepare`, which makes agents, plan and arenas before the first save."""
     reknit.close()
     reknit.prepare(folder, state)
     return Contender("reknit, prepared", lambda path: ReknitSave(path, state))
@@ -71,7 +71,7 @@ class LazySave(ReknitSave):
         self._step = state["optimizer"].step
 
     def result(self) -> Any:
-        """Wait for the checkpoint, and take a step: without a step no later save would be lazy."""
+        """Wait for the checkpoint, and take a step, without which no later save would be lazy."""
         report = super().result()
         self._step()
         return report
@@ -108,7 +108,7 @@ class DcpSave:
         self._upload = getattr(answer, "upload_completion", answer)
 
     def staged(self) -> None:
-        """Wait for staging in the background, if that is how it is done."""
+        """Wait for staging, if it runs in the background."""
         if self._staging is not None:
             self._staging.result()
 
@@ -158,7 +158,7 @@ def dcp_contenders(
     """Yield the name of every mode, and a function that makes its contender."""
     import torch.distributed as dist
 
-    # `async_save` talks to the other ranks in the background, so it cannot share the trainer's group.
+    # `async_save` uses collectives in the background, so it cannot share the trainer's group.
     group = dist.new_group(backend="gloo")
     for mode in modes:
         yield mode.name, functools.partial(_dcp_contender, state, mode, group)
@@ -198,7 +198,7 @@ def _dcp_contender(state: dict[str, Any], mode: DcpBackgroundMode, group: Any) -
 
 
 def end_dcp_process() -> None:
-    """End the process that DCP keeps for its process mode; nothing public does."""
+    """End the process that DCP keeps for its process mode, for which it has no public function."""
     from torch.distributed.checkpoint import _async_process_executor as executor
 
     executor._CHECKPOINT_PROCESS = None

@@ -50,7 +50,7 @@ class Way:
 
 
 def ours(held: State | None = None, **options: Any) -> Way:
-    """Return reknit; with `held` it saves and loads that, in the place of the plain state of its rivals."""
+    """Return reknit; it saves and loads `held`, if given, in the place of the plain state of its rivals."""
 
     def load(path: str, state: State) -> None:
         reknit.load(path, held or state, options=reknit.LoadOptions(**options))
@@ -156,9 +156,9 @@ def _copied(loaded: State, into: State) -> None:
 class DcpMode:
     """A setting of torch DCP.
 
-    Its own format has no knob for reading but whether the ranks agree first (`no_dist`: each plans alone).
-    With `files` it stores each rank's tensors in so many safetensors files, and reads these with as many
-    threads; its reader has one thread per file at most.
+    Its own format has one option for reads: with `no_dist` each rank plans alone.  With `files` it stores
+    each rank's tensors in so many safetensors files, and reads them with as many threads, since its reader
+    has at most one thread per file.
     """
 
     files: int = 0
@@ -205,9 +205,9 @@ QUICK_MODES = (OWN, DcpMode(files=2))
 
 
 class PartPlanner(checkpoint.DefaultLoadPlanner):
-    """Loads a part of each tensor: the way that DCP's planner interface leaves for it.
+    """Loads a part of each tensor, through DCP's planner interface.
 
-    `low` is where the parts begin; their sizes are those of the tensors that are loaded into.
+    `low` has the starts of the parts; their sizes are those of the target tensors.
     """
 
     def __init__(self, low: tuple[int, ...]) -> None:
@@ -232,9 +232,9 @@ NEW_TENSORS = "load_file, read, new tensors"
 
 
 def safetensors_ways(path: str, model: State) -> dict[str, Callable[[], Any]]:
-    """Return every way to have a model's tensors from one file: in new memory, or in the model's own.
+    """Return every way to load a model's tensors from one file: into new memory, or into the model's own.
 
-    Mapping a file into memory reads nothing yet, so that counts only with the copy into the model.
+    A mapped file is read only when it is copied, so it counts only with the copy into the model.
     """
 
     def into_model(backend: str) -> None:

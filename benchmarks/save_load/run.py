@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def measure_raw(bench: LoadBench, nbytes: int) -> dict[str, float]:
-    """Return the times of the disk for the same bytes and no checkpoint."""
+    """Return the times of the disk for the same bytes, without a checkpoint."""
     from benchmarks.load.measure import pinned, raw_read
     from benchmarks.rivals.waiting import raw_write
 

@@ -1,7 +1,7 @@
-"""The tiny model of the layout matrix in DeepSpeed engines, really trained, with its true whole state.
+"""The tiny model of the layout matrix in DeepSpeed engines, really trained, with its whole state.
 
-`build("z2-bf16")` makes an engine on all ranks of the job.  `truth(engine)` is its whole state as DeepSpeed's
-own collectives tell it, keyed like reknit's fqns.
+`build("z2-bf16")` makes an engine on all ranks of the job.  `truth(engine)` is its whole state as gathered by
+DeepSpeed's own collectives, keyed like reknit's fqns.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def deepspeed() -> Any:
     module = import_module("deepspeed")
     if module.ops.__compatible_ops__["deepspeed_shm_comm"]:
         module.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        # Every engine of ZeRO-3 collects garbage, for half a second with all that is imported by now.
+        # Every engine of ZeRO-3 collects garbage, which takes half a second with so many modules.
         gc.freeze()
     return module
 
@@ -78,7 +78,7 @@ def train_step(engine: Any, number: int) -> float:
 
 
 def state(engine: Any) -> dict[str, Any]:
-    """Return what a user would save."""
+    """Return the state that a user would save."""
     return {"model": engine, "optimizer": engine.optimizer, "scheduler": engine.lr_scheduler}
 
 
@@ -95,7 +95,7 @@ def truth(engine: Any) -> dict[str, dict[str, Any]]:
     }
     inner = engine.optimizer.optimizer
     if inner.state and hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
-        # With several parameter groups, DeepSpeed looks for states when the first group has some only.
+        # With several parameter groups, DeepSpeed only looks for states in the first one.
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     for parameter, name in names.items():
@@ -148,7 +148,7 @@ def unlike(engine: Any, expected: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def held(parameter: Any) -> Iterator[tuple[str, tuple[int, torch.Tensor]]]:
-    """Yield what this rank holds of a parameter, and where in it that begins, by DeepSpeed's own mapping."""
+    """Yield this rank's parts of a parameter and their starts in it, by DeepSpeed's own mapping."""
     get = import_module("deepspeed.utils")
     keys = ("exp_avg", "exp_avg_sq")
     if hasattr(parameter, "ds_id"):

@@ -1,4 +1,4 @@
-"""DeepSpeed engines and their optimizers: read and filled where they are, whatever DeepSpeed keeps beside."""
+"""DeepSpeed engines and optimizers are read and filled in place, with all copies that DeepSpeed keeps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run_cases() -> dict[str, str]:
 
 
 class Net(nn.Module):
-    """Odd sizes, tied weights, a frozen parameter, one of one element, and a buffer."""
+    """A model with odd sizes, tied weights, a frozen parameter, a parameter of one element, and a buffer."""
 
     seen: torch.Tensor
 
@@ -79,7 +79,7 @@ def both(made: Any) -> dict[str, Any]:
 
 
 def gather(state: dict[str, Any]) -> Checkpoint:
-    """Put together what both ranks hold."""
+    """Return the checkpoint of the holdings of both ranks."""
     everyone: list[Any] = [None] * WORLD
     with Silence():
         mine = portable(collect(state, dist.get_rank(), WORLD))

@@ -1,4 +1,4 @@
-"""One call saves a whole DeepSpeed engine, and one brings it back: values, counters, and the user's own."""
+"""One call saves a whole DeepSpeed engine, and one restores it: values, counters, and the user's own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def counters(engine: Any) -> dict[str, Any]:
 
 
 def go_on(root: str) -> dict[str, Any]:
-    """Save an engine, load it into others, and return what was seen."""
+    """Save an engine, load it into others, and return the observations."""
     engine = engines.build("z2-bf16", steps=3)
     average = torch.full((3,), 2.5)
     pending = integration.save(
@@ -119,7 +119,7 @@ def test_the_module_can_be_loaded_alone(outcome: dict[str, Any]) -> None:
     assert client == {}
     assert same_counters
     resharded, alone = outcome["first losses"]
-    # Not that of the first engine: with ZeRO-3, DeepSpeed changes how torch rounds in linear maps.
+    # Not that of the first engine: with ZeRO-3, DeepSpeed changes the rounding of torch in linear maps.
     assert alone == resharded
     assert alone == pytest.approx(outcome["losses"][0][0], rel=1e-3)
 

@@ -1,4 +1,4 @@
-"""A lenient load of an engine leaves no copy of its weights behind that the next step would bring back."""
+"""A lenient load of an engine also replaces all copies of its weights, which the next step would restore."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _train(engine: Any) -> None:
 
 
 def fresh(root: str) -> list[str]:
-    """Load into engines without states, with cast, and step; return what is no longer so."""
+    """Load into engines without states, with cast, take a step, and return the names that differ."""
     plain = _net(0).bfloat16()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.0)
     _step(plain, optimizer)
@@ -54,7 +54,7 @@ def fresh(root: str) -> list[str]:
 
 
 def lacking(root: str) -> list[str]:
-    """Load a checkpoint that has one of two parameters; return what changed of the other's masters."""
+    """Load a checkpoint that has one of two parameters, and return the changes of the other's masters."""
     reknit.save(f"{root}/lacking", {"m": {"bias": torch.ones(2).bfloat16()}}, options=SAVE)
     wrong = []
     for stage in (1, 2, 3):
@@ -81,7 +81,7 @@ def _engine(stage: int, lr: float = 0.0) -> Any:
 
 
 def resume(root: str) -> list[str]:
-    """Load weights without masters, and step without a learning rate; return what is no longer so."""
+    """Load weights without masters, step without a learning rate, and return the names that differ."""
     plain = _net(0).bfloat16()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.0)
     _step(plain, optimizer)

@@ -1,8 +1,9 @@
 """ZeRO-1, -2 and -3 on 2 and 3 ranks, in fp32 and bf16, load each other's checkpoints and those of others.
 
 Every source is trained from weights of its own and saved once.  Every target loads several sources (at night:
-all) one after another, the first into an engine that has taken no step yet.  What each rank then holds, by
-DeepSpeed's own mapping, is compared with what the saver gathered by DeepSpeed's own (or torch's) collectives.
+all) one after another, the first into an engine that has taken no step yet.  The holdings of
+each rank, by DeepSpeed's own mapping, are then compared with the state that the saver gathered by the
+collectives of DeepSpeed or torch.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def is_engine(name: str) -> bool:
 
 
 def build(name: str, **how: Any) -> tuple[Any, dict[str, Any], Any]:
-    """Build a layout; return it, its state, and a function that gathers the truth."""
+    """Build a layout, and return it, its state, and a function that gathers the whole state."""
     if is_engine(name):
         engine = engines.build(name.partition("@")[0], **how)
         return engine, engines.state(engine), engines.truth
@@ -51,7 +52,7 @@ def build(name: str, **how: Any) -> tuple[Any, dict[str, Any], Any]:
 
 
 def step(name: str, job: Any) -> None:
-    """Take the step after those that were saved."""
+    """Take the first step after the checkpoint."""
     if is_engine(name):
         engines.train_step(job, 2)
     else:
@@ -74,7 +75,7 @@ def save_all(root: str) -> None:
 
 
 def load_all(root: str, sources: dict[str, list[str]]) -> dict[str, dict[str, list[str]]]:
-    """Load its sources into each layout of this world; return what differs."""
+    """Load its sources into each layout of this world, and return the differences."""
     differing: dict[str, dict[str, list[str]]] = {}
     for name in SOURCES:
         if WORLDS[name] != dist.get_world_size():
@@ -94,7 +95,7 @@ def load_all(root: str, sources: dict[str, list[str]]) -> dict[str, dict[str, li
 
 
 def as_in(target: str, truth: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return what a target has to hold after loading: its precision, and masters where it has some."""
+    """Return the state that a target must have after a load: in its precision, with masters if it has any."""
     masters = {
         key.removeprefix("state/").removesuffix("/master"): value
         for key, value in truth["optimizer"].items()

@@ -1,7 +1,7 @@
-"""What of DeepSpeed is not supported is refused, on every rank, before anything is written or changed.
+"""Unsupported objects of DeepSpeed are refused on every rank, before anything is written or changed.
 
 The objects are DeepSpeed's own.  SuperOffload asks for a GPU and starts a process of its own, and quantized
-weights need a kernel: those three are replaced here, and the engines around them are real.
+weights need a kernel.  These three are replaced here, and the engines around them are real.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def run_cases(root: str) -> dict[str, str]:
 
 @contextmanager
 def _groups_kept() -> Iterator[None]:
-    """Leave no group in DeepSpeed's globals, which engines that come later would be given."""
+    """Remove new groups from DeepSpeed's globals, since later engines would use them."""
     groups = import_module("deepspeed.utils.groups")
     before = {
         name: dict(v) if isinstance(v, dict) else v
@@ -90,7 +90,7 @@ def alone(how: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuses(root: str, made: Any, match: str, *names: str) -> None:
-    """See that states with an engine, its module or its optimizer are not saved, and not loaded into."""
+    """Check that a state with an engine, its module or its optimizer is refused by saves and loads."""
     parts = {"engine": ("m", made), "module": ("m", made.module), "optimizer": ("o", made.optimizer)}
     for chosen in names:
         state = dict(parts[part] for part in chosen.split("+"))
@@ -144,7 +144,7 @@ def stages_of_a_pipeline(root: str) -> None:
 
 
 class Mpu:
-    """Two ranks that have a part of the model each, as a script tells DeepSpeed of them."""
+    """The description of two ranks that have a part of the model each, which a script passes to DeepSpeed."""
 
     def __init__(self) -> None:
         self.all = dist.new_group([0, 1])
@@ -269,7 +269,7 @@ def secondary_partitions(root: str) -> None:
 def sixteen_bits_without_zero(root: str) -> None:
     made = initialized(Net().bfloat16(), engines.config(0, "bf16"))
     refuses(root, made, "FP16_UnfusedOptimizer", "optimizer", "engine+optimizer", "module+optimizer")
-    # Its weights can be saved; what is loaded into them the optimizer would undo.
+    # Its weights can be saved, but the optimizer would undo a load.
     reknit.save(f"{root}/weights", {"model": made}, options=SAVE)
     before = [tensor.clone() for tensor in _memory(made)]
     with pytest.raises(StateError, match="would undo the load"):

@@ -34,7 +34,7 @@ REFUSED = (
 
 
 def state(value: float) -> dict[str, Any]:
-    return {"model": {"weight": np.full((300, 700), value, np.float32)}, "extra": {"epoch": int(value)}}
+    return {"model": {"weight": np.full((600, 700), value, np.float32)}, "extra": {"epoch": int(value)}}
 
 
 def round_trips(folder: str) -> None:

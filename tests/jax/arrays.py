@@ -1,4 +1,4 @@
-"""What one process with four devices checks about arrays: dtypes, shardings, keys, donation, targets."""
+"""Checks of arrays in one process with four devices: dtypes, shardings, keys, donation, targets."""
 
 # mypy: disallow-untyped-calls=False
 
@@ -224,7 +224,7 @@ def check_a_save_keeps_no_memory_and_lets_arrays_be_donated_after(folder: str) -
     array = put(np.arange(1 << 16, dtype=np.float32), "x")
     one = jnp.arange(8.0)
     reknit.save(folder, {"a": array, "one": one})
-    # JAX keeps a host copy with the array that it was made of, so that must be none that lives on.
+    # JAX keeps a host copy with its source array, so the source must not be an array that lives on.
     live = [one, *(shard.data for shard in array.addressable_shards)]
     apart = [data for a in (one, array) for data in jax_arrays.local_boxes(a, World(0, 1, (0,))).values()]
     assert {id(data) for data in live}.isdisjoint(map(id, apart))
@@ -233,7 +233,7 @@ def check_a_save_keeps_no_memory_and_lets_arrays_be_donated_after(folder: str) -
     jax.block_until_ready(jax.jit(lambda x: x + 1, donate_argnums=0)(array))
     assert array.is_deleted()
     target = {"a": array}
-    reknit.load(folder, target, items=["a"])  # what was donated still says what it was like
+    reknit.load(folder, target, items=["a"])  # a donated array still has its shape and sharding
     assert np.array_equal(target["a"], np.arange(1 << 16))
     loaded = target["a"]
     after = jax.jit(lambda x: x + 1, donate_argnums=0)(loaded)

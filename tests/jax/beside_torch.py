@@ -1,4 +1,4 @@
-"""What one process with four devices checks about JAX and torch, in one state and after each other."""
+"""Checks of JAX beside torch in one process with four devices, in one state and after each other."""
 
 # mypy: disallow-untyped-calls=False
 
@@ -91,7 +91,7 @@ def check_a_torch_optimizer_loads_into_arrays_of_its_names_and_back(folder: str)
             assert torch.equal(fresh.state[theirs][key], tensor)
 
 
-def check_options_of_a_torch_optimizer_are_left_out_and_told_unless_asked_for(folder: str) -> None:
+def check_options_of_a_torch_optimizer_are_left_out_and_reported_unless_asked_for(folder: str) -> None:
     net = nn.Linear(8, 4)
     net.bias.requires_grad_(False)
     optimizer = torch.optim.AdamW(net.named_parameters(), lr=0.25)

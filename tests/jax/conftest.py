@@ -1,4 +1,4 @@
-"""The jobs that the tests of this folder share; each is started when it is first needed."""
+"""The jobs that the tests of this folder share; each starts at its first use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NEEDED = ("jax", "flax", "optax")
 
 @pytest.fixture(scope="session")
 def jobs() -> Iterator[Callable[[int, int], Job]]:
-    """Return a function that gives the job of so many processes of so many devices each."""
+    """Return a function that returns the job of so many processes with so many devices each."""
     absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if absent:
         pytest.skip(f"{', '.join(absent)} not installed")

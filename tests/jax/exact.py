@@ -1,4 +1,4 @@
-"""What one process with four devices checks about values of all kinds, on all meshes, loaded in all ways."""
+"""Checks of values of all kinds in one process with four devices, on all meshes, loaded in all ways."""
 
 # mypy: disallow-untyped-calls=False
 
@@ -57,7 +57,7 @@ def state(shape: tuple[int, int], content: int) -> dict[str, Any]:
 
 
 def observed(tree: Any) -> Any:
-    """Return what can be seen of a state: of arrays their place, and all their bits."""
+    """Return everything observable of a state, such as the place and all bits of an array."""
 
     def seen(path: Any, leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):

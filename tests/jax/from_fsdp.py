@@ -1,4 +1,4 @@
-"""What a JAX job does with checkpoints that FSDP saved; every process calls this."""
+"""The part of JAX in tests with checkpoints of FSDP; every process calls these functions."""
 
 # mypy: disallow-untyped-calls=False
 
@@ -17,7 +17,7 @@ from tests.jax import training
 
 
 def load_and_save(folder: str, truth: str, rows: int, columns: int, into: str) -> dict[str, list[str]]:
-    """Load into abstract and into live arrays of torch's names; save those, and tell what differs."""
+    """Load into abstract and live arrays with torch's names, save them, and return the differences."""
     with np.load(truth) as file:
         whole = {name: file[name] for name in file}
     on = training.mesh(rows, columns)
@@ -36,7 +36,7 @@ def load_and_save(folder: str, truth: str, rows: int, columns: int, into: str) -
 
 
 def _differing(name: str, array: Any, values: Any, sharding: Any) -> list[str]:
-    """Return the name where an array is not the part of the whole that its sharding says."""
+    """Return the name and index of each shard that differs from its part of the whole array."""
     if isinstance(array, np.ndarray):
         return [] if np.array_equal(array, values) else [name]
     if not isinstance(array, jax.Array) or array.sharding != sharding or array.shape != values.shape:
@@ -49,7 +49,7 @@ def _differing(name: str, array: Any, values: Any, sharding: Any) -> list[str]:
 
 
 def _target(values: Any, on: Mesh, live: bool) -> Any:
-    """Return what is filled: an array over all devices, and a host array for what JAX would make narrower."""
+    """Return a target: an array over all devices, or a host array if JAX would narrow the dtype."""
     if values.dtype == np.int64:
         return np.full(values.shape, -1)
     sharding = NamedSharding(on, _spec(values.shape, on))
@@ -62,7 +62,7 @@ def _target(values: Any, on: Mesh, live: bool) -> Any:
 
 
 def _spec(shape: tuple[int, ...], on: Mesh) -> P:
-    """Cut the first length that all devices can have equal parts of, or one that some can."""
+    """Return a spec that cuts the first length divisible over all devices, or else over some."""
     for axes, size in ((tuple(on.axis_names), on.size), *((name, on.shape[name]) for name in on.axis_names)):
         for dimension, length in enumerate(shape):
             if size > 1 and length % size == 0:

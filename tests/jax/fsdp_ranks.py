@@ -1,4 +1,4 @@
-"""What the ranks of torch do in the tests of JAX: a model in FSDP is trained, saved, and filled again."""
+"""The ranks of torch in the tests of JAX: they train a model in FSDP, save it, and fill it again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPTIONS = "optimizer/param_groups*"
 
 
 class Block(nn.Module):
-    """Rows that two ranks cannot have equally many of."""
+    """A number of rows that two ranks cannot divide equally."""
 
     seen: torch.Tensor
 
@@ -89,7 +89,7 @@ def state(trained: models.Trained) -> dict[str, Any]:
 
 
 def save_all(root: str) -> None:
-    """Save what two steps made in every layout, with the whole of it then and a step later."""
+    """Save every layout after two steps, with its whole state then and a step later."""
     for number, layout in enumerate(LAYOUTS):
         trained = build(layout, steps=2, seed=number)
         reknit.save(f"{root}/{layout}", state(trained), step=2)
@@ -114,7 +114,7 @@ def tensors(trained: models.Trained) -> dict[str, Any]:
 
 
 def load_all(root: str, folders: dict[str, str]) -> dict[str, list[str]]:
-    """Load checkpoints, each of what a layout saved, into every layout; return what differs now and later."""
+    """Load each layout's checkpoint into every layout, and return the differences, now and a step later."""
     differing = {}
     for layout in LAYOUTS:
         for number, (folder, saved) in enumerate(folders.items()):

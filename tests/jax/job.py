@@ -1,6 +1,6 @@
-"""JAX jobs for tests: real processes, several devices each, that stay for many calls.
+"""JAX jobs for tests: real processes with several devices each, which serve many calls.
 
-They are started and not forked: JAX has threads, and the processes in which other tests run must not get any.
+They are started and not forked, since JAX has threads, which the processes of other tests must not get.
 So no module that pytest itself imports may import jax.
 """
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Job:
-    """`processes` that each have `devices`; they start at once and are waited for at the first call."""
+    """`processes` with `devices` each; they start at once, and the first call waits for them."""
 
     def __init__(self, processes: int, devices: int) -> None:
         port = free_port()
@@ -49,7 +49,7 @@ class Job:
         ]
 
     def call(self, name: str, *arguments: Any, timeout_s: float = 200) -> list[Any]:
-        """Call a function of `tests.jax`, by its dotted name, in all processes; return what each returned."""
+        """Call a function of `tests.jax`, by its dotted name, in all processes, and return all results."""
         self._send(range(len(self._processes)), name, arguments)
         return self._answers(range(len(self._processes)), timeout_s)
 
@@ -82,7 +82,7 @@ class Job:
         for rank in ranks:
             stream = self._processes[rank].stdout
             assert stream is not None
-            poll = select.poll()  # select.select knows no descriptor above 1023
+            poll = select.poll()  # select.select takes no descriptor above 1023
             poll.register(stream, select.POLLIN)
             line = stream.readline() if poll.poll(1000 * deadline.remaining()) else b""
             if not line:
@@ -95,7 +95,7 @@ class Job:
         return [answers[rank]["value"] for rank in ranks]
 
     def _stacks(self) -> str:
-        """Return where all processes are, and what they said before."""
+        """Return the stacks of all processes, after their output."""
         said = []
         for rank, (process, log) in enumerate(zip(self._processes, self._logs, strict=True)):
             process.send_signal(signal.SIGUSR1)
@@ -107,7 +107,7 @@ class Job:
 
 
 def checks(module: str) -> list[str]:
-    """Return the names of the functions of a module of this folder that a job is to be called with."""
+    """Return the names of the check functions of a module of this folder."""
     source = (Path(__file__).parent / f"{module}.py").read_text()
     return [
         node.name.removeprefix("check_")

@@ -1,4 +1,4 @@
-"""What a job does in the tests of layouts; every process calls these."""
+"""The functions of the tests of layouts; every process of a job calls them."""
 
 # mypy: disallow-untyped-calls=False
 
@@ -33,7 +33,7 @@ def train_and_save(folder: str, rows: int, columns: int) -> list[float]:
 
 
 def load_and_save(folder: str, truth: str, rows: int, columns: int, into: str | None) -> dict[str, Any]:
-    """Load into arrays and into abstract ones; save again, go on, and tell what differs."""
+    """Load into live and abstract arrays, save again, go on, and return the differences."""
     on = training.mesh(rows, columns)
     live = training.fresh(on, 2)
     shape: Any = jax.tree.structure(live)
@@ -50,7 +50,7 @@ def load_and_save(folder: str, truth: str, rows: int, columns: int, into: str | 
 
 
 def save_odd_meshes(folder: str) -> None:
-    """Save and load arrays whose meshes are not all devices, or have them in another order."""
+    """Save and load arrays whose meshes lack some devices, or have them in another order."""
     state = _odd()
     held = registry.collect(state, jax.process_index(), 2)
     for shard in held.shards:
@@ -99,7 +99,7 @@ def _odd(times: int = 1) -> dict[str, Any]:
 
 
 def look_without_others(rows: int, columns: int) -> int:
-    """Collect, and tell what is wanted, while the other processes do nothing; return how many shards."""
+    """Collect and deliver without the other processes, and return the number of shards."""
     state = {"params": training.parameters(training.mesh(rows, columns), 1)}
     held = registry.collect(state, jax.process_index(), jax.process_count())
     specs: dict[str, Any] = {item: {} for item in state}
@@ -120,7 +120,7 @@ def look_without_others(rows: int, columns: int) -> int:
 
 
 def refuse_on_one(folder: str) -> str:
-    """Let one process bring what cannot be saved; return what each is told."""
+    """Save a state that cannot be saved on one process, and return the error of this process."""
     state = {"w": jnp.ones(3)}
     if jax.process_index() == 1:
         state["w"].delete()
@@ -132,7 +132,7 @@ def refuse_on_one(folder: str) -> str:
 
 
 def beside_torch(folder: str) -> list[str]:
-    """Save and load in jobs of torch beside that of JAX; return what is told where the two do not match."""
+    """Save and load in jobs of torch beside that of JAX, and return the errors if the jobs do not match."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -176,7 +176,7 @@ def _torch_job(store: str, rank: int, size: int) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=file, rank=rank, world_size=size)
     try:
         if size > 1:
-            dist.barrier()  # a rank that leaves at once is missed by one that is still coming
+            dist.barrier()  # else a rank could leave before another has joined
         yield
     finally:
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What one process with four devices checks about kinds of memory: where a loaded array is."""
+"""Checks of kinds of memory in one process with four devices: the place of a loaded array."""
 
 # mypy: disallow-untyped-calls=False
 

@@ -1,4 +1,4 @@
-"""What one process checks about parts that a tree may lack, and numbers that may be arrays."""
+"""Checks in one process of parts that a tree may lack, and of numbers that may be arrays."""
 
 # mypy: disallow-untyped-calls=False
 

@@ -1,4 +1,4 @@
-"""What one process checks about the record of arrays: keys, weak types and memory, on every way."""
+"""Checks in one process of the record of arrays: keys, weak types and memory, in every way to save."""
 
 # mypy: disallow-untyped-calls=False
 
@@ -20,7 +20,7 @@ from tests.jax.trees import raises
 
 
 class Keeper:
-    """An object that keeps what its state dict says."""
+    """An object that keeps the state of its state dict."""
 
     def __init__(self, state: Any) -> None:
         self.state = state

@@ -1,4 +1,4 @@
-"""What FSDP saved loads into arrays of JAX that have the same names, and theirs into FSDP again."""
+"""A checkpoint of FSDP loads into arrays of JAX with the same names, and theirs loads into FSDP again."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from tests.jax.job import Job
 
 JOBS = {"alone": (1, 4, (1, 4)), "pair": (2, 3, (2, 2))}
-"""Processes, devices of each, and the mesh of those that are used."""
+"""The processes of each job, the devices of each process, and the mesh that is used."""
 
 
 @pytest.fixture(scope="module")
 def root(jobs: Callable[[int, int], Job], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return where two ranks of torch saved every layout, and what they had in all."""
+    """Return the folder with the checkpoints of all layouts by two ranks of torch, and their whole states."""
     for processes, devices, _ in JOBS.values():
-        jobs(processes, devices)  # they come up meanwhile
+        jobs(processes, devices)  # they start in the meantime
     folder = tmp_path_factory.mktemp("fsdp")
     run(2, fsdp_ranks.save_all, str(folder))
     return folder
@@ -33,7 +33,7 @@ def root(jobs: Callable[[int, int], Job], tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def returned(jobs: Callable[[int, int], Job], root: Path) -> dict[str, str]:
-    """Load every layout's checkpoint into every job; return what they saved, and which layout that was."""
+    """Load every layout's checkpoint into every job, save it again, and return the layouts by path."""
     folders = {}
     for layout in fsdp_ranks.LAYOUTS:
         for name, (processes, devices, mesh) in JOBS.items():

@@ -1,4 +1,4 @@
-"""JAX jobs of several processes: layouts load what others saved, and what a process knows without others."""
+"""JAX jobs of several processes: layouts load checkpoints of others, and a process collects alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OTHERS = [(1, 4), (4, 1), (1, 1)]
 
 
 def started(jobs: Jobs, layout: tuple[int, int]) -> Job:
-    """Return the job of a layout; two processes have a device more than the layout takes."""
+    """Return the job of a layout; a job of two processes has one device more than the layout needs."""
     return jobs(1, 4) if layout == (1, 1) else jobs(2, 3) if layout == (2, 2) else jobs(*layout)
 
 
@@ -30,9 +30,9 @@ def loaded(jobs: Jobs, layout: tuple[int, int], folder: Path, truth: Path, into:
 
 @pytest.fixture(scope="module")
 def saved(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[float]]:
-    """Return the checkpoint of two processes of two devices, its truth, and the losses after it."""
+    """Return the checkpoint of two processes with two devices each, its state, and the losses after it."""
     for layout in OTHERS:
-        started(jobs, layout)  # they come up meanwhile
+        started(jobs, layout)  # they start in the meantime
     folder = tmp_path_factory.mktemp("layouts") / "two by two"
     losses = started(jobs, (2, 2)).call("layouts.train_and_save", folder, 2, 2)[0]
     return folder, folder.with_name(f"{folder.name}.npz"), losses

@@ -1,4 +1,4 @@
-"""What holds for JAX in one process of four devices: each test is a function that runs there."""
+"""Tests of JAX in one process with four devices: each test is a function that runs there."""
 
 from __future__ import annotations
 

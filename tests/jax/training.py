@@ -46,7 +46,7 @@ def shardings(on: Mesh) -> Any:
 
 
 def parameters(on: Mesh, seed: int) -> Any:
-    """Return parameters before any step; every process makes its own part, without the others."""
+    """Return parameters before any step; every process makes its own part alone."""
     random = np.random.default_rng(seed)
 
     def put(path: Any, shape: tuple[int, ...], sharding: Any) -> Any:
@@ -102,14 +102,14 @@ def abstract(tree: Any) -> Any:
 
 
 def keep_truth(state: dict[str, Any], file: str) -> None:
-    """Write the whole of each array, gathered by JAX, to a file; every process calls this."""
+    """Write all whole arrays, gathered by JAX, to a file; every process must call it."""
     whole = {name: _gathered(_plain(array)) for name, array in _arrays(state)}
     if jax.process_index() == 0:
         np.savez(file, **{name: _raw(array) for name, array in whole.items()})
 
 
 def differing(state: dict[str, Any], file: str) -> list[str]:
-    """Return what does not have, bit for bit, the values in a file."""
+    """Return the names and shards that differ in any bit from the values in a file."""
     wrong = []
     with np.load(Path(file)) as truth:
         found = dict(_arrays(state))

@@ -1,4 +1,4 @@
-"""What one process with four devices checks about pytrees: names, containers, nodes, what replaces what."""
+"""Checks of pytrees in one process with four devices: names, containers, nodes, replacements."""
 
 # mypy: disallow-untyped-calls=False
 
@@ -49,7 +49,7 @@ class Own:
 
 
 class Opaque:
-    """A node whose children JAX knows by number only."""
+    """A node whose children have numbers, but no names, in JAX."""
 
     def __init__(self, *children: Any) -> None:
         self.children = children
@@ -70,7 +70,7 @@ def raises(kind: type[ReknitError], text: str, call: Any) -> None:
 
 
 def every_kind(times: float) -> dict[str, Any]:
-    """Return a state with every kind of container; `times` tells two apart."""
+    """Return a state with every kind of container, and values that `times` multiplies."""
     w = jnp.arange(6.0).reshape(2, 3) * times
     params = {"w": w, "b": jnp.ones(3, jnp.bfloat16) * times}
     return {
@@ -164,7 +164,7 @@ def check_nothing_changes_when_a_load_fails(folder: str) -> None:
     _assert_equal(target["train"], state["train"])
 
 
-def check_missing_and_unwanted_names_are_told(folder: str) -> None:
+def check_missing_and_unwanted_names_are_reported(folder: str) -> None:
     reknit.save(folder, {"p": {"a": jnp.ones(2), "b": jnp.ones(2)}})
     target = {"p": {"a": jnp.zeros(2), "c": jnp.zeros(2)}}
     raises(MismatchError, "missing: p/c", lambda: reknit.load(folder, target))
@@ -288,7 +288,7 @@ def check_values_of_a_rank_may_hold_arrays_and_keys(folder: str) -> None:
     )
 
 
-def check_a_damaged_array_inside_a_value_is_told(folder: str) -> None:
+def check_a_damaged_array_inside_a_value_is_reported(folder: str) -> None:
     good = {"dtype": "float32", "shape": [2], "data": bytes(8), "keys": None, "weak": False}
     assert from_neutral(Tagged("jax.array", good)).tolist() == [0, 0]
     for damage in ({"data": b""}, {"shape": [-1]}, {"dtype": "x"}, {"keys": "none"}, {"keys": "rbg"}):

@@ -1,4 +1,4 @@
-"""One process of a JAX job: calls the functions that it is told to, a line of JSON each, until there is none.
+"""One process of a JAX job: calls the function of each line of JSON on stdin, until stdin ends.
 
 Started by `tests.jax.job`, with the number of the process, of all processes, and the port of the service.
 """
@@ -16,12 +16,12 @@ from importlib import import_module
 from typing import Any
 
 LONGEST_S = 300
-"""After so long a call ends its process."""
+"""The longest time of a call; then the process ends."""
 
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # gloo talks, too, and not through Python
+    os.dup2(2, 1)  # gloo prints, too, and not through Python
     faulthandler.register(signal.SIGUSR1)
     rank, size, port = map(int, sys.argv[1:])
     import jax
@@ -29,10 +29,10 @@ def main() -> None:
     if size > 1:
         jax.distributed.initialize(f"127.0.0.1:{port}", size, rank)
     for line in sys.stdin:
-        faulthandler.dump_traceback_later(LONGEST_S, exit=True)  # nobody may be there to end it
+        faulthandler.dump_traceback_later(LONGEST_S, exit=True)  # in case no parent is left to end it
         print(json.dumps(answer(*json.loads(line))), file=answers, flush=True)
         faulthandler.cancel_dump_traceback_later()
-    # Not jax.distributed.shutdown(): the others may be gone already, and what counts has been told.
+    # Not jax.distributed.shutdown(): the others may have ended, and all results have been sent.
 
 
 def answer(name: str, arguments: list[Any]) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def answer(name: str, arguments: list[Any]) -> dict[str, Any]:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             return {"value": called(*arguments)}
-    except BaseException:  # whatever it is, the test is told instead
+    except BaseException:  # the test receives any error
         return {"error": traceback.format_exc()}
 
 

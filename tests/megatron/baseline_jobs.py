@@ -1,4 +1,4 @@
-"""What ranks do to compare two versions of Megatron-Core, and its own checkpoints with those of reknit."""
+"""Jobs that compare two versions of Megatron-Core, and Megatron's own checkpoints with those of reknit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAVED = {
     "fp32": Layout(3, layers=2, multiple=2),
     "bf16": Layout(3, layers=2, multiple=2, bf16=True),
 }
-"""Three ranks: ranges of the optimizer begin and end in the middle of rows, and of a gated layer's halves."""
+"""Three ranks, so that ranges of the optimizer end in the middle of rows and of a gated layer's halves."""
 
 LOADED = {
     "fp32": {"dp2": Layout(2, layers=2, multiple=2), "tp2": Layout(2, layers=2, tp=2)},
@@ -31,11 +31,11 @@ LOADED = {
 """The vocabulary is padded to the same length everywhere."""
 
 MODEL_SPACE = {"distrib_optim_sharding_type": "fully_sharded_model_space", "non_homogeneous_layers": True}
-"""States of the optimizer in the space of the model: what Megatron-Core 0.16 no longer has."""
+"""States of the optimizer in the space of the model, an option that Megatron-Core 0.16 no longer has."""
 
 
 def save_all(root: str, by_megatron: bool) -> str:
-    """Train and save each layout, by reknit and by Megatron itself; return Megatron's version."""
+    """Train and save each layout, by reknit and by Megatron itself, and return Megatron's version."""
     import megatron.core
 
     from tests.megatron import gpt, truth
@@ -54,7 +54,7 @@ def save_all(root: str, by_megatron: bool) -> str:
 
 
 def load_all(root: str, by_megatron: bool) -> dict[str, list[str]]:
-    """Load each checkpoint into other layouts, by reknit or by Megatron itself; return what differs."""
+    """Load each checkpoint into other layouts, by reknit or by Megatron, and return the differences."""
     from tests.megatron import gpt, truth
 
     differing = {}

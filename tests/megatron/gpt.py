@@ -1,4 +1,4 @@
-"""A small GPT of real Megatron-Core in any layout: built, trained for two steps, and taken apart again."""
+"""A small GPT of real Megatron-Core in any layout, which is built and trained for two steps."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Trained:
     optimizer: Any
 
     def state(self) -> dict[str, Any]:
-        """Return what is saved and loaded."""
+        """Return the state that is saved and loaded."""
         return {"model": self.chunks, "optimizer": self.optimizer}
 
 
 def _end_groups() -> None:
-    """End all groups but that of all ranks: each has threads, which spin once another rank drops its own."""
+    """End all groups but that of all ranks, whose threads would spin once another rank drops its groups."""
     dist.barrier()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
@@ -54,7 +54,7 @@ def _end_groups() -> None:
 
 
 def start(layout: Layout) -> None:
-    """Make the groups of a layout in place of those before."""
+    """Replace the groups of the process by those of a layout."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
         _end_groups()
@@ -147,7 +147,7 @@ def _chunk(layout: Layout, config: TransformerConfig, spec: Any, number: int) ->
         position_embedding_type="rope",
         **stage,
     )
-    # Attention without TransformerEngine knows no context parallelism: its ranks compute the same here.
+    # Attention without TransformerEngine lacks context parallelism, so its ranks compute the same here.
     chunk.rotary_pos_emb.cp_group = None
     return chunk
 
@@ -171,7 +171,7 @@ def batch(number: int) -> torch.Tensor:
 
 
 def train(trained: Trained, steps: int, first: int = 0, micro: int = 4) -> list[float]:
-    """Train on the same data in whatever layout: `micro` batches a step in all; return the losses."""
+    """Train on the same data in any layout, `micro` batches a step in all, and return the losses."""
     layout, chunks = trained.layout, trained.chunks
     size = layout.world // (layout.tp * layout.pp * layout.cp)
     rank = parallel_state.get_data_parallel_rank()
@@ -208,7 +208,7 @@ def _forward(data: Iterator[torch.Tensor], model: Any) -> Any:
 
 
 def _mean(losses: list[float]) -> float:
-    """Return the mean over all ranks that know a loss."""
+    """Return the mean over all ranks that have a loss."""
     both = torch.tensor([sum(losses), float(len(losses))], dtype=torch.float64)
     dist.all_reduce(both)
     return float(both[0] / both[1])

@@ -1,4 +1,4 @@
-"""What the ranks of the matrix do."""
+"""The jobs of the matrix of layouts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def save_all(root: str, world: int) -> None:
 
 
 def _change_options(trained: Trained) -> None:
-    """Give the groups other options than they begin with."""
+    """Change the options of the groups."""
     for group in trained.optimizer.param_groups:
         group["lr"] = 0.125 * (1 + group["wd_mult"])
         group["max_lr"] = 0.5
@@ -50,7 +50,7 @@ def _change_options(trained: Trained) -> None:
 def load_all(
     root: str, world: int, sources: dict[tuple[str, str], list[str]]
 ) -> dict[tuple[str, str, str], list[str]]:
-    """Load the checkpoints of its `sources` into every layout of so many ranks; return what differs."""
+    """Load the `sources` of every layout of so many ranks into it, and return the differences."""
     from tests.megatron import gpt
 
     differing = {}
@@ -60,7 +60,7 @@ def load_all(
                 continue
             trained = gpt.build(layout, steps=0, seed=1)
             for number, source in enumerate(sources[family, name]):
-                # Every second time the optimizer has states already, of another training.
+                # Every second time the optimizer already has states of another training.
                 _forget(trained, keep_states=number % 2 == 1)
                 way = WAYS[number % len(WAYS)]
                 wrong = _load(f"{root}/{family}/{source}", trained, way, with_values=source == name)
@@ -70,7 +70,7 @@ def load_all(
 
 
 def _forget(trained: Trained, *, keep_states: bool) -> None:
-    """Make a model and its optimizer such that everything in them is wrong."""
+    """Replace all values of a model and its optimizer by wrong ones."""
     with torch.no_grad():
         for chunk in trained.chunks:
             for parameter in chunk.parameters():
@@ -90,7 +90,7 @@ def _forget(trained: Trained, *, keep_states: bool) -> None:
 
 
 def _load(path: str, trained: Trained, way: str, *, with_values: bool) -> list[str]:
-    """Load a checkpoint, and with it perhaps values of every kind; return what differs."""
+    """Load a checkpoint, on demand with values of every kind, and return the differences."""
     from tests.megatron import truth
 
     state = trained.state()
@@ -112,7 +112,7 @@ def _load(path: str, trained: Trained, way: str, *, with_values: bool) -> list[s
 
 
 def compare(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """Return the names of what differs; of padded vocabularies, the words are compared."""
+    """Return the names of all differences; of padded vocabularies, only the words are compared."""
     wrong = sorted(set(expected) ^ set(found))
     for name in expected.keys() & found.keys():
         a, b = expected[name], found[name]

@@ -9,7 +9,7 @@ WORDS = 13
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is cut, and what it is; the odd sizes cut flat ranges in the middle of rows."""
+    """The parallel sizes and the kind of a model; odd sizes cut flat ranges in the middle of rows."""
 
     world: int
     tp: int = 1

@@ -68,7 +68,7 @@ def build(layout: Layout, *, moe: bool, seed: int) -> GPTModel:
         position_embedding_type="rope",
     )
     model.rotary_pos_emb.cp_group = None
-    with torch.no_grad():  # norms begin as ones, with which a mistake would not show
+    with torch.no_grad():  # norms begin as ones, which would hide mistakes
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(len(name)))
@@ -76,7 +76,7 @@ def build(layout: Layout, *, moe: bool, seed: int) -> GPTModel:
 
 
 def logits(model: GPTModel) -> torch.Tensor:
-    """Return what a model answers, without the padding of the vocabulary."""
+    """Return the logits of a model, without the padding of the vocabulary."""
     rows = words()
     positions = torch.arange(rows.shape[1])[None].expand_as(rows)
     mask = torch.tril(torch.ones(1, 1, rows.shape[1], rows.shape[1])) < 0.5

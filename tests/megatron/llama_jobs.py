@@ -1,4 +1,4 @@
-"""What the ranks of a job do with models that Hugging Face has too; imports Megatron only in the ranks."""
+"""Jobs with models that Hugging Face has too; Megatron is imported only in the ranks."""
 
 from __future__ import annotations
 

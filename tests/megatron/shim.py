@@ -1,7 +1,7 @@
-"""Megatron-Core on a machine without a GPU: what it expects of CUDA, answered by the CPU.
+"""Megatron-Core on a machine without a GPU, with a replacement for CUDA on the CPU.
 
-`install` comes before the first import of megatron, in a process that does nothing else.  All that decides
-where a tensor lies and what is in it stays Megatron's own code.
+Call `install` before the first import of megatron, in a process that does nothing else.  All code that
+decides about the place and the values of a tensor remains Megatron's own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MAKERS = ("arange", "empty", "empty_like", "full", "ones", "rand", "randn", "te
 
 
 class _Stream:
-    """A stream or an event where everything happens in order anyway."""
+    """A stream or an event on a device that does everything in order."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -62,7 +62,7 @@ class FusedAdam(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             if not group["params"]:
-                continue  # as the real ones: no step is counted for no parameters
+                continue  # as in the real ones, a group without parameters counts no steps
             group["step"] = group.get("step", 0) + 1
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter.numel():
@@ -82,7 +82,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def install() -> None:
-    """Answer for CUDA, and import what of Megatron needs to be told apart."""
+    """Replace CUDA, and import the modules of Megatron that need changes."""
     _answer_for_cuda()
     _put_cuda_tensors_on_the_cpu()
     if not hasattr(np, "product"):
@@ -115,7 +115,7 @@ def _put_cuda_tensors_on_the_cpu() -> None:
 
     def type_name(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         answer = plain_type(tensor, *args, **kwargs)
-        # Optimizers sort parameters by this name, and refuse those that are not on a GPU.
+        # Optimizers sort parameters by this name, and refuse parameters of other devices.
         return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
 
     def on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -158,4 +158,4 @@ def _adapt_megatron() -> None:
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # without TransformerEngine the name is read and not there
+        moe_utils.te_general_gemm = None  # the name is read, but missing without TransformerEngine

@@ -1,7 +1,7 @@
 """Megatron-Core 0.15.3 beside 0.16: the same adapter, the same checkpoints, and resharding of its own.
 
-0.15 is the last that can save its distributed optimizer in the space of the model and load it in any layout
-(`fully_sharded_model_space`): what it loads is what reknit has to load, found out in another way.
+Version 0.15 is the last one that can save its distributed optimizer in the space of the model, and load it in
+any layout (`fully_sharded_model_space`).  So its loads give the expected results of reknit independently.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EXACT: dict[str, list[str]] = {
 
 @pytest.fixture(scope="module")
 def older(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return where 0.15.3 saved, with reknit and by itself."""
+    """Return the folder with checkpoints of 0.15.3, saved by reknit and by Megatron itself."""
     root = str(tmp_path_factory.mktemp("older"))
     assert run(3, baseline_jobs.save_all, root, True, path=FOLDER) == [VERSION] * 3
     return root
@@ -42,7 +42,7 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def newer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return where the Megatron of the environment saved, with reknit."""
+    """Return the folder with checkpoints of the environment's Megatron, saved by reknit."""
     root = str(tmp_path_factory.mktemp("newer"))
     assert VERSION not in run(3, baseline_jobs.save_all, root, False)
     return root

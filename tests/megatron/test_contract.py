@@ -1,4 +1,4 @@
-"""What reknit reads of Megatron means what it is taken for: on the real thing, trained for two steps."""
+"""Megatron's objects have the meaning that reknit assumes: checked on real ones, trained for two steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HERE = Place("model")
 
 
 def ranges(layout: Layout) -> None:
-    """The ranges of a distributed optimizer are elements of the parameter, in its own order."""
+    """Check that the ranges of a distributed optimizer are elements of the parameter, in its own order."""
     from tests.megatron import gpt
 
     trained = gpt.build(layout)
@@ -67,7 +67,7 @@ def test_ranges_of_optimizers_are_elements_of_the_parameters(bf16: bool, distrib
 
 
 def groups(layout: Layout) -> None:
-    """The ranks that are said to have the same part of a parameter do, and no others."""
+    """Check that exactly the ranks of a replica set have the same part of a parameter."""
     from tests.megatron import gpt
 
     trained = gpt.build(layout, steps=0)
@@ -151,7 +151,7 @@ def leaf(key: str, data: torch.Tensor, replica: Any = 0) -> Any:
 
 
 def computing_factories() -> None:
-    """A factory that computes what is saved, or does not put the parts together, is refused by its key."""
+    """Check that a factory is refused by its key if it computes values, or does not join the parts."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
     def halves(key: str, t: torch.Tensor, replica: Any, _: Any) -> Any:
@@ -199,7 +199,7 @@ def test_a_factory_that_does_more_than_to_part_a_tensor_is_refused() -> None:
 
 
 def lack_main_copies(root: str) -> None:
-    """What no rank has the main copy of is not left out: the save fails, naming it."""
+    """Check that a save fails, with the name, if no rank has the main copy of a tensor."""
     rank = dist.get_rank()
     for name, replica in [("plain", rank + 1), ("late", (1, 0, rank))]:
         state = {"i": {"a": leaf("kept", torch.ones(2), rank), "b": leaf(name, torch.ones(2, 3), replica)}}
@@ -209,7 +209,7 @@ def lack_main_copies(root: str) -> None:
     with pytest.raises(CommitError, match="i/weight"):
         reknit.save(f"{root}/weight", {"i": {"w": leaf("weight", weight, (1, 0, rank))}})
     assert reknit.latest(root) is None
-    # The other ranks' copies are no part of it, whatever is in them.
+    # The contents of the other ranks' copies do not matter.
     reknit.save(f"{root}/good", {"i": {"a": leaf("kept", torch.full((2,), float(rank)), rank)}})
     target = leaf("kept", torch.full((2,), 5.0), rank)
     reknit.load(f"{root}/good", {"i": {"a": target}})
@@ -221,7 +221,7 @@ def test_a_tensor_without_a_main_copy_fails_the_save(tmp_path: Path) -> None:
 
 
 def objects_that_lack_main_copies(root: str) -> None:
-    """A ShardedObject without a main copy fails the save on all ranks, in all places of a grid."""
+    """Check that a ShardedObject without a main copy fails the save on all ranks, in all places of a grid."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     rank = dist.get_rank()
@@ -298,7 +298,7 @@ def hold(layout: Layout, steps: int) -> Any:
 
 
 def take(layout: Layout, checkpoint: Checkpoint) -> tuple[Any, list[Any]]:
-    """Load without a message; return what is held then, and parameters with their masters."""
+    """Load without a message, and return the holdings afterwards, and parameters with their masters."""
     from tests.megatron import gpt
 
     trained = gpt.build(layout, steps=0, seed=1)
@@ -363,7 +363,7 @@ def test_a_training_in_full_precision_and_one_with_masters_take_each_others_chec
 
 
 def random_states(layout: Layout, other: Layout) -> None:
-    """Random states come back where there are as many places, and stay where there are others."""
+    """Check that random states are restored if the number of places is equal, and else unchanged."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     from reknit.frameworks.registry import wanted
@@ -393,7 +393,7 @@ def test_random_states_belong_to_places_in_pipeline_and_tensor_groups() -> None:
 
 
 def scales(root: str, layout: Layout) -> None:
-    """The loss scaler of a training in half precision comes back with its optimizer."""
+    """Check that the loss scaler of a training in half precision is restored with its optimizer."""
     from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
     from tests.megatron import gpt
@@ -422,7 +422,7 @@ def test_the_loss_scaler_comes_back_with_every_optimizer_of_a_chain(tmp_path: Pa
 
 
 def refusals(root: str) -> None:
-    """Unsupported optimizers are refused, with a remedy."""
+    """Check that unsupported optimizers are refused, with a remedy."""
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedObject
     from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
@@ -479,7 +479,7 @@ def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
 
 
 def hooks(layout: Layout, folder: str) -> None:
-    """A hook that derives something from a weight sees what was saved, and Megatron's own change nothing."""
+    """Check that a hook that derives values from a weight gets the saved one, and Megatron's do nothing."""
     from tests.megatron import gpt
 
     saved = gpt.build(layout)
@@ -504,7 +504,7 @@ def test_a_load_hook_in_a_megatron_model_runs(tmp_path: Path) -> None:
 
 
 def factories_on_a_device() -> list[float]:
-    """Read a tensor on a device that a factory copies; return the peaks of memory there, in its sizes."""
+    """Read a tensor on a device that a factory copies, and return the peaks of memory in tensor sizes."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
     from reknit.testing.accelerator import installed

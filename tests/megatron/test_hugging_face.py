@@ -1,4 +1,4 @@
-"""A checkpoint of Megatron is that of a Hugging Face model, and the other way round: the logits say so."""
+"""Checkpoints of Megatron load into Hugging Face models and the other way round, with equal logits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TOLERANCE = 2e-5
-"""Of logits around one in float32; the two libraries add in other orders."""
+"""For logits around one in float32; the two libraries add in different orders."""
 
 
 def hugging_face(*, moe: bool, seed: int) -> torch.nn.Module:

@@ -32,7 +32,7 @@ OPTIONS = reknit.SaveOptions(durability="process", threads=2, timeout_s=60)
 
 
 def state_dict(trained: Trained, *, loading: bool, live: bool, stacked: bool = True) -> dict[str, Any]:
-    """Return what a training script builds."""
+    """Return the state dict of a training script."""
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing import ShardedObject
     from megatron.core.transformer.enums import AttnBackend
@@ -76,7 +76,7 @@ def save(root: str) -> None:
 
 
 def resume(root: str, layout: Layout, live: bool, stacked: bool) -> tuple[list[str], Any]:
-    """Load as a script does; return what differs, and what the state dict was."""
+    """Load as a script does, and return the differences and the state dict."""
     from tests.megatron import gpt, truth
     from tests.megatron.jobs import compare
 
@@ -125,7 +125,7 @@ def test_markers_are_those_of_megatron_scripts(root: Path) -> None:
 
 
 def load_alone(root: str) -> None:
-    """See the strict values, common values, and wrong calls, on one rank."""
+    """Check strict values, common values, and wrong calls, on one rank."""
     from tests.megatron import gpt
 
     folder = f"{root}/True/iter_0000007"
@@ -150,7 +150,7 @@ def test_strictness_and_wrong_calls(root: Path) -> None:
 
 
 def move(root: str) -> None:
-    """Load parts from where they were to other places of the state dict; values keep their types."""
+    """Load parts into other places of the state dict, and check that values keep their types."""
     from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
     rank, folder = dist.get_rank(), f"{root}/moved"

@@ -1,7 +1,7 @@
-"""The checkpoints of all layouts load into other layouts, bit for bit, and all of them.
+"""All checkpoints of all layouts load into other layouts, bit for bit.
 
 Each layout is trained and saved once by real Megatron.  Then each layout's ranks build a fresh model (other
-weights, an optimizer without state), load the checkpoints of its partners, and are taken apart by the test.
+weights, an optimizer without state), load the checkpoints of its partners, and are compared by the test.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_checkpoints_of_all_layouts_are_sound_and_have_the_same_names(family: st
 
 
 def shapes(checkpoint: Any) -> dict[str, Any]:
-    """Return names and shapes of all tensors; vocabularies are as long as the layout pads them."""
+    """Return the names and shapes of all tensors, with vocabularies as the layout pads them."""
     found: dict[str, Any] = {}
     for item, tensors in checkpoint.tensors.items():
         for name, spec in tensors.items():

@@ -1,4 +1,4 @@
-"""Memory of Megatron that is not what it seems: transposed, cut to a range, or still to be gathered."""
+"""Unusual memory of Megatron: transposed, cut to a range, or still to be gathered."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NAME = "decoder.layers.0.mlp.linear_fc2.weight"
 
 
 def transposed(layout: Layout, root: str) -> list[tuple[str, bool]]:
-    """Tell of each state of a transposed parameter whether it is saved and loaded as it is."""
+    """Return, for each state of a transposed parameter, whether saves and loads keep its values."""
     from tests.megatron import gpt
 
     trained = gpt.build(layout)
@@ -55,7 +55,7 @@ def transposed(layout: Layout, root: str) -> list[tuple[str, bool]]:
     reknit.load(path, trained.state())
     states = inner.state[parameter]
     found += [(name, torch.equal(states[name], kept[f"state/{NAME}/{name}"])) for name in STATES]
-    inner.state[parameter].clear()  # and those that the load makes itself
+    inner.state[parameter].clear()  # then also with the states that the load makes itself
     reknit.load(path, trained.state())
     states = inner.state[parameter]
     return found + [(name, torch.equal(states[name], kept[f"state/{NAME}/{name}"])) for name in STATES]
@@ -69,7 +69,7 @@ def test_states_of_a_transposed_parameter_are_saved_and_loaded_as_they_are(tmp_p
 
 
 def counted(layout: Layout, folder: str) -> list[Any]:
-    """Return the steps that groups count after a load, in a number and in a tensor, and what is refused."""
+    """Return the groups' steps after a load, from a number and from a tensor, and the refusals."""
     from tests.megatron import gpt
 
     def groups(trained: Any) -> list[Any]:
@@ -105,7 +105,7 @@ def test_a_group_counts_its_steps_exactly_in_a_number_or_a_tensor(tmp_path: Path
 
 
 def gathered_late(layout: Layout) -> tuple[bool, str | None, int]:
-    """Return whether parameters are old after a step, what a save says of that, and what it collects then."""
+    """Return whether parameters are old after a step, the error of a save, and the number of shards then."""
     from tests.megatron import gpt
 
     trained = gpt.build(layout)
@@ -139,7 +139,7 @@ def test_parameters_that_are_still_to_be_gathered_are_refused() -> None:
 
 
 def flat_range() -> str:
-    """Return what is said of a leaf that is a flat range of its tensor."""
+    """Return the refusal of a leaf that is a flat range of its tensor."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     memory = torch.arange(8.0)

@@ -1,7 +1,8 @@
-"""What do Megatron's own objects hold?  Gathered from every rank, and put together by the test alone.
+"""What do Megatron's own objects hold?  Gathered from every rank, and joined without reknit.
 
-Megatron is asked in the other of its key spaces (one key for each expert, and for each half of a gated
-layer), and states are laid out as large as their parameters before they are cut, unlike what is tested.
+Two things differ from the tested code.  Megatron uses the other one of its key spaces, with one key for each
+expert and for each half of a gated layer.  States are expanded to the size of their parameters before they
+are cut.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ OPTIONS = ("lr", "weight_decay", "betas", "eps", "wd_mult", "lr_mult", "max_lr",
 def truth(trained: Trained) -> dict[str, Any]:
     """Return all whole tensors by name, and options and steps of the optimizer by parameter, on every rank.
 
-    Raises `AssertionError` where copies differ or something is nowhere.
+    Raises `AssertionError` if copies differ or elements are missing.
     """
     mine = [*_model(trained), *_optimizer(trained)]
     options = dict(_options(trained))
@@ -58,7 +59,7 @@ def _put(piece: Piece, whole: dict[str, torch.Tensor], known: dict[str, torch.Te
 
 
 def _joined(whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Put the halves of gated layers together, under the names that a model in one process has."""
+    """Join the halves of gated layers, under the names of a model in one process."""
     joined = {}
     for name, tensor in whole.items():
         plain = re.sub(r"\.experts\.experts\.(\d+)\.", r".experts.local_experts.\1.", name)
@@ -83,7 +84,7 @@ def _leaves(trained: Trained) -> Iterator[Any]:
 
 
 def _cut(leaf: Any, local: torch.Tensor, suffix: str = "") -> Iterator[Piece]:
-    """Yield the pieces that Megatron makes of a tensor that lies where the leaf's does."""
+    """Yield the pieces that Megatron makes of a tensor in the place of the leaf's."""
     built = [leaf]
     if isinstance(leaf, ShardedTensorFactory):
         built = leaf.build_fn(leaf.key, local, leaf.replica_id, None)
@@ -110,7 +111,7 @@ def _optimizer(trained: Trained) -> Iterator[Piece]:
 
 
 def _states(trained: Trained) -> Iterator[tuple[Any, int, int, dict[str, Any], dict[str, Any]]]:
-    """Yield each parameter that this rank's optimizers step: its range, its states, its group."""
+    """Yield each parameter that this rank's optimizers step, with its range, its states, and its group."""
     chain = getattr(trained.optimizer, "chained_optimizers", [trained.optimizer])
     for optimizer in chain:
         torch_optimizer = optimizer.optimizer

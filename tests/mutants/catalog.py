@@ -16,9 +16,9 @@ SOURCES = "src/reknit"
 
 
 class Mutant(msgspec.Struct, forbid_unknown_fields=True):
-    """A mistake: in `file` (below the sources), `new` stands where `old` did, and one of `tests` must fail.
+    """A mistake: in `file` (below the sources), `new` replaces `old`, and one of `tests` must fail.
 
-    `survives` says why none does as yet, of those that are known not to be noticed.
+    `survives` is the reason why no test fails as yet, for a known survivor.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Mutant(msgspec.Struct, forbid_unknown_fields=True):
         return (root / SOURCES / self.file).read_text()
 
     def stale(self, root: Path) -> str | None:
-        """Say why it cannot be made of the tree at `root` any more, if it cannot."""
+        """Return the reason if it cannot be made of the tree at `root` any more, else None."""
         try:
             found = self.read(root).count(self.old)
         except FileNotFoundError:
@@ -64,7 +64,7 @@ class _Room(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def mutants(folder: Path = CATALOG, patterns: Sequence[str] = ()) -> list[Mutant]:
-    """Return the mutants of a folder, those of whose room, file or name one of the `patterns` is a part."""
+    """Return the mutants of a folder whose room, file or name contains one of the `patterns`."""
     found = []
     for path in sorted(folder.glob("*.toml")):
         for mutant in msgspec.toml.decode(path.read_bytes(), type=_Room).mutant:

@@ -1,4 +1,4 @@
-"""Does a test notice when a room that must not break does?  ``python -m tests.mutants.run [PATTERN ...]``.
+"""Do tests notice mistakes in code that must not break?  ``python -m tests.mutants.run [PATTERN ...]``.
 
 Each mutant is made in a copy of the tree, in which the tests that must notice it then run.
 """
@@ -33,22 +33,22 @@ ROOT = Path(__file__).parents[2]
 TEST_S = 40
 """A test that takes longer is stopped, and so fails."""
 LIMIT_S = 120
-"""All that a mutant's tests may take; who does not even stop by then is killed."""
+"""The longest time of all tests of a mutant; then they are killed."""
 _COPIED = ("src", "tests", "scripts", "docs", "examples", "benchmarks", "pyproject.toml")
 _MARK = "REKNIT_MUTANTS"
-"""Variable by which everything that was started in a copy is known, also what has left its parents."""
+"""Variable that marks every process that was started in a copy, including orphans."""
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?::\S+)", re.MULTILINE)
 
 
 class Ending(NamedTuple):
-    """How tests ended: `verdict` is passed, failed or broken; `by` is who failed, or what went wrong."""
+    """The end of tests: `verdict` is passed, failed or broken; `by` is the test that failed, or an error."""
 
     verdict: str
     by: str
 
 
 class Result(NamedTuple):
-    """What came of a mutant: killed, survived, stale or broken."""
+    """The outcome of a mutant: killed, survived, stale or broken."""
 
     mutant: Mutant
     verdict: str
@@ -57,7 +57,7 @@ class Result(NamedTuple):
 
     @property
     def bad(self) -> bool:
-        """Return whether somebody has to see to it: also to a known survivor that is killed by now."""
+        """Return whether it needs attention, which includes a known survivor that is killed by now."""
         return self.verdict != ("survived" if self.mutant.survives else "killed")
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ class Copy:
                 shutil.copytree(root / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
             elif (root / name).exists():
                 shutil.copy2(root / name, folder / name)
-        # A time stamp does not tell a mutant that is as long as the original, and made in the same second.
+        # Time stamps do not reveal a mutant of the same length, made in the same second.
         hashed = py_compile.PycInvalidationMode.CHECKED_HASH
         compileall.compile_dir(folder / "src", quiet=2, invalidation_mode=hashed)
         (folder / "tmp").mkdir()
@@ -91,7 +91,7 @@ class Copy:
         }
 
     def judge(self, mutant: Mutant, limit_s: float = LIMIT_S) -> Result:
-        """Make a mutant, run its tests, and put things right again."""
+        """Make a mutant, run its tests, and restore the file."""
         began = time.monotonic()
         if (why := mutant.stale(self.root)) is not None:
             return Result(mutant, "stale", why, 0.0)
@@ -105,7 +105,7 @@ class Copy:
         return Result(mutant, verdict, tested.by, time.monotonic() - began)
 
     def run(self, tests: Sequence[str], limit_s: float, *options: str) -> Ending:
-        """Run tests in the copy, for so long and no longer."""
+        """Run tests in the copy, and kill them after a limit."""
         plugins = ("-p", "_hypothesis_pytestplugin", "-p", "pytest_timeout", "-p", "no:cacheprovider")
         command = [sys.executable, "-m", "pytest", "-q", "--tb=line", *plugins, "--hypothesis-seed=0"]
         command += [f"--timeout={TEST_S}", "--timeout-method=signal", *options, *tests]
@@ -138,7 +138,7 @@ class Copy:
         return Ending("broken", "no test ran to its end; it said:\n" + output[-1500:])
 
     def _end_all(self) -> None:
-        """Kill whatever runs in this copy: agents outlive those who started them."""
+        """Kill all processes that run in this copy, since agents outlive their parents."""
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 if process.environ().get(_MARK) == str(self.root):
@@ -148,7 +148,7 @@ class Copy:
 def judge_all(
     root: Path, chosen: Sequence[Mutant], *, jobs: int = 1, limit_s: float = LIMIT_S
 ) -> list[Result] | Ending:
-    """Return what came of each mutant, and tell it at once; or how their tests failed without any mutant."""
+    """Return the outcome of each mutant, and print it at once, or the failure of tests without a mutant."""
     copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
 
     def tested(tests: Sequence[str]) -> Ending:
@@ -185,7 +185,7 @@ def named(root: Path, chosen: Sequence[Mutant]) -> list[str]:
 
 
 def summary(results: Sequence[Result]) -> list[str]:
-    """Return how many were killed in each room, and who was not."""
+    """Return the number of killed mutants in each room, and the other mutants."""
     lines = []
     for room in dict.fromkeys(result.mutant.room for result in results):
         killed = [result.verdict == "killed" for result in results if result.mutant.room == room]
@@ -201,10 +201,10 @@ def summary(results: Sequence[Result]) -> list[str]:
 
 
 def main(arguments: Sequence[str], *, root: Path = ROOT, catalog: Path = CATALOG) -> int:
-    """Run, tell, and return 0 when every mutant was killed but those that are known to survive."""
+    """Run and print the outcomes, and return 0 if all mutants but the known survivors were killed."""
     parser = argparse.ArgumentParser(prog="scripts/mutate", description=__doc__)
     parser.add_argument("pattern", nargs="*", help="part of a room, a file or a name; without, all mutants")
-    parser.add_argument("--list", action="store_true", help="only tell which there are")
+    parser.add_argument("--list", action="store_true", help="only list them")
     parser.add_argument("--jobs", type=int, default=2, help="how many at once (default: 2)")
     options = parser.parse_args(arguments)
     chosen = mutants(catalog, options.pattern)
@@ -215,13 +215,13 @@ def main(arguments: Sequence[str], *, root: Path = ROOT, catalog: Path = CATALOG
     began = time.monotonic()
     results = judge_all(root, chosen, jobs=options.jobs)
     if isinstance(results, Ending):
-        print(f"tests fail without any mutant, so nothing can be told: {results.by}")
+        print(f"tests fail without any mutant, so no mutant can be judged: {results.by}")
         return 2
     print("", *summary(results), f"took {time.monotonic() - began:.0f} s", sep="\n")
     return int(any(result.bad for result in results))
 
 
 if __name__ == "__main__":
-    # Whoever ends it by a signal waits for the mutants under way, and finds nothing left behind.
+    # A signal ends it only after the running mutants, so that it leaves nothing behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""The runner itself, on a tree of one module: whom it calls killed, and that it leaves nothing behind."""
+"""The runner itself, on a tree of one module: the outcomes of mutants, and that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_mutant_that_cannot_even_be_imported_tells_nothing(root: Path) -> None
 
 def sleeps(process: psutil.Process) -> bool:
     """Return whether the test that hangs has started this."""
-    with suppress(psutil.Error):  # it is gone, and perhaps nobody has asked yet how it ended
+    with suppress(psutil.Error):  # it has ended, and may be a zombie
         return process.cmdline()[-1:] == ["import time; time.sleep(600)"]
     return False
 

@@ -1,7 +1,7 @@
-"""A NameNode of two is killed while reknit saves and loads: whole, or failed in time, and the next try works.
+"""A NameNode of two is killed during saves and loads: all is whole, or fails in time, and a retry works.
 
-Starts two NameNodes that share their edits, and a DataNode, of what ``scripts/servers up hdfs`` brings, and
-goes through the name that both have in common.
+Starts two NameNodes that share their edits, and a DataNode, from the files of ``scripts/servers up hdfs``.
+Clients use the common name of both NameNodes.
 
 Run: python -m tests.nightly.hdfs_ha [--kills 3]
 """
@@ -39,16 +39,16 @@ TIMEOUT_S = 4
 LIMIT_S = 60.0
 """The longest time of a save or a load in which a NameNode is killed."""
 NOBODY_S = 3 * TIMEOUT_S
-"""What it may take to be told that no NameNode is active: the request, and to give up what was begun."""
+"""The longest time of an error without an active NameNode: for the request, and to abort the file."""
 HANGS_S = 300.0
 PLAIN = f"?part_mib=1&block_mib=1&timeout_s={TIMEOUT_S}&tries=8&retry_s=0"
-"""What fails is not asked for again, but by the upload of a sub-file."""
+"""Options without retries, except by the upload of a sub-file."""
 PATIENT = PLAIN.replace("retry_s=0", "retry_s=40")
 OPTIONS = reknit.SaveOptions(threads=2)
 
 
 def state_of(version: int) -> dict[str, Any]:
-    """Return a state, all of which shows its version."""
+    """Return a state in which every value is the version."""
     w = np.random.default_rng(version).integers(0, 256, NBYTES, np.uint8)
     return {"model": {"w": w}, "extra": {"version": version}}
 
@@ -61,7 +61,7 @@ def save(name: str, version: int, query: str = PLAIN) -> None:
 
 
 def version_at(name: str, query: str = PLAIN) -> int:
-    """Load, and return which version it is, all of it."""
+    """Load, and return the version, which must be the same in all values."""
     target = state_of(99)
     report = reknit.load(f"hdfs://pair/{name}{query}", target)
     version = report.step
@@ -74,14 +74,14 @@ def version_at(name: str, query: str = PLAIN) -> int:
 
 @contextmanager
 def during(delay_s: float, action: Callable[[], object]) -> Iterator[None]:
-    """Do something while the block runs, and wait for both; its error is raised here."""
+    """Do something while the block runs, wait for both, and raise its error."""
     failed: list[BaseException] = []
 
     def work() -> None:
         time.sleep(delay_s)
         try:
             action()
-        except BaseException as error:  # it is raised below
+        except BaseException as error:  # raised below
             failed.append(error)
 
     thread = threading.Thread(target=work)
@@ -95,7 +95,7 @@ def during(delay_s: float, action: Callable[[], object]) -> Iterator[None]:
 
 
 def outcome(work: Callable[[], object], limit_s: float) -> tuple[ReknitError | None, float]:
-    """Return the typed error of some work, or None, and how long it took, which is not too long."""
+    """Return the typed error of some work, or None, and its seconds, which must not exceed a limit."""
     begin, error = time.monotonic(), None
     try:
         work()
@@ -112,7 +112,7 @@ def reported(error: ReknitError | None, seconds: float) -> str:
 
 
 def a_save_and_a_load(pair: Pair, kills: int) -> Iterator[str]:
-    """Both NameNodes are asked in turns, also for what the client cannot ask."""
+    """Save and load with either NameNode first, also by the requests that the client does not support."""
     for version in range(2):
         begin = time.monotonic()
         save("first", version)
@@ -125,7 +125,7 @@ def a_save_and_a_load(pair: Pair, kills: int) -> Iterator[str]:
 
 
 def a_save_while_the_active_one_is_killed(pair: Pair, kills: int, query: str = PLAIN) -> Iterator[str]:
-    """Afterwards the old or the new checkpoint is there, and the next save works."""
+    """Check that the old or the new checkpoint is there afterwards, and that the next save works."""
     for k in range(kills):
         name = f"save-{k}-{query[-2:]}"
         save(name, 0)
@@ -145,12 +145,12 @@ def a_save_while_the_active_one_is_killed(pair: Pair, kills: int, query: str = P
 
 
 def a_patient_save_while_the_active_one_is_killed(pair: Pair, kills: int) -> Iterator[str]:
-    """Who asks again where nobody answers does not notice."""
+    """Check that a save with retries succeeds."""
     yield from a_save_while_the_active_one_is_killed(pair, kills, PATIENT)
 
 
 def a_load_while_the_active_one_is_killed(pair: Pair, kills: int) -> Iterator[str]:
-    """It is right, or fails; the next one is right."""
+    """Check that a load is right or fails, and that the next one is right."""
     save("load", 7)
     for k in range(kills):
         for query in (PLAIN, PATIENT):
@@ -165,7 +165,7 @@ def a_load_while_the_active_one_is_killed(pair: Pair, kills: int) -> Iterator[st
 
 
 def nobody_is_active(pair: Pair, kills: int) -> Iterator[str]:
-    """Everything fails, typed and in time, and works again as soon as somebody is active."""
+    """Check that everything fails with typed errors and in time, and works again with an active NameNode."""
     save("nobody", 3)
     for dead in ("active", "both"):
         assert pair.active is not None
@@ -190,9 +190,9 @@ def nobody_is_active(pair: Pair, kills: int) -> Iterator[str]:
 
 
 def the_active_one_goes_silent(pair: Pair, kills: int) -> Iterator[str]:
-    """Its host lost power, so to speak: nothing comes back, and the other takes over.
+    """Check that the other NameNode takes over when the active one stops answering, as without power.
 
-    The first request of each store may wait for the silent one; that is found out once, and not for each.
+    Only the first request of each store may wait for the silent one.
     """
     for silent in ("nn1", "nn2"):
         assert pair.active == silent
@@ -207,7 +207,7 @@ def the_active_one_goes_silent(pair: Pair, kills: int) -> Iterator[str]:
             error, seconds = outcome(work, LIMIT_S)
             assert error is None, error
             yield f"{silent} silent: {name} {reported(error, seconds)}"
-        pair.kill(silent)  # it would go on as if it were the active one: others see to that, by fencing
+        pair.kill(silent)  # it would go on as the active one, which fencing prevents elsewhere
         pair.restore()
         assert version_at("silent") == 6
 

@@ -1,6 +1,7 @@
-"""An HDFS that lets nobody in without Kerberos: saves, loads, how sub-files are joined, and who is refused.
+"""An HDFS that requires Kerberos: saves, loads, ways to join sub-files, and refusals.
 
-Starts a realm, a NameNode and a DataNode, of what ``scripts/servers up hdfs`` brings; DataNodes ask for SASL.
+Starts a realm, a NameNode and a DataNode, from the files of ``scripts/servers up hdfs``; the DataNode
+requires SASL.
 
 Needs: scripts/servers up hdfs.  Run: python -m tests.nightly.hdfs_kerberos
 """
@@ -60,7 +61,7 @@ class Secured:
         admin.set_permission("/open", 0o777)
 
     def url(self, name: str, **options: Any) -> str:
-        """Return a URL by which Alice asks, unless `options` say otherwise."""
+        """Return a URL with Alice as the user, unless `options` name another."""
         reported = {
             "principal": f"alice@{REALM}",
             "keytab": self.alice,
@@ -82,7 +83,7 @@ class Secured:
             [*command, path.as_uri()], env=environment, check=True, timeout=60, capture_output=True
         )
         data = path.read_bytes()
-        # A mark and a version, how many there are, the length of a name, the name; last, no secrets.
+        # A mark and a version, the number of tokens, the length of a name, the name; at the end, no secrets.
         assert data[:6] == b"HDTS\x00\x01", data[:6]
         assert data[6] < 0x80
         assert data[-1] == 0
@@ -122,7 +123,7 @@ def round_trip(secured: Secured, url: str) -> None:
 
 
 def attempts(url: str) -> int:
-    """Write a file of several parts, and return how many files were begun for it."""
+    """Write a file of several parts, and return the number of files that were begun for it."""
     storage: HdfsStorage = open_hdfs(url)
     writer = storage.create("parts", NBYTES)
     writer.write(0, memoryview(pattern(NBYTES)))
@@ -132,7 +133,7 @@ def attempts(url: str) -> int:
 
 
 def with_a_keytab(secured: Secured) -> None:
-    """Nobody can be asked to join sub-files, so there is one stream."""
+    """Check that a file is written in one stream, since no server can join sub-files."""
     round_trip(secured, secured.url("keytab"))
     assert attempts(secured.url("keytab-parts")) == 1
     owner = Client(secured.root, kerberos_principal=f"alice@{REALM}", kerberos_keytab=secured.alice)
@@ -140,7 +141,7 @@ def with_a_keytab(secured: Secured) -> None:
 
 
 def with_a_ticket(secured: Secured) -> None:
-    """A ticket that kinit got is found by itself."""
+    """Check that a ticket of kinit is found without options."""
     old = os.environ["KRB5CCNAME"]
     os.environ["KRB5CCNAME"] = secured.cache
     try:
@@ -150,14 +151,14 @@ def with_a_ticket(secured: Secured) -> None:
 
 
 def with_a_delegation_token(secured: Secured) -> None:
-    """The web server joins sub-files for users with a token."""
+    """Check that the web server joins sub-files for a user with a token."""
     address = f"http://{secured.cluster.server['http']}?delegation={secured.token()}"
     round_trip(secured, secured.url("token", webhdfs=address))
     assert attempts(secured.url("token-parts", webhdfs=address)) == -(-NBYTES // MIB)
 
 
 def refused(secured: Secured) -> None:
-    """A user without a name gets an error in time, and leaves nothing."""
+    """Check that a user without credentials gets an error in time, and leaves no files."""
     web = f"http://{secured.cluster.server['http']}"
     nobody: dict[str, dict[str, str | None]] = {
         "no ticket": {"principal": None, "keytab": None},

@@ -1,4 +1,4 @@
-"""An HDFS with two NameNodes, one of which is the active one: it may be killed, and the other take over."""
+"""An HDFS with two NameNodes: the active one may be killed, and the other takes over."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ class Pair(Cluster):
 
     @property
     def standby(self) -> str:
-        """The NameNode that is to take over."""
+        """Return the NameNode that takes over."""
         return "nn2" if self.active == "nn1" else "nn1"
 
     def kill(self, *nodes: str) -> None:
-        """Kill processes, without a word to them."""
+        """Kill processes by SIGKILL."""
         for node in nodes:
             self.send(node, signal.SIGKILL)
             self._running[node].wait()
 
     def fail_over(self) -> None:
-        """Kill the active NameNode, and let the other take over: as soon as that is said, which takes 2 s."""
+        """Kill the active NameNode, and let the other take over, by a command that takes 2 s."""
         assert self.active is not None
         other = self.standby
         self.kill(self.active)
         self.promote(other)
 
     def restore(self) -> None:
-        """Start the killed processes again, and wait until all is as at first."""
+        """Start the killed processes again, and wait until all serve as at first."""
         for node in ("nn1", "nn2"):
             if self._running[node].poll() is not None:
                 self.launch(node)
@@ -67,21 +67,19 @@ class Pair(Cluster):
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         self.active = node
-        self._until(lambda: self._tells(node, "NameNodeStatus")["State"] == "active", node)
-        self._until(lambda: self._tells(node, "FSNamesystemState")["NumLiveDataNodes"] == 1, node)
-        self._until(lambda: self._tells(node, "FSNamesystemState")["FSState"] == "Operational", node)
+        self._until(lambda: self._bean(node, "NameNodeStatus")["State"] == "active", node)
+        self._until(lambda: self._bean(node, "FSNamesystemState")["NumLiveDataNodes"] == 1, node)
+        self._until(lambda: self._bean(node, "FSNamesystemState")["FSState"] == "Operational", node)
 
     def wait_for(self, *nodes: str) -> None:
         """Wait until NameNodes answer, and have left their safe mode."""
         for node in nodes:
+            self._until(lambda node=node: self._bean(node, "NameNodeStatus")["State"] != "initializing", node)
             self._until(
-                lambda node=node: self._tells(node, "NameNodeStatus")["State"] != "initializing", node
-            )
-            self._until(
-                lambda node=node: self._tells(node, "FSNamesystemState")["FSState"] == "Operational", node
+                lambda node=node: self._bean(node, "FSNamesystemState")["FSState"] == "Operational", node
             )
 
-    def _tells(self, node: str, bean: str) -> dict[str, Any]:
+    def _bean(self, node: str, bean: str) -> dict[str, Any]:
         found: dict[str, Any] = self._parts.jmx({"http": self.server["web"][node]}, bean)
         return found
 

@@ -30,7 +30,7 @@ _UP_S = 20.0
 
 
 class Kerberos:
-    """A realm; `new_key` makes who is known there."""
+    """A realm; `new_key` adds its principals."""
 
     def __init__(self, folder: Path, port: int) -> None:
         _install()
@@ -63,14 +63,14 @@ class Kerberos:
         )
 
     def new_key(self, principal: str) -> str:
-        """Make somebody known, and return the path of the keytab."""
+        """Add a principal, and return the path of its keytab."""
         path = self._folder / f"{principal.replace('/', '-')}.keytab"
         self._call("sbin/kadmin.local", "-q", f"addprinc -randkey {principal}")
         self._call("sbin/kadmin.local", "-q", f"ktadd -norandkey -k {path} {principal}")
         return str(path)
 
     def ticket(self, principal: str, keytab: str) -> str:
-        """Get a ticket, and return the path of its cache; waits until there is one to be had."""
+        """Wait for a ticket, and return the path of its cache."""
         cache, end = self._folder / f"{principal.replace('/', '-')}.cache", time.monotonic() + _UP_S
         while True:
             try:

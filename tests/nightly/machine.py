@@ -37,7 +37,7 @@ class Job:
         self._file("new").rename(self._file("job"))
 
     def said(self) -> str:
-        """Return its output by now."""
+        """Return its output so far."""
         try:
             return self._file("said").read_text(errors="replace")
         except FileNotFoundError:
@@ -47,7 +47,7 @@ class Job:
         """Wait for its end.  Raises `TimeoutError` when the machine does not report it."""
         while not self._file("code").exists():
             if time.monotonic() > self._end:
-                raise TimeoutError(f"the machine does not tell of an end; printed so far:\n{self.said()}")
+                raise TimeoutError(f"the machine reports no end; printed so far:\n{self.said()}")
             time.sleep(_POLL_S)
         done = Done(int(self._file("code").read_text()), self.said())
         for path in self._base.parent.glob(f"{self._base.name}.*"):
@@ -93,14 +93,14 @@ class Machine:
         return " ".join(map(shlex.quote, words))
 
     def cut(self) -> None:
-        """Take its power away: what its kernel had not written to the disk is gone."""
+        """Cut its power, which loses all bytes that its kernel had not written to the disk."""
         (pid, _), *_ = self._known()["pids"]
         os.killpg(pid, signal.SIGKILL)
         while Path(f"/proc/{pid}").exists() and "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text():
             time.sleep(_POLL_S)
 
     def boot(self) -> None:
-        """Start it after a cut, with the disk as that left it."""
+        """Start it after a cut, with its disk as it was at the cut."""
         Path(self._known()["home"], "keep").touch()
         self._servers("up")
 

@@ -1,7 +1,7 @@
 """NFS 3 and 4.2 with Linux's own server and clients: ``python -m tests.nightly.nfs``.
 
-Runs in the machine of scripts/servers.d/nfs.py: the suite that all stores pass, what has to hold between two
-hosts, full disks, servers that go away and come back, and ``reknit certify-storage``.
+Runs in the machine of scripts/servers.d/nfs.py: the suite that all stores pass, promises between two hosts,
+full disks, servers that stop and start again, and ``reknit certify-storage``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.nightly.machine import Machine
 
-# One after the other: the first lets the server go away at times.
+# One after the other, since the first stops the server at times.
 ORDERS = {
     "on_nfs.py": "{bin}/python -m pytest -q -p no:cacheprovider tests/nightly/on_nfs.py",
     "certify-storage, NFS 3": '{bin}/reknit certify-storage "$VIEWS/a-v3"',

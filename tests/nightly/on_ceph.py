@@ -1,7 +1,7 @@
-"""What stores on S3 have to do, on the gateway of Ceph: ``scripts/servers up ceph``.
+"""The suite of stores on S3, on the gateway of Ceph: ``scripts/servers up ceph``.
 
-It answers 412 to a write over what is still there (If-Match), so that nothing can be committed to it with
-conditions alone: reknit refuses it, or locks, as the option says.
+The gateway answers 412 to a write with If-Match over a matching object, so that conditions alone cannot
+commit.  By option, reknit refuses the gateway, or uses a lock.
 """
 
 from __future__ import annotations

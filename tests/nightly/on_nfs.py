@@ -107,7 +107,7 @@ class OnNfs(StorageSuite):
 
 
 class TestNfs3(OnNfs):
-    """On one host: changes that two hosts make to a folder at the same time, NFS 3 cannot tell apart."""
+    """Uses one host, since NFS 3 cannot distinguish changes by two hosts to a folder at the same time."""
 
     version = "v3"
     other = "a"
@@ -120,7 +120,7 @@ class TestNfs4(OnNfs):
 
 @pytest.mark.parametrize("times", range(3))
 def test_what_one_host_saves_another_loads_at_once(hosts: Hosts, times: int) -> None:
-    """Also where it has looked in vain before: for the checkpoint, and for the folder."""
+    """The other host has looked in vain before, for the checkpoint and for the folder."""
     for value in range(1, 4):
         path = f"run/step-{value}"
         with pytest.raises(CheckpointNotFoundError):
@@ -132,7 +132,7 @@ def test_what_one_host_saves_another_loads_at_once(hosts: Hosts, times: int) -> 
 
 
 def test_a_name_that_was_looked_for_in_vain_is_found_as_soon_as_it_is_there(hosts: Hosts) -> None:
-    """By each way to look, first in a folder that is not there, then in one that is."""
+    """Every operation looks, first in a missing folder, then in an existing one."""
     ours, others = LocalStorage(hosts.b), LocalStorage(hosts.a)
     looks: dict[str, Callable[[str], object]] = {
         "get": lambda path: ours.get(path, limit=10),
@@ -143,7 +143,7 @@ def test_a_name_that_was_looked_for_in_vain_is_found_as_soon_as_it_is_there(host
         for path in (f"{name}/deep/x", f"{name}/deep/y"):
             with pytest.raises(StorageNotFoundError):
                 look(path)
-            time.sleep(0.1)  # more than one tick of the clock of the server's disk
+            time.sleep(0.1)  # longer than one tick of the file times on the server
             others.put(path, b"abc", if_absent=True)
             look(path)
 
@@ -159,7 +159,7 @@ def test_a_file_that_another_host_replaces_is_read_anew(hosts: Hosts) -> None:
 
 
 def test_a_reader_sees_the_old_or_the_new_while_another_host_overwrites(hosts: Hosts) -> None:
-    """Never a mixture, nor the older after the newer."""
+    """The reader never sees a mixture, nor the old content after the new one."""
     reknit.save(hosts.a / "c", state(1))
     seen: list[int] = []
     failed: list[BaseException] = []
@@ -259,7 +259,7 @@ def test_files_that_are_deleted_while_they_are_read_are_not_seen(hosts: Hosts) -
 
 
 def test_a_checkpoint_that_is_being_loaded_from_can_be_replaced_and_saved_again(hosts: Hosts) -> None:
-    """Its files stay as .nfsXXXX in its folder, and nobody takes them for anything."""
+    """Its files stay as .nfsXXXX in its folder, and are ignored."""
     storage = LocalStorage(hosts.a / "c")
     reknit.save(hosts.a / "c", state(1))
     for path, nbytes in listed(storage).items():
@@ -316,7 +316,7 @@ def fill(writer: Writer, mib: int) -> None:
 
 
 def test_a_file_whose_end_did_not_fit_is_not_finished(small: Path) -> None:
-    """Through the page cache, where only the sync or the close tells."""
+    """Writes go through the page cache, where only the sync or the close returns the error."""
     monkeyed = LocalStorage(small, durability="process")
     writer = monkeyed.create("x", 30 * MIB)
     room = os.statvfs(small)
@@ -344,7 +344,7 @@ def server_away() -> Iterator[None]:
         yield
     finally:
         serve(4)
-        # Nobody else has been here meanwhile: whoever had files open takes them up at once.
+        # No other client was active meanwhile, so clients recover their open files at once.
         Path("/proc/fs/nfsd/v4_end_grace").write_text("Y")
 
 
@@ -446,7 +446,7 @@ def run_ranks(hosts: Hosts, size: int, what: str, wait: str = "wait") -> None:
 
 
 def test_ranks_on_two_hosts_meet_in_a_folder(hosts: Hosts) -> None:
-    """What one looks for before another has put it there is found long before the caches of NFS end."""
+    """A rank finds a file of another rank long before the caches of NFS expire."""
     ours, others = FolderStore(hosts.b / "meet"), FolderStore(hosts.a / "meet")
     for k in range(20):
         with pytest.raises(DeadlineError):

@@ -1,8 +1,9 @@
 """Power that goes off while a checkpoint is saved: ``python -m tests.nightly.power_cut --cuts 20``.
 
-A machine of user-mode Linux saves without pause to a disk of its own, or to NFS whose server it is too, and
-is killed at a random moment: what its kernel had not written to the disk is gone.  It is started again with
-that disk.  Each checkpoint must then load bit-equal or not exist, and exist where its save had returned.
+A machine of user-mode Linux saves without pause to a disk of its own, or to an NFS that it serves itself.  It
+is killed at a random moment, which loses all bytes that its kernel had not written to the disk.  It is
+started again with that disk.  Each checkpoint must then load bit-equal or not exist, and exist if its save
+had returned.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ STEPS = 60
 REPLACED = "replaced"
 """The folder of the checkpoint that every other save replaces; the others go to folders of their own."""
 _LATEST_S = 3.0
-_TOLD = Path("/run/spool/told")
+_RECORD = Path("/run/spool/told")
 
 
 def state(number: int) -> dict[str, Any]:
-    """Return what save number `number` saves."""
+    """Return the state of save number `number`."""
     rng = np.random.default_rng(number)
     return {
         "model": {f"w{k}": rng.standard_normal(200_000) for k in range(3)},
@@ -43,27 +44,27 @@ def state(number: int) -> dict[str, Any]:
 
 
 def place(number: int) -> str:
-    """Return the name of the folder where save number `number` goes."""
+    """Return the name of the folder of save number `number`."""
     return REPLACED if number % 2 else f"step-{number}"
 
 
 def save(root: Path, durability: Any) -> None:
     """Save one after another, and record the beginning and the return of each."""
     options = reknit.SaveOptions(durability=durability)
-    with open(_TOLD, "w", encoding="utf-8") as told:
+    with open(_RECORD, "w", encoding="utf-8") as record:
         for number in range(STEPS):
             for word in ("begun", "saved"):
                 if word == "saved":
                     reknit.save(
                         root / place(number), state(number), options=options, overwrite=bool(number % 2)
                     )
-                told.write(f"{word} {number}\n")
-                told.flush()
-                os.fsync(told.fileno())  # it must be outside before the power is gone
+                record.write(f"{word} {number}\n")
+                record.flush()
+                os.fsync(record.fileno())  # it must be outside before the power is gone
 
 
 def found(path: Path) -> int | None:
-    """Return the number of the save that a checkpoint is of, if there is one.  Raises what is wrong."""
+    """Return the number of the save of a checkpoint, None without one.  Raises an error if it is damaged."""
     target = state(0)
     try:
         reknit.load(path, target)
@@ -79,7 +80,7 @@ def found(path: Path) -> int | None:
 
 
 def check(root: Path, begun: int, saved: int) -> None:
-    """Check what is there after save number `begun` was begun, and number `saved` had returned."""
+    """Check all checkpoints after save number `begun` was begun, and number `saved` had returned."""
     steps = [number for number in range(0, STEPS, 2) if found(root / place(number)) is not None]
     replaced = found(root / REPLACED)
     print(f"save {begun} was begun, {saved} had returned; found {steps} and, replaced, {replaced}")
@@ -90,7 +91,7 @@ def check(root: Path, begun: int, saved: int) -> None:
         lost.append(last)
     if wrong or lost:
         sys.exit(f"FAILED: lost {lost}, wrong {wrong}")
-    # The next save to a place where one was cut short clears away its files.
+    # The next save to the place of an interrupted one deletes its files.
     for number in range(begun + 1):
         if found(root / place(number)) is None:
             reknit.save(root / place(number), state(number))
@@ -100,18 +101,18 @@ def check(root: Path, begun: int, saved: int) -> None:
 
 def cut_once(machine: Machine, name: str, kind: str, rng: random.Random, durability: str) -> str:
     """Save, cut, and check; return the outcome of the save that was cut short."""
-    told = Path(machine.spool, "told")
-    told.unlink(missing_ok=True)
+    record = Path(machine.spool, "told")
+    record.unlink(missing_ok=True)
     root, module = f'"{PLACES[kind]}/{name}"', "tests.nightly.power_cut"
     machine.start(f"{machine.python(module, '--durability', durability, '--save')} {root}")
     end = time.monotonic() + 60
-    while not (told.exists() and "saved 0" in told.read_text()):
+    while not (record.exists() and "saved 0" in record.read_text()):
         if time.monotonic() > end:
             raise TimeoutError("the machine does not save")
         time.sleep(0.01)
     time.sleep(rng.random() * _LATEST_S)
     machine.cut()
-    last = dict(line.split() for line in told.read_text().splitlines())
+    last = dict(line.split() for line in record.read_text().splitlines())
     fsck = shutil.which("e2fsck", path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
     done = subprocess.run(
         [str(fsck), "-f", "-y", str(machine.disk)], capture_output=True, text=True, check=False
@@ -133,7 +134,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.nightly.power_cut", description=__doc__)
     parser.add_argument("--cuts", type=int, default=20)
     parser.add_argument("--seed", type=int, default=int(time.time()) // 86_400)
-    parser.add_argument("--durability", default="power", help="'process' shows what is lost without syncs")
+    parser.add_argument("--durability", default="power", help="'process' shows the losses without syncs")
     inside = parser.add_argument_group("inside of the machine")
     inside.add_argument("--save", type=Path)
     inside.add_argument("--check", type=Path)
@@ -148,7 +149,7 @@ def main() -> int:
         return 0
     rng, machine, outcomes = random.Random(arguments.seed), Machine(), Counter[str]()
     print(f"seed {arguments.seed}")
-    machine.down()  # the disk is to be empty
+    machine.down()  # to begin with an empty disk
     machine.up()
     try:
         for number in range(arguments.cuts):

@@ -1,7 +1,8 @@
-"""Did the tests of a folder cost more than they may?  How much that is stands in ``budgets.py``.
+"""Did the tests of a folder cost more than their budget in ``budgets.py``?
 
-Seconds depend on the machine, so a folder outgrows its budget by the processes of Python that began, whoever
-started them, and by the servers it used.  Each run prints what its folders took; one that took more fails it.
+Seconds depend on the machine, so a folder exceeds its budget by the number of Python processes that began,
+directly or indirectly, and by the servers it used.  Each run prints the costs of its folders, and fails if a
+folder exceeds its budget.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _STARTS = Path(__file__).parent / "starts"
 
 @dataclass
 class Cost:
-    """What the tests of one folder took."""
+    """The costs of the tests of one folder."""
 
     tests: int = 0
     seconds: float = 0.0
@@ -35,7 +36,7 @@ class Cost:
     servers: set[str] = field(default_factory=set)
 
     def beyond(self, budget: Budget) -> list[str]:
-        """Say what it took that its budget does not have."""
+        """Return descriptions of the costs that exceed a budget."""
         found = []
         if self.processes > budget.processes:
             found.append(f"{self.processes} processes instead of {budget.processes}")
@@ -45,7 +46,7 @@ class Cost:
 
 
 class Costs:
-    """What the tests of this process took, by folder."""
+    """The costs of the tests of this process, by folder."""
 
     def __init__(self) -> None:
         self.by_folder: defaultdict[str, Cost] = defaultdict(Cost)
@@ -62,15 +63,15 @@ class Costs:
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
 
     def num_processes(self) -> int:
-        """Return how many processes began so far."""
+        """Return the number of processes that began so far."""
         return os.path.getsize(self._started)
 
     def end(self) -> None:
-        """Count no more."""
+        """Stop counting."""
         os.unlink(self._started)
 
     def merge(self, others: dict[str, dict[str, Any]]) -> None:
-        """Add what another process's tests took."""
+        """Add the costs of another process's tests."""
         for folder, other in others.items():
             mine = self.by_folder[folder]
             mine.tests += other["tests"]
@@ -83,7 +84,7 @@ COSTS = Costs()
 
 
 def use_server(name: str) -> None:
-    """Note that the running test uses a server."""
+    """Record that the running test uses a server."""
     COSTS.by_folder[COSTS.running].servers.add(name)
 
 
@@ -94,13 +95,13 @@ def folder_of(nodeid: str) -> str:
 
 
 def pytest_configure() -> None:
-    """Begin to count."""
+    """Begin counting."""
     COSTS.count()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Note what a test took."""
+    """Record the costs of a test."""
     COSTS.running = folder_of(item.nodeid)
     processes, began = COSTS.num_processes(), time.monotonic()
     result = yield
@@ -113,13 +114,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Add what the tests of a lane took."""
+    """Add the costs of the tests of a lane."""
     COSTS.merge(getattr(node, "workeroutput", {}).get("costs", {}))
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Tell the process that waits for this one, or fail where a folder took too much."""
+    """Send the costs to the controlling process, or fail there if a folder exceeds its budget."""
     COSTS.end()
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["costs"] = {
@@ -131,7 +132,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print what the folders took, the dearest first."""
+    """Print the costs of the folders, the most expensive first."""
     reporter = terminalreporter
     reporter.section("tests by folder: seconds (aim), processes (budget)")
     for folder, cost in sorted(COSTS.by_folder.items(), key=lambda row: -row[1].seconds):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Budget(NamedTuple):
-    """What the tests of one folder may take."""
+    """The largest costs of the tests of one folder."""
 
     seconds: int = 0
     processes: int = 0

@@ -1,7 +1,7 @@
 """Where do tests that need a device run?  Here if there is a real one, else beside a simulated one.
 
 The simulated device changes torch for the rest of a process.  So all such tests of a file run in one fork of
-a process that has it (`tests.ranks`), and their reports are those of the tests here.
+a process that has it (`tests.ranks`), which sends their reports here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _TIMEOUT_S = 250.0
 _FIRST_TIMEOUT_S = 900
-"""Of a test, since the first one may have to build the device while other tests take the cores."""
+"""The timeout of a test, since the first one may build the device while other tests use the cores."""
 
 _REPORTS = pytest.StashKey[dict[str, list[pytest.TestReport]]]()
 
@@ -48,12 +48,12 @@ def _at_rest() -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have a place for reports from elsewhere."""
+    """Make a place for reports from elsewhere."""
     config.stash[_REPORTS] = {}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give tests that run elsewhere the time that the device may take to be built."""
+    """Give tests that run elsewhere enough time to build the device."""
     for item in items:
         if item.get_closest_marker("device") is not None:
             item.add_marker(pytest.mark.timeout(_FIRST_TIMEOUT_S))
@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """Report what a test elsewhere did, or let it run here."""
+    """Report the outcome of a test elsewhere, or let it run here."""
     warm = needed(item)
     if warm is None:
         return None
@@ -118,7 +118,7 @@ def _run(items: list[pytest.Item], warm: str) -> None:
             report = config.hook.pytest_report_from_serializable(config=config, data=value)
             known[report.nodeid].append(report)
     ended = {name for name in names if any(one.when == "teardown" for one in known.get(name, []))}
-    # A crash ends one test, and the others run in another process.  Whatever else happens ends all.
+    # A crash ends one test, and the others run in another process.  Any other failure ends all.
     crashed = isinstance(answer, Died)
     how = f"ended with code {answer.code}" if crashed else f"returned {answer}"
     for item in items:
@@ -139,7 +139,7 @@ def _unpickled(data: bytes) -> Iterator[tuple[str, Any]]:
 
 
 class Recorder:
-    """Writes at once which test begins, and each report."""
+    """Writes the name of each test when it begins, and each report at once."""
 
     def __init__(self, folder: str) -> None:
         self._file = open(os.path.join(folder, "reports"), "wb", buffering=0)  # noqa: SIM115
@@ -150,7 +150,7 @@ class Recorder:
         self._file.write(len(data).to_bytes(8, "little") + data)
 
     def pytest_configure(self, config: pytest.Config) -> None:
-        """Keep what turns reports into data."""
+        """Keep the configuration, which turns reports into data."""
         self._config = config
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
@@ -169,7 +169,7 @@ def in_fork(names: list[str], plugins: list[str], folder: str, root: str) -> int
     output = os.open(os.path.join(folder, "output"), os.O_WRONLY | os.O_CREAT)
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
-    # The module of `tests.warm` has imported what pytest would rewrite.
+    # The module of `tests.warm` has already imported modules that pytest would rewrite.
     options = [
         "-o",
         "faulthandler_timeout=0",

@@ -1,4 +1,4 @@
-"""How many of the cases that there are does this run have time for?"""
+"""How many of all cases does this run have time for?"""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _FEW = 20
 
 
 def examples(number: int) -> int:
-    """Return how many examples this run has time for, of as many as `number` would be good to have.
+    """Return the number of examples for this run, where `number` is the desirable one.
 
-    The profile says it (``--hypothesis-profile=quick``, ``ci`` or ``nightly``).
+    It depends on the profile (``--hypothesis-profile=quick``, ``ci`` or ``nightly``).
     """
     return max(1, number * settings().max_examples // USUAL)
 
@@ -30,14 +30,14 @@ def is_night() -> bool:
 
 
 def some(cases: Iterable[T]) -> list[T]:
-    """Return all of the cases, or every third where this run has little time."""
+    """Return all of the cases, or every third if this run has little time."""
     return list(cases)[:: 3 if settings().max_examples < _FEW else 1]
 
 
 def partners(one: str, every: list[str]) -> list[str]:
-    """Return what to try one with: itself and three others, so that each is tried with three; at night all.
+    """Return the partners of one case: itself and three others, or all at night.
 
-    What a pair does is what its halves do; that any two halves fit is tried elsewhere, with random layouts.
+    A few pairs suffice, since saves and loads are independent, and random layouts test their combination.
     """
     if is_night():
         return every

@@ -1,6 +1,6 @@
-"""Which tests run side by side?  Whole files, in the processes of ``-n``; some tests with nothing beside.
+"""Which tests run side by side?  Whole files, in the processes of ``-n``, while some tests run alone.
 
-A test marked ``alone`` measures, or looks at, what all processes of the host share.
+A test marked ``alone`` measures, or examines, resources that all processes of the host share.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the folders that take longest, so that no process is left with one of them at the end."""
+    """Begin with the slowest folders, so that no process is left with one of them at the end."""
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: -BUDGETS.get(folder_of(item.nodeid), Budget()).seconds)
 
@@ -58,7 +58,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Tell a process where the locks of this run are."""
+    """Send the path of the locks of this run to a process."""
     if _LOCKS not in node.config.stash:
         node.config.stash[_LOCKS] = tempfile.mkdtemp(prefix="reknit-lanes-")
     node.workerinput["locks"] = node.config.stash[_LOCKS]
@@ -72,13 +72,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @contextmanager
 def _room(locks: Path, *, alone: bool) -> Iterator[None]:
-    """Share the host with other tests, or have it alone; who waits for it alone is not overtaken."""
+    """Share the host with other tests, or have it alone; a test that waits to be alone is not overtaken."""
     with _opened(locks / "door") as door, _opened(locks / "room") as room:
         fcntl.flock(door, fcntl.LOCK_EX)
         fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         fcntl.flock(door, fcntl.LOCK_UN)
         yield
-        fcntl.flock(room, fcntl.LOCK_UN)  # closing would not do where a process was forked meanwhile
+        fcntl.flock(room, fcntl.LOCK_UN)  # closing is not enough if a process was forked meanwhile
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Tests that need a device have their own outcomes, whatever happens in the process where they run."""
+"""Tests that need a device keep their own outcomes, even if the process where they run fails."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_after(opened):
 
 
 def outcomes(folder: Path, *arguments: str, **variables: str) -> dict[str, str]:
-    """Run the tests above, and return what became of each."""
+    """Run the tests above, and return the outcome of each."""
     (folder / "conftest.py").write_text(CONFTEST)
     for name in ("first", "second"):
         (folder / f"test_{name}.py").write_text(NEED_A_DEVICE)

@@ -116,7 +116,7 @@ def test_by_day_each_case_has_four_partners_and_is_the_partner_of_four() -> None
 
 
 def test_no_process_of_tests_imports_jax() -> None:
-    """Its threads would be in each process that a later test forks: what needs it runs in its own job."""
+    """Its threads would be in all processes that later tests fork, so JAX is tested in jobs of its own."""
     tests = Path(__file__).parents[1]
     found = []
     for path in sorted([*tests.rglob("test_*.py"), *tests.rglob("conftest.py")]):

@@ -1,4 +1,4 @@
-"""Which tests are skipped for want of a device?  None: what needs one runs on the simulated one."""
+"""Which tests are skipped for want of a device?  None: such tests run on the simulated one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DEVICES = re.compile(r"gpu|cuda|accelerator|device|nvidia|rocm|\bxpu|\bnpu|\bhp
 
 
 def skips(source: str) -> Iterator[tuple[str, str]]:
-    """Yield each place that may skip a test, and what is said there: the call, with the condition if any."""
+    """Yield each place that may skip a test, and its text: the call, with the condition if there is one."""
     for node in ast.parse(source).body:
         name = getattr(node, "name", "the module")
         for inside in ast.walk(node):

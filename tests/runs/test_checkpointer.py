@@ -178,6 +178,16 @@ def test_a_run_that_did_not_resume_replaces_nothing(tmp_path: Path) -> None:
         assert held["model"]["w"][0] == 1.0
 
 
+def test_a_run_that_did_not_resume_replaces_no_step_that_comes_after_its_first(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, wait=True) as run:
+        run.save(1, state(1.0))
+        reknit.save(tmp_path / "step_00000002", state(3.0), step=2)
+        with pytest.raises(CheckpointExistsError):
+            run.save(2, state(2.0))
+    with reknit.open(tmp_path / "step_00000002") as checkpoint:
+        assert checkpoint.read("model", "w")[0] == 3.0
+
+
 def test_steps_that_others_named_are_taken_too(tmp_path: Path) -> None:
     reknit.save(tmp_path / "my-100", state(1.0), step=100)
     with Checkpointer(tmp_path, keep=latest(1), wait=True) as run:

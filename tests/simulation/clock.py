@@ -16,7 +16,7 @@ TRACE_LINES = 50
 """Number of the last events that a violation shows."""
 
 MAX_AT_ONCE = 1_000_000
-"""More events than ever happen at one moment: who waits for a moment that is over waits for ever."""
+"""More events than happen at one moment, unless code waits for ever for a moment that is over."""
 
 EPOCH_S = 1_700_000_000.0
 """The date on which every simulation begins, in seconds since the epoch."""
@@ -46,12 +46,12 @@ class Schedule:
         return EPOCH_S + self.moment
 
     def at(self, moment: float, action: Callable[[], object]) -> None:
-        """Let something happen at a moment, now at the earliest; never, where that is infinite."""
+        """Schedule an action for a moment, now at the earliest; never, if it is infinite."""
         if moment < inf:
             heapq.heappush(self._heap, (max(moment, self.moment), next(self._order), action))
 
     def after(self, seconds: float, action: Callable[[], object]) -> None:
-        """Let something happen so much later."""
+        """Schedule an action for so many seconds later."""
         self.at(self.moment + seconds, action)
 
     def note(self, who: str, what: str) -> None:
@@ -64,7 +64,7 @@ class Schedule:
         return "\n".join(f"  {moment:12.6f} s  {who:<8} {what}" for moment, who, what in self._trace)
 
     def run(self, *, until_s: float) -> None:
-        """Let everything happen until there is nothing more; raises `Violation` when that lasts too long."""
+        """Run all actions until none is left.  Raises `Violation` if that lasts too long."""
         here = 0
         while self._heap:
             moment, _, action = heapq.heappop(self._heap)

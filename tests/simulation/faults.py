@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Crash:
     """A rank of the `run`-th incarnation dies at its `step`-th step.
 
-    Its neighbours see their connections to it break soon after; not where the death is `silent`, as when the
+    Its neighbours see their connections to it break soon after, unless the death is `silent`, as when the
     whole machine loses its power.
     """
 
@@ -31,7 +31,7 @@ class Crash:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """A rank does nothing for so many seconds, from a step on, and then goes on as if nothing had been."""
+    """A rank does nothing for so many seconds, from a step on, and then goes on."""
 
     rank: int
     step: int
@@ -58,7 +58,7 @@ class Interrupt:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """At a step of a rank, the connection to the rank above it carries nothing any more.
+    """From a step of a rank on, the connection to the rank above it carries nothing.
 
     Both ends notice it after `noticed_s` seconds, or never.
     """
@@ -91,7 +91,7 @@ class DiskFault:
 class Partition:
     """From a moment on these ranks and the others receive nothing from each other for so many seconds.
 
-    Their messages come through afterwards where it is `kept`.
+    Their messages arrive afterwards if they are `kept`.
     """
 
     ranks: tuple[int, ...]
@@ -109,11 +109,11 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class Weather:
-    """The network: how long messages take, and how often one is slow, lost, doubled or comes to strangers.
+    """The network: delays of messages, and the shares that are slow, lost, doubled or stray.
 
-    A message takes `delay_s` seconds on average, a slow one `slow_s`; one that is doubled comes again after
-    about `slow_s`, and perhaps again (so `doubled` is less than 1).  Messages overtake each other.  One that
-    strays comes, as well, to the process of the same rank in the newest incarnation of the job.
+    A message takes `delay_s` seconds on average, a slow one `slow_s`.  A doubled message arrives again after
+    about `slow_s`, and perhaps again (so `doubled` is less than 1).  Messages overtake each other.  A stray
+    message also arrives at the process of the same rank in the newest incarnation of the job.
     """
 
     delay_s: float = 0.001

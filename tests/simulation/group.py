@@ -67,7 +67,7 @@ class SimGroup:
                     deciding_s += process.schedule.moment - since
                 else:
                     process.wait()
-        except BaseException as error:  # an interrupt; the others wait for this rank
+        except BaseException as error:  # an interrupt, with which the others would wait for this rank
             process.act(f"leave {call.name}", partial(self._leave, error))
             raise
         took_s = process.schedule.moment - began - deciding_s - (process.stopped_s - stopped_s)
@@ -83,18 +83,19 @@ class SimGroup:
 
     # Inputs of this rank from outside.
 
-    def hear(self, sender: SimGroup, message: Message) -> None:
-        """Get a message."""
+    def receive(self, sender: SimGroup, message: Message) -> None:
+        """Receive a message."""
         copy = " again" if message.copy else ""
         self.process.later(
-            f"hears{copy} of {sender.process.name}: {message.label}", partial(self._hear, sender, message)
+            f"receives{copy} from {sender.process.name}: {message.label}",
+            partial(self._take, sender, message),
         )
 
     def lose(self, rank: int) -> None:
         """Notice that the connection to a rank is broken."""
         self.process.later(f"loses rank {rank}", lambda: self._break_off(round_errors.disconnected(rank)))
 
-    def _hear(self, sender: SimGroup, message: Message) -> None:
+    def _take(self, sender: SimGroup, message: Message) -> None:
         machine, content, now = self._machine, message.content, self._now
         if isinstance(content, Report):
             self._do(machine.receive_report(decode(encode(content), Report, MAX_NBYTES), now))
@@ -103,7 +104,7 @@ class SimGroup:
                 self._waits_for = None
             self._do(machine.receive_outcome(decode(encode(content), Outcome, MAX_NBYTES), now))
         elif sender.run != self.run:
-            return  # these belong to connections, which no stranger has
+            return  # these belong to connections, which strangers lack
         elif isinstance(content, Left):
             self._do(machine.child_left(sender.rank, content.number, now))
         else:
@@ -136,7 +137,7 @@ class SimGroup:
         self._do(self._machine.tick(self._now))
 
     def _wind(self) -> None:
-        """Set the timer to when the machine next has something to do."""
+        """Set the timer to the next moment at which the machine acts."""
         due = self._machine.next_at
         if due < self._timer_at:
             self._timer_at = due
@@ -169,7 +170,7 @@ class SimGroup:
             self.process.wake()
         elif isinstance(effect, RoundDone):
             self._end(effect)
-        # A refused report is a copy, or comes too late; its sender gets no answer by that.
+        # A refused report is a copy, or comes too late, so its sender gets no answer.
 
     def _end(self, done: RoundDone) -> None:
         if self._waits_for == done.number and self.parent is not None:
@@ -187,7 +188,7 @@ def _label(effect: Effect) -> str:
     if isinstance(effect, SendOutcome):
         return f"sends rank {effect.child} {Message(effect.outcome).label}"
     if isinstance(effect, Notify):
-        return f"tells rank {effect.rank} {Message(Broken(effect.error)).label}"
+        return f"notifies rank {effect.rank} of {Message(Broken(effect.error)).label}"
     if isinstance(effect, RoundDone):
         return f"done with {effect.outcome.label}: {ending(effect.outcome)}"
     if isinstance(effect, Warn):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tests.simulation.process import Process
 
 NOTICE_S = 0.2
-"""How long it takes, on average, until a broken connection is noticed."""
+"""The average time until a broken connection is noticed."""
 
 
 class Left(NamedTuple):
@@ -29,7 +29,7 @@ class Left(NamedTuple):
 
 
 class Broken(NamedTuple):
-    """Word that the group is broken."""
+    """The notice that the group is broken."""
 
     error: ReknitError
 
@@ -38,7 +38,7 @@ Content = Report | Outcome | Left | Broken
 
 
 class Message(NamedTuple):
-    """A message of one rank to another; a copy comes to one who was not meant, or has it already."""
+    """A message of one rank to another; a copy goes to a stranger, or to a rank that has it already."""
 
     content: Content
     copy: bool = False
@@ -84,7 +84,7 @@ class Network:
         self._walls: list[_Wall] = []
 
     def join(self, group: SimGroup) -> None:
-        """Let a rank of an incarnation be reached."""
+        """Connect a rank of an incarnation."""
         self._members[group.run, group.rank] = group
         self._newest = max(self._newest, group.run)
         group.process.on_death = partial(self._died, group)
@@ -104,13 +104,13 @@ class Network:
                     self._schedule.note(sender.process.name, f"   lost: {message.label}")
                     return
                 wait_s += wall.until_s - self._schedule.moment
-        self._schedule.after(wait_s, partial(receiver.hear, sender, message))
+        self._schedule.after(wait_s, partial(receiver.receive, sender, message))
         again = message._replace(copy=True)
         while random.random() < weather.doubled:
-            self._schedule.after(self._delay_s(weather.slow_s), partial(receiver.hear, sender, again))
+            self._schedule.after(self._delay_s(weather.slow_s), partial(receiver.receive, sender, again))
         stranger = self._members.get((self._newest, rank))
         if stranger is not None and stranger is not receiver and random.random() < weather.strayed:
-            self._schedule.after(self._delay_s(weather.slow_s), partial(stranger.hear, sender, again))
+            self._schedule.after(self._delay_s(weather.slow_s), partial(stranger.receive, sender, again))
 
     def cut(self, process: Process, noticed_s: float | None) -> None:
         """Break the connection of a process to the rank above it."""
@@ -131,7 +131,7 @@ class Network:
         self._walls.append(_Wall(frozenset(partition.ranks), until_s, partition.kept))
 
     def heal(self) -> None:
-        """Lose, delay and double nothing any more."""
+        """Stop losing, delaying and doubling messages."""
         self.weather = Weather()
         self._cut.clear()
         self._walls.clear()

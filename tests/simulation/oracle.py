@@ -30,7 +30,7 @@ LATE_S = 5.0
 
 
 class Commit(NamedTuple):
-    """A manifest that appeared: in which folder, by which incarnation, and of which save."""
+    """A manifest that appeared: its folder, its incarnation, and its save."""
 
     folder: str
     run: int
@@ -40,7 +40,7 @@ class Commit(NamedTuple):
 
 @dataclass
 class Oracle:
-    """Looks at every change of the disk, and at every end of a round and of a save.
+    """Checks every change of the disk, and every end of a round and of a save.
 
     Every method raises `Violation`.
     """
@@ -68,12 +68,12 @@ class Oracle:
             self._writing.setdefault(folder, set()).add(run)
 
     def round_over(self, name: str, timeout_s: float, took_s: float) -> None:
-        """Judge how long a round took one rank, not counting the time in which it decided or was stopped."""
+        """Judge the time of a round on one rank, without the time in which it decided or was stopped."""
         if took_s > timeout_s + LATE_S:
             raise Violation(f"a round ({name}) of {timeout_s:g} s ended after {took_s:g} s")
 
     def saved(self, ending: Ending) -> None:
-        """Judge how a save ended for one rank."""
+        """Judge the end of a save on one rank."""
         self.endings.append(ending)
         self._ended[ending.run, ending.rank] += 1
         if ending.rank == 0:
@@ -87,24 +87,24 @@ class Oracle:
             raise Violation(f"rank 0 committed save {ending.number}, and says: {ending.error}")
 
     def settled(self, live: set[tuple[int, int]], *, same_error: bool) -> None:
-        """Judge how the saves ended for all ranks (run and rank) that are still there."""
+        """Judge the ends of the saves on all ranks (run and rank) that are still there."""
         by_save: dict[tuple[int, int], list[Ending]] = {}
         for end in self.endings:
             if (end.run, end.rank) in live:
                 by_save.setdefault((end.run, end.number), []).append(end)
         for (run, number), ends in by_save.items():
             for end in ends:
-                # Any error but a CommError says for certain that the save failed.
+                # Any error but a CommError promises that the save failed.
                 sure = isinstance(end.error, ReknitError) and not isinstance(end.error, CommError)
                 made = any((c.run, c.number) == (run, number) for c in self.commits)
                 if made and sure and self.root_can_read:
-                    raise Violation(f"save {number} is committed, but rank {end.rank} was told: {end.error}")
+                    raise Violation(f"save {number} is committed, but rank {end.rank} received: {end.error}")
             if same_error and len({(end.outcome, str(end.error)) for end in ends}) > 1:
                 reported = {end.rank: f"{end.outcome}: {end.error}" for end in ends}
                 raise Violation(f"save {number} ended in different ways on different ranks: {reported}")
 
     def all_well(self, run: int, saves: Sequence[Save]) -> None:
-        """Judge the saves of an incarnation to which nothing happened."""
+        """Judge the saves of an incarnation without faults."""
         for end in self.endings:
             refused = isinstance(end.error, CheckpointExistsError) and not saves[end.number].overwrite
             if end.run == run and end.error is not None and not refused:
@@ -113,7 +113,7 @@ class Oracle:
                 )
 
     def tidy(self) -> None:
-        """Judge the files after a save that ended well on all ranks, and nothing after it."""
+        """Judge the files after a last save that succeeded on all ranks."""
         for folder, needed in self._needed.items():
             wanted = needed | {f"{folder}/{MANIFEST}"}
             left = {p for p in (*self.disk.files, *self.disk.under_way) if p.startswith(f"{folder}/")}
@@ -144,7 +144,7 @@ class Oracle:
 
 
 def _add_listed(document: dict[str, Any], index: bytes) -> None:
-    """Add to a manifest the files that its index lists, in the manifest's own words."""
+    """Add the files that the index lists to a manifest, in the manifest's own format."""
     table = document["table"]
     paths, sizes, digests, items, places, names, numbers = msgspec.msgpack.decode(
         index[table["start"] : table["start"] + table["nbytes"]]
@@ -177,7 +177,7 @@ def _check_file(disk: Disk, folder: str, file: dict[str, Any], block_nbytes: int
 
 
 def _check_tensors(disk: Disk, folder: str, document: dict[str, Any]) -> None:
-    """Put every tensor together from the rows of the index, and compare it with the saved values."""
+    """Assemble every tensor from the rows of the index, and compare it with the saved values."""
     about = document["metadata"]
     wanted = tensors(about["ranks"], about["run"], about["save"])
     index = pa.BufferReader(disk.files[f"{folder}/{document['index']}"])

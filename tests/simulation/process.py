@@ -33,10 +33,10 @@ class Dead(BaseException):
 class Process:
     """A rank of an incarnation (`run`) of a job.
 
-    Its own code runs in a greenlet, and waits in `sleep` and `wait`; inputs from outside (messages, timers)
-    are actions, done one after another, as by the threads of a server.  Every action, and every place that
-    its code passes with `here`, is a step; `plan` says what befalls it at which.  A dead process does no
-    further step, a stopped one none before it goes on.
+    Its own code runs in a greenlet, and waits in `sleep` and `wait`.  Inputs from outside (messages, timers)
+    are actions, done one after another, as by the threads of a server.  Every action is a step, and so is
+    every call of `here` by its code; `plan` has the faults by step.  A dead process does no further step, and
+    a stopped one none before it goes on.
     """
 
     def __init__(self, schedule: Schedule, run: int, rank: int, plan: Plan) -> None:
@@ -72,14 +72,14 @@ class Process:
 
     @property
     def unstruck(self) -> int:
-        """How many steps that were planned to befall it did not come."""
+        """The number of steps with planned faults that it did not reach."""
         return len(self._plan)
 
     def start(self, work: Callable[[], object]) -> None:
         """Let its own code begin, now."""
         self._hub = greenlet.getcurrent()
         self._own = greenlet.greenlet(partial(self._live, work))
-        # A greenlet begins with an empty context, in which the clock is the machine's.
+        # A greenlet begins with an empty context, which would have the real clock.
         self._own.gr_context = copy_context()
         self.schedule.after(0.0, partial(self._resume, self._ticket))
 
@@ -109,7 +109,7 @@ class Process:
             self._park()
 
     def sleep(self, seconds: float) -> None:
-        """Wait for so long."""
+        """Wait for some seconds."""
         if self._unwinding:
             raise Dead
         self.schedule.after(seconds, partial(self._resume, self._ticket + 1))
@@ -117,7 +117,7 @@ class Process:
         self.hold()
 
     def wait(self) -> None:
-        """Wait until `wake` is called; the caller has to check its condition again then."""
+        """Wait until `wake` is called, after which the caller must check its condition again."""
         self._waiting = True
         try:
             self._park()
@@ -126,7 +126,7 @@ class Process:
         self.hold()
 
     def act(self, label: str, action: Callable[[], object]) -> None:
-        """Do an action now, after those that wait, and wait until the process runs."""
+        """Do an action now, after all waiting ones, and wait until the process runs."""
         if self._unwinding:
             raise Dead
         self.later(label, action)
@@ -135,12 +135,12 @@ class Process:
     # Called by the world around it.
 
     def later(self, label: str, action: Callable[[], object]) -> None:
-        """Do an action when all that came before are done."""
+        """Do an action after all earlier ones."""
         self._actions.append((label, action))
         self._pump()
 
     def next(self, label: str, action: Callable[[], object]) -> None:
-        """Within an action: do another one before all that wait."""
+        """Do another action before all waiting ones; called within an action."""
         self._actions.appendleft((label, action))
 
     def wake(self) -> None:
@@ -150,7 +150,7 @@ class Process:
             self.schedule.after(0.0, partial(self._resume, self._ticket))
 
     def die(self, *, silent: bool) -> None:
-        """End at once; unless that is `silent`, its neighbours see the connections break."""
+        """End at once; unless it is `silent`, the neighbours see their connections break."""
         if not self.dead:
             self.dead = True
             self._actions.clear()
@@ -158,14 +158,14 @@ class Process:
             self.on_death(silent)
 
     def stop(self, seconds: float) -> None:
-        """Do nothing for so long, and then go on as if nothing had been."""
+        """Do nothing for some seconds, and then go on."""
         self.schedule.note(self.name, f"STOPS for {seconds:g} s")
         self._until = self.schedule.moment + seconds
         self.stopped_s += seconds
         self.schedule.at(self._until, self._pump)
 
     def interrupt(self, error: BaseException) -> None:
-        """Raise an error where its own code waits next, or does already."""
+        """Raise an error in its own code, where it waits now or next."""
         self.schedule.note(self.name, f"IS INTERRUPTED by {type(error).__name__}")
         self._interrupt = error
         self.wake()
@@ -183,7 +183,7 @@ class Process:
             strike(self)
 
     def _pump(self) -> None:
-        """Do the actions that wait, as long as the process runs."""
+        """Do the waiting actions, as long as the process runs."""
         if self._pumping:
             return
         self._pumping = True
@@ -207,6 +207,6 @@ class Process:
             raise error
 
     def _resume(self, ticket: int) -> None:
-        """Go on with its own code, unless it waits for something else by now."""
+        """Resume its own code, unless it waits for something else by now."""
         if ticket == self._ticket and not self.dead and self._own is not None:
             self._own.switch()

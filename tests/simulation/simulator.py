@@ -65,15 +65,15 @@ _IMPORTS = (
 HORIZON_S = 1e5
 """Virtual seconds after which nothing may happen any more."""
 DISK_S = 0.002
-"""How long a request to the disk takes on average, and as long its answer."""
+"""The average time of a request to the disk, and of its answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     """The course of a run: outcomes of saves by rank, committed saves, and the steps of each rank.
 
-    `steps` are by incarnation and rank; `fired` tells whether everything that was planned for some step or
-    storage operation came about.
+    `steps` are by incarnation and rank; `fired` is whether all faults that were planned for a step or a
+    storage operation happened.
     """
 
     endings: tuple[Ending, ...]
@@ -85,7 +85,7 @@ class Result:
     trace_digest: int
 
     def outcomes(self, run: int = 0) -> dict[tuple[int, int], str]:
-        """Return by save and rank how it ended: ``"ok"``, or the name of an error."""
+        """Return the outcomes by save and rank: ``"ok"``, or the name of an error."""
         return {(e.number, e.rank): e.outcome for e in self.endings if e.run == run}
 
 
@@ -100,14 +100,14 @@ def simulate(
     timeout_s: float = 30.0,
     recover: bool = True,
 ) -> Result:
-    """Run a job of `ranks` ranks that makes some saves, each over the one before, and judge all that happens.
+    """Run a job of `ranks` ranks that makes some saves, each over the previous one, and judge all events.
 
     `hosts` is the number of hosts, over which the ranks are spread in blocks, or each rank's host; None gives
-    each rank a host of its own.  When all is over, the job is started once more in fair weather, and has to
-    save: then nothing may be left of what went wrong, unless `recover` is false.
+    each rank a host of its own.  In the end, unless `recover` is false, the job is started once more without
+    faults, and must save; then no effects of the faults may remain.
 
-    Raises `Violation`, an `AssertionError`, when something happens that must never happen: see `Oracle`.  It
-    tells the call that repeats it, and the last events.
+    Raises `Violation`, an `AssertionError`, when a forbidden event happens (see `Oracle`).  Its message has
+    the call that repeats it, and the last events.
     """
     wanted = (Save(),) * saves if isinstance(saves, int) else tuple(saves)
     call = (
@@ -119,7 +119,7 @@ def simulate(
     try:
         with one_thread(world.random):
             return world.run(recover)
-    except Exception as error:  # any error shows the way to repeat it
+    except Exception as error:  # so that any error has the call that repeats it
         raise Violation(
             f"{type(error).__name__}: {error}\n\n"
             f"To repeat it:\n  python -c {quote(f'{_IMPORTS}; {call}')}\n\n"
@@ -161,7 +161,7 @@ class _World:
         self.disk.changed = self.oracle.changed
 
     def run(self, recover: bool) -> Result:
-        """Let everything happen, and judge it."""
+        """Run all events, and judge them."""
         self._start(self.saves, self.faults)
         for fault in self.faults:
             if isinstance(fault, Restart):
@@ -191,7 +191,7 @@ class _World:
             process.unwind()
 
     def _start(self, saves: tuple[Save, ...], faults: Sequence[SimFault]) -> None:
-        """Start the job, with a generation above all that were before."""
+        """Start the job, with a generation above all earlier ones."""
         run, self.runs = self.runs, self.runs + 1
         for rank in range(self.topology.size):
             mine = [
@@ -229,7 +229,7 @@ class _World:
         return faulty
 
     def _judge(self) -> None:
-        """Judge the state when nothing happens any more."""
+        """Judge the state after all events."""
         live = {who for who, process in self.processes.items() if process.live}
         hanging = sorted(who for who in live if not self.processes[who].ended)
         if hanging:
@@ -242,7 +242,7 @@ class _World:
             self.oracle.all_well(newest, self.saves)
 
     def _delay_s(self, fault: SimFault) -> float:
-        """Return how long what befell the newest incarnation can hold it up, infinity where it can fail."""
+        """Return the longest delay by a fault of the newest incarnation, infinity if it can break it."""
         if isinstance(fault, Weather):
             slowest_s = max(fault.delay_s, fault.slow_s if fault.slow else 0.0)
             return inf if fault.lost else slowest_s * (8 + self.topology.height)

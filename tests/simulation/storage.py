@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SENT = 0.5
-"""How often a request of a process that dies meanwhile is still done: it was on its way already."""
+"""The share of requests that are still done if their process dies while they are on their way."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A file of the disk that was made, replaced or removed just now, and by whom."""
+    """A file of the disk that was just made, replaced or removed, and the process that did it."""
 
     process: Process
     operation: str
@@ -68,7 +68,7 @@ class SimStorage:
 
     @property
     def reading(self) -> Reading:
-        """As a local disk."""
+        """Return the settings of a local disk."""
         return Reading()
 
     def create(self, path: str, nbytes: int) -> SimWriter:
@@ -147,7 +147,7 @@ class SimStorage:
         read_runs(self.read_into, path, starts, nbytes, buffer)
 
     def delete(self, path: str) -> None:
-        """Remove a file, also one under way."""
+        """Remove a file, even an unfinished one."""
         full = self._full(path)
 
         def delete() -> None:
@@ -213,7 +213,7 @@ class SimStorage:
         self._place("finish", writer.path, data)
 
     def give_up(self, writer: SimWriter) -> None:
-        """Give the name of a file under way free."""
+        """Free the name of an unfinished file."""
         if self._disk.under_way.get(writer.path) is writer:
             del self._disk.under_way[writer.path]
             self._changed("abort", writer.path)
@@ -245,7 +245,7 @@ class SimWriter:
 
     def write(self, start: int, data: memoryview) -> None:
         """Write all of `data` at byte `start`."""
-        # The caller may use its memory again only when this returns, so it is the memory that is written.
+        # The caller may reuse its memory only when this returns, so no copy is needed.
         piece = bytes(data.cast("B"))
 
         def write() -> None:

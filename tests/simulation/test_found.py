@@ -24,7 +24,7 @@ def test_ctrl_c_after_a_commit_that_many_ranks_wait_for_is_the_same() -> None:
 
 
 def test_an_older_run_may_save_where_a_newer_one_gave_up() -> None:
-    # Both runs lose messages; the newer one fails, takes its marker away, and leaves nothing to protect.
+    # Both runs lose messages; the newer one fails, removes its marker, and leaves nothing to protect.
     weather = Weather(delay_s=0.001, slow_s=10.0, slow=0.5, lost=0.2)
     for seed in range(1190, 1200):
         faults = (Restart(at_s=0.6738001862493735), weather)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 def outcomes(*faults: object, number: int = 0, ranks: int = 5, **more: object) -> dict[int, str]:
-    """Return by rank how a save of a job ended."""
+    """Return the outcomes of a save of a job by rank."""
     result = simulate(3, ranks=ranks, fan_out=2, faults=faults, **more)  # type: ignore[arg-type]
     return {rank: reported for (n, rank), reported in result.outcomes().items() if n == number}
 
@@ -180,16 +180,16 @@ def test_a_rank_that_waits_beyond_its_deadline_is_noticed(monkeypatch: pytest.Mo
 
 
 def test_an_answer_of_another_round_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    hear = RoundMachine.receive_outcome
+    receive = RoundMachine.receive_outcome
 
-    def hear_any(self: RoundMachine, outcome: Outcome, now: float) -> list[Effect]:
+    def receive_any(self: RoundMachine, outcome: Outcome, now: float) -> list[Effect]:
         held = self._round
         if held is not None:
             heading = held.heading
             outcome = replace(outcome, number=heading.number, name=heading.name, subject=heading.subject)
-        return hear(self, outcome, now)
+        return receive(self, outcome, now)
 
-    monkeypatch.setattr(RoundMachine, "receive_outcome", hear_any)
+    monkeypatch.setattr(RoundMachine, "receive_outcome", receive_any)
     with pytest.raises(Violation):
         simulate(1, ranks=5, fan_out=2, saves=9, faults=(Weather(doubled=0.8, slow_s=0.05),))
 

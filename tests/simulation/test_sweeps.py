@@ -35,7 +35,7 @@ SOON_S, LONG_S = 1.0, 60.0
 
 
 def sweep(fault: Callable[[int], SimFault], *more: SimFault, saves: int = 2, first: int = 1) -> list[Result]:
-    """Let a fault happen at `first` and later steps in a chain of root, inner node and leaf, to the end.
+    """Run a chain of root, inner node and leaf with a fault at `first`, and at later steps up to the end.
 
     At night it happens at every step, else at every other.
     """
@@ -59,7 +59,7 @@ def sweep(fault: Callable[[int], SimFault], *more: SimFault, saves: int = 2, fir
 
 
 def overwriting(rank: int) -> int:
-    """Return the step of a rank at which it is done with the first save, and begins one over it."""
+    """Return the step at which a rank has finished the first save, and begins a save over it."""
     return simulate(7, ranks=3, fan_out=1, timeout_s=TIMEOUT_S, recover=False).steps[0, rank]
 
 

@@ -86,13 +86,13 @@ def _faults(random: Random, ranks: int) -> tuple[SimFault, ...]:
 
 
 def _bearable(random: Random, ranks: int) -> tuple[SimFault, ...]:
-    """Return faults that must not make a save fail: ranks stop for a moment, messages come late and often."""
+    """Return faults that must not make a save fail: ranks stop for a moment, messages are late or doubled."""
     stop = Stop(_rank(random, ranks), _step(random), 0.3)
     return stop, Weather(delay_s=0.0005, slow_s=0.02, slow=0.1, doubled=0.8)
 
 
 def _zombies(random: Random, ranks: int) -> tuple[SimFault, ...]:
-    """Return ranks that stop, and wake up when the job that was started again saves."""
+    """Return faults of ranks that stop, and wake up while the restarted job saves."""
     seconds = random.choice((0.3, 3.0, 40.0))
     root = Stop(0, _step(random), seconds)
     others = tuple(

@@ -30,17 +30,17 @@ _UPSTREAM_S = 60.0
 class FaultProxy(LocalServer):
     """Passes requests on to `upstream` (``http://host:port/...``); use it in a ``with`` statement.
 
-    After `spoil` one request, or each from one on, meets a fault: ``"500"``, ``"503"`` and ``"429"`` are
-    answers that come at once; ``"reset before"`` closes the connection when the head has come, and
-    ``"reset mid"`` in the middle of the body, where there is one; ``"hang"`` never answers;
-    ``"truncated"`` ends in the middle of the answer's body, ``"applied then reset"`` before the answer, but
-    when the server has done what it was asked, and ``"applied then 500"`` says then that it has not.
+    After `spoil`, one or more requests meet a fault.  ``"500"``, ``"503"`` and ``"429"`` are immediate
+    answers.  ``"reset before"`` closes the connection after the head of the request, and ``"reset mid"`` in
+    the middle of its body, if it has one.  ``"hang"`` never answers, and ``"truncated"`` ends in the middle
+    of the answer's body.  ``"applied then reset"`` closes the connection after the server has carried the
+    request out, and ``"applied then 500"`` then answers with a failure.
     """
 
     def __init__(self, upstream: str) -> None:
         self.upstream, _, self._path = upstream.removeprefix("http://").partition("/")
         self.requests: list[str] = []
-        """The requests since `spoil` was called last: method and target."""
+        """The method and target of each request since the last call of `spoil`."""
         self._lock = threading.Lock()
         self._at: range = range(0)
         self._fault: Fault | None = None
@@ -49,11 +49,11 @@ class FaultProxy(LocalServer):
 
     @property
     def endpoint(self) -> str:
-        """Where clients find the proxy, with the path that `upstream` has."""
+        """Return the URL of the proxy, with the path of `upstream`."""
         return f"{self.address}/{self._path}".rstrip("/")
 
     def spoil(self, at: int | None, fault: Fault = "500", *, times: int = 1) -> None:
-        """From now on count requests anew, and let the `times` ones from number `at` on meet a fault."""
+        """Restart the count of requests, and plan a fault for `times` ones from number `at` on."""
         with self._lock:
             self.requests = []
             self._at, self._fault = range(0) if at is None else range(at, at + times), fault
@@ -65,7 +65,7 @@ class FaultProxy(LocalServer):
             return self._fault if len(self.requests) - 1 in self._at else None
 
     def wait_forever(self) -> None:
-        """Wait until the proxy ends, or the client must have given up."""
+        """Wait until the proxy ends, or the client must have timed out."""
         self._over.wait(_HANG_S)
 
     def __exit__(self, *_: object) -> None:
@@ -105,12 +105,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = pass_on
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
     def _ask(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
         connection = http.client.HTTPConnection(self.proxy.upstream, timeout=_UPSTREAM_S)
         try:
-            # The host stays the one that the client has signed.
+            # The signature of the client covers this host.
             connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
             for name, value in self.headers.items():
                 connection.putheader(name, value)

@@ -1,4 +1,4 @@
-"""How tests reach an HDFS without reknit: over its web server."""
+"""How do tests reach an HDFS without reknit?  Over its web server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def ask(address: str, method: str, path: str, data: bytes | None = None, **query: Any) -> tuple[int, bytes]:
-    """Return the answer of WebHDFS; it sends us on to a DataNode for content."""
+    """Return the answer of WebHDFS, which redirects to a DataNode for contents."""
     root, words = f"/webhdfs/v1{quote(path)}", urlencode({"user.name": "root", **query})
     for _ in range(2):
         connection = http.client.HTTPConnection(address, timeout=30)
@@ -56,14 +56,14 @@ def raw_get(found: dict[str, Any], storage: Storage, path: str) -> bytes:
 
 
 def raw_put(found: dict[str, Any], storage: Storage, path: str, data: bytes) -> None:
-    """Put a file there, or replace one."""
+    """Write or replace a file."""
     target = place(storage, path)
     status, answer = ask(found["http"], "PUT", target, data, op="CREATE", overwrite="true")
     assert status == 201, (status, answer)
 
 
 def everything(found: dict[str, Any], path: str) -> list[str]:
-    """Return the names of all files in a folder, also of files under way."""
+    """Return the names of all files in a folder, including unfinished files."""
     status, answer = ask(found["http"], "GET", path, op="LISTSTATUS")
     if status == 404:
         return []
@@ -78,10 +78,10 @@ def place(storage: Storage, path: str = "") -> str:
 
 
 class Cluster:
-    """A cluster of a test's own, whose processes may be stopped; made from the files of the server."""
+    """A private cluster of a test, whose processes may be stopped; made from the files of the server."""
 
     def __init__(self, folder: Path, datanodes: int, **settings: str) -> None:
-        server("hdfs")  # skips the test where nothing was brought
+        server("hdfs")  # skips the test if the files are missing
         self._parts = hdfs_server()
         self.server = self._parts.lay_out(STATE / "hdfs", folder, datanodes, **settings)
         self._running: dict[str, subprocess.Popen[bytes]] = {}
@@ -99,14 +99,14 @@ class Cluster:
             )
 
     def send(self, node: str, sign: signal.Signals) -> None:
-        """Send a signal to a process; return from SIGSTOP when every thread of it stands still."""
+        """Send a signal to a process; after SIGSTOP, wait until all its threads are stopped."""
         process = self._running[node]
         process.send_signal(sign)
         while sign is signal.SIGSTOP and not stands_still(process.pid):
             time.sleep(0.01)
 
     def wait(self, seconds: float = 60) -> None:
-        """Wait until the NameNode takes writes, and all DataNodes that run have reported to it."""
+        """Wait until the NameNode accepts writes, and all running DataNodes have reported to it."""
         end = time.monotonic() + seconds
         while True:
             try:
@@ -135,7 +135,7 @@ def stands_still(process: int) -> bool:
 
 @contextmanager
 def running(folder: Path, datanodes: int, **settings: str) -> Iterator[Cluster]:
-    """Yield a cluster of a test's own that takes writes, and end it."""
+    """Yield a private cluster that accepts writes, and end it."""
     cluster = Cluster(folder, datanodes, **settings)
     try:
         cluster.wait()
@@ -147,7 +147,7 @@ def running(folder: Path, datanodes: int, **settings: str) -> Iterator[Cluster]:
 def write(
     storage: Storage, path: str, data: bytes, meanwhile: Mapping[int, Callable[[], object]] | None = None
 ) -> Any:
-    """Write a file a MiB at a time, and return its writer; before some of them something happens."""
+    """Write a file in pieces of a MiB, with actions before some of them, and return its writer."""
     writer = storage.create(path, len(data))
     for number, start in enumerate(range(0, len(data), MIB)):
         (meanwhile or {}).get(number, lambda: None)()
@@ -157,10 +157,10 @@ def write(
 
 
 def calls(found: dict[str, Any]) -> Counter[str]:
-    """Return how often the NameNode was asked for what, by anybody but DataNodes.
+    """Return the number of requests of each kind to the NameNode, by all clients but DataNodes.
 
-    Its answer is some seconds old.  So it is asked for something that nobody else asks for, and counts when
-    that shows.
+    Its counts are some seconds old.  So a request of a rare kind is sent, and the counts are read once they
+    include it.
     """
     before = _counts(found)[_MARK]
     Client(found["endpoint"]).get_content_summary("/")

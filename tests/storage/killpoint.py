@@ -2,8 +2,8 @@
 
 ``faulty://kill@7/data/step_7`` is the folder ``/data/step_7`` behind a `FaultyStorage` in which the seventh
 operation kills the process; ``faulty://full@write:2,kill@put:1/data/step_7`` counts the writes and the puts.
-An agent opens the store of a save again by its URL, so this is how a save fails in an agent, and in that of
-one rank only: ranks may save to different URLs of one folder.
+An agent opens the store of a save again by its URL, so such a URL makes a save fail in an agent.  It may be
+the agent of one rank only, since ranks may save to different URLs of one folder.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _KINDS: dict[str, FaultKind] = {kind: kind for kind in get_args(FaultKind)}
 
 
 def faulty_url(path: str | os.PathLike[str], *faults: Fault, gate: str | os.PathLike[str] = "") -> str:
-    """Return the URL of the folder `path` in which `faults` happen, each process counting for itself.
+    """Return a URL of the folder `path` in which `faults` happen, counted in each process.
 
-    A fault of the kind ``stall`` waits until there is a file `gate`.  `path` is absolute.  Every store that
-    is opened counts from 1, so with an agent that serves many saves the faults are those of each save.
+    A fault of the kind ``stall`` waits until a file `gate` exists.  `path` is absolute.  Every store that is
+    opened counts from 1, so in an agent that serves many saves each save meets the faults.
     """
     text = os.fspath(path)
     if not os.path.isabs(text):
@@ -44,7 +44,7 @@ def faulty_url(path: str | os.PathLike[str], *faults: Fault, gate: str | os.Path
 
 
 def open_faulty(url: str, durability: Durability) -> FaultyStorage:
-    """Open a URL of `faulty_url`; raises `UsageError` where it is none."""
+    """Open a URL of `faulty_url`.  Raises `UsageError` for another one."""
     rest, _, gate = url.partition("://")[2].partition("?gate=")
     plan, slash, path = rest.partition("/")
     faults = [] if plan == NO_FAULT else [_fault(text, url) for text in plan.split(",")]
@@ -71,13 +71,13 @@ def _fault(text: str, url: str) -> Fault:
     operation, _, number = place.rpartition(":")
     if not at or kind not in _KINDS or not number.isdecimal():
         raise UsageError(
-            f"{text!r} in {url!r} is no fault", remedy="write kind@number or kind@operation:number"
+            f"{text!r} in {url!r} is not a fault", remedy="write kind@number or kind@operation:number"
         )
     return Fault(_KINDS[kind], int(number), operation or None)
 
 
 def _opened(gate: str) -> Callable[[], None]:
-    """Return a function that waits until there is a file."""
+    """Return a function that waits until a file exists."""
 
     def wait() -> None:
         while not os.path.exists(gate):

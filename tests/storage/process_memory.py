@@ -1,4 +1,4 @@
-"""This process's memory as a store: for tests, which end with it and leave nothing behind."""
+"""The memory of this process as a store for tests, which leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Tree:
-    """Everything that is stored under one name: whole files, and those still being written."""
+    """All files that are stored under one name, whole and unfinished."""
 
     files: dict[str, memoryview] = field(default_factory=dict)
     under_way: dict[str, MemoryWriter] = field(default_factory=dict)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def check_place(self, path: str, url: str) -> None:
-        """Refuse a file in the place of a folder, and a folder in the place of a file."""
+        """Raise an error for a file in the place of a folder, or a folder in the place of a file."""
         taken = (*self.files, *self.under_way)
         if any(path.startswith(f"{other}/") or other.startswith(f"{path}/") for other in taken):
             raise StorageError(f"a file and a folder cannot both be at {url}", path=url)
@@ -53,7 +53,7 @@ class ProcessMemory:
 
     @classmethod
     def clear(cls, name: str) -> None:
-        """Remove every file of the tree called `name`, for all who use it."""
+        """Remove every file of the tree called `name`, for all its stores."""
         tree = cls(name)._tree
         with tree.lock:
             tree.files.clear()
@@ -66,7 +66,7 @@ class ProcessMemory:
 
     @property
     def reading(self) -> Reading:
-        """No byte is read that is not wanted: a hole is passed over for nothing."""
+        """Return that reads of holes never pay, since skipping a hole costs nothing."""
         return Reading(gap_nbytes=0, waste=0.0)
 
     def create(self, path: str, nbytes: int) -> MemoryWriter:
@@ -132,7 +132,7 @@ class ProcessMemory:
             take_runs(np.frombuffer(data, np.uint8), starts, out)
 
     def delete(self, path: str) -> None:
-        """Remove a file; whoever reads it at this moment still gets all of it."""
+        """Remove a file; reads under way still get all of it."""
         full, url = self._full(path)
         with self._tree.lock:
             if full not in self._tree.files and full not in self._tree.under_way:
@@ -176,7 +176,7 @@ class ProcessMemory:
         return data, url
 
     def _found(self, path: str, start: int, end: int) -> memoryview:
-        """Return a file in which bytes `start` up to `end` are."""
+        """Return a file that has the bytes from `start` to `end`."""
         data, url = self._find(path)
         if end > max(start, data.nbytes):
             raise StorageError(
@@ -215,7 +215,7 @@ class MemoryWriter:
             self._written += data.nbytes
 
     def finish(self) -> None:
-        """Make the file appear.  After a failure it can only be aborted."""
+        """Publish the file.  After a failure it can only be aborted."""
         with self._lock, self._tree.lock:
             self._check_open("finish")
             self._open = False
@@ -243,8 +243,8 @@ class MemoryWriter:
 def open_process_memory(url: str) -> ProcessMemory:
     """Return the store at ``process://name/folder``.
 
-    Register a closure that calls this, and not the function itself: what another process can import it
-    opens, and would find nothing.
+    Register a closure that calls this, and not the function itself: another process could import and call the
+    function, and would find no files.
     """
     name, _, below = url.partition("://")[2].strip("/").partition("/")
     storage = ProcessMemory(name)

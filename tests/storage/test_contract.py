@@ -55,7 +55,7 @@ class TestLocalThatPassesThroughAFaultyStorage(LocalSuite):
 
 
 class WithoutRuns(LocalStorage):
-    """A store that has nothing better for runs than to read ranges."""
+    """A store that reads runs as ranges."""
 
     def read_runs(self, path: str, starts: NDArray[np.int64], nbytes: int, buffer: memoryview) -> None:
         read_runs(self.read_into, path, starts, nbytes, buffer)

@@ -31,12 +31,12 @@ np.frombuffer(MEMORY, np.uint8)[:] = np.random.default_rng(0).integers(0, 256, l
 
 
 def aligned(nbytes: int) -> memoryview:
-    """Return page-aligned memory in which no two pages are alike."""
+    """Return page-aligned memory in which all pages differ."""
     return memoryview(MEMORY)[:nbytes]
 
 
 class Call(NamedTuple):
-    """One system call: `direct` for the way past the page cache."""
+    """One system call; `direct` bypasses the page cache."""
 
     start: int
     nbytes: int
@@ -44,7 +44,7 @@ class Call(NamedTuple):
 
 
 class Calls:
-    """The requests to the kernel; a step is the most that one direct write takes."""
+    """The requests to the kernel; `step` is the most bytes that one direct write takes."""
 
     def __init__(self, patch: pytest.MonkeyPatch, *, step: int | None = None) -> None:
         self.writes: list[Call] = []
@@ -99,7 +99,7 @@ class Calls:
 
 @pytest.fixture
 def direct_disk(tmp_path: Path) -> Path:
-    """Return a folder on a file system that takes direct writes."""
+    """Return a folder on a file system with direct writes."""
     try:
         os.close(os.open(tmp_path / "probe", os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
     except OSError as error:

@@ -17,7 +17,7 @@ def test_a_folder_that_is_gone_again_when_it_is_looked_at_is_missing_and_no_file
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def mkdir(name: str) -> None:
-        raise FileExistsError(name)  # made by somebody else, and pruned before we look
+        raise FileExistsError(name)  # made by another process, and pruned before the check
 
     monkeypatch.setattr(os, "mkdir", mkdir)
     with pytest.raises(FileNotFoundError, match="gone again"):

@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 
 def new_url(options: str = "") -> str:
-    """Return the URL of a folder that nobody has used."""
+    """Return the URL of a new folder."""
     return f"{server('hdfs')['endpoint']}/test-{uuid.uuid4().hex[:12]}{options}"
 
 
 class Raw:
-    """The raw access is the other way into Hadoop: its web server."""
+    """The raw access uses the web server of Hadoop."""
 
     def raw_read(self, storage: Storage, path: str) -> bytes:
         return raw_get(server("hdfs"), storage, path)
@@ -48,7 +48,7 @@ class Raw:
 
 
 class TestHdfs(Raw, StorageSuite):
-    """The longest tests are shorter: closing a file often takes the client half a second."""
+    """The longest tests are shortened, since the client often takes half a second to close a file."""
 
     def make(self, tmp_path: Path) -> Storage:
         storage = open_storage(new_url("?timeout_s=20&retry_s=0"))
@@ -170,8 +170,8 @@ def test_few_requests_are_made_for_each_file() -> None:
         write(storage, f"step/{i}", b"1" * 1000)
     between = calls(found)
     small = between - before
-    # The folder is made and looked into once.  A file that is not yet reported by a DataNode is completed
-    # twice; how often that happens is not ours to say.
+    # The folder is made and listed once.  A file that no DataNode has reported yet is completed twice, which
+    # happens at random.
     assert small["Mkdirs"] == small["GetListing"] == 1
     assert small["Create"] == small["AddBlock"] == small["Rename2"] == files
     assert sum(small.values()) - small["Complete"] + files <= 6 * files

@@ -1,4 +1,4 @@
-"""Which cluster a URL of HDFS means, going by Hadoop's own files."""
+"""Which cluster does a URL of HDFS mean, by Hadoop's own configuration?"""
 
 from __future__ import annotations
 

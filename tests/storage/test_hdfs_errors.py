@@ -1,4 +1,4 @@
-"""Each class of error that a NameNode or a gateway names becomes the error of ours with the remedy."""
+"""Each class of error of a NameNode or a gateway becomes an error of reknit with a remedy."""
 
 from __future__ import annotations
 

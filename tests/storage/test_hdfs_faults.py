@@ -44,7 +44,7 @@ def storage(cluster: Cluster, request: pytest.FixtureRequest) -> HdfsStorage:
 
 
 def again(url: str, durability: Durability) -> Storage:
-    """Open the store at the HDFS that a URL names, and ask it again where it could not be reached."""
+    """Open the store of a URL of HDFS, with retries while it cannot be reached."""
     return RetryingStorage(open_hdfs(f"hdfs{url[url.index(':') :]}", durability), PATIENCE)
 
 
@@ -115,7 +115,7 @@ def test_a_namenode_that_goes_silent_fails_a_save_in_time_and_nothing_is_seen(
     finally:
         cluster.send("namenode", signal.SIGCONT)
     assert storage.get("old", limit=1) == b"1"
-    # The rename whose answer did not come in time may have been carried out: then the file is whole.
+    # The rename may have been carried out although its answer was late; then the file is whole.
     assert listed(storage) in ({"old": 1}, {"old": 1, "x": MIB})
     writer.finish()
     assert read(storage, "x", 0, MIB) == pattern(MIB)

@@ -1,6 +1,6 @@
-"""New files are kept from DataNodes that failed, by a NameNode that goes on offering them.
+"""New files avoid DataNodes that failed, although the NameNode still offers them.
 
-Faults come last: their effects on the NameNode and the DataNodes last for a while.
+Tests with faults come last, since the effects on the NameNode and the DataNodes last for a while.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ VICTIM = "datanode2"
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Three DataNodes, and a NameNode that does not notice within a test that one has gone silent."""
+    """Yield three DataNodes, and a NameNode that does not notice a silent one within a test."""
     settings = {
         "dfs.namenode.avoid.write.stale.datanode": "false",
         "dfs.namenode.heartbeat.recheck-interval": "600000",
-        "dfs.namenode.replication.considerLoad": "false",  # one that fell silent at work would look busy
+        "dfs.namenode.replication.considerLoad": "false",  # a node that falls silent at work would look busy
     }
     with running(tmp_path_factory.mktemp("hdfs"), datanodes=3, **settings) as found:
         yield found
@@ -48,14 +48,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def silent(cluster: Cluster) -> Iterator[int]:
-    """The port of a DataNode that takes connections and says nothing."""
+    """Yield the port of a DataNode that accepts connections and sends nothing."""
     cluster.send(VICTIM, signal.SIGSTOP)
     yield port_of(cluster, VICTIM)
     cluster.send(VICTIM, signal.SIGCONT)
 
 
 def port_of(cluster: Cluster, node: str) -> int:
-    """Return the port at which a DataNode takes blocks."""
+    """Return the port at which a DataNode receives blocks."""
     name = "dfs.datanode.address="
     (reported,) = (word for word in cluster.server["nodes"][node] if word.startswith(name))
     return int(reported.rpartition(":")[2])
@@ -80,7 +80,7 @@ def nodes_of(storage: HdfsStorage, path: str) -> list[DataNode]:
 
 
 def avoid(storage: HdfsStorage) -> DataNode:
-    """Have one DataNode of three avoided, which may be there all the same."""
+    """Make one DataNode of three avoided, which may still run, and return it."""
     storage.put("old", b"1", if_absent=True)
     node = nodes_of(storage, "old")[0]
     storage.placement.avoid([node], storage.url)
@@ -225,7 +225,7 @@ def test_a_node_is_there_if_it_hangs_up_on_nonsense(address: tuple[str, int] | N
             connection, _ = listener.accept()
             with connection:
                 while connection.recv(4, socket.MSG_WAITALL) != bytes(4):
-                    pass  # as one that encrypts does, which reads a whole number
+                    pass  # as a node with encryption does, which reads a whole number
 
         if address is None:
             threading.Thread(target=hang_up, daemon=True).start()
@@ -255,14 +255,14 @@ def test_what_fails_on_a_silent_node_is_written_elsewhere_at_the_second_try(
         writer = write(storage, "x", data)
     assert read(storage, "x", 0, len(data)) == data
     assert ports(storage.placement.avoided) == [silent], "the others have done nothing"
-    assert 24 < len(writer.upload.created) <= 24 + 4, "those that were under way when it was found out"
+    assert 24 < len(writer.upload.created) <= 24 + 4, "the blocks under way at the discovery"
     assert f"no answer from 127.0.0.1:{silent}; for 600 s new files use other DataNodes" in caplog.text
 
 
 def test_a_node_that_is_gone_is_avoided_by_the_next_file(
     cluster: Cluster, request: pytest.FixtureRequest
 ) -> None:
-    """The last one: the NameNode would not notice that the node is back, or that it was away."""
+    """It is the last test, since the NameNode would not notice that the node was away, or is back."""
     storage = store(cluster, request, "replication=1&tries=2")
     gone = port_of(cluster, VICTIM)
     cluster.send(VICTIM, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""One stream into HDFS, without a cluster: faults that it survives, and parts that it never repeats."""
+"""One stream into HDFS, without a cluster, survives faults, and never repeats parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PART = 8
 
 
 class OneStream:
-    """A client whose calls to `feed` fail as planned: after so many bytes of the piece, or with all lost."""
+    """A client whose calls of `feed` fail as planned: after some bytes of the piece, or with all lost."""
 
     def __init__(self, failures: dict[int, int], durability: str = "process", tries: int = 4) -> None:
         self.place = SimpleNamespace(durability=durability)

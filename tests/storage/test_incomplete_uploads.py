@@ -1,4 +1,4 @@
-"""Uploads that nobody finished are listed with their content, on real servers, and aborted."""
+"""Unfinished uploads are listed with their sizes, on real servers, and aborted."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def client() -> Any:
 
 
 def upload_begun(storage: ObjectStorage, path: str) -> Callable[[int, bytes], None]:
-    """Begin an upload past reknit, and return what uploads one part."""
+    """Begin an upload without reknit, and return a function that uploads one part."""
     name = {"Bucket": storage.place.bucket, "Key": f"{storage.place.prefix}{path}"}
     number = client().create_multipart_upload(**name)["UploadId"]
 
@@ -51,12 +51,12 @@ def uploads(storage: ObjectStorage) -> list[Dated]:
 
 
 def test_an_upload_is_as_large_as_its_parts_and_as_young_as_the_last(storage: ObjectStorage) -> None:
-    """So one that goes on for longer than any age is never taken for dead."""
+    """So an upload that goes on is never taken for dead, however long it lasts."""
     part = upload_begun(storage, KEY)
     (begun,) = uploads(storage)
     assert (begun.path, begun.nbytes) == (KEY, 0)
     part(1, bytes(5 << 20))
-    time.sleep(2.1)  # servers tell whole seconds
+    time.sleep(2.1)  # servers return whole seconds
     part(2, b"abc")
     (found,) = uploads(storage)
     assert found.nbytes == (5 << 20) + 3

@@ -1,4 +1,4 @@
-"""A store whose faults stand in its URL."""
+"""A store whose URL has its faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links in the place of copies: durable before the answer, and never past what may be reached."""
+"""Links in the place of copies are durable on return, and never lead out of the root of the store."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_repeated_request_finds_the_link_that_it_has_made(
     earlier, later = two_steps(tmp_path)
     link = os.link
 
-    def twice(*names: Any, **more: Any) -> None:  # as NFS does where an answer was lost
+    def twice(*names: Any, **more: Any) -> None:  # as NFS does when an answer is lost
         link(*names, **more)
         link(*names, **more)
 

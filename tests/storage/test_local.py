@@ -50,7 +50,7 @@ def failing(code: int) -> Callable[..., Any]:
 
 
 def asked_for(path: str, dir_fd: int | None = None, **_: object) -> str:
-    """Return the whole path of a name that the kernel was asked for, relative to a folder perhaps."""
+    """Return the whole path of a name in a system call, which may be relative to a folder."""
     return path if dir_fd is None else os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), path)
 
 
@@ -67,7 +67,7 @@ def fail_to_sync_folders(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
 
 @contextmanager
 def held_write(writer: Writer, data: memoryview) -> Iterator[Callable[[], None]]:
-    """Write in a thread, and go into the block within its system call; it ends when the caller lets it."""
+    """Write in a thread, run the block within its system call, and yield a function that ends the call."""
     inside, go_on = threading.Event(), threading.Event()
     real = os.pwrite
 
@@ -92,7 +92,7 @@ def held_write(writer: Writer, data: memoryview) -> Iterator[Callable[[], None]]
 
 
 class Trace:
-    """Entries made and things synced, in order, as the kernel was asked for them."""
+    """The system calls that make entries and sync files, in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[tuple[str, str]] = []
@@ -118,7 +118,7 @@ class Trace:
         monkeypatch.setattr(os, call, traced)
 
     def unsynced_entries(self) -> set[str]:
-        """Return what was made, and still is there, without a later sync of the folder that holds it."""
+        """Return the existing entries that were made without a later sync of their folder."""
         return {
             path
             for at, (call, path) in enumerate(self.events)
@@ -448,7 +448,7 @@ def test_a_stale_handle_is_opened_anew_at_the_next_read(
     storage.close()
 
 
-# What a folder may hold
+# Contents of folders
 
 
 def test_files_under_way_and_those_nfs_keeps_are_not_listed(tmp_path: Path) -> None:
@@ -783,7 +783,7 @@ print(storage.get("there", limit=9))
 
 
 def test_what_the_user_may_not_do_is_a_permission_error() -> None:
-    # Not below tmp_path, which pytest closes to the unprivileged user that root turns into.
+    # Not below tmp_path, which pytest closes to the unprivileged user that this test becomes.
     with tempfile.TemporaryDirectory() as top:
         folder, closed = Path(top, "readable"), Path(top, "closed")
         for path in (folder, closed):
@@ -833,7 +833,7 @@ def test_a_store_that_nobody_closed_leaves_no_file_open(tmp_path: Path) -> None:
 def test_a_name_that_is_given_up_while_it_is_looked_at_was_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two hosts put the same marker, and one commits with it between the other's try and its look."""
+    """Two hosts put the same marker, and one commits with it between the other's attempt and its check."""
     marker, link = tmp_path / "marker", os.link
     marker.touch()
 

@@ -1,4 +1,4 @@
-"""The one step in which a folder becomes a checkpoint: its order, its faults, and who can prevent it."""
+"""The step in which a folder becomes a checkpoint: its order, its faults, and its competitors."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def storage(tmp_path: Path) -> LocalStorage:
 
 
 def begun(storage: LocalStorage, pending: str = "pending") -> str:
-    """Put a marker there."""
+    """Put a marker, and return its name."""
     assert storage.put(pending, b"", if_absent=True)
     return pending
 
 
 def repeat(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    """Let every request be made twice, as NFS does when an answer is lost."""
+    """Make every request twice, as NFS does when an answer is lost."""
     real = getattr(os, call)
 
     def twice(*args: Any) -> None:
@@ -53,7 +53,7 @@ def repeat(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
 
 
 def traced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """Return what the kernel will be asked for, in order: the call, and the name of the file or folder."""
+    """Return a list that records system calls in order: the call, and the name of the file or folder."""
     events: list[tuple[str, str]] = []
 
     def follow(call: str, name: Callable[..., str]) -> None:
@@ -144,7 +144,7 @@ CASES = (
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return folders in which a commit was killed at a call."""
+    """Return a folder with folders in which a commit was killed at each call."""
     root = tmp_path_factory.mktemp("killed")
     cases = [f"{call}-{if_absent}" for call, if_absent in CASES]
     command = [sys.executable, "-W", "ignore", "-c", KILLED, str(root), *cases]
@@ -224,7 +224,7 @@ def test_without_hard_links_a_commit_still_needs_its_marker_and_a_free_name(
 
     def others_commit(path: str) -> bool:
         free = real(path)
-        os.rename(tmp_path / "two", path)  # somebody who deletes what is in his way, and is quicker
+        os.rename(tmp_path / "two", path)  # a faster process that deletes an existing file
         return free
 
     storage.delete("manifest")
@@ -280,7 +280,7 @@ def test_errors_leave_no_file_open(storage: LocalStorage, tmp_path: Path) -> Non
 def test_a_save_syncs_what_the_manifest_names_the_way_there_and_the_manifest_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """docs/decisions/0014 says why it needs each."""
+    """docs/decisions/0014 has the reason for each call."""
     synced = []
     real = os.fsync
 

@@ -1,4 +1,4 @@
-"""The memory of a host as a store: seen by all its processes, outliving them, and nobody else's."""
+"""The memory of a host as a store: all processes of one user see it, and it outlives them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def new_url() -> str:
 
 
 def python(code: str, *arguments: str) -> subprocess.Popen[str]:
-    """Start another process, in which `code` runs."""
+    """Start another process that runs `code`."""
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
@@ -165,7 +165,7 @@ except (reknit.errors.CommitError, reknit.CheckpointExistsError, reknit.StorageE
 """
     url = new_url()
     reported = [output(process).strip() for process in [python(code, url, str(k)) for k in range(2)]]
-    assert reported.count("won") <= 1  # each may have taken the other's place, and then none is there
+    assert reported.count("won") <= 1  # each may have replaced the other, and then neither exists
     if "won" in reported:
         target = np.zeros(1 << 20, int)
         reknit.load(url, {"m": {"w": target}})
@@ -177,7 +177,7 @@ except (reknit.errors.CommitError, reknit.CheckpointExistsError, reknit.StorageE
 
 @pytest.fixture
 def small_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Have stores in a memory of 8 MiB."""
+    """Put stores into a memory of 8 MiB."""
     target = tmp_path / "shm"
     target.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=8m,mode=700", "reknit-test", str(target)]
@@ -205,7 +205,7 @@ def test_a_save_that_does_not_fit_into_memory_says_so_and_leaves_nothing(small_m
             reknit.save("mem://full/2", state(9 * MIB), wait=wait).result(LIMIT_S)
         assert "this is host memory: remove old checkpoints from it" in str(caught.value.remedy)
         assert files_below(small_memory) == before
-    assert reknit.close(LIMIT_S)  # agents have the environment that was when they began
+    assert reknit.close(LIMIT_S)  # agents keep the environment of their start
     assert reknit.verify("mem://full/1", "data").ok
     shutil.rmtree(MemoryStorage("full").folder)
     reknit.save("mem://full/2", state(7 * MIB))
@@ -241,7 +241,7 @@ def test_without_the_variable_each_user_has_a_folder_of_his_own(
     try:
         assert MemoryStorage("run").folder == str(mine / "run")
         assert mode(mine) == 0o700
-        shutil.rmtree(mine)  # somebody clears up while the store is in use
+        shutil.rmtree(mine)  # a cleaner, while the store is in use
         write(MemoryStorage("run"), "x", b"1")
     finally:
         os.umask(before)

@@ -1,4 +1,4 @@
-"""A folder on NFS: what its clients tell wrongly for a while is asked anew."""
+"""A folder on NFS: outdated answers of its clients are refreshed."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ LOOKS: dict[str, Callable[[LocalStorage], object]] = {
 }
 each_look = pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
 
-# Of what runs inside of the machine, what takes no minutes.
+# The tests inside of the machine that do not take minutes.
 QUICK = "TestNfs4 or at_once or in_vain or replaces or removed or meet_in_a_folder or not_seen"
 
 
 def stale(monkeypatch: pytest.MonkeyPatch, call: str, times: int, path: str = "x") -> list[int]:
-    """Let a call find a handle of a file stale, as often as said; return how often it still will."""
+    """Make a call fail with a stale handle some times, and return the list with the number that is left."""
     real, left = getattr(os, call), [times]
 
     def perhaps(file: Any, *args: Any, **kwargs: Any) -> Any:
@@ -53,7 +53,7 @@ def test_a_file_that_is_replaced_while_it_is_looked_at_is_looked_at_anew(
 ) -> None:
     storage = LocalStorage(tmp_path)
     storage.put("x", b"abc", if_absent=True)
-    storage.read_into("x", 0, [memoryview(bytearray(3))])  # now it is kept open
+    storage.read_into("x", 0, [memoryview(bytearray(3))])  # so that it is kept open
     with monkeypatch.context() as patched:
         stale(patched, call, 2)
         look(storage)
@@ -77,7 +77,7 @@ def test_a_file_that_stays_stale_is_an_error_and_not_missing(
 def test_a_name_that_was_not_found_is_looked_up_again_after_its_folder_was_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: Callable[[LocalStorage], object], deep: bool
 ) -> None:
-    """That makes an NFS client ask its server; where the folder is missing too, those above it are opened."""
+    """An open makes an NFS client ask its server; if the folder is missing too, its parents are opened."""
     root = tmp_path / "a" / "b" if deep else tmp_path
     LocalStorage(root).put("x", b"abc", if_absent=True)
     hidden = {str(root / "x"), *([str(root), str(root.parent)] if deep else [])}
@@ -88,7 +88,7 @@ def test_a_name_that_was_not_found_is_looked_up_again_after_its_folder_was_opene
 
 
 def hiding(real: Callable[..., Any], hidden: set[str]) -> Callable[..., Any]:
-    """Return a call that does not find what is hidden, as long as the folder where that is was not opened."""
+    """Return a call that does not find hidden files, until their folder is opened."""
 
     def call(path: Any, *args: Any, **kwargs: Any) -> Any:
         if path in hidden:
@@ -133,7 +133,7 @@ def test_ranks_that_wait_for_a_file_make_it_so_that_nobody_takes_it_for_missing(
 
 
 def test_what_has_to_hold_on_nfs_holds() -> None:
-    """In a machine with Linux's own server and clients."""
+    """They run in a machine with Linux's own server and clients."""
     server("nfs")
     machine = Machine()
     order = machine.python("pytest", "-q", "-p", "no:cacheprovider", "tests/nightly/on_nfs.py", "-k", QUICK)

@@ -1,4 +1,4 @@
-"""Links below a store's root lead out of it for reading a file only, whatever is done to the files."""
+"""Links below a store's root lead out of it only for reads of a file, and for no other operation."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def storage(request: pytest.FixtureRequest, root: Path) -> Storage:
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> Path:
-    """Return a folder of somebody else's, with a file in it."""
+    """Return a folder outside of the store, with a file in it."""
     (tmp_path / "elsewhere" / "below").mkdir(parents=True)
     (tmp_path / "elsewhere" / "x").write_bytes(b"123")
     (tmp_path / "elsewhere" / "below" / "x").write_bytes(b"123")
@@ -194,7 +194,7 @@ def test_an_abort_does_not_reach_through_a_link(tmp_path: Path) -> None:
 def test_a_link_that_is_put_there_between_look_and_deed_is_not_followed(
     tmp_path: Path, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder that was opened stays the one that is used, whatever has its name by now."""
+    """The store keeps using the folder that it has opened, even if another one has its name by now."""
     root = tmp_path / "root"
     (root / "a").mkdir(parents=True)
     with inside(str(root), "a") as fd:

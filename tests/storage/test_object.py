@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Swept(ObjectStorage):
-    """SeaweedFS goes on listing folders for some minutes after they have become empty; no bucket has such."""
+    """A store without empty folders, which SeaweedFS lists for some minutes, unlike other object stores."""
 
     def folders(self) -> list[str]:
         return [name for name in super().folders() if any(True for _ in self.list(name))]
@@ -79,7 +79,7 @@ class TestAzure(OnServer, StorageSuite):
 
 
 class TestAzureWithFilesInParts(OnServer, WritingSuite):
-    """Azure takes parts of any size, so that small files can be large ones."""
+    """Azure takes parts of any size, so that small files can have several parts."""
 
     server = "azure"
 
@@ -120,7 +120,7 @@ def image(nbytes: int) -> NDArray[np.uint8]:
 
 @pytest.mark.parametrize("order", ["forward", "backward", "threads"])
 def test_a_large_file_goes_up_in_parts_and_comes_back(s3: str, order: str) -> None:
-    """Pieces that fill parts, that cross them, and that are smaller; read in one go, and in runs."""
+    """Pieces fill parts, cross parts, and are smaller than parts; they are read at once, and in runs."""
     storage, data = in_parts(s3), image(23 * MIB + 7)
     writer = storage.create("x", len(data))
     pieces = [(start, data[start : start + 4 * MIB]) for start in range(0, len(data), 4 * MIB)]
@@ -142,7 +142,7 @@ def test_a_large_file_goes_up_in_parts_and_comes_back(s3: str, order: str) -> No
 
 
 def test_memory_may_be_used_again_as_soon_as_write_returns(s3: str) -> None:
-    """The client sends from the caller's memory, and the writer returns when it has let go of it."""
+    """The client sends from the caller's memory, and the writer returns after its last use."""
     storage, data = in_parts(s3), image(20 * MIB)
     writer = storage.create("x", len(data))
     for start in range(0, len(data), 5 * MIB):
@@ -154,7 +154,7 @@ def test_memory_may_be_used_again_as_soon_as_write_returns(s3: str) -> None:
 
 
 def test_parts_go_up_from_the_memory_they_are_in(s3: str) -> None:
-    """No copy of the file is made: what the process holds grows by less than one part for each that is up."""
+    """No copy of the file is made: the process's memory grows by less than one part for each upload."""
     storage, data = in_parts(s3, concurrency=2), image(60 * MIB)
     write_whole(storage, "warm", data[: 10 * MIB])
     before = psutil.Process().memory_info().rss
@@ -215,7 +215,7 @@ def test_a_small_file_is_not_written_over_one_that_came_meanwhile(s3: str) -> No
 def test_who_slept_after_his_look_loses_to_who_has_committed_since(
     s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When he has seen his marker, it is taken away, and another store commits."""
+    """The marker is removed after the writer has seen it, and another store commits."""
     zombie, other = in_parts(s3), in_parts(s3)
     other.put("manifest", b"first", if_absent=True)
     for name in ("pending.1", "pending.2"):
@@ -236,7 +236,7 @@ def test_who_slept_after_his_look_loses_to_who_has_committed_since(
 
 
 def test_of_many_processes_that_put_or_commit_at_once_one_is_first(s3: str) -> None:
-    """Clients of their own know as little of each other as processes do."""
+    """Separate clients share no state, like separate processes."""
     stores = [in_parts(s3) for _ in range(6)]
     line = threading.Barrier(6)
 
@@ -290,7 +290,7 @@ def test_options_of_the_url_count(s3: str) -> None:
 
 
 def test_what_the_store_refuses_is_said_with_the_url(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bucket that is not there, credentials that are wrong, and nobody who answers."""
+    """The causes are a missing bucket, wrong credentials, and a server that does not answer."""
     with pytest.raises(StorageError, match="no such bucket") as caught:
         open_storage("s3://no-such-bucket/x").get("y", limit=1)
     assert caught.value.path == "s3://no-such-bucket/x/y"

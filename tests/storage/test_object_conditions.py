@@ -1,4 +1,4 @@
-"""Endpoints that do not keep to conditions are found out, before a checkpoint rests on them."""
+"""Endpoints that ignore conditions are detected, before a checkpoint depends on them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_an_endpoint_that_keeps_to_conditions_is_used_with_them(tiny: TinyS3) ->
 
 @WRONG
 def test_a_save_to_an_endpoint_without_conditions_is_refused(tiny: TinyS3) -> None:
-    """With a word on what to do, and nothing is left."""
+    """The error has a remedy, and no files are left."""
     with pytest.raises(StorageError, match=r"(?s)conditional create.*\?conditional=lock"):
         reknit.save(f"{URL}?retries=1", {"x": np.arange(5)})
     assert tiny.files == {}
@@ -79,7 +79,7 @@ def test_with_a_lock_object_it_is_saved_to_after_a_warning(tiny: TinyS3) -> None
 @WRONG
 @pytest.mark.filterwarnings("ignore:.*lock object")
 def test_of_many_who_use_the_lock_one_is_first(tiny: TinyS3) -> None:
-    """Each with a client of his own, as in processes of their own."""
+    """Each has a client of its own, as in a process of its own."""
     stores = [opened(conditional="lock") for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
         won = list(pool.map(lambda k: stores[k].put("x", b"%d" % k, if_absent=True), range(4)))
@@ -117,7 +117,7 @@ def test_under_the_lock_a_marker_may_vanish_at_once_and_a_manifest_may_not(
 
 @pytest.mark.parametrize("tiny", ["unknown"], indirect=True)
 def test_files_without_a_condition_go_up_to_an_endpoint_that_knows_none(tiny: TinyS3) -> None:
-    """They have names of their own; one that is there is still not written again."""
+    """They have unique names; an existing file is still not written again."""
     store = opened()
     writer = store.create("x", 3)
     writer.write(0, memoryview(b"abc"))

@@ -1,4 +1,4 @@
-"""Copies that an object store makes: only what is there is believed, and no answer is no refusal."""
+"""Copies by an object store: only an existing copy counts, and a missing answer is not a refusal."""
 
 from __future__ import annotations
 

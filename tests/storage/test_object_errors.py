@@ -1,4 +1,4 @@
-"""A client of objects that gets no socket: that is a shortage of this process, not a store out of reach."""
+"""A client that gets no socket is a shortage of this process, not an unreachable store."""
 
 from __future__ import annotations
 

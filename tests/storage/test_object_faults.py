@@ -1,4 +1,4 @@
-"""Every request of a save and of a load may go wrong: it is committed once, or not, and always readable."""
+"""Every request of a save or a load may fail: a save commits once or not at all, and stays readable."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def state(value: int) -> dict[str, object]:
 
 
 def loaded(url: str) -> int:
-    """Return what was saved, of which all is the same."""
+    """Return the one value of all elements of a checkpoint."""
     target = np.zeros(1000, int)
     reknit.load(url, {"x": target})
     (value,) = set(target.tolist())
@@ -64,7 +64,7 @@ def requests_of(proxy: FaultProxy, call: object) -> int:
 
 @pytest.mark.parametrize("shift", [0, 4])
 def test_a_save_that_meets_a_fault_is_committed_once_or_not(proxy: FaultProxy, shift: int) -> None:
-    """At every request, two of the faults: who is told that it is saved can load it."""
+    """Every request meets two of the faults; a save that returns can be loaded."""
     total = requests_of(proxy, lambda: reknit.save(new_url("s3") + QUICK, state(1)))
     assert total > 15
     for at in range(total):
@@ -79,13 +79,13 @@ def test_a_save_that_meets_a_fault_is_committed_once_or_not(proxy: FaultProxy, s
         try:
             assert loaded(url) == at
         except CheckpointNotFoundError:
-            # Answers that say no have been waited for; what may have been done is not asked for twice.
+            # Refusals are retried for a while, but a request that may have been carried out is not repeated.
             assert error is not None, f"{fault} at request {at} of {total}"
             assert fault not in ("500", "503"), f"{fault} at request {at} of {total}: {error}"
 
 
 def test_a_load_that_meets_a_fault_loads_all_or_says_why(proxy: FaultProxy) -> None:
-    """At every request, all faults."""
+    """Every request meets all faults."""
     url = new_url("s3")
     reknit.save(url, state(7))
     total = requests_of(proxy, lambda: loaded(url + QUICK))
@@ -116,10 +116,10 @@ def test_an_overwrite_that_meets_a_fault_leaves_the_old_or_the_new(proxy: FaultP
 
 @pytest.mark.parametrize("fault", ["applied then reset", "applied then 500"])
 def test_a_write_whose_answer_was_lost_is_recognised_as_ones_own(proxy: FaultProxy, fault: Fault) -> None:
-    """Where the client has repeated it, and is told that there is something, and where it has not."""
+    """The client may have repeated the write, which then fails because the file exists, or may not have."""
     url = new_url("s3")
     storage = open_storage(url)
-    assert storage.put("first", b"", if_absent=True)  # the endpoint is tried out
+    assert storage.put("first", b"", if_absent=True)  # tests the endpoint's conditions
 
     def write(path: str) -> None:
         writer = storage.create(path, 1)
@@ -163,7 +163,7 @@ def test_a_part_that_meets_a_fault_goes_up_again(proxy: FaultProxy, fault: Fault
 
 
 def test_an_upload_whose_parts_are_all_refused_fails_and_leaves_none(proxy: FaultProxy) -> None:
-    """Every thread that writes is told, and the memory is free again."""
+    """Every writing thread receives the error, and the memory is freed."""
     data = np.zeros(30 * MIB, np.uint8)
     url = new_url("s3")
     storage = ObjectStorage(parse_url(url)[0], ObjectOptions(part_nbytes=5 * MIB, retries=1))
@@ -187,7 +187,7 @@ def test_an_upload_whose_parts_are_all_refused_fails_and_leaves_none(proxy: Faul
 
 
 def test_of_two_saves_of_one_step_at_most_one_wins(proxy: FaultProxy) -> None:
-    """The other is told so by the type of its error, or both if each kept the other from it."""
+    """The type of the loser's error shows the conflict; both may lose, if each prevents the other."""
     url, line = new_url("s3"), threading.Barrier(2)
 
     def save(value: int) -> ReknitError | None:
@@ -217,7 +217,7 @@ def test_a_reader_during_overwrites_sees_the_old_or_the_new(proxy: FaultProxy) -
         while not over.is_set():
             try:
                 seen.add(loaded(url))
-            except StorageError:  # its files were replaced under its hands: that is said, and nothing else
+            except StorageError:  # the error that its files were replaced, and no other one
                 continue
 
     with ThreadPoolExecutor(1) as pool:
@@ -233,8 +233,8 @@ def test_a_reader_during_overwrites_sees_the_old_or_the_new(proxy: FaultProxy) -
 
 
 def test_a_save_in_the_background_goes_through_agents(proxy: FaultProxy) -> None:
-    """They are processes of their own, started anew and never forked, and find the store by its URL."""
-    reknit.close()  # agents have the environment that was when they began
+    """Agents are separate processes, started and never forked, and open the store by its URL."""
+    reknit.close()  # agents keep the environment of their start
     url = new_url("s3")
     assert open_storage(url).put("used", b"1", if_absent=True)  # this process has a client, with threads
     for value in range(3):

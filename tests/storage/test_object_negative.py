@@ -1,4 +1,4 @@
-"""Real servers without conditional writes: rclone overwrites whatever they say, Swift answers 501."""
+"""Real servers without conditional writes: rclone overwrites despite a condition, Swift answers 501."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def files_below(url: str) -> list[str]:
 
 
 def folder_of(url: str) -> Path:
-    """What rclone serves is a folder of this machine."""
+    """Return the folder of this machine that rclone serves under a URL."""
     return Path(server("rclone")["data"]) / url.partition("://")[2].partition("?")[0]
 
 
 def together(code: str, url: str, number: int) -> list[str]:
-    """Run processes that begin at the same moment, and return what each says at its end."""
+    """Run processes that begin at the same moment, and return the last output of each."""
     begun = [
         subprocess.Popen(
             [sys.executable, "-c", code, url, str(k)],
@@ -123,7 +123,7 @@ def test_the_lock_is_used_when_asked_for_and_said_to_be_weaker(url: str) -> None
 @EACH
 @LOCKED
 def test_a_checkpoint_that_is_there_is_never_overwritten_silently(url: str) -> None:
-    """Neither by a second save, nor by a bare conditional write, which rclone would carry out."""
+    """Neither a second save nor a bare conditional write overwrites it, although rclone would."""
     reported = f"{url}?retries=1&conditional=lock"
     reknit.save(reported, {"x": np.arange(5)})
     storage = open_storage(reported)
@@ -164,9 +164,9 @@ def test_a_marker_that_another_save_removes_before_it_is_read_back_was_put_up(
 
 @RCLONE
 def test_of_processes_that_save_at_once_under_the_lock_at_most_one_commits(url: str) -> None:
-    """The others are told why.  What is committed is whole, and that of the one who was told so."""
+    """The others receive the reason.  The checkpoint is whole, and belongs to the process that succeeded."""
     reported = together(SAVER, f"{url}?retries=1&conditional=lock", 2)
-    # Two of one moment may each take the marker of the other away: then neither finds whose it was.
+    # Two processes may remove each other's marker at the same moment; then neither can name the owner.
     assert set(reported) <= {"saved", "FencedError", "CheckpointExistsError", "CommitError"}
     assert reported.count("saved") <= 1
     if "saved" in reported:
@@ -180,7 +180,7 @@ def test_of_processes_that_save_at_once_under_the_lock_at_most_one_commits(url: 
 @RCLONE
 @LOCKED
 def test_an_endpoint_without_ranges_gives_an_error_and_no_bytes(url: str) -> None:
-    """It answers with the whole object; what was saved can be loaded once it is in a folder."""
+    """The endpoint returns whole objects; the checkpoint can be loaded once it is copied to a folder."""
     state = {"x": np.arange(3 << 18)}
     with pytest.warns(RuntimeWarning, match="cannot be loaded from here"):
         reknit.save(f"{url}?retries=1&conditional=lock&part_mib=5", state)
@@ -206,7 +206,7 @@ def test_an_endpoint_without_ranges_gives_an_error_and_no_bytes(url: str) -> Non
 @SWIFT
 @LOCKED
 def test_an_endpoint_that_knows_no_conditions_is_asked_for_one_once(url: str) -> None:
-    """The client takes a refusal for something that passes, and asks for seconds again and again."""
+    """The client takes the refusal for a temporary failure, and retries for seconds."""
     storage = open_object(f"{url}?retries=1&conditional=lock")
     assert storage.put("x", b"1", if_absent=True)
     assert storage.bucket.conditions.unknown

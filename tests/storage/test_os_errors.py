@@ -1,4 +1,4 @@
-"""Each error of the system says what happened, to which file or folder, and what its reader can do."""
+"""Each error of the system names the event, the file or folder, and a remedy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 FULL = "/runs/step_1/model/x"
 
-# error, user, kind, what the message says, what the remedy says, and what it does not say
+# error, user, kind, text in the message, text in the remedy, and text that neither has
 TABLE: dict[str, tuple[OSError, int, type[Exception], str, str, str]] = {
     "read-only, root": (
         OSError(errno.EROFS, "ro"),
@@ -171,7 +171,7 @@ def test_a_file_system_without_room_for_names_is_not_said_to_have_free_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = list(os.statvfs(tmp_path))
-    found[5:8] = [100, 0, 0]  # files, those free, those free for a user
+    found[5:8] = [100, 0, 0]  # files, free files, free files for a user
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(found))
     assert "inodes" in space.making_room(str(tmp_path))
     assert "bytes are free" not in space.making_room(str(tmp_path))

@@ -1,4 +1,4 @@
-"""A store whose operations are recorded: the same store, and each operation told with what belongs to it."""
+"""A store whose operations are recorded behaves the same, and each operation has a complete record."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from reknit.storage.base import Storage
 
 
-class Told:
-    """A recorder, and what it tells of stores."""
+class Recorded:
+    """A recorder, and its records of stores."""
 
     def __init__(self) -> None:
         self._records: list[Record] = []
@@ -41,11 +41,11 @@ class Told:
 
 class TestRecordedLocal(LocalSuite):
     def make(self, tmp_path: Path) -> Storage:
-        return recorded(LocalStorage(tmp_path), Told().recorder)
+        return recorded(LocalStorage(tmp_path), Recorded().recorder)
 
 
 def test_each_operation_is_told_with_bytes_and_outcome(tmp_path: Path) -> None:
-    reported = Told()
+    reported = Recorded()
     storage = recorded(LocalStorage(tmp_path), reported.recorder).sub("below")
     writer = storage.create("a", 6)
     writer.write(0, memoryview(b"abcdef"))
@@ -62,7 +62,7 @@ def test_each_operation_is_told_with_bytes_and_outcome(tmp_path: Path) -> None:
         ("finish", 0, "ok"),
         ("get", 6, "ok"),
         ("read", 4, "ok"),
-        ("get", 0, "ok"),  # that there is nothing is an answer
+        ("get", 0, "ok"),  # an answer that there is no file
     ]
     first = reported.records()[0]
     assert (first.rank, first.step, first.action, first.path, first.store) == (3, 7, "save", "x", "file")
@@ -72,7 +72,7 @@ def test_each_operation_is_told_with_bytes_and_outcome(tmp_path: Path) -> None:
 def test_retries_are_told_of_the_operation_that_needed_them(tmp_path: Path) -> None:
     plan = [Fault("away", 1, "put"), Fault("away", 2, "put")]
     inner = RetryingStorage(FaultyStorage(LocalStorage(tmp_path), plan=plan), RetryPolicy(100, 0.001, 0.001))
-    reported = Told()
+    reported = Recorded()
     storage = recorded(inner, reported.recorder)
     storage.put("a", b"1", if_absent=False)
     storage.put("a", b"2", if_absent=False)
@@ -84,7 +84,7 @@ def test_operations_that_are_under_way_together_are_counted(tmp_path: Path) -> N
     inner = FaultyStorage(
         LocalStorage(tmp_path), plan=[Fault("stall", n, "put") for n in (1, 2, 3)], stall=met.wait
     )
-    reported = Told()
+    reported = Recorded()
     storage = recorded(inner, reported.recorder)
     folders = [storage.sub(name) for name in "abc"]
     threads = [
@@ -100,14 +100,14 @@ def test_operations_that_are_under_way_together_are_counted(tmp_path: Path) -> N
 
 def test_what_others_ask_of_a_store_is_there_when_it_is_recorded() -> None:
     name = uuid.uuid4().hex
-    recording = recorded(open_storage(f"mem://{name}"), Told().recorder)
+    recording = recorded(open_storage(f"mem://{name}"), Recorded().recorder)
     assert isinstance(recording, PerHost)
     assert recording.folder == MemoryStorage(name).folder
     assert recorded(MemoryStorage(name), Recorder("save")).url == recording.url
 
 
 def test_an_unchanged_file_of_a_store_that_was_recorded_is_linked(tmp_path: Path) -> None:
-    old = recorded(LocalStorage(tmp_path / "old"), Told().recorder)
+    old = recorded(LocalStorage(tmp_path / "old"), Recorded().recorder)
     writer = old.create("a", 1)
     writer.write(0, memoryview(b"x"))
     writer.finish()

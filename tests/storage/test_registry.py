@@ -99,7 +99,7 @@ def test_a_wrong_memory_url_is_refused(url: str) -> None:
 def test_a_store_that_is_missing_is_named() -> None:
     with pytest.raises(UnknownSchemeError, match="'nosuch'") as caught:
         open_storage("nosuch://bucket/x")
-    # Other tests of this process may have registered schemes of their own, which are named as well.
+    # Other tests of this process may have registered schemes, which are named as well.
     assert all(
         known in str(caught.value.remedy) for known in ("a plain path", "file://", "mem://", "hdfs://")
     )
@@ -165,7 +165,7 @@ def test_a_scheme_that_is_taken_or_impossible_is_refused(scheme: str) -> None:
 
 
 def install(folder: Path, scheme: str, target: str) -> None:
-    """Write what an installed package leaves: its metadata with an entry point."""
+    """Write the metadata of an installed package with an entry point."""
     metadata = folder / f"{scheme}-1.0.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {scheme}\nVersion: 1.0\n")

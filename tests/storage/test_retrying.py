@@ -1,4 +1,4 @@
-"""Remote stores are asked again, for as long as their URL says; whatever was done is done once."""
+"""Requests to remote stores are retried for the time in their URL, and are carried out once."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_file_that_is_too_large_to_be_kept_is_left_to_its_store(tmp_path: Path
 
 @pytest.mark.parametrize("resumes", [True, False])
 def test_a_create_whose_answer_was_lost_says_what_stands_in_the_way(resumes: bool, tmp_path: Path) -> None:
-    """The folder has the name from then on, and nobody can tell who gave it."""
+    """The name is taken in the folder from then on, and the writer that took it cannot be determined."""
     storage = retrying(tmp_path, Fault("unheard", 1, "create"), resumes=resumes)
     with pytest.raises(StorageError, match="may be from an attempt before, of which no answer came"):
         storage.create("x", 3)
@@ -82,7 +82,7 @@ def test_a_create_whose_answer_was_lost_says_what_stands_in_the_way(resumes: boo
 
 
 class Dead(ProcessMemory):
-    """A store whose files cannot go on after their first piece, as an upload that is given up."""
+    """A store whose files fail after their first piece, as with an aborted upload."""
 
     def create(self, path: str, nbytes: int) -> Any:
         return _DeadWriter(super().create(path, nbytes))
@@ -107,7 +107,7 @@ def test_who_raises_the_same_error_again_is_not_waited_for() -> None:
 
 
 class Away(ProcessMemory):
-    """A store that nobody reaches, until it is there."""
+    """A store that cannot be reached until `there` is set."""
 
     there = False
 
@@ -125,7 +125,7 @@ def seconds(storage: Storage) -> float:
 
 
 def test_what_comes_after_an_operation_that_was_given_up_is_not_waited_for_as_long_again() -> None:
-    """So a save that fails does not wait once more for everything that it would clear away."""
+    """So a failed save does not wait once more for each file that it would delete."""
     away = Away("away")
     storage = RetryingStorage(away, RetryPolicy(deadline_s=0.5, first_s=0.001, longest_s=0.01))
     assert seconds(storage) >= 0.5
@@ -139,7 +139,7 @@ def test_what_comes_after_an_operation_that_was_given_up_is_not_waited_for_as_lo
     away.there = False
     assert seconds(storage) >= 0.5
     assert storage.retries["size"] > before
-    time.sleep(0.6)  # it is another outage, as far as anybody knows
+    time.sleep(0.6)  # so that the next failure counts as another outage
     assert seconds(storage) >= 0.5
 
 
@@ -232,7 +232,7 @@ class Gate:
         threading.Thread(target=self._serve, args=(self._listener,), daemon=True).start()
 
     def shut(self) -> None:
-        """Refuse connections, and cut those that there are."""
+        """Refuse new connections, and cut the existing ones."""
         with self._lock:
             listener, self._listener = self._listener, None
             connected = set(self._connected)
@@ -240,13 +240,13 @@ class Gate:
             cut(one)
 
     def shut_for(self, seconds: float) -> None:
-        """Be away for a while, from now on."""
+        """Stay shut for some seconds from now on."""
         self.shut()
         self._timer = threading.Timer(seconds, self.open)
         self._timer.start()
 
     def end(self) -> None:
-        """Be gone, with all threads."""
+        """Shut, and end all threads."""
         self._timer.cancel()
         self.shut()
         wait_until(lambda: not self._connected, 10)

@@ -17,7 +17,7 @@ def test_a_reserved_file_has_its_room(tmp_path: Path) -> None:
     with open(tmp_path / "x", "wb") as file:
         reserve(file.fileno(), str(tmp_path), 1 << 20)
         found = os.fstat(file.fileno())
-    assert found.st_size in (0, 1 << 20)  # 0 where the file system cannot allocate at once
+    assert found.st_size in (0, 1 << 20)  # 0 if the file system cannot allocate in advance
     assert found.st_blocks * 512 >= found.st_size
 
 

@@ -1,4 +1,4 @@
-"""Stores around stores: each keeps the contract, and does the one thing that it is for."""
+"""Stores around stores: each keeps the contract, and serves its one purpose."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class TestMetered(WrappedSuite):
 
 
 def work(storage: Storage) -> None:
-    """Use every operation, and check what it does."""
+    """Use every operation, and check its effects."""
     data = pattern(1000)
     write(storage, "a/file", data)
     assert storage.put("small", b"one", if_absent=True)
@@ -102,10 +102,10 @@ def test_every_operation_is_repeated_without_harm(kind: str, tmp_path: Path) -> 
         faulty = FaultyStorage(inner, plan=[Fault(kind, number)])  # type: ignore[arg-type]
         name = _nth_operation(tmp_path, number)
         if kind == "unheard" and name in ("create", "write", "finish"):
-            continue  # the file is there, half made: see below
+            continue  # the unfinished file is there: see below
         storage = RetryingStorage(faulty, QUICK)
         work(storage)
-        # Of a file that is missing the answer was heard.
+        # The answer about a missing file was received.
         assert sum(storage.retries.values()) == 1 or (kind, number) == ("unheard", operations - 1), name
 
 

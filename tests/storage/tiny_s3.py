@@ -1,4 +1,4 @@
-"""An S3 server in a few lines that ignores conditions, or says that it knows none."""
+"""An S3 server in a few lines that ignores conditions, or refuses them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Conditions = Literal["kept", "ignored", "unknown"]
 
 
 class TinyS3(LocalServer):
-    """Use it in a ``with`` statement; `files` is what it holds, by bucket and key."""
+    """Use it in a ``with`` statement; `files` are its contents, by bucket and key."""
 
     def __init__(self, conditions: Conditions) -> None:
         self.conditions = conditions

@@ -4,7 +4,7 @@ from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from reknit.types.box import Box, flat_range_boxes
@@ -56,6 +56,8 @@ def box_pairs(draw: st.DrawFn) -> tuple[tuple[int, ...], Box, Box]:
 
 
 @given(box_pairs())
+@example(((4,), Box((0,), (3,)), Box((1,), (3,))))
+@example(((4,), Box((1,), (3,)), Box((0,), (3,))))
 def test_the_intersection_of_two_boxes_holds_exactly_their_common_elements(
     case: tuple[tuple[int, ...], Box, Box],
 ) -> None:

@@ -27,13 +27,13 @@ class Job(NamedTuple):
     mesh: Any
 
     def state(self) -> dict[str, Any]:
-        """Return what a user would save."""
+        """Return the state that a user would save."""
         return {"model": self.model, "optimizer": self.optimizer}
 
 
 @cache
 def shim() -> None:
-    """Make veScale believe in the CPU, and in a torch that is two years newer than it."""
+    """Adapt veScale to the CPU, and to a torch that is two years newer than it."""
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
     own_type: Callable[..., Any] = torch.Tensor.type
 
@@ -43,7 +43,7 @@ def shim() -> None:
 
     torch.Tensor.type = cuda_type  # type: ignore[assignment, method-assign]
     if importlib.util.find_spec("optree") is None:
-        # veScale does not say that it needs it; torch's own trees do what it asks of them.
+        # an undeclared dependency of veScale, in whose place torch's own trees suffice
         trees: Any = types.ModuleType("optree")
         trees.PyTreeSpec, trees.tree_flatten = _pytree.TreeSpec, _pytree.tree_flatten
         trees.tree_map = lambda fn, tree, **_: _pytree.tree_map(fn, tree)
@@ -53,7 +53,7 @@ def shim() -> None:
     import vescale.dtensor._collective_utils as of_vescale
 
     patched = types.SimpleNamespace(**vars(collectives))
-    # Since torch 2.4 the source of a broadcast is a rank of the group, and no longer of the job.
+    # Since torch 2.4 the source of a broadcast is a rank of the group instead of the job.
     patched.broadcast = lambda tensor, src, group, tag="": collectives.broadcast(
         tensor, dist.get_group_rank(group, src), group
     )
@@ -80,7 +80,7 @@ class Net(nn.Module):
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Two groups, with options of their own."""
+    """Return two groups with different options."""
     matrices = [p for name, p in model.named_parameters() if name in ("up.weight", "down.weight")]
     others = [p for name, p in model.named_parameters() if name not in ("up.weight", "down.weight")]
     return [{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 3e-3}]
@@ -110,7 +110,7 @@ def build(dp: int, tp: int, seed: int, *, two_groups: bool = True, **options: An
 
 
 def train(job: Job, steps: int = 2, first: int = 0) -> list[float]:
-    """Take steps, each data-parallel rank with data of its own; return the losses."""
+    """Take steps, each data-parallel rank with data of its own, and return the losses."""
     from vescale.dtensor.dtensor import DTensor
 
     losses = []
@@ -134,7 +134,7 @@ Entry = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], "tuple[int
 
 
 def truth(job: Job) -> dict[str, torch.Tensor]:
-    """Return model and optimizer states whole, put together from what veScale itself says of its pieces."""
+    """Return whole model and optimizer states, joined by veScale's own descriptions of its pieces."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, [*_of_model(job), *_of_optimizer(job)])
     wholes: dict[str, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""Real veScale 0.0.1: what its tensor-parallel models and DistributedOptimizers hold, saved and resharded."""
+"""Tensor-parallel models and DistributedOptimizers of real veScale 0.0.1 are saved and resharded."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ SAVED: dict[str, dict[str, Any]] = {
     "bf16 with masters": {"dtype": BF16},
     "bf16 alone": {"dtype": BF16, "fp32_grads": False, "grad_to_fp32": False},
 }
-"""Jobs of TP 2 x DP 2 that save, with what makes them different."""
+"""Jobs of TP 2 x DP 2 that save, with their options."""
 
 
 def save_all(root: str) -> dict[str, Any]:
-    """Train and save every job; return what each holds, its truth, and the losses of two more steps."""
+    """Train and save every job, and return the holdings, the whole state, and the losses of two steps."""
     answers = {}
     for name, options in SAVED.items():
         job = jobs.build(2, 2, 0, **dict(options))
@@ -74,7 +74,7 @@ def test_what_all_ranks_hold_is_what_vescale_says_of_its_pieces(
     checkpoint = assemble([answer[name][0] for answer in answers])
     true = dict(answers[0][name][1])
     if name == "bf16 alone":
-        # What is stepped is a copy of the parameter in its own precision, and no truth beside it.
+        # The optimizer steps a copy of the parameter in its own precision, without masters.
         true = {key: value for key, value in true.items() if not key.endswith("/master")}
     assert differing({f"{item}/{fqn}": t for (item, fqn), t in checkpoint.tensors.items()}, true) == []
     assert any(key.endswith("/master") for key in true) == (name == "bf16 with masters")
@@ -102,7 +102,7 @@ def test_the_options_of_both_groups_are_saved_under_their_parameters(
 
 
 def load_vescale(root: str, layouts: list[tuple[int, int]]) -> list[tuple[str, Any, Any, list[float]]]:
-    """Load every checkpoint into fresh jobs of each layout; return what differs, and two more losses."""
+    """Load every checkpoint into fresh jobs of each layout, and return the differences and two losses."""
     answers = []
     for dp, tp in layouts:
         for name, options in SAVED.items():
@@ -149,7 +149,7 @@ def plain(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 
 
 def in_fp32(true: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return what a job without masters has of a checkpoint: the masters are its parameters."""
+    """Return a checkpoint's state for a job without masters, whose parameters are the masters."""
     found = {key: value for key, value in true.items() if not key.endswith("/master")}
     for key, value in found.items():
         master = true.get(f"optimizer/state/{key.removeprefix('model/')}/master")
@@ -210,7 +210,7 @@ def test_a_plain_checkpoint_loads_into_vescale_also_into_masters(
 
 
 def corners() -> dict[str, str]:
-    """Look at what is refused, and at what is unusual; return the texts of the refusals."""
+    """Check unusual objects, and return the messages of refusals."""
     found = {}
     rank = dist.get_rank()
     job = jobs.build(2, 1, 0, overlap_param_gather=True)
@@ -249,7 +249,7 @@ def test_parameters_that_are_still_to_be_fetched_are_refused_until_the_next_forw
 
 
 def tensor_parallel_alone(root: str) -> tuple[Any, dict[str, list[str]]]:
-    """Train with a plain optimizer in veScale's wrapper, and look at an interleaved tensor."""
+    """Train with a plain optimizer in veScale's wrapper, and check an interleaved tensor."""
     jobs.shim()
     from vescale import distribute_tensor
     from vescale.dtensor.placement_types import InterleavedShard
