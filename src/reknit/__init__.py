@@ -6,8 +6,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from reknit import forks as _forks  # noqa: F401 (one before the first call counts, too)
 from reknit.errors import UsageError, did_you_mean
-from reknit.processes import inherited as _inherited  # noqa: F401 (a fork before the first call counts, too)
 from reknit.system import without_collections
 from reknit.types.entry import REMEDY
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
+from reknit import forks
 from reknit.comm.group import SoloGroup, barrier
 from reknit.comm.meeting.rendezvous import FolderStore
 from reknit.comm.quiet import quietly
@@ -24,7 +25,6 @@ from reknit.frameworks.torch.carrier import TorchCarrier
 from reknit.frameworks.torch.torch_job import TorchStore, current_job, subgroup_job
 from reknit.keywords import checked_call, is_text
 from reknit.options import CommOptions
-from reknit.processes import inherited
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -77,7 +77,7 @@ def _alone_as(generation: int | None) -> SoloGroup:
 _trees: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
 
 
-os.register_at_fork(after_in_child=lambda: inherited.jobs.update(_trees))
+os.register_at_fork(after_in_child=lambda: forks.inherited.update(_trees))
 
 
 class Ranks(NamedTuple):
@@ -151,7 +151,7 @@ def _of_all(of_torch: TrainingJob | None, of_jax: TrainingJob | None) -> Trainin
 
 def _joined(job: TrainingJob, options: CommOptions) -> Group:
     """Return the tree of a job's ranks, joined once for as long as torch's group lives."""
-    if job.identity in inherited.jobs:
+    if job.identity in forks.inherited:
         raise forked(job.rank)
     group = _trees.get(job.identity)
     if group is None:

@@ -48,7 +48,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
 
 
 def test_it_has_the_state_the_metadata_and_the_circumstances_of_its_call(tmp_path: Path, held: Held) -> None:
-    state = {"model": {"w": np.full(100_000, 1.0)}, "extra": {"epoch": [1]}}
+    state: dict[str, Any] = {"model": {"w": np.full(100_000, 1.0)}, "extra": {"epoch": [1]}}
     metadata: dict[str, Any] = {"note": ["first"]}
     before = os.umask(0o077)
     try:

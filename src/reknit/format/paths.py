@@ -110,7 +110,7 @@ def rank_paths(
 ) -> list[str]:
     """Return the paths of many files, each of one of these items, with the tail that follows its rank."""
     folders = [f"{escape_item(name)}/" for name in items]
-    texts = {rank: f"{rank:05d}" for rank in np.unique(ranks).tolist()}
+    texts = {rank: f"{rank:05d}" for rank in set(ranks.tolist())}
     return [
         f"{folders[number]}{texts[rank]}{tail}"
         for number, rank, tail in zip(item.tolist(), ranks.tolist(), tails, strict=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
 
 from reknit.errors import shown
@@ -106,6 +105,8 @@ def _holds_all(dtype: str, wanted: str) -> bool:
     if dtype == "bool" or not converts(dtype, wanted):
         return False
     if dtype in INTEGERS and wanted not in INTEGERS:
+        import ml_dtypes
+
         digits: int = ml_dtypes.finfo(numpy_dtype(wanted)).nmant + 1  # type: ignore[no-untyped-call]
         return bool(np.iinfo(dtype).max <= 2**digits)
     if dtype in INTEGERS or wanted in ("float64", "complex128"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 ITEMSIZE: dict[str, int] = {
@@ -42,9 +41,15 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
         return np.dtype("V4")
     if name == "float4_e2m1fn_x2":
         return np.dtype("uint8")
+    if name in _NUMPY_NAMES:
+        return np.dtype(name)
+    import ml_dtypes  # most states need none of its types
+
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
+_INTEGERS = (f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
+_NUMPY_NAMES = frozenset(("bool", *_INTEGERS, "float16", "float32", "float64", "complex64", "complex128"))
 INTEGERS = frozenset(name for name in ITEMSIZE if "int" in name)
 _COMPLEX = frozenset({"complex64", "complex128"})
 _FLOATS = frozenset(name for name in ITEMSIZE if "float" in name) - {"float8_e8m0fnu", "float4_e2m1fn_x2"}

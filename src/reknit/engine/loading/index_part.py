@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
-import pyarrow as pa
 
 from reknit.planner.columns import spread
 from reknit.planner.pieces import box_columns
@@ -35,6 +34,9 @@ BLOCK_ROWS = 1 << 16
 
 MAX_KINDS = 1 << 12
 """Sets of ranks that distinguish tensors; with more sets, ranks receive rows that they do not need."""
+
+_SMALL_NBYTES = 64 << 10
+"""Columns up to this size are not compressed: the rank of a small checkpoint needs no library for it."""
 
 _FAR = (1 << 63) - 1
 
@@ -74,7 +76,8 @@ class _Block(msgspec.Struct, array_like=True):
     """All rows of some tensors of an item, as columns of differences: `kinds` has the type of each.
 
     For each tensor, columns have its number in the item, and its number of rows.  For each row, columns have
-    offsets and lengths by dimension, file and start.  `nbytes` is the size of `body` before compression.
+    offsets and lengths by dimension, file and start.  `nbytes` is the size of these columns; `body` has them
+    compressed if it is smaller.
     """
 
     item: str
@@ -104,7 +107,7 @@ def blocks_for(index: Index, files: Ints, requests: Sequence[Ints]) -> list[list
     block, members = _cut(index, sums, np.flatnonzero(wanted))
     first = first_numbers(index)
     encoded = [encode_block(index, files, first, numbers) for numbers in members]
-    return [[encoded[number] for number in np.unique(block[numbers]).tolist()] for numbers in requests]
+    return [[encoded[number] for number in sorted(set(block[numbers].tolist()))] for numbers in requests]
 
 
 def _cut(index: Index, sums: NDArray[np.uint64], tensors: Ints) -> tuple[Ints, list[Ints]]:
@@ -144,13 +147,29 @@ def encode_block(index: Index, files: Ints, first: dict[str, int], tensors: Ints
     ]
     columns += [_steps(files[index.file[rows]]), _steps(index.start[rows])]
     plain = b"".join(column.tobytes() for column in columns)
-    body = pa.Codec("zstd", compression_level=1).compress(plain, asbytes=True)
+    body = plain if len(plain) <= _SMALL_NBYTES else _compressed(plain)
     kinds = [column.dtype.str for column in columns]
     return msgspec.msgpack.encode(
         _Block(
             item=item, num_tensors=len(tensors), num_rows=len(rows), kinds=kinds, nbytes=len(plain), body=body
         )
     )
+
+
+def _compressed(plain: bytes) -> bytes:
+    import pyarrow as pa
+
+    packed: bytes = pa.Codec("zstd", compression_level=1).compress(plain, asbytes=True)
+    return min(plain, packed, key=len)
+
+
+def _decompressed(block: _Block) -> bytes:
+    if len(block.body) == block.nbytes:
+        return block.body
+    import pyarrow as pa
+
+    plain: bytes = pa.Codec("zstd").decompress(block.body, decompressed_size=block.nbytes, asbytes=True)
+    return plain
 
 
 def _steps(column: Ints) -> NDArray[np.signedinteger]:
@@ -186,7 +205,7 @@ def rows_of(index: Index, blocks: Sequence[bytes], reach: Reach) -> Rows:
 def _decoded(data: bytes, first: dict[str, int], width: int, reach: Reach) -> Rows:
     """Return the rows of a block that a rank needs."""
     block = _decode(data)
-    plain = pa.Codec("zstd").decompress(block.body, decompressed_size=block.nbytes, asbytes=True)
+    plain = _decompressed(block)
     at, columns = 0, []
     for number, kind in enumerate(block.kinds):
         steps = np.frombuffer(plain, kind, block.num_tensors if number < 2 else block.num_rows, at)

@@ -69,7 +69,7 @@ class ReceivedMetadata:
         """Return a part of the checkpoint with the rows that it needs, and the files of these rows."""
         rows = index_part.rows_of(checkpoint.index, answer.blocks, reach)
         manifest = checkpoint.manifest
-        entries = _entries(self.files, set(np.unique(rows.file).tolist()), manifest.block_nbytes)
+        entries = _entries(self.files, set(rows.file.tolist()), manifest.block_nbytes)
         index = index_part.with_rows(checkpoint.index, rows, {n: file.path for n, file in entries.items()})
         new = [file for file in entries.values() if file.path not in checkpoint.files]
         return replace(checkpoint, index=index, manifest=replace(manifest, files=(*manifest.files, *new)))

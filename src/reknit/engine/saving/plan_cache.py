@@ -55,7 +55,7 @@ class PlanCache:
         self._clock += 1
         self._plans[ranks, slots] = plans
         self._kept_at[ranks, slots] = self._used[ranks, slots] = self._clock
-        for slot in np.unique(slots).tolist():
+        for slot in sorted(set(slots.tolist())):
             fresh = _only(latest, slots == slot)
             before = self.slots[slot]
             rest = _only(before, ~np.isin(before.ranks, fresh.ranks))
@@ -64,7 +64,7 @@ class PlanCache:
     def latest(self, ranks: Ints, slots: Ints) -> RankColumns:
         """Return the columns of ranks that are in these slots."""
         parts = []
-        for slot in np.unique(slots).tolist():
+        for slot in sorted(set(slots.tolist())):
             part = self.slots[slot]
             parts.append(_only(part, np.isin(part.ranks, ranks[slots == slot])))
         return self._merge(parts)

@@ -20,8 +20,9 @@ from reknit.monitor.progress import progress
 from reknit.system import start_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from reknit.engine.saving.file_layout import Outline
     from reknit.engine.saving.save_job import SaveJob
     from reknit.engine.saving.write import Outgoing
     from reknit.engine.small_files import Written
@@ -64,7 +65,7 @@ def save(job: SaveJob, committed: Committed | None = None) -> tuple[SaveReport, 
                         phase="stage",
                         budget_nbytes=options.inflight_nbytes,
                         arenas=transfer.arenas,
-                        meanwhile=partial(coordinator.encode_ahead, outlined.columns) if alone else None,
+                        meanwhile=_meanwhile(job, coordinator, outlined),
                         take_over=partial(
                             reuse.take_over, live(images, transfer), "stage", arenas=transfer.arenas
                         ),
@@ -84,6 +85,13 @@ def save(job: SaveJob, committed: Committed | None = None) -> tuple[SaveReport, 
         **commit.totals(reuse.nbytes)._asdict(),
     )
     return report, commit.written
+
+
+def _meanwhile(job: SaveJob, coordinator: Coordinator, outlined: Outline) -> Callable[[], None] | None:
+    """Return the work for the index that the root can do while its files are written."""
+    if job.group.size == 1:
+        return partial(coordinator.encode_ahead, outlined.columns)
+    return coordinator.import_ahead if job.group.rank == 0 else None
 
 
 def _piece_nbytes(files: Sequence[Outgoing]) -> int:

@@ -131,6 +131,10 @@ class Coordinator:
         self._begun = None
         return [round_messages.encode(outcome)] * len(receipts.ranks)
 
+    def import_ahead(self) -> None:
+        """Import what the index is encoded with, while the root of several ranks writes its files."""
+        import reknit.format.index.file  # noqa: F401
+
     def encode_ahead(self, columns: round_messages.ArrayColumns) -> None:
         """Encode the index of a group of one rank while that rank writes its files.
 

@@ -55,7 +55,7 @@ def share_out(
             division.num_turns,
             num_steps,
             [packed(column, "i8") for column in columns],
-            {int(taker): there[taker].link for taker in np.unique(part.taker)},
+            {taker: there[taker].link for taker in sorted(set(part.taker.tolist()))},
         )
     return answers
 

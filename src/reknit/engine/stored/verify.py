@@ -24,7 +24,6 @@ from reknit.errors import CorruptError, FormatError, ReknitError, StorageError
 from reknit.format.checksum import BLOCK_NBYTES, digest
 from reknit.format.data_file import data_start, decode_header
 from reknit.format.index.checks import check_extents
-from reknit.format.index.file import decode_index
 from reknit.format.manifest_file import decode_record
 from reknit.format.paths import parse_path
 from reknit.format.values.blob_codec import decode_blobs
@@ -132,6 +131,8 @@ def _check_index(
     storage: Storage, manifest: Manifest, found: dict[str, FileEntry], problems: list[str]
 ) -> None:
     """Check that the index tiles every tensor, with extents that the headers of sound files agree to."""
+    from reknit.format.index.file import decode_index  # Arrow is loaded only by who has an index
+
     index = decode_index(read_checked(storage, found[manifest.index_path], manifest.block_nbytes))
     shapes = [entry.spec.shape for entry in index.tensors]
     for gap in untiled(shapes, index.tensor, index.offsets, index.lengths):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from math import prod
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from reknit.errors import CorruptError, FormatError
@@ -30,17 +30,23 @@ _ML_NAMES = (
     "int4",
     "uint4",
 )
-# older releases of ml_dtypes do not have all of them
-_ML_DTYPES: dict[str, np.dtype[Any]] = {
-    name: np.dtype(getattr(ml_dtypes, name)) for name in _ML_NAMES if hasattr(ml_dtypes, name)
-}
+_OF_ANOTHER_LIBRARY = 2
+"""`numpy.dtype.isbuiltin` of a dtype that a library has registered."""
+
+
+@cache
+def _ml_dtypes() -> dict[str, np.dtype[Any]]:
+    import ml_dtypes  # older releases do not have all of them
+
+    return {name: np.dtype(getattr(ml_dtypes, name)) for name in _ML_NAMES if hasattr(ml_dtypes, name)}
 
 
 def take_dtype(dtype: np.dtype[Any]) -> str:
     """Return the stored name of a dtype: NumPy's array-interface string, or its name in ml_dtypes."""
-    for name, known in _ML_DTYPES.items():
-        if dtype == known:
-            return name
+    if dtype.isbuiltin == _OF_ANOTHER_LIBRARY:
+        for name, known in _ml_dtypes().items():
+            if dtype == known:
+                return name
     name = str(dtype.str)
     if dtype.metadata is None and _TYPESTR.fullmatch(name) and np.dtype(name) == dtype:
         return name
@@ -50,9 +56,9 @@ def take_dtype(dtype: np.dtype[Any]) -> str:
 def build_dtype(name: Any) -> np.dtype[Any]:
     """Return the dtype of a stored name."""
     if type(name) is str and name in _ML_NAMES:
-        if name not in _ML_DTYPES:
+        if name not in _ml_dtypes():
             raise FormatError(f"the installed ml_dtypes has no {name}", remedy="upgrade ml_dtypes")
-        return _ML_DTYPES[name]
+        return _ml_dtypes()[name]
     if type(name) is not str or not _TYPESTR.fullmatch(name):
         raise CorruptError(f"{str(name)[:40]!r} is not a dtype")
     return np.dtype(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from reknit.errors import ReknitError
 from reknit.frameworks.numbers import element
@@ -14,7 +14,7 @@ from reknit.frameworks.walk.fill_request import FillRequest
 from reknit.frameworks.walk.own_code import failed_search
 from reknit.frameworks.walk.rank_catalog import FoundValue
 from reknit.frameworks.walk.selecting import Selecting
-from reknit.frameworks.walk.walk import Place, first_match
+from reknit.frameworks.walk.walk import Matcher, Place, first_match
 from reknit.frameworks.walk.writable import require_writable
 from reknit.types.shard import full_name
 from reknit.types.wanted import Wanted
@@ -22,7 +22,6 @@ from reknit.types.wanted import Wanted
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
 
-    from reknit.frameworks.walk.adapter import Adapter
     from reknit.frameworks.walk.walk import Assign, Composite, View
     from reknit.types.shard import Shard, TensorSpec
 
@@ -30,11 +29,18 @@ Entry = tuple[str, str]
 Remark = tuple[str, str, str]
 
 
+class LoadAdapter(Matcher, Protocol):
+    """The part of an `Adapter` that a load needs."""
+
+    def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
+        """See `Adapter.wanted`."""
+
+
 @dataclass
 class Loading(Selecting):
     """A walk over the target that collects the requests of a load."""
 
-    adapters: tuple[Adapter, ...]
+    adapters: tuple[LoadAdapter, ...]
     fills = True
     blobs: list[Entry] = field(default_factory=list)
     taken_back: list[Entry] = field(default_factory=list)

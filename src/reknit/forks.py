@@ -8,7 +8,7 @@ import weakref
 from contextlib import suppress
 from typing import Any
 
-jobs: weakref.WeakSet[Any] = weakref.WeakSet()
+inherited: weakref.WeakSet[Any] = weakref.WeakSet()
 """The default groups of torch that the parents of this process had."""
 
 
@@ -18,7 +18,7 @@ def _after_fork() -> None:
         return
     with suppress(Exception):  # torch may be in any state after a fork, and the child must go on
         if distributed.is_available() and distributed.is_initialized():
-            jobs.add(distributed.group.WORLD)
+            inherited.add(distributed.group.WORLD)
 
 
 os.register_at_fork(after_in_child=_after_fork)

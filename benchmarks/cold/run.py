@@ -1,0 +1,231 @@
+"""What does the first call of a fresh process cost?  reknit, torch DCP, torch.save, safetensors and Orbax.
+
+Each figure is the median, with the smallest and the largest, of several calls, each in fresh processes, by
+turns with its rivals.  The time of a call is that of the slowest rank, with the import of the library, after
+torch (or JAX).  With ``--drop-caches`` (as root) the page cache is emptied before each call, else all files
+are in memory.  Then many processes on this machine save at once, each for itself, and the files are counted
+that a rank opens before the first one of the checkpoint.  Prints JSON, and the ratios with their aims to
+stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.aims import judged, ratio, show
+from benchmarks.ranks import RanksFailedError, deliver, options, scratch
+
+if TYPE_CHECKING:
+    import argparse
+
+    from benchmarks.aims import Row
+
+PAIRS = (
+    # ranks, MiB a rank, call, the aim of reknit over DCP
+    (1, 16, "import", 1.0),
+    (2, 16, "save", 1.0),
+    (2, 16, "load", 1.0),
+    (2, 16, "background", 1.2),
+    (2, 16, "prepared", 0.4),
+    (2, 512, "background", 1.2),
+    (2, 512, "prepared", 0.4),
+    (2, 1024, "save", None),
+    (2, 1024, "load", 0.8),
+)
+ALONE = (("torch", 16), ("safetensors", 16), ("orbax", 16))
+"""Rivals of one process, with the MiB of its state."""
+CROWDS = (1, 8, 64)
+MOST_PRIVATE_MIB, MOST_THREADS, MOST_MODULES, MOST_IMPORT_S = 40, 4, 60, 0.08
+
+
+def call(args: argparse.Namespace, library: str, what: str, folder: str, mib: int, *, ranks: int = 1) -> Any:
+    """Return the results of each rank of one call, in fresh processes."""
+    if args.drop_caches:
+        os.sync()
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    if ranks > 1:
+        common.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("call.py"))]
+    command += [library, what, folder, str(mib)]
+    several = ranks > 1
+    return _ended(
+        [
+            subprocess.Popen(
+                command,
+                env=dict(common, RANK=str(rank), LOCAL_RANK=str(rank)) if several else common,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(ranks)
+        ],
+        args.timeout,
+    )
+
+
+def _ended(processes: list[subprocess.Popen[str]], timeout_s: float) -> list[dict[str, Any]]:
+    try:
+        outputs = [process.communicate(timeout=timeout_s) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, errors) in zip(processes, outputs, strict=True):
+        if process.returncode:
+            sys.stderr.write(errors[-5000:])
+            raise RanksFailedError(f"a process ended with {process.returncode}")
+    return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return {
+        "median": round(statistics.median(values), 4),
+        "least": round(min(values), 4),
+        "most": round(max(values), 4),
+    }
+
+
+class Turns:
+    """Calls of several libraries by turns, each to a folder of its own."""
+
+    def __init__(self, args: argparse.Namespace, folder: str) -> None:
+        self._args, self._folder = args, folder
+
+    def take(self, libraries: tuple[str, ...], what: str, mib: int, ranks: int) -> dict[str, Any]:
+        """Return the spread of the seconds of the slowest rank, and the results of the last call."""
+        seconds: dict[str, list[float]] = {library: [] for library in libraries}
+        last: dict[str, Any] = {}
+        for library in libraries:
+            if what == "load":
+                self._fresh(library, "save", mib, ranks)
+        for _ in range(self._args.repeat):
+            for library in libraries:
+                same = "background" if what == "prepared" and library != "reknit" else what
+                if what != "load":
+                    shutil.rmtree(self._path(library), ignore_errors=True)
+                last[library] = call(self._args, library, same, self._path(library), mib, ranks=ranks)
+                seconds[library].append(max(result["s"] for result in last[library]))
+        for library in libraries:
+            shutil.rmtree(self._path(library), ignore_errors=True)
+        found = {library: {**spread(seconds[library]), "last": last[library][0]} for library in libraries}
+        print(
+            f"{ranks} x {mib} MiB {what}: { ({k: v['median'] for k, v in found.items()}) }", file=sys.stderr
+        )
+        return found
+
+    def count(self, what: str) -> int:
+        """Return how many files a rank opens before the first one of the checkpoint."""
+        opened: int = call(self._args, "reknit", f"count-{what}", self._path("reknit"), 1, ranks=2)[0][
+            "opened"
+        ]
+        return opened
+
+    def crowd(self, library: str, size: int) -> dict[str, float]:
+        """Return the spread of first saves of processes that save at once, each for itself."""
+        command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("call.py"))]
+        processes = [
+            subprocess.Popen(
+                [*command, library, "save", f"{self._path(library)}-{number}", "1"],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for number in range(size)
+        ]
+        found = spread([result["s"] for result in _ended(processes, self._args.timeout)])
+        for number in range(size):
+            shutil.rmtree(f"{self._path(library)}-{number}")
+        return found
+
+    def _fresh(self, library: str, what: str, mib: int, ranks: int) -> None:
+        shutil.rmtree(self._path(library), ignore_errors=True)
+        call(self._args, library, what, self._path(library), mib, ranks=ranks)
+
+    def _path(self, library: str) -> str:
+        return f"{self._folder}/{library}"
+
+
+def measured(args: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """Return all measurements."""
+    turns = Turns(args, folder)
+    result: dict[str, Any] = {
+        "cores": os.cpu_count(),
+        "repeat": args.repeat,
+        "page_cache": "dropped" if args.drop_caches else "warm",
+    }
+    result["pairs"] = [
+        {
+            "ranks": ranks,
+            "mib": mib,
+            "call": what,
+            "aim": aim,
+            **turns.take(("reknit", "dcp"), what, mib, ranks),
+        }
+        for ranks, mib, what, aim in PAIRS
+        if mib <= args.most_mib
+    ]
+    result["alone"] = []
+    for rival, mib in ALONE:
+        for what in ("save", "load"):
+            pair = ("reknit-jax" if rival == "orbax" else "reknit", rival)
+            found = turns.take(pair, what, mib, 1)
+            result["alone"].append({"rival": rival, "mib": mib, "call": what, **found})
+    result["opened"] = {what: turns.count(what) for what in ("save", "load")}
+    result["crowd"] = {size: turns.crowd("reknit-numpy", size) for size in CROWDS if size <= args.crowd}
+    return result
+
+
+def rows(result: dict[str, Any]) -> list[Row]:
+    """Return the ratios and figures with their aims."""
+    found: list[Row] = []
+    for pair in result["pairs"]:
+        what = f"{pair['ranks']} x {pair['mib']} MiB, first {pair['call']}: reknit over DCP"
+        found.append((what, ratio(pair["reknit"]["median"], pair["dcp"]["median"]), "<=", pair["aim"]))
+    for pair in result["alone"]:
+        ours = pair["reknit-jax" if pair["rival"] == "orbax" else "reknit"]["median"]
+        what = f"1 x {pair['mib']} MiB, first {pair['call']}: reknit over {pair['rival']}"
+        found.append((what, ratio(ours, pair[pair["rival"]]["median"]), "<=", None))
+    importing = next(pair for pair in result["pairs"] if pair["call"] == "import")["reknit"]
+    found += [
+        ("import after torch, s", importing["median"], "<=", MOST_IMPORT_S),
+        ("import, modules of reknit", importing["last"]["own_modules"], "<=", MOST_MODULES),
+    ]
+    agent = next(pair for pair in result["pairs"] if pair["call"] == "background")["reknit"]["last"]["agent"]
+    found += [
+        ("idle agent, private MiB", agent["private_mib"], "<=", MOST_PRIVATE_MIB),
+        ("idle agent, threads", agent["threads"], "<=", MOST_THREADS),
+    ]
+    return found
+
+
+def main(arguments: list[str]) -> int:
+    """Measure everything, and print it."""
+    parser = options(__doc__, timeout_s=120.0)
+    parser.add_argument("--repeat", type=int, default=10, help="calls of each library per figure")
+    parser.add_argument("--most-mib", type=int, default=1024, help="leave larger states out")
+    parser.add_argument("--crowd", type=int, default=64, help="most processes that save at once")
+    parser.add_argument("--drop-caches", action="store_true", help="empty the page cache first (as root)")
+    args = parser.parse_args(arguments)
+    with scratch(args.dir) as folder:
+        result = measured(args, folder)
+    result["rows"] = judged(rows(result))
+    show(result["rows"])
+    deliver(result, args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
