@@ -42,6 +42,7 @@ _OF_AGENTS = {
     b"OMP_NUM_THREADS",
     b"GRPC_VERBOSITY",
     b"GRPC_ENABLE_FORK_SUPPORT",
+    b"ARROW_DEFAULT_MEMORY_POOL",
 }
 """The variables that agents set themselves."""
 
@@ -200,4 +201,6 @@ def agent_environment(search_path: Iterable[object]) -> dict[str, str]:
     environment["PYTHONSAFEPATH"] = "1"  # no module of the working folder takes the place of another
     # Importing NumPy would else start a thread per core, for algebra that an agent never does.
     environment["OPENBLAS_NUM_THREADS"] = environment["OMP_NUM_THREADS"] = "1"
+    # Arrow's own allocators keep 4 MiB and a thread, for tables that an agent makes once in a save.
+    environment.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
     return environment
