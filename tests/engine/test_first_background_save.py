@@ -11,6 +11,7 @@ import pytest
 
 import reknit
 from reknit import calls, ranks
+from reknit.engine.background import background
 from reknit.engine.background.trainer.agent_session import AgentSession
 from reknit.errors import AgentError
 
@@ -111,9 +112,33 @@ def test_it_fails_if_no_agent_comes_and_the_next_one_starts_another(tmp_path: Pa
         first.result(LIMIT_S)
     held.error = None
     reknit.save(tmp_path / "a", {"x": np.zeros(9)}, wait=False).result(LIMIT_S)
-    background = calls.backgrounds[ranks.alone()][True]
-    assert background.arenas is not None
-    assert len(background.pending) == 1
+    saves = calls.backgrounds[ranks.alone()][True]
+    assert saves.arenas is not None
+    assert len(saves.pending) == 1
+
+
+def test_it_waits_for_its_agent_where_no_further_thread_can_be_had(
+    tmp_path: Path, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(name: str, work: Callable[[], object]) -> None:
+        raise reknit.errors.ShortageError("no more threads")
+
+    monkeypatch.setattr(background, "start_thread", refused)
+    threading.Timer(0.2, held.go.set).start()
+    pending = reknit.save(tmp_path / "a", {"x": np.zeros(9)}, wait=False)
+    assert held.go.is_set()
+    assert pending.result(LIMIT_S).blocked_s >= 0.1
+
+
+@pytest.mark.parametrize("state", [{"x": np.zeros(0)}, {"extra": {"epoch": 3}}])
+def test_it_returns_early_though_there_is_nothing_to_copy(
+    tmp_path: Path, held: Held, state: dict[str, Any]
+) -> None:
+    pending = reknit.save(tmp_path / "a", state, wait=False)
+    assert not held.go.is_set()
+    held.go.set()
+    pending.result(LIMIT_S)
+    assert reknit.verify(tmp_path / "a").ok
 
 
 @pytest.mark.parametrize("lazy", [False, True])
@@ -121,8 +146,7 @@ def test_it_waits_for_its_agent_where_its_state_is_not_copied_yet(
     tmp_path: Path, held: Held, lazy: bool
 ) -> None:
     options = reknit.SaveOptions(stage="lazy") if lazy else reknit.SaveOptions(host_nbytes=64 << 20)
-    letting_go = threading.Timer(0.2, held.go.set)
-    letting_go.start()
+    threading.Timer(0.2, held.go.set).start()
     pending = reknit.save(
         tmp_path / "a", {"x": np.zeros(1 << 10 if lazy else 9 << 20)}, wait=False, options=options
     )

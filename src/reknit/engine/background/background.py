@@ -16,7 +16,7 @@ from reknit.engine.background.trainer.stage_for_agent import PreparedSave, stage
 from reknit.engine.background.trainer.warm_up import warm_up
 from reknit.engine.memory.arena_pool import Arenas
 from reknit.engine.outcome import SaveOutcome
-from reknit.errors import DeadlineError
+from reknit.errors import DeadlineError, ShortageError
 from reknit.monitor.phase import Deadline
 from reknit.system import AtExit, start_thread
 from reknit.types.entry import OneAtATime
@@ -116,12 +116,19 @@ class Background:
             self.supervisor.meet(group, starting)
             others = partial(self._wait_for_others, pending.path, options.timeout_s)
             hand_over = partial(attempt.hand_over, story, starting, others)
-            if attempt.prepared.copied is None:
+            if attempt.prepared.copied is None or not self._hand_over_later(attempt, hand_over):
                 hand_over()
-            else:
-                attempt.return_early()
-                self._handing_over = attempt.over
-                start_thread("reknit-hands-over", hand_over)
+
+    def _hand_over_later(self, attempt: Attempt, hand_over: Callable[[], None]) -> bool:
+        """Hand a copied save over in a thread, and return whether there can be one more thread."""
+        attempt.return_early()
+        self._handing_over = attempt.over
+        try:
+            start_thread("reknit-hands-over", hand_over)
+        except ShortageError:
+            self._handing_over = attempt.prepared.returned = None
+            return False
+        return True
 
     def wait_handed_over(self, timeout_s: float) -> None:
         """Wait until the agent has the first save, which may have come before it.  Raises `DeadlineError`."""

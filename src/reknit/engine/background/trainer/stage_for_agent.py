@@ -73,7 +73,7 @@ class PreparedSave:
             if until != "collect" and not self.part.needs_assignment:
                 plan = self.plan_alone()
                 lease = self.arena.acquire(plan.nbytes, job) if plan.nbytes else None
-                if until == "copy" and lease is not None:
+                if until == "copy" and job.options.stage != "lazy":
                     self._copy(plan, lease)
         except BaseException as error:  # Ctrl-C too
             return error
@@ -86,16 +86,18 @@ class PreparedSave:
                 self.plan = Plan(self.part.outline())
         return self.plan
 
-    def _copy(self, plan: Plan, lease: Lease) -> None:
+    def _copy(self, plan: Plan, lease: Lease | None) -> None:
+        """Copy the state, unless it is larger than the arena; a rank that owns nothing has no arena."""
         images = plan.outline.images(paths.new_write_id(), self.part.sources)
-        snapshot = Snapshot(images, lease, None, self.job.options)
-        if snapshot.streamed or self.job.options.stage == "lazy":
+        snapshot = None if lease is None else Snapshot(images, lease, None, self.job.options)
+        if snapshot is not None and snapshot.streamed:
             return
         if self.job.group.rank == 0:
             check_manifest(self.job)
         chosen = self.part.compare()
-        with self.job.recorder.phase("stage", nbytes=sum(image.nbytes for image in images)):
-            snapshot.take()
+        if snapshot is not None:
+            with self.job.recorder.phase("stage", nbytes=sum(image.nbytes for image in images)):
+                snapshot.take()
         self.copied = Copied(chosen, begin_message(self.part, claimed=False), here())
 
 
