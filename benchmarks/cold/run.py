@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 PAIRS = (
     # ranks, MiB a rank, call, the aim of reknit over DCP
     (1, 16, "import", 1.0),
+    (1, 16, "save", 1.0),
+    (1, 16, "load", 1.0),
+    (1, 16, "background", 1.2),
     (2, 16, "save", 1.0),
     (2, 16, "load", 1.0),
     (2, 16, "background", 1.2),
@@ -128,10 +131,8 @@ class Turns:
 
     def count(self, what: str) -> int:
         """Return how many files a rank opens before the first one of the checkpoint."""
-        opened: int = call(self._args, "reknit", f"count-{what}", self._path("reknit"), 1, ranks=2)[0][
-            "opened"
-        ]
-        return opened
+        first, _ = call(self._args, "reknit", f"count-{what}", self._path("reknit"), 1, ranks=2)
+        return int(first["opened"])
 
     def crowd(self, library: str, size: int) -> dict[str, float]:
         """Return the spread of first saves of processes that save at once, each for itself."""
@@ -166,24 +167,18 @@ def measured(args: argparse.Namespace, folder: str) -> dict[str, Any]:
         "repeat": args.repeat,
         "page_cache": "dropped" if args.drop_caches else "warm",
     }
-    result["pairs"] = [
-        {
-            "ranks": ranks,
-            "mib": mib,
-            "call": what,
-            "aim": aim,
-            **turns.take(("reknit", "dcp"), what, mib, ranks),
-        }
-        for ranks, mib, what, aim in PAIRS
-        if mib <= args.most_mib
-    ]
+    result["pairs"] = []
+    for ranks, mib, what, aim in PAIRS:
+        if mib <= args.most_mib:
+            found = turns.take(("reknit", "dcp"), what, mib, ranks)
+            result["pairs"].append({"ranks": ranks, "mib": mib, "call": what, "aim": aim, **found})
     result["alone"] = []
     for rival, mib in ALONE:
         for what in ("save", "load"):
             pair = ("reknit-jax" if rival == "orbax" else "reknit", rival)
             found = turns.take(pair, what, mib, 1)
             result["alone"].append({"rival": rival, "mib": mib, "call": what, **found})
-    result["opened"] = {what: turns.count(what) for what in ("save", "load")}
+    result["opened"] = {what: turns.count(what) for what in ("save", "load")}  # the load reads that save
     result["crowd"] = {size: turns.crowd("reknit-numpy", size) for size in CROWDS if size <= args.crowd}
     return result
 

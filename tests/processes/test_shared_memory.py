@@ -396,3 +396,26 @@ def test_a_write_grows_a_file_and_leaves_a_hole_of_zeros() -> None:
     with map_file(fd, 6) as found:
         assert found[:] == bytes(3) + b"abc"
     os.close(fd)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_huge_pages_are_made_as_long_as_that_is_quicker_than_small_ones(
+    slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    used_s = 0.0
+
+    def collapses(address: int, nbytes: int, advice: int) -> int:
+        nonlocal used_s
+        if advice == 25:  # MADV_COLLAPSE
+            asked.append(nbytes)
+            used_s += 1.0 if slow and len(asked) == 2 else 0.0
+        return 0
+
+    monkeypatch.setattr(shared_memory, "_madvise", collapses)
+    monkeypatch.setattr(shared_memory.time, "thread_time", lambda: used_s)
+    memory = SharedMemory.create(64 * MIB)
+    memory.populate(0, memory.nbytes)
+    assert asked == [16 * MIB] * (2 if slow else 4)
+    memory.bytes[:] = 7
+    memory.close()

@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import sys
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,9 @@ _CHUNK_NBYTES = 16 << 20
 
 HUGE_NBYTES = 2 << 20
 """Size of a huge page, and so of pieces that can become one."""
+
+_SMALL_S_PER_BYTE = 0.6 / (1 << 30)
+"""Processor time in which the kernel makes small pages, with room to spare."""
 
 _POPULATE_WRITE, _COLLAPSE = 23, 25  # MADV_... of Linux, which `mmap` has no names for
 _FIXED = 0x10  # MAP_FIXED of Linux
@@ -136,8 +140,10 @@ class SharedMemory:
             return
         for at in range(start, start + nbytes, HUGE_NBYTES):
             _allocate(self.fd, at, mmap.PAGESIZE)
-        # Where memory is in small pieces, others are not to be had either, and each attempt takes time.
-        self._refused = _madvise(address, nbytes, _COLLAPSE) != 0
+        begun = time.thread_time()
+        collapsed = _madvise(address, nbytes, _COLLAPSE) == 0
+        # Where memory is in small pieces, the kernel first moves pages together, or finds no room at all.
+        self._refused = not collapsed or time.thread_time() - begun > nbytes * _SMALL_S_PER_BYTE
 
     def hold(self, release: Callable[[], None] | None) -> None:
         """Call `release` before the pages are given up: other code, such as a driver, uses them, too."""
