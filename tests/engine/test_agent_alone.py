@@ -86,8 +86,7 @@ def test_a_store_that_the_agent_cannot_import_is_an_error_and_the_next_save_goes
 
 def test_an_agent_starts_without_what_only_trainers_need() -> None:
     def printed(script: str) -> list[str]:
-        begun = "import sys; sys.orig_argv[1:] = ['-m', 'reknit.engine.background.agent']; "
-        command = [sys.executable, "-c", begun + script]
+        command = [sys.executable, "-c", f"import sys; {script}"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
     modules = set(printed("import reknit.engine.background.agent; print(*sys.modules)"))
