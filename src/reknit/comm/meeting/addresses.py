@@ -11,8 +11,6 @@ import tempfile
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-import psutil
-
 from reknit.errors import CommError, UsageError
 from reknit.options import ANYWHERE
 
@@ -220,6 +218,8 @@ def _loopback() -> str:
 
 def _of_all() -> Iterator[tuple[str, str]]:
     """Yield each interface with each of its IP addresses."""
+    import psutil  # ranks of one host need no addresses
+
     try:
         interfaces = psutil.net_if_addrs()
     except OSError as error:
@@ -231,6 +231,8 @@ def _of_all() -> Iterator[tuple[str, str]]:
 
 
 def _is_up(interface: str) -> bool:
+    import psutil
+
     state = psutil.net_if_stats().get(interface)
     return state is None or state.isup
 

@@ -7,8 +7,6 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
-
 from reknit.environment import host_name
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -53,6 +51,8 @@ def has_ended(other: str) -> bool:
     space, _, number = other.rpartition(" ")
     if not space or space != process().rpartition(" ")[0]:
         return False
+    import psutil
+
     try:
         os.kill(int(number), 0)
         return psutil.Process(int(number)).status() == psutil.STATUS_ZOMBIE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -37,7 +38,6 @@ SHORT_NBYTES = 4 << 20
 KEPT_NBYTES = 4 << 20
 """Limit of the bytes that a rank sends of copies that it may have to keep, the smallest first."""
 
-_OF_NUMPY = frozenset(name for name in ITEMSIZE if numpy_dtype(name).name == name)
 
 _encode_names = msgspec.msgpack.Encoder().encode
 _decode_names = msgspec.msgpack.Decoder(list[tuple[str, str, str, tuple[int, ...]]]).decode
@@ -118,7 +118,7 @@ def choose(encoded: EncodedHoldings, check: str, rank: int, size: int) -> Chosen
 def _is_value(shard: Shard, tied: set[tuple[str, str]]) -> bool:
     """Return whether a shard can be a value: a whole tensor under one name, of a dtype that NumPy has."""
     spec = shard.spec
-    whole = shard.box.lengths == spec.shape and spec.dtype in _OF_NUMPY
+    whole = shard.box.lengths == spec.shape and _has_numpy(spec.dtype)
     return whole and not (tied and (shard.item, shard.fqn) in tied)
 
 
@@ -185,6 +185,11 @@ def first_bytes(sources: Sequence[Any], nbytes: Sequence[int]) -> Iterator[tuple
             lots.setdefault(device, []).append((place, source))
     for lot in lots.values():
         yield from _gathered(lot, nbytes)
+
+
+@cache
+def _has_numpy(dtype: str) -> bool:
+    return dtype in ITEMSIZE and numpy_dtype(dtype).name == dtype
 
 
 def _copied(source: Any, count: int) -> NDArray[np.uint8]:
