@@ -130,7 +130,7 @@ class Turns:
         return found
 
     def count(self, what: str) -> int:
-        """Return how many files a rank opens before the first one of the checkpoint."""
+        """Return the number of files that a rank opens before the first file of the checkpoint."""
         first, _ = call(self._args, "reknit", f"count-{what}", self._path("reknit"), 1, ranks=2)
         return int(first["opened"])
 

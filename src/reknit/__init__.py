@@ -24,7 +24,7 @@ __all__ = sorted(_HOMES)
 
 
 _importing: set[int] = set()
-"""The threads that import what a name needs."""
+"""The threads that import a name."""
 
 
 def __getattr__(name: str) -> Any:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -413,7 +414,7 @@ def test_huge_pages_are_made_as_long_as_that_is_quicker_than_small_ones(
         return 0
 
     monkeypatch.setattr(shared_memory, "_madvise", collapses)
-    monkeypatch.setattr(shared_memory.time, "thread_time", lambda: used_s)
+    monkeypatch.setattr(time, "thread_time", lambda: used_s)
     memory = SharedMemory.create(64 * MIB)
     memory.populate(0, memory.nbytes)
     assert asked == [16 * MIB] * (2 if slow else 4)

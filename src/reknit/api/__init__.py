@@ -1,1 +1,1 @@
-"""The calls of users, each in a module that imports only what the call needs."""
+"""The calls of users, each in a module that imports nothing for other calls."""

@@ -132,7 +132,7 @@ class Coordinator:
         return [round_messages.encode(outcome)] * len(receipts.ranks)
 
     def import_ahead(self) -> None:
-        """Import what the index is encoded with, while the root of several ranks writes its files."""
+        """Import the encoder of the index, while the root of several ranks writes its files."""
         import reknit.format.index.file  # noqa: F401
 
     def encode_ahead(self, columns: round_messages.ArrayColumns) -> None:

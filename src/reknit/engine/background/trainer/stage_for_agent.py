@@ -33,7 +33,7 @@ Until = Literal["collect", "arena", "copy"]
 
 
 class Copied(NamedTuple):
-    """What the rest of a save needs of its call, once the state is copied and the caller goes on."""
+    """The facts of a call that the rest of a save needs, once the state is copied and the caller goes on."""
 
     chosen: Chosen
     begin: say.Begin
