@@ -136,8 +136,8 @@ class Background:
         if handed_over is not None and not handed_over.wait(min(timeout_s, threading.TIMEOUT_MAX)):
             raise DeadlineError(
                 f"the agent has not taken over an earlier save within {timeout_s:g} s",
-                remedy="see what its start waits for on each rank (py-spy dump), or call reknit.prepare before the "
-                "first save",
+                remedy="see what its start waits for on each rank (py-spy dump), or call reknit.prepare "
+                "before the first save",
             )
 
     def wait_for(self, url: str, timeout_s: float) -> None:
