@@ -86,7 +86,7 @@ def test_a_handler_that_interrupts_an_import_is_refused_with_what_to_do(name: st
         "from importlib import abc\n"
         "class Interrupts(abc.MetaPathFinder):\n"
         "    def find_spec(self, found, path, target=None):\n"
-        "        if found == 'reknit.arguments':\n"
+        "        if found == 'msgspec':\n"
         "            try:\n                reknit.save\n"
         "            except reknit.errors.UsageError as error:\n                refused.append(error)\n"
         "refused = []\n"

@@ -23,8 +23,8 @@ _HOMES = {
 __all__ = sorted(_HOMES)
 
 
-_importing: set[int] = set()
-"""The threads that import a name."""
+_here = threading.local()
+"""Whether this thread is importing the module of a name."""
 
 
 def __getattr__(name: str) -> Any:
@@ -35,26 +35,28 @@ def __getattr__(name: str) -> Any:
         return found
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_near(name)}", name=name)
-    home = _HOMES[name]
+    home, inside = _HOMES[name], getattr(_here, "importing", False)
     if home == __name__:
         return import_module(f"reknit.{name}")
-    if (thread := threading.get_ident()) in _importing:
-        raise UsageError(
-            f"reknit.{name} is used while the same thread imports parts of reknit, which it interrupts, as a "
-            "signal handler does",
-            remedy=REMEDY,
-        )
-    _importing.add(thread)
     try:
+        _here.importing = True
         with without_collections():  # nothing of it is garbage, and a search of all of torch takes 50 ms
             globals()[name] = found = getattr(import_module(home), name)
+    except (ImportError, AttributeError) as error:
+        if not inside:
+            raise
+        raise UsageError(
+            f"reknit.{name} is used while the same thread imports parts of reknit, which it interrupts, as a "
+            f"signal handler does: {error}",
+            remedy=REMEDY,
+        ) from error
     finally:
-        _importing.discard(thread)
+        _here.importing = inside
     return found
 
 
 def _near(name: str) -> str:
-    is_module = name.startswith("_") or find_spec(f"{__name__}.{name}") is not None  # which comes next
+    is_module = name.startswith("_") or not name.isidentifier() or find_spec(f"{__name__}.{name}") is not None
     return "" if is_module or not (question := did_you_mean(name, __all__)) else f": {question}"
 
 

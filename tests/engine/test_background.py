@@ -161,7 +161,7 @@ def test_what_is_staged_is_committed_though_its_trainer_is_gone_before_a_byte_is
     monkeypatch.setattr(Agent, "run", runs)
     GATE.open.clear()
     save = background("gated://orphan", {"model": weights(1)})
-    calls.backgrounds[ranks.alone()][False].wait_handed_over(LIMIT_S)
+    save.staged(LIMIT_S)
     for link in list(agent_link.open_links):
         link.channel.shut()  # as the kernel does when a process dies
     assert noticed.wait(LIMIT_S)
@@ -625,6 +625,20 @@ def test_what_is_saved_is_collected_and_copied_while_the_first_agent_starts(
     assert len(files) > 2
     for file in files:
         assert report.write_id.encode() in file.read_bytes()[:4096]
+
+
+def test_a_first_save_of_much_is_written_while_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reknit.engine.background.trainer.stage_for_agent._MOST_NBYTES", 1000)
+    taken_with: list[bool] = []
+    take = Snapshot.take
+
+    def watched(self: Snapshot) -> None:
+        taken_with.append(calls.backgrounds[ranks.alone()][False].supervisor.session is not None)
+        take(self)
+
+    monkeypatch.setattr(Snapshot, "take", watched)
+    background("gated://much", {"model": weights(1)}).result(LIMIT_S)
+    assert taken_with == [True], "its agent has started, and receives each span"
 
 
 def test_a_second_arena_is_made_when_a_save_comes_while_the_one_before_is_written() -> None:

@@ -326,38 +326,6 @@ def test_an_error_that_nobody_asked_for_is_logged_and_raised_by_the_next_save(ru
     assert script.holds(2)
 
 
-# The first save, whose agent is late.
-
-LATE = (
-    "from reknit.engine.background.trainer.agent_session import AgentSession\n"
-    "form, arrived = AgentSession.form, threading.Event()\n"
-    "def late(*arguments):\n    arrived.wait({limit}); return form(*arguments)\n"
-    "AgentSession.form = late\n"
-)
-
-
-def test_a_kill_before_the_first_agent_has_the_save_leaves_nothing(run: _Scripts) -> None:
-    script = run(LATE.format(limit=RUN_S) + "save(1); os.kill(os.getpid(), 9)")
-    code, _ = script.ends()
-    assert code == -signal.SIGKILL
-    assert script.files(1) == []
-
-
-def test_the_end_of_a_script_waits_until_the_first_agent_has_the_save(run: _Scripts) -> None:
-    script = run(LATE.format(limit=0.5) + "save(1)")
-    assert script.ends() == (0, "")
-    assert script.holds(1)
-
-
-def test_a_script_that_may_not_wait_for_its_first_agent_says_that_the_save_is_lost(run: _Scripts) -> None:
-    short = "options = reknit.SaveOptions(durability='process', exit_wait_s=0.2)\n"
-    script = run(LATE.format(limit=RUN_S) + short + "save(1)")
-    code, errors = script.ends()
-    assert code == 0
-    assert "before its agent took a save over" in errors
-    assert script.files(1) == []
-
-
 # Signal handlers.
 
 HANDLER = (

@@ -40,7 +40,6 @@ root = sys.argv[1]
 options = reknit.SaveOptions(durability="process", threads=1, timeout_s=50)
 reknit.save(root + "/step_1", {"x": np.full(1000, 1)}, step=1, options=options)
 url = faulty_url(root + "/step_2", Fault("stall", 1, "commit"), gate=root + ".gate")
-reknit.prepare(url, options=options)  # so that the agent has the save when the call returns
 reknit.save(url, {"x": np.full(1000, 2)}, step=2, wait=False, options=options)
 os.kill(os.getpid(), signal.SIGKILL)
 """

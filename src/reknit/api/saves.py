@@ -61,9 +61,8 @@ def save(
     returns, and not before; a save that fails or is killed leaves an earlier checkpoint unchanged.
 
     With `wait=False` the call returns once the state is copied to host memory and may be changed.  The agent,
-    a separate process for each rank, writes and commits, even if the trainer dies.  (The first save returns
-    before its agent has started, and dies with the trainer until then; `prepare` avoids that.)  A failure is
-    logged, and raised by `result()`, or by the next `save` if `result()` was not called.  With
+    a separate process for each rank, writes and commits, even if the trainer dies.  A failure is logged, and
+    raised by `result()`, or by the next `save` if `result()` was not called.  With
     ``SaveOptions(stage="lazy")``, tensors that only the steps of an optimizer change are copied after the
     call, and these steps wait for the copies.
 

@@ -7,28 +7,29 @@ import os
 import threading
 import weakref
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING
 
 from reknit.engine.background.trainer.agent_supervisor import AgentSupervisor
-from reknit.engine.background.trainer.attempt import Attempt
 from reknit.engine.background.trainer.stage_for_agent import PreparedSave, stage_for_agent
 from reknit.engine.background.trainer.warm_up import warm_up
 from reknit.engine.memory.arena_pool import Arenas
 from reknit.engine.outcome import SaveOutcome
-from reknit.errors import DeadlineError, ShortageError
+from reknit.errors import DeadlineError, typed
 from reknit.monitor.phase import Deadline
-from reknit.system import AtExit, start_thread
+from reknit.system import AtExit
 from reknit.types.entry import OneAtATime
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reknit.comm.group import Group
-    from reknit.engine.background.trainer.attempt import Story
+    from reknit.engine.background.trainer.agent_session import AgentSession
     from reknit.engine.background.trainer.stage_for_agent import Until
+    from reknit.engine.background.trainer.trainer_save import TrainerSave
     from reknit.engine.saving.save_job import SaveJob
     from reknit.options import SaveOptions
+
+    Story = Callable[[PreparedSave, AgentSession, TrainerSave], None]
 
 logger = logging.getLogger("reknit")
 
@@ -56,7 +57,6 @@ class Background:
         self._lock = threading.Lock()
         self._saving = OneAtATime("a save that does not wait")
         self._begun: SaveOutcome | None = None
-        self._handing_over: threading.Event | None = None
 
     def after_fork(self) -> None:
         """Begin anew in a forked child, which must not keep the memory of the parent's arenas alive."""
@@ -108,48 +108,44 @@ class Background:
             self._begun = pending
         self._exit_wait_s = max(self._exit_wait_s, options.exit_wait_s)
         self.arenas = self.arenas or Arenas(options.host_nbytes)
-        attempt = Attempt(pending, PreparedSave(self.arenas), self.supervisor, options)
-        with attempt.over_on_error():
-            self.wait_handed_over(options.timeout_s)
-            starting = self.supervisor.start(group)
-            attempt.wrong = attempt.prepared.prepare(make, "collect" if starting is None else until)
-            self.supervisor.meet(group, starting)
-            others = partial(self._wait_for_others, pending.path, options.timeout_s)
-            hand_over = partial(attempt.hand_over, story, starting, others)
-            if attempt.prepared.copied is None or not self._hand_over_later(attempt, hand_over):
-                hand_over()
-
-    def _hand_over_later(self, attempt: Attempt, hand_over: Callable[[], None]) -> bool:
-        """Hand a copied save over in a thread, and return whether there can be one more thread."""
-        attempt.return_early()
-        self._handing_over = attempt.over
+        supervisor = self.supervisor
+        save: TrainerSave | None = None
+        number = supervisor.next_number(options)
+        prepared = PreparedSave(self.arenas)
+        wrong: BaseException | None = None
         try:
-            start_thread("reknit-hands-over", hand_over)
-        except ShortageError:
-            self._handing_over = attempt.prepared.returned = None
-            return False
-        return True
+            starting = supervisor.start(group)
+            wrong = prepared.prepare(make, "collect" if starting is None else until)
+            session = supervisor.session_for(number, group, starting)
+            save = session.new_save(number, pending)
+            save.begun, save.unrecorded = prepared.begun, prepared.recorder
+            prepared.arena.hand_over(save)
+            supervisor.begun(number)
+            self.wait_for(pending.path, options.timeout_s, but=session)
+            pending.place = pending.path, session
+            if wrong is not None:
+                raise wrong
+            story(prepared, session, save)
+        except BaseException as caught:  # also a bug: the other ranks must receive it
+            # The first error counts, except that Ctrl-C always does, since it concerns the whole process.
+            first = caught if wrong is None or not isinstance(caught, Exception) else wrong
+            error = typed(first) if isinstance(first, Exception) else first
+            if save is not None:
+                save.abandon(error, options.timeout_s)
+            else:
+                prepared.arena.release()
+                supervisor.give_up(number)
+            if pending.end(error) and pending.logged:
+                _log_failure(pending, error)
+            if not isinstance(error, Exception):
+                pending.asked = True  # it is raised here, so the next save need not raise it
+                raise error from (None if error is caught else caught)
 
-    def wait_handed_over(self, timeout_s: float) -> None:
-        """Wait until the agent has the first save, which may have come before it.  Raises `DeadlineError`."""
-        handed_over = self._handing_over
-        if handed_over is not None and not handed_over.wait(min(timeout_s, threading.TIMEOUT_MAX)):
-            raise DeadlineError(
-                f"the agent has not taken over an earlier save within {timeout_s:g} s",
-                remedy="see what its start waits for on each rank (py-spy dump), or call reknit.prepare "
-                "before the first save",
-            )
-
-    def wait_for(self, url: str, timeout_s: float) -> None:
-        """Wait until no save to `url` is under way.
+    def wait_for(self, url: str, timeout_s: float, but: object = None) -> None:
+        """Wait until no save to `url` is under way, except saves of the writer `but`, which keep their order.
 
         If two saves commit at once, one may remove the files of the other.  Raises `DeadlineError`.
         """
-        self.wait_handed_over(timeout_s)
-        self._wait_for_others(url, timeout_s, None)
-
-    def _wait_for_others(self, url: str, timeout_s: float, but: object) -> None:
-        """Wait for the saves to `url`, except those of the writer `but`, which keep their order."""
         for pending in self._unfinished():
             if pending.place is not None and pending.place[0] == url and pending.place[1] is not but:
                 pending.wait_over(timeout_s)
@@ -185,8 +181,6 @@ class Background:
         for save in pending:
             with suppress(DeadlineError):
                 save.wait_over(deadline.remaining())
-        with suppress(DeadlineError):
-            self.wait_handed_over(deadline.remaining())
         self.supervisor.close(deadline, lambda: all(save.done() for save in pending))
         if self.arenas is not None:
             self.arenas.close()
@@ -210,14 +204,17 @@ class Background:
         with suppress(KeyboardInterrupt):  # a user who stops the wait still reads the fate of the saves
             if self.close():
                 return
-        if self._handing_over is not None and not self._handing_over.is_set():
-            logger.warning("this process ends before its agent took a save over, which is lost with it")
-        elif self._in_process:
+        if self._in_process:
             logger.warning("this process ends before its saves are committed, and they are lost with it")
         else:
             logger.warning(
                 "this process ends before its saves are committed, or promoted; its agent goes on with them"
             )
+
+
+def _log_failure(pending: SaveOutcome, error: BaseException) -> None:
+    """Log that a save failed; the traceback comes with the outcome."""
+    logger.error("save to %s failed: %s", pending.path, str(error) or type(error).__name__)
 
 
 _all: weakref.WeakSet[Background] = weakref.WeakSet()

@@ -144,16 +144,14 @@ class AgentSession:
         self.saves[number] = save
         return save
 
-    def new_circumstances(
-        self, save: TrainerSave, timeout_s: float, now: Circumstances | None = None
-    ) -> Circumstances | None:
-        """Return the circumstances of a save, by default those of this moment, if its agent has others.
+    def new_circumstances(self, save: TrainerSave, timeout_s: float) -> Circumstances | None:
+        """Return the circumstances of a save if its agent has others.
 
         The agent sets them when all earlier saves are committed.  Until then it receives no message, so the
         earlier saves are staged first.  Raises `AgentError` for circumstances that cannot be sent.
         """
         self.link.require_same_identity()
-        if self.link.in_process or (now := now or here()) == self.link.circumstances:
+        if self.link.in_process or (now := here()) == self.link.circumstances:
             return None
         for other in list(self.saves.values()):
             if other is not save:

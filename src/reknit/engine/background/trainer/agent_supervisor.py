@@ -59,21 +59,16 @@ class AgentSupervisor:
         """Start an agent for this rank unless it has one."""
         return None if self.session else AgentStart(group, self._options, in_process=self._in_process)
 
-    def meet(self, group: Group, starting: AgentStart | None) -> None:
-        """Form the group in which the trainers connect agents that are `starting`, apart from other calls."""
-        if starting is None or self._side is not None:
-            return
-        try:
-            self._side = side_group(group, "trainers", self._options.comm, self._options.timeout_s)
-        except BaseException:
-            starting.give_up()
-            raise
-
-    def session_for(self, number: int, starting: AgentStart | None) -> AgentSession:
+    def session_for(self, number: int, group: Group, starting: AgentStart | None) -> AgentSession:
         """Return the agents that work on a save; agents that are `starting` join each other first."""
         if starting is not None:
-            assert self._side is not None
-            self._install(AgentSession.form(self._side, self._options, lambda: number, starting))
+            try:
+                if self._side is None:
+                    self._side = side_group(group, "trainers", self._options.comm, self._options.timeout_s)
+            except BaseException:
+                starting.give_up()
+                raise
+            self._install(AgentSession.form(group, self._options, lambda: number, starting))
         session = self.session
         assert session is not None
         if session.link.broken and not session.link.ended_on_purpose:

@@ -19,14 +19,13 @@ if TYPE_CHECKING:
     from reknit.types.shard import Blob, SharedFile
 
 
-def begin_message(part: RankPart, *, claimed: bool) -> say.Begin:
+def begin_message(part: RankPart, session: AgentSession, save: TrainerSave, *, claimed: bool) -> say.Begin:
     """Return the first message about a save, which on the root has the values for the manifest.
 
-    With `claimed` the root has the claims of this rank under its layout from an earlier save.  The caller
-    sets the number, the write id and the circumstances of the save.
+    With `claimed` the root has the claims of this rank under its layout from an earlier save.
     """
     job, encoded = part.job, part.encoded
-    claims = part.claims(plan=part.layout, shards=not claimed)
+    claims = part.claims(save.write_id, part.layout, shards=not claimed)
     claims.blobs = [
         round_messages.EncodedBlob(blob.item, blob.key, blob.coordinate, b"")
         if _mapped(saved, blob)
@@ -36,7 +35,7 @@ def begin_message(part: RankPart, *, claimed: bool) -> say.Begin:
     root = job.group.rank == 0
     extra = {"origin": job.origin if root else {}, "metadata": job.metadata if root else {}}
     return say.Begin(
-        number=-1,
+        number=save.number,
         url=job.url,
         factory=job.factory,
         overwrite=job.overwrite,
@@ -48,6 +47,7 @@ def begin_message(part: RankPart, *, claimed: bool) -> say.Begin:
         coordinate=job.recorder.coordinate,
         record=None if job.run is None else job.run.record,
         sends_events=not all(sink.everywhere for sink in job.recorder.sinks),
+        circumstances=session.new_circumstances(save, job.options.timeout_s),
     )
 
 

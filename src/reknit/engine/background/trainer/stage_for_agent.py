@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from reknit.engine.background import agent_messages as say
 from reknit.engine.background.trainer.agent_session import Plan
@@ -14,7 +14,6 @@ from reknit.engine.saving.rank_part import RankPart
 from reknit.engine.saving.root import check_manifest
 from reknit.format import paths
 from reknit.monitor.phase import monotonic
-from reknit.processes.circumstances import here
 from reknit.system import start_thread
 
 if TYPE_CHECKING:
@@ -23,21 +22,14 @@ if TYPE_CHECKING:
     from reknit.engine.background.trainer.agent_session import AgentSession
     from reknit.engine.background.trainer.trainer_save import TrainerSave
     from reknit.engine.memory.arena_pool import Arenas, Lease
-    from reknit.engine.saving.compared_copies import Chosen
     from reknit.engine.saving.save_job import SaveJob
     from reknit.monitor.phase import Recorder
-    from reknit.processes.circumstances import Circumstances
+
+_MOST_NBYTES = 2 << 30
+"""Limit of the bytes copied while an agent starts, which takes about as long."""
 
 Until = Literal["collect", "arena", "copy"]
 """The last step to take while an agent starts."""
-
-
-class Copied(NamedTuple):
-    """The facts of a call that the rest of a save needs, once the state is copied and the caller goes on."""
-
-    chosen: Chosen
-    begin: say.Begin
-    circumstances: Circumstances
 
 
 class PreparedSave:
@@ -50,20 +42,18 @@ class PreparedSave:
         """Use `prepare`."""
         self.arena = SaveArena(arenas)
         self.begun = monotonic()
-        self.returned: float | None = None
-        """When the call returned, if that was before the agent took the save over."""
         self.plan: Plan | None = None
-        self.copied: Copied | None = None
-        """Set once the arena has all of the plan's files, but with headers of another write id."""
+        self.copied = False
+        """Whether the arena has all files of the plan, with headers of another write id."""
         self.recorder: Recorder | None = None
 
     def prepare(self, make: Callable[[], SaveJob], until: Until) -> BaseException | None:
         """Collect the holdings of the job of `make`, plan them, and copy them to an arena; return an error.
 
-        None of this needs another rank, unless there are shards of which no framework records the other
-        holders; those are only collected.  A state is not copied yet if it is staged lazily, or if it is
-        larger than the arena.  An error is returned: the other ranks receive it through the agents, which may
-        not be there yet.
+        This rank works alone, so holdings are only collected if a framework does not record the other
+        holders of some shards.  A state that is staged lazily is not copied yet.  Neither is a state whose
+        copy would take longer than the start of an agent, since its agent writes while it is staged.  An
+        error is returned because the other ranks receive it through the agents, which may not run yet.
         """
         try:
             self.job = job = make()
@@ -73,7 +63,7 @@ class PreparedSave:
             if until != "collect" and not self.part.needs_assignment:
                 plan = self.plan_alone()
                 lease = self.arena.acquire(plan.nbytes, job) if plan.nbytes else None
-                if until == "copy" and job.options.stage != "lazy":
+                if until == "copy" and lease is not None:
                     self._copy(plan, lease)
         except BaseException as error:  # Ctrl-C too
             return error
@@ -86,39 +76,31 @@ class PreparedSave:
                 self.plan = Plan(self.part.outline())
         return self.plan
 
-    def _copy(self, plan: Plan, lease: Lease | None) -> None:
-        """Copy the state, unless it is larger than the arena; a rank that owns nothing has no arena."""
+    def _copy(self, plan: Plan, lease: Lease) -> None:
         images = plan.outline.images(paths.new_write_id(), self.part.sources)
-        snapshot = None if lease is None else Snapshot(images, lease, None, self.job.options)
-        if snapshot is not None and snapshot.streamed:
+        snapshot = Snapshot(images, lease, None, self.job.options)
+        nbytes = sum(image.nbytes for image in images)
+        if snapshot.streamed or self.job.options.stage == "lazy" or nbytes > _MOST_NBYTES:
             return
-        if self.job.group.rank == 0:
-            check_manifest(self.job)
-        chosen = self.part.compare()
-        if snapshot is not None:
-            with self.job.recorder.phase("stage", nbytes=sum(image.nbytes for image in images)):
-                snapshot.take()
-        self.copied = Copied(chosen, begin_message(self.part, claimed=False), here())
+        with self.job.recorder.phase("stage", nbytes=nbytes):
+            snapshot.take()
+        self.copied = True
 
 
 def stage_for_agent(prepared: PreparedSave, session: AgentSession, save: TrainerSave) -> None:
     """Stage a save; after it the state may change, with ``stage="lazy"`` except memory behind barriers."""
     job, part = prepared.job, prepared.part
-    recorder, check, copied = job.recorder, job.options.check_replicas, prepared.copied
+    recorder, check = job.recorder, job.options.check_replicas
     # 1 collect is done; the plan is known, or this rank makes it alone, or together with all ranks
-    if job.group.rank == 0 and not copied:
+    if job.group.rank == 0:
         check_manifest(job)
     plan = session.plan(save, part.layout)
     claimed = plan is not None and plan.assigned
     if plan is None and not part.needs_assignment:
         plan = session.keep(part.layout, prepared.plan_alone())
-    chosen = copied.chosen if copied else part.compare(None if plan is None else plan.chosen.get(check))
+    chosen = part.compare(None if plan is None else plan.chosen.get(check))
     lend_values(session, save, part.encoded)
-    begin = copied.begin if copied else begin_message(part, claimed=claimed)
-    begin.circumstances = session.new_circumstances(
-        save, job.options.timeout_s, copied.circumstances if copied else None
-    )
-    save.begin(begin, recorder)
+    save.begin(begin_message(part, session, save, claimed=claimed), recorder)
     # 2 plan; ranks wait for each other only for a new layout with shards that several ranks may hold
     plan = plan or agreed_plan(part, session, save)
     plan.chosen[check] = chosen
@@ -143,7 +125,7 @@ def stage_for_agent(prepared: PreparedSave, session: AgentSession, save: Trainer
     save.streamed = snapshot.streamed
     lazy = job.options.stage == "lazy" and not snapshot.streamed
     deferred = None
-    if copied:
+    if prepared.copied:
         snapshot.report_taken()
     else:
         with recorder.phase("stage", nbytes=sum(image.nbytes for image in images)):
@@ -153,7 +135,7 @@ def stage_for_agent(prepared: PreparedSave, session: AgentSession, save: Trainer
             else:
                 snapshot.take()
     # 4 training goes on; `save` receives the outcome, which the user has as a `PendingSave`
-    save.blocked_s = (prepared.returned or monotonic()) - prepared.begun
+    save.blocked_s = monotonic() - prepared.begun
     if deferred:
         start_thread("reknit-stages", lambda: _settle(job, save, lambda: snapshot.settle(deferred, staging)))
     else:

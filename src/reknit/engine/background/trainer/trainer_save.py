@@ -57,7 +57,6 @@ class TrainerSave:
 
     def begin(self, begin: say.Begin, recorder: Recorder) -> None:
         """Begin the save at the agent."""
-        begin.number, begin.claims.write_id = self.number, self.write_id
         self.pending.step = recorder.step
         self.promotes = bool(begin.promote_to)
         self.link.send(begin)

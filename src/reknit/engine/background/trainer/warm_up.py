@@ -25,8 +25,7 @@ def warm_up(prepared: PreparedSave, session: AgentSession, save: TrainerSave) ->
     if job.options.stage == "lazy":
         for barrier in part.encoded.holdings.barriers:
             barrier.stands()  # so that training steps pass it until the first save
-    begin = begin_message(part, claimed=False)
-    begin.circumstances = session.new_circumstances(save, job.options.timeout_s)
+    begin = begin_message(part, session, save, claimed=False)
     begin.claims.blobs, begin.claims.witnesses = [], round_messages.NO_WITNESSES  # assigned with each save
     begin.warm_up = True
     begin.promote_to = []
