@@ -61,7 +61,9 @@ def test_the_import_brings_no_more_than_the_names() -> None:
 
 
 def test_all_names_can_be_had_one_after_another_and_are_listed_before() -> None:
-    script = "import reknit\nassert set(dir(reknit)) == set(reknit.__all__)\n"
+    script = (
+        "import reknit\nassert set(dir(reknit)) == set(reknit.__all__)\nassert not hasattr(reknit, 'a.b')\n"
+    )
     names = modules(f"{script}for name in dir(reknit):\n    getattr(reknit, name)")
     assert "reknit.runs.checkpointer" in names
 
