@@ -40,8 +40,9 @@ def test_fails():
 @on_simulated_cuda
 def test_leaves_an_error(accelerator):
     accelerator.fail_copy()
-    torch.ones(1, device="cuda").add_(torch.ones(1, device="cuda")).clone()
-    torch.empty(1, pin_memory=True).copy_(torch.ones(1, device="cuda"), non_blocking=True)
+    with accelerator.held(torch.cuda.current_stream()):  # or a call in here may notice the error already
+        torch.ones(1, device="cuda").add_(torch.ones(1, device="cuda")).clone()
+        torch.empty(1, pin_memory=True).copy_(torch.ones(1, device="cuda"), non_blocking=True)
 
 @on_simulated_cuda
 def test_crashes():
