@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reknit.planner import columns
-from reknit.planner.columns import NOTHING, Blocks, RankColumns, columns_of, merged
+from reknit.planner.columns import NOTHING, Blocks, RankColumns, columns_of, distinct, merged
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -112,3 +112,8 @@ def test_a_saying_of_many_equal_ranks_is_as_large_as_that_of_one() -> None:
     column = merged(parts).lists["used"]
     assert column.values.tolist() == [1, 0, 1]
     assert column.number.tolist() == [0] * 100
+
+
+@given(st.lists(st.integers(0, 50)))
+def test_the_different_ones_of_numbers_are_found_in_order(counted: list[int]) -> None:
+    assert distinct(np.array(counted, np.int64)) == sorted(set(counted))

@@ -182,6 +182,15 @@ def merged(parts: Sequence[RankColumns]) -> RankColumns:
     return in_order(ranks[order], tables, lists)
 
 
+def distinct(numbers: Ints) -> list[int]:
+    """Return the different ones of numbers that count something (not negative, not huge), ascending.
+
+    `np.unique` takes seven times as long, and imports `numpy.ma`.
+    """
+    found: list[int] = np.flatnonzero(np.bincount(numbers)).tolist()
+    return found
+
+
 def spread(starts: Ints, counts: Ints) -> Ints:
     """Return the numbers `starts[k]`, `starts[k] + 1`, ..., `counts[k]` of them, for all k end to end."""
     ends = np.cumsum(counts)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 
-from reknit.planner.columns import spread
+from reknit.planner.columns import distinct, spread
 from reknit.planner.pieces import box_columns
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def blocks_for(index: Index, files: Ints, requests: Sequence[Ints]) -> list[list
     block, members = _cut(index, sums, np.flatnonzero(wanted))
     first = first_numbers(index)
     encoded = [encode_block(index, files, first, numbers) for numbers in members]
-    return [[encoded[number] for number in sorted(set(block[numbers].tolist()))] for numbers in requests]
+    return [[encoded[number] for number in distinct(block[numbers])] for numbers in requests]
 
 
 def _cut(index: Index, sums: NDArray[np.uint64], tensors: Ints) -> tuple[Ints, list[Ints]]:

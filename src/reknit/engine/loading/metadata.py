@@ -16,6 +16,7 @@ from reknit.engine.stored.opening import Contents, opened, read_opened, unknown_
 from reknit.engine.stored.renaming import Naming
 from reknit.format.checksum import num_blocks
 from reknit.format.manifest_file import decode_manifest, encode_manifest
+from reknit.planner.columns import distinct
 from reknit.types.manifest import FileEntry, Index, TensorEntry
 from reknit.types.shard import TensorSpec
 
@@ -69,7 +70,7 @@ class ReceivedMetadata:
         """Return a part of the checkpoint with the rows that it needs, and the files of these rows."""
         rows = index_part.rows_of(checkpoint.index, answer.blocks, reach)
         manifest = checkpoint.manifest
-        entries = _entries(self.files, set(rows.file.tolist()), manifest.block_nbytes)
+        entries = _entries(self.files, set(distinct(rows.file)), manifest.block_nbytes)
         index = index_part.with_rows(checkpoint.index, rows, {n: file.path for n, file in entries.items()})
         new = [file for file in entries.values() if file.path not in checkpoint.files]
         return replace(checkpoint, index=index, manifest=replace(manifest, files=(*manifest.files, *new)))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from reknit.planner.columns import NOTHING, merged
+from reknit.planner.columns import NOTHING, distinct, merged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -55,7 +55,7 @@ class PlanCache:
         self._clock += 1
         self._plans[ranks, slots] = plans
         self._kept_at[ranks, slots] = self._used[ranks, slots] = self._clock
-        for slot in sorted(set(slots.tolist())):
+        for slot in distinct(slots):
             fresh = _only(latest, slots == slot)
             before = self.slots[slot]
             rest = _only(before, ~np.isin(before.ranks, fresh.ranks))
@@ -64,7 +64,7 @@ class PlanCache:
     def latest(self, ranks: Ints, slots: Ints) -> RankColumns:
         """Return the columns of ranks that are in these slots."""
         parts = []
-        for slot in sorted(set(slots.tolist())):
+        for slot in distinct(slots):
             part = self.slots[slot]
             parts.append(_only(part, np.isin(part.ranks, ranks[slots == slot])))
         return self._merge(parts)

@@ -10,6 +10,7 @@ import numpy as np
 from reknit.engine import round_messages
 from reknit.engine.packed_columns import packed, unpacked
 from reknit.engine.sharing.host_exchange import BUCKET_NBYTES
+from reknit.planner.columns import distinct
 from reknit.planner.sharing import Costs, Division, FetchTable, Reads, divide
 from reknit.types.rank_text import spelled
 
@@ -55,7 +56,7 @@ def share_out(
             division.num_turns,
             num_steps,
             [packed(column, "i8") for column in columns],
-            {taker: there[taker].link for taker in sorted(set(part.taker.tolist()))},
+            {taker: there[taker].link for taker in distinct(part.taker)},
         )
     return answers
 
