@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import xxhash
+
+from reknit.types.shard import key_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,7 +68,7 @@ def _share(shards: Sequence[Shard], numbers: list[int], replicas: tuple[int, ...
     parts = len(replicas)
     if bounds[-1] < TINY_NBYTES * min(parts, 16):
         lead = shards[numbers[0]]
-        turn = xxhash.xxh3_64_intdigest(f"{lead.item}/{lead.fqn}{lead.box}{replicas}".encode()) % parts
+        turn = key_of(f"{lead.item}/{lead.fqn}{lead.box}{replicas}") % parts
         return [Owned(n, 0, shards[n].box.numel) for n in numbers] if turn == place else []
     low, high = (_cut(shards, numbers, bounds, k, parts) for k in (place, place + 1))
     owned = []

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-import xxhash
 
 from reknit.planner.columns import Blocks, spread
+from reknit.types.shard import key_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -28,9 +28,7 @@ LOOKS = 1 << 26
 def shard_key(shard: Shard) -> int:
     """Return 64 bits that stand for a shard's name, spec and box, the same on all ranks."""
     spec, box = shard.spec, shard.box
-    return xxhash.xxh3_64_intdigest(
-        f"{shard.item}\0{shard.fqn}\0{spec.dtype}{spec.shape}{box.offsets}{box.lengths}".encode()
-    )
+    return key_of(f"{shard.item}\0{shard.fqn}\0{spec.dtype}{spec.shape}{box.offsets}{box.lengths}")
 
 
 def shard_owners(keys: Blocks, nbytes: Blocks) -> Blocks:

@@ -9,6 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
+import xxhash
 
 from reknit.types.dtype import ITEMSIZE
 
@@ -29,6 +30,11 @@ MAX_NDIM = 32
 def full_name(item: str, fqn: str) -> str:
     """Return the name in messages to users: item/fqn, or the item alone if it is the value."""
     return f"{item}/{fqn}" if fqn else item
+
+
+def key_of(text: str) -> int:
+    """Return 64 bits that stand for a text, the same on all ranks."""
+    return xxhash.xxh3_64_intdigest(text.encode())
 
 
 class TensorSpec(msgspec.Struct, frozen=True, gc=False):
@@ -81,8 +87,7 @@ class Shard(msgspec.Struct, frozen=True, eq=False, gc=False):
     or NumPy, on any device, with any strides) of shape `box.lengths` and dtype `spec.dtype`, or such a
     rectangle of flat memory.  It is live memory, never a copy.  `replicas` is the sorted tuple of ranks that
     hold equal bytes for this box, as far as the framework records them without a message, else None.
-    `frozen` is a hint that training does not change this tensor.  Equality ignores
-    `memory` and `frozen`.
+    `frozen` is a hint that training does not change this tensor.  Equality ignores `memory` and `frozen`.
     """
 
     item: str

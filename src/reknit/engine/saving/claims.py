@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
-import xxhash
 from msgspec import structs
 
 from reknit.engine import round_messages
@@ -19,7 +18,7 @@ from reknit.format.values.blob_codec import encode_blobs, join_blobs, name_of_va
 from reknit.planner.columns import NOTHING, columns_of
 from reknit.planner.resolve import OWN, shard_key
 from reknit.types.lazy_property import lazy_property
-from reknit.types.shard import Encoded, full_name
+from reknit.types.shard import Encoded, full_name, key_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -109,7 +108,7 @@ def _guessed(holdings: Holdings) -> tuple[int, ...]:
 def blob_key(value: Blob | Witness) -> int:
     """Return 64 bits that identify the name and coordinate of a value, on any rank."""
     place = "" if value.coordinate is None else f"\0{sorted(value.coordinate.items())}"
-    return xxhash.xxh3_64_intdigest(f"{value.item}\0{value.fqn}{place}".encode())
+    return key_of(f"{value.item}\0{value.fqn}{place}")
 
 
 def _label(witness: Witness) -> str:
