@@ -68,6 +68,11 @@ def test_all_names_can_be_had_one_after_another_and_are_listed_before() -> None:
     assert "reknit.runs.checkpointer" in names
 
 
+def test_a_package_below_is_there_whatever_was_used_before() -> None:
+    names = modules("import reknit\nassert reknit.storage.__name__ and reknit.options.SaveOptions")
+    assert "reknit.api" not in names
+
+
 def test_a_save_and_a_load_import_only_their_own_rooms(tmp_path: Path) -> None:
     state = "import numpy as np, reknit\nstate = {'model': {'w': np.zeros(9)}, 'step': 3}\n"
     saving = modules(f"{state}reknit.save(sys.argv[1], state)", tmp_path / "a")

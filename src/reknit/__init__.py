@@ -34,6 +34,8 @@ def __getattr__(name: str) -> Any:
         globals()[name] = found = version("reknit")
         return found
     if name not in _HOMES:
+        if _is_module(name):  # such as reknit.storage, which a name that was used before may have imported
+            return import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_near(name)}", name=name)
     home, inside = _HOMES[name], getattr(_here, "importing", False)
     if home == __name__:
@@ -55,9 +57,13 @@ def __getattr__(name: str) -> Any:
     return found
 
 
+def _is_module(name: str) -> bool:
+    return name.isidentifier() and not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None
+
+
 def _near(name: str) -> str:
-    is_module = name.startswith("_") or not name.isidentifier() or find_spec(f"{__name__}.{name}") is not None
-    return "" if is_module or not (question := did_you_mean(name, __all__)) else f": {question}"
+    question = None if name.startswith("_") else did_you_mean(name, __all__)
+    return f": {question}" if question else ""
 
 
 def __dir__() -> list[str]:
