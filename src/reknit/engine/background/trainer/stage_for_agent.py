@@ -47,8 +47,8 @@ def begin_at_agent(
 ) -> None:
     """Find the agents of a save or warm-up, and run its `story` with them; `pending` receives an error.
 
-    Every rank takes the next number, and ends it at its agent whatever fails here, so that no other rank
-    waits for this one.  Only Ctrl-C and exits of the process are raised.
+    Every rank takes the next number, and ends it at its agent after every error, so that no other rank waits
+    for this one.  Only Ctrl-C and exits of the process are raised.
     """
     save: TrainerSave | None = None
     wrong: BaseException | None = None
