@@ -13,7 +13,7 @@ from reknit.frameworks.neutral import conflict, is_renewable, record_of, to_neut
 from reknit.frameworks.walk.adapter import Adapter
 from reknit.frameworks.walk.state_dict_effects import comes_last, has_effects, may_disturb
 from reknit.types.entry import own_code
-from reknit.types.shard import Tagged, TensorSpec
+from reknit.types.shard import Tagged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from reknit.frameworks.walk.load_walk import Loading
     from reknit.frameworks.walk.save_walk import Saving
     from reknit.frameworks.walk.walk import Arrays, Assign, Place, Walk
+    from reknit.types.shard import TensorSpec
 
 
 def is_stateful(value: Any) -> bool:
@@ -274,10 +275,11 @@ def rebuild(
             loading.report_mismatched(at, why)
             absent.append(at)
             return None
-        if arrays.matches(like) and not record_of(like) and (other := _other_form(spec, like)):
-            loading.note(at, other)
         tensor = arrays.fresh(spec, like if arrays.matches(like) else None)
         loading.tensor(tensor, at, early=early)
+        # Not a mismatch: an object may keep tensors that grow, and only its own code can refuse one.
+        if arrays.matches(like) and (here := arrays.form(like)) not in (spec, None):
+            loading.note(at, f"the object receives it as saved, {spec}, and has {here} there")
         if isinstance(tensor, Unfilled):
             tensor.record = leaf.value
             return tensor
@@ -285,17 +287,6 @@ def rebuild(
 
     filled = tree.map_leaves(value, fill)
     return not absent, filled
-
-
-def _other_form(spec: TensorSpec, like: Any) -> str | None:
-    """Return the note for a saved tensor of another shape or dtype than the object's present one, or None.
-
-    It is not a mismatch: an object may keep tensors that grow, and only its own code can refuse one.
-    """
-    if getattr(like, "is_nested", False):  # without a shape
-        return None
-    here = TensorSpec(tuple(like.shape), getattr(like.dtype, "name", str(like.dtype).removeprefix("torch.")))
-    return None if spec == here else f"the object receives it as saved, {spec}, and has {here} there"
 
 
 def _library(name: str, place: Place, loading: Loading) -> Arrays:

@@ -23,18 +23,19 @@ def same(a: Any, b: Any) -> bool:
     Sends no message.  Sparse, nested, quantized and composite tensors are compared by their parts.  A tensor
     without bytes (on the meta device) is the same only as itself, which the caller has compared.
     """
-    if _class(a) is not _class(b) or a.dtype != b.dtype or a.layout != b.layout:
+    if _class(a) is not _class(b) or a.dtype != b.dtype:
         return False
-    if a.is_nested or b.is_nested:  # without sizes that can be compared
-        return a.is_nested and b.is_nested and same_value(a.unbind(), b.unbind())
+    held = torch_private.local_shards(a)
+    if held is None and (a.is_nested or b.is_nested):  # without a shape
+        return a.layout == b.layout and a.is_nested == b.is_nested and same_value(a.unbind(), b.unbind())
     if tuple(a.shape) != tuple(b.shape):
         return False
-    if (held := torch_private.local_shards(a)) is not None:
+    if held is not None:
         return _same_shards(held, torch_private.local_shards(b) or [])
     if is_dtensor(a):
         alike = a.device_mesh == b.device_mesh and tuple(a.placements) == tuple(b.placements)
         return alike and same(torch_private.local_of(a), torch_private.local_of(b))
-    if a.is_meta or b.is_meta:
+    if a.layout != b.layout or a.is_meta or b.is_meta:
         return False
     with torch.no_grad():
         if (parts := _parts(a)) is not None:
