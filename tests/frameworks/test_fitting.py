@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -124,11 +125,13 @@ def test_a_state_of_another_object_does_not_fit_a_scaler_or_a_scheduler(
 def test_a_tensor_of_another_form_in_an_object_is_noted_and_left_to_its_code() -> None:
     state = {"grown": torch.ones(3), "wide": torch.ones(2), "same": torch.ones(2), "new": torch.ones(1)}
     checkpoint = save({"o": Other(state)})
-    present = {"grown": torch.ones(2), "wide": torch.ones(2).double(), "same": torch.zeros(2), "gone": 0}
+    present: dict[str, Any] = {"grown": torch.ones(2), "wide": torch.ones(2).double(), "same": torch.zeros(2)}
+    present |= {"gone": torch.ones(1), "value": np.ones(1, ">f8"), "number": 0}
     target = Other(present)
     want = wanted({"o": target}, checkpoint.catalog(), 0, 1)
     assert (want.missing, want.mismatched) == ((), ())
     assert want.notes == (
+        ("o", "gone", "the object has it, and receives the saved state, which is without it"),
         ("o", "grown", "the object receives it as saved, float32[3], and has float32[2] there"),
         ("o", "wide", "the object receives it as saved, float32[2], and has float64[2] there"),
     )

@@ -111,6 +111,10 @@ class StatefulAdapter(Adapter):
         current: dict[str, Any] = {}
         if named and not has_effects(value):
             current = tensors_of(present_state(value, place, loading), place, loading)
+            for relative, tensor in current.items():
+                at = place.below(relative)
+                if at not in named and is_renewable(tensor) and loading.takes(at):
+                    loading.note(at, "the object has it, and receives the saved state, which is without it")
         elif not all(loading.takes(at) for at in named):
             loading.report_mismatched(place, _PARTIAL)
             return
