@@ -89,7 +89,9 @@ def _by_channel(*scales: float) -> Any:
 
 def _nested(*rows: list[float]) -> Any:
     """Return a tensor with rows of any lengths."""
-    return _quietly(lambda: torch.nested.nested_tensor([torch.tensor(row, dtype=torch.float32) for row in rows]))
+    return _quietly(
+        lambda: torch.nested.nested_tensor([torch.tensor(row, dtype=torch.float32) for row in rows])
+    )
 
 
 SAME: list[Any] = [
