@@ -131,9 +131,9 @@ def test_a_tensor_of_another_form_in_an_object_is_noted_and_left_to_its_code() -
     want = wanted({"o": target}, checkpoint.catalog(), 0, 1)
     assert (want.missing, want.mismatched) == ((), ())
     assert want.notes == (
-        ("o", "gone", "the object has it, and receives the saved state, which is without it"),
         ("o", "grown", "the object receives it as saved, float32[3], and has float32[2] there"),
         ("o", "wide", "the object receives it as saved, float32[2], and has float64[2] there"),
+        ("o", "gone", "the object has it, and receives the saved state, which is without it"),
     )
     load({"o": target}, checkpoint)
     assert str(target.state) == str(state)

@@ -16,7 +16,7 @@ from reknit.types.entry import own_code
 from reknit.types.shard import Tagged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Container, Mapping
 
     from reknit.frameworks.walk.load_walk import Loading
     from reknit.frameworks.walk.save_walk import Saving
@@ -111,16 +111,31 @@ class StatefulAdapter(Adapter):
         current: dict[str, Any] = {}
         if named and not has_effects(value):
             current = tensors_of(present_state(value, place, loading), place, loading)
-            for relative, tensor in current.items():
-                at = place.below(relative)
-                if at not in named and is_renewable(tensor) and loading.takes(at):
-                    loading.note(at, "the object has it, and receives the saved state, which is without it")
+            _note_other_forms(current, named, place, loading)
         elif not all(loading.takes(at) for at in named):
             loading.report_mismatched(place, _PARTIAL)
             return
         whole, state = rebuild(found.value, place, loading, current, early=not comes_last(value))
         if whole:
             hand_over(value, lambda: value.load_state_dict(_completed(state)), loading)
+
+
+def _note_other_forms(
+    current: Mapping[str, Any], saved: Container[Place], place: Place, loading: Loading
+) -> None:
+    """Note the present tensors of an object that are not in its saved state, or have another form there.
+
+    They are not mismatches: an object may keep tensors that grow, and only its own code can refuse one.
+    """
+    for relative, tensor in current.items():
+        at, library = place.below(relative), loading.arrays(tensor)
+        if library is None or not is_renewable(tensor) or not loading.takes(at):
+            continue
+        spec, here = loading.saved.spec(at), library.form(tensor)
+        if at not in saved:
+            loading.note(at, "the object has it, and receives the saved state, which is without it")
+        elif None not in (spec, here) and spec != here:
+            loading.note(at, f"the object receives it as saved, {spec}, and has {here} there")
 
 
 def present_state(value: Any, place: Place, loading: Loading) -> Any:
@@ -281,9 +296,6 @@ def rebuild(
             return None
         tensor = arrays.fresh(spec, like if arrays.matches(like) else None)
         loading.tensor(tensor, at, early=early)
-        # Not a mismatch: an object may keep tensors that grow, and only its own code can refuse one.
-        if arrays.matches(like) and (here := arrays.form(like)) not in (spec, None):
-            loading.note(at, f"the object receives it as saved, {spec}, and has {here} there")
         if isinstance(tensor, Unfilled):
             tensor.record = leaf.value
             return tensor
