@@ -131,10 +131,11 @@ def _note_other_forms(
         at, library = place.below(relative), loading.arrays(tensor)
         if library is None or not is_renewable(tensor) or not loading.takes(at):
             continue
-        spec, here = loading.saved.spec(at), library.form(tensor)
         if at not in saved:
             loading.note(at, "the object has it, and receives the saved state, which is without it")
-        elif None not in (spec, here) and spec != here:
+            continue
+        spec, here = loading.saved.spec(at), library.form(tensor)
+        if None not in (spec, here) and spec != here:
             loading.note(at, f"the object receives it as saved, {spec}, and has {here} there")
 
 
