@@ -6,30 +6,28 @@ import logging
 import os
 import threading
 import weakref
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from reknit.engine.background.trainer.agent_supervisor import AgentSupervisor
-from reknit.engine.background.trainer.stage_for_agent import PreparedSave, stage_for_agent
+from reknit.engine.background.trainer.prepared_save import PreparedSave
+from reknit.engine.background.trainer.stage_for_agent import begin_at_agent, stage_for_agent
 from reknit.engine.background.trainer.warm_up import warm_up
 from reknit.engine.memory.arena_pool import Arenas
 from reknit.engine.outcome import SaveOutcome
-from reknit.errors import DeadlineError, typed
+from reknit.errors import DeadlineError, ReknitError
 from reknit.monitor.phase import Deadline
 from reknit.system import AtExit
 from reknit.types.entry import OneAtATime
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from reknit.comm.group import Group
-    from reknit.engine.background.trainer.agent_session import AgentSession
-    from reknit.engine.background.trainer.stage_for_agent import Until
-    from reknit.engine.background.trainer.trainer_save import TrainerSave
+    from reknit.engine.background.trainer.prepared_save import Until
+    from reknit.engine.background.trainer.stage_for_agent import Story
     from reknit.engine.saving.save_job import SaveJob
     from reknit.options import SaveOptions
-
-    Story = Callable[[PreparedSave, AgentSession, TrainerSave], None]
 
 logger = logging.getLogger("reknit")
 
@@ -37,8 +35,8 @@ logger = logging.getLogger("reknit")
 class Background:
     """The background saves of this rank in one group.
 
-    The first save starts the agents.  With `in_process` they are threads of the trainers, for stores that no
-    other process can open.
+    The first save starts the agents, unless `with_agents` has.  With `in_process` they are threads of the
+    trainers, for stores that no other process can open.
     """
 
     def __init__(self, *, in_process: bool) -> None:
@@ -74,7 +72,7 @@ class Background:
         """
         pending = SaveOutcome(url, promote_to=options.promotions)
         with self._saving.taken(options.timeout_s):
-            self._carry_out(stage_for_agent, "copy", pending, group=group, make=make, options=options)
+            self._begin(stage_for_agent, "copy", pending, group=group, make=make, options=options)
         return pending
 
     def prepare(self, group: Group, make: Callable[[], SaveJob], url: str, options: SaveOptions) -> None:
@@ -85,10 +83,32 @@ class Background:
         pending = SaveOutcome(url, logged=False)
         pending.asked = True  # it is raised here, so no later save needs to raise it
         with self._saving.taken(options.timeout_s):
-            self._carry_out(warm_up, "arena", pending, group=group, make=make, options=options)
+            self._begin(warm_up, "arena", pending, group=group, make=make, options=options)
         pending.result(2 * options.timeout_s)  # each of the two rounds ends within its own time
 
-    def _carry_out(
+    @contextmanager
+    def with_agents(self, group: Group, options: SaveOptions) -> Iterator[None]:
+        """Start an agent before the block, and join those of all ranks after it; all ranks call this.
+
+        An error is logged, since the first save starts agents again.
+        """
+        self._watch_exit()
+        with self._saving.taken(options.timeout_s):
+            self.supervisor.start_early(group, options)
+        yield
+        try:
+            with self._saving.taken(options.timeout_s):
+                self.supervisor.join_early(group)
+        except ReknitError as error:
+            if group.rank == 0:
+                logger.warning("no agents before the first save, which tries again: %s", error)
+
+    def _watch_exit(self) -> None:
+        """Close at the end of the process."""
+        if self._exit is None:  # once in each process: `multiprocessing` removes the entries of a parent
+            self._exit = AtExit(self.at_exit)
+
+    def _begin(
         self,
         story: Story,
         until: Until,
@@ -98,9 +118,8 @@ class Background:
         make: Callable[[], SaveJob],
         options: SaveOptions,
     ) -> None:
-        """Run the part of the trainer in a save or warm-up, under the next number of this rank."""
-        if self._exit is None:  # once in each process: `multiprocessing` removes the entries of a parent
-            self._exit = AtExit(self.at_exit)
+        """Register a save or warm-up, and begin it."""
+        self._watch_exit()
         with self._lock:
             keep = options.on_error == "raise"
             self.pending = [p for p in self.pending if not p.over() or (keep and p.unasked)]
@@ -108,38 +127,17 @@ class Background:
             self._begun = pending
         self._exit_wait_s = max(self._exit_wait_s, options.exit_wait_s)
         self.arenas = self.arenas or Arenas(options.host_nbytes)
-        supervisor = self.supervisor
-        save: TrainerSave | None = None
-        number = supervisor.next_number(options)
-        prepared = PreparedSave(self.arenas)
-        wrong: BaseException | None = None
-        try:
-            starting = supervisor.start(group)
-            wrong = prepared.prepare(make, "collect" if starting is None else until)
-            session = supervisor.session_for(number, group, starting)
-            save = session.new_save(number, pending)
-            save.begun, save.unrecorded = prepared.begun, prepared.recorder
-            prepared.arena.hand_over(save)
-            supervisor.begun(number)
-            self.wait_for(pending.path, options.timeout_s, but=session)
-            pending.place = pending.path, session
-            if wrong is not None:
-                raise wrong
-            story(prepared, session, save)
-        except BaseException as caught:  # also a bug: the other ranks must receive it
-            # The first error counts, except that Ctrl-C always does, since it concerns the whole process.
-            first = caught if wrong is None or not isinstance(caught, Exception) else wrong
-            error = typed(first) if isinstance(first, Exception) else first
-            if save is not None:
-                save.abandon(error, options.timeout_s)
-            else:
-                prepared.arena.release()
-                supervisor.give_up(number)
-            if pending.end(error) and pending.logged:
-                _log_failure(pending, error)
-            if not isinstance(error, Exception):
-                pending.asked = True  # it is raised here, so the next save need not raise it
-                raise error from (None if error is caught else caught)
+        begin_at_agent(
+            story,
+            until,
+            pending,
+            prepared=PreparedSave(self.arenas),
+            supervisor=self.supervisor,
+            wait_for_others=lambda session: self.wait_for(pending.path, options.timeout_s, but=session),
+            group=group,
+            make=make,
+            options=options,
+        )
 
     def wait_for(self, url: str, timeout_s: float, but: object = None) -> None:
         """Wait until no save to `url` is under way, except saves of the writer `but`, which keep their order.
@@ -210,11 +208,6 @@ class Background:
             logger.warning(
                 "this process ends before its saves are committed, or promoted; its agent goes on with them"
             )
-
-
-def _log_failure(pending: SaveOutcome, error: BaseException) -> None:
-    """Log that a save failed; the traceback comes with the outcome."""
-    logger.error("save to %s failed: %s", pending.path, str(error) or type(error).__name__)
 
 
 _all: weakref.WeakSet[Background] = weakref.WeakSet()

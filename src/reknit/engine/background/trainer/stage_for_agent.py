@@ -2,89 +2,85 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import logging
+from typing import TYPE_CHECKING
 
 from reknit.engine.background import agent_messages as say
 from reknit.engine.background.trainer.agent_session import Plan
 from reknit.engine.background.trainer.begin_message import begin_message, lend_values
 from reknit.engine.background.trainer.deferred import Deferred
-from reknit.engine.background.trainer.save_arena import SaveArena
 from reknit.engine.background.trainer.snapshot import Snapshot
-from reknit.engine.saving.rank_part import RankPart
 from reknit.engine.saving.root import check_manifest
-from reknit.format import paths
+from reknit.errors import typed
 from reknit.monitor.phase import monotonic
 from reknit.system import start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from reknit.comm.group import Group
     from reknit.engine.background.trainer.agent_session import AgentSession
+    from reknit.engine.background.trainer.agent_supervisor import AgentSupervisor
+    from reknit.engine.background.trainer.prepared_save import PreparedSave, Until
     from reknit.engine.background.trainer.trainer_save import TrainerSave
-    from reknit.engine.memory.arena_pool import Arenas, Lease
+    from reknit.engine.outcome import SaveOutcome
+    from reknit.engine.saving.rank_part import RankPart
     from reknit.engine.saving.save_job import SaveJob
-    from reknit.monitor.phase import Recorder
+    from reknit.options import SaveOptions
 
-_MOST_NBYTES = 2 << 30
-"""Limit of the bytes copied while an agent starts, which takes about as long."""
+    Story = Callable[[PreparedSave, AgentSession, TrainerSave], None]
 
-Until = Literal["collect", "arena", "copy"]
-"""The last step to take while an agent starts."""
+logger = logging.getLogger("reknit")
 
 
-class PreparedSave:
-    """A save up to its first message, which this rank prepares alone while the agent starts."""
+def begin_at_agent(
+    story: Story,
+    until: Until,
+    pending: SaveOutcome,
+    *,
+    prepared: PreparedSave,
+    supervisor: AgentSupervisor,
+    wait_for_others: Callable[[AgentSession], None],
+    group: Group,
+    make: Callable[[], SaveJob],
+    options: SaveOptions,
+) -> None:
+    """Find the agents of a save or warm-up, and run its `story` with them; `pending` receives an error.
 
-    job: SaveJob
-    part: RankPart
-
-    def __init__(self, arenas: Arenas) -> None:
-        """Use `prepare`."""
-        self.arena = SaveArena(arenas)
-        self.begun = monotonic()
-        self.plan: Plan | None = None
-        self.copied = False
-        """Whether the arena has all files of the plan, with headers of another write id."""
-        self.recorder: Recorder | None = None
-
-    def prepare(self, make: Callable[[], SaveJob], until: Until) -> BaseException | None:
-        """Collect the holdings of the job of `make`, plan them, and copy them to an arena; return an error.
-
-        This rank works alone, so holdings are only collected if a framework does not record the other
-        holders of some shards.  A state that is staged lazily is not copied yet.  Neither is a state whose
-        copy would take longer than the start of an agent, since its agent writes while it is staged.  An
-        error is returned because the other ranks receive it through the agents, which may not run yet.
-        """
-        try:
-            self.job = job = make()
-            self.recorder = job.recorder
-            job.storage.close()  # the agent opens its own
-            self.part = RankPart(job)
-            if until != "collect" and not self.part.needs_assignment:
-                plan = self.plan_alone()
-                lease = self.arena.acquire(plan.nbytes, job) if plan.nbytes else None
-                if until == "copy" and lease is not None:
-                    self._copy(plan, lease)
-        except BaseException as error:  # Ctrl-C too
-            return error
-        return None
-
-    def plan_alone(self) -> Plan:
-        """Return the plan of holdings in which every shard lists its replicas."""
-        if self.plan is None:
-            with self.job.recorder.phase("plan"):
-                self.plan = Plan(self.part.outline())
-        return self.plan
-
-    def _copy(self, plan: Plan, lease: Lease) -> None:
-        images = plan.outline.images(paths.new_write_id(), self.part.sources)
-        snapshot = Snapshot(images, lease, None, self.job.options)
-        nbytes = sum(image.nbytes for image in images)
-        if snapshot.streamed or self.job.options.stage == "lazy" or nbytes > _MOST_NBYTES:
-            return
-        with self.job.recorder.phase("stage", nbytes=nbytes):
-            snapshot.take()
-        self.copied = True
+    Every rank takes the next number, and ends it at its agent after every error, so that no other rank waits
+    for this one.  Only Ctrl-C and exits of the process are raised.
+    """
+    save: TrainerSave | None = None
+    wrong: BaseException | None = None
+    number = supervisor.next_number(options)
+    try:
+        # An agent that is not there yet starts while this rank prepares as much of the save as it can alone.
+        starting = supervisor.start(group)
+        wrong = prepared.prepare(make, "collect" if starting is None else until)
+        session = supervisor.session_for(number, group, starting)
+        save = session.new_save(number, pending)
+        save.begun, save.unrecorded = prepared.begun, prepared.recorder
+        prepared.arena.hand_over(save)
+        supervisor.begun(number)
+        wait_for_others(session)
+        pending.place = pending.path, session
+        if wrong is not None:
+            raise wrong
+        story(prepared, session, save)
+    except BaseException as caught:  # also a bug: the other ranks must receive it
+        # The first error counts, except that Ctrl-C always does, since it concerns the whole process.
+        first = caught if wrong is None or not isinstance(caught, Exception) else wrong
+        error = typed(first) if isinstance(first, Exception) else first
+        if save is not None:
+            save.abandon(error, options.timeout_s)
+        else:
+            prepared.arena.release()
+            supervisor.give_up(number)
+        if pending.end(error) and pending.logged:
+            _log_failure(pending, error)
+        if not isinstance(error, Exception):
+            pending.asked = True  # it is raised here, so the next save need not raise it
+            raise error from (None if error is caught else caught)
 
 
 def stage_for_agent(prepared: PreparedSave, session: AgentSession, save: TrainerSave) -> None:
@@ -160,3 +156,8 @@ def _settle(job: SaveJob, save: TrainerSave, settle: Callable[[], None]) -> None
         save.abandon(error, job.options.timeout_s)
     else:
         save.staged()
+
+
+def _log_failure(pending: SaveOutcome, error: BaseException) -> None:
+    """Log that a save failed; the traceback comes with the outcome."""
+    logger.error("save to %s failed: %s", pending.path, str(error) or type(error).__name__)

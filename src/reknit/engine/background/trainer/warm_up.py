@@ -12,7 +12,7 @@ from reknit.engine.memory.staging import Staging
 
 if TYPE_CHECKING:
     from reknit.engine.background.trainer.agent_session import AgentSession
-    from reknit.engine.background.trainer.stage_for_agent import PreparedSave
+    from reknit.engine.background.trainer.prepared_save import PreparedSave
     from reknit.engine.background.trainer.trainer_save import TrainerSave
 
 

@@ -1,0 +1,1 @@
+"""Tests of the doors for trainers, with the real packages."""
