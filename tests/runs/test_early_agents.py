@@ -13,7 +13,7 @@ import pytest
 
 import reknit
 from reknit import calls, ranks
-from reknit.engine.background.trainer import agent_session
+from reknit.engine.background.trainer import agent_link
 from reknit.testing.world import run_ranks
 from tests.faults.nursery import agents_of, send, wait_until
 from tests.storage.process_memory import ProcessMemory
@@ -103,7 +103,7 @@ def test_an_agent_that_does_not_start_is_a_warning_and_the_error_of_the_first_sa
 def test_an_agent_of_one_rank_that_does_not_start_is_an_error_on_all_and_the_next_save_is_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    starts = agent_session.AgentLink.__init__
+    starts = agent_link.AgentLink.__init__
     failing = {1}
 
     def start(self: Any, rank: int, **options: Any) -> None:
@@ -111,7 +111,7 @@ def test_an_agent_of_one_rank_that_does_not_start_is_an_error_on_all_and_the_nex
             raise OSError("no more processes")
         starts(self, rank, **options)
 
-    monkeypatch.setattr(agent_session.AgentLink, "__init__", start)
+    monkeypatch.setattr(agent_link.AgentLink, "__init__", start)
     both_are_here = threading.Barrier(2)
     caplog.set_level(logging.WARNING, "reknit")
 
@@ -135,7 +135,7 @@ def test_an_interrupt_while_an_agent_starts_is_raised_and_leaves_none(
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(agent_session.AgentLink, "send", interrupted)
+    monkeypatch.setattr(agent_link.AgentLink, "send", interrupted)
     run = reknit.Checkpointer(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         run.resume(state_of())
