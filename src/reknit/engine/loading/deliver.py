@@ -31,8 +31,8 @@ class ReadPart(NamedTuple):
     """A piece of the plan: its number there, and its bytes `low` up to `high` of a file.
 
     `direct` has the bytes of the target if the piece is one run, in memory and in the file, without a
-    conversion.  A short piece that is all of a target in host memory has the `address` of these bytes instead,
-    since an array of them costs more than the copy.
+    conversion.  A short piece that is all of a target in host memory has the `address` of these bytes
+    instead, since an array of them costs more than the copy.
     """
 
     number: int
@@ -190,16 +190,16 @@ class Deliverer:
         addresses = np.where(is_short, self._bits.addresses[plan.wanted], 0)
         columns = (plan.wanted, plan.low, plan.high, is_run, is_whole, addresses)
         pieces = []
-        for number, (wanted, low, high, run, whole, address) in enumerate(
+        for number, (wanted, low, high, run, whole, at) in enumerate(
             zip(*(c.tolist() for c in columns), strict=True)
         ):
-            if not run or address:
+            if not run or at:
                 direct = None
             elif whole:
                 direct = contiguous_bytes(self._bits[wanted])
             else:
                 direct = self._target(self._rectangle(number))
-            pieces.append(ReadPart(number, low, high, direct, address))
+            pieces.append(ReadPart(number, low, high, direct, at))
         return pieces
 
     def _rectangle(self, number: int) -> Rectangle:

@@ -80,7 +80,7 @@ def match(
             continue
         saved = index.tensors[tensor].spec
         if saved == shard.spec:
-            fills.append(Fill(name, tensor, shard.box, shard.data, False))
+            fills.append(Fill(name, tensor, shard.box, shard.data, cast=False))
             continue
         cast = saved.dtype != shard.spec.dtype
         may = (shard.item, shard.fqn) in resizable or matches(name, options.allow_shape_mismatch)
