@@ -108,7 +108,7 @@ def check_events(events: object) -> None:
     """Raise `UsageError` unless `events` says where events go."""
     for one in events if isinstance(events, (tuple, list)) else () if events is None else (events,):
         known = is_location(one) or isinstance(one, Sink) or (callable(one) and not isinstance(one, type))
-        if not known or one == "":
+        if not known or (isinstance(one, str) and not one):
             raise UsageError(
                 "events is a path, a sink (an object with the method `take`), a function of one record, or a "
                 f"list of these, not {shown(one)}"

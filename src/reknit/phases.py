@@ -38,7 +38,7 @@ def phase(
     Its outcome is ``"ok"`` or the type of the exception, which passes through unchanged.  The block of
     ``with ... as running`` may add the bytes that it moves to ``running.nbytes``.
 
-    Raises `UsageError`, and `StorageError` where `events` cannot be written.
+    Raises `UsageError`.  If `events` cannot be written, a warning says so.
     """
     if not is_text(name):
         raise UsageError(f"a phase has a name, not {shown(name)}", remedy="give a text that is not empty")

@@ -11,7 +11,8 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from reknit.errors import ShortageError
+from reknit.errors import ShortageError, shown
+from reknit.monitor.record_losses import LostRecords, reason_of, take_each
 from reknit.monitor.records import HOST, DroppedRecord
 from reknit.system import AtExit, start_thread
 
@@ -68,16 +69,20 @@ class Outlet:
     def __init__(
         self,
         sink: Sink,
-        called: str,
+        called: str | None = None,
         *,
         everywhere: bool = False,
         capacity: int = CAPACITY,
         idle_s: float = _IDLE_S,
     ) -> None:
-        """Serve a sink, whose name in messages is `called`.  `everywhere`: any process can open it."""
+        """Serve a sink, whose name in messages is `called`, by default its `repr`.
+
+        `everywhere`: any process can open it.
+        """
         self.sink = sink
         self.everywhere = everywhere
         self._called = called
+        self._kind = type(sink).__name__
         self._capacity = capacity
         self._idle_s = idle_s
         self.begin_anew()
@@ -165,6 +170,8 @@ class Outlet:
         return taken
 
     def _run(self) -> None:
+        if self._called is None:
+            self._called = f"the sink {shown(self.sink)}"  # code of a user: no save must wait for it
         while True:
             if not self._more.wait(self._idle_s):
                 with self._lock:
@@ -181,11 +188,11 @@ class Outlet:
 
     def _rest(self) -> None:
         """Let the sink release its resources, now that no record waits."""
-        if isinstance(self.sink, Resting):
-            try:
+        try:
+            if isinstance(self.sink, Resting):
                 self.sink.rest()
-            except BaseException as error:  # as below
-                self._drop(0, str(error))
+        except BaseException as error:  # as below
+            self._drop(0, reason_of(error))
 
     def _hand_over(self) -> None:
         """Hand over a batch, and wake the threads that wait for its end."""
@@ -204,8 +211,10 @@ class Outlet:
             if batch or losses:
                 self.sink.take([*losses, *batch])
                 self._warned = False
+        except LostRecords as lost:
+            self._drop(lost.number, reason_of(lost))
         except BaseException as error:  # saves go on after any error of a sink
-            self._drop(dropped + len(batch), f"{type(error).__name__}: {error}")
+            self._drop(dropped + len(batch), reason_of(error))
         finally:
             if reached is not None:
                 if not self._ring:
@@ -218,7 +227,8 @@ class Outlet:
             self._dropped += number
             warned, self._warned = self._warned, self._warned or number > 0
         if not warned and number:
-            logger.warning("events are lost: %s: %s", self._called, reason)
+            called = self._called or f"the sink <{self._kind}>"
+            logger.warning("events are lost: %s: %s", called, reason)
 
 
 class CallingSink:
@@ -228,9 +238,11 @@ class CallingSink:
         self._function = function
 
     def take(self, records: Sequence[Record]) -> None:
-        """Call the function with each record."""
-        for record in records:
-            self._function(record)
+        """Call the function with each record.  Raises `LostRecords` if some calls have failed."""
+        take_each(records, self._function)
+
+    def __repr__(self) -> str:
+        return repr(self._function)
 
 
 _all: weakref.WeakSet[Outlet] = weakref.WeakSet()
@@ -302,8 +314,11 @@ def _after_fork() -> None:
     _finding, _listing = threading.RLock(), threading.RLock()
     for outlet in list(_all):
         outlet.begin_anew()
-        if isinstance(outlet.sink, Forked):
-            outlet.sink.after_fork()
+        try:
+            if isinstance(outlet.sink, Forked):
+                outlet.sink.after_fork()
+        except Exception as error:  # the other sinks must be renewed, too
+            logger.warning("a sink fails in a forked process: %s", reason_of(error))
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from reknit.locations import Sink, listed, local_path
 from reknit.monitor.outlet import CallingSink, Outlet, outlet_of
 from reknit.monitor.sinks.event_paths import absolute
-from reknit.monitor.sinks.jsonl import JsonLines
+from reknit.monitor.sinks.jsonl import LinesOfEvents
 
 if TYPE_CHECKING:
     from reknit.locations import Events
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def outlets_for(events: Events) -> tuple[Outlet, ...]:
     """Return the outlets that the option `events` names.
 
-    Raises `StorageError` for a file that cannot be written.
+    None of them is opened here: the thread of a sink does that, and a warning says if it fails.
     """
     found = [
         _of_path(one) if isinstance(one, (str, os.PathLike)) else _of_object(one) for one in listed(events)
@@ -38,17 +38,23 @@ def _of_path(path: str | os.PathLike[str]) -> Outlet | None:
     place = absolute(local_path(path, "events go to"))
 
     def make() -> Outlet:
-        sink = JsonLines(place)
-        return Outlet(sink, f"cannot append to {sink.path}", everywhere=True)
+        return Outlet(LinesOfEvents(place), f"cannot append to {place}", everywhere=True)
 
     return outlet_of(("file", place, os.getpid()), make)  # in a folder, each process has a file of its own
 
 
 def _of_object(one: Any) -> Outlet | None:
+    def make() -> Outlet:
+        return Outlet(one if _takes_batches(one) else CallingSink(one))
+
     try:
-        hash(one)
-        key = one
-    except TypeError:
-        key = id(one)  # the outlet keeps it, and so the number
-    sink = one if isinstance(one, Sink) else CallingSink(one)
-    return outlet_of(("object", key), lambda: Outlet(sink, f"the sink {one!r}"))
+        return outlet_of(("object", one), make)  # equal sinks share an outlet
+    except Exception:  # from `__hash__` or `__eq__` of a user's class
+        return outlet_of(("object", id(one)), make)  # the outlet keeps it, and so the number
+
+
+def _takes_batches(one: Any) -> bool:
+    try:
+        return isinstance(one, Sink)
+    except Exception:  # a property of a user's class; it was a sink when the option was checked
+        return True

@@ -11,10 +11,11 @@ from urllib.request import Request, urlopen
 
 from reknit.errors import StorageError, UsageError
 from reknit.keywords import checked_call
+from reknit.monitor.record_losses import take_writable
 from reknit.monitor.record_tables import TABLES, by_table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from reknit.monitor.records import Record
 
@@ -64,7 +65,7 @@ class ClickHouse:
         return f"ClickHouse({self._url}{self._database})"  # without the password
 
     def take(self, records: Sequence[Record]) -> None:
-        """Insert records, with one request for each table."""
+        """Insert records, with one request for each table.  Raises `LostRecords`, `StorageError`, `OSError`."""
         if not self._made:
             for table in TABLES:
                 kinds = ", ".join(f"{name} {_TYPES[kind]}" for name, kind in table.columns.items())
@@ -74,6 +75,19 @@ class ClickHouse:
                     "ENGINE = MergeTree ORDER BY started"
                 )
             self._made = True
+        inserts: list[tuple[str, bytes]] = []
+
+        def encode(some: Sequence[Record]) -> None:
+            inserts[:] = self._inserts(some)
+
+        try:
+            take_writable(records, encode)
+        finally:
+            for query, data in inserts:
+                self._send(query, data)
+
+    def _inserts(self, records: Sequence[Record]) -> Iterator[tuple[str, bytes]]:
+        """Yield a query for each table, with its rows."""
         for table, columns in by_table(records):
             for name in (name for name in columns if table.columns[name] == "map"):
                 columns[name] = [json.dumps(value) for value in columns[name]]
@@ -82,7 +96,7 @@ class ClickHouse:
                 for row in zip(*columns.values(), strict=True)
             )
             names = ", ".join(columns)
-            self._send(f"INSERT INTO {self._prefix}{table.name} ({names}) FORMAT JSONEachRow", rows.encode())
+            yield f"INSERT INTO {self._prefix}{table.name} ({names}) FORMAT JSONEachRow", rows.encode()
 
     def _send(self, query: str, data: bytes = b"") -> None:
         """Send a query to the server.  Raises `StorageError`, `OSError`."""

@@ -11,6 +11,7 @@ from reknit.keywords import checked_call
 from reknit.locations import local_path
 from reknit.monitor.outlet import ending
 from reknit.monitor.phase import Deadline
+from reknit.monitor.record_losses import take_writable
 from reknit.monitor.record_tables import TABLES, by_table
 from reknit.monitor.sinks.event_paths import absolute, file_of_process
 
@@ -55,6 +56,10 @@ class DuckDB:
         self.path = file_of_process(absolute(local_path(path, "events go to")), "duckdb")
 
     def take(self, records: Sequence[Record]) -> None:
+        """Append records, but for those that cannot be written.  Raises `LostRecords`, and then has the rest."""
+        take_writable(records, self._insert)
+
+    def _insert(self, records: Sequence[Record]) -> None:
         """Append records, all or none."""
         if self._connection is None:
             self._connection = self._opened()

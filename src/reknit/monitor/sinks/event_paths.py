@@ -32,4 +32,6 @@ def is_folder(path: str) -> bool:
 
 def absolute(path: str) -> str:
     """Return an absolute path, which still ends in a slash if `path` does."""
-    return os.path.join(os.path.abspath(path), "") if path.endswith(os.sep) else os.path.abspath(path)
+    with suppress(OSError):  # the current folder may be gone
+        return os.path.join(os.path.abspath(path), "") if path.endswith(os.sep) else os.path.abspath(path)
+    return path

@@ -11,12 +11,16 @@ import msgspec
 from reknit.errors import StorageError
 from reknit.keywords import checked_call
 from reknit.locations import local_path
+from reknit.monitor.record_losses import take_writable
 from reknit.monitor.sinks.event_paths import file_of_process
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reknit.monitor.records import Record
+
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+"""A pipe without a reader is an error, not a wait."""
 
 
 @checked_call
@@ -48,18 +52,43 @@ class JsonLines:
         self._lock = threading.Lock()
 
     def take(self, records: Sequence[Record]) -> None:
-        """Append records."""
-        self._append(msgspec.json.Encoder().encode_lines(records))
+        """Append records.  Raises `LostRecords` if some cannot be written."""
+        take_writable(records, lambda some: self._append(msgspec.json.Encoder().encode_lines(some)))
 
     def _append(self, lines: bytes) -> None:
         with self._lock:
             if self._torn:  # the part of the last line that was written must not spoil this one
                 lines = b"\n" + lines
-            fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fd = os.open(self.path, _APPEND, 0o644)
             try:
                 while lines:  # a full disk may take a part of them
-                    self._torn = True
                     lines = lines[os.write(fd, lines) :]
-                self._torn = False
+                    self._torn = bool(lines)
             finally:
                 os.close(fd)
+
+
+class LinesOfEvents:
+    """The file of JSON lines that the option `events` names, opened by the thread that writes to it.
+
+    So no save waits for a file system that hangs, or fails because a folder is gone.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._lines: JsonLines | None = None
+
+    def after_fork(self) -> None:
+        """Take a new lock, as `JsonLines` does."""
+        if self._lines is not None:
+            self._lines.after_fork()
+
+    def take(self, records: Sequence[Record]) -> None:
+        """Append records.  Raises `StorageError`, `OSError`, `LostRecords`."""
+        if self._lines is None:
+            self._lines = JsonLines(self._path)
+        try:
+            self._lines.take(records)
+        except FileNotFoundError:
+            self._lines = JsonLines(self._path)  # somebody removed the folder: make it again
+            self._lines.take(records)

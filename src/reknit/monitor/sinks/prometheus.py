@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from reknit.errors import MissingExtraError, UsageError
 from reknit.keywords import checked_call
+from reknit.monitor.record_losses import take_each
 from reknit.monitor.records import DroppedRecord, PhaseRecord
 
 if TYPE_CHECKING:
@@ -67,14 +68,16 @@ class Prometheus:
         self._metrics = made
 
     def take(self, records: Sequence[Record]) -> None:
-        """Count records."""
-        for record in records:
-            if isinstance(record, PhaseRecord):
-                self._phase(record)
-            elif isinstance(record, DroppedRecord):
-                self._metrics["dropped"].inc(record.num_dropped)
-            else:
-                self._operation(record)
+        """Count records.  Raises `LostRecords` if some cannot be counted."""
+        take_each(records, self._count)
+
+    def _count(self, record: Record) -> None:
+        if isinstance(record, PhaseRecord):
+            self._phase(record)
+        elif isinstance(record, DroppedRecord):
+            self._metrics["dropped"].inc(record.num_dropped)
+        else:
+            self._operation(record)
 
     def _phase(self, record: PhaseRecord) -> None:
         found, labels = self._metrics, (record.action, record.phase, record.process)
