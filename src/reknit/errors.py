@@ -230,6 +230,11 @@ def shown(value: Any) -> str:
         return f"<{type(value).__name__}>"
 
 
+def printable(value: object) -> str:
+    """Return a value as one line; names from a checkpoint or a server must not steer the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(value))
+
+
 def nearest(name: str, names: Iterable[str]) -> list[str]:
     """Return at most three of `names` that resemble `name`, the most similar first, for a remedy."""
     from difflib import get_close_matches  # imported only after a wrong name

@@ -7,6 +7,7 @@ import logging
 import socket
 import socketserver
 import threading
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import TYPE_CHECKING, Any
 
@@ -330,6 +331,80 @@ def test_a_server_that_is_gone_is_logged_once(caplog: pytest.LogCaptureFixture) 
             desk.see(phase("write", outcome="StorageError"))
     assert caplog.text.count("alerts to Webhook(localhost)") == 1
     assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_webhook_that_redirects_is_a_failure_and_no_credentials_go_elsewhere(status: int) -> None:
+    got: list[tuple[str, str | None]] = []
+
+    class Redirecting(Hook):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            got.append(("POST", self.headers["Authorization"]))
+            self.send_response(status)
+            self.send_header("Location", f"http://localhost:{self.server.server_port}/other")  # type: ignore[attr-defined]
+            self.end_headers()
+
+        def do_GET(self) -> None:
+            got.append(("GET", self.headers["Authorization"]))
+            self.send_response(200)
+            self.end_headers()
+
+    with ThreadedServer(("127.0.0.1", 0), Redirecting) as served:
+        thread = threading.Thread(target=served.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        hook = Webhook(f"http://127.0.0.1:{served.server_port}/hook", {"Authorization": "token"})
+        with pytest.raises(reknit.StorageError, match="redirects"):
+            hook.take([GroupedAlert(Alert("failures", "", "text"), 1)])
+        served.shutdown()
+        thread.join()
+    assert got == [("POST", "token")]
+
+
+def test_a_webhook_that_answers_slowly_is_left_after_its_time() -> None:
+    over = threading.Event()
+
+    class Dripping(Hook):
+        def do_POST(self) -> None:
+            with suppress(OSError):
+                for letter in b"HTTP/1.1 200 OK\r\nX: " + b"a" * 100_000:
+                    self.wfile.write(bytes([letter]))
+                    if over.wait(0.01):
+                        return
+
+    with ThreadedServer(("127.0.0.1", 0), Dripping) as served:
+        thread = threading.Thread(target=served.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        hook = Webhook(f"http://127.0.0.1:{served.server_port}/", timeout_s=0.3)
+        try:
+            with pytest.raises(TimeoutError, match="no answer within"):
+                hook.take([GroupedAlert(Alert("failures", "", "text"), 1)])
+        finally:
+            over.set()
+            served.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        Webhook("http://127.0.0.1:9/secret hook"),
+        Webhook("http://127.0.0.1:secret/hook"),
+        Webhook("http://127.0.0.1:9/", {"Authorization": "Bearer secret\n"}),
+    ],
+)
+def test_an_address_or_a_header_that_is_not_valid_stays_secret(
+    hook: Webhook, caplog: pytest.LogCaptureFixture
+) -> None:
+    Desk(Failures(), to=[hook]).see(phase("write", outcome="StorageError"))
+    assert "events are lost: alerts to Webhook" in caplog.text
+    assert "secret" not in caplog.text
+
+
+def test_the_log_has_no_control_characters(caplog: pytest.LogCaptureFixture) -> None:
+    Desk(Failures(), to=[]).see(phase("write", path="x\x1b]0;title\x07", outcome="StorageError"))
+    assert "\x1b" not in caplog.text
+    assert "x\\x1b]0;title" in caplog.text
 
 
 def test_a_function_gets_each_alert_and_one_that_fails_is_logged(caplog: pytest.LogCaptureFixture) -> None:

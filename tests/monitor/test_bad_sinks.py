@@ -1,4 +1,4 @@
-"""A save beside every kind of bad sink: it is committed, no thread of the trainer waits, and a warning comes."""
+"""A save beside every kind of bad sink: it is committed, no thread of it waits, and a warning comes."""
 
 from __future__ import annotations
 
@@ -211,7 +211,9 @@ def test_a_record_that_cannot_be_written_is_lost_alone(
         taken.append(record)
 
     place = tmp_path / f"events.{'duckdb' if kind == 'duckdb' else 'jsonl'}"
-    sink: Any = {"lines": sinks.JsonLines, "duckdb": sinks.DuckDB}.get(kind, lambda _: CallingSink(take))(place)
+    sink: Any = {"lines": sinks.JsonLines, "duckdb": sinks.DuckDB}.get(kind, lambda _: CallingSink(take))(
+        place
+    )
     outlet = Outlet(sink, "the sink")
     good = [phase("write", rank=rank) for rank in range(50)]
     for record in (*good, *WRONG, *good) if kind == "function" else (*good, *WRONG, *MENDED, *good):

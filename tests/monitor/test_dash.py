@@ -7,9 +7,11 @@ import gzip
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -21,6 +23,7 @@ pytest.importorskip("uvicorn", reason="the dashboard needs uvicorn")
 
 from reknit.errors import UsageError
 from reknit.monitor.dash import live_view as live
+from reknit.monitor.dash import web_server as web
 from reknit.monitor.dash.web_server import app
 from reknit.monitor.sinks.jsonl import JsonLines
 from tests.faults.nursery import wait_until
@@ -58,6 +61,7 @@ class Dash:
         found = re.search(r"http://\S+", line)
         assert found is not None, (line, self.end())
         self.url, _, self.token = found[0].partition("?token=")
+        self.port = int(self.url.rstrip("/").rpartition(":")[2])
 
     def get(self, path: str, **headers: str) -> Any:
         with urlopen(Request(self.url + path, headers=headers), timeout=LIMIT_S) as answer:
@@ -205,11 +209,67 @@ def test_other_machines_need_the_token(folder: Path) -> None:
         for path in ("", "data", "changes", "columns/1/0"):
             assert dash.status(path) == dash.status(f"{path}?token=wrong") == 401
         assert dash.status(f"data?token={dash.token}") == 200
-        assert dash.status("data", Cookie=f"reknit_token={dash.token}") == 200
+        assert dash.status("data", Cookie=f"reknit_token_{dash.port}={dash.token}") == 200
         with urlopen(f"{dash.url}?token={dash.token}", timeout=LIMIT_S) as answer:
-            assert f"reknit_token={dash.token}; HttpOnly" in answer.headers["Set-Cookie"]
+            assert f"reknit_token_{dash.port}={dash.token}; HttpOnly" in answer.headers["Set-Cookie"]
     finally:
         assert "Traceback" not in dash.end()
+
+
+def test_another_address_of_this_machine_is_served(folder: Path) -> None:
+    dash = Dash(folder, "--host=127.0.0.2")
+    try:
+        assert dash.status("data") == 200
+        assert dash.status("data", Host="evil.example") == 400
+    finally:
+        assert "Traceback" not in dash.end()
+
+
+def test_no_page_of_another_site_has_this_one_in_a_frame(dash: Dash) -> None:
+    with urlopen(dash.url, timeout=LIMIT_S) as answer:
+        assert answer.headers["X-Frame-Options"] == "DENY"
+        assert "frame-ancestors 'none'" in answer.headers["Content-Security-Policy"]
+
+
+@pytest.fixture
+def served(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The port of a server that has little patience and few connections."""
+    monkeypatch.setattr(web, "HEAD_S", 0.2)
+    monkeypatch.setattr(web, "MOST_CONNECTIONS", 3)
+    events = live.LiveEvents([str(folder)], lambda _: None)
+    with web.listen("127.0.0.1", 0) as bound:
+        port: int = bound.getsockname()[1]
+        serving = web.server(events, None)
+        thread = threading.Thread(target=serving.run, kwargs={"sockets": [bound]})
+        thread.start()
+        try:
+            yield port
+        finally:
+            serving.should_exit = True
+            thread.join(LIMIT_S)
+            events.close()
+
+
+def test_a_connection_without_a_request_ends(served: int) -> None:
+    for begun in (b"", b"GET / HTTP/1.1\r\nHost: localhost\r\nX: "):
+        with socket.create_connection(("127.0.0.1", served), LIMIT_S) as waiting, suppress(ConnectionError):
+            waiting.sendall(begun)
+            assert waiting.recv(1) == b""
+    with urlopen(f"http://127.0.0.1:{served}/changes", timeout=LIMIT_S) as changes:
+        for _ in range(2):  # a stream goes on
+            threading.Event().wait(0.3)
+        assert changes.readline() == b"data: 1\n"
+
+
+def test_only_so_many_connections_are_served(served: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "HEAD_S", LIMIT_S)
+    with ExitStack() as opened:
+        held = [
+            opened.enter_context(socket.create_connection(("127.0.0.1", served), LIMIT_S)) for _ in range(6)
+        ]
+        for refused in held[3:]:
+            with suppress(ConnectionError):
+                assert refused.recv(1) == b""
 
 
 def test_it_waits_for_the_first_event(tmp_path: Path) -> None:

@@ -130,6 +130,31 @@ def test_duckdb_waits_for_somebody_who_has_the_file_open(
     assert len(refused) == 6
 
 
+def test_a_database_of_a_stranger_reads_no_other_file(tmp_path: Path) -> None:
+    duckdb = pytest.importorskip("duckdb")
+    (tmp_path / "secret").write_text("secret")
+    with duckdb.connect(str(tmp_path / "events.duckdb")) as made:
+        made.execute(f"CREATE VIEW phases AS SELECT content AS phase FROM read_text('{tmp_path}/secret')")
+    with pytest.raises(StorageError, match="not a database of events"):
+        list(RecordFiles().read(tmp_path / "events.duckdb"))
+
+
+def test_a_database_is_read_without_access_to_other_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    duckdb = pytest.importorskip("duckdb")
+    sinks.DuckDB(tmp_path / "events.duckdb").take(A_SAVE)
+    connect, given = duckdb.connect, list[Any]()
+
+    def connected(*args: Any, **options: Any) -> Any:
+        given.append(options["config"]["enable_external_access"])
+        return connect(*args, **options)
+
+    monkeypatch.setattr(duckdb, "connect", connected)
+    assert list(RecordFiles().read(tmp_path / "events.duckdb"))
+    assert given == ["false"]
+
+
 def test_a_file_of_lines_that_several_write_at_once_has_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     many = 40 * A_SAVE
@@ -283,6 +308,14 @@ def test_clickhouse_that_refuses_says_why_without_the_password() -> None:
         sink.take(A_SAVE)
     assert "secret" not in str(caught.value)
     assert "secret" not in repr(sink)
+
+
+@pytest.mark.parametrize("password", ["se#cret", "se/cret", "se?cret"])
+def test_a_password_that_is_not_quoted_stays_secret(password: str) -> None:
+    with pytest.raises(reknit.UsageError) as caught:
+        sinks.ClickHouse(f"http://user:{password}@host:8123/db")
+    assert "cret" not in str(caught.value)
+    assert caught.value.__cause__ is caught.value.__context__ is None
 
 
 @pytest.mark.parametrize("url", ["host:8123", "http://", "ftp://host/x", "http://host/a;b"])

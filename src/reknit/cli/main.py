@@ -23,6 +23,7 @@ from reknit.errors import (
     ShortageError,
     StorageNotFoundError,
     UsageError,
+    printable,
     typed_shortage,
 )
 
@@ -153,7 +154,8 @@ def _open_streams() -> None:
 def _complain(text: str) -> None:
     """Print a line to standard error, and ignore errors of that."""
     with suppress(OSError):
-        print(f"reknit: {text}", file=sys.stderr, flush=True)
+        shown = "\n".join(map(printable, text.split("\n")))  # names in it come from strangers
+        print(f"reknit: {shown}", file=sys.stderr, flush=True)
 
 
 def _is_of_output(error: OSError) -> bool:

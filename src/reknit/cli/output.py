@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reknit.errors import UsageError
+from reknit.errors import printable as printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,11 +29,6 @@ def time_text(seconds: float) -> str:
         return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
     except (OverflowError, OSError, ValueError):  # a time beyond all calendars
         return f"{seconds:g} s"
-
-
-def printable(value: object) -> str:
-    """Return a value as one line; names from a checkpoint must not steer the terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(value))
 
 
 def readable(value: object) -> str:

@@ -11,7 +11,7 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from reknit.errors import ShortageError, shown
+from reknit.errors import ShortageError, printable, shown
 from reknit.monitor.record_losses import LostRecords, reason_of, take_each
 from reknit.monitor.records import HOST, DroppedRecord
 from reknit.system import AtExit, start_thread
@@ -228,7 +228,8 @@ class Outlet:
             warned, self._warned = self._warned, self._warned or number > 0
         if not warned and number:
             called = self._called or f"the sink <{self._kind}>"
-            logger.warning("events are lost: %s: %s", called, reason)
+            lines = map(printable, f"{called}: {reason}".splitlines())  # a server or a path may have escapes
+            logger.warning("events are lost: %s", " ".join(lines))
 
 
 class CallingSink:

@@ -26,6 +26,8 @@ _MOST_NBYTES = 1 << 20
 """Bytes of a line: a record has some hundreds.  A longer line is read in parts, which are not records."""
 _ROWS_AT_ONCE = 10_000
 _BUSY_S = 10.0
+_CLOSED = {"enable_external_access": "false", "lock_configuration": "true"}
+"""A stranger's database may have views that read other files, or the network."""
 
 
 class RecordFiles:
@@ -99,14 +101,21 @@ class RecordFiles:
         read = self._rows.setdefault(path, Counter())
         try:
             with _connected(str(path)) as database:
+                found = database.execute("SELECT table_name FROM duckdb_tables()").fetchall()
                 for table in TABLES:
+                    if (table.name,) not in found:  # a view would run code of whoever wrote the file
+                        raise StorageError(
+                            f"{path} has no table {table.name}, so it is not a database of events",
+                            path=str(path),
+                            remedy="name other files of events",
+                        )
                     times = [name for name, kind in table.columns.items() if kind == "time"]
                     columns = ", ".join(f"epoch({name}) AS {name}" for name in times)
                     rest = f"{table.name} OFFSET {read[table.name]}"
-                    found = database.execute(f"SELECT * REPLACE ({columns}) FROM {rest}")
-                    names = [column[0] for column in found.description]
+                    answer = database.execute(f"SELECT * REPLACE ({columns}) FROM {rest}")
+                    names = [column[0] for column in answer.description]
                     convert = partial(msgspec.convert, type=table.record)
-                    while rows := found.fetchmany(_ROWS_AT_ONCE):
+                    while rows := answer.fetchmany(_ROWS_AT_ONCE):
                         read[table.name] += len(rows)
                         records = (self._valid(convert, dict(zip(names, row, strict=True))) for row in rows)
                         yield from filter(None, records)
@@ -126,7 +135,7 @@ def _connected(path: str) -> Any:
     deadline = Deadline(_BUSY_S)
     while True:
         try:
-            return duckdb.connect(path, read_only=True)
+            return duckdb.connect(path, read_only=True, config=_CLOSED)
         except duckdb.IOException:
             if deadline.passed():
                 raise

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
             port = bound.getsockname()[1]
             place = f"[{args.host}]" if ":" in args.host else args.host
             print(f"serving http://{place}:{port}/" + (f"?token={token}" if token else ""), flush=True)
-            server(events, token).run(sockets=[bound])
+            server(events, token, args.host, port).run(sockets=[bound])
     finally:
         events.close()
     return 0

@@ -7,10 +7,10 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
 
-from reknit.errors import UsageError
+from reknit.errors import UsageError, printable
 from reknit.keywords import checked_call
+from reknit.monitor.web_post import post
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ class Log:
     def take(self, records: Sequence[GroupedAlert]) -> None:
         """Log each alert."""
         for alert in records:
-            logger.warning("%s", alert)
+            logger.warning("%s", printable(alert))  # texts of errors must not steer a terminal
 
 
 @checked_call
@@ -34,7 +34,7 @@ class Log:
 class Webhook:
     """Alerts are posted as JSON to `url`: ``{"text": ..., "alerts": [...]}``, which chat services show.
 
-    `headers` are sent with each request.  A request fails after `timeout_s`.
+    `headers` are sent with each request.  A request fails after `timeout_s`, and if the server redirects it.
     """
 
     url: str
@@ -52,8 +52,7 @@ class Webhook:
         return f"Webhook({urlsplit(self.url).hostname})"  # the rest is a secret
 
     def take(self, records: Sequence[GroupedAlert]) -> None:
-        """Post all alerts, in one request.  Raises `OSError`."""
+        """Post all alerts, in one request.  Raises `OSError`, `StorageError`."""
         body = {"text": "\n".join(map(str, records)), "alerts": [alert.as_dict() for alert in records]}
         headers = {"Content-Type": "application/json", **(self.headers or {})}
-        with urlopen(Request(self.url, json.dumps(body).encode(), headers), timeout=self.timeout_s):
-            return  # the content of the answer does not matter
+        post(self.url, json.dumps(body).encode(), headers, self.timeout_s)

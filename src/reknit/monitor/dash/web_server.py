@@ -20,6 +20,7 @@ try:
     from starlette.middleware.trustedhost import TrustedHostMiddleware
     from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
     from starlette.routing import Route
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
     raise UsageError(
         f"the dashboard needs {error.name}, which is not installed", remedy="pip install 'reknit[dash]'"
@@ -37,10 +38,16 @@ _ALIVE_S = 15.0
 """Proxies end connections that are silent for longer."""
 _MOST_DIGITS = 18
 _COOKIE = "reknit_token"
+HEAD_S = 10.0
+"""The longest that a connection may take until a request has begun."""
+MOST_CONNECTIONS = 256
 _HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
+    "X-Frame-Options": "DENY",
+    "Content-Security-Policy": "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; "
+    "script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
 }
 
 
@@ -51,13 +58,21 @@ def is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
-def app(events: LiveEvents, token: str | None, is_closing: Callable[[], bool]) -> Starlette:
-    """Return the application; with a `token`, it refuses requests without it."""
+def app(
+    events: LiveEvents,
+    token: str | None,
+    is_closing: Callable[[], bool],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+) -> Starlette:
+    """Return the application at an address; with a `token`, it refuses requests without it."""
+    cookie = f"{_COOKIE}_{port}"  # browsers send the cookies of a host to all its ports
 
     async def index(request: Request) -> Response:
         answer = HTMLResponse(live_page(), headers=_HEADERS)
         if token is not None:  # so that the browser sends it, and the address does not need it
-            answer.set_cookie(_COOKIE, token, httponly=True, samesite="strict")
+            answer.set_cookie(cookie, token, httponly=True, samesite="strict")
         return answer
 
     async def data(request: Request) -> Response:
@@ -80,9 +95,10 @@ def app(events: LiveEvents, token: str | None, is_closing: Callable[[], bool]) -
 
     def guarded(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def guard(request: Request) -> Response:
-            given = request.query_params.get("token") or request.cookies.get(_COOKIE) or ""
+            given = request.query_params.get("token") or request.cookies.get(cookie) or ""
             if token is not None and not secrets.compare_digest(given.encode(), token.encode()):
-                return PlainTextResponse("the address ends with ?token=..., as reknit dash printed it", 401)
+                text = "the address ends with ?token=..., as reknit dash printed it"
+                return PlainTextResponse(text, 401, _HEADERS)
             return await answer(request)
 
         return guard
@@ -90,7 +106,7 @@ def app(events: LiveEvents, token: str | None, is_closing: Callable[[], bool]) -
     pages = {"/": index, "/data": data, "/columns/{version}/{number}": columns, "/changes": changes}
     middleware = [Middleware(GZipMiddleware)]
     if token is None:  # a page of another site must not read from here by a name of this machine
-        hosts = ["localhost", "127.0.0.1", "[::1]", "::1"]
+        hosts = ["localhost", "127.0.0.1", "[::1]", "::1", host, f"[{host}]"]
         middleware.insert(0, Middleware(TrustedHostMiddleware, allowed_hosts=hosts))
     routes = [Route(path, guarded(answer)) for path, answer in pages.items()]
     return Starlette(routes=routes, middleware=middleware)
@@ -128,9 +144,41 @@ def listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def server(events: LiveEvents, token: str | None) -> uvicorn.Server:
+class _Impatient(H11Protocol):
+    """A connection that ends if the head of a request does not come in time."""
+
+    _limit: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > MOST_CONNECTIONS:
+            transport.abort()
+        self._wait_for_head()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.cycle is not None and not self.cycle.response_complete and self._limit is not None:
+            self._limit.cancel()
+
+    def on_response_complete(self) -> None:
+        self._wait_for_head()
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
+        super().connection_lost(exc)
+
+    def _wait_for_head(self) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
+        self._limit = self.loop.call_later(HEAD_S, self.transport.abort)
+
+
+def server(events: LiveEvents, token: str | None, host: str = "127.0.0.1", port: int = 0) -> uvicorn.Server:
     """Return a server of the page; its `run` returns when the process is interrupted."""
     settings: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": 5, "lifespan": "off"}
     # Browsers keep the stream open: it must end before uvicorn waits for the end of all connections.
-    serving = uvicorn.Server(uvicorn.Config(app(events, token, lambda: serving.should_exit), **settings))
+    made = app(events, token, lambda: serving.should_exit, host=host, port=port)
+    serving = uvicorn.Server(uvicorn.Config(made, http=_Impatient, ws="none", **settings))
     return serving

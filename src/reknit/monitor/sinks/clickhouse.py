@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 from typing import TYPE_CHECKING
-from urllib.error import HTTPError
 from urllib.parse import unquote, urlencode, urlsplit
-from urllib.request import Request, urlopen
 
 from reknit.errors import StorageError, UsageError
 from reknit.keywords import checked_call
 from reknit.monitor.record_losses import take_writable
 from reknit.monitor.record_tables import TABLES, by_table
+from reknit.monitor.web_post import post
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -42,18 +41,22 @@ class ClickHouse:
     """
 
     def __init__(self, url: str, *, prefix: str = "reknit_", timeout_s: float = 30.0) -> None:
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+            port = parts.port or (8443 if parts.scheme == "https" else 8123)
+        except ValueError:  # its text may have a part of the password
+            parts, port = urlsplit(""), 0
         database = unquote(parts.path.strip("/"))
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UsageError(
                 "the URL of a ClickHouse server is http://host:8123/database, or https://",
-                remedy="give the port of its HTTP interface",
+                remedy="give the port of its HTTP interface, and write / and # of a password as %2F and %23",
             )
         for name in filter(None, (database, prefix)):
             if not _WORD.fullmatch(name):
                 raise UsageError(f"{name!r} cannot be in the name of a table")
         host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-        self._url = f"{parts.scheme}://{host}:{parts.port or (8443 if parts.scheme == 'https' else 8123)}/"
+        self._url = f"{parts.scheme}://{host}:{port}/"
         self._database, self._prefix, self._timeout_s = database or "default", prefix, timeout_s
         self._headers = {}
         if parts.username is not None:
@@ -65,7 +68,7 @@ class ClickHouse:
         return f"ClickHouse({self._url}{self._database})"  # without the password
 
     def take(self, records: Sequence[Record]) -> None:
-        """Insert records, with one request for each table.  Raises `LostRecords`, `StorageError`, `OSError`."""
+        """Insert records, one request for each table.  Raises `LostRecords`, `StorageError`, `OSError`."""
         if not self._made:
             for table in TABLES:
                 kinds = ", ".join(f"{name} {_TYPES[kind]}" for name, kind in table.columns.items())
@@ -101,11 +104,7 @@ class ClickHouse:
     def _send(self, query: str, data: bytes = b"") -> None:
         """Send a query to the server.  Raises `StorageError`, `OSError`."""
         address = f"{self._url}?{urlencode({'query': query, 'database': self._database})}"
-        request = Request(address, data, self._headers, method="POST")
         try:
-            with urlopen(request, timeout=self._timeout_s) as answer:
-                answer.read()
-        except HTTPError as error:
-            with error:
-                text = error.read(300).decode(errors="replace")
-            raise StorageError(f"{self!r} refuses: {text}") from None
+            post(address, data, self._headers, self._timeout_s)
+        except StorageError as error:
+            raise StorageError(f"{self!r} refuses: {error}") from None

@@ -56,7 +56,7 @@ class DuckDB:
         self.path = file_of_process(absolute(local_path(path, "events go to")), "duckdb")
 
     def take(self, records: Sequence[Record]) -> None:
-        """Append records, but for those that cannot be written.  Raises `LostRecords`, and then has the rest."""
+        """Append records.  Raises `LostRecords` if some cannot be written, after the others are."""
         take_writable(records, self._insert)
 
     def _insert(self, records: Sequence[Record]) -> None:
