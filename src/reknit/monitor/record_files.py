@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import time
 from collections import Counter
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 
@@ -30,23 +32,30 @@ _CLOSED = {"enable_external_access": "false", "lock_configuration": "true"}
 """A stranger's database may have views that read other files, or the network."""
 
 
+_File = tuple[int, int]
+"""A file by its device and number there: its name may be given to another file."""
+_HEAD_NBYTES = 256
+"""So many first bytes of a file, with the time of a record, say whether it was written anew."""
+
+
 class RecordFiles:
-    """Files of records that other processes append to: each call of `read` continues where the last ended."""
+    """Files of records that other processes append to: each call of `read` continues where the last ended.
+
+    Files may be renamed, replaced, or cut and written anew.
+    """
 
     def __init__(self) -> None:
         self.num_invalid = 0
-        self._positions: dict[Path, int] = {}
-        self._rows: dict[Path, Counter[str]] = {}
-        self._unfinished: set[Path] = set()
+        self.amount = 0
+        """How much has been read: bytes of lines, and rows of databases."""
+        self._positions: dict[_File, int] = {}
+        self._heads: dict[_File, bytes] = {}
+        self._rows: dict[_File, Counter[str]] = {}
+        self._unfinished: set[_File] = set()
         self._decoders = {
             f'{{"{next(iter(table.columns))}"'.encode(): msgspec.json.Decoder(table.record)
             for table in TABLES
         }
-
-    @property
-    def position(self) -> int:
-        """How much has been read: bytes of lines, and rows of databases."""
-        return sum(self._positions.values())
 
     @property
     def num_unfinished(self) -> int:
@@ -55,7 +64,9 @@ class RecordFiles:
 
     def skip(self, path: Path) -> None:
         """Leave out everything that is in a file of lines now.  Raises `OSError`."""
-        self._positions[path] = path.stat().st_size
+        with _opened(path) as lines:
+            file, size = self._begin(lines)
+            self._positions[file] = size
 
     def read(self, path: Path, most_nbytes: int = 1 << 62) -> Iterator[Record]:
         """Yield the records that were added to a file, for lines about `most_nbytes` of them.
@@ -65,21 +76,34 @@ class RecordFiles:
         if path.suffix == ".duckdb":
             yield from self._read_rows(path)
             return
-        begin = self._positions.setdefault(path, 0)
-        if path.stat().st_size <= begin:
-            return
-        self._unfinished.discard(path)
-        with path.open("rb") as lines:
+        with _opened(path) as lines:
+            file, size = self._begin(lines)
+            begin = self._positions[file]
+            if size <= begin:
+                return
+            self._unfinished.discard(file)
             lines.seek(begin)
-            while self._positions[path] < begin + most_nbytes and (line := lines.readline(_MOST_NBYTES)):
+            while self._positions[file] < begin + most_nbytes and (line := lines.readline(_MOST_NBYTES)):
                 if not line.endswith(b"\n") and len(line) < _MOST_NBYTES:
-                    self._unfinished.add(path)  # another process may be writing it
+                    self._unfinished.add(file)  # another process may be writing it
                     break
-                self._positions[path] += len(line)
+                self._positions[file] += len(line)
+                self.amount += len(line)
                 begun = line[:20].partition(b":")[0]
                 decoder = self._decoders.get(begun) or self._decoders[b'{"phase"']
                 if (record := self._valid(decoder.decode, line)) is not None:
                     yield record
+
+    def _begin(self, lines: BinaryIO) -> tuple[_File, int]:
+        """Return a file and its size; forget its position if it was cut, or if its number has a new file."""
+        found = os.fstat(lines.fileno())
+        file, head = _identity(found), lines.read(_HEAD_NBYTES)
+        position, before = self._positions.get(file, 0), self._heads.get(file, b"")
+        if found.st_size < position or not head.startswith(before):
+            position = 0
+            self._unfinished.discard(file)
+        self._positions[file], self._heads[file] = position, head
+        return file, found.st_size
 
     def _valid(self, decode: Callable[[Any], Record], data: Any) -> Record | None:
         """Return the record in a line or a row; None if it is invalid, which is counted."""
@@ -98,7 +122,7 @@ class RecordFiles:
                 f"the events in {path} are read with the package duckdb",
                 remedy="pip install 'reknit[monitor]'",
             ) from None
-        read = self._rows.setdefault(path, Counter())
+        read = self._rows.setdefault(_identity(path.stat()), Counter())
         try:
             with _connected(str(path)) as database:
                 found = database.execute("SELECT table_name FROM duckdb_tables()").fetchall()
@@ -111,12 +135,16 @@ class RecordFiles:
                         )
                     times = [name for name, kind in table.columns.items() if kind == "time"]
                     columns = ", ".join(f"epoch({name}) AS {name}" for name in times)
+                    (number,) = database.execute(f"SELECT count(*) FROM {table.name}").fetchone()
+                    if number < read[table.name]:  # it was made anew
+                        read[table.name] = 0
                     rest = f"{table.name} OFFSET {read[table.name]}"
                     answer = database.execute(f"SELECT * REPLACE ({columns}) FROM {rest}")
                     names = [column[0] for column in answer.description]
                     convert = partial(msgspec.convert, type=table.record)
                     while rows := answer.fetchmany(_ROWS_AT_ONCE):
                         read[table.name] += len(rows)
+                        self.amount += len(rows)
                         records = (self._valid(convert, dict(zip(names, row, strict=True))) for row in rows)
                         yield from filter(None, records)
         except duckdb.Error as error:
@@ -125,7 +153,19 @@ class RecordFiles:
                 path=str(path),
                 remedy="if a process is writing them now, try again",
             ) from error
-        self._positions[path] = read.total()
+
+
+def _identity(found: os.stat_result) -> _File:
+    return found.st_dev, found.st_ino
+
+
+def _opened(path: Path) -> BinaryIO:
+    """Open a file.  Raises `OSError`, also for a pipe, which would never end, and for a folder."""
+    lines = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if stat.S_ISREG(os.fstat(lines.fileno()).st_mode):
+        return lines
+    lines.close()
+    raise OSError(f"{path} is not a file")
 
 
 def _connected(path: str) -> Any:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reknit.errors import UsageError, shown
+from reknit.errors import UsageError, printable, shown
 from reknit.keywords import checked_call
 from reknit.locations import Sink, local_path
 from reknit.monitor.alerts.alert_groups import AlertGroups
@@ -20,14 +20,16 @@ from reknit.monitor.alerts.channels import Log
 from reknit.monitor.alerts.phase_rules import DEFAULTS
 from reknit.monitor.outlet import CallingSink, Outlet, flush
 from reknit.monitor.record_files import RecordFiles
+from reknit.monitor.record_losses import reason_of
 from reknit.monitor.records import DroppedRecord
 from reknit.monitor.sinks.event_paths import absolute
 from reknit.system import start_thread
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from reknit.monitor.alerts.alert_rule import Alert, Watch
     from reknit.monitor.records import Record
 
 logger = logging.getLogger("reknit")
@@ -80,6 +82,7 @@ class Alerts:
         self._groups = AlertGroups(wait_s, cool_off_s)
         self._folder = None if folder is None else Path(absolute(local_path(folder, "alerts read")))
         self._files = RecordFiles()
+        self._warned: set[object] = set()
         for path in self._paths():  # earlier events are not news
             with suppress(OSError):
                 self._files.skip(path)
@@ -95,8 +98,8 @@ class Alerts:
         """Look at records of this process; only rank 0 looks at records."""
         mine = [record for record in records if not isinstance(record, DroppedRecord) and record.rank == 0]
         if mine and not self._looking:
-            self._looking = True
             start_thread("reknit-alerts", partial(_look_again, weakref.WeakMethod(self.look), self._every_s))
+            self._looking = True  # not before: without a thread, the next records try again
         if self._folder is None:
             self._see(mine)
 
@@ -106,8 +109,7 @@ class Alerts:
         with self._lock:
             now_s = self._clock()
             for watch in self._watches:
-                for alert in watch.tick(now_s):
-                    self._groups.add(alert, now_s)
+                self._add(watch, lambda each: each.tick(now_s), now_s)
             due = self._groups.take_due(now_s)
         for grouped in due:
             for channel in self._channels:
@@ -120,21 +122,44 @@ class Alerts:
     def _new_records(self) -> Iterator[Record]:
         """Yield the records that all ranks have written since the last call."""
         for path in self._paths():
-            with suppress(OSError):  # gone, or unreachable for a while
+            try:
                 yield from self._files.read(path, _MOST_NBYTES)
+            except OSError as error:  # gone, or unreachable for a while: the others are read
+                self._warn(path, f"the events in {path} cannot be read: {error}")
+            else:
+                self._warned.discard(path)
 
-    def _paths(self) -> Iterator[Path]:
-        if self._folder is not None:
-            with suppress(OSError):
-                yield from sorted(self._folder.glob("*.jsonl"))
+    def _paths(self) -> list[Path]:
+        if self._folder is None:
+            return []
+        try:
+            return sorted(path for path in self._folder.iterdir() if path.suffix == ".jsonl")
+        except FileNotFoundError:  # no events yet
+            return []
+        except OSError as error:
+            self._warn(self._folder, f"the events in {self._folder} cannot be read: {error}")
+            return []
+
+    def _warn(self, subject: object, text: str) -> None:
+        """Log a problem of a file or a rule once: alerts may be missing."""
+        if subject not in self._warned:
+            self._warned.add(subject)
+            logger.warning("alerts may be missing: %s", printable(text))
 
     def _see(self, records: Sequence[Record]) -> None:
         with self._lock:
             now_s = self._clock()
             for watch in self._watches:
                 for record in records:
-                    for alert in watch.see(record):
-                        self._groups.add(alert, now_s)
+                    self._add(watch, lambda each, record=record: each.see(record), now_s)  # type: ignore[misc]
+
+    def _add(self, watch: Watch, look: Callable[[Watch], Iterable[Alert]], now_s: float) -> None:
+        """Add the alerts of one rule; a rule of a user that fails must not silence the others."""
+        try:
+            for alert in look(watch):
+                self._groups.add(alert, now_s)
+        except BaseException as error:
+            self._warn(id(watch), f"a rule fails: {type(watch).__name__}: {reason_of(error)}")
 
 
 def _look_again(look: weakref.WeakMethod[Callable[[], None]], every_s: float) -> None:

@@ -55,4 +55,4 @@ class Webhook:
         """Post all alerts, in one request.  Raises `OSError`, `StorageError`."""
         body = {"text": "\n".join(map(str, records)), "alerts": [alert.as_dict() for alert in records]}
         headers = {"Content-Type": "application/json", **(self.headers or {})}
-        post(self.url, json.dumps(body).encode(), headers, self.timeout_s)
+        post(self.url, json.dumps(body, default=str).encode(), headers, self.timeout_s)

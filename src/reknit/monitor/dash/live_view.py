@@ -7,8 +7,9 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reknit.errors import ReknitError
+from reknit.errors import ReknitError, StorageError
 from reknit.monitor.phase import monotonic
+from reknit.monitor.record_losses import reason_of
 from reknit.monitor.reports.recorded_operations import EventFiles
 from reknit.monitor.reports.report_page import content
 from reknit.system import start_thread
@@ -51,8 +52,12 @@ class LiveEvents:
     ) -> None:
         self._costs = costs
         self._files = EventFiles(places)
-        self._files.read()  # a wrong place is an error at once
         self._problem = ""
+        try:
+            self._files.read()
+        except StorageError as error:  # of one file; a wrong place is an error at once
+            self._problem = str(error)
+            logger.warning("the page may lack events: %s", error)
         self._past: deque[dict[str, Any]] = deque(maxlen=_MOST_PAST)
         self._end = threading.Event()
         self.view: LiveView | None = None
@@ -65,22 +70,25 @@ class LiveEvents:
         self._thread.join()
 
     def _follow(self) -> None:
-        pause_s = _LOOK_S
+        pause_s, built = _LOOK_S, self._files.amount
         while not self._end.wait(pause_s):
             begin = monotonic()
-            if self._read():
-                self._build()
+            problem = self._attempt(self._files.read)
+            if (amount := self._files.amount) > built:
+                built_problem = self._attempt(self._build)
+                problem, built = problem or built_problem, built if built_problem else amount
+            if problem and problem != self._problem:
+                logger.warning("the page may lack events: %s", problem)
+            self._problem = problem
             pause_s = max(_LOOK_S, _IDLE_SHARE * (monotonic() - begin))
 
-    def _read(self) -> bool:
-        """Read, and return whether something is new; a file that cannot be read now is read later."""
+    def _attempt(self, call: Callable[[], object]) -> str:
+        """Call something, and return its error: what fails now may succeed at the next look."""
         try:
-            changed, self._problem = self._files.read(), ""
-        except ReknitError as error:
-            if str(error) != self._problem:
-                logger.warning("the page may lack events: %s", error)
-            changed, self._problem = True, str(error)
-        return changed
+            call()
+        except Exception as error:
+            return str(error) if isinstance(error, ReknitError) else reason_of(error)
+        return ""
 
     def _build(self) -> None:
         self._past += map(_without_events, self._files.forget(_MOST_EVENTS))

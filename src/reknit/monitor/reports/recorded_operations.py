@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import structs
 
-from reknit.errors import StorageError, UsageError
+from reknit.errors import ReknitError, StorageError, UsageError
 from reknit.monitor.record_files import SUFFIXES, RecordFiles
 from reknit.monitor.records import MOVING, DroppedRecord, PhaseRecord
 from reknit.monitor.reports.storage_figures import StorageFigures
@@ -113,16 +114,25 @@ class EventFiles:
         self._num_dropped = 0
 
     def read(self) -> bool:
-        """Read the records that were added since the last call, and return whether there were any."""
-        before = self._files.position
-        try:
-            for path in _files(self._places):
-                for record in self._files.read(path):
-                    self._add(record)
-        except OSError as error:
-            remedy = "let this user read the file, or name other files of events"
-            raise StorageError(f"events cannot be read: {error}", remedy=remedy) from error
-        return self._files.position > before
+        """Read the records that were added since the last call, and return whether there were any.
+
+        Raises the error of the first place or file that cannot be read, but reads the others before.
+        """
+        before, failed = self.amount, list[ReknitError]()
+        for place in self._places:
+            with _noted(failed):
+                for path in _files(place):
+                    with _noted(failed):
+                        for record in self._files.read(path):
+                            self._add(record)
+        if failed:
+            raise failed[0]
+        return self.amount > before
+
+    @property
+    def amount(self) -> int:
+        """How much has been read: it grows with each record."""
+        return self._files.amount
 
     def until_now(self) -> ReadEvents:
         """Return everything that has been read."""
@@ -176,18 +186,32 @@ def read_operations(places: Sequence[str]) -> ReadEvents:
     return found
 
 
-def _files(places: Iterable[str]) -> Iterator[Path]:
-    for place in map(Path, places):
-        if place.is_dir():
-            found = sorted(path for path in place.iterdir() if path.suffix in SUFFIXES)
-            yield from filter(Path.is_file, found)  # a pipe would never end
-        elif place.is_file():
-            yield place
-        else:
-            raise UsageError(
-                f"there is no file or folder {os.fspath(place)}",
-                remedy="name a file of events, or the folder that events= names",
-            )
+@contextmanager
+def _noted(failed: list[ReknitError]) -> Iterator[None]:
+    """Add the error of the block to `failed`: one bad file must not hide those after it."""
+    try:
+        yield
+    except ReknitError as error:
+        failed.append(error)
+    except OSError as error:
+        remedy = "let this user read the file, or name other files of events"
+        wrapped = StorageError(f"events cannot be read: {error}", remedy=remedy)
+        wrapped.__cause__ = error
+        failed.append(wrapped)
+
+
+def _files(named: str) -> Iterator[Path]:
+    place = Path(named)
+    if place.is_dir():
+        found = sorted(path for path in place.iterdir() if path.suffix in SUFFIXES)
+        yield from filter(Path.is_file, found)  # a pipe would never end
+    elif place.is_file():
+        yield place
+    else:
+        raise UsageError(
+            f"there is no file or folder {os.fspath(place)}",
+            remedy="name a file of events, or the folder that events= names",
+        )
 
 
 def _below(places: Iterable[str]) -> str | None:
