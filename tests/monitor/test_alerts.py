@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import socket
 import socketserver
 import threading
@@ -30,10 +31,13 @@ from reknit.alerts import (
     Stragglers,
     Webhook,
 )
+from reknit.errors import ShortageError
+from reknit.monitor.alerts import alert_sink
 from reknit.monitor.alerts.alert_groups import AlertGroups
 from reknit.monitor.sinks.jsonl import JsonLines
 from tests.faults.nursery import wait_until
 from tests.monitor.records import BEGIN, operation, phase
+from tests.monitor.test_outlet import ends
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -195,6 +199,95 @@ def test_a_torn_line_is_read_when_it_is_whole(tmp_path: Path) -> None:
     assert desk.see() == []
     torn.write_bytes(line)
     assert len(desk.see()) == 1
+
+
+def failed(number: int) -> PhaseRecord:
+    return phase("write", outcome=f"Error{number}")
+
+
+def reported_errors(desk: Desk) -> list[str]:
+    return [text.rpartition(": ")[2] for text in desk.see()]
+
+
+@pytest.mark.parametrize("change", ["renamed", "renamed within", "cut", "replaced", "removed"])
+def test_a_file_that_is_rotated_or_written_anew_is_read(change: str, tmp_path: Path) -> None:
+    desk, file = Desk(Failures(), folder=tmp_path), tmp_path / "events.jsonl"
+    JsonLines(file).take([failed(number) for number in range(20)])
+    assert len(reported_errors(desk)) == 20
+    if change == "renamed":
+        file.rename(tmp_path / "events.jsonl.1")
+    elif change == "renamed within":
+        JsonLines(file).take([failed(50)])
+        file.rename(tmp_path / "events.1.jsonl")
+    elif change == "cut":
+        file.write_bytes(b"")
+    elif change == "replaced":
+        JsonLines(tmp_path / "new.tmp").take([failed(60 + number) for number in range(20)])
+        (tmp_path / "new.tmp").replace(file)
+    else:
+        file.unlink()
+    JsonLines(file).take([failed(99)])
+    late = {"renamed within": ["Error50"], "replaced": [f"Error{60 + number}" for number in range(20)]}
+    assert sorted(reported_errors(desk)) == [*late.get(change, []), "Error99"]
+    assert reported_errors(desk) == []
+
+
+def test_a_file_that_is_written_anew_in_place_is_read_from_its_start(tmp_path: Path) -> None:
+    desk, file = Desk(Failures(), folder=tmp_path), tmp_path / "events.jsonl"
+    JsonLines(file).take([failed(1)])
+    assert reported_errors(desk) == ["Error1"]
+    file.write_bytes(b"")
+    JsonLines(file).take([phase("write", outcome="Another", started=BEGIN + 9), failed(2), failed(3)])
+    assert len(reported_errors(desk)) == 3
+
+
+def test_bad_files_in_the_folder_silence_no_alert(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "b.jsonl")
+    (tmp_path / "c.jsonl").mkdir()
+    (tmp_path / "d.jsonl").write_bytes(b'\xff\n{"phase": 3}\n[[[[\n\n{"operation":"x"}\n')
+    (tmp_path / "e.jsonl").symlink_to("e.jsonl")
+    desk = Desk(Failures(), folder=tmp_path)
+    JsonLines(tmp_path / "f.jsonl").take([failed(1)])
+    seen: list[str] = []
+    assert ends(lambda: seen.extend(reported_errors(desk)))
+    assert seen == ["Error1"]
+
+
+class BrokenRule:
+    """A rule of a user that fails with each record and at each look."""
+
+    def watch(self) -> BrokenRule:
+        return self
+
+    def see(self, record: Record) -> list[Alert]:
+        raise KeyError(record)
+
+    def tick(self, now_s: float) -> list[Alert]:
+        raise SystemExit(1)
+
+
+def test_a_rule_that_fails_silences_no_other_rule(caplog: pytest.LogCaptureFixture) -> None:
+    desk = Desk(BrokenRule(), Failures())
+    for _ in range(3):
+        assert len(desk.see(phase("write", outcome="StorageError"))) <= 1
+    assert len(desk.reported) == 1
+    assert caplog.text.count("a rule fails: BrokenRule") == 1
+
+
+def test_alerts_begin_later_where_no_thread_could_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: list[GroupedAlert] = []
+    alerts = Alerts([reported.append], rules=[Failures()], wait_s=0, every_s=0.01)
+
+    def refuse(*_: object) -> None:
+        raise ShortageError("no further thread")
+
+    with monkeypatch.context() as without_threads:
+        without_threads.setattr(alert_sink, "start_thread", refuse)
+        with pytest.raises(ShortageError):
+            alerts.take([failed(1)])
+    alerts.take([failed(2)])
+    wait_until(lambda: len(reported) == 1, WAIT_S)
 
 
 # No storms

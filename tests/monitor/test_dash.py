@@ -188,6 +188,31 @@ def test_it_goes_on_when_events_could_not_be_read_for_a_moment(
         events.close()
 
 
+def test_a_bad_file_hides_none_after_it_and_the_reader_goes_on_after_any_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(live, "_LOOK_S", 0.01)
+    (folder / "00.duckdb").write_bytes(b"not a database" * 1000)
+    wrong: list[Exception] = [ValueError("a wrong cost")]
+
+    def costs(_: object) -> None:
+        if len(wrong) == 2:
+            raise wrong.pop()
+
+    events = live.LiveEvents([str(folder)], costs)
+    try:
+        assert "00.duckdb cannot be read" in caplog.text
+        wrong.append(ValueError("another"))
+        write(folder, 2)
+        wait_until(lambda: events.view is not None and len(events.view.columns) == 2, LIMIT_S)
+        assert not wrong[1:]
+        (folder / "0.jsonl").rename(folder / "9.jsonl")
+        write(folder, 3)
+        wait_until(lambda: events.view is not None and len(events.view.columns) == 3, LIMIT_S)
+    finally:
+        events.close()
+
+
 def test_an_open_page_does_not_keep_it_from_ending(dash: Dash) -> None:
     with urlopen(dash.url + "changes", timeout=LIMIT_S) as changes:
         assert changes.readline() == b"data: 1\n"

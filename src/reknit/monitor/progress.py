@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from reknit.errors import ShortageError
 from reknit.monitor.progress_display import LogDisplay, notebook_line, terminal_line
 from reknit.monitor.progress_text import describe
+from reknit.monitor.record_losses import reason_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -81,12 +82,12 @@ def progress(
 
 def _show(recorder: Recorder, over: threading.Event, intervals: Intervals) -> None:
     """Show progress until `over` is set."""
-    line: Display | None = terminal_line(sys.stderr) or notebook_line()
-    display: Display = line or LogDisplay()
-    if line is None and not _log.isEnabledFor(logging.INFO):
-        return
     pace = _Pace()
     try:
+        line: Display | None = terminal_line(sys.stderr) or notebook_line()
+        display: Display = line or LogDisplay()
+        if line is None and not _log.isEnabledFor(logging.INFO):
+            return
         while True:
             standing = recorder.standing()
             speed = pace.of(standing.moved)
@@ -94,9 +95,9 @@ def _show(recorder: Recorder, over: threading.Event, intervals: Intervals) -> No
             if over.wait(intervals.log_s if line is None else intervals.line_s):
                 break
         display.close()
-    except (OSError, ValueError):
+    except Exception as error:
         # The terminal is gone or lacks these characters, but the load or save must go on.
-        return
+        _log.debug("progress is not shown any more: %s", reason_of(error))
 
 
 class _Pace:

@@ -95,13 +95,19 @@ class LogDisplay:
 
 def terminal_line(stream: TextIO | None) -> TerminalLine | None:
     """Return the line of a stream; None unless it is a terminal that can erase, and rich is installed."""
-    if stream is None or stream.closed or not stream.isatty():
-        return None
     try:
+        if stream is None or stream.closed or not stream.isatty():
+            return None
         from rich.console import Console
-    except ImportError:
+    except (ImportError, AttributeError, ValueError, OSError):  # programs set streams with `write` alone
         return None
-    console = Console(file=stream)
+
+    class QuietConsole(Console):
+        def on_broken_pipe(self) -> None:
+            """Raise the error again: rich would end the program, and redirect its standard output."""
+            raise  # noqa: PLE0704
+
+    console = QuietConsole(file=stream)
     return None if console.is_dumb_terminal or not console.is_terminal else TerminalLine(console)
 
 

@@ -28,7 +28,7 @@ _MOST_NBYTES = 1 << 20
 """Bytes of a line: a record has some hundreds.  A longer line is read in parts, which are not records."""
 _ROWS_AT_ONCE = 10_000
 _BUSY_S = 10.0
-_CLOSED = {"enable_external_access": "false", "lock_configuration": "true"}
+_CLOSED: dict[str, Any] = {"enable_external_access": "false", "lock_configuration": "true"}
 """A stranger's database may have views that read other files, or the network."""
 
 
@@ -176,7 +176,7 @@ def _connected(path: str) -> Any:
     while True:
         try:
             return duckdb.connect(path, read_only=True, config=_CLOSED)
-        except duckdb.IOException:
-            if deadline.passed():
+        except duckdb.IOException as error:
+            if "set lock" not in str(error) or deadline.passed():  # a bad file stays bad
                 raise
         time.sleep(0.1)

@@ -157,7 +157,8 @@ class _Impatient(H11Protocol):
 
     def handle_events(self) -> None:
         super().handle_events()
-        if self.cycle is not None and not self.cycle.response_complete and self._limit is not None:
+        cycle: Any = self.cycle
+        if cycle is not None and not cycle.response_complete and self._limit is not None:
             self._limit.cancel()
 
     def on_response_complete(self) -> None:

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from reknit.monitor.reports.recorded_operations import RecordedOperation
 
 _MOST_LISTED = 200
+_MOST_OPERATIONS = 2_000
+"""The last operations that the page shows: a run may have phases of its own at each step."""
+_MOST_AXES = 8
+_MOST_LANES = 1_000
+_OTHER = "other phases"
 _DATA = "/*DATA*/null"
 """The text in the page that the data replace."""
 
@@ -48,11 +53,14 @@ def live_page() -> str:
 def content(
     operations: Sequence[RecordedOperation], costs: CostTable | None = None, run: Sequence[PhaseRecord] = ()
 ) -> dict[str, Any]:
-    """Return the content of the page, as plain data."""
+    """Return the content of the page, as plain data, with a bounded number of operations, axes and phases."""
+    operations = operations[-_MOST_OPERATIONS:]
     events = [event for operation in operations for event in operation.events]
     lanes = list(dict.fromkeys(event.lane for event in sorted(events, key=lambda event: event.started)))
+    if len(lanes) > _MOST_LANES:
+        lanes = [*lanes[: _MOST_LANES - 1], _OTHER]
     coordinates = {event.rank: event.coordinate for event in events if event.coordinate}
-    axes = list(dict.fromkeys(axis for coordinate in coordinates.values() for axis in coordinate))
+    axes = list(dict.fromkeys(axis for coordinate in coordinates.values() for axis in coordinate))[:_MOST_AXES]
     hosts = {event.rank: event.host for event in events}
     ranks = sorted(hosts)
     row_of = {rank: row for row, rank in enumerate(ranks)}
@@ -75,7 +83,9 @@ def content(
                 "remarks": list(remarks(operation)),
                 "seconds": operation.elapsed_s,
                 "nbytes": operation.nbytes,
-                "phases": [each._asdict() | {"stragglers": []} for each in summaries(operation)],
+                "phases": [
+                    each._asdict() | {"stragglers": []} for each in summaries(operation)[:_MOST_LANES]
+                ],
                 "storage": _storage(operation),
                 **_columns(operation.events, operation.started, lanes, row_of),
             }
@@ -104,7 +114,7 @@ def _columns(
     """Return the events of an operation as columns: lanes, ranks, starts and lengths in seconds."""
     number = {lane: n for n, lane in enumerate(lanes)}
     columns = {
-        "lane": np.array([number[event.lane] for event in events], "<u2"),
+        "lane": np.array([number.get(event.lane, len(lanes) - 1) for event in events], "<u2"),
         "rank": np.array([row_of[event.rank] for event in events], "<u4"),
         "start": np.array([event.started - begin for event in events], "<f4"),
         "busy": np.array([event.busy_s for event in events], "<f4"),

@@ -42,7 +42,10 @@ class OpenTelemetry:
         own = [record for record in records if isinstance(record, PhaseRecord) and record.action == ACTION]
         for record in own:
             self._span(record, None).end(_ns(record.ended))
-        for *phases, whole in self._operations.add([record for record in records if record not in own]):
+        others = [
+            record for record in records if not isinstance(record, PhaseRecord) or record.action != ACTION
+        ]
+        for *phases, whole in self._operations.add(others):
             root = self._span(whole, None)
             for process in ("trainer", "agent"):
                 self._below(root, [record for record in phases if record.process == process])

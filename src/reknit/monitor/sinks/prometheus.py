@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
     from reknit.monitor.records import Record, StorageRecord
 
+_MOST_NAMES = 200
+"""Different values of one label: each has series of its own, and a user's phases have any names."""
+_OTHER = "other"
 _SECONDS = (0.001, 0.004, 0.016, 0.064, 0.25, 1, 4, 16, 64, 256, 1024)
 _PHASE, _STORAGE = ("action", "phase", "process"), ("operation", "store")
 _METRICS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
@@ -36,7 +39,8 @@ class Prometheus:
     """Keeps metrics of saves and loads in a registry of ``prometheus_client``, by default its global one.
 
     Start their server in the training process, as with ``prometheus_client.start_http_server(9464)``.  Steps
-    and paths are not labels, because their number would grow without bound.  Make one such sink, and pass it
+    and paths are not labels, because their number would grow without bound.  After 200 different phases, further
+    ones are counted as "other".  Make one such sink, and pass it
     to all calls.  Raises `MissingExtraError`, and `UsageError` for a second sink in the same registry.
     """
 
@@ -66,6 +70,7 @@ class Prometheus:
                 remedy="make one, and give it to all saves and loads",
             ) from error
         self._metrics = made
+        self._names: dict[str, set[str]] = {}
 
     def take(self, records: Sequence[Record]) -> None:
         """Count records.  Raises `LostRecords` if some cannot be counted."""
@@ -80,21 +85,29 @@ class Prometheus:
             self._operation(record)
 
     def _phase(self, record: PhaseRecord) -> None:
-        found, labels = self._metrics, (record.action, record.phase, record.process)
+        found, labels = self._metrics, (record.action, self._known("phase", record.phase), record.process)
         found["phase_seconds"].labels(*labels).observe(record.seconds)
         found["phase_bytes"].labels(*labels).inc(record.nbytes)
         if record.outcome != "ok":
-            found["failures"].labels(*labels, record.outcome).inc()
+            found["failures"].labels(*labels, self._known("outcome", record.outcome)).inc()
         elif record.phase == record.action:
             found["ended"].labels(record.action).set(record.ended)
             if record.step is not None:
                 found["step"].labels(record.action).set(record.step)
 
+    def _known(self, label: str, name: str) -> str:
+        """Return the value of a label: the name, or "other" after so many names."""
+        names = self._names.setdefault(label, set())
+        if name not in names and len(names) >= _MOST_NAMES:
+            return _OTHER
+        names.add(name)
+        return name
+
     def _operation(self, record: StorageRecord) -> None:
-        found, labels = self._metrics, (record.operation, record.store)
+        found, labels = self._metrics, (record.operation, self._known("store", record.store))
         found["storage_seconds"].labels(*labels).observe(record.seconds)
         found["storage_bytes"].labels(*labels).inc(record.nbytes)
         if record.retries:
             found["storage_retries"].labels(*labels).inc(record.retries)
         if record.outcome != "ok":
-            found["storage_errors"].labels(*labels, record.outcome).inc()
+            found["storage_errors"].labels(*labels, self._known("outcome", record.outcome)).inc()
