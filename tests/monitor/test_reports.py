@@ -61,6 +61,19 @@ def test_a_slow_rank_and_a_failed_one_are_named_with_their_places(tmp_path: Path
     assert [(rank, round(seconds, 3)) for rank, seconds in slow["write (agent)"]] == [(SLOW, 3.0)]
 
 
+def test_a_page_of_very_many_names_steps_and_axes_stays_small(tmp_path: Path) -> None:
+    own: dict[str, Any] = {"action": "training", "path": ""}
+    lines = [record(f"name {number}", 0, number, 1, step=7) for number in range(70_000)]
+    lines += [record("eat", 0, number, 1, step=number, **own) for number in range(5_000)]
+    lines += [record("eat", 1, 0, 1, step=1, coordinate={f"axis {k}": k for k in range(9_000)}, **own)]
+    JsonLines(str(tmp_path / "e.jsonl")).take(lines)
+    operations, *_ = read_operations([str(tmp_path)])
+    assert len(operations) == 5_001
+    assert len(page(operations)) < 6 << 20
+    last = [each for each in operations if each.action == "save"]
+    assert len(page(last)) < 6 << 20
+
+
 def test_ranks_that_failed_alike_are_one_line(tmp_path: Path) -> None:
     failed = {"outcome": "CommitError", "detail": "save again"}
     full = {"outcome": "StorageFullError", "detail": "make room"}

@@ -369,6 +369,16 @@ def test_prometheus_is_given_counts_latencies_and_the_last_success() -> None:
     assert value("reknit_events_dropped_total") == 10, "the first one goes on"
 
 
+def test_names_of_users_phases_do_not_grow_without_bound() -> None:
+    prometheus_client = pytest.importorskip("prometheus_client")
+    registry = prometheus_client.CollectorRegistry()
+    sink = sinks.Prometheus(registry)
+    sink.take([phase(f"step {number}", action="training", outcome=f"E{number}") for number in range(1000)])
+    assert prometheus_client.generate_latest(registry).count(b"reknit_phase_seconds_count") == 201
+    found = {"action": "training", "phase": "other", "process": "trainer"}
+    assert registry.get_sample_value("reknit_phase_seconds_count", found) == 800
+
+
 # OpenTelemetry
 
 

@@ -118,6 +118,44 @@ def test_without_rich_and_on_a_dumb_terminal_nothing_is_shown(
     assert shown == ""
 
 
+class WritesOnly:
+    """A stream as some programs set it."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+class BrokenTee(WritesOnly):
+    closed = False
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+    flush = write  # type: ignore[assignment]
+
+
+def test_a_stream_with_write_and_flush_alone_has_no_line() -> None:
+    assert terminal_line(WritesOnly()) is None  # type: ignore[arg-type]
+
+
+def test_a_broken_pipe_leaves_standard_output_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm")
+    line = terminal_line(BrokenTee())  # type: ignore[arg-type]
+    assert line is not None
+    before = os.fstat(1)
+    with pytest.raises(BrokenPipeError):
+        line.show("text")
+    assert os.path.samestat(os.fstat(1), before)
+
+
 def test_a_stream_that_is_no_terminal_has_no_line(tmp_path: Path) -> None:
     assert terminal_line(None) is None
     assert terminal_line(io.StringIO()) is None

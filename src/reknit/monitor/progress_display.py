@@ -105,7 +105,7 @@ def terminal_line(stream: TextIO | None) -> TerminalLine | None:
     class QuietConsole(Console):
         def on_broken_pipe(self) -> None:
             """Raise the error again: rich would end the program, and redirect its standard output."""
-            raise  # noqa: PLE0704
+            raise
 
     console = QuietConsole(file=stream)
     return None if console.is_dumb_terminal or not console.is_terminal else TerminalLine(console)

@@ -60,7 +60,9 @@ def content(
     if len(lanes) > _MOST_LANES:
         lanes = [*lanes[: _MOST_LANES - 1], _OTHER]
     coordinates = {event.rank: event.coordinate for event in events if event.coordinate}
-    axes = list(dict.fromkeys(axis for coordinate in coordinates.values() for axis in coordinate))[:_MOST_AXES]
+    axes = list(dict.fromkeys(axis for coordinate in coordinates.values() for axis in coordinate))[
+        :_MOST_AXES
+    ]
     hosts = {event.rank: event.host for event in events}
     ranks = sorted(hosts)
     row_of = {rank: row for row, rank in enumerate(ranks)}
