@@ -127,7 +127,7 @@ class RecordFiles:
             with _connected(str(path)) as database:
                 found = database.execute("SELECT table_name FROM duckdb_tables()").fetchall()
                 for table in TABLES:
-                    if (table.name,) not in found:  # a view would run code of whoever wrote the file
+                    if (table.name,) not in found:  # a view would run the code of a stranger
                         raise StorageError(
                             f"{path} has no table {table.name}, so it is not a database of events",
                             path=str(path),

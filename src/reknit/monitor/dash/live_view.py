@@ -83,7 +83,7 @@ class LiveEvents:
             pause_s = max(_LOOK_S, _IDLE_SHARE * (monotonic() - begin))
 
     def _attempt(self, call: Callable[[], object]) -> str:
-        """Call something, and return its error: what fails now may succeed at the next look."""
+        """Call a function, and return the text of its error: the next look may succeed."""
         try:
             call()
         except Exception as error:
