@@ -41,6 +41,21 @@ def test_a_kind_that_torch_has_no_streams_for_copies_at_once() -> None:
     assert devices.pin(np.zeros(8, np.uint8), tensor.device) is None
 
 
+def test_a_torch_that_raises_where_it_has_no_accelerator_saves_and_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def current_accelerator() -> torch.device:  # torch 2.6
+        raise RuntimeError("Cannot access accelerator device when none is available.")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
+    state = {"weight": torch.arange(3.0), "rng": reknit.RngState()}
+    reknit.save(tmp_path / "one", state)
+    state["weight"] = torch.zeros(3)
+    reknit.load(tmp_path / "one", state)
+    assert torch.equal(state["weight"], torch.arange(3.0))
+    assert 'device="cpu"' in devices.memory_remedy("the model")
+
+
 @every_device
 def test_a_stream_and_its_device_are_current_within_the_block_only(device_type: str) -> None:
     module = torch.get_device_module(device_type)
