@@ -36,7 +36,17 @@ ROWS = {
     "python-3.12": Row("3.12", "2.13.0", (*MEGATRON, *TORCH)),
 }
 
-CAUSES: dict[str, str] = {}
+CAUSES = {
+    "'Stream' object has no attribute 'record_event'": "FSDP2 of torch 2.6 does not run on the CPU",
+    "FSDP\\+TP sharding does not support uneven|currently only allows even|src_data_rank|ColwiseParallel currently"
+    "|shape '\\[2, 10\\]' is invalid|plus negative padding": "DTensor of torch 2.6 cannot be cut like that",
+    "len\\(local_shards\\) > 0|cat_tensor_shape\\[1\\]": "LocalShardsWrapper of torch 2.6 takes fewer shards",
+    "unexpected keyword argument 'decoupled_weight_decay'": "Adam of torch 2.6 has fewer options",
+    "clone\\(\\) got an unexpected keyword argument 'device'": "FSDP1 of torch 2.6 cannot offload uint8 parameters",
+    "not implemented for 'UInt64'": "torch 2.6 does not index uint64",
+    "assert '448.0' == 'nan'|float8": "torch 2.6 rounds to float8 otherwise",
+    "the simulated device needs": "no simulated device",
+}
 """Messages of failures, as patterns, and the causes outside of reknit."""
 
 _ENVIRONMENT = {
