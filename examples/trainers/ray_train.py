@@ -2,9 +2,9 @@
 
 python examples/trainers/ray_train.py FOLDER --workers 2
 
-Run it again with more steps, or with another number of workers.  ``--die-at 9.05`` kills a worker 0.05 s after
-step 9 of a new run; Ray then starts all workers again.  The weights in the end are those of a run in which
-nothing died.
+Run it again with more steps, or with another number of workers.  ``--die-at 9.05`` kills a worker 0.05 s
+after step 9 of a new run; Ray then starts all workers again.  The weights in the end are those of a run in
+which nothing died.
 """
 
 from __future__ import annotations

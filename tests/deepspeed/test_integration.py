@@ -199,9 +199,9 @@ def test_what_reknit_does_not_do_for_a_script_is_refused(monkeypatch: pytest.Mon
     engine = SimpleNamespace(global_steps=1)
     integration.take_over(engine)
     with pytest.raises(UsageError, match="leave exclude_frozen_parameters out"):
-        engine.save_checkpoint("nowhere", exclude_frozen_parameters=True)  # type: ignore[attr-defined]
+        engine.save_checkpoint("nowhere", exclude_frozen_parameters=True)
     with pytest.raises(UsageError, match="without a custom_load_fn"):
-        engine.load_checkpoint("nowhere", custom_load_fn=print)  # type: ignore[attr-defined]
+        engine.load_checkpoint("nowhere", custom_load_fn=print)
 
 
 def scaler(**values: Any) -> Any:

@@ -134,12 +134,12 @@ def test_a_replica_that_died_comes_back_with_the_state_of_the_other(tmp_path: Pa
     assert steps[-1] == STEPS == healthy[0][-1]
     assert all(torch.equal(weights[name], healthy[1][name]) for name in weights)
     folders = [folder for folder in (tmp_path / "states").iterdir() if reknit.latest(folder) is not None]
-    assert folders  # of those that sent their state
+    assert folders
 
 
 def test_a_state_of_any_form_arrives_as_it_was_sent(tmp_path: Path) -> None:
     sender, receiver = transport(str(tmp_path)), transport(str(tmp_path))
-    state = {
+    state: dict[str, Any] = {
         "user": {"m": {"w": torch.arange(6.0).view(2, 3)}, "o": {"state": {0: {"step": torch.tensor(3.0)}}}},
         "torchft": {"step": 5, "betas": (0.9, 0.99)},
     }

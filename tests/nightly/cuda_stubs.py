@@ -16,9 +16,11 @@ from collections import defaultdict
 from pathlib import Path
 
 _NEEDED = re.compile(r"\(NEEDED\).*\[(lib(?:cu|nccl|nv)[^\]]*)\]")
-_SYMBOL = re.compile(r"^(?:__cuda|cuda|cu[A-Z]|cublas|cudnn|cufft|curand|cusolver|cusparse|cupti|nccl|nvrtc|nvshmem)\w*$")
+_SYMBOL = re.compile(
+    r"^(?:__cuda|cuda|cu[A-Z]|cublas|cudnn|cufft|curand|cusolver|cusparse|cupti|nccl|nvrtc|nvshmem)\w*$"
+)
 _NO_DEVICE = 100
-"""What the driver and the runtime of CUDA return on a host without a device."""
+"""The answer of the driver and the runtime of CUDA on a host without a device."""
 
 
 def make(libraries: Path, folder: Path) -> list[str]:
@@ -42,8 +44,12 @@ def make(libraries: Path, folder: Path) -> list[str]:
 def _compile(path: Path, versioned: list[str], unversioned: list[str]) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         source, script = Path(scratch, "stub.c"), Path(scratch, "versions")
-        source.write_text("\n".join(_function(name) for name in {*versioned, *unversioned}) + "\nint _stub;\n")
-        parts = [f"{path.name} {{ global: {' '.join(f'{name};' for name in versioned)} }};"] if versioned else []
+        source.write_text(
+            "\n".join(_function(name) for name in {*versioned, *unversioned}) + "\nint _stub;\n"
+        )
+        parts = (
+            [f"{path.name} {{ global: {' '.join(f'{name};' for name in versioned)} }};"] if versioned else []
+        )
         script.write_text("\n".join(parts) or "{ global: *; };")
         subprocess.run(
             ["cc", "-shared", "-fPIC", "-w", f"-Wl,-soname,{path.name}", f"-Wl,--version-script={script}"]

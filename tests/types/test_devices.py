@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -48,7 +48,7 @@ def test_a_torch_that_raises_where_it_has_no_accelerator_saves_and_loads(
         raise RuntimeError("Cannot access accelerator device when none is available.")
 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
-    state = {"weight": torch.arange(3.0), "rng": reknit.RngState()}
+    state: dict[str, Any] = {"weight": torch.arange(3.0), "rng": reknit.RngState()}
     reknit.save(tmp_path / "one", state)
     state["weight"] = torch.zeros(3)
     reknit.load(tmp_path / "one", state)

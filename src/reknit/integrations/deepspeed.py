@@ -104,7 +104,7 @@ def take_over(
 
     Their arguments and results stay those of DeepSpeed.  A checkpoint is the folder of its tag, as before; a
     load without a tag takes the newest committed one, and needs no file ``latest``.  With ``wait=False``,
-    training continues while a checkpoint is written.  Raises `UsageError` for an object that is not an engine.
+    training continues while a checkpoint is written.  Raises `UsageError` for any other object.
     """
     _require_engine(engine)
 

@@ -1,4 +1,4 @@
-"""How does a replica of torchft that comes back get its state?  From a checkpoint that a healthy one saves for it.
+"""How does a replica of torchft that comes back get its state?  From a checkpoint of a healthy replica.
 
 `ReknitTransport` goes into `torchft.Manager(checkpoint_transport=...)`.  The sender stages its state and goes
 on; its agent writes, and the receiver loads when the step is committed, with every byte checked.
@@ -55,7 +55,7 @@ class ReknitTransport(CheckpointTransport[Any]):  # type: ignore[misc]
         load_options: LoadOptions | None = None,
     ) -> None:
         self._load_options = load_options
-        # Each process sends its own state, whatever process groups there are.
+        # Each process sends its own state, also if it belongs to a process group.
         self._group = SoloGroup()
         self._root = f"{location_text(root).rstrip('/')}/{uuid4().hex}"
         self._checkpointer = Checkpointer(self._root, keep=_KEPT, options=options, group=self._group)
