@@ -1,7 +1,7 @@
 """Torch for CUDA on a host without CUDA: libraries of the names that it links, in which no device is found.
 
-A wheel of torch for CUDA links twenty libraries of several gigabytes, which tests on the CPU never call.  These
-stubs have the same names, symbols and versions, in a few kilobytes:
+A wheel of torch for CUDA links twenty libraries of several gigabytes, which tests on the CPU never call.
+These stubs have the same names, symbols and versions, in a few kilobytes:
 
 python -m tests.nightly.cuda_stubs VENV
 """
@@ -51,11 +51,9 @@ def _compile(path: Path, versioned: list[str], unversioned: list[str]) -> None:
             [f"{path.name} {{ global: {' '.join(f'{name};' for name in versioned)} }};"] if versioned else []
         )
         script.write_text("\n".join(parts) or "{ global: *; };")
-        subprocess.run(
-            ["cc", "-shared", "-fPIC", "-w", f"-Wl,-soname,{path.name}", f"-Wl,--version-script={script}"]
-            + ["-o", str(path), str(source)],
-            check=True,
-        )
+        names = [f"-Wl,-soname,{path.name}", f"-Wl,--version-script={script}"]
+        command = ["cc", "-shared", "-fPIC", "-w", *names, "-o", str(path), str(source)]
+        subprocess.run(command, check=True)
 
 
 def _function(name: str) -> str:

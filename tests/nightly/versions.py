@@ -2,7 +2,7 @@
 
 python -m tests.nightly.versions [ROW ...]
 
-prints a table.  A failure with none of the `CAUSES`, all of which lie outside of reknit, ends it with an error.
+prints a table.  All `CAUSES` lie outside of reknit; a failure without one of them ends the run with an error.
 """
 
 from __future__ import annotations
