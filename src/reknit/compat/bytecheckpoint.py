@@ -1,7 +1,7 @@
 """How does a script that uses ByteCheckpoint save and load?  It changes one import.
 
-`save`, `load`, the three checkpointers and `find_latest_ckpt_path` take the arguments of ByteCheckpoint 0.0.3,
-and of its papers.  The checkpoints are reknit's: no folder for each part, no step without a commit.
+`save`, `load`, the three checkpointers and `find_latest_ckpt_path` take the arguments of ByteCheckpoint
+0.0.3, and of its papers.  The checkpoints are reknit's: no folder for each part, no step without a commit.
 """
 
 from __future__ import annotations
