@@ -27,7 +27,7 @@ ROWS, WIDTH = 24, 8
 
 
 def loss_of(params: Any, inputs: Any) -> Any:
-    """Return how far the model is from a rotation of its inputs."""
+    """Return the distance between the outputs and a rotation of the inputs."""
     outputs = jax.nn.gelu(inputs @ params["up"]) @ params["down"]
     return jnp.mean((outputs - jnp.roll(inputs, 1, axis=1)) ** 2)
 

@@ -4,12 +4,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import orbax.checkpoint as real
+import pytest
 
 import reknit
 import reknit.integrations.orbax as ocp
@@ -52,7 +58,7 @@ def check_options_decide_as_those_of_orbax(folder: str) -> None:
                 answers.append((saved, kept, manager.latest_step(), manager.best_step()))
         (saved, kept, _, best), (ours, ours_kept, latest, ours_best) = answers
         newest = max(step for step, is_saved in enumerate(saved) if is_saved)
-        # The newest step is never removed here, whatever the policy is.
+        # The newest step is never removed here, under any policy.
         assert (ours, ours_kept) == (saved, sorted({*kept, newest})), rules
         assert latest == newest
         if "best_fn" in rules:
@@ -63,7 +69,8 @@ def check_steps_and_metrics_are_those_of_the_folder(folder: str) -> None:
     options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: -metrics["loss"])
     with ocp.CheckpointManager(folder, options=options) as manager:
         assert (manager.all_steps(), manager.latest_step(), manager.best_step()) == ([], None, None)
-        raises(FileNotFoundError, "no step", lambda: manager.restore(None))
+        with pytest.raises(FileNotFoundError, match="no step"):
+            manager.restore(None)
         for step in (2, 5):
             assert manager.save(step, args=ocp.args.StandardSave(tree(step)), metrics={"loss": step})
         assert manager.all_steps() == [2, 5]
@@ -90,6 +97,34 @@ def check_steps_and_metrics_are_those_of_the_folder(folder: str) -> None:
         assert not manager.save(9, args=ocp.args.StandardSave(tree(9)), force=True)
         assert manager.restore(7)["step"] == 7
         assert manager.latest_step() == 7
+
+
+EARLIER = """
+import os, signal, sys
+import numpy as np
+import reknit
+from tests.faults.nursery import agents_of
+if __name__ == "__main__":
+    run = reknit.Checkpointer(sys.argv[1])
+    run.save(3, {"default": {"w": np.full(4, 3.0), "step": 3}}).result()
+    (agent,) = agents_of(os.getpid())
+    os.kill(agent, signal.SIGSTOP)
+    print(agent, flush=True)
+    run.save(4, {"default": {"w": np.full(4, 4.0), "step": 4}}).staged()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def check_a_manager_waits_for_the_agents_of_an_earlier_run(folder: str) -> None:
+    script = Path(f"{folder}.py")
+    script.write_text(EARLIER)
+    killed = subprocess.run([sys.executable, str(script), folder], stdout=subprocess.PIPE, check=False)
+    going_on = threading.Timer(0.5, os.kill, (int(killed.stdout), signal.SIGCONT))
+    going_on.start()
+    with ocp.CheckpointManager(folder) as manager:
+        going_on.join()
+        assert manager.latest_step() == 4
+        assert manager.save(5, args=ocp.args.StandardSave(tree(5)))
 
 
 def check_the_saves_of_an_earlier_run_cannot_overtake_a_new_one(folder: str) -> None:
@@ -154,7 +189,8 @@ def check_wrong_calls_are_refused(folder: str) -> None:
     raises(UsageError, "metadata of the root", lambda: ocp.CheckpointManager(folder, metadata={"a": 1}))
     renamed = ocp.CheckpointManagerOptions(todelete_subdir="old")
     raises(UsageError, "removed, not renamed", lambda: ocp.CheckpointManager(folder, options=renamed))
-    raises(AttributeError, "import it from there", lambda: ocp.ProtoCheckpointHandler)
+    with pytest.raises(AttributeError, match="import it from there"):
+        getattr(ocp, "ProtoCheckpointHandler")  # noqa: B009
     with ocp.CheckpointManager(folder) as manager:
         raises(UsageError, "save needs args", lambda: manager.save(1))
         raises(UsageError, "writes files of its own", lambda: manager.save(1, args=real.args.ProtoSave(None)))

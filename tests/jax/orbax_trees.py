@@ -193,7 +193,7 @@ def check_items_of_all_kinds(folder: str) -> None:
     np.random.set_state(found["numpy"])
     assert found["iter"] is fresh
     assert fresh.position == 17
-    kernel = nnx.state(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))["kernel"]
+    kernel: Any = nnx.state(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))["kernel"]
     assert found["net"]["kernel"][...].tolist() == kernel[...].tolist()
 
 

@@ -22,7 +22,7 @@ BUDGETS: dict[str, Budget] = {
     "benchmarks": Budget(50, 22),
     "cli": Budget(50, 30, ("s3", "gcs", "azure", "hdfs")),
     "comm": Budget(80, 100),
-    "compat": Budget(35, 62),
+    "compat": Budget(35, 76),
     "dataloader": Budget(40, 60),
     "deepspeed": Budget(80, 30),
     "docs": Budget(90, 36),

@@ -18,9 +18,11 @@ except ImportError as error:
 
 from reknit.integrations.orbax.checkpointers import (
     AsyncCheckpointer,
-    Checkpointer,
     PyTreeCheckpointer,
     StandardCheckpointer,
+)
+from reknit.integrations.orbax.checkpointers import (
+    WaitingCheckpointer as Checkpointer,
 )
 from reknit.integrations.orbax.handlers import (
     ArrayCheckpointHandler,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from reknit.options import SaveOptions
 
 
-class Checkpointer:
+class WaitingCheckpointer:
     """Saves and restores with a handler, and waits for each save.
 
     All processes make the same calls.  `options` are those of `reknit.save`; options of Orbax's own files
@@ -96,13 +96,13 @@ class Checkpointer:
             self.close()
 
 
-class AsyncCheckpointer(Checkpointer):
+class AsyncCheckpointer(WaitingCheckpointer):
     """Saves with a handler while training goes on."""
 
     waits = False
 
 
-class PyTreeCheckpointer(Checkpointer):
+class PyTreeCheckpointer(WaitingCheckpointer):
     """Saves and restores trees, and waits for each save."""
 
     def __init__(self, *_: Any, options: SaveOptions | None = None, **__: Any) -> None:

@@ -119,7 +119,7 @@ def write(
     custom: Mapping[str, Any] | None = None,
     options: SaveOptions | None = None,
 ) -> PendingSave:
-    """Save what the arguments hold as the checkpoint at a directory.
+    """Save the items of the arguments as the checkpoint at a directory.
 
     Without `force`, a checkpoint that is there is a `CheckpointExistsError` at once.
     """
@@ -133,7 +133,7 @@ def write(
 
 
 def read(directory: str | PathLike[str], args: Any) -> Any:
-    """Restore what the arguments ask for from the checkpoint, or its item, that a directory means."""
+    """Restore the items of the arguments from the checkpoint, or the item in it, that a directory names."""
     path, item = located(directory)
     with stored.open(path) as checkpoint:
         return restored(path, args, checkpoint, item)

@@ -35,7 +35,7 @@ _AS_THEY_ARE = (
 )
 
 
-class Wanted(NamedTuple):
+class ItemTarget(NamedTuple):
     """The target of one item: its place in the state, and a function that returns the restored object.
 
     With `partly`, names that only the checkpoint has are left out.  `only` are patterns of the names to load.
@@ -71,7 +71,7 @@ def _saved(name: str, args: Any) -> Any:
 
 
 def restored(path: str, args: Any, checkpoint: Checkpoint, only: str | None = None) -> Any:
-    """Restore what the arguments ask for, or all items without arguments.
+    """Restore the items of the arguments, or all items without arguments.
 
     The result is a Composite, or one object for arguments that are not one.  `only` is the item that they
     mean then.  Raises the errors of `reknit.load`, and `UsageError`.
@@ -79,6 +79,8 @@ def restored(path: str, args: Any, checkpoint: Checkpoint, only: str | None = No
     single = not isinstance(args, ocp.args.Composite)
     items = {} if single else dict(args.items())
     known = [name for name in checkpoint.items if name != CUSTOM]
+    if not single and not items:
+        items = dict.fromkeys(known)
     if single:
         one = only or (DEFAULT if DEFAULT in known or len(known) != 1 else known[0])
         single = args is not None or one in known
@@ -91,7 +93,7 @@ def restored(path: str, args: Any, checkpoint: Checkpoint, only: str | None = No
     return next(iter(found.values())) if single else ocp.args.Composite(**found)
 
 
-def _load(path: str, wanted: Mapping[str, Wanted]) -> dict[str, Any]:
+def _load(path: str, wanted: Mapping[str, ItemTarget]) -> dict[str, Any]:
     """Load all items; values are cast to the dtypes of their targets, as Orbax does."""
     state = {name: each.target for name, each in wanted.items()}
     strict: Any = [f"!{name}/*" for name, each in wanted.items() if each.partly] or True
@@ -109,21 +111,21 @@ def _load(path: str, wanted: Mapping[str, Wanted]) -> dict[str, Any]:
     return {name: each.restored(state[name]) for name, each in wanted.items()}
 
 
-def _wanted(name: str, args: Any, checkpoint: Checkpoint) -> Wanted:
+def _wanted(name: str, args: Any, checkpoint: Checkpoint) -> ItemTarget:
     """Return the target of one item.  Raises `UsageError` for arguments without a counterpart."""
     item = getattr(args, "item", None)
     if _is_iterator(item):
         return _of_iterator(name, item)
     if is_stateful(item):
-        return Wanted(item, lambda _: item)
+        return ItemTarget(item, lambda _: item)
     if isinstance(args, _KEPT_BACK) or is_kept(checkpoint, name):
         kept = Kept()
-        return Wanted(kept, lambda _: kept.values)
+        return ItemTarget(kept, lambda _: kept.values)
     if args is None or isinstance(args, ocp.args.JaxRandomKeyRestore):
-        return Wanted(contents(checkpoint, name), _itself)
+        return ItemTarget(contents(checkpoint, name), _itself)
     if isinstance(args, ocp.args.ArrayRestore):
         like = contents(checkpoint, name) if item is None else item
-        return Wanted(target_of(like, args.restore_args), _itself)
+        return ItemTarget(target_of(like, args.restore_args), _itself)
     if not isinstance(args, _TREES):
         raise UsageError(
             f"the item {name!r} is to be restored by {shown(args)}, which reads files of its own",
@@ -136,8 +138,8 @@ def _wanted(name: str, args: Any, checkpoint: Checkpoint) -> Wanted:
     target = jax.tree.map(target_of, item) if given is None else jax.tree.map(target_of, item, given)
     partly = getattr(args, "partial_restore", False) or getattr(args, "transforms", None) == {}
     if not any(leaf is PLACEHOLDER for leaf in jax.tree.leaves(item)):
-        return Wanted(target, _itself, partly)
-    return Wanted(
+        return ItemTarget(target, _itself, partly)
+    return ItemTarget(
         target,
         lambda new: jax.tree.map(lambda leaf, value: leaf if leaf is PLACEHOLDER else value, item, new),
         partly,
@@ -173,7 +175,7 @@ def _is_iterator(item: Any) -> bool:
     return callable(getattr(item, "get_state", None)) and callable(getattr(item, "set_state", None))
 
 
-def _of_iterator(name: str, item: Any) -> Wanted:
+def _of_iterator(name: str, item: Any) -> ItemTarget:
     kept = Kept(PLACEHOLDER)
 
     def continued(_: Any) -> Any:
@@ -185,4 +187,4 @@ def _of_iterator(name: str, item: Any) -> Wanted:
         item.set_state(kept.values)
         return item
 
-    return Wanted(PerRank(kept), continued)
+    return ItemTarget(PerRank(kept), continued)

@@ -21,7 +21,7 @@ PLACEHOLDER = ...
 
 
 def target_of(leaf: Any, args: Any = None) -> Any:
-    """Return the target of one leaf: abstract for JAX, new memory for NumPy, None for what stays out.
+    """Return the target of one leaf: abstract for JAX, new memory for NumPy, None for a placeholder.
 
     The arguments of a leaf count more than its own dtype and sharding.  Without any sharding it becomes an
     array of NumPy, as in Orbax.
@@ -70,7 +70,7 @@ def _key(entry: Any) -> Any:
 
 
 def with_typed_keys(value: Any, generators: Mapping[str, str]) -> Any:
-    """Return a tree with typed keys for the data of keys, whatever the target was, as Orbax does.
+    """Return a tree with typed keys in the place of their data, also if the target has the data, as in Orbax.
 
     `generators` has the random generators of all keys, by their names in the checkpoint.
     """

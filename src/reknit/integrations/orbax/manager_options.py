@@ -44,7 +44,7 @@ class StepFacts(NamedTuple):
 
 
 def checked(options: Any) -> Any:
-    """Return the options.  Raises `UsageError` for those that reknit cannot follow, and warns of others."""
+    """Return the options; warn of options without effect.  Raises `UsageError` for refused options."""
     for name, why in _REFUSED.items():
         if getattr(options, name, None) is not None:
             raise UsageError(f"CheckpointManagerOptions({name}=...) has no counterpart: {why}")

@@ -1,18 +1,17 @@
-"""Which steps does a manager have?  Those that are committed, and those whose saves go on."""
+"""Which steps does a manager have?  Committed steps, and steps whose saves go on."""
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import closing
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
-from etils import epath
-
-from reknit import stored
 from reknit.engine.stored.steps import step_name
-from reknit.errors import CheckpointExistsError, DeadlineError
+from reknit.errors import CheckpointExistsError
 from reknit.integrations.orbax.manager_options import StepFacts
 from reknit.runs.tiers import below
+from reknit.runs.unfinished_saves import forbid_markers, wait_for_agents
+from reknit.storage.registry import open_storage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ManagedSteps:
-    """The steps of a manager, as its process knows them; `listed` returns those that are committed."""
+    """The steps of a manager, as this process sees them; `listed` returns the committed steps."""
 
     def __init__(self, root: str, listed: Callable[[], list[SavedStep]]) -> None:
         self._root, self._listed = root, listed
@@ -84,11 +83,10 @@ class ManagedSteps:
 
 
 def settle(root: str, timeout_s: float) -> None:
-    """Wait for the agents of an earlier run on this host, then prevent all saves of that run from committing.
+    """Wait for the agents of an earlier run on this host, then let no save of that run commit any more.
 
     A run that reads the newest step must not be overtaken by a later step of the run before it.
     """
-    if "://" in root or epath.Path(root).is_dir():
-        with suppress(DeadlineError):
-            stored.latest(root, pending="wait", timeout_s=timeout_s)
-        stored.latest(root, pending="fence")
+    with closing(open_storage(root)) as storage:
+        wait_for_agents(storage, timeout_s)
+        forbid_markers(storage)

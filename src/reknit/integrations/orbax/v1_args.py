@@ -64,7 +64,7 @@ def _save(name: str, value: Any) -> Any:
 
 
 def restore_args(targets: Mapping[str, Any]) -> Any:
-    """Return the arguments that load named objects; a target of None stands for what was saved."""
+    """Return the arguments that load named objects; a target of None stands for the saved tree."""
     return ocp.args.Composite(**{name: restore_arg(target) for name, target in targets.items()})
 
 

@@ -23,7 +23,7 @@ save_decision_policies = _orbax.save_decision_policies
 preservation_policies = _orbax.preservation_policies
 
 
-class Checkpointer:
+class RunCheckpointer:
     """Saves and loads the steps of a run, as Orbax's class ``training.Checkpointer`` does.
 
     All processes make one and make the same calls.  All else is as for `CheckpointManager`.
@@ -155,7 +155,7 @@ class Checkpointer:
         """Wait for all saves.  Every process calls it."""
         self._manager.close()
 
-    def __enter__(self) -> Checkpointer:
+    def __enter__(self) -> RunCheckpointer:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -164,3 +164,6 @@ class Checkpointer:
 
 def _number(step: int | StepFacts | None) -> int | None:
     return step if step is None or isinstance(step, int) else step.step
+
+
+Checkpointer = RunCheckpointer
