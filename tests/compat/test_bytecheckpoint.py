@@ -72,7 +72,9 @@ def test_a_killed_run_goes_on_from_the_newest_committed_step(
 ) -> None:
     killed, other = tmp_path / "killed", tmp_path / "other"
     assert run(2, trained, str(killed), framework, seed, some_die=True) == [KILLED, KILLED]
+    found_at_once = bcp.find_latest_ckpt_path(killed)
     step = newest(killed)
+    assert found_at_once == str(killed / f"global_step_{step}")
     assert 1 <= step < STEPS
     unfinished = killed / "global_step_90"  # all but its commit
     shutil.copytree(killed / f"global_step_{step}", unfinished)

@@ -23,6 +23,7 @@ from reknit.options import LoadOptions, SaveOptions
 from reknit.ranks import acting
 from reknit.runs.agreement import ask_root
 from reknit.runs.tiers import below
+from reknit.runs.unfinished_saves import wait_for_agents
 from reknit.storage.registry import open_storage
 from reknit.system import start_thread
 
@@ -41,6 +42,7 @@ FRAMEWORKS = ("ddp", "fsdp", "fsdp2", "megatron", "vescale")
 
 _PARTS = ("model", "optimizer", "dataloader", "extra_state")
 _OF_RANKS = "extra_state_of_ranks"
+_SETTLE_S = 300.0
 _FIRST = "extra_state"
 """The item with the extra state of rank 0, for ranks that have none of their own."""
 
@@ -133,9 +135,14 @@ def load(
 def find_latest_ckpt_path(path: str | PathLike[str] | None) -> str | None:
     """Return the path of the newest committed checkpoint directly below a folder, or None.
 
-    It needs no file ``latest_checkpointed_iteration.txt``, and never returns a folder without a commit.
+    It needs no file ``latest_checkpointed_iteration.txt``, and never returns a folder without a commit.  It
+    first waits, up to five minutes, for agents on this host that still write for a run that has ended.
     """
-    return None if path is None else stored.latest(path)
+    if path is None:
+        return None
+    with closing(open_storage(path)) as storage:
+        wait_for_agents(storage, _SETTLE_S)
+    return stored.latest(path)
 
 
 class _OfFramework:
