@@ -1,0 +1,18 @@
+"""The Trainer of transformers, PEFT and TRL."""
+
+import os
+from importlib.util import find_spec
+
+os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+
+import transformers
+
+import reknit.integrations.transformers
+import tests.warm.plain  # noqa: F401
+
+# Its classes are imported when they are first named.
+_ = transformers.TrainingArguments, transformers.LlamaForCausalLM
+if find_spec("trl"):
+    import trl
+
+    _ = trl.SFTTrainer
