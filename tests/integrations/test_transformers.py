@@ -195,11 +195,8 @@ def elsewhere(folder: str) -> Any:
     made = trainer(folder)
     made.train()
     found["whole"] = training_state(made)
-    for path in Path(folder, "_reknit/step_00000008").glob("*optim*"):
-        data = bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 1
-        path.write_bytes(data)
-    found["files"] = os.listdir(f"{folder}/_reknit/step_00000008")
+    for path in Path(folder, "_reknit/step_00000008/optimizer").iterdir():
+        path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
     for name, where in (("damaged", True), ("given", f"{folder}/_reknit/step_00000004")):
         made = trainer(folder)
         made.train(resume_from_checkpoint=where)
@@ -212,7 +209,7 @@ def elsewhere(folder: str) -> Any:
     trainer(f"{folder}/stock", Trainer, max_steps=8, save_steps=4).train()
     made = trainer(f"{folder}/stock")
     made.train(resume_from_checkpoint=f"{folder}/stock/checkpoint-4")
-    found["native"] = training_state(made)
+    found["native"] = training_state(made)  # whose interval of saves, too, comes from the checkpoint
     return found
 
 
@@ -222,7 +219,7 @@ def test_other_places_to_resume_from(tmp_path: Path) -> None:
     assert found["last"] == str(tmp_path / "_reknit/step_00000008")
     for name in ("damaged", "given", "native"):
         assert same(found[name], found["whole"]), name
-    assert steps_of(tmp_path / "stock") == [6, 8]
+    assert steps_of(tmp_path / "stock") == [8]
 
 
 def preempted(folder: str) -> Any:
