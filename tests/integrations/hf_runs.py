@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,11 +54,10 @@ def trainer(folder: str, kind: Any = None, model: Any = None, **options: Any) ->
     more = {name: options.pop(name) for name in ("checkpoints", "eval_dataset") if name in options}
     args = TrainingArguments(output_dir=folder, **{**given, **options})
     if args.fsdp:
-        from accelerate import DistributedType, PartialState
-
+        accelerate: Any = import_module("accelerate")
         # Accelerate leaves FSDP out on the CPU, whose ranks it takes for those of another type.
-        vars(PartialState)["_shared_state"]["distributed_type"] = DistributedType.MULTI_GPU
-    made = (kind or ReknitTrainer)(
+        accelerate.PartialState._shared_state["distributed_type"] = accelerate.DistributedType.MULTI_GPU
+    made: Any = (kind or ReknitTrainer)(
         model=llama() if model is None else model, args=args, train_dataset=Samples(), **more
     )
     made.log = lambda *_, **__: None  # prints nothing
@@ -68,7 +68,7 @@ def after_each_step(call: Callable[[int], object]) -> Any:
     """Return a callback that calls a function with the number of each step."""
     from transformers import TrainerCallback
 
-    class AfterEachStep(TrainerCallback):  # type: ignore[misc]
+    class AfterEachStep(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             call(state.global_step)
 

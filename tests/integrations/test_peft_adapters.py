@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -53,9 +54,7 @@ def test_adapters_alone_are_saved_and_resumed_bitwise(tmp_path: Path) -> None:
     assert newest is not None
     checkpoint = reknit.open(newest)
     assert set(checkpoint.tensors["model"]) == {
-        name
-        for name in whole[0]["weights"]
-        if ".default." in name and ("lora_" in name or "lm_head" in name)
+        name for name in whole[0]["weights"] if ".default." in name and ("lora_" in name or "lm_head" in name)
     }
     shutil.copytree(tmp_path / "cut", tmp_path / "other")
     cut = run(2, tuned, str(tmp_path / "cut"), None, True)
@@ -69,24 +68,27 @@ def fine_tuned(folder: str) -> Any:
     from datasets import Dataset
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
-    from trl import SFTConfig, SFTTrainer
 
     from reknit.integrations.transformers import ReknitTrainerMixin
 
-    class MyTrainer(ReknitTrainerMixin, SFTTrainer):  # type: ignore[misc]
+    transformers: Any = import_module("transformers")
+    trl: Any = import_module("trl")
+
+    class MyTrainer(ReknitTrainerMixin, trl.SFTTrainer):  # type: ignore[misc]
         pass
 
     samples = Dataset.from_dict({"input_ids": [Samples()[i]["input_ids"].tolist() for i in range(40)]})
     words = Tokenizer(WordLevel({"<eos>": 0, "<unk>": 1}, unk_token="<unk>"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<eos>")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="<eos>", pad_token="<eos>"
+    )
 
     def made(name: str) -> Any:
-        args = SFTConfig(
+        args = trl.SFTConfig(
             output_dir=f"{folder}/{name}", max_steps=8, save_steps=2, per_device_train_batch_size=4,
             learning_rate=1e-2, use_cpu=True, bf16=False, report_to=[], disable_tqdm=True, max_length=6,
         )  # fmt: skip
-        found = MyTrainer(
+        found: Any = MyTrainer(
             model=with_lora(llama()), args=args, train_dataset=samples, processing_class=tokenizer
         )
         found.log = lambda *_, **__: None

@@ -26,7 +26,7 @@ def steps(*losses: float | None) -> list[SavedStep]:
         (1, False, (1.0, 2.0, 3.0), {1, 3}),
         (3, False, (1.0, 2.0, 3.0, 4.0), {1, 3, 4}),
         (2, True, (1.0, 3.0, 2.0, 1.0), {2, 4}),
-        (2, False, (1.0, 1.0, 2.0, 2.0), {1, 4}),  # of equals the first: the second was no improvement
+        (2, False, (1.0, 1.0, 2.0, 2.0), {1, 4}),  # of equals the first
         (2, False, (None, None, None), {2, 3}),
         (5, False, (1.0, 2.0), {1, 2}),
     ],

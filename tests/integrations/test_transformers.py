@@ -1,8 +1,9 @@
-"""reknit.integrations.transformers with the real Trainer: exact resumes, deaths, limits, best steps, pushes."""
+"""reknit.integrations.transformers with the real Trainer: exact resumes, deaths, limits, pushes."""
 
 from __future__ import annotations
 
 import os
+import runpy
 import shutil
 import signal
 import sys
@@ -30,6 +31,8 @@ from tests.integrations.random_death import death
 from tests.optional import needs
 
 pytestmark = [needs("transformers", "transformers"), needs("accelerate", "accelerate")]
+EXAMPLE = Path(__file__).parents[2] / "examples/trainers/hf_trainer.py"
+
 run = partial(ranks.run, warm="trainers", joined=False)
 
 
@@ -251,7 +254,7 @@ class Hub:
         return type("Repo", (), {"repo_id": name})
 
     def upload_folder(self, *, folder_path: str, path_in_repo: str | None = None, **options: Any) -> Any:
-        from huggingface_hub.utils import filter_repo_objects
+        from huggingface_hub.utils._paths import filter_repo_objects
 
         files = [path.relative_to(folder_path) for path in Path(folder_path).rglob("*") if path.is_file()]
         kept = filter_repo_objects(map(str, files), ignore_patterns=options.get("ignore_patterns"))
@@ -319,3 +322,40 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delitem(sys.modules, "reknit.integrations.transformers", raising=False)
     with pytest.raises(MissingExtraError, match=r"pip install 'reknit\[transformers\]'"):
         import reknit.integrations.transformers  # noqa: F401
+
+
+# The example.
+
+
+def example(folder: str, seed: int | None) -> bool:
+    """Run the example; the process dies at a random moment if there is a seed."""
+    import transformers
+
+    if seed is not None:
+        made = vars(transformers)["Trainer"].__init__
+        reached = death(seed, 6, 9)
+
+        def slowly(number: int) -> None:
+            time.sleep(0.05)
+            reached(number)
+
+        def with_death(self: Any, *args: Any, **kwargs: Any) -> None:
+            made(self, *args, **kwargs)
+            self.add_callback(after_each_step(slowly))
+
+        vars(transformers)["Trainer"].__init__ = with_death
+    sys.argv = ["hf_trainer.py", folder, "--steps", "12"]
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    return True
+
+
+def test_the_example_goes_on_after_a_death(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    assert run(1, example, str(tmp_path / "whole"), None) == [True]
+    assert run(1, example, str(tmp_path / "died"), 3, some_die=True) == [ranks.Died(-signal.SIGKILL)]
+    assert not (tmp_path / "died/model.safetensors").exists()
+    assert run(1, example, str(tmp_path / "died"), None) == [True]
+    whole, again = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "died"))
+    assert all(torch.equal(again[name], tensor) for name, tensor in whole.items())
+    assert steps_of(tmp_path / "died") == [10, 12]

@@ -7,7 +7,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
 
 import transformers
 
-import reknit.integrations.transformers
+import reknit.integrations.transformers  # noqa: F401
 import tests.warm.plain  # noqa: F401
 
 # Its classes are imported when they are first named.

@@ -1,39 +1,62 @@
-"""Which methods of trainers that are not public do the integrations replace or call?
+"""Which private attributes of trainers do the integrations use?  All of them, with the way out for each.
 
-A release of a trainer may drop or rename one.  `require_hooks` then names it before training begins, and
-`tests/integrations/test_private_hooks.py` fails with the installed release.
+`tests/integrations/test_private_hooks.py` finds them in the installed versions.
 """
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
 
 from reknit.errors import UsageError
 
-HOOKS: dict[str, tuple[str, ...]] = {
-    "transformers": (
-        "_save_checkpoint",
-        "_load_from_checkpoint",
-        "_load_optimizer_and_scheduler",
-        "_load_scaler",
-        "_load_rng_state",
-        "_load_best_model",
-        "_get_output_dir",
-        "_push_from_checkpoint",
+
+class PrivateHook(NamedTuple):
+    """An attribute that a package does not document; `when_gone` is the work if a version lacks it."""
+
+    package: str
+    owner: str
+    """Its class, as ``module:Class``."""
+    name: str
+    when_gone: str
+
+
+def _hooks(package: str, owner: str, names: tuple[str, ...], when_gone: str) -> tuple[PrivateHook, ...]:
+    return tuple(PrivateHook(package, owner, name, when_gone) for name in names)
+
+
+HOOKS: tuple[PrivateHook, ...] = (
+    *_hooks(
+        "transformers",
+        "transformers.trainer:Trainer",
+        ("_save_checkpoint",),
+        "save in TrainerCallback.on_save, and set save_only_model, so that its own folders stay small",
     ),
-}
-"""The methods, by the package that has them in its trainer."""
+    *_hooks(
+        "transformers",
+        "transformers.trainer:Trainer",
+        ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_scaler", "_load_rng_state"),
+        "find the calls of Trainer.train that read its checkpoints, and replace those",
+    ),
+    *_hooks(
+        "transformers",
+        "transformers.trainer:Trainer",
+        ("_load_best_model",),
+        "fill the model in TrainerCallback.on_train_end",
+    ),
+    *_hooks(
+        "transformers",
+        "transformers.trainer:Trainer",
+        ("_get_output_dir", "_push_from_checkpoint"),
+        "take args.output_dir, and let users push after the training",
+    ),
+)
 
 
-def require_hooks(package: str, trainer: type) -> None:
-    """Raise `UsageError` if a trainer does not have a method that the integration of its package needs."""
-    if gone := [name for name in HOOKS[package] if not callable(getattr(trainer, name, None))]:
-        try:
-            release = f"{package} {version(package)}"
-        except PackageNotFoundError:
-            release = package
+def require_hooks(package: str, owner: type) -> None:
+    """Raise `UsageError` if a class lacks an attribute in `HOOKS` that the package has had."""
+    names = [hook.name for hook in HOOKS if hook.package == package and not hasattr(owner, hook.name)]
+    if names:
         raise UsageError(
-            f"{trainer.__name__} of {release} has no method {', '.join(gone)}, which "
-            f"reknit.integrations.{package} needs",
-            remedy=f"install a release of {package} that docs/howto/trainers.md names, or a newer reknit",
+            f"this version of {package} has no {owner.__name__}.{names[0]}",
+            remedy=f"install a version of {package} that docs/howto/trainers.md names",
         )

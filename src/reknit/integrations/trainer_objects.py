@@ -15,12 +15,25 @@ from reknit.locations import location_text
 from reknit.runs.tiers import below
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from reknit.errors import ReknitError
+    from reknit.types.saved_step import SavedStep
 
 PROGRESS = "trainer_state.json"
 """The file in which transformers expects the progress of a trainer."""
+
+
+def run_arguments(given: Mapping[str, Any], root: str, keep: Any) -> tuple[dict[str, Any], str, bool]:
+    """Return the arguments of a `Checkpointer`, its root, and whether a policy decides about saves.
+
+    `root` and `keep` are used if the user has `given` neither these nor tiers.
+    """
+    if given.get("tiers") is None:
+        found = {"root": root, "keep": keep, **given}
+        return found, location_text(found["root"]), given.get("save") is not None
+    first = given["tiers"][0]
+    return dict(given), location_text(first.root), first.every is not None
 
 
 def unwrapped(trainer: Any) -> Any:
@@ -49,7 +62,7 @@ def objects_of(trainer: Any, rng: Any) -> dict[str, Any]:
     return state
 
 
-def progress_of(trainer: Any, exportable: type) -> dict[str, Any]:
+def progress_of(trainer: Any, exportable: Any) -> dict[str, Any]:
     """Return the progress of a trainer with its `exportable` callbacks, and the bases of its adapters."""
     callbacks: dict[str, Any] = {}
     for each in [*trainer.callback_handler.callbacks, trainer.control]:
@@ -82,6 +95,16 @@ def number_at(place: Any, root: str) -> int | None:
     if not digits.isdecimal() or text != below(root, step_name(int(digits))):
         return None
     return int(digits)
+
+
+def newest_before(number: int, steps: Sequence[SavedStep]) -> int | None:
+    """Return the number of the newest step before another, or None."""
+    return max((each.step for each in steps if each.step is not None and each.step < number), default=None)
+
+
+def moved(best: str | None, root: str) -> str | None:
+    """Return the path of the best step, as a run had recorded it, below the root that this run has."""
+    return None if best is None else below(root, best.partition("?")[0].rstrip("/").rpartition("/")[2])
 
 
 class UnsoundStep(Exception):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from reknit import stored
 from reknit.engine.stored.steps import step_name
-from reknit.errors import MissingExtraError, UsageError
+from reknit.errors import MissingExtraError, UsageError, VersionError
 from reknit.frameworks.per_rank import RngState
 from reknit.frameworks.stateful import Kept
 from reknit.integrations import peft_adapters, trainer_objects
@@ -77,7 +77,7 @@ class ReknitTrainerMixin(_AnyTrainer):  # type: ignore[misc]
         self._reknit_run: Checkpointer | None = None
         self._reknit_from: int | None = None
         self._reknit_saved, self._reknit_rng = Kept(), Kept()
-        self._reknit_scores: tuple[int, dict[str, float]] = (-1, {})
+        self._reknit_scores: tuple[int, dict[str, Any]] = (-1, {})
         super().__init__(*args, **kwargs)
         self.add_callback(_Follow(self))
 
@@ -112,14 +112,9 @@ class ReknitTrainerMixin(_AnyTrainer):  # type: ignore[misc]
                 "the trainer uses DeepSpeed, whose engine loads its checkpoints itself",
                 remedy="use reknit.integrations.deepspeed in a loop of your own, or FSDP in the trainer",
             )
-        given = dict(self._reknit_given)
-        if given.get("tiers") is None:
-            given.setdefault("root", os.path.join(self._get_output_dir(trial), FOLDER))
-            given.setdefault("keep", StepLimit.of(self.args))
-            self._reknit_root, when = location_text(given["root"]), given.get("save")
-        else:
-            self._reknit_root, when = location_text(given["tiers"][0].root), given["tiers"][0].every
-        self._reknit_decides = when is not None  # without a policy, a Checkpointer saves every step
+        given, self._reknit_root, self._reknit_decides = trainer_objects.run_arguments(
+            self._reknit_given, os.path.join(self._get_output_dir(trial), FOLDER), StepLimit.of(self.args)
+        )
         try:
             with Checkpointer(**given) as self._reknit_run:
                 yield
@@ -128,7 +123,7 @@ class ReknitTrainerMixin(_AnyTrainer):  # type: ignore[misc]
 
     def _reknit_find(self, where: Any) -> None:
         """Find the step to resume from, and load the progress of the trainer."""
-        run, self._reknit_saved = self._running, Kept()
+        run, self._reknit_saved = self._reknit_open, Kept()
         if where is True:
             following = run.resume({"trainer": self._reknit_saved})
             self._reknit_from = following - 1 if following else None
@@ -147,15 +142,14 @@ class ReknitTrainerMixin(_AnyTrainer):  # type: ignore[misc]
 
     def _reknit_find_older(self, unsound: trainer_objects.UnsoundStep) -> None:
         """Go on from the newest older step, as `Checkpointer.resume` does.  Raises the error of the step."""
-        run, before = self._running, self._reknit_from or 0
-        older = [number for each in run.steps() if (number := each.step) is not None and number < before]
-        if not older:
+        run, before = self._reknit_open, self._reknit_from or 0
+        if (older := trainer_objects.newest_before(before, run.steps())) is None:
             raise unsound.error
         logger.warning("passed over step %d: %s", before, unsound.error.message)
-        self._reknit_from = run.load({"trainer": self._reknit_saved}, max(older)).step
+        self._reknit_from = run.load({"trainer": self._reknit_saved}, older).step
 
     @property
-    def _running(self) -> Checkpointer:
+    def _reknit_open(self) -> Checkpointer:
         if self._reknit_run is None:
             raise UsageError("the trainer does not train", remedy="call train() first")
         return self._reknit_run
@@ -207,16 +201,17 @@ class ReknitTrainerMixin(_AnyTrainer):  # type: ignore[misc]
             return
         self._reknit_rng = Kept()
         try:
-            report = self._running.load(
+            report = self._reknit_open.load(
                 trainer_objects.objects_of(self, self._reknit_rng), self._reknit_from
             )
+        except VersionError:
+            raise
         except UNSOUND as error:
             raise trainer_objects.UnsoundStep(error) from error
         for name, why in report.notes.items():
             logger.warning("%s: %s", name, why)
-        if (best := self._reknit_saved.values["state"]["best_model_checkpoint"]) is not None:
-            name = os.path.basename(best.partition("?")[0])
-            self.state.best_model_checkpoint = below(self._reknit_root, name)
+        best = self._reknit_saved.values["state"]["best_model_checkpoint"]
+        self.state.best_model_checkpoint = trainer_objects.moved(best, self._reknit_root)
 
     def _load_scaler(self, checkpoint: Any) -> None:
         if self._reknit_from is None:
@@ -229,35 +224,26 @@ class ReknitTrainerMixin(_AnyTrainer):  # type: ignore[misc]
         elif self._reknit_rng.values:
             RngState().load_state_dict(self._reknit_rng.values)
 
-    def _reknit_follow(self, control: Any) -> None:
-        """Let the policy of the run add a save, and end a run that is preempted."""
-        run = self._reknit_run
-        if run is None or not self._reknit_decides:
-            return
-        control.should_save = run.should_save(self.state.global_step) or control.should_save
-        control.should_training_stop = run.preempted is not None or control.should_training_stop
 
-    def _reknit_note(self, metrics: Mapping[str, Any]) -> None:
-        """Note the metrics of an evaluation for a save after the same step."""
-        step, scores = self._reknit_scores
-        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, Real)}
-        now = self.state.global_step
-        self._reknit_scores = now, {**(scores if step == now else {}), **numbers}
-
-
-class ReknitTrainer(ReknitTrainerMixin, Trainer):  # type: ignore[misc]
+class ReknitTrainer(ReknitTrainerMixin, Trainer):
     """The Trainer of transformers, with checkpoints of reknit; see `ReknitTrainerMixin`."""
 
 
-class _Follow(TrainerCallback):  # type: ignore[misc]
-    """Sends the ends of steps, and the metrics of evaluations, to the trainer."""
+class _Follow(TrainerCallback):
+    """Lets the policy of a run add saves and end it, and notes the metrics of evaluations."""
 
-    def __init__(self, trainer: ReknitTrainerMixin) -> None:
+    def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> Any:
-        self._trainer._reknit_follow(control)
+        run = self._trainer._reknit_run
+        if run is not None and self._trainer._reknit_decides:
+            control.should_save = run.should_save(state.global_step) or control.should_save
+            control.should_training_stop = run.preempted is not None or control.should_training_stop
         return control
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **others: Any) -> None:
-        self._trainer._reknit_note(metrics or {})
+        step, before = self._trainer._reknit_scores
+        numbers = {name: value for name, value in (metrics or {}).items() if isinstance(value, Real)}
+        earlier = before if step == state.global_step else {}  # a step may have several evaluations
+        self._trainer._reknit_scores = state.global_step, {**earlier, **numbers}
