@@ -1,6 +1,7 @@
 """The Trainer of transformers, PEFT and TRL."""
 
 import os
+from importlib import import_module
 from importlib.util import find_spec
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
@@ -13,6 +14,4 @@ import tests.warm.plain  # noqa: F401
 # Its classes are imported when they are first named.
 _ = transformers.TrainingArguments, transformers.LlamaForCausalLM
 if find_spec("trl"):
-    import trl
-
-    _ = trl.SFTTrainer
+    _ = import_module("trl").SFTTrainer
