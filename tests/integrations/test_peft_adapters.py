@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -23,45 +22,38 @@ pytestmark = [needs("transformers", "transformers"), needs("peft", "peft")]
 run = partial(ranks.run, warm="trainers", joined=False)
 
 
-def tuned(folder: str, stop: int | None, resume: bool) -> Any:
-    model = with_lora(llama(name="tiny/base"), modules_to_save=["lm_head"])
-    made = trainer(folder, model=model)
-    if stop is not None:
-        return interrupted(made, stop)
-    made.train(resume_from_checkpoint=resume)
-    made.save_model(f"{folder}/final")
-    return training_state(made)
+def adapted(folder: str, base: str) -> Any:
+    return trainer(folder, model=with_lora(llama(name=base), modules_to_save=["lm_head"]))
 
 
-def from_adapters(folder: str) -> Any:
+def tuned(folder: str) -> Any:
+    (whole := adapted(f"{folder}/whole", "tiny/base")).train()
+    interrupted(adapted(f"{folder}/cut", "tiny/base"), 5)
+    (cut := adapted(f"{folder}/cut", "tiny/base")).train(resume_from_checkpoint=True)
+    cut.save_model(f"{folder}/final")
+    return training_state(whole)["weights"], same(training_state(whole), training_state(cut))
+
+
+def loaded_again(folder: str) -> Any:
     from peft import PeftModel
 
-    return PeftModel.from_pretrained(llama(name="tiny/base"), folder).state_dict()
-
-
-def on_another_base(folder: str) -> None:
-    made = trainer(folder, model=with_lora(llama(name="tiny/other"), modules_to_save=["lm_head"]))
     with pytest.raises(MismatchError, match=r"adapters of .*'tiny/base'.*'tiny/other'"):
-        made.train(resume_from_checkpoint=True)
+        adapted(f"{folder}/cut", "tiny/other").train(resume_from_checkpoint=True)
     with pytest.raises(MismatchError, match="this model has None"):
-        trainer(folder).train(resume_from_checkpoint=True)
+        trainer(f"{folder}/cut").train(resume_from_checkpoint=True)
+    return PeftModel.from_pretrained(llama(name="tiny/base"), f"{folder}/final").state_dict()
 
 
 def test_adapters_alone_are_saved_and_resumed_bitwise(tmp_path: Path) -> None:
-    whole = run(2, tuned, str(tmp_path / "whole"), None, False)
-    run(2, tuned, str(tmp_path / "cut"), 5, False)
-    newest = reknit.latest(tmp_path / "cut/_reknit", pending="wait")
-    assert newest is not None
-    checkpoint = reknit.open(newest)
-    assert set(checkpoint.tensors["model"]) == {
-        name for name in whole[0]["weights"] if ".default." in name and ("lora_" in name or "lm_head" in name)
-    }
-    shutil.copytree(tmp_path / "cut", tmp_path / "other")
-    cut = run(2, tuned, str(tmp_path / "cut"), None, True)
-    assert [same(one, other) for one, other in zip(whole, cut, strict=True)] == [True, True]
-    (loaded,) = run(1, from_adapters, str(tmp_path / "cut/final"))
-    assert all(torch.equal(tensor, whole[0]["weights"][name]) for name, tensor in loaded.items())
-    run(1, on_another_base, str(tmp_path / "other"))
+    ((weights, *ends), (_, *others)) = run(2, tuned, str(tmp_path))
+    assert [*ends, *others] == [True, True]
+    checkpoint = reknit.open(tmp_path / "cut/_reknit/step_00000008")
+    trained = {name for name in weights if ".default." in name}
+    assert set(checkpoint.tensors["model"]) == trained
+    assert any("lora_A" in name for name in trained)
+    assert any("lm_head" in name for name in trained)
+    (loaded,) = run(1, loaded_again, str(tmp_path))
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in loaded.items())
 
 
 def fine_tuned(folder: str) -> Any:

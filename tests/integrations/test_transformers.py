@@ -283,36 +283,46 @@ def test_a_push_has_the_weights_and_the_step_that_was_asked_for(tmp_path: Path) 
     assert "manifest.json" in parts
 
 
-def sharded(folder: str, stop: int | None, resume: bool) -> Any:
-    made = trainer(
+def sharded(folder: str) -> Any:
+    return trainer(
         folder,
         model=llama(dropout=0.0),
         fsdp=True,
         fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
         per_device_train_batch_size=8 // int(os.environ["WORLD_SIZE"]),
     )
-    if stop is not None:
-        interrupted(made, stop)
-    else:
-        made.train(resume_from_checkpoint=resume)
-    made.save_model(f"{folder}/final")
-    weights = {name: tensor.full_tensor().clone() for name, tensor in made.model.state_dict().items()}
-    return type(made.model_wrapped).__name__, weights
+
+
+def whole_weights(made: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.full_tensor().clone() for name, tensor in made.model.state_dict().items()}
+
+
+def on_shards(folder: str) -> Any:
+    (whole := sharded(f"{folder}/whole")).train()
+    interrupted(sharded(f"{folder}/cut"), 5)
+    reknit.latest(f"{folder}/cut/_reknit", pending="wait")
+    if os.environ["RANK"] == "0":
+        shutil.copytree(f"{folder}/cut", f"{folder}/alone")
+    torch.distributed.barrier()
+    (cut := sharded(f"{folder}/cut")).train(resume_from_checkpoint=True)
+    cut.save_model(f"{folder}/final")
+    return type(cut.model_wrapped).__name__, whole_weights(whole), whole_weights(cut)
+
+
+def on_all(folder: str) -> Any:
+    (made := sharded(folder)).train(resume_from_checkpoint=True)
+    return whole_weights(made)
 
 
 def test_fsdp2_through_accelerate_resumes_on_any_number_of_ranks(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    ((kind, whole), _) = run(2, sharded, str(tmp_path / "whole"), None, False)
+    ((kind, whole, cut), _) = run(2, on_shards, str(tmp_path))
     assert kind == "FSDPLlamaForCausalLM"
-    run(2, sharded, str(tmp_path / "cut"), 5, False)
-    reknit.latest(tmp_path / "cut/_reknit", pending="wait")
-    shutil.copytree(tmp_path / "cut", tmp_path / "alone")
-    ((_, again), _) = run(2, sharded, str(tmp_path / "cut"), None, True)
-    assert all(torch.equal(again[name], tensor) for name, tensor in whole.items())
-    final = load_file(tmp_path / "cut/final/model.safetensors")
-    assert all(torch.equal(again[name], tensor) for name, tensor in final.items())
-    ((_, alone),) = run(1, sharded, str(tmp_path / "alone"), None, True)
+    assert all(torch.equal(cut[name], tensor) for name, tensor in whole.items())
+    final = load_file(tmp_path / "final/model.safetensors")
+    assert all(torch.equal(cut[name], tensor) for name, tensor in final.items())
+    (alone,) = run(1, on_all, str(tmp_path / "alone"))
     for name, tensor in whole.items():
         torch.testing.assert_close(alone[name], tensor, rtol=1e-3, atol=1e-4)
 
