@@ -50,6 +50,8 @@ def trained(folder: str, seed: int | None, resume: bool, batch: int) -> tuple[in
     def reached(number: int) -> None:
         began.append(number)
         time.sleep(0.05)  # steps as short as this model's would all be over before a death
+        while number == 3 and reknit.latest(f"{folder}/_reknit") is None:
+            time.sleep(0.05)  # agents that have not met yet would wait for a dead one
 
     made = trainer(folder, model=llama(dropout=0.0), per_device_train_batch_size=batch)
     made.add_callback(after_each_step(reached))
@@ -72,7 +74,7 @@ def test_after_a_death_a_run_goes_on_from_a_committed_step_on_any_number_of_rank
     died, alone = tmp_path / "died", tmp_path / "alone"
     ends = run(2, trained, str(died), seed, False, 4, some_die=True)
     assert ends == [None, ranks.Died(-signal.SIGKILL)]
-    newest = reknit.latest(died / "_reknit", pending="wait")
+    newest = reknit.latest(died / "_reknit", pending="wait", timeout_s=60)
     assert newest is not None
     committed = int(newest[-8:])
     for name in ("_reknit/step_00000099", "checkpoint-99"):  # saves that never came to an end
@@ -347,6 +349,8 @@ def example(folder: str, seed: int | None) -> bool:
 
         def slowly(number: int) -> None:
             time.sleep(0.05)
+            while number == 6 and reknit.latest(f"{folder}/_reknit") is None:
+                time.sleep(0.05)
             reached(number)
 
         def with_death(self: Any, *args: Any, **kwargs: Any) -> None:
