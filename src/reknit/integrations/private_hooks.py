@@ -20,20 +20,40 @@ class PrivateHook(NamedTuple):
     when_gone: str
 
 
-_PREPARED = "take the objects from the arguments of Accelerator.prepare, or from its new accessor"
-_PRE_HOOKS = "let users pass their hooks to save_state and load_state"
+def _hooks(package: str, owner: str, names: tuple[str, ...], when_gone: str) -> tuple[PrivateHook, ...]:
+    return tuple(PrivateHook(package, owner, name, when_gone) for name in names)
+
 
 HOOKS: tuple[PrivateHook, ...] = (
-    PrivateHook("accelerate", "accelerate.accelerator:Accelerator", "_models", _PREPARED),
-    PrivateHook("accelerate", "accelerate.accelerator:Accelerator", "_optimizers", _PREPARED),
-    PrivateHook("accelerate", "accelerate.accelerator:Accelerator", "_schedulers", _PREPARED),
-    PrivateHook("accelerate", "accelerate.accelerator:Accelerator", "_dataloaders", _PREPARED),
-    PrivateHook("accelerate", "accelerate.accelerator:Accelerator", "_custom_objects", _PREPARED),
-    PrivateHook(
-        "accelerate", "accelerate.accelerator:Accelerator", "_save_model_state_pre_hook", _PRE_HOOKS
+    *_hooks(
+        "accelerate",
+        "accelerate.accelerator:Accelerator",
+        ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects"),
+        "take the objects from the arguments of Accelerator.prepare, or from its new accessor",
     ),
-    PrivateHook(
-        "accelerate", "accelerate.accelerator:Accelerator", "_load_model_state_pre_hook", _PRE_HOOKS
+    *_hooks(
+        "accelerate",
+        "accelerate.accelerator:Accelerator",
+        ("_save_model_state_pre_hook", "_load_model_state_pre_hook"),
+        "let users pass their hooks to save_state and load_state",
+    ),
+    *_hooks(
+        "lightning",
+        "lightning.pytorch.callbacks:ModelCheckpoint",
+        ("_save_topk_checkpoint", "_save_last_checkpoint", "_save_checkpoint", "_monitor_candidates"),
+        "derive ReknitCheckpoint from Checkpoint, and decide in its public hooks when to save",
+    ),
+    *_hooks(
+        "lightning",
+        "lightning.pytorch.callbacks:ModelCheckpoint",
+        ("_last_global_step_saved", "_last_checkpoint_saved"),
+        "keep the number of the last saved step in ReknitCheckpoint",
+    ),
+    *_hooks(
+        "lightning",
+        "lightning.pytorch.callbacks:ModelCheckpoint",
+        ("_find_last_checkpoints",),
+        "let users pass the folder of the run as ckpt_path, which works without it",
     ),
 )
 
