@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import reknit
-from reknit.integrations import accelerate as checkpoints
 from tests.integrations.random_death import death
 
 if TYPE_CHECKING:
@@ -118,6 +117,8 @@ def train(
     root: str, steps: int, *, loader: str = "shuffled", batch: int = 2, dies: int | None = None, seed: int = 0
 ) -> dict[str, Any]:
     """Resume, train to step `steps`, and save every step in the background."""
+    from reknit.integrations import accelerate as checkpoints
+
     job = Job(loader, batch, seed)
     dying = (lambda _: None) if dies is None else death(dies, 2, 7)
     with reknit.Checkpointer(root, keep=reknit.policies.latest(3)) as checkpointer:

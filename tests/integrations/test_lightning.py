@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -133,8 +134,6 @@ def test_what_a_step_cannot_have_is_refused(tmp_path: Path) -> None:
 
 
 def without_both(module: str) -> str:
-    import sys
-
     vars(sys)["modules"]["pytorch_lightning"] = None
     return without_the_package("lightning", module)
 

@@ -143,6 +143,8 @@ def _state(
         for number, value in enumerate(private("accelerate", accelerator, attribute)):
             if kind != "model" or any(value is model for model in models):
                 found[f"{kind}_{number}" if number else kind] = value
+            else:
+                _name_parameters(value, accelerator)
     if accelerator.scaler is not None:
         found["scaler"] = accelerator.scaler
     found["progress"] = Accessors(
@@ -162,13 +164,6 @@ def _to_save(accelerator: Accelerator, items: Mapping[str, Any] | None) -> dict[
             "the accelerator is between two steps of gradient accumulation, and gradients are not saved",
             remedy="save where accelerator.sync_gradients is true",
         )
-    for number, loader in enumerate(private("accelerate", accelerator, "_dataloaders")):
-        begun = any(loader is other for other in accelerator.gradient_state.dataloader_references)
-        if begun and not _is_followed(loader):
-            raise StateError(
-                f"the prepared loader {number} is in an epoch whose batches were not counted",
-                remedy="call reknit.integrations.accelerate.state(accelerator) after prepare, before the loop",
-            )
     models = list(private("accelerate", accelerator, "_models"))
     hooks = private("accelerate", accelerator, "_save_model_state_pre_hook")
     files: dict[str, Any] = {}
@@ -194,6 +189,15 @@ def _to_save(accelerator: Accelerator, items: Mapping[str, Any] | None) -> dict[
         )
     # The main process has the position of all: the others do not read a loader that it dispatches.
     return {name: value for name, value in found.items() if name != _LOADERS}
+
+
+def _name_parameters(model: Any, accelerator: Accelerator) -> None:
+    """Give the groups of optimizers the names of a model that a hook has taken, as torch itself can."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for optimizer in private("accelerate", accelerator, "_optimizers"):
+        for group in optimizer.param_groups:
+            if "param_names" not in group and all(id(parameter) in names for parameter in group["params"]):
+                group["param_names"] = [names[id(parameter)] for parameter in group["params"]]
 
 
 def _hooks(accelerator: Accelerator) -> bool:
@@ -238,6 +242,12 @@ def _followed(accelerator: Accelerator) -> dict[str, Any]:
     for number, loader in enumerate(private("accelerate", accelerator, "_dataloaders")):
         if hasattr(loader, "base_dataloader"):  # else it is not a loader of Accelerate
             if not _is_followed(loader):
+                if any(loader is other for other in accelerator.gradient_state.dataloader_references):
+                    raise StateError(
+                        f"the prepared loader {number} is in an epoch whose batches were not counted",
+                        remedy="call reknit.integrations.accelerate.state(accelerator) after prepare, before "
+                        "the loop",
+                    )
                 loader.base_dataloader = follow(loader)
             positions[str(number)] = loader.base_dataloader.position
     return positions
