@@ -12,11 +12,10 @@ from __future__ import annotations
 import argparse
 
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import reknit
 from reknit.integrations import accelerate as checkpoints

@@ -13,12 +13,11 @@ import argparse
 import os
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
-
-import lightning.pytorch as pl
 
 from reknit.integrations.lightning import ReknitCheckpoint
 

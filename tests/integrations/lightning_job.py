@@ -69,9 +69,7 @@ def module(seed: int, *, sharded: bool = False) -> Any:
     return Module()
 
 
-def trainer_of(
-    steps: int, callbacks: list[Any], *, strategy: str = "ddp", validates: bool = False
-) -> Any:
+def trainer_of(steps: int, callbacks: list[Any], *, strategy: str = "ddp", validates: bool = False) -> Any:
     """Return a trainer for the processes that are already there."""
     size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     os.environ.update(

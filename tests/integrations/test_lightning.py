@@ -1,4 +1,4 @@
-"""Lightning with the real package: steps of ranks that were killed, `ModelCheckpoint`'s meaning, exact resumes."""
+"""Lightning with the real package: exact resumes, killed ranks, and the arguments of `ModelCheckpoint`."""
 
 from __future__ import annotations
 
@@ -160,7 +160,8 @@ def with_the_other_package(root: str) -> list[str]:
     for steps in (2, 4):
         trainer = pl.Trainer(
             accelerator="cpu", devices=1, max_steps=steps, logger=False, enable_progress_bar=False,
-            enable_model_summary=False, callbacks=[ReknitCheckpoint(root, every_n_train_steps=2, save_top_k=-1)],
+            enable_model_summary=False,
+            callbacks=[ReknitCheckpoint(root, every_n_train_steps=2, save_top_k=-1)],
         )  # fmt: skip
         trainer.fit(Module(), jobs.loader(2), ckpt_path="last")
     return [step.path for step in reknit.steps(root)]

@@ -42,7 +42,12 @@ if TYPE_CHECKING:
 
 _FILES = "hook_files"
 _LOADERS = "loaders"
-_KINDS = {"model": "_models", "optimizer": "_optimizers", "scheduler": "_schedulers", "custom": "_custom_objects"}
+_KINDS = {
+    "model": "_models",
+    "optimizer": "_optimizers",
+    "scheduler": "_schedulers",
+    "custom": "_custom_objects",
+}
 _ELSEWHERE = {
     DistributedType.DEEPSPEED: "reknit.integrations.deepspeed, with the prepared model",
     DistributedType.MEGATRON_LM: "reknit.integrations.megatron",
@@ -129,9 +134,7 @@ def resume(
     return checkpointer.resume(_state(accelerator, _after_hooks(accelerator, files.values), items))
 
 
-def _state(
-    accelerator: Accelerator, models: list[Any], items: Mapping[str, Any] | None
-) -> dict[str, Any]:
+def _state(accelerator: Accelerator, models: list[Any], items: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the live objects; of the models only those that no hook has taken."""
     if (other := _ELSEWHERE.get(accelerator.distributed_type)) is not None:
         raise UsageError(
@@ -212,7 +215,9 @@ def _after_hooks(accelerator: Accelerator, files: Mapping[str, Any]) -> list[Any
     with tempfile.TemporaryDirectory(prefix="reknit-hooks-") as folder:
         for name, content in files.items():
             file = Path(folder, name).resolve()
-            if not file.is_relative_to(Path(folder).resolve()):  # only a checkpoint of someone else has such a name
+            if not file.is_relative_to(
+                Path(folder).resolve()
+            ):  # only a checkpoint of someone else has such a name
                 raise FormatError(f"the checkpoint has a file of a hook outside of its folder: {name!r}")
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(content.tobytes())

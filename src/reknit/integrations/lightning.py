@@ -22,7 +22,6 @@ from reknit.policies import best, latest
 from reknit.policies.keep_policies import ranked
 from reknit.runs.checkpointer import Checkpointer
 from reknit.stored import steps
-from reknit.storage.registry import open_storage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,14 +33,15 @@ if TYPE_CHECKING:
     from reknit.types.saved_step import SavedStep
 
 
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+
+
 def _package() -> str:
     """Return the name of the Lightning package of this program: the one that it has imported, if one."""
-    for name, top in (("lightning.pytorch", "lightning"), ("pytorch_lightning", "pytorch_lightning")):
-        if name in sys.modules:
-            return name
-    for name, top in (("lightning.pytorch", "lightning"), ("pytorch_lightning", "pytorch_lightning")):
-        if find_spec(top) is not None:
-            return name
+    imported = [name for name in _PACKAGES if sys.modules.get(name) is not None]
+    installed = (name for name in _PACKAGES if find_spec(name.partition(".")[0]) is not None)
+    if (name := next(iter(imported or installed), None)) is not None:
+        return name
     raise MissingExtraError(
         "reknit.integrations.lightning needs the package lightning", remedy="pip install 'reknit[lightning]'"
     )
@@ -112,9 +112,8 @@ class ReknitCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
                 remedy="import that package before reknit.integrations.lightning",
             )
         adopt(trainer.strategy)
-        if stage == "fit":
-            self._run = Checkpointer(self._root, **self._call)
-            trainer.strategy.runs = {**trainer.strategy.runs, self._root: self._run}
+        self._run = Checkpointer(self._root, **self._call) if stage == "fit" else None
+        trainer.strategy.runs = {**trainer.strategy.runs, self._root: self._run}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Set the random generators of a loaded checkpoint, after the loaders have begun."""
@@ -135,10 +134,10 @@ class ReknitCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
 
     def _leave(self, trainer: Any, error: BaseException | None) -> None:
         run, self._run = self._run, None
+        trainer.strategy.runs = {
+            root: other for root, other in trainer.strategy.runs.items() if root != self._root
+        }
         if run is not None:
-            trainer.strategy.runs = {
-                root: other for root, other in trainer.strategy.runs.items() if other is not run
-            }
             run.__exit__(None if error is None else type(error), error, None)
 
     def state_dict(self) -> dict[str, Any]:
@@ -215,7 +214,9 @@ class ReknitCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
         step, run = trainer.global_step, self._run
         if run is None or self._last_global_step_saved == step:
             return
-        metrics = {name: float(value) for name, value in candidates.items() if torch.as_tensor(value).numel() == 1}
+        metrics = {
+            name: float(value) for name, value in candidates.items() if torch.as_tensor(value).numel() == 1
+        }
 
         def save(state: dict[str, Any]) -> None:
             run.save(step, state, metrics, force=True)

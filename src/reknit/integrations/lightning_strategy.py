@@ -61,8 +61,8 @@ class ReknitStrategy:
     lightning_module: Any
     is_global_zero: bool
     broadcast: Any
-    runs: Mapping[str, Checkpointer] = {}
-    """The open runs, by their folders."""
+    runs: Mapping[str, Checkpointer | None] = {}
+    """The runs by their folders; they are open while the trainer trains."""
     _save: Callable[[dict[str, Any]], None] | None = None
     _restored = False
     _random: Any = None
@@ -121,17 +121,26 @@ class ReknitStrategy:
         state: dict[str, Any] = {_TRAINER: rest, **self._objects(with_optimizers=fits)}
         if fits:
             state["rng"] = PerRank(Accessors(RngState().state_dict, self._keep_random))
-        for root, checkpointer in self.runs.items():
-            if path == root:
-                checkpointer.resume(state)
-                break
-            if (number := next((s.step for s in checkpointer.steps() if s.path == path), None)) is not None:
-                checkpointer.load(state, number)
-                break
-        else:
-            loads.load(path, state, strict=module.strict_loading)
+        self._load(path, state, strict=module.strict_loading)
         version = _version_of(module.trainer)
         return dict(rest.values) or {_VERSION: version, "lr_schedulers": []}
+
+    def _load(self, path: str, state: dict[str, Any], *, strict: bool) -> None:
+        """Load a step, or the newest one if the path is the folder of a run."""
+        for root, run in self.runs.items():
+            if run is None and path == root:
+                if (newest := self.broadcast(stored.latest(root))) is None:
+                    raise CheckpointNotFoundError(f"there is no committed step below {root}")
+                path = newest
+            elif run is not None and path == root:
+                run.resume(state)
+                return
+            elif run is not None and (
+                found := [each.step for each in run.steps() if each.path == path and each.step is not None]
+            ):
+                run.load(state, found[0])
+                return
+        loads.load(path, state, strict=strict)
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         """Load the model, unless that is done."""

@@ -83,7 +83,7 @@ class PositionedLoader:
                 raise StateError(
                     f"the position after {state['samples']} samples is inside of a batch: the ranks now take "
                     f"{size} samples at once",
-                    remedy="choose a batch size for which the number of samples of a step divides the position",
+                    remedy="choose a batch size for which the samples of a step divide the position",
                 )
         if taken:
             current = self._trainer.fit_loop.epoch_loop.batch_progress.current
@@ -96,5 +96,6 @@ class PositionedLoader:
 
     def _samples_of_a_step(self) -> int | None:
         size = loader_order.batch_size(self._loader)
-        replicas = self._trainer.strategy.distributed_sampler_kwargs or {"num_replicas": 1}
-        return None if size is None else size * int(replicas["num_replicas"])
+        # A strategy of one device has none.
+        replicas = getattr(self._trainer.strategy, "distributed_sampler_kwargs", None) or {}
+        return None if size is None else size * int(replicas.get("num_replicas", 1))

@@ -78,9 +78,7 @@ class CountedLoader:
 class LoaderPosition:
     """The epoch of a prepared loader, and the number of samples that all processes took of it."""
 
-    def __init__(
-        self, prepared: Any, inner: Any, num_processes: int, *, split_batches: bool = False
-    ) -> None:
+    def __init__(self, prepared: Any, inner: Any, num_processes: int, *, split_batches: bool = False) -> None:
         self._prepared, self._inner = prepared, inner
         self._dispatches = issubclass(type(prepared), DataLoaderDispatcher)
         self._samples = _samples_of_a_step(
@@ -150,7 +148,7 @@ class LoaderPosition:
             raise StateError(
                 f"the position after {state['samples']} samples is inside of a batch: the processes now take "
                 f"{self._samples} samples at once",
-                remedy="choose a batch size for which the number of samples of a step divides the position",
+                remedy="choose a batch size for which the samples of a step divide the position",
             )
         return int(steps)
 
@@ -179,4 +177,6 @@ def _samples_of_a_step(
     if size is None:
         return None
     shared = split_batches and (dispatches or not isinstance(inner.dataset, IterableDataset))
-    return size if shared else size * int(getattr(loader_order.batches_of(inner), "num_processes", num_processes))
+    if shared:
+        return size
+    return size * int(getattr(loader_order.batches_of(inner), "num_processes", num_processes))

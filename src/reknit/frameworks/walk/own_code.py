@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 _MEND = "correct the code that raised it (the exception is the cause of this error), or leave the object out"
 _WRAP = (
-    "wrap an object that has a state (for a data loader, torchdata's StatefulDataLoader), or leave it out and "
-    "save its position as a number; reknit.integrations.accelerate counts the batches of prepared loaders"
+    "wrap an object that has a state (for a data loader, torchdata's StatefulDataLoader), or leave it out "
+    "and save its position as a number; reknit.integrations.accelerate does that for prepared loaders"
 )
 _STATE = ("state_dict", "load_state_dict")
 _DEPTH = 3
@@ -36,7 +36,7 @@ def failed_search(error: Exception, value: Any, place: Place) -> ReknitError:
 
 
 def cause(error: Exception, value: Any = None) -> str:
-    """Return type and text of an exception, and the object within `value` that has no state, if it is that."""
+    """Return type and text of an exception, and the object within `value` that lacks a state, if one does."""
     text = f"{type(error).__name__}: {error}"
     if (inner := _stateless(error, value)) is None:
         return text
