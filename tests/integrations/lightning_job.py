@@ -133,7 +133,7 @@ def train(
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             seen["random"] = random.random(), torch.rand(2)
 
-    given = {"every_n_train_steps": every, "save_top_k": -1, **(arguments or {})}
+    given = {"save_top_k": -1, **(arguments or {"every_n_train_steps": every})}
     checkpoint = ReknitCheckpoint(root, **given)
     trainer = trainer_of(steps, [checkpoint, Watch()], strategy=strategy, validates="monitor" in given)
     lit = module(seed, sharded=strategy == "sharded")

@@ -26,13 +26,20 @@ run = partial(ranks.run, warm="lightning")
 EXACT = ("tensors", "random", "samples", "step", "epoch", "lr", "loops")
 
 
-def resumed(folder: str, strategy: str, stops: tuple[int, ...]) -> list[int]:
+VALIDATED = {"monitor": "score"}
+"""Arguments for saves after each validation, here after every second step."""
+
+
+def resumed(
+    folder: str, strategy: str, stops: tuple[int, ...], arguments: dict[str, Any] | None = None
+) -> list[int]:
     """Return the steps after which a resume differs from a training without an end between."""
-    whole = jobs.train(f"{folder}/whole", 15, strategy=strategy, every=1)
+    train = partial(jobs.train, strategy=strategy, arguments=arguments)
+    whole = train(f"{folder}/whole", 15)
     different = []
     for stop in stops:
-        jobs.train(f"{folder}/{stop}", stop, strategy=strategy)
-        rest = jobs.train(f"{folder}/{stop}", 15, strategy=strategy, seed=9)
+        train(f"{folder}/{stop}", stop)
+        rest = train(f"{folder}/{stop}", 15, seed=9)
         assert rest["first"] == stop
         expected = {name: whole[name] for name in EXACT} | {"samples": whole["samples"][stop:]}
         if not same_value({name: rest[name] for name in EXACT}, expected):
@@ -47,6 +54,10 @@ def test_a_resume_is_bitwise_equal_in_loops_data_and_random_numbers(
     world: int, strategy: str, stops: tuple[int, ...], tmp_path: Path
 ) -> None:
     assert run(world, resumed, str(tmp_path), strategy, stops) == [[]] * world
+
+
+def test_a_resume_after_a_validation_is_bitwise_equal_too(tmp_path: Path) -> None:
+    assert run(1, resumed, str(tmp_path), "one", (6, 12), VALIDATED) == [[]]
 
 
 def killed(root: str, strategy: str, seed: int) -> None:
@@ -76,7 +87,7 @@ def test_a_run_that_is_killed_resumes_on_another_number_of_ranks(
 
 def kept(root: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """Train ten steps with a metric, then validate and test the best and the last step."""
-    seen = jobs.train(root, 10, every=2, arguments={"monitor": "score", **arguments})
+    seen = jobs.train(root, 10, arguments={**VALIDATED, **arguments})
     from reknit.integrations.lightning import ReknitCheckpoint
 
     checkpoint = ReknitCheckpoint(root, monitor="score", save_top_k=2)

@@ -21,7 +21,6 @@ from reknit.frameworks.stateful import Accessors, Kept
 from reknit.integrations.private_hooks import private
 
 try:
-    from accelerate import Accelerator
     from accelerate.utils import DistributedType
 except ImportError as error:
     raise MissingExtraError(
@@ -34,6 +33,8 @@ from reknit.integrations.prepared_loaders import CountedLoader
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from os import PathLike
+
+    from accelerate import Accelerator
 
     from reknit.engine.call_reports import LoadReport
     from reknit.engine.outcome import PendingSave
@@ -215,9 +216,7 @@ def _after_hooks(accelerator: Accelerator, files: Mapping[str, Any]) -> list[Any
     with tempfile.TemporaryDirectory(prefix="reknit-hooks-") as folder:
         for name, content in files.items():
             file = Path(folder, name).resolve()
-            if not file.is_relative_to(
-                Path(folder).resolve()
-            ):  # only a checkpoint of someone else has such a name
+            if not file.is_relative_to(Path(folder).resolve()):  # no save writes such a name
                 raise FormatError(f"the checkpoint has a file of a hook outside of its folder: {name!r}")
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(content.tobytes())

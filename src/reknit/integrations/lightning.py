@@ -214,9 +214,8 @@ class ReknitCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
         step, run = trainer.global_step, self._run
         if run is None or self._last_global_step_saved == step:
             return
-        metrics = {
-            name: float(value) for name, value in candidates.items() if torch.as_tensor(value).numel() == 1
-        }
+        scalars = {name: torch.as_tensor(value) for name, value in candidates.items()}
+        metrics = {name: float(value) for name, value in scalars.items() if value.numel() == 1}
 
         def save(state: dict[str, Any]) -> None:
             run.save(step, state, metrics, force=True)

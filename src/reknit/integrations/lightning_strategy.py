@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _TRAINER = "trainer"
 _VERSION = "pytorch-lightning_version"
 _OF_A_CLASS = ("__dict__", "__weakref__", "__module__", "__doc__", "__annotations__")
+_PACKAGES = ("lightning", "pytorch_lightning")
 _NAMES = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy")
 
 
@@ -35,7 +36,8 @@ def adopt(strategy: Any) -> None:
     kind = type(strategy)
     if hasattr(kind, "runs"):
         return
-    if not any(base.__name__ in _NAMES for base in kind.__mro__):
+    known = next((base for base in kind.__mro__ if base.__module__.partition(".")[0] in _PACKAGES), kind)
+    if known.__name__ not in _NAMES:
         raise UsageError(
             f"reknit does not save a trainer with the strategy {kind.__name__}",
             remedy=f"use one of {', '.join(_NAMES)}",
@@ -109,7 +111,7 @@ class ReknitStrategy:
         self._save(state)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load live objects in place, and return the rest; a checkpoint of Lightning is loaded by Lightning."""
+        """Load live objects in place, and return the rest; leave a file of Lightning to Lightning."""
         path = str(self.broadcast(checkpoint_path))
         self._restored = _is_ours(path, self.runs)
         if not self._restored:
