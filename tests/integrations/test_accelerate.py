@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import signal
 import sys
 from functools import partial
@@ -22,6 +23,8 @@ pytestmark = [needs("accelerate", "Accelerate"), needs("torchdata", "torchdata")
 
 run = partial(ranks.run, warm="accelerate", joined=False)
 
+EXAMPLES = Path(__file__).parents[2] / "examples" / "trainers"
+
 KINDS = ("shuffled", "seedable", "stateful", "dispatched", "stream", "split")
 
 
@@ -33,7 +36,7 @@ def resumed(folder: str, kinds: tuple[str, ...], stops: tuple[int, ...]) -> list
     for kind in kinds:
         whole = jobs.Job(kind)
         checkpoints.state(whole.accelerator)
-        saved = {}
+        saved: dict[int, str] = {}
 
         def save(step: int, job: jobs.Job = whole, kind: str = kind, saved: dict[int, str] = saved) -> None:
             if step + 1 in stops:
@@ -51,11 +54,13 @@ def resumed(folder: str, kinds: tuple[str, ...], stops: tuple[int, ...]) -> list
     return different
 
 
-@pytest.mark.parametrize(("world", "stops"), [(1, (5, 12)), (2, (4, 6))])
+@pytest.mark.parametrize(
+    ("world", "kinds", "stops"), [(1, ("shuffled", "stateful"), (5, 12)), (2, KINDS, (4, 6))]
+)
 def test_a_resume_is_bitwise_equal_inside_of_an_epoch_and_between_two(
-    world: int, stops: tuple[int, ...], tmp_path: Path
+    world: int, kinds: tuple[str, ...], stops: tuple[int, ...], tmp_path: Path
 ) -> None:
-    assert run(world, resumed, str(tmp_path), KINDS, stops) == [[]] * world
+    assert run(world, resumed, str(tmp_path), kinds, stops) == [[]] * world
     names = {path.name for path in tmp_path.rglob("*")}
     assert not names & {"optimizer.bin", "model.safetensors", "scheduler.bin", "random_states_0.pkl"}
 
@@ -157,6 +162,19 @@ def test_a_call_that_cannot_be_exact_is_refused_and_changes_nothing(tmp_path: Pa
     assert "['model'] are the accelerator's own" in found[1]
     assert "between two steps of gradient accumulation" in found[2]
     assert "the position after 2 samples is inside of a batch" in found[3]
+
+
+def example(folder: str, steps: int) -> float:
+    loss: float = runpy.run_path(str(EXAMPLES / "accelerate_loop.py"))["train"](folder, steps)
+    return loss
+
+
+def test_the_example_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
+    run(2, example, str(tmp_path), 5)
+    assert reknit.latest(tmp_path) == str(tmp_path / "step_00000004")
+    (loss,) = run(1, example, str(tmp_path), 12)
+    assert 0 < loss < 1
+    assert reknit.latest(tmp_path) == str(tmp_path / "step_00000010")
 
 
 def without_the_package(package: str, module: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import runpy
 import signal
 import sys
 from functools import partial
@@ -13,7 +15,7 @@ import reknit
 from reknit.frameworks.same_value import same_value
 from tests import ranks
 from tests.integrations import lightning_job as jobs
-from tests.integrations.test_accelerate import without_the_package
+from tests.integrations.test_accelerate import EXAMPLES, without_the_package
 from tests.optional import needs
 
 if TYPE_CHECKING:
@@ -113,9 +115,9 @@ def test_the_best_steps_and_the_newest_stay(
     if "mode" not in arguments:
         assert seen["best"] == str(tmp_path / f"step_{ranked[0]:08d}")
         assert float(seen["score"]) == 1.0
+        assert not same_value(seen["best_weights"], seen["last_weights"])
     assert seen["last"] == str(tmp_path / "step_00000010")
     assert same_value(seen["last_weights"], {name: seen["trained"][name] for name in seen["last_weights"]})
-    assert not same_value(seen["best_weights"], seen["last_weights"])
 
 
 def refused(folder: str) -> list[str]:
@@ -144,6 +146,22 @@ def test_what_a_step_cannot_have_is_refused(tmp_path: Path) -> None:
     assert found[2].startswith("ReknitCheckpoint was made for lightning.pytorch")
 
 
+def example(folder: str, steps: int, batch: int) -> tuple[float, str]:
+    """Run the example as torchrun does."""
+    os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0")
+    train = runpy.run_path(str(EXAMPLES / "lightning_trainer.py"))["train"]
+    answer: tuple[float, str] = train(folder, steps, batch)
+    return answer
+
+
+def test_the_example_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    ranks.run(2, example, str(tmp_path), 6, 4, warm="lightning", joined=False)
+    ((loss, best),) = ranks.run(1, example, str(tmp_path), 12, 8, warm="lightning", joined=False)
+    assert 0 < loss < 1
+    assert best in {step.path for step in reknit.steps(tmp_path)}
+    assert reknit.latest(tmp_path) == str(tmp_path / "step_00000012")
+
+
 def without_both(module: str) -> str:
     vars(sys)["modules"]["pytorch_lightning"] = None
     return without_the_package("lightning", module)
@@ -157,7 +175,7 @@ def with_the_other_package(root: str) -> list[str]:
 
     from reknit.integrations.lightning import ReknitCheckpoint
 
-    class Module(pl.LightningModule):  # type: ignore[misc]
+    class Module(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.net = nn.Linear(2, 1)

@@ -42,7 +42,7 @@ def adopt(strategy: Any) -> None:
             f"reknit does not save a trainer with the strategy {kind.__name__}",
             remedy=f"use one of {', '.join(_NAMES)}",
         )
-    strategy.__class__ = _adopted(kind)
+    strategy.__class__ = _adopted(kind)  # type: ignore[arg-type]
 
 
 @cache

@@ -65,7 +65,7 @@ def batches_after(loader: Any, count: int) -> Iterator[Any]:
 
 def _sampled_after(loader: Any, batches: Any, count: int) -> Iterator[Any]:
     samples = batches.sampler
-    batches.sampler = _Later(samples, count)
+    batches.sampler = _RemainingSamples(samples, count)
     try:  # a loader asks its sampler when it makes its iterator, or for the first batch
         iterator = iter(loader)
         first = next(iterator, loader)
@@ -76,7 +76,7 @@ def _sampled_after(loader: Any, batches: Any, count: int) -> Iterator[Any]:
         yield from iterator
 
 
-class _Later:
+class _RemainingSamples:
     """The samples of a sampler after the first ones."""
 
     def __init__(self, sampler: Any, count: int) -> None:

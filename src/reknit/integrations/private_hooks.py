@@ -39,19 +39,19 @@ HOOKS: tuple[PrivateHook, ...] = (
     ),
     *_hooks(
         "lightning",
-        "lightning.pytorch.callbacks:ModelCheckpoint",
+        "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint",
         ("_save_topk_checkpoint", "_save_last_checkpoint", "_save_checkpoint", "_monitor_candidates"),
         "derive ReknitCheckpoint from Checkpoint, and decide in its public hooks when to save",
     ),
     *_hooks(
         "lightning",
-        "lightning.pytorch.callbacks:ModelCheckpoint",
+        "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint",
         ("_last_global_step_saved", "_last_checkpoint_saved"),
         "keep the number of the last saved step in ReknitCheckpoint",
     ),
     *_hooks(
         "lightning",
-        "lightning.pytorch.callbacks:ModelCheckpoint",
+        "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint",
         ("_find_last_checkpoints",),
         "let users pass the folder of the run as ckpt_path, which works without it",
     ),
