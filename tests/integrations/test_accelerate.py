@@ -90,7 +90,7 @@ def test_a_run_that_is_killed_resumes_on_another_number_of_processes(seed: int, 
 
 
 def with_hooks(folder: str) -> list[Any]:
-    """Save the first model by hooks, and the rest as usual; return the names of what a load brought."""
+    """Save the first model by hooks, and the rest as usual; return the items and the missing names."""
     from reknit.integrations import accelerate as checkpoints
 
     def make(seed: int) -> jobs.Job:

@@ -136,7 +136,7 @@ def resume(
 
 
 def _state(accelerator: Accelerator, models: list[Any], items: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the live objects; of the models only those that no hook has taken."""
+    """Return the live objects, with these models: the others were taken by hooks."""
     if (other := _ELSEWHERE.get(accelerator.distributed_type)) is not None:
         raise UsageError(
             f"{accelerator.distributed_type.value} keeps the state of an accelerator in an engine of its own",
