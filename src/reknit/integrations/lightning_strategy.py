@@ -1,7 +1,7 @@
 """How does a strategy of Lightning save and load with reknit?  Its live objects, on all ranks at once.
 
 A `CheckpointIO` saves on rank 0 only, and the methods of a strategy are called on every rank.  So these are
-replaced.  Model and optimizers are saved and loaded where they are, and the trainer's other state is one item.
+replaced.  Model and optimizers are saved and loaded where they are; the trainer's other state is one item.
 """
 
 from __future__ import annotations
