@@ -8,7 +8,6 @@ number of processes.
 from __future__ import annotations
 
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -231,27 +230,20 @@ def _files_in(folder: Path) -> Iterator[tuple[str, Any]]:
             yield file.relative_to(folder).as_posix(), np.frombuffer(file.read_bytes(), np.uint8)
 
 
-def _is_followed(loader: Any) -> bool:
-    return issubclass(type(getattr(loader, "base_dataloader", None)), CountedLoader)
-
-
 def _followed(accelerator: Accelerator) -> dict[str, Any]:
     """Return the positions of the prepared loaders, which count their batches from now on."""
     positions: dict[str, Any] = {}
-    follow = partial(
-        CountedLoader,
-        num_processes=accelerator.num_processes,
-        split_batches=accelerator.split_batches,
-    )
     for number, loader in enumerate(private("accelerate", accelerator, "_dataloaders")):
         if hasattr(loader, "base_dataloader"):  # else it is not a loader of Accelerate
-            if not _is_followed(loader):
+            if not issubclass(type(loader.base_dataloader), CountedLoader):
                 if any(loader is other for other in accelerator.gradient_state.dataloader_references):
                     raise StateError(
                         f"the prepared loader {number} is in an epoch whose batches were not counted",
                         remedy="call reknit.integrations.accelerate.state(accelerator) after prepare, before "
                         "the loop",
                     )
-                loader.base_dataloader = follow(loader)
+                loader.base_dataloader = CountedLoader(
+                    loader, accelerator.num_processes, split_batches=accelerator.split_batches
+                )
             positions[str(number)] = loader.base_dataloader.position
     return positions
