@@ -71,16 +71,18 @@ def background_of(group: Group, *, elsewhere: bool) -> Background:
 
 @contextmanager
 def agents_for(
-    places: Sequence[str | os.PathLike[str]], options: SaveOptions, group: Group
+    places: Sequence[str | os.PathLike[str]], first_round: str, *, options: SaveOptions, group: Group
 ) -> Iterator[None]:
     """Start agents beside the block, so that later saves to all of `places` find them; all ranks use it.
 
-    No agent starts without places, or if no other process can open one of them.
+    No agent starts without places, or if no other process can open one of them.  After Ctrl-C during the start,
+    the first round of the block fails on the other ranks.
     """
     if not places or not all(place_of(place).elsewhere for place in places):
         yield
         return
-    background_of(group, elsewhere=True).start_agents(group, options)
+    with raised_on_all_ranks(group, first_round, options.timeout_s):
+        background_of(group, elsewhere=True).start_agents(group, options)
     yield
     # Looked up again: the agents of background saves that were closed meanwhile would stay to the end.
     background_of(group, elsewhere=True).join_agents(group, options)

@@ -13,7 +13,7 @@ import pytest
 
 import reknit
 from reknit import calls, ranks
-from reknit.engine.background.trainer import agent_session
+from reknit.engine.background.trainer import agent_link
 from reknit.testing.world import run_ranks
 from tests.faults.nursery import agents_of, send, wait_until
 from tests.storage.process_memory import ProcessMemory
@@ -75,7 +75,8 @@ def test_no_agent_starts_for_a_run_that_has_no_use_for_one(tmp_path: Path, where
 
 
 def test_an_agent_that_ends_before_it_joins_the_others_is_replaced(tmp_path: Path) -> None:
-    with calls.agents_for([tmp_path], reknit.SaveOptions(), ranks.alone()):
+    with calls.agents_for([tmp_path], "first", options=reknit.SaveOptions(), group=ranks.alone()):
+        wait_until(lambda: agents_of(os.getpid()), LIMIT_S)  # /proc shows its arguments a moment late
         (early,) = agents_of(os.getpid())
         send(early)
         wait_until(lambda: agents_of(os.getpid()) == [], LIMIT_S)
@@ -104,7 +105,7 @@ def test_an_agent_that_does_not_start_is_a_warning_and_the_error_of_the_first_sa
 def test_an_agent_of_one_rank_that_does_not_start_is_an_error_on_all_and_the_next_save_is_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    starts = agent_session.AgentLink.__init__
+    starts = agent_link.AgentLink.__init__
     failing = {1}
 
     def start(self: Any, rank: int, **options: Any) -> None:
@@ -112,7 +113,7 @@ def test_an_agent_of_one_rank_that_does_not_start_is_an_error_on_all_and_the_nex
             raise OSError("no more processes")
         starts(self, rank, **options)
 
-    monkeypatch.setattr(agent_session.AgentLink, "__init__", start)
+    monkeypatch.setattr(agent_link.AgentLink, "__init__", start)
     both_are_here = threading.Barrier(2)
     caplog.set_level(logging.WARNING, "reknit")
 
@@ -136,7 +137,7 @@ def test_an_interrupt_while_an_agent_starts_is_raised_and_leaves_none(
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(agent_session.AgentLink, "send", interrupted)
+    monkeypatch.setattr(agent_link.AgentLink, "send", interrupted)
     run = reknit.Checkpointer(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         run.resume(state_of())
@@ -153,6 +154,7 @@ def test_a_resume_that_fails_leaves_the_agent_to_the_first_save(tmp_path: Path) 
     with reknit.Checkpointer(tmp_path) as run:
         with pytest.raises(reknit.MismatchError):
             run.resume(state_of())
+        wait_until(lambda: agents_of(os.getpid()), LIMIT_S)  # /proc shows its arguments a moment late
         (early,) = agents_of(os.getpid())
         run.save(1, state_of())
         session = supervisor_of().session
@@ -163,7 +165,7 @@ def test_a_resume_that_fails_leaves_the_agent_to_the_first_save(tmp_path: Path) 
 def test_an_interrupt_of_one_rank_while_its_agent_starts_is_not_waited_for_by_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send = agent_session.AgentLink.send
+    send = agent_link.AgentLink.send
 
     def interrupted(self: Any, *message: Any) -> None:
         if self.rank == 1:
@@ -171,7 +173,7 @@ def test_an_interrupt_of_one_rank_while_its_agent_starts_is_not_waited_for_by_ot
             raise KeyboardInterrupt
         send(self, *message)
 
-    monkeypatch.setattr(agent_session.AgentLink, "send", interrupted)
+    monkeypatch.setattr(agent_link.AgentLink, "send", interrupted)
     both_have_ended = threading.Barrier(2)
 
     def rank(group: Group) -> None:

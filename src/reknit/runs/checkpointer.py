@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -196,11 +195,10 @@ class Checkpointer(Shown):
         This waits for the saves of this run, and up to five minutes for agents of an earlier run on the host
         of rank 0.  Saves that the earlier run has not finished by then can never commit.
         """
-        with ExitStack() as agents:
-            with raised_on_all_ranks(self._group, "settle", self._timeout_s):
-                check_state(state)
-                places = [] if self._wait else self._folder.roots
-                agents.enter_context(agents_for(places, self._used, self._group))
+        with raised_on_all_ranks(self._group, "settle", self._timeout_s):
+            check_state(state)
+        places = [] if self._wait else self._folder.roots
+        with agents_for(places, "settle", options=self._used, group=self._group):
             return self._resume(state)
 
     def _resume(self, state: Mapping[str, Any]) -> int:
