@@ -75,8 +75,8 @@ def agents_for(
 ) -> Iterator[None]:
     """Start agents beside the block, so that later saves to all of `places` find them; all ranks use it.
 
-    No agent starts without places, or if no other process can open one of them.  After Ctrl-C during the start,
-    the first round of the block fails on the other ranks.
+    No agent starts without places, or if no other process can open one of them.  After Ctrl-C during the
+    start, the first round of the block fails on the other ranks.
     """
     if not places or not all(place_of(place).elsewhere for place in places):
         yield
