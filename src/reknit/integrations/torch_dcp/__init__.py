@@ -1,0 +1,1 @@
+"""The storage writer and reader of reknit for torch's DCP."""
