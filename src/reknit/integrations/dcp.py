@@ -40,8 +40,8 @@ def save(
     """Save a state dict as `dcp.save` does, at `checkpoint_id`, as a checkpoint of reknit.
 
     Every rank calls it.  The arguments are those of `dcp.save`, and `others` are passed on.  A checkpoint
-    that is there is replaced by a safe switch.  Returns DCP's metadata.  Raises the `CheckpointException` that
-    DCP makes of the errors of `reknit.save`.
+    that is there is replaced by a safe switch.  Returns DCP's metadata.  DCP raises
+    the errors of `reknit.save` as its `CheckpointException`.
     """
     writer = storage_writer or Writer(checkpoint_id, group=_group(process_group, no_dist=no_dist))
     return torch_dcp.save(

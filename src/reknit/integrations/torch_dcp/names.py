@@ -6,6 +6,7 @@ In reknit, the first key of a path is the item, and the others are levels of its
 
 from __future__ import annotations
 
+import io
 from collections import UserDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 
 MODEL = "model"
 """The item of a state dict without levels, which is nearly always that of a model."""
+
+STREAM = "~stream"
+"""The key of the bytes of a stream, which a state dict of DCP may have as a value."""
 
 _GROUPS, _STATES = "param_groups", "state"
 
@@ -68,7 +72,7 @@ def nested(values: Mapping[str, Any], paths: Mapping[str, Path], item: str | Non
             at = at.setdefault(key, Level()) if isinstance(at, Level) else None
         if not isinstance(at, Level) or last in at:
             raise StateError(f"the state dict has two entries at {name!r}", remedy="rename one of them")
-        at[last] = value
+        at[last] = encoded(STREAM, value) if isinstance(value, io.BytesIO) else value
     return {key: _settled(value) for key, value in state.items()}
 
 
@@ -89,10 +93,15 @@ def _settled(value: Any) -> Any:
 
 
 def found(state: Any, path: Path) -> Any:
-    """Return the value at a path of a nested state."""
+    """Return the value at a path of a nested state, in the type that was saved."""
     for key in path:
         state = state[key]
-    return state
+    return live(state)
+
+
+def live(value: Any) -> Any:
+    """Return a loaded value in the type that was saved."""
+    return io.BytesIO(value[STREAM]) if isinstance(value, dict) and value.keys() == {STREAM} else value
 
 
 def put(state: Any, path: Path, value: Any) -> None:
@@ -199,6 +208,11 @@ class Pieces:
         """Add a box, with its memory."""
         dtype = str(memory.dtype).removeprefix("torch.")
         self.held.append(Held("", tuple(shape), dtype, tuple(offsets), tuple(memory.shape), memory))
+
+
+def encoded(key: str, stream: io.BytesIO) -> Pieces:
+    """Return the bytes of a stream as one value."""
+    return Pieces([Value("", {key: stream.getvalue()})])
 
 
 class PieceFramework:

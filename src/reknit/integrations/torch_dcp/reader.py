@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from torch.distributed.checkpoint.metadata import Metadata
-    from torch.distributed.checkpoint.planner import LoadPlan
+    from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
     from reknit.ranks import AnyGroup
 
@@ -89,7 +89,8 @@ class Reader(StorageReader):
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Record in each plan the number of ranks, and whether any of them reads a tensor."""
-        any_tensor = any(read.type == LoadItemType.TENSOR for plan in plans for read in plan.items)
+        reads = [read for plan in plans for read in plan.items]
+        any_tensor = any(read.type == LoadItemType.TENSOR or not self._is_value(read) for read in reads)
         return [replace(plan, storage_data=(len(plans), any_tensor)) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Any:
@@ -106,7 +107,7 @@ class Reader(StorageReader):
         """Fill the state dict of DCP's own planner as reknit fills a state."""
         known, paths = planner.metadata.state_dict_metadata, planner.mappings
         values = {
-            name: "" if isinstance(value, BytesStorageMetadata) else value
+            name: "" if isinstance(value, BytesStorageMetadata | io.BytesIO) else value
             for name, value in planner.state_dict.items()
             if name in known
         }
@@ -157,7 +158,7 @@ class Reader(StorageReader):
                         path=location_text(self._path()),
                         remedy="load it with DCP's own planner, together with the tensors beside it",
                     )
-                value = from_neutral(checkpoint.values[entry.item][entry.fqn])
+                value = names.live(from_neutral(checkpoint.values[entry.item][entry.fqn]))
                 if isinstance(value, dict) and RAW in value:
                     if not own_bytes:
                         raise self._foreign(name)
@@ -168,11 +169,16 @@ class Reader(StorageReader):
                 buffer.seek(0)
                 planner.load_bytes(read, buffer)
 
+    def _is_value(self, read: ReadItem) -> bool:
+        """Return whether the checkpoint has this entry as one value, without tensors in it."""
+        entry = self._entries.get(read.storage_index.fqn)
+        return entry is not None and entry.spec is None
+
     def _load(self, state: dict[str, Any], group: AnyGroup | None) -> None:
         """Load all entries of a state; DCP does not mind those that the checkpoint has besides."""
         report = loads.load(self._path(), state, strict=False, options=self._options, group=group)
         wrong = [f"{name}: {why}" for name, why in report.mismatched.items()]
-        wrong += [f"{name}: the checkpoint does not have it" for name in report.missing]
+        wrong += [f"{name}: {report.notes.get(name, 'the checkpoint does not have it for this rank')}" for name in report.missing]
         if wrong:
             raise MismatchError(
                 "entries of the state dict were not loaded:\n  " + "\n  ".join(wrong),

@@ -20,7 +20,7 @@ from reknit.integrations.torch_dcp.reader import ITEM, PLANS, RAW, Reader, done,
 from reknit.locations import location_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
     from os import PathLike
 
     from torch.distributed.checkpoint.metadata import Metadata
@@ -139,26 +139,25 @@ class Writer(StorageWriter):
             return done([])
         num_ranks, held = plan.storage_data
         group = group_of(self._group, num_ranks if self._collective else None)
-        values = self._pieces(plan, planner, own) if own else planner.state_dict
-        with registered(names.PieceFramework()):
-            self._save(values, getattr(planner, "mappings", {}), held, group, wait=True).result()
+        values = self._pieces(plan, planner) if own else planner.state_dict
+        self._save(values, getattr(planner, "mappings", {}), held, group, wait=True).result()
         return done([])
 
-    def _pieces(self, plan: SavePlan, planner: Any, own: Sequence[str]) -> dict[str, Any]:
+    def _pieces(self, plan: SavePlan, planner: Any) -> dict[str, Any]:
         """Return the entries that a planner's plan names, as the planner resolves them."""
         entries: dict[str, Any] = {}
-        encodes = not {"resolve_data", "transform_object"}.isdisjoint(own)
         for item in plan.items:
-            name = item.index.fqn
-            if item.type != WriteItemType.BYTE_IO:
+            name, resolved = item.index.fqn, planner.resolve_data(item)
+            if item.tensor_data is not None:
                 piece = entries.setdefault(name, names.Pieces())
-                data, memory = item.tensor_data, planner.resolve_data(item)
-                assert data is not None
-                piece.add(data.size, data.chunk.offsets, memory.detach())
-            elif encodes:
-                entries[name] = {RAW: planner.resolve_data(item).getvalue()}
-            else:
-                entries[name] = planner.lookup_object(item.index)
+                piece.add(item.tensor_data.size, item.tensor_data.chunk.offsets, resolved.detach())
+                continue
+            entries[name] = names.encoded(RAW, resolved)
+            if isinstance(planner, DefaultSavePlanner):
+                value = planner.lookup_object(item.index)
+                usual: Any = DefaultSavePlanner.transform_object(planner, item, value)
+                if usual.getvalue() == resolved.getvalue():  # reknit encodes it without pickle
+                    entries[name] = value
         return entries
 
     def finish(self, metadata: Metadata, results: Any) -> None:
@@ -181,16 +180,17 @@ class Writer(StorageWriter):
     ) -> PendingSave:
         path = self._path()
         number = _NUMBER.fullmatch(location_text(path).rstrip("/").rpartition("/")[2])
-        return saves.save(
-            path,
-            names.nested(values, paths, item),
-            step=int(number[1]) if self._step is None and number else self._step,
-            wait=wait,
-            overwrite=self._overwrite,
-            metadata={**self._metadata, ITEM: {"item": item}},
-            options=self._options,
-            group=group,
-        )
+        with registered(names.PieceFramework()):
+            return saves.save(
+                path,
+                names.nested(values, paths, item),
+                step=int(number[1]) if self._step is None and number else self._step,
+                wait=wait,
+                overwrite=self._overwrite,
+                metadata={**self._metadata, ITEM: {"item": item}},
+                options=self._options,
+                group=group,
+            )
 
     def _path(self) -> str | PathLike[str]:
         return required(self.checkpoint_id, "Writer")
