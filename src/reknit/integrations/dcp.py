@@ -79,7 +79,7 @@ def load(
 ) -> None:
     """Load into a state dict as `dcp.load` does, from a checkpoint of reknit, or one in DCP's own format."""
     group = _group(process_group, no_dist=no_dist)
-    if storage_reader is None and not _is_torchs(required(checkpoint_id, "Reader")):
+    if storage_reader is None and not is_torchs(required(checkpoint_id, "Reader")):
         storage_reader = Reader(checkpoint_id, group=group)
     torch_dcp.load(
         state_dict,
@@ -95,7 +95,7 @@ def _group(process_group: Any, *, no_dist: bool) -> AnyGroup | None:
     return ranks.alone() if no_dist else process_group
 
 
-def _is_torchs(path: str | PathLike[str]) -> bool:
+def is_torchs(path: str | PathLike[str]) -> bool:
     """Return whether a folder has a checkpoint in DCP's own format, and none of reknit."""
     if not os.path.exists(os.path.join(location_text(path), _TORCHS)):
         return False

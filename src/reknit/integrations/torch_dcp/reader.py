@@ -178,7 +178,10 @@ class Reader(StorageReader):
         """Load all entries of a state; DCP does not mind those that the checkpoint has besides."""
         report = loads.load(self._path(), state, strict=False, options=self._options, group=group)
         wrong = [f"{name}: {why}" for name, why in report.mismatched.items()]
-        wrong += [f"{name}: {report.notes.get(name, 'the checkpoint does not have it for this rank')}" for name in report.missing]
+        wrong += [
+            f"{name}: {report.notes.get(name, 'the checkpoint does not have it for this rank')}"
+            for name in report.missing
+        ]
         if wrong:
             raise MismatchError(
                 "entries of the state dict were not loaded:\n  " + "\n  ".join(wrong),
