@@ -6,7 +6,7 @@ in a way that gloo lacks.  `on_cpu` prepares torch for that, before the first im
 
 from __future__ import annotations
 
-import sys
+import runpy
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
@@ -106,18 +106,8 @@ def config_of(folder: str, steps: int, parallel: dict[str, Any], checkpoint: dic
     """Return the config of the example, small enough for the CPU."""
     from torchtitan.models.common.attention import ScaledDotProductAttention
 
-    sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "trainers"))
-    try:
-        import importlib.util
-
-        where = Path(__file__).parents[2] / "examples" / "trainers" / "torchtitan.py"
-        spec = importlib.util.spec_from_file_location("example_torchtitan", where)
-        assert spec is not None
-        assert spec.loader is not None
-        example = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(example)
-    finally:
-        sys.path.pop(0)
+    path = Path(__file__).parents[2] / "examples" / "trainers" / "titan.py"
+    example: Any = SimpleNamespace(**runpy.run_path(str(path)))
     config = example.config_of(folder, steps)
     config.model_spec.model.layers = config.model_spec.model.layers[:LAYERS]
     for layer in config.model_spec.model.layers:

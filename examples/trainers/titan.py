@@ -1,6 +1,6 @@
 """Train torchtitan's debug model, with the checkpoint manager of reknit in its config.
 
-    torchrun --nproc-per-node 4 examples/trainers/torchtitan.py FOLDER --steps 20
+    torchrun --nproc-per-node 4 examples/trainers/titan.py FOLDER --steps 20
 
 Kill it at any moment and start it again: it goes on from the newest committed step.
 """
