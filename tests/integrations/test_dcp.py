@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import runpy
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -34,8 +36,6 @@ from tests.torchrun import pieces
 from tests.torchrun.models import build, state, train_step, truth
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.torchrun.models import Trained
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is ")
@@ -80,7 +80,7 @@ def _saved(layout: str, path: str, how: str) -> Any:
     elif how == "async":
         apart = dist.new_group()  # as torch demands it of jobs that go on with the default group
         found = _state_dict(trained)
-        future = dcp.async_save(found, storage_writer=Writer(path), process_group=apart)
+        future: Any = dcp.async_save(found, storage_writer=Writer(path), process_group=apart)
         expected = truth(trained)
         for part in trained.parts:
             for parameter in part.parameters():
@@ -221,7 +221,7 @@ def test_values_of_every_kind_come_back_as_torch_loads_them(tmp_path: Path) -> N
         "size": torch.Size([1, 2]),
         "step": 7,
     }
-    target = {
+    target: dict[str, Any] = {
         "tensor": Counter(torch.zeros(2)),
         "number": Counter(None),
         "stream": io.BytesIO(),
@@ -364,13 +364,14 @@ def test_planners_of_users_decide_what_is_saved_and_loaded(tmp_path: Path) -> No
     assert found["a"]["n"] == 5
     with pytest.raises(CheckpointException, match="a format of its own"):
         dcp.load({"a": {"n": 0}}, storage_reader=Reader(path))
-    future = dcp.async_save(saved, storage_writer=Writer(tmp_path / "b"), planner=Halves())
+    future: Any = dcp.async_save(saved, storage_writer=Writer(tmp_path / "b"), planner=Halves())
     with pytest.raises(CheckpointException, match="leave planner out"):
         future.result()
     stager = DefaultStager(StagingOptions(False, False, False, False))
-    dcp.async_save(
+    future = dcp.async_save(
         saved, storage_writer=Writer(tmp_path / "c"), planner=Halves(), async_stager=stager
-    ).result()
+    )
+    future.result()
     with reknit.open(tmp_path / "c") as checkpoint:
         assert checkpoint.tensors["a"]["w"].dtype == "bfloat16"
     for flat in (False, True):
@@ -430,7 +431,8 @@ def _train(root: str, layout: str, steps: int, seed: int | None) -> Any:
         found = _state_dict(trained)
         dcp.load(found, storage_reader=Reader(newest))
         _set(trained, found)
-    future, apart = None, dist.new_group()
+    apart = dist.new_group()
+    future: Any = None
     for number in range(trained.progress["step"], steps):
         try:
             train_step(trained, number)
@@ -453,9 +455,19 @@ def test_a_run_that_is_killed_resumes_from_the_newest_committed_step(tmp_path: P
     whole, root = str(tmp_path / "whole"), str(tmp_path / "root")
     expected = run(2, _train, whole, "fsdp2-2", 6, None)[0][1]
     run(2, _train, root, "fsdp2-2", 60, 3, some_die=True)
-    committed = [step.step for step in reknit.steps(root)]
+    committed = [step.step or 0 for step in reknit.steps(root)]
     assert committed
     newest, found = run(2, _train, root, "fsdp2-2", 6, None)[0]
     assert newest.endswith(f"step-{max(committed)}")
     _require_equal(expected, found)
     assert run(1, _train, root, "single", 6, None)[0][0].endswith("step-6")
+
+
+def _example(folder: str, steps: int) -> Any:
+    path = Path(__file__).parents[2] / "examples" / "trainers" / "dcp.py"
+    return runpy.run_path(str(path))["train"](folder, steps)
+
+
+def test_the_example_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
+    assert run(2, _example, str(tmp_path), 4)[0][0] == 0
+    assert run(1, _example, str(tmp_path), 6)[0][0] == 4

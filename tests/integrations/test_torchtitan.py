@@ -61,7 +61,12 @@ def _train(
     try:
         loaded: list[int] = []
         load = trainer.checkpointer.load
-        trainer.checkpointer.load = lambda step: (load(step), loaded.append(trainer.step))
+
+        def noted(step: int) -> None:
+            load(step)
+            loaded.append(trainer.step)
+
+        trainer.checkpointer.load = noted
         trainer.train()
         trainer.close()
     except RuntimeError:

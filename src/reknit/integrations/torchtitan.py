@@ -123,7 +123,7 @@ class ReknitCheckpointManager(titan.BaseCheckpointManager):  # type: ignore[misc
 
     @torch.no_grad()
     def _load(self, step: int = -1) -> bool:
-        """Load a step, or the newest committed one, or what the config names for the start of a run."""
+        """Load a step, or the newest committed step, or the checkpoint with which a new run begins."""
         if step != -1:
             state = self._wanted(model_only=step == 0)
             self._steps.load(state, step)

@@ -1,1 +1,1 @@
-"""The storage writer and reader of reknit for torch's DCP."""
+"""The storage writer and reader for torch.distributed.checkpoint."""

@@ -175,7 +175,7 @@ class Reader(StorageReader):
         return entry is not None and entry.spec is None
 
     def _load(self, state: dict[str, Any], group: AnyGroup | None) -> None:
-        """Load all entries of a state; DCP does not mind those that the checkpoint has besides."""
+        """Load all entries of a state; DCP accepts further entries of the checkpoint."""
         report = loads.load(self._path(), state, strict=False, options=self._options, group=group)
         wrong = [f"{name}: {why}" for name, why in report.mismatched.items()]
         wrong += [
