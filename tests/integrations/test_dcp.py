@@ -182,6 +182,13 @@ def _resharded(path: str) -> None:
         with pytest.raises(CheckpointException, match="pass the same process group to Writer"):
             dcp.save(part, storage_writer=Writer(f"{path}-half"), process_group=half)
     dist.barrier()
+    mine = {"mine": {str(rank): torch.full((2,), float(rank))}} if rank % 2 else {}
+    for _ in range(2):  # the second with the plans of the first
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        dcp.save(mine, storage_writer=Writer(f"{path}-mine"), planner=planner)
+    wanted = {"mine": {"3": torch.zeros(2)}} if rank == 0 else {}
+    dcp.load(wanted, storage_reader=Reader(f"{path}-mine"))
+    assert rank or wanted["mine"]["3"][0] == 3
     own = {"own": torch.full((2,), float(rank))}
     dcp.save(own, storage_writer=Writer(f"{path}-of-{rank}"), no_dist=True)
     dcp.load(own, storage_reader=Reader(f"{path}-of-{rank}"), no_dist=True)
@@ -394,6 +401,8 @@ def test_the_calls_of_reknit_read_what_torch_wrote(tmp_path: Path) -> None:
     assert found["a"].eq(2).all()
     with pytest.raises(reknit.UsageError, match="has no path"):
         reknit_dcp.load(found)
+    with pytest.raises(reknit.UsageError, match="before it names a path"):
+        dcp.async_save(found, storage_writer=Writer(), checkpoint_id=tmp_path / "step-2")
 
 
 def _one_fails(path: str) -> str:

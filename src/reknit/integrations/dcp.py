@@ -13,8 +13,9 @@ import torch.distributed.checkpoint as torch_dcp
 
 from reknit import ranks, stored
 from reknit.errors import CheckpointNotFoundError
-from reknit.integrations.torch_dcp.reader import Reader, required
-from reknit.integrations.torch_dcp.writer import Writer
+from reknit.integrations.torch_dcp.reader import DcpReader as Reader
+from reknit.integrations.torch_dcp.reader import required
+from reknit.integrations.torch_dcp.writer import DcpWriter as Writer
 from reknit.locations import location_text
 
 if TYPE_CHECKING:

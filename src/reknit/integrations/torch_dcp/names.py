@@ -42,7 +42,7 @@ STREAM = "~stream"
 _GROUPS, _STATES = "param_groups", "state"
 
 
-class Level(dict[Any, Any]):
+class StateLevel(dict[Any, Any]):
     """A level of a nested state that the paths of entries make, as opposed to a dict that is an entry."""
 
 
@@ -64,13 +64,13 @@ def placed(path: Path, item: str | None) -> Path:
 
 def nested(values: Mapping[str, Any], paths: Mapping[str, Path], item: str | None) -> dict[str, Any]:
     """Return the state of reknit that has these entries.  Raises `StateError` if two have one place."""
-    state = Level()
+    state = StateLevel()
     for name, value in values.items():
         *above, last = placed(paths.get(name, (name,)), item)
         at: Any = state
         for key in above:
-            at = at.setdefault(key, Level()) if isinstance(at, Level) else None
-        if not isinstance(at, Level) or last in at:
+            at = at.setdefault(key, StateLevel()) if isinstance(at, StateLevel) else None
+        if not isinstance(at, StateLevel) or last in at:
             raise StateError(f"the state dict has two entries at {name!r}", remedy="rename one of them")
         at[last] = encoded(STREAM, value) if isinstance(value, io.BytesIO) else value
     return {key: _settled(value) for key, value in state.items()}
@@ -78,7 +78,7 @@ def nested(values: Mapping[str, Any], paths: Mapping[str, Path], item: str | Non
 
 def _settled(value: Any) -> Any:
     """Return a level as the list or dict that it was, and a state dict of an optimizer in its own form."""
-    if not isinstance(value, Level):
+    if not isinstance(value, StateLevel):
         return value
     inner = {key: _settled(one) for key, one in value.items()}
     if inner and list(inner) == list(range(len(inner))):
@@ -127,7 +127,7 @@ class Entry(NamedTuple):
     fqn: str
 
 
-class Names(dict[str, Any]):
+class EntryNames(dict[str, Any]):
     """The metadata of the entries by name.  It also has names that only the load can decide about.
 
     These are values around tensors, options of an optimizer, which reknit stores by parameter, and values
@@ -177,7 +177,7 @@ def entries_of(checkpoint: Checkpoint, item: str | None) -> dict[str, Entry]:
 def metadata_of(checkpoint: Checkpoint, entries: Mapping[str, Entry]) -> Metadata:
     """Return the metadata of a checkpoint as DCP's planners take it: each tensor as one chunk."""
     paths = {name: entry.path for name, entry in entries.items()}
-    return Metadata(Names(entries, checkpoint), planner_data=paths)
+    return Metadata(EntryNames(entries, checkpoint), planner_data=paths)
 
 
 def dotted(path: Path) -> str:
@@ -199,7 +199,7 @@ def _metadata(spec: TensorSpec | None) -> Any:
 
 
 @dataclass(eq=False)
-class Pieces:
+class PlannedPieces:
     """Boxes of one tensor, or one value, as an item of a plan of DCP names them."""
 
     held: list[Held | Value] = field(default_factory=list)
@@ -210,17 +210,17 @@ class Pieces:
         self.held.append(Held("", tuple(shape), dtype, tuple(offsets), tuple(memory.shape), memory))
 
 
-def encoded(key: str, stream: io.BytesIO) -> Pieces:
+def encoded(key: str, stream: io.BytesIO) -> PlannedPieces:
     """Return the bytes of a stream as one value."""
-    return Pieces([Value("", {key: stream.getvalue()})])
+    return PlannedPieces([Value("", {key: stream.getvalue()})])
 
 
 class PieceFramework:
-    """The adapter of `Pieces`."""
+    """The adapter of `PlannedPieces`."""
 
     def matches(self, value: Any) -> bool:
-        """Return whether this is `Pieces`."""
-        return isinstance(value, Pieces)
+        """Return whether this is `PlannedPieces`."""
+        return isinstance(value, PlannedPieces)
 
     def holdings(self, value: Any, rank: int, size: int) -> Iterable[Held | Value]:
         """Return the boxes and values."""

@@ -42,7 +42,7 @@ PLANS = ("create_local_plan", "create_global_plan", "finish_plan")
 _HOOKS = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor", "load_bytes")
 
 
-class Reader(StorageReader):
+class DcpReader(StorageReader):
     """The storage reader for `dcp.load`: any checkpoint of reknit, of any layout and number of ranks.
 
     A name of DCP is the item and the name in it, with dots: ``model.layers.0.weight``.  With `item` the names
@@ -95,7 +95,7 @@ class Reader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Any:
         """Load the entries of the plan together with the other ranks."""
-        num_ranks, any_tensor = plan.storage_data
+        num_ranks, any_tensor = plan.storage_data or (None, True)
         group = group_of(self._group, num_ranks)
         if overrides(planner, DefaultLoadPlanner, (*PLANS, *_HOOKS)) or not any_tensor:
             self._load_pieces(plan, planner, group, any_tensor=any_tensor)
@@ -123,7 +123,7 @@ class Reader(StorageReader):
 
     def _load_pieces(self, plan: LoadPlan, planner: Any, group: AnyGroup | None, *, any_tensor: bool) -> None:
         """Give a planner the entries that its plan names."""
-        pieces: dict[str, names.Pieces] = {}
+        pieces: dict[str, names.PlannedPieces] = {}
         filled: list[tuple[Any, torch.Tensor]] = []
         for read in plan.items:
             if read.type == LoadItemType.BYTE_IO:
@@ -132,7 +132,7 @@ class Reader(StorageReader):
             spec = self._entries[name].spec
             target = planner.resolve_tensor(read).detach()
             if spec is not None:
-                pieces.setdefault(name, names.Pieces()).add(spec.shape, read.storage_offsets, target)
+                pieces.setdefault(name, names.PlannedPieces()).add(spec.shape, read.storage_offsets, target)
             filled.append((read, target))
         if any_tensor:
             paths = {name: entry.path for name, entry in self._entries.items()}

@@ -16,7 +16,16 @@ from reknit.api import saves
 from reknit.errors import UsageError
 from reknit.frameworks.custom import registered
 from reknit.integrations.torch_dcp import names
-from reknit.integrations.torch_dcp.reader import ITEM, PLANS, RAW, Reader, done, group_of, overrides, required
+from reknit.integrations.torch_dcp.reader import (
+    ITEM,
+    PLANS,
+    RAW,
+    DcpReader,
+    done,
+    group_of,
+    overrides,
+    required,
+)
 from reknit.locations import location_text
 
 if TYPE_CHECKING:
@@ -34,7 +43,7 @@ _HOOKS = ("resolve_data", "lookup_object", "transform_object")
 _NUMBER = re.compile(r"(?:[A-Za-z_]+[-_])?(\d+)")
 
 
-class Writer(StorageWriter):
+class DcpWriter(StorageWriter):
     """The storage writer for `dcp.save` and `dcp.async_save`: each call makes one checkpoint at `path`.
 
     Every rank makes one with the same arguments.  `step` is by default the number at the end of a name such
@@ -91,6 +100,8 @@ class Writer(StorageWriter):
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy the state, which agents then write; DCP has nothing left to plan and to copy."""
+        if self.checkpoint_id is None:
+            raise UsageError("async_save copies a state before it names a path", remedy="write Writer(path)")
         planner = DefaultSavePlanner()
         planner.set_up_planner(state_dict)
         state, paths = planner.state_dict, planner.mappings
@@ -137,7 +148,7 @@ class Writer(StorageWriter):
             if pending is not None:
                 pending.result()
             return done([])
-        num_ranks, held = plan.storage_data
+        num_ranks, held = plan.storage_data or (None, self._item)
         group = group_of(self._group, num_ranks if self._collective else None)
         values = self._pieces(plan, planner) if own else planner.state_dict
         self._save(values, getattr(planner, "mappings", {}), held, group, wait=True).result()
@@ -149,7 +160,7 @@ class Writer(StorageWriter):
         for item in plan.items:
             name, resolved = item.index.fqn, planner.resolve_data(item)
             if item.tensor_data is not None:
-                piece = entries.setdefault(name, names.Pieces())
+                piece = entries.setdefault(name, names.PlannedPieces())
                 piece.add(item.tensor_data.size, item.tensor_data.chunk.offsets, resolved.detach())
                 continue
             entries[name] = names.encoded(RAW, resolved)
@@ -163,7 +174,7 @@ class Writer(StorageWriter):
     def finish(self, metadata: Metadata, results: Any) -> None:
         """Fill the metadata of a save that DCP did not plan; the checkpoint is committed already."""
         if not metadata.state_dict_metadata:
-            whole = Reader(self._path()).read_metadata()
+            whole = DcpReader(self._path()).read_metadata()
             metadata.state_dict_metadata, metadata.planner_data = (
                 whole.state_dict_metadata,
                 whole.planner_data,
