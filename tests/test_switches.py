@@ -28,6 +28,7 @@ from reknit.policies import at, on_preemption
 from reknit.storage.wrappers.retrying import RetryingStorage, RetryPolicy
 from reknit.system import Switch, without_collections
 from reknit.testing.faulty_storage import Fault, FaultyStorage
+from tests.forks import in_fork
 from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
@@ -215,17 +216,6 @@ def test_of_two_threads_that_save_the_first_that_begins_may_end_first(tmp_path: 
     second.go_on.set()
     other.join()
     assert changed(before) == {}
-
-
-def in_fork(check: Callable[[], bool]) -> bool:
-    """Return the result of `check` in a process that is forked now."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python warns of forks where there are threads
-        pid = os.fork()
-    if not pid:
-        signal.alarm(WAIT_S)
-        os._exit(0 if check() else 1)
-    return os.waitpid(pid, 0)[1] == 0
 
 
 def test_a_process_that_is_forked_during_the_save_of_another_thread_has_no_switch_changed(

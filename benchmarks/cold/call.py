@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,12 +54,17 @@ def main(library: str, call: str, folder: str, mib: int) -> dict[str, Any]:
             dist.init_process_group("gloo", rank=rank, world_size=world)
             together = dist.barrier
         state = {"model": _sharded(mib, world) if world > 1 else _tensors(mib)}
+    act = _CALLS[library.partition("-")[0], call.removeprefix("count-")]
     if call == "prepared":
         import reknit
 
         reknit.prepare(folder, state)
+    elif call == "resumed":
+        import reknit
+
+        run = reknit.Checkpointer(folder)
+        act = partial(lambda step, _, state: run.save(step, state), run.resume(state))
     counted = OpenedFiles(folder) if call.startswith("count-") else None
-    act = _CALLS[library.partition("-")[0], call.removeprefix("count-")]
     loaded = len(sys.modules)
     together()
     begin, cpu = time.perf_counter(), time.process_time()
@@ -225,6 +231,7 @@ _CALLS: dict[tuple[str, str], Callable[[str, Any], Any]] = {
     ("reknit", "load"): _reknit_load,
     ("reknit", "background"): _reknit_background,
     ("reknit", "prepared"): _reknit_background,
+    ("reknit", "resumed"): _reknit_background,
     ("dcp", "import"): _dcp_import,
     ("dcp", "save"): _dcp_save,
     ("dcp", "load"): _dcp_load,

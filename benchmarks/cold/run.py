@@ -39,14 +39,18 @@ PAIRS = (
     (2, 16, "save", 1.0),
     (2, 16, "load", 1.0),
     (2, 16, "background", 1.2),
+    (2, 16, "resumed", 1.2),
     (2, 16, "prepared", 0.4),
     (2, 512, "background", 1.2),
+    (2, 512, "resumed", 1.2),
     (2, 512, "prepared", 0.4),
     (2, 1024, "save", None),
     (2, 1024, "load", 0.8),
 )
 ALONE = (("torch", 16), ("safetensors", 16), ("orbax", 16))
 """Rivals of one process, with the MiB of its state."""
+AHEAD = ("prepared", "resumed")
+"""Saves in the background after a call of reknit, by a rival after none."""
 CROWDS = (1, 8, 64)
 MOST_PRIVATE_MIB, MOST_THREADS, MOST_MODULES, MOST_IMPORT_S = 40, 4, 60, 0.08
 
@@ -116,9 +120,12 @@ class Turns:
                 self._fresh(library, "save", mib, ranks)
         for _ in range(self._args.repeat):
             for library in libraries:
-                same = "background" if what == "prepared" and library != "reknit" else what
+                same = "background" if what in AHEAD and library != "reknit" else what
                 if what != "load":
                     shutil.rmtree(self._path(library), ignore_errors=True)
+                if same == "resumed":
+                    step = f"{self._path(library)}/step_00000000"
+                    call(self._args, library, "save", step, mib, ranks=ranks)
                 last[library] = call(self._args, library, same, self._path(library), mib, ranks=ranks)
                 seconds[library].append(max(result["s"] for result in last[library]))
         for library in libraries:

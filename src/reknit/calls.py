@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
+from reknit.arguments import place_of
 from reknit.comm import group as comm
 from reknit.errors import ReknitError, UsageError, typed, typed_shortage
 from reknit.system import without_collections
@@ -15,10 +16,12 @@ from reknit.types.devices import is_captured
 from reknit.types.entry import entered
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from reknit.comm.group import Group
     from reknit.engine.background.background import Background
+    from reknit.options import SaveOptions
 
 backgrounds: weakref.WeakKeyDictionary[Group, dict[bool, Background]] = weakref.WeakKeyDictionary()
 """The background saves of each group, by whether other processes can open their stores."""
@@ -65,6 +68,16 @@ def background_of(group: Group, *, elsewhere: bool) -> Background:
             gone.atexit = False
             background.when_closed = gone.detach
         return kinds[elsewhere]
+
+
+def agents_for(places: Sequence[str], options: SaveOptions, group: Group) -> AbstractContextManager[None]:
+    """Return a block beside which agents start, so that later saves to `places` find them; all ranks use it.
+
+    No agent starts without places, or if no other process can open them.
+    """
+    if places and all(place_of(place).elsewhere for place in places):
+        return background_of(group, elsewhere=True).with_agents(group, options)
+    return nullcontext()
 
 
 def backgrounds_of(group: Group) -> list[Background]:

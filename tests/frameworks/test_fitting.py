@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim import lr_scheduler
+from torch.optim import lr_scheduler, swa_utils
 
 from reknit.frameworks.registry import wanted
 from tests.frameworks.checkpoint import load, save
@@ -37,6 +38,7 @@ SCHEDULERS: dict[str, Any] = {
     "polynomial": lambda: lr_scheduler.PolynomialLR(optimizer()),
     "restarts": lambda: lr_scheduler.CosineAnnealingWarmRestarts(optimizer(), 10),
     "step": lambda: lr_scheduler.StepLR(optimizer(), 3),
+    "swa": lambda: swa_utils.SWALR(optimizer(), 0.05),
     "two parts": lambda: chained(3, 5),
 }
 
@@ -77,6 +79,64 @@ def test_a_scheduler_takes_the_state_of_its_class_and_of_no_other(saved: str) ->
 def test_a_scheduler_of_other_groups_or_parts_does_not_fit(saved: Any, target: Any, why: str) -> None:
     want = wanted({"s": target()}, save({"s": saved()}).catalog(), 0, 1)
     assert want.mismatched == (("s", "", why),)
+
+
+class Other:
+    """An object of another kind, with any state."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize(
+    ("state", "target", "why"),
+    [
+        (
+            {"scale": 2.0, "growth_factor": 2.0},
+            lambda: torch.amp.GradScaler("cpu"),
+            "it is not the state of a scaler, which has _growth_tracker, backoff_factor, growth_interval too",
+        ),
+        (
+            [2.0],
+            lambda: torch.amp.GradScaler("cpu"),
+            "it is not the state of a scaler, which has _growth_tracker, backoff_factor, growth_factor, "
+            "growth_interval, scale too",
+        ),
+        (
+            [3],
+            lambda: lr_scheduler.StepLR(optimizer(), 3),
+            "the saved value is not the state of a scheduler, but of type list",
+        ),
+    ],
+)
+def test_a_state_of_another_object_does_not_fit_a_scaler_or_a_scheduler(
+    state: Any, target: Any, why: str
+) -> None:
+    want = wanted({"s": target()}, save({"s": Other(state)}).catalog(), 0, 1)
+    assert want.mismatched == (("s", "", why),)
+
+
+def test_a_tensor_of_another_form_in_an_object_is_noted_and_left_to_its_code() -> None:
+    state = {"grown": torch.ones(3), "wide": torch.ones(2), "same": torch.ones(2), "new": torch.ones(1)}
+    checkpoint = save({"o": Other(state)})
+    present: dict[str, Any] = {"grown": torch.ones(2), "wide": torch.ones(2).double(), "same": torch.zeros(2)}
+    present |= {"gone": torch.ones(1), "value": np.ones(1, ">f8"), "number": 0}
+    target = Other(present)
+    want = wanted({"o": target}, checkpoint.catalog(), 0, 1)
+    assert (want.missing, want.mismatched) == ((), ())
+    assert want.notes == (
+        ("o", "grown", "the object receives it as saved, float32[3], and has float32[2] there"),
+        ("o", "wide", "the object receives it as saved, float32[2], and has float64[2] there"),
+        ("o", "gone", "the object has it, and receives the saved state, which is without it"),
+    )
+    load({"o": target}, checkpoint)
+    assert str(target.state) == str(state)
 
 
 class Own(lr_scheduler.StepLR):

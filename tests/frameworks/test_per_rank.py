@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -10,12 +10,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+import reknit
 from reknit.errors import StateError, UsageError
 from reknit.frameworks.per_rank import PerRank, RngState
 from reknit.frameworks.registry import collect, wanted
 from reknit.frameworks.walk.walk import World
 from tests.frameworks.checkpoint import Checkpoint, assemble, fill, load, save
 from tests.ranks import run
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 KEPT = ": each rank keeps its present value"
 
@@ -133,6 +137,14 @@ def test_what_no_rank_saved_is_missing() -> None:
     for size in (2, 3):
         want = wanted({"a": {"y": PerRank(0)}}, checkpoint.catalog(), 0, size)
         assert [fqn for _, fqn, _ in want.missing] == ["y"]
+
+
+def test_a_value_of_a_rank_without_a_place_in_the_target_stays_in_the_checkpoint(tmp_path: Path) -> None:
+    reknit.save(tmp_path / "c", {"a": {"x": 1, "y": PerRank([5])}})
+    state = {"a": {"x": 0}}
+    report = reknit.load(tmp_path / "c", state)
+    assert state == {"a": {"x": 1}}
+    assert report.unexpected == ()
 
 
 def on_a_mesh(shape: tuple[int, ...], names: tuple[str, ...], checkpoint: Checkpoint | None) -> Any:

@@ -46,6 +46,10 @@ CAST = reknit.LoadOptions(cast=True)
         (np.int32(5), 0),
         (np.float32(0.1), 0.0),
         (5, np.int8(0)),
+        (2.0, torch.tensor(0)),
+        (2.0, np.array(0, np.int16)),
+        (np.float32(2), torch.tensor(0, dtype=torch.uint8)),
+        (2.0, np.int8(0)),
         (0.5, np.float16(0)),
     ],
 )
@@ -66,6 +70,7 @@ def test_a_number_comes_in_the_kind_of_the_target_with_all_its_bits(saved: Any, 
     [
         (0.1, torch.tensor(0.0), "would round it (LoadOptions(cast=True)"),
         (0.5, torch.tensor(0), "another kind of number"),
+        (-0.0, torch.tensor(0), "another kind of number"),
         (300, torch.tensor(0, dtype=torch.int8), "cannot hold it"),
         (True, torch.tensor(0), "a plain value in the checkpoint and a tensor"),
         ("text", torch.tensor(0), "a plain value in the checkpoint and a tensor"),

@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
 from decimal import Decimal
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -23,6 +23,9 @@ from reknit.frameworks.neutral import to_neutral
 from reknit.frameworks.same_value import same_value
 from reknit.types.dtype import ITEMSIZE
 from tests.ranks import run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _NAN = float("nan")
 
@@ -59,11 +62,36 @@ def _two(one: torch.Tensor, other: torch.Tensor) -> Any:
     return kind(one, other)
 
 
-def _rows(*rows: list[float]) -> Any:
-    """Return a sparse tensor that lists its elements by rows; torch warns that such are in beta."""
+def _quietly(make: Callable[[], Any]) -> Any:
+    """Return a tensor of a kind that torch warns about: it is in beta, a prototype, or will be removed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return torch.tensor(rows).to_sparse_csr()
+        return make()
+
+
+def _rows(*rows: list[float]) -> Any:
+    """Return a sparse tensor that lists its elements by rows."""
+    return _quietly(lambda: torch.tensor(rows).to_sparse_csr())
+
+
+def _quantized(scale: float) -> Any:
+    """Return a quantized tensor with the same integers at any scale."""
+    values = scale * torch.arange(3.0)
+    return _quietly(lambda: torch.quantize_per_tensor(values, scale, 0, torch.qint8))
+
+
+def _by_channel(*scales: float) -> Any:
+    """Return a quantized tensor with the same integers at any scales."""
+    steps, zeros = torch.tensor(scales), torch.zeros(len(scales), dtype=torch.int64)
+    values = steps[:, None] * torch.arange(3.0)
+    return _quietly(lambda: torch.quantize_per_channel(values, steps, zeros, 0, torch.qint8))
+
+
+def _nested(*rows: list[float]) -> Any:
+    """Return a tensor with rows of any lengths."""
+    return _quietly(
+        lambda: torch.nested.nested_tensor([torch.tensor(row, dtype=torch.float32) for row in rows])
+    )
 
 
 SAME: list[Any] = [
@@ -89,6 +117,10 @@ SAME: list[Any] = [
     lambda: torch.ones(2, 3).t(),
     lambda: torch.tensor([[0, _NAN], [-0.0, 2]]).to_sparse(),
     lambda: _rows([1, _NAN], [0, 1]),
+    lambda: _quantized(0.5),
+    lambda: _by_channel(0.5, 0.25),
+    lambda: _nested([1, _NAN], [-0.0]),
+    lambda: torch.tensor([_NAN, -0.0]).to_mkldnn(),
     lambda: _two(torch.ones(2), torch.tensor([_NAN, -0.0])),
     lambda: torch.Size([1]),
     lambda: torch.float32,
@@ -160,6 +192,11 @@ def test_a_value_is_the_same_as_one_made_alike(make: Any) -> None:
         (torch.eye(2).to_sparse(), 2 * torch.eye(2).to_sparse()),
         (torch.eye(2).to_sparse(), _rows([1, 0], [0, 1])),
         (_rows([0, 1], [1, 0]), _rows([1, 0], [0, 1])),
+        (_quantized(0.5), _quantized(0.25)),
+        (_by_channel(0.5, 0.25), _by_channel(0.5, 0.125)),
+        (_nested([1], [0.0, 2]), _nested([1], [-0.0, 2])),
+        (_nested([1], [0.0, 2]), _nested([1, 0.0], [2])),
+        (_nested([1.0]), torch.tensor([[1.0]])),
         (_two(torch.ones(2), torch.ones(2)), _two(torch.ones(2), torch.zeros(2))),
         (torch.float32, torch.float64),
         (to_neutral(torch.ones(2), "here"), to_neutral(torch.zeros(2), "here")),

@@ -7,21 +7,27 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from reknit.alerts import Alerts
 from reknit.errors import ShortageError
 from reknit.monitor import outlet as outlet_module
 from reknit.monitor.outlet import MOST_OUTLETS, CallingSink, Outlet, flush, flush_all, outlet_of
 from reknit.monitor.records import DroppedRecord, PhaseRecord, Record
+from reknit.monitor.sinks.jsonl import JsonLines
+from reknit.system import start_thread
+from tests.forks import in_fork
 from tests.monitor.records import phase
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     import pytest
 
 WAIT_S = 60.0
+LOCK = type(threading.Lock())
 
 
 def numbered(number: int) -> PhaseRecord:
@@ -176,6 +182,66 @@ def test_a_function_is_called_with_each_record() -> None:
         outlet.put(numbered(number))
     flush([outlet], WAIT_S)
     assert [record.rank for record in reported if isinstance(record, PhaseRecord)] == [0, 1, 2]
+
+
+def ends(call: Callable[[], object]) -> bool:
+    """Return whether a call ends, in a thread that it cannot keep."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(10)
+    return not thread.is_alive()
+
+
+def test_a_handler_that_interrupts_the_start_of_a_sinks_thread_may_record_something(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sink, started = Kept(), list[str]()
+    outlet = Outlet(sink, "mine")
+
+    def interrupted(name: str, work: Callable[[], object]) -> threading.Thread:
+        started.append(name)
+        outlet.put(numbered(2))  # as a handler of a signal does, in the same thread
+        return start_thread(name, work)
+
+    monkeypatch.setattr(outlet_module, "start_thread", interrupted)
+    assert ends(lambda: outlet.put(numbered(1)))
+    assert outlet.flush(WAIT_S)
+    assert sink.taken == [numbered(1), numbered(2)]
+    assert len(started) == 1
+
+
+def test_a_handler_that_interrupts_the_search_for_a_sink_finds_sinks_of_its_own() -> None:
+    found = list[Outlet | None]()
+
+    def make() -> Outlet:
+        made = Outlet(Kept(), "mine")
+        if not found:  # as a handler of a signal does, in the same thread
+            found.append(None)
+            found.append(outlet_of("other", make))
+            found.append(outlet_of("mine", make))
+        return made
+
+    assert ends(lambda: found.append(outlet_of("mine", make)))
+    _, other, inner, mine = found
+    assert other is not None
+    assert other is not mine
+    assert inner is mine
+
+
+def test_a_forked_process_writes_to_a_sink_that_another_thread_was_writing_to(tmp_path: Path) -> None:
+    sinks = JsonLines(tmp_path / "events.jsonl"), Alerts()
+    outlets = [Outlet(sink, "mine") for sink in sinks]
+
+    def reported() -> bool:
+        for outlet in outlets:
+            outlet.put(numbered(1))
+        return all([outlet.flush(5) for outlet in outlets])
+
+    with ExitStack() as held:
+        for lock in (each for sink in sinks for each in vars(sink).values() if isinstance(each, LOCK)):
+            held.enter_context(lock)
+        assert in_fork(reported)
+    assert '"rank":1' in (tmp_path / "events.jsonl").read_text()
 
 
 PROGRAM = """

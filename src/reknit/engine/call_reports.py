@@ -87,10 +87,10 @@ class LoadReport(Shown):
     could not be taken as a whole (with the reason, and the part of a tensor of another shape).  These
     three are empty unless options of the load allow it.  `left`: items of the checkpoint that no rank asked
     for.  `cast`: converted to another dtype.  `resharded`: read from other boxes than this rank wanted.
-    `notes`: left as it was by design, with the reason, such as a random state after a change of world size.
-    `nbytes_wanted` are the bytes of the boxes that this rank
-    wanted, and `nbytes_read` the bytes that it read from storage, for other ranks too.  `nbytes_received` are
-    the bytes of the ranges that other ranks read for it.
+    `notes`: left as it was by design, with the reason, such as a random state after a change of world size;
+    or a tensor whose form in an object is not that of the saved state.  `nbytes_wanted` are the bytes of the
+    boxes that this rank wanted, and `nbytes_read` the bytes that it read from storage, for other ranks too.
+    `nbytes_received` are the bytes of the ranges that other ranks read for it.
     """
 
     path: str

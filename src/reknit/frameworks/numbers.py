@@ -23,12 +23,12 @@ def misfit(number: Any, dtype: str, *, cast: bool = False) -> str | None:
     """Return the reason why a saved number cannot become an element of a dtype, or None.
 
     With `cast` it may be rounded, as tensors are: a float of Python is a float64, an integer an int64.  A
-    float never becomes an integer, and a number never a boolean.  Zero keeps its sign, and NaN is NaN.
+    float becomes an integer only if it is whole (minus zero is not), and a number never becomes a boolean.
+    Zero keeps its sign, and NaN is NaN.
     """
     saved = _dtype_of(number)
     what = f"it is the number {shown(number)} in the checkpoint and {dtype} here"
-    whole = saved in INTEGERS
-    if not converts(saved, dtype) and not (whole and dtype in INTEGERS):
+    if not converts(saved, dtype) and (dtype not in INTEGERS or whole(number) is None):
         return f"{what}, which is another kind of number"
     if _is_exact(number, dtype) or (cast and _is_rounded(number, saved, dtype)):
         return None
@@ -81,7 +81,7 @@ def like(number: Any, target: Any) -> Any:
     if not isinstance(number, np.generic) and not isinstance(target, np.generic):
         return number
     if isinstance(target, int):
-        return int(number) if isinstance(number, np.integer) else number
+        return number if (count := whole(number)) is None else count
     dtype = _dtype_of(target)
     return number if misfit(number, dtype) is not None else _as_type(number, target, dtype)
 

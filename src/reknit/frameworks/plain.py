@@ -77,6 +77,10 @@ class NumpyArrays:
     def changed(self, memories: Iterable[Any]) -> None:
         """Do nothing: NumPy does not count changes of memory."""
 
+    def form(self, tensor: Any) -> TensorSpec:
+        """Return shape and dtype of an array."""
+        return TensorSpec(tensor.shape, tensor.dtype.name)
+
     def fresh(self, spec: TensorSpec, like: Any = None) -> Any:
         """Return a new array."""
         return np.empty(spec.shape, numpy_dtype(spec.dtype))

@@ -16,7 +16,7 @@ from reknit.types.entry import own_code
 from reknit.types.shard import Tagged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Container, Mapping
 
     from reknit.frameworks.walk.load_walk import Loading
     from reknit.frameworks.walk.save_walk import Saving
@@ -111,12 +111,32 @@ class StatefulAdapter(Adapter):
         current: dict[str, Any] = {}
         if named and not has_effects(value):
             current = tensors_of(present_state(value, place, loading), place, loading)
+            _note_other_forms(current, named, place, loading)
         elif not all(loading.takes(at) for at in named):
             loading.report_mismatched(place, _PARTIAL)
             return
         whole, state = rebuild(found.value, place, loading, current, early=not comes_last(value))
         if whole:
             hand_over(value, lambda: value.load_state_dict(_completed(state)), loading)
+
+
+def _note_other_forms(
+    current: Mapping[str, Any], saved: Container[Place], place: Place, loading: Loading
+) -> None:
+    """Note the present tensors of an object that are not in its saved state, or have another form there.
+
+    They are not mismatches: an object may keep tensors that grow, and only its own code can refuse one.
+    """
+    for relative, tensor in current.items():
+        at, library = place.below(relative), loading.arrays(tensor)
+        if library is None or not is_renewable(tensor) or not loading.takes(at):
+            continue
+        if at not in saved:
+            loading.note(at, "the object has it, and receives the saved state, which is without it")
+            continue
+        spec, here = loading.saved.spec(at), library.form(tensor)
+        if None not in (spec, here) and spec != here:
+            loading.note(at, f"the object receives it as saved, {spec}, and has {here} there")
 
 
 def present_state(value: Any, place: Place, loading: Loading) -> Any:

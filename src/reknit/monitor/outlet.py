@@ -43,6 +43,14 @@ ending = threading.Event()
 
 
 @runtime_checkable
+class Forked(Protocol):
+    """A sink whose locks and threads a forked process must renew."""
+
+    def after_fork(self) -> None:
+        """Renew them, in the forked process."""
+
+
+@runtime_checkable
 class Resting(Protocol):
     """A sink that holds something open that other processes may need."""
 
@@ -80,7 +88,7 @@ class Outlet:
         """Start empty, as a forked process must: the thread and the waiting records belong to its parent."""
         self._ring: deque[Any] = deque()
         self._more, self._hurry = threading.Event(), threading.Event()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the handler of a signal may record something, too
         self._served = False
         self._dropped = 0
         self._warned = False
@@ -133,14 +141,18 @@ class Outlet:
         with self._lock:
             if self._served:
                 return
+            self._served = True  # first: a handler that interrupts the start must not start another thread
             try:
                 _AtEnd.prepare()
                 start_thread("reknit-sink", self._run)
             except ShortageError as error:
+                self._served = False
                 lost = self._emptied()
                 reason = str(error)
+            except BaseException:
+                self._served = False
+                raise
             else:
-                self._served = True
                 return
         self._drop(sum(not isinstance(entry, threading.Event) for entry in lost), reason)
 
@@ -222,10 +234,10 @@ class CallingSink:
 
 
 _all: weakref.WeakSet[Outlet] = weakref.WeakSet()
-_listing = threading.Lock()
-"""Held while sinks are listed, so that none is added."""
+_listing = threading.RLock()
+"""Held while sinks are listed, so that no other thread adds one; the handler of a signal may."""
 _by_key: weakref.WeakValueDictionary[object, Outlet] = weakref.WeakValueDictionary()
-_finding = threading.Lock()
+_finding = threading.RLock()
 _refused = threading.Event()
 
 
@@ -237,7 +249,7 @@ def outlet_of(key: object, make: Callable[[], Outlet]) -> Outlet | None:
     with _finding:
         found = _by_key.get(key)
         if found is None and len(_by_key) < MOST_OUTLETS:
-            found = _by_key[key] = make()
+            found = _by_key.setdefault(key, make())  # the handler of a signal may have made one meanwhile
     if found is None and not _refused.is_set():
         _refused.set()
         logger.warning(
@@ -261,7 +273,9 @@ def flush_all(timeout_s: float) -> bool:
 
 def _listed() -> list[Outlet]:
     with _listing:
-        return list(_all)
+        while True:
+            with suppress(RuntimeError):  # the handler of a signal has added one meanwhile
+                return list(_all)
 
 
 class _AtEnd:
@@ -285,9 +299,11 @@ class _AtEnd:
 
 def _after_fork() -> None:
     global _finding, _listing
-    _finding, _listing = threading.Lock(), threading.Lock()
+    _finding, _listing = threading.RLock(), threading.RLock()
     for outlet in list(_all):
         outlet.begin_anew()
+        if isinstance(outlet.sink, Forked):
+            outlet.sink.after_fork()
 
 
 os.register_at_fork(after_in_child=_after_fork)

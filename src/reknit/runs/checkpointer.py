@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from reknit.api import saves
 from reknit.arguments import check_state, checked_metrics
-from reknit.calls import raised_on_all_ranks
+from reknit.calls import agents_for, raised_on_all_ranks
 from reknit.engine.display import Shown, some
 from reknit.engine.record.checkpoint_notes import add_metrics
 from reknit.engine.stored.steps import METRICS, step_name
@@ -91,8 +91,7 @@ class Checkpointer(Shown):
         self._cadence = Cadence(self._group, self._tiers.levels, self._timeout_s)
         self._other_hosts = OtherHosts(self._group, first, self._timeout_s)
         decides, sinks = self._group.rank == 0, outlets_for(options.events)
-        # Last, after all calls that may fail: it handles signals, which a run that does not begin must not
-        # do.
+        # Last, after all calls that may fail: it handles signals, as only a run that begins may do.
         self._agreement = None if first.when is None else Agreement(self._group, first.when, self._timeout_s)
         self._sinks = sinks if decides else ()
         self._retentions = self._tiers.retentions(sinks, apart=self._other_hosts.apart) if decides else {}
@@ -198,6 +197,11 @@ class Checkpointer(Shown):
         """
         with raised_on_all_ranks(self._group, "settle", self._timeout_s):
             check_state(state)
+        places = [] if self._wait else [level.url for level in self._tiers.levels]
+        with agents_for(places, self._used, self._group):
+            return self._resume(state)
+
+    def _resume(self, state: Mapping[str, Any]) -> int:
         self._pending_saves.drain()
         self._folder.open_to_resume(self._settle_s)
         bad: list[str] = []
@@ -259,8 +263,7 @@ class Checkpointer(Shown):
 
     def latest(self) -> int | None:
         """Return the number of the newest committed step, or None.  One rank may ask alone."""
-        found = self._tiers.newest()
-        return None if found is None else found.number
+        return (found := self._tiers.newest()) and found.number
 
     def best(self) -> SavedStep | None:
         """Return the best step by the metric that `keep` names, or None.  Raises `UsageError` without one."""

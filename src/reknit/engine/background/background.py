@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import weakref
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from reknit.engine.background.trainer.agent_supervisor import AgentSupervisor
@@ -15,13 +15,13 @@ from reknit.engine.background.trainer.stage_for_agent import begin_at_agent, sta
 from reknit.engine.background.trainer.warm_up import warm_up
 from reknit.engine.memory.arena_pool import Arenas
 from reknit.engine.outcome import SaveOutcome
-from reknit.errors import DeadlineError
+from reknit.errors import DeadlineError, ReknitError
 from reknit.monitor.phase import Deadline
 from reknit.system import AtExit
 from reknit.types.entry import OneAtATime
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from reknit.comm.group import Group
     from reknit.engine.background.trainer.prepared_save import Until
@@ -35,8 +35,8 @@ logger = logging.getLogger("reknit")
 class Background:
     """The background saves of this rank in one group.
 
-    The first save starts the agents.  With `in_process` they are threads of the trainers, for stores that no
-    other process can open.
+    The first save starts the agents, unless `with_agents` has.  With `in_process` they are threads of the
+    trainers, for stores that no other process can open.
     """
 
     def __init__(self, *, in_process: bool) -> None:
@@ -86,6 +86,28 @@ class Background:
             self._begin(warm_up, "arena", pending, group=group, make=make, options=options)
         pending.result(2 * options.timeout_s)  # each of the two rounds ends within its own time
 
+    @contextmanager
+    def with_agents(self, group: Group, options: SaveOptions) -> Iterator[None]:
+        """Start an agent before the block, and join those of all ranks after it; all ranks call this.
+
+        An error is logged, since the first save starts agents again.
+        """
+        self._watch_exit()
+        with self._saving.taken(options.timeout_s):
+            self.supervisor.start_early(group, options)
+        yield
+        try:
+            with self._saving.taken(options.timeout_s):
+                self.supervisor.join_early(group)
+        except ReknitError as error:
+            if group.rank == 0:
+                logger.warning("no agents before the first save, which tries again: %s", error)
+
+    def _watch_exit(self) -> None:
+        """Close at the end of the process."""
+        if self._exit is None:  # once in each process: `multiprocessing` removes the entries of a parent
+            self._exit = AtExit(self.at_exit)
+
     def _begin(
         self,
         story: Story,
@@ -97,8 +119,7 @@ class Background:
         options: SaveOptions,
     ) -> None:
         """Register a save or warm-up, and begin it."""
-        if self._exit is None:  # once in each process: `multiprocessing` removes the entries of a parent
-            self._exit = AtExit(self.at_exit)
+        self._watch_exit()
         with self._lock:
             keep = options.on_error == "raise"
             self.pending = [p for p in self.pending if not p.over() or (keep and p.unasked)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from functools import lru_cache
@@ -37,6 +38,14 @@ LAID_NBYTES = 8 << 20
 """Device memory that laying out or converting elements from the host may take."""
 
 _laying = threading.Lock()
+
+
+def _after_fork() -> None:
+    global _laying
+    _laying = threading.Lock()  # a thread that the child does not have may have held it
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def bits(data: Any) -> Any:

@@ -77,6 +77,10 @@ class JaxArrays:
     def changed(self, memories: Iterable[Any]) -> None:
         """Do nothing: JAX does not count changes of memory."""
 
+    def form(self, tensor: Any) -> TensorSpec:
+        """Return shape and dtype of an array, or of the data of keys."""
+        return spec_of(tensor, Place("an array"))
+
     def fresh(self, spec: TensorSpec, like: Any = None) -> Any:
         """Return memory that will become an array: cut and placed like `like` if the shapes are equal."""
         place, sharding = Place("a new array"), None

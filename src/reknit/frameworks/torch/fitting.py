@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.optim import lr_scheduler
+from torch.optim import lr_scheduler, swa_utils
 
 from reknit.frameworks.imported import imported
 
@@ -15,9 +15,9 @@ def misfit(value: Any, saved: Any) -> str | None:
     """Return the reason why a scaler, scheduler or loader cannot take a saved state, or None."""
     if isinstance(value, imported("torchdata.stateful_dataloader", "StatefulDataLoader")):
         return _other_workers(value.num_workers, saved)
-    if isinstance(value, torch.amp.GradScaler) and value.is_enabled() and saved == {}:
-        return "a disabled scaler was saved, without values, and this one is enabled"
-    if isinstance(value, lr_scheduler.LRScheduler) and isinstance(saved, Mapping):
+    if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
+        return _other_scaler(value, saved)
+    if isinstance(value, lr_scheduler.LRScheduler):
         return _other_scheduler(value, saved)
     return None
 
@@ -29,15 +29,29 @@ def ignored(value: Any, saved: Any) -> str | None:
     return None
 
 
-def _other_scheduler(value: Any, saved: Mapping[str, Any]) -> str | None:
+def _other_scaler(value: Any, saved: Any) -> str | None:
+    """Return the reason why an enabled scaler cannot take a state, or None."""
+    if saved == {}:
+        return "a disabled scaler was saved, without values, and this one is enabled"
+    if type(value).load_state_dict is not torch.amp.GradScaler.load_state_dict:
+        return None
+    names = saved.keys() if isinstance(saved, Mapping) else ()
+    if lacking := sorted(value.state_dict().keys() - names):
+        return f"it is not the state of a scaler, which has {', '.join(lacking)} too"
+    return None
+
+
+def _other_scheduler(value: Any, saved: Any) -> str | None:
     """Return the difference of a saved scheduler from this one, or None: torch would take any.
 
     Only classes of torch itself are compared: their state is their attributes.  An attribute that one of two
     releases lacks does not count.
     """
     kind = type(value)
-    if kind.__module__ != lr_scheduler.__name__:
+    if kind.__module__ not in (lr_scheduler.__name__, swa_utils.__name__):
         return None
+    if not isinstance(saved, Mapping):
+        return f"the saved value is not the state of a scheduler, but of type {type(saved).__name__}"
     here = value.state_dict()
     more, less = _settings(saved) - _settings(here), _settings(here) - _settings(saved)
     if more and less:

@@ -20,18 +20,22 @@ def is_array(value: Any) -> bool:
 def same(a: Any, b: Any) -> bool:
     """Return whether two tensors have one class, dtype, shape and layout, and the same bytes on this rank.
 
-    Sends no message.  Sparse tensors, and composite ones, are compared by their parts.  A tensor without
-    visible bytes (nested, on the meta device, with a dtype like qint8) is the same only as itself, which the
-    caller has compared.
+    Sends no message.  Sparse, nested, quantized and composite tensors are compared by their parts.  A tensor
+    without bytes (on the meta device) is the same only as itself, which the caller has compared.
     """
-    if _class(a) is not _class(b) or a.dtype != b.dtype or tuple(a.shape) != tuple(b.shape):
+    if _class(a) is not _class(b) or a.dtype != b.dtype:
         return False
-    if (held := torch_private.local_shards(a)) is not None:
+    held = torch_private.local_shards(a)
+    if held is None and (a.is_nested or b.is_nested):  # without a shape
+        return a.layout == b.layout and a.is_nested == b.is_nested and same_value(a.unbind(), b.unbind())
+    if tuple(a.shape) != tuple(b.shape):
+        return False
+    if held is not None:
         return _same_shards(held, torch_private.local_shards(b) or [])
     if is_dtensor(a):
         alike = a.device_mesh == b.device_mesh and tuple(a.placements) == tuple(b.placements)
         return alike and same(torch_private.local_of(a), torch_private.local_of(b))
-    if a.layout != b.layout or any(one.is_nested or one.is_meta or one.is_quantized for one in (a, b)):
+    if a.layout != b.layout or a.is_meta or b.is_meta:
         return False
     with torch.no_grad():
         if (parts := _parts(a)) is not None:
@@ -54,7 +58,17 @@ def _parts(tensor: Any) -> Any:
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return None
+    if tensor.is_quantized:
+        return [tensor.qscheme(), tensor.int_repr(), _scales(tensor)]
+    return tensor.to_dense() if tensor.is_mkldnn else None
+
+
+def _scales(tensor: Any) -> Any:
+    """Return the numbers that turn the integers of a quantized tensor into its values."""
+    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return tensor.q_scale(), tensor.q_zero_point()
+    axis = tensor.q_per_channel_axis()
+    return axis, tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
 
 
 def _same_shards(held: list[tuple[tuple[int, ...], Any]], others: list[tuple[tuple[int, ...], Any]]) -> bool:

@@ -69,6 +69,12 @@ class TorchArrays:
             if isinstance(memory, torch.Tensor):
                 increment_version(memory)
 
+    def form(self, tensor: Any) -> TensorSpec | None:
+        """Return shape and dtype of a tensor; None for a nested one, which has no shape."""
+        if torch_private.local_shards(tensor) is None and tensor.is_nested:
+            return None
+        return TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
     def fresh(self, spec: TensorSpec, like: Any = None) -> Any:
         """Return a new tensor: cut and placed like `like` if the shapes are equal, or whole on its device."""
         dtype = torch_dtype(spec.dtype)

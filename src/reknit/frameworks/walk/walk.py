@@ -161,6 +161,9 @@ class Arrays(Protocol):
     def changed(self, memories: Iterable[Any]) -> None:
         """Record that memory was filled, also memory of other libraries."""
 
+    def form(self, tensor: Any) -> TensorSpec | None:
+        """Return shape and dtype of a tensor; None for one without a shape."""
+
     def fresh(self, spec: TensorSpec, like: Any = None) -> Any:
         """Return new memory for a whole tensor, placed and cut like `like` if the shapes are equal."""
 

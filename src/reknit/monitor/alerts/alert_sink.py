@@ -87,6 +87,10 @@ class Alerts:
         self._lock = threading.Lock()
         self._looking = False
 
+    def after_fork(self) -> None:
+        """Take a new lock, and start another thread with the next record: the parent keeps its own."""
+        self._lock, self._looking = threading.Lock(), False
+
     def take(self, records: Sequence[Record]) -> None:
         """Look at records of this process; only rank 0 looks at records."""
         mine = [record for record in records if not isinstance(record, DroppedRecord) and record.rank == 0]

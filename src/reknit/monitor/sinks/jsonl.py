@@ -43,6 +43,10 @@ class JsonLines:
                 remedy="name a writable file in `events`, or leave it out",
             ) from error
 
+    def after_fork(self) -> None:
+        """Take a new lock: a thread of the parent may hold the old one, and is missing here."""
+        self._lock = threading.Lock()
+
     def take(self, records: Sequence[Record]) -> None:
         """Append records."""
         self._append(msgspec.json.Encoder().encode_lines(records))

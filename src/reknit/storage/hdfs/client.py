@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TypeVar
@@ -36,7 +37,8 @@ class HdfsClient:
         self._lock = threading.Lock()
         self._first = 0
         """The NameNode that is asked first."""
-        self._client = self._connect()
+        self._client, self._process = self._connect(), os.getpid()
+        self._of_parent: list[RawClient] = []
 
     def url(self, path: str) -> str:
         """Return the URL of a path, as a user would write it."""
@@ -125,6 +127,8 @@ class HdfsClient:
     @contextmanager
     def _answering(self, action: str, path: str) -> Iterator[RawClient]:
         """Yield the client, and translate its errors to a `StorageError` about `path`."""
+        if self._process != os.getpid():
+            self._connect_anew()
         client = self._client
         try:
             yield client
@@ -150,6 +154,12 @@ class HdfsClient:
             if self._client is client:
                 self._first = (self._first + 1) % len(self.cluster.namenodes)
                 self._client = self._connect()
+
+    def _connect_anew(self) -> None:
+        """Replace the client in a forked process, where the threads of its parent's client are missing."""
+        self._of_parent.append(self._client)  # its end would wait for those threads
+        self._lock = threading.Lock()
+        self._client, self._process = self._connect(), os.getpid()
 
     def _connect(self) -> RawClient:
         # It asks all NameNodes once, instead of for a minute: whether to ask again is for others to say.

@@ -60,7 +60,7 @@ class AgentStart:
     def __init__(self, group: comm.Group, options: SaveOptions, *, in_process: bool) -> None:
         """Start an agent for this rank."""
         self._link: AgentLink | None = None
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         settings, low = dataclasses.asdict(where_of(group, options.comm)), options.priority == "low"
         hosts, fan_out = group.topology.hosts, group.topology.fan_out
         generation = group.given if isinstance(group, comm.SoloGroup) else group.generation
@@ -78,12 +78,17 @@ class AgentStart:
                 )
             )
         except BaseException as error:  # Ctrl-C too: the other ranks would wait for this one
-            self._error = error
+            self.error = error
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the agent was started, and has not ended since."""
+        return self.error is None and self._link is not None and not self._link.broken
 
     def link(self) -> AgentLink:
         """Return the link to the agent, or raise the error of its start."""
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         assert self._link is not None
         return self._link
 

@@ -1,4 +1,4 @@
-"""The agents of a group over time: started for the first save, and replaced when some are lost."""
+"""The agents of a group over time: started with or before the first save, and replaced when some are lost."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ class AgentSupervisor:
         self._in_process = in_process
         self._options = SaveOptions()
         self._side: Group | None = None
+        self._early: AgentStart | None = None
         self._replacing: AgentSession | None = None
         self._settled = threading.Event()
         self._settled.set()
@@ -55,20 +56,41 @@ class AgentSupervisor:
             self._options = options
             return number
 
+    def start_early(self, group: Group, options: SaveOptions) -> None:
+        """Start an agent for this rank, unless it has one, for `join_early` or the next save.
+
+        An error is dropped, since these start an agent again.  Only Ctrl-C is raised.
+        """
+        if self.session is not None or self._early is not None:
+            return
+        self._options = options
+        early = AgentStart(group, options, in_process=self._in_process)
+        if early.error is None:
+            self._early = early
+            return
+        early.give_up()
+        if not isinstance(early.error, Exception):
+            raise early.error
+
+    def join_early(self, group: Group) -> None:
+        """Join the agents of all ranks before there is a save; all ranks call this after `start_early`."""
+        starting = self.start(group)
+        if starting is not None:
+            self._join(group, starting, self._first_waiting)
+
     def start(self, group: Group) -> AgentStart | None:
-        """Start an agent for this rank unless it has one."""
+        """Return the agent that starts for this rank, or None if it has joined the others already."""
+        early, self._early = self._early, None
+        if early is not None and early.is_there:
+            return early
+        if early is not None:
+            early.give_up()
         return None if self.session else AgentStart(group, self._options, in_process=self._in_process)
 
     def session_for(self, number: int, group: Group, starting: AgentStart | None) -> AgentSession:
         """Return the agents that work on a save; agents that are `starting` join each other first."""
         if starting is not None:
-            try:
-                if self._side is None:
-                    self._side = side_group(group, "trainers", self._options.comm, self._options.timeout_s)
-            except BaseException:
-                starting.give_up()
-                raise
-            self._install(AgentSession.form(group, self._options, lambda: number, starting))
+            self._join(group, starting, lambda: number)
         session = self.session
         assert session is not None
         if session.link.broken and not session.link.ended_on_purpose:
@@ -93,6 +115,16 @@ class AgentSupervisor:
                 remedy="the next save is well",
             )
         return session
+
+    def _join(self, group: Group, starting: AgentStart, number: Callable[[], int]) -> None:
+        """Join the agents of all ranks; `number` is the number of the next save of this rank."""
+        try:
+            if self._side is None:
+                self._side = side_group(group, "trainers", self._options.comm, self._options.timeout_s)
+        except BaseException:
+            starting.give_up()
+            raise
+        self._install(AgentSession.form(group, self._options, number, starting))
 
     def begun(self, number: int) -> None:
         """Record that the agents have a save, so that new agents need not wait for it."""
@@ -152,6 +184,9 @@ class AgentSupervisor:
         if self._side is not None:
             self._side.close()
         self._settled.wait(deadline.remaining())  # no agents may replace lost ones after this
+        early, self._early = self._early, None
+        if early is not None:
+            early.give_up()
         session, self.session = self.session, None
         if session is not None:
             session.link.quit()

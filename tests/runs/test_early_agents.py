@@ -1,0 +1,159 @@
+"""Agents start beside `resume`, so the first save of a run does not wait for them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import reknit
+from reknit import calls, ranks
+from reknit.engine.background.trainer import agent_link
+from reknit.testing.world import run_ranks
+from tests.faults.nursery import agents_of, send, wait_until
+from tests.storage.process_memory import ProcessMemory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from reknit.comm.group import Group
+    from reknit.engine.background.trainer.agent_supervisor import AgentSupervisor
+
+LIMIT_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    yield
+    assert reknit.close(LIMIT_S)
+    wait_until(lambda: agents_of(os.getpid()) == [], LIMIT_S)
+
+
+def supervisor_of(group: Group | None = None) -> AgentSupervisor:
+    return calls.backgrounds[group or ranks.alone()][True].supervisor
+
+
+def state_of(value: float = 0.0) -> dict[str, Any]:
+    return {"model": {"w": np.full(1000, value)}}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_first_save_after_a_resume_finds_its_agent(tmp_path: Path, size: int) -> None:
+    def rank(group: Group) -> None:
+        with reknit.Checkpointer(tmp_path, group=group) as run:
+            assert run.resume(state_of()) == 0
+            session = supervisor_of(group).session
+            assert session is not None
+            assert session.link.pid in agents_of(os.getpid())
+            assert run.resume(state_of()) == 0, "again, before anything is saved"
+            run.save(0, state_of(3.0))
+            assert supervisor_of(group).session is session
+
+    run_ranks(size, rank)
+    target = state_of()
+    with reknit.Checkpointer(tmp_path, wait=True) as run:
+        assert run.resume(target) == 1
+    assert target["model"]["w"].tolist() == [3.0] * 1000
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_no_agent_starts_for_a_run_that_has_no_use_for_one(tmp_path: Path, where: str) -> None:
+    root = tmp_path if where == "disk" else "process://early"
+    with reknit.Checkpointer(root, wait=where == "disk") as run:
+        run.resume(state_of())
+        assert agents_of(os.getpid()) == []
+        run.save(0, state_of())
+    assert run.latest() == 0
+    ProcessMemory.clear("early")
+
+
+def test_an_agent_that_ends_before_it_joins_the_others_is_replaced(tmp_path: Path) -> None:
+    with calls.background_of(ranks.alone(), elsewhere=True).with_agents(ranks.alone(), reknit.SaveOptions()):
+        (early,) = agents_of(os.getpid())
+        send(early)
+        wait_until(lambda: agents_of(os.getpid()) == [], LIMIT_S)
+    reknit.save(tmp_path / "1", state_of(1.0), wait=False).result(LIMIT_S)
+    session = supervisor_of().session
+    assert session is not None
+    assert session.link.pid != early
+    assert reknit.verify(tmp_path / "1", "data").ok
+
+
+def test_an_agent_that_does_not_start_is_a_warning_and_the_error_of_the_first_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    executable = sys.executable
+    monkeypatch.setattr(sys, "executable", "")
+    with reknit.Checkpointer(tmp_path) as run:
+        assert run.resume(state_of()) == 0
+        assert "no agents before the first save" in caplog.text
+        with pytest.raises(reknit.ReknitError, match="no Python executable"):
+            run.save(0, state_of()).result(LIMIT_S)  # type: ignore[union-attr]
+        monkeypatch.setattr(sys, "executable", executable)
+        run.save(1, state_of())
+    assert run.latest() == 1
+
+
+def test_an_agent_of_one_rank_that_does_not_start_is_an_error_on_all_and_the_next_save_is_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    starts = agent_link.AgentLink.__init__
+    failing = {1}
+
+    def start(self: Any, rank: int, **options: Any) -> None:
+        if rank in failing:
+            raise OSError("no more processes")
+        starts(self, rank, **options)
+
+    monkeypatch.setattr(agent_link.AgentLink, "__init__", start)
+    both_are_here = threading.Barrier(2)
+    caplog.set_level(logging.WARNING, "reknit")
+
+    def rank(group: Group) -> None:
+        with reknit.Checkpointer(tmp_path, group=group) as run:
+            run.resume(state_of())
+            assert supervisor_of(group).session is None
+            both_are_here.wait(LIMIT_S)
+            failing.clear()
+            run.save(0, state_of())
+
+    run_ranks(2, rank)
+    assert "no more processes" in caplog.text
+    assert [step.step for step in reknit.steps(tmp_path)] == [0]
+
+
+def test_an_interrupt_while_an_agent_starts_is_raised_and_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(agent_link.AgentLink, "send", interrupted)
+    run = reknit.Checkpointer(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        run.resume(state_of())
+    with run:
+        run.resume(state_of())
+        run.save(0, state_of())
+    assert run.latest() == 0
+
+
+def test_a_resume_that_fails_leaves_the_agent_to_the_first_save(tmp_path: Path) -> None:
+    with reknit.Checkpointer(tmp_path) as run:
+        run.save(0, {"model": {"other": np.zeros(3)}})
+    reknit.close()
+    with reknit.Checkpointer(tmp_path) as run:
+        with pytest.raises(reknit.MismatchError):
+            run.resume(state_of())
+        (early,) = agents_of(os.getpid())
+        run.save(1, state_of())
+        session = supervisor_of().session
+        assert session is not None
+        assert session.link.pid == early

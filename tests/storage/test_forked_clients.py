@@ -1,0 +1,88 @@
+"""Clients with threads of their own in a process that was forked: refused at once, or connected anew."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+import reknit
+from reknit.errors import StorageUnavailableError, UsageError
+from reknit.storage.registry import open_storage
+from tests.forks import in_fork
+from tests.optional import needs
+from tests.ports import free_port
+from tests.storage.tiny_s3 import TinyS3
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+STATE = {"model": {"weight": np.arange(100.0)}}
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with TinyS3("kept") as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(name, "x")
+        monkeypatch.setenv("AWS_REGION", "us-east-1")
+        yield "s3://bucket"
+
+
+def refused(call: Callable[[], object]) -> bool:
+    """Return whether a call is refused with what to do."""
+    try:
+        call()
+    except UsageError as error:
+        return "was forked from process" in str(error) and "forkserver" in (error.remedy or "")
+    return False
+
+
+def test_a_process_that_is_forked_after_a_request_to_an_object_store_is_refused_at_once(bucket: str) -> None:
+    reknit.save(f"{bucket}/step_1", STATE, step=1)
+    storage = open_storage(f"{bucket}/step_1")
+    names = [listed.path for listed in storage.list()]
+    with reknit.open(f"{bucket}/step_1") as checkpoint:
+        calls: list[Callable[[], object]] = [
+            lambda: reknit.load(f"{bucket}/step_1", {"model": {"weight": np.zeros(100)}}),
+            lambda: reknit.save(f"{bucket}/step_2", STATE, step=2),
+            lambda: reknit.latest(bucket),
+            lambda: checkpoint.read("model", "weight"),
+            lambda: list(storage.list()),
+            lambda: storage.get(names[0], limit=1 << 20),
+            lambda: storage.put("x", b"x", if_absent=True),
+            lambda: storage.create("y", 1),
+            lambda: storage.delete(names[0]),
+        ]
+        assert in_fork(lambda: all([refused(call) for call in calls]))
+    assert reknit.latest(bucket) == f"{bucket}/step_1"
+
+
+def test_the_agent_of_a_forked_process_saves_to_an_object_store(bucket: str) -> None:
+    reknit.save(f"{bucket}/step_1", STATE, step=1)
+
+    def save() -> bool:
+        pending = reknit.save(f"{bucket}/step_2", STATE, step=2, wait=False)
+        return pending.result().nbytes > 0 and reknit.close()
+
+    assert in_fork(save)
+    assert reknit.latest(bucket) == f"{bucket}/step_2"
+
+
+@needs("hdfs_native", "hdfs-native")
+def test_a_forked_process_does_not_wait_for_threads_of_its_parents_hdfs_client() -> None:
+    from reknit.storage.hdfs.client import HdfsClient
+    from reknit.storage.hdfs.config import parse_url
+
+    client = HdfsClient(parse_url(f"hdfs://127.0.0.1:{free_port()}/x?timeout_s=5"))
+
+    def unreached() -> bool:
+        with pytest.raises(StorageUnavailableError, match="Connection refused"):
+            client.stat("/x")
+        return True
+
+    assert unreached()
+    assert in_fork(unreached)
+    assert unreached()
