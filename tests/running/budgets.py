@@ -30,7 +30,7 @@ BUDGETS: dict[str, Budget] = {
     "faults": Budget(300, 851),
     "format": Budget(20),
     "frameworks": Budget(80, 310),
-    "integrations": Budget(90, 90),
+    "integrations": Budget(120, 150),
     "interop": Budget(10, 3),
     "jax": Budget(50, 6),
     "megatron": Budget(80, 150),
