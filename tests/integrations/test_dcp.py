@@ -410,6 +410,9 @@ def test_the_calls_of_reknit_read_what_torch_wrote(tmp_path: Path) -> None:
     future.result()
     reknit_dcp.load(found, checkpoint_id=tmp_path / "step-1")
     assert found["a"].eq(2).all()
+    reknit_dcp.save({"a": torch.full((3,), 3.0)}, storage_writer=Writer(), checkpoint_id=tmp_path / "3")
+    reknit_dcp.load(found, storage_reader=Reader(tmp_path / "3"), no_dist=True)
+    assert found["a"].eq(3).all()
     with pytest.raises(reknit.UsageError, match="has no path"):
         reknit_dcp.load(found)
     with pytest.raises(reknit.UsageError, match="before it names a path"):

@@ -41,13 +41,12 @@ def save(
     """Save a state dict as `dcp.save` does, at `checkpoint_id`, as a checkpoint of reknit.
 
     Every rank calls it.  The arguments are those of `dcp.save`, and `others` are passed on.  A checkpoint
-    that is there is replaced by a safe switch.  Returns DCP's metadata.  DCP raises
-    the errors of `reknit.save` as its `CheckpointException`.
+    that is there is replaced by a safe switch.  Returns DCP's metadata.  DCP raises the errors of
+    `reknit.save` as its `CheckpointException`.
     """
     writer = storage_writer or Writer(checkpoint_id, group=_group(process_group, no_dist=no_dist))
-    return torch_dcp.save(
-        state_dict, storage_writer=writer, process_group=process_group, no_dist=no_dist, **others
-    )
+    others |= {"checkpoint_id": checkpoint_id, "process_group": process_group, **_alone(no_dist=no_dist)}
+    return torch_dcp.save(state_dict, storage_writer=writer, **others)
 
 
 def async_save(
@@ -64,9 +63,8 @@ def async_save(
     The state may change when this returns.  Agents write and commit, even if the trainer dies.
     """
     writer = storage_writer or Writer(checkpoint_id, group=_group(process_group, no_dist=no_dist))
-    return torch_dcp.async_save(
-        state_dict, storage_writer=writer, process_group=process_group, no_dist=no_dist, **others
-    )
+    others |= {"checkpoint_id": checkpoint_id, "process_group": process_group, **_alone(no_dist=no_dist)}
+    return torch_dcp.async_save(state_dict, storage_writer=writer, **others)
 
 
 def load(
@@ -84,16 +82,21 @@ def load(
         storage_reader = Reader(checkpoint_id, group=group)
     torch_dcp.load(
         state_dict,
-        checkpoint_id=checkpoint_id if storage_reader is None else None,
+        checkpoint_id=checkpoint_id,
         storage_reader=storage_reader,
         process_group=process_group,
-        no_dist=no_dist,
         **others,
+        **_alone(no_dist=no_dist),
     )
 
 
 def _group(process_group: Any, *, no_dist: bool) -> AnyGroup | None:
     return ranks.alone() if no_dist else process_group
+
+
+def _alone(*, no_dist: bool) -> dict[str, bool]:
+    """Return the argument of a call without other ranks, which older versions of torch lack."""
+    return {"no_dist": True} if no_dist else {}
 
 
 def is_torchs(path: str | PathLike[str]) -> bool:
