@@ -90,12 +90,13 @@ class DcpWriter(StorageWriter):
         """Take the path of the next checkpoint."""
         if checkpoint_id is None:
             return
-        now, new = location_text(self.checkpoint_id), location_text(checkpoint_id)
-        if self._staged and new != now:
-            raise UsageError(
-                f"this save is already written to {now}, not to {new}",
-                remedy="pass the path to Writer alone",
-            )
+        if self._staged:  # from the path that `stage` has required
+            now, new = location_text(self._path()), location_text(checkpoint_id)
+            if new != now:
+                raise UsageError(
+                    f"this save is already written to {now}, not to {new}",
+                    remedy="pass the path to Writer alone",
+                )
         self.checkpoint_id = checkpoint_id
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
