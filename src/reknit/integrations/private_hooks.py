@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from reknit.errors import UsageError
 
@@ -25,6 +25,36 @@ def _hooks(package: str, owner: str, names: tuple[str, ...], when_gone: str) -> 
 
 
 HOOKS: tuple[PrivateHook, ...] = (
+    *_hooks(
+        "accelerate",
+        "accelerate.accelerator:Accelerator",
+        ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects"),
+        "take the objects from the arguments of Accelerator.prepare, or from its new accessor",
+    ),
+    *_hooks(
+        "accelerate",
+        "accelerate.accelerator:Accelerator",
+        ("_save_model_state_pre_hook", "_load_model_state_pre_hook"),
+        "let users pass their hooks to save_state and load_state",
+    ),
+    *_hooks(
+        "lightning",
+        "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint",
+        ("_save_topk_checkpoint", "_save_last_checkpoint", "_save_checkpoint", "_monitor_candidates"),
+        "derive ReknitCheckpoint from Checkpoint, and decide in its public hooks when to save",
+    ),
+    *_hooks(
+        "lightning",
+        "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint",
+        ("_last_global_step_saved", "_last_checkpoint_saved"),
+        "keep the number of the last saved step in ReknitCheckpoint",
+    ),
+    *_hooks(
+        "lightning",
+        "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint",
+        ("_find_last_checkpoints",),
+        "let users pass the folder of the run as ckpt_path, which works without it",
+    ),
     *_hooks(
         "transformers",
         "transformers.trainer:Trainer",
@@ -52,11 +82,24 @@ HOOKS: tuple[PrivateHook, ...] = (
 )
 
 
+def private(package: str, owner: Any, name: str) -> Any:
+    """Return a private attribute in `HOOKS`.  Raises `UsageError` if the installed version lacks it."""
+    assert any(hook.package == package and hook.name == name for hook in HOOKS)
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        raise _gone(package, type(owner), name) from None
+
+
 def require_hooks(package: str, owner: type) -> None:
     """Raise `UsageError` if a class lacks an attribute in `HOOKS` that the package has had."""
-    names = [hook.name for hook in HOOKS if hook.package == package and not hasattr(owner, hook.name)]
-    if names:
-        raise UsageError(
-            f"this version of {package} has no {owner.__name__}.{names[0]}",
-            remedy=f"install a version of {package} that docs/howto/trainers.md names",
-        )
+    for hook in HOOKS:
+        if hook.package == package and not hasattr(owner, hook.name):
+            raise _gone(package, owner, hook.name)
+
+
+def _gone(package: str, owner: type, name: str) -> UsageError:
+    return UsageError(
+        f"this version of {package} has no {owner.__name__}.{name}",
+        remedy=f"install a version of {package} that docs/howto/trainers.md names",
+    )
