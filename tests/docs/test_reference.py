@@ -74,7 +74,7 @@ def test_a_name_that_a_page_teaches_exists(page: str) -> None:
             continue
         try:
             found(name)
-        except MissingExtraError:  # the module is there, and what it needs is not
+        except MissingExtraError:  # a package is not installed here
             continue
         except (AttributeError, ImportError):
             lost.append(name)
