@@ -124,7 +124,7 @@ def refused(folder: str) -> list[str]:
     from lightning.pytorch.strategies import DeepSpeedStrategy
 
     from reknit.integrations.lightning import ReknitCheckpoint
-    from reknit.integrations.lightning_strategy import adopt
+    from reknit.integrations.trainer_parts.lightning_strategy import adopt
 
     found = []
     for call in (

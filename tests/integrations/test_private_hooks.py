@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from reknit.errors import UsageError
-from reknit.integrations.private_hooks import HOOKS, PrivateHook, private, require_hooks
+from reknit.integrations.trainer_parts.private_hooks import HOOKS, PrivateHook, private, require_hooks
 
 
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: f"{hook.owner.split(':')[1]}.{hook.name}")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from reknit.integrations.step_limit import StepLimit
+from reknit.integrations.trainer_parts.step_limit import StepLimit
 from reknit.types.saved_step import SavedStep
 
 

@@ -31,7 +31,7 @@ BUDGETS: dict[str, Budget] = {
     "faults": Budget(300, 851),
     "format": Budget(20),
     "frameworks": Budget(80, 310),
-    "integrations": Budget(210, 310),
+    "integrations": Budget(210, 380),
     "interop": Budget(10, 3),
     "jax": Budget(75, 8),
     "megatron": Budget(80, 150),

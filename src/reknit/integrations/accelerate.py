@@ -17,7 +17,7 @@ from reknit.api import loads, saves
 from reknit.errors import FormatError, MissingExtraError, StateError, UsageError
 from reknit.frameworks.per_rank import RngState
 from reknit.frameworks.stateful import Accessors, Kept
-from reknit.integrations.private_hooks import private
+from reknit.integrations.trainer_parts.private_hooks import private
 
 try:
     from accelerate.utils import DistributedType
@@ -27,7 +27,7 @@ except ImportError as error:
         remedy="pip install 'reknit[accelerate]'",
     ) from error
 
-from reknit.integrations.prepared_loaders import CountedLoader
+from reknit.integrations.trainer_parts.prepared_loaders import CountedLoader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

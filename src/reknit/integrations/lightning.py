@@ -16,7 +16,7 @@ from weakref import proxy
 import torch
 
 from reknit.errors import MissingExtraError, UsageError
-from reknit.integrations.lightning_strategy import adopt
+from reknit.integrations.trainer_parts.lightning_strategy import adopt
 from reknit.locations import location_text
 from reknit.policies import best, latest
 from reknit.policies.keep_policies import ranked

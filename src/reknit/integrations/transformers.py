@@ -19,9 +19,9 @@ from reknit.engine.stored.steps import step_name
 from reknit.errors import MissingExtraError, UsageError, VersionError
 from reknit.frameworks.per_rank import RngState
 from reknit.frameworks.stateful import Kept
-from reknit.integrations import peft_adapters, trainer_objects
-from reknit.integrations.private_hooks import require_hooks
-from reknit.integrations.step_limit import StepLimit
+from reknit.integrations.trainer_parts import peft_adapters, trainer_objects
+from reknit.integrations.trainer_parts.private_hooks import require_hooks
+from reknit.integrations.trainer_parts.step_limit import StepLimit
 from reknit.locations import location_text
 from reknit.runs.checkpointer import Checkpointer
 from reknit.runs.load_step import UNSOUND

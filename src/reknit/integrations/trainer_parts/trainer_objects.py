@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from reknit.engine.stored.steps import step_name
 from reknit.frameworks.per_rank import PerRank
-from reknit.integrations import peft_adapters
+from reknit.integrations.trainer_parts import peft_adapters
 from reknit.locations import location_text
 from reknit.runs.tiers import below
 

@@ -15,7 +15,7 @@ from accelerate.data_loader import DataLoaderDispatcher, skip_first_batches
 from torch.utils.data import BatchSampler, IterableDataset
 
 from reknit.errors import StateError
-from reknit.integrations import loader_order
+from reknit.integrations.trainer_parts import loader_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,7 +17,7 @@ from reknit.api import loads
 from reknit.errors import CheckpointNotFoundError, UsageError
 from reknit.frameworks.per_rank import PerRank, RngState
 from reknit.frameworks.stateful import Accessors, Kept
-from reknit.integrations.positioned_loader import PositionedLoader, is_plain
+from reknit.integrations.trainer_parts.positioned_loader import PositionedLoader, is_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from reknit.errors import StateError
-from reknit.integrations import loader_order
+from reknit.integrations.trainer_parts import loader_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

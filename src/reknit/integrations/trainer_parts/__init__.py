@@ -1,0 +1,1 @@
+"""What the doors for trainers are made of; users import nothing from here."""
