@@ -12,6 +12,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from reknit.errors import MissingExtraError, UsageError
+from reknit.integrations.private_hooks import private
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -88,7 +89,7 @@ def _committed(train: Any, pending: PendingSave, step: int, _: Any, name: str) -
 def _in_storage(train: Any, name: str) -> Any:
     """Return the checkpoint of Ray with a name in the folder of this run, where Ray manages it."""
     storage = train.get_context().get_storage()
-    path = storage.build_checkpoint_path_from_name(name)
+    path = private("ray", storage, "build_checkpoint_path_from_name")(name)
     return train.Checkpoint(path, filesystem=storage.storage_filesystem)
 
 

@@ -56,6 +56,12 @@ HOOKS: tuple[PrivateHook, ...] = (
         "let users pass the folder of the run as ckpt_path, which works without it",
     ),
     *_hooks(
+        "ray",
+        "ray.train.v2._internal.execution.storage:StorageContext",
+        ("build_checkpoint_path_from_name",),
+        "take the place of a checkpoint from the arguments of checkpoint_upload_fn, or from the user",
+    ),
+    *_hooks(
         "transformers",
         "transformers.trainer:Trainer",
         ("_save_checkpoint",),
