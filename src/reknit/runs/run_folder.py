@@ -86,6 +86,12 @@ class RunFolder:
         """Whether steps of an earlier run give way, although this run did not resume from one."""
         return self._later_steps != "refuse"
 
+    @property
+    def roots(self) -> list[str | os.PathLike[str]]:
+        """The roots of all tiers, and those of `promote_to`."""
+        promoted = [target.path for target in self._options.promotions]
+        return [*(level.url for level in self._tiers.levels), *promoted]
+
     def ask(self, name: str, question: Callable[[], Any], subject: str = "") -> Any:
         """Return the answer of rank 0; its errors are raised on all ranks."""
         return ask_root(self._group, name, self._options.timeout_s, question, subject)

@@ -40,7 +40,8 @@ class Prometheus:
 
     Start their server in the training process, as with ``prometheus_client.start_http_server(9464)``.  Steps
     and paths are not labels, because their number would grow without bound.  After 200 different phases,
-    further ones are counted as "other".  Make one such sink, and pass it to all calls.  Raises `MissingExtraError`, and `UsageError` for a second sink in the same registry.
+    further ones are counted as "other".  Make one such sink, and pass it to all calls.
+    Raises `MissingExtraError`, and `UsageError` for a second sink in the same registry.
     """
 
     def __init__(self, registry: Any = None) -> None:
