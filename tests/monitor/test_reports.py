@@ -61,6 +61,21 @@ def test_a_slow_rank_and_a_failed_one_are_named_with_their_places(tmp_path: Path
     assert [(rank, round(seconds, 3)) for rank, seconds in slow["write (agent)"]] == [(SLOW, 3.0)]
 
 
+def test_loads_of_one_checkpoint_an_hour_apart_are_two(tmp_path: Path) -> None:
+    for rank in range(4):
+        sink = JsonLines(str(tmp_path / f"{rank}.jsonl"))
+        for hour in range(3):
+            start = 3600.0 * hour + 0.1 * rank
+            sink.take([record("read", rank, start, 1, action="load", nbytes=1 << 30)])
+            sink.take([record("load", rank, start, 2, action="load")])
+    operations, *_ = read_operations([str(tmp_path)])
+    assert [(each.num_ranks, round(each.elapsed_s, 1)) for each in operations] == [(4, 2.3)] * 3
+    files = EventFiles([str(tmp_path)])
+    files.read()
+    assert len(files.forget(8)) == 2
+    assert len(files.until_now().operations) == 1
+
+
 def test_a_page_of_very_many_names_steps_and_axes_stays_small(tmp_path: Path) -> None:
     own: dict[str, Any] = {"action": "training", "path": ""}
     lines = [record(f"name {number}", 0, number, 1, step=7) for number in range(70_000)]

@@ -25,7 +25,7 @@ def post(url: str, data: bytes, headers: Mapping[str, str], timeout_s: float) ->
     Redirects are not followed: they would send credentials elsewhere, or make a GET of the request.
     """
     limit = _TimeLimit(timeout_s)
-    opener = build_opener(_Plain(limit), _Encrypted(limit), _NoRedirects())
+    opener = build_opener(_TimedHttp(limit), _TimedHttps(limit), _NoRedirects())
     start_thread("reknit-post", limit.enforce)
     try:
         with opener.open(Request(url, data, dict(headers), method="POST"), timeout=timeout_s):
@@ -82,7 +82,7 @@ class _TimeLimit:
                 continue  # it has ended
 
 
-class _Connection(HTTPConnection):
+class _TimedConnection(HTTPConnection):
     def __init__(self, host: str, *, limit: _TimeLimit, **options: Any) -> None:
         super().__init__(host, **options)
         self._limit = limit
@@ -92,7 +92,7 @@ class _Connection(HTTPConnection):
         self._limit.watch(self.sock)
 
 
-class _EncryptedConnection(HTTPSConnection):
+class _TimedTlsConnection(HTTPSConnection):
     def __init__(self, host: str, *, limit: _TimeLimit, **options: Any) -> None:
         super().__init__(host, **options)
         self._limit = limit
@@ -102,22 +102,22 @@ class _EncryptedConnection(HTTPSConnection):
         self._limit.watch(self.sock)
 
 
-class _Plain(HTTPHandler):
+class _TimedHttp(HTTPHandler):
     def __init__(self, limit: _TimeLimit) -> None:
         super().__init__()
         self._limit = limit
 
     def http_open(self, req: Request) -> Any:
-        return self.do_open(_Connection, req, limit=self._limit)  # type: ignore[arg-type]
+        return self.do_open(_TimedConnection, req, limit=self._limit)  # type: ignore[arg-type]
 
 
-class _Encrypted(HTTPSHandler):
+class _TimedHttps(HTTPSHandler):
     def __init__(self, limit: _TimeLimit) -> None:
         super().__init__()
         self._limit = limit
 
     def https_open(self, req: Request) -> Any:
-        return self.do_open(_EncryptedConnection, req, limit=self._limit)  # type: ignore[arg-type]
+        return self.do_open(_TimedTlsConnection, req, limit=self._limit)  # type: ignore[arg-type]
 
 
 class _NoRedirects(HTTPRedirectHandler):

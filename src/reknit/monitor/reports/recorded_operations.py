@@ -19,7 +19,7 @@ from reknit.monitor.reports.storage_figures import StorageFigures
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from reknit.monitor.records import Record
+    from reknit.monitor.records import Record, StorageRecord
 
 _LEAST_BEHIND_S = 0.005
 """Clocks of hosts that agree may seem to differ by so much, because answers take a moment."""
@@ -29,6 +29,8 @@ MARKS = ("resume", "remove", "drop", "cool_due", "preemption")
 
 _OF_RUN = (*MARKS, "cool", "promote")
 _MOST_OF_RUN = 10_000
+_REPEATED = ("save", "load")
+"""Actions that end with a phase of their name, and may be repeated with one path and step."""
 
 
 @dataclass
@@ -41,6 +43,10 @@ class RecordedOperation:
     events: list[PhaseRecord] = field(default_factory=list)
     storage: dict[tuple[str, str], StorageFigures] = field(default_factory=dict)
     """The operations of stores, by their name and store."""
+    number: int = 0
+    """How many saves or loads of the same path and step were before."""
+    ends: dict[int, float] = field(default_factory=dict)
+    """When it ended on each rank, as the rank recorded it."""
 
     @property
     def started(self) -> float:
@@ -109,7 +115,7 @@ class EventFiles:
     def __init__(self, places: Sequence[str]) -> None:
         self._places = places
         self._files = RecordFiles()
-        self._found: dict[tuple[str, str, int | None], RecordedOperation] = {}
+        self._found: dict[tuple[str, str, int | None, int], RecordedOperation] = {}
         self._run: deque[PhaseRecord] = deque(maxlen=_MOST_OF_RUN)
         self._num_dropped = 0
 
@@ -148,7 +154,8 @@ class EventFiles:
         for number, operation in enumerate(reversed(self.until_now().operations)):
             num_events += len(operation.events)
             if number and num_events > most_events:
-                others.append(self._found.pop((operation.action, operation.path, operation.step)).in_step())
+                key = operation.action, operation.path, operation.step, operation.number
+                others.append(self._found.pop(key).in_step())
         return others[::-1]
 
     def _add(self, record: Record) -> None:
@@ -159,13 +166,29 @@ class EventFiles:
             self._run.append(record)
             if record.action in MARKS:
                 return
-        key = record.action, record.path, record.step
-        if (operation := self._found.get(key)) is None:
-            operation = self._found[key] = RecordedOperation(*key)
+        operation = self._operation_of(record)
         if isinstance(record, PhaseRecord):
             operation.events.append(record)
+            if record.action in _REPEATED and record.phase == record.action and record.process == "trainer":
+                operation.ends[record.rank] = record.end
         else:
             operation.storage.setdefault((record.operation, record.store), StorageFigures()).add(record)
+
+    def _operation_of(self, record: PhaseRecord | StorageRecord) -> RecordedOperation:
+        """Return the operation of a record: the next one of its path and step after the last end on its rank.
+
+        Records of an agent come in a file of their own, so they do not begin an operation.
+        """
+        number, begun = 0, self._found.get((record.action, record.path, record.step, 0))
+        while begun is not None and record.started >= begun.ends.get(record.rank, float("inf")):
+            later = self._found.get((record.action, record.path, record.step, number + 1))
+            if later is None and record.process != "trainer":
+                return begun
+            number, begun = number + 1, later
+        if begun is None:
+            begun = RecordedOperation(record.action, record.path, record.step, number=number)
+            self._found[record.action, record.path, record.step, number] = begun
+        return begun
 
 
 def read_operations(places: Sequence[str]) -> ReadEvents:
