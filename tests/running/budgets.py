@@ -27,7 +27,7 @@ BUDGETS: dict[str, Budget] = {
     "deepspeed": Budget(110, 40),
     "docs": Budget(90, 36),
     "engine": Budget(100, 105),
-    "examples": Budget(35, 48),
+    "examples": Budget(35, 57),
     "faults": Budget(300, 851),
     "format": Budget(20),
     "frameworks": Budget(80, 310),
