@@ -19,7 +19,7 @@ class Budget(NamedTuple):
 BUDGETS: dict[str, Budget] = {
     ".": Budget(60, 118),
     "attacks": Budget(20),
-    "benchmarks": Budget(50, 22),
+    "benchmarks": Budget(50, 24),
     "cli": Budget(50, 30, ("s3", "gcs", "azure", "hdfs")),
     "comm": Budget(80, 100),
     "compat": Budget(35, 76),
