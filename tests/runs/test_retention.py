@@ -145,6 +145,7 @@ def test_notes_that_nobody_can_have_written_keep_their_step_and_hold_no_other_up
     root: Path, kind: str, data: bytes
 ) -> None:
     a_note(root, 1, kind).write_bytes(data)
+    reknit.note(root / "step_00000004", {"x": 1.0})
     assert [step.step for step in reknit.steps(root)] == [1, 2, 3, 4]
     assert pruned(root, best(1, "x")) == [2, 3]  # whose score cannot be read may be the best
     assert reknit.verify(root / "step_00000001", "data").ok

@@ -89,8 +89,8 @@ class Missing(NamedTuple):
 def missing(levels: Sequence[Level], reached: int, line: Line) -> tuple[list[Missing], list[int | None]]:
     """Return the steps to promote when a run continues after a step, and the newest step of each tier then.
 
-    A tier receives a step on the line of descent of that step that is newer than its newest step, that its cadence selects, and that its `keep`
-    would not remove at once.
+    A tier receives a step on the line of descent that is newer than its newest step, that its cadence
+    selects, and that its `keep` would not remove at once.
     """
     found: list[Missing] = []
     newest: list[int | None] = []

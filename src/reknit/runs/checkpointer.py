@@ -17,7 +17,6 @@ from reknit.keywords import checked_call
 from reknit.monitor.phase import Recorder, monotonic, now
 from reknit.monitor.sinks.choosing import outlets_for
 from reknit.options import LoadOptions, SaveOptions
-from reknit.policies.policy import KeepRule, SaveRule
 from reknit.ranks import AnyGroup, acting
 from reknit.runs.agreement import Agreement
 from reknit.runs.cadence import Cadence, late, missing
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
 
     from reknit.engine.call_reports import LoadReport
     from reknit.engine.outcome import PendingSave
+    from reknit.policies.policy import KeepRule, SaveRule
     from reknit.runs.cooling import Cool
     from reknit.runs.tiers import Folder
     from reknit.types.saved_step import SavedStep

@@ -136,7 +136,7 @@ class Retention:
         lacking = [
             name
             for name in named_metrics([self._keep])
-            if steps and not any((step.metrics or {}).get(name) is not None for step in steps)
+            if len(steps) > 1 and not any((step.metrics or {}).get(name) is not None for step in steps)
         ]
         for name in set(lacking) - self._without:
             logger.warning(
@@ -225,7 +225,7 @@ class Retention:
         return sorted(self._own(), key=lambda step: (step.step or 0, step.created))
 
     def _own(self) -> list[SavedStep]:
-        """Return the steps without those that somebody has copied or renamed: they are not the run's to remove.
+        """Return the steps without those that somebody has copied or renamed, which must stay.
 
         A run names the folder of each step.  A folder with the name of another step, or with a name of its
         own and a save of a run, or the save of a folder beside it, is such a copy.
@@ -236,8 +236,7 @@ class Retention:
         return [
             step
             for url, step in self._steps.items()
-            if url in rightly
-            or not (is_step_name(named[url]) or step.of_run or step.write_id in originals)
+            if url in rightly or not (is_step_name(named[url]) or step.of_run or step.write_id in originals)
         ]
 
     def _forget_renewed(self) -> None:

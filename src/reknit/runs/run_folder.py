@@ -113,7 +113,7 @@ class RunFolder:
                 check_state(state)
             self.records = self.ask("open run", partial(self._open, step, timeout_s, resumed=resumed))
         if self._loaded is not None and self.records:
-            first = step if self._next is None else min(self._next, step)
+            first = max(self._loaded[0] + 1, step if self._next is None else min(self._next, step))
             self.records = self.ask("go back", partial(self._go_back, *self._loaded, first))
             self._loaded = None
         self.is_open = True

@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass, replace
 from itertools import groupby
 from numbers import Real
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from reknit.engine.record.checkpoint_notes import add_metrics
 from reknit.engine.record.other_formats import refuse_other
@@ -280,7 +280,7 @@ class Tiers:
             add_metrics(self.levels[tier].storage.sub(found.name), metrics)
 
     def save_options(
-        self, options: Any, name: str, tiers: Sequence[int], *, sure: bool
+        self, options: object, name: str, tiers: Sequence[int], *, sure: bool
     ) -> SaveOptions | None:
         """Return the options of a save to the folder of a step, which goes to folders of its name in `tiers`.
 
@@ -288,8 +288,7 @@ class Tiers:
         never skipped: somebody demands it, or the run ends soon.
         """
         if not isinstance(options, SaveOptions | None):  # the save raises the error
-            wrong: SaveOptions = options
-            return wrong
+            return cast("SaveOptions", options)
         options = options or SaveOptions()
         levels = [self.levels[tier] for tier in tiers]
         targets = [PromotionTarget(level.url, level.bytes_per_s) for level in levels] or options.promotions

@@ -32,8 +32,8 @@ def newest(root: Storage) -> str | None:
     """Return the path of the newest checkpoint directly below a folder, or None.
 
     A folder whose manifest is damaged or closed to this user is passed over with a warning.  A store that
-    fails is an error: an older checkpoint in place of the newest would be lost work.  Steps that a run gave up
-    when it went back to an earlier one do not count.  A warning names the saves that are under way, of the
+    fails is an error: an older checkpoint in place of the newest would be lost work.  Steps that a run gave
+    up when it went back to an earlier one do not count.  A warning names the saves that are under way, of the
     run that made the newest or of a later one.
     """
     begun: list[Begun] = []
