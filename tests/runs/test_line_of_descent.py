@@ -15,6 +15,7 @@ from reknit.engine.record.run_record import read_line
 from reknit.errors import FencedError, StorageError
 from reknit.policies import best, every, latest, on_preemption
 from reknit.runs.retention import Retention
+from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import open_storage, register
 from reknit.storage.wrappers.forwarding import ForwardingStorage
 from reknit.testing.world import run_ranks
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from reknit.comm.group import Group
+    from reknit.options import Durability
     from reknit.storage.base import Storage
     from reknit.storage.wrappers.forwarding import Half
 
@@ -169,10 +171,14 @@ class Full(ForwardingStorage):
         return whole()
 
 
+def open_full(url: str, durability: Durability) -> Full:
+    return Full(LocalStorage(url.partition("://")[2], durability=durability))
+
+
 def test_a_branch_whose_first_save_fails_gives_nothing_up(tmp_path: Path) -> None:
     saved(tmp_path, [10, 20, 30])
-    register("full42", lambda url, durability: Full(open_storage(url.partition("://")[2])))
-    with Checkpointer(f"full42://{tmp_path}", wait=True) as run:
+    register("full", open_full)
+    with Checkpointer(f"full://{tmp_path}", wait=True) as run:
         run.load(state(), 10)
         with pytest.raises(StorageError, match="full"):
             run.save(11, state())
