@@ -1,8 +1,8 @@
 """Random lives of runs in memory, against a plain reference: which save did each save come from?
 
 `python -m tests.runs.schedules --seeds 2000 --first 0` runs the schedules of many seeds.  A run has one to
-four ranks, which are threads, and one to three tiers, with policies and moves to a cold store.  It goes back to
-earlier steps.  Others remove, pin, score, copy, rename and damage steps, stores are full, and clocks jump.
+four ranks, which are threads, and one to three tiers, with policies and moves to a cold store.  It goes back
+to earlier steps.  Others remove, pin, score, copy, rename and damage steps, stores are full, and clocks jump.
 One rank dies, or all, in the middle of any change to a store.  After that:
 
 * the last save loads, unless it was lost since;
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from reknit.options import Durability
     from reknit.storage.base import Storage
     from reknit.storage.wrappers.forwarding import Half
+    from reknit.types.saved_step import SavedStep
 
 SCHEME = "schedule"
 _ENDLESS = 1 << 30
@@ -189,38 +190,56 @@ class Schedule:
             assert self._head is None or self._head in set().union(*there), f"save {self._head} is lost"
             there = self._fate(there)
             expected = self._newest(there)
-            self._resume(expected, there)
+            self._head = self._resume(expected, there)
             self._look_around()
             there = self._whole()
-            assert expected is None or expected in set().union(*there), (
-                f"save {expected} went in a quiet life"
-            )
-            self._head = expected
+            kept = self._head is None or self._head in set().union(*there)
+            assert kept, f"save {self._head} went in a quiet life"
 
     def _newest(self, there: list[set[int]]) -> int | None:
         """Return the newest save that is whole and that the last one came from."""
         return max(self._origins(self._head) & set().union(*there), default=None, key=self._step)
 
+    def _has_branch(self, there: list[set[int]]) -> bool:
+        """Return whether a whole save is left of those since the run went back last, or was lost."""
+        save, whole = self._head, set().union(*there)
+        while save is not None and save not in whole:
+            save = save - 1 if self._saves[save][1] == save - 1 else None
+        return save is not None or not whole
+
     def _step(self, save: int) -> int:
         return self._saves[save][0]
 
-    def _resume(self, save: int | None, there: list[set[int]]) -> None:
-        """Resume all ranks from a save, and end them in order."""
-        step = None if save is None else self._step(save)
+    def _resume(self, save: int | None, there: list[set[int]]) -> int | None:
+        """Resume all ranks from a save, end them in order, and return the save.
+
+        If no save is left of the last branch, it may be a whole save of any other.
+        """
+        found: list[int | None] = []
 
         def work(group: Group) -> None:
             held = _state(group.rank)
             with self._run(group) as run:
-                assert run.resume(held) == (0 if step is None else step + 1), f"there are {there}"
-            expected = _state(group.rank, 0 if save is None else save)["model"]
+                step = run.resume(held)
+            value = int(held["model"]["w"][0]) if step else None
+            found.append(value)
+            assert step == (0 if value is None else self._step(value) + 1)
+            expected = _state(group.rank, value or 0)["model"]
             assert all(np.array_equal(held["model"][name], each) for name, each in expected.items())
 
         run_ranks(self._ranks, work, timeout_s=_LIMIT_S)
-        for url in self.urls if save is not None and len(self.urls) == 1 else ():
-            path = reknit.latest(url)
+        assert len(set(found)) == 1
+        if self._has_branch(there):
+            assert found[0] == save, f"save {found[0]} was found, not {save}; there are {there}"
+        else:
+            self.done["lost branches"] += 1
+            assert found[0] in set().union(*there), "there is a whole step, and the run began with step 0"
+        if len(self.urls) == 1 and found[0] is not None:
+            path = reknit.latest(self.urls[0])
             assert path is not None
             # A step whose files are damaged, but not its manifest, is still the newest that is committed.
-            assert _value(path) in self._origins(self._head) or not _is_whole(path)
+            assert not _is_whole(path) or _value(path) == found[0]
+        return found[0]
 
     def _run(self, group: Group) -> Checkpointer:
         return Checkpointer(tiers=self._tiers, wait=True, options=_OPTIONS, group=group)
@@ -258,11 +277,13 @@ class Schedule:
                             self._meddle(step)
                         step += more
             except CheckpointExistsError as error:  # a pinned step is in the way
-                assert "pinned" in error.message
+                if "pinned" not in error.message:
+                    raise
                 self.done["pins in the way"] += 1
                 return True
             except (StorageError, CommError) as error:
-                if isinstance(error, StorageError) and not {"dead", "full"} & set(error.message.split()):
+                planned = error.message.startswith(("dead", "full"))
+                if isinstance(error, StorageError) and not planned:
                     raise
                 return True
             return False
@@ -319,12 +340,14 @@ class Schedule:
     def _meddle(self, newest: int) -> None:
         """Remove, pin or score a step that is not the newest, as another job might."""
         rng = self._rng
-        older = [step for step in reknit.steps(rng.choice(self.urls)) if step.step not in (None, newest)]
+        found = reknit.steps(rng.choice(self.urls))
+        older = [each for each in found if each.step not in (None, newest) and each.path not in self._copies]
         if not older or rng.random() < 0.5:
             return
-        path = rng.choice(older).path
+        step = rng.choice(older)
+        path = step.path
         if rng.random() < 0.2:
-            self._copy(path)
+            self._copy(step)
             return
         what = rng.choice((reknit.delete, reknit.pin, reknit.unpin, reknit.note))
         self.done[what.__name__] += 1
@@ -334,15 +357,15 @@ class Schedule:
             if "dead" in error.message:
                 raise
 
-    def _copy(self, path: str) -> None:
+    def _copy(self, step: SavedStep) -> None:
         """Copy a step to a folder with another name, maybe that of a later step."""
-        tree = ProcessMemory("schedules")
+        tree, path = ProcessMemory("schedules"), step.path
         here = path.removeprefix(f"{SCHEME}://")
         if "cold" in here or not _is_whole(path) or here.rpartition("/")[2] in ("best", "step_00000999"):
             return
         to = f"{here.rpartition('/')[0]}/{self._rng.choice(('best', 'step_00000999'))}"
-        files = [each.path for each in tree.list(f"{here}/")]
-        if tree.sub(to).folders() or any("/.notes/" in each for each in files) or reknit.open(path).moved_to:
+        files = [each.path for each in tree.list(here)]
+        if tree.sub(to).folders() or any("/.notes/" in each for each in files) or step.moved_to:
             return
         for each in sorted(files, key=lambda each: each.endswith("manifest.json")):
             tree.put(to + each.removeprefix(here), tree.get(each, limit=_ENDLESS), if_absent=False)

@@ -215,7 +215,9 @@ class RunFolder:
             for target in self._options.promotions:
                 storage = opened.enter_context(closing(open_storage(target.path)))
                 roots.append((recipe(target.path).url, storage))
-            at_least, line = self._group.generation, _line_of([root for _, root in roots])
+            # A tier may be empty, since its host was lost, and its generations begin anew without the others.
+            latest, line = _newest_line([root for _, root in roots])
+            at_least = max(self._group.generation, latest + 1)
             for tier, (url, root) in enumerate(roots):
                 mine = None if own is None else own.get(_key(url))
                 if own is not None and mine is None:
@@ -238,13 +240,13 @@ class RunFolder:
         return records
 
 
-def _line_of(roots: Sequence[Storage]) -> Line:
-    """Return the line of descent of the run that has opened one of several roots last."""
+def _newest_line(roots: Sequence[Storage]) -> tuple[int, Line]:
+    """Return the generation of the run that has opened one of several roots last, and its line of descent."""
     found = [(-1, Line())]
     for root in roots:
         with suppress(StorageError):  # the reason is logged where it is opened
             found.append(read_line(root))
-    return max(found, key=lambda each: each[0])[1]
+    return max(found, key=lambda each: each[0])
 
 
 def _after(line: Line, start: _Start | None, generation: int) -> Line:

@@ -143,7 +143,7 @@ class Tiers:
 
         Steps whose manifest cannot be read are passed over with a warning, unless `damaged` ones count.
         """
-        for found in self._descending(self.line()):
+        for found in self._descending(self._begun(self.line())):
             if before is None or (found.number, found.name) < before:
                 if damaged or found.problem is None:
                     return found
@@ -170,22 +170,23 @@ class Tiers:
                 return fallback
         return None
 
+    def _begun(self, line: Line) -> Line:
+        """Return the line of the newest branch that has a committed step."""
+        while line.branches:
+            steps = (step for _, tiers in self._folders(None) for step in tiers.values())
+            newest = next((step for step in steps if _counts(step, line)), None)
+            if newest is not None and line.is_begun(newest.generation, newest.step):
+                break
+            line = line.before()
+        return line
+
     def _descending(self, line: Line, named: Collection[int] | None = None) -> Iterator[FoundStep]:
         """Yield the steps of a line, the newest first, with the tiers that have them."""
-        begun = not line.branches
-        last: Folder | None = None
         for folder, tiers in self._folders(named):
             counting = {at: step for at, step in tiers.items() if step.problem or _counts(step, line)}
-            if not begun and (sound := [step for step in counting.values() if step.problem is None]):
-                if not any(line.is_begun(step.generation, step.step) for step in sound):
-                    # Its newest branch has no step yet, so all are steps of the branch before.
-                    yield from (f for f in self._descending(line.before()) if last is None or f[:2] < last)
-                    return
-                begun = True
             if counting:
                 step = next((step for step in counting.values() if step.problem is None), None)
                 problem = None if step is not None else next(iter(counting.values())).problem
-                last = folder
                 yield FoundStep(*folder, [*counting], None if step is None else step.generation, problem)
 
     def _folders(self, named: Collection[int] | None) -> Iterator[tuple[Folder, dict[int, SavedStep]]]:
