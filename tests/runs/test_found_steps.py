@@ -29,7 +29,7 @@ def newest(root: Path) -> list[Any]:
     """Return the newest step by all calls that look for it."""
     path = reknit.latest(root)
     held, loaded = state(), state()
-    with Checkpointer(root) as run:
+    with Checkpointer(root, wait=True) as run:
         found = [run.latest(), None if path is None else int(path.rpartition("_")[2])]
         run.load(loaded)
         following = run.resume(held)
@@ -39,7 +39,7 @@ def newest(root: Path) -> list[Any]:
 def test_a_copy_with_the_name_of_a_later_step_is_not_that_step(root: Path) -> None:
     shutil.copytree(root / "step_00000010", root / "step_00000040")
     assert newest(root) == [30] * 5
-    with Checkpointer(root) as run, pytest.raises(reknit.CheckpointNotFoundError):
+    with Checkpointer(root, wait=True) as run, pytest.raises(reknit.CheckpointNotFoundError):
         run.load(state(), 40)
 
 
@@ -47,7 +47,7 @@ def test_a_renamed_step_is_found_by_its_number(root: Path) -> None:
     (root / "step_00000020").rename(root / "step_00000015")
     (root / "step_00000010").rename(root / "step_00000099")
     assert newest(root) == [30] * 5
-    with Checkpointer(root) as run:
+    with Checkpointer(root, wait=True) as run:
         assert run.load(state(), 10).step == 10
 
 
@@ -77,6 +77,6 @@ def test_a_copy_does_not_shield_the_markers_of_an_earlier_run(root: Path) -> Non
     marker = root / "step_00000035" / f"pending.{5:016x}.{'a' * 8}"
     marker.parent.mkdir()
     marker.touch()
-    with Checkpointer(root) as run:
+    with Checkpointer(root, wait=True) as run:
         assert run.resume(state()) == 31
     assert not marker.exists()

@@ -50,7 +50,7 @@ def went_back(root: Any, to: int, steps: Sequence[int], **given: Any) -> None:
 def resumed(root: Any, **given: Any) -> tuple[int, float]:
     """Return the next step after a resume, and the value of the state."""
     held = state()
-    with Checkpointer(root, **given) as run:
+    with Checkpointer(root, **{"wait": True} | given) as run:
         following = run.resume(held)
     return following, float(held["model"]["w"][0])
 
@@ -76,7 +76,7 @@ def test_a_restart_continues_the_branch_that_was_saved_last(
     url = place(kind, tmp_path, monkeypatch)
     saved(url, [10, 20, 30])
     went_back(url, 10, [15])
-    with Checkpointer(url) as run:
+    with Checkpointer(url, wait=True) as run:
         assert run.latest() == 15
     assert str(reknit.latest(url)).endswith("step_00000015")
     assert resumed(url) == (16, -15.0)
@@ -143,7 +143,7 @@ def test_a_step_that_was_given_up_can_be_continued_from_by_its_number(tmp_path: 
     assert resumed(tmp_path) == (32, -31.0)
     shutil.rmtree(tmp_path / "step_00000031")
     assert resumed(tmp_path)[0] == 16  # no step of the newest branch is left, so the one before it counts
-    with Checkpointer(tmp_path) as run:
+    with Checkpointer(tmp_path, wait=True) as run:
         assert run.load(state(), 20).step == 20
 
 
