@@ -1,4 +1,4 @@
-"""A step is that of its manifest, whatever its folder is called: for a run and for `reknit.latest` alike."""
+"""The manifest has the number of a step, not the name of its folder, for a run and for `reknit.latest`."""
 
 from __future__ import annotations
 

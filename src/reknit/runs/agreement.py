@@ -12,7 +12,7 @@ from reknit.comm import group as comm
 from reknit.monitor.phase import monotonic
 from reknit.policies.policy import Moment
 from reknit.policies.save_policies import OnPreemption
-from reknit.runs.preemption import Notice, Notices
+from reknit.runs.notices.preemption import Notice, Notices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,8 +42,8 @@ class Agreement:
     between the ranks, about every two seconds.  Each round also sets the step of the next round.  Between two
     rounds, the ranks save only if that follows from the step alone.
 
-    With `follows`, saves go on in the background, and there are rounds as well until the last one is
-    committed: if it has failed, the next step is saved in its place.
+    With `follows`, saves go on in the background, and there are rounds until the last one is committed.  If it
+    has failed, the next step is saved in its place.
     """
 
     def __init__(self, group: Group, policy: Policy, timeout_s: float, *, follows: bool = False) -> None:

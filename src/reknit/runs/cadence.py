@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reknit.comm.group import Group
+    from reknit.engine.record.line import Line
     from reknit.engine.record.run_record import Run
     from reknit.monitor.outlet import Outlet
     from reknit.options import SaveOptions
     from reknit.policies.policy import Policy
     from reknit.runs.tiers import Level
-    from reknit.types.line import Line
     from reknit.types.saved_step import SavedStep
 
 logger = logging.getLogger("reknit")

@@ -27,10 +27,10 @@ from reknit.storage.registry import following, open_storage
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Container
 
+    from reknit.engine.record.line import Line
     from reknit.monitor.outlet import Outlet
     from reknit.policies.policy import Policy
     from reknit.storage.base import Storage
-    from reknit.types.line import Line
     from reknit.types.saved_step import SavedStep
 
     Aged = tuple[SavedStep, tuple[str, ...]]
@@ -225,10 +225,10 @@ class Retention:
         return sorted(self._own(), key=lambda step: (step.step or 0, step.created))
 
     def _own(self) -> list[SavedStep]:
-        """Return the steps without those that somebody has copied or renamed, which must stay.
+        """Return the steps without copied and renamed ones, which belong to somebody else.
 
-        A run names the folder of each step.  A folder with the name of another step, or with a name of its
-        own and a save of a run, or the save of a folder beside it, is such a copy.
+        A run names the folder of each step.  A folder with the name of another step is a copy.  So is one
+        with another name that holds the save of a run, or that of a folder beside it.
         """
         named = {url: url.rpartition("/")[2] for url in self._steps}
         rightly = {url for url, step in self._steps.items() if number_in(named[url]) == step.step}

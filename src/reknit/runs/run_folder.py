@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from reknit.arguments import check_state
 from reknit.calls import raised_on_all_ranks
 from reknit.engine.record.at_path import manifest_in, size_of
+from reknit.engine.record.line import Branch, Line
 from reknit.engine.record.other_formats import refuse_other
 from reknit.engine.record.run_record import Run, folder_above, open_run, read_line
 from reknit.engine.stored.steps import numbered
@@ -20,7 +21,6 @@ from reknit.runs.later_steps import Clearing, give_way, refuse_later
 from reknit.runs.tiers import FoundStep, below
 from reknit.runs.unfinished_saves import forbid_markers, wait_for_agents
 from reknit.storage.registry import open_storage, recipe
-from reknit.types.line import Branch, Line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -168,7 +168,7 @@ class RunFolder:
     def _go_back(self, step: int, generation: int | None, first: int) -> dict[str, str]:
         """Give up the steps from `first` on, and all that a step does not come from, before a save after it.
 
-        Where there are none, the line of descent stays as it is.
+        Without such steps, the line of descent stays as it is.
         """
         line = self._tiers.line()
         later = any(number >= first for level in self._tiers.levels for number, _ in numbered(level.storage))

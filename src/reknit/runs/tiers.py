@@ -10,6 +10,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from reknit.engine.record.checkpoint_notes import add_metrics
+from reknit.engine.record.line import Line
 from reknit.engine.record.other_formats import refuse_other
 from reknit.engine.record.run_record import read_line
 from reknit.engine.stored.steps import descending, numbered, steps_below
@@ -24,7 +25,6 @@ from reknit.runs.cooling import Cool, Cooling
 from reknit.runs.retention import Retention
 from reknit.runs.run_arguments import policy_for
 from reknit.storage.registry import open_storage, recipe
-from reknit.types.line import Line
 
 if TYPE_CHECKING:
     import os

@@ -14,8 +14,8 @@ from reknit.errors import FormatError
 from reknit.monitor.phase import Deadline
 
 if TYPE_CHECKING:
+    from reknit.engine.record.line import Line
     from reknit.storage.base import Storage
-    from reknit.types.line import Line
 
 logger = logging.getLogger("reknit")
 

@@ -23,9 +23,8 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from reknit.engine.record.at_path import check_same, committed, manifest_in
+from reknit.engine.record.at_path import check_same, committed
 from reknit.errors import (
-    CheckpointExistsError,
     CheckpointNotFoundError,
     FormatError,
     ReknitError,
@@ -234,27 +233,6 @@ def held_by(storage: Storage, write_id: str | None, but: str | None = None) -> s
     except StoragePermissionError as error:
         return error.message
     return None
-
-
-def refuse_pinned(storage: Storage) -> None:
-    """Raise `CheckpointExistsError` for a committed checkpoint that is pinned, so that no run replaces it."""
-    try:
-        manifest = manifest_in(storage)
-    except FormatError:  # nobody can load it
-        return
-    if manifest is None:
-        return
-    try:
-        pins = list(_notes(storage, _listed(storage, manifest.save_id), "pin", Pin))
-        reason = pins[0].reason if pins else None
-    except FormatError as error:
-        reason = error.message
-    if reason is not None:
-        raise CheckpointExistsError(
-            f"the checkpoint at this path is pinned: {reason!r}",
-            path=storage.url,
-            remedy="reknit unpin takes the pin away; reknit promote copies the checkpoint to another place",
-        )
 
 
 def refuse_held(storage: Storage, write_id: str | None, but: str | None = None) -> None:

@@ -21,6 +21,7 @@ import uuid
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
+from reknit.engine.record.line import Branch, Line
 from reknit.errors import (
     CommitError,
     FencedError,
@@ -32,7 +33,6 @@ from reknit.errors import (
 from reknit.format import paths
 from reknit.monitor.phase import now
 from reknit.system import dice
-from reknit.types.line import Branch, Line
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from reknit.comm.group import SoloGroup
 from reknit.engine import round_messages
 from reknit.engine.record.at_path import size_of
-from reknit.engine.record.checkpoint_notes import refuse_pinned
-from reknit.engine.record.commit import clear_out, put_manifest
+from reknit.engine.record.commit import clear_out, put_manifest, refuse_pinned
 from reknit.engine.record.marker import Marker, fenced_off, take_marker
 from reknit.engine.saving.manifest_content import list_files
 from reknit.engine.small_files import write_bytes

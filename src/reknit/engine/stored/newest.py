@@ -6,11 +6,11 @@ import logging
 from typing import TYPE_CHECKING, NamedTuple
 
 from reknit.engine.record.at_path import manifest_in
+from reknit.engine.record.line import Line
 from reknit.engine.record.marker import begun_in, named
 from reknit.engine.record.other_formats import foreign_inside, own_files, refuse_other
 from reknit.engine.record.run_record import read_line
 from reknit.errors import FormatError, StorageError, StoragePermissionError
-from reknit.types.line import Line
 
 if TYPE_CHECKING:
     from reknit.engine.record.marker import Begun

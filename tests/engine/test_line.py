@@ -1,11 +1,11 @@
-"""The line of descent holds the steps that the newest one came from, whatever a run went back to."""
+"""The line of descent holds the steps that the newest one came from, and no step that was given up."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.types.line import Branch, Line
+from reknit.engine.record.line import Branch, Line
 
 ACTS = st.lists(
     st.tuples(st.sampled_from(["save", "save", "restart", "load"]), st.integers(0, 30)), max_size=40
