@@ -197,7 +197,7 @@ def _one_gloo_worker() -> None:
     gloo: Any = torch_dist.ProcessGroupGloo
 
     class OneWorker(gloo):  # type: ignore[misc]
-        def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+        def __init__(self, store: Any, rank: int, size: int, timeout: Any, **_: Any) -> None:
             options = gloo._Options()
             options._threads, options._timeout = 1, timeout
             options._devices = [gloo.create_device(interface="lo")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from reknit.arguments import place_of
@@ -17,7 +17,6 @@ from reknit.types.entry import entered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from contextlib import AbstractContextManager
 
     from reknit.comm.group import Group
     from reknit.engine.background.background import Background
@@ -70,14 +69,23 @@ def background_of(group: Group, *, elsewhere: bool) -> Background:
         return kinds[elsewhere]
 
 
-def agents_for(places: Sequence[str], options: SaveOptions, group: Group) -> AbstractContextManager[None]:
-    """Return a block beside which agents start, so that later saves to `places` find them; all ranks use it.
+@contextmanager
+def agents_for(
+    places: Sequence[str | os.PathLike[str]], first_round: str, *, options: SaveOptions, group: Group
+) -> Iterator[None]:
+    """Start agents beside the block, so that later saves to all of `places` find them; all ranks use it.
 
-    No agent starts without places, or if no other process can open them.
+    No agent starts without places, or if no other process can open one of them.  After Ctrl-C during the
+    start, the first round of the block fails on the other ranks.
     """
-    if places and all(place_of(place).elsewhere for place in places):
-        return background_of(group, elsewhere=True).with_agents(group, options)
-    return nullcontext()
+    if not places or not all(place_of(place).elsewhere for place in places):
+        yield
+        return
+    with raised_on_all_ranks(group, first_round, options.timeout_s):
+        background_of(group, elsewhere=True).start_agents(group, options)
+    yield
+    # Looked up again: the agents of background saves that were closed meanwhile would stay to the end.
+    background_of(group, elsewhere=True).join_agents(group, options)
 
 
 def backgrounds_of(group: Group) -> list[Background]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from reknit.frameworks.deepspeed import deepspeed_private
 from reknit.integrations import deepspeed as integration
 from tests import ranks
 from tests.deepspeed import engines
+from tests.integrations.random_death import death
 from tests.optional import needs
 
 if TYPE_CHECKING:
@@ -141,6 +143,65 @@ def test_items_do_not_take_the_names_of_the_engines_own(monkeypatch: pytest.Monk
     monkeypatch.setattr(deepspeed_private, "is_engine", lambda _: True)
     with pytest.raises(UsageError, match="model"):
         integration.load(None, "nowhere", items={"model": 1})
+
+
+def train_as_before(root: str, layout: str, last: int, seed: int | None) -> tuple[list[float], str | None]:
+    """Train with the calls of DeepSpeed, which reknit has taken over, from the newest checkpoint on."""
+    reached = death(seed, 4, 6) if seed is not None and dist.get_rank() == 1 else lambda _: None
+    engine = engines.build(layout, steps=0)
+    integration.take_over(engine, wait=False, options=SAVE)
+    path, client = engine.load_checkpoint(root)
+    assert (path is None) == (client == {})
+    losses = []
+    for step in range(engine.global_steps, last):
+        losses.append(engines.train_step(engine, step))
+        assert engine.save_checkpoint(root, client_state={"epoch": step})
+        reached(step)
+    return losses, path
+
+
+def until_one_dies(root: str, seed: int) -> None:
+    with pytest.raises(RuntimeError, match="Connection"):
+        train_as_before(root, "z2-fp32", 400, seed)
+
+
+def test_a_script_that_keeps_its_calls_resumes_after_a_death_in_another_stage_on_fewer_ranks(
+    tmp_path: Path,
+) -> None:
+    root = str(tmp_path / "run")
+    unfinished = tmp_path / "run" / "global_step99"
+    unfinished.mkdir(parents=True)
+    (unfinished / "0123456789abcdef.0.0.bin").write_bytes(b"unfinished")
+    assert run(2, until_one_dies, root, 1, some_die=True)[1] == ranks.Died(-signal.SIGKILL)
+    newest = reknit.latest(root, pending="wait")
+    ((_, path),) = run(1, train_as_before, root, "z3-fp32", 12, None)
+    assert path == newest
+    assert path is not None
+    assert path.startswith(f"{root}/global_step")
+    assert reknit.latest(root, pending="wait") == f"{root}/global_step12"
+
+
+def test_a_resumed_script_has_the_losses_of_one_that_was_not_interrupted(tmp_path: Path) -> None:
+    died, whole = str(tmp_path / "died"), str(tmp_path / "whole")
+    first = run(2, train_as_before, died, "z1-bf16", 4, None)
+    second = run(2, train_as_before, died, "z1-bf16", 7, None)
+    at_once = run(2, train_as_before, whole, "z1-bf16", 7, None)
+    for rank in range(2):
+        assert first[rank][0] + second[rank][0] == at_once[rank][0]
+    assert first[0][1] is None
+    assert second[0][1] == f"{died}/global_step4"
+
+
+def test_what_reknit_does_not_do_for_a_script_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="is not a DeepSpeed engine"):
+        integration.take_over(torch.nn.Linear(2, 2))
+    monkeypatch.setattr(deepspeed_private, "is_engine", lambda _: True)
+    engine = SimpleNamespace(global_steps=1)
+    integration.take_over(engine)
+    with pytest.raises(UsageError, match="leave exclude_frozen_parameters out"):
+        engine.save_checkpoint("nowhere", exclude_frozen_parameters=True)
+    with pytest.raises(UsageError, match="without a custom_load_fn"):
+        engine.load_checkpoint("nowhere", custom_load_fn=print)
 
 
 def scaler(**values: Any) -> Any:

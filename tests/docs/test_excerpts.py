@@ -12,7 +12,7 @@ import reknit
 from tests.docs.pages import ROOT, blocks
 
 # The programs around them need a job of the framework; tests of the frameworks run such jobs.
-PAGES = [f"docs/howto/{name}.md" for name in ("deepspeed", "megatron", "vescale")]
+PAGES = [f"docs/howto/{name}.md" for name in ("accelerate", "deepspeed", "lightning", "megatron", "vescale")]
 
 
 def resolved(node: ast.expr, names: dict[str, Any]) -> Any:

@@ -198,6 +198,20 @@ def test_small_tensors_take_one_buffer_together_and_large_ones_are_read_straight
     assert len(buffers) <= len(reader.plan.read_file) + 2 < 20
 
 
+def test_small_tensors_of_torch_are_filled_without_arrays_on_their_memory() -> None:
+    rng = random.Random(0)
+    arrays = {f"t{k:03}": np.full(8, k, np.float32) for k in range(50)}
+    whole = [Box.whole((8,))] * len(arrays)
+    checkpoint = saved(arrays, [[box] for box in whole], fresh("torch"), 4096, rng)
+    targets = [torch.zeros(8) for _ in arrays]
+    reader_of(checkpoint, list(enumerate(whole)), targets, Granularity(4096, 0, 1 << 20)).run(
+        Recorder("load")
+    )
+    for array, target in zip(arrays.values(), targets, strict=True):
+        assert torch.equal(target, torch.from_numpy(array))
+        assert target.untyped_storage().resizable(), "NumPy has an array on it"
+
+
 @given(cases(), CUTS, st.sampled_from([1, 3, 64]))
 def test_bytes_that_others_have_read_are_delivered_like_those_read_here(
     case: Case, cut: Granularity, margin: int

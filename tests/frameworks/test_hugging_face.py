@@ -17,11 +17,13 @@ from reknit.frameworks.registry import collect, wanted
 from reknit.types.shard import Alias
 from tests import ranks
 from tests.frameworks.checkpoint import assemble, fill, portable
+from tests.optional import needs
 from tests.torchrun import pieces
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = [needs("transformers", "transformers"), needs("peft", "PEFT")]
 
 run = partial(ranks.run, warm="transformers")
 

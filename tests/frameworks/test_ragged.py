@@ -59,6 +59,17 @@ def ragged(mesh: DeviceMesh, whole: torch.Tensor, *placements: Any) -> DTensor:
     )
 
 
+def as_parameter(tensor: torch.Tensor) -> nn.Parameter:
+    """Return a tensor as a parameter, without `nn.Parameter`.
+
+    That detaches the tensor, for which torch 2.14 and later would gather a placement that it does not have.
+    """
+    parameter: Any = tensor.requires_grad_()
+    parameter._is_param = True
+    assert isinstance(parameter, nn.Parameter)
+    return parameter
+
+
 class Net(nn.Module):
     """Parameters dealt out by row, by element, in blocks, unevenly, and with nothing for some ranks."""
 
@@ -71,7 +82,7 @@ class Net(nn.Module):
                 whole = ragged(mesh, whole, RaggedShard(dims, units))
             elif mesh is not None:
                 whole = ragged(mesh, whole, RaggedShard(dims, units[:2]), *AFTER[name])
-            self.register_parameter(name, nn.Parameter(whole))
+            self.register_parameter(name, as_parameter(whole))
 
 
 PARAMETERS: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {

@@ -62,10 +62,11 @@ def test_the_first_save_after_a_resume_finds_its_agent(tmp_path: Path, size: int
     assert target["model"]["w"].tolist() == [3.0] * 1000
 
 
-@pytest.mark.parametrize("where", ["memory", "disk"])
+@pytest.mark.parametrize("where", ["memory", "disk", "disk, then memory"])
 def test_no_agent_starts_for_a_run_that_has_no_use_for_one(tmp_path: Path, where: str) -> None:
-    root = tmp_path if where == "disk" else "process://early"
-    with reknit.Checkpointer(root, wait=where == "disk") as run:
+    root = "process://early" if where == "memory" else tmp_path
+    options = reknit.SaveOptions(promote_to="process://early" if where == "disk, then memory" else None)
+    with reknit.Checkpointer(root, wait=where == "disk", options=options) as run:
         run.resume(state_of())
         assert agents_of(os.getpid()) == []
         run.save(0, state_of())
@@ -74,7 +75,8 @@ def test_no_agent_starts_for_a_run_that_has_no_use_for_one(tmp_path: Path, where
 
 
 def test_an_agent_that_ends_before_it_joins_the_others_is_replaced(tmp_path: Path) -> None:
-    with calls.background_of(ranks.alone(), elsewhere=True).with_agents(ranks.alone(), reknit.SaveOptions()):
+    with calls.agents_for([tmp_path], "first", options=reknit.SaveOptions(), group=ranks.alone()):
+        wait_until(lambda: agents_of(os.getpid()), LIMIT_S)  # /proc shows its arguments a moment late
         (early,) = agents_of(os.getpid())
         send(early)
         wait_until(lambda: agents_of(os.getpid()) == [], LIMIT_S)
@@ -152,8 +154,82 @@ def test_a_resume_that_fails_leaves_the_agent_to_the_first_save(tmp_path: Path) 
     with reknit.Checkpointer(tmp_path) as run:
         with pytest.raises(reknit.MismatchError):
             run.resume(state_of())
+        wait_until(lambda: agents_of(os.getpid()), LIMIT_S)  # /proc shows its arguments a moment late
         (early,) = agents_of(os.getpid())
         run.save(1, state_of())
         session = supervisor_of().session
         assert session is not None
         assert session.link.pid == early
+
+
+def test_an_interrupt_of_one_rank_while_its_agent_starts_is_not_waited_for_by_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = agent_link.AgentLink.send
+
+    def interrupted(self: Any, *message: Any) -> None:
+        if self.rank == 1:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        send(self, *message)
+
+    monkeypatch.setattr(agent_link.AgentLink, "send", interrupted)
+    both_have_ended = threading.Barrier(2)
+
+    def rank(group: Group) -> None:
+        run = reknit.Checkpointer(tmp_path, group=group)
+        with pytest.raises(KeyboardInterrupt if group.rank else reknit.ReknitError):
+            run.resume(state_of())
+        both_have_ended.wait(LIMIT_S / 2)
+
+    run_ranks(2, rank)
+
+
+class Closes:
+    """An object whose load ends the agents of this process."""
+
+    def __init__(self, both: threading.Barrier | None = None) -> None:
+        self.both = both
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n": 1}
+
+    def load_state_dict(self, _: dict[str, Any]) -> None:
+        assert self.both is not None
+        self.both.wait(LIMIT_S)  # on all ranks, since `close` ends the agents of all threads
+        assert reknit.close(LIMIT_S)
+        self.both.wait(LIMIT_S)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_agents_that_were_closed_during_a_resume_start_once_for_the_first_save(
+    tmp_path: Path, size: int
+) -> None:
+    with reknit.Checkpointer(tmp_path, wait=True) as run:
+        run.save(0, {"other": Closes()})
+    both = threading.Barrier(size)
+
+    def rank(group: Group) -> None:
+        with reknit.Checkpointer(tmp_path, group=group) as run:
+            assert run.resume({"other": Closes(both)}) == 1
+            session = supervisor_of(group).session
+            assert session is not None
+            run.save(1, {"other": Closes()})
+            assert supervisor_of(group).session is session
+
+    run_ranks(size, rank)
+    assert len(agents_of(os.getpid())) == size
+
+
+def test_a_resume_inside_a_save_leaves_the_start_of_agents_to_that_save(tmp_path: Path) -> None:
+    class Resumes:
+        def state_dict(self) -> dict[str, Any]:
+            with reknit.Checkpointer(tmp_path / "run") as run:
+                return {"next": run.resume(state_of())}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.state = state
+
+    reknit.save(tmp_path / "outer", {"it": Resumes()}, wait=False).result(LIMIT_S)
+    reknit.load(tmp_path / "outer", {"it": (filled := Resumes())})
+    assert filled.state == {"next": 0}

@@ -32,7 +32,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def refused(call: Callable[[], object]) -> bool:
-    """Return whether a call is refused with what to do."""
+    """Return whether a call is refused with a remedy."""
     try:
         call()
     except UsageError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -39,6 +39,21 @@ def test_a_kind_that_torch_has_no_streams_for_copies_at_once() -> None:
     with devices.on_device(tensor.device):
         pass
     assert devices.pin(np.zeros(8, np.uint8), tensor.device) is None
+
+
+def test_a_torch_that_raises_where_it_has_no_accelerator_saves_and_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def current_accelerator() -> torch.device:  # torch 2.6
+        raise RuntimeError("Cannot access accelerator device when none is available.")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
+    state: dict[str, Any] = {"weight": torch.arange(3.0), "rng": reknit.RngState()}
+    reknit.save(tmp_path / "one", state)
+    state["weight"] = torch.zeros(3)
+    reknit.load(tmp_path / "one", state)
+    assert torch.equal(state["weight"], torch.arange(3.0))
+    assert 'device="cpu"' in devices.memory_remedy("the model")
 
 
 @every_device

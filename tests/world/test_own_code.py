@@ -11,6 +11,7 @@ from torch import nn
 
 import reknit
 from reknit.frameworks.custom import registered
+from reknit.frameworks.stateful import Kept
 from reknit.testing.world import run_ranks
 from tests.storage.process_memory import ProcessMemory
 from tests.world.planted import AFTER_TENSORS, ON_LOAD, ON_SAVE, Bag, Bags, Keeper, PlantedError, planted
@@ -211,3 +212,58 @@ def test_tensors_of_objects_are_read_once_for_ranks_that_have_the_same(share: An
     read = sum(run_ranks(2, rank))
     once, twice = 4 * (70_000 + 90_000), 4 * (2 * 70_000 + (90_000 if not everywhere else 2 * 90_000))
     assert read == pytest.approx(once if share == "always" else twice, rel=0.1)
+
+
+class Plain:
+    """An object without a state."""
+
+
+class PassesOn:
+    """A wrapper that has the state of the object in it, as wrappers of data loaders do."""
+
+    def __init__(self, inner: Any, attribute: str = "state_dict") -> None:
+        self.inner, self.attribute = inner, attribute
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["inner"], name)
+
+    def state_dict(self) -> Any:
+        return getattr(self, self.attribute) if self.attribute != "state_dict" else self.inner.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.inner.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "wrapper",
+    [
+        lambda: PassesOn(Plain()),
+        lambda: PassesOn(Plain(), "kept_state"),
+        lambda: PassesOn(PassesOn(Plain(), "kept_state")),
+        lambda: reknit.PerRank(PassesOn(Plain())),
+        lambda: [PassesOn(Plain())],
+    ],
+)
+def test_a_wrapper_around_an_object_without_a_state_is_an_error_about_that_object(wrapper: Any) -> None:
+    with pytest.raises(reknit.ReknitError) as caught:
+        reknit.save("process://planted/x", {"odd": wrapper()})
+    assert "could not be saved: it passes on the state of a Plain, which has none" in caught.value.message
+    assert "wrap an object that has a state" in (caught.value.remedy or "")
+    reknit.save("process://planted/x", {"odd": PassesOn(PassesOn(Kept({"n": 1})))})
+    with pytest.raises(reknit.ReknitError, match="it passes on the state of a Plain, which has none"):
+        reknit.load("process://planted/x", {"odd": PassesOn(PassesOn(Plain()))})
+
+
+def test_an_attribute_error_of_other_code_is_reported_as_it_is() -> None:
+    class Odd:
+        def state_dict(self) -> Any:
+            return self.missing  # type: ignore[attr-defined]
+
+        def load_state_dict(self, state: Any) -> None:
+            pass
+
+    with pytest.raises(
+        reknit.ReknitError, match="could not be saved: AttributeError: 'Odd' object"
+    ) as caught:
+        reknit.save("process://planted/x", {"odd": Odd()})
+    assert "correct the code that raised it" in (caught.value.remedy or "")

@@ -229,7 +229,7 @@ def _with(container: Any, fresh: dict[Any, Any]) -> Any:
 
 def setter(container: Any, key: Any) -> Assign:
     """Return a function that puts another value into a container, or None if it is immutable."""
-    if isinstance(container, (MutableMapping, MutableSequence)):
+    if isinstance(container, (dict, list, MutableMapping, MutableSequence)):  # the usual ones first, by type
         return lambda new: container.__setitem__(key, new)
     return None
 

@@ -2,7 +2,7 @@
 
 In the place of `engine.save_checkpoint` and `engine.load_checkpoint`, for ZeRO stages 0 to 3.  The checkpoint
 has no trace of the stage and the number of ranks.  It loads into engines with other stages and numbers, and
-into plain modules.
+into plain modules.  `take_over` lets a script keep the calls of its engine.
 """
 
 from __future__ import annotations
@@ -10,18 +10,21 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from reknit import stored
 from reknit.api import loads, saves
 from reknit.errors import UsageError
 from reknit.frameworks.deepspeed import deepspeed_private
 from reknit.frameworks.stateful import Accessors, Kept
 from reknit.locations import location_text
+from reknit.options import CommOptions, LoadOptions, SaveOptions
+from reknit.ranks import acting
+from reknit.runs.agreement import ask_root
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from os import PathLike
 
     from reknit.engine.outcome import PendingSave
-    from reknit.options import LoadOptions, SaveOptions
 
 _OWN = ("model", "optimizer", "lr_scheduler", "engine", "client_state")
 
@@ -89,12 +92,99 @@ def load(
     return location_text(path), kept.values
 
 
-def _state(engine: Any, items: Mapping[str, Any] | None) -> dict[str, Any]:
+def take_over(
+    engine: Any,
+    *,
+    items: Mapping[str, Any] | None = None,
+    wait: bool = True,
+    options: SaveOptions | None = None,
+    load_options: LoadOptions | None = None,
+) -> None:
+    """Let `engine.save_checkpoint` and `engine.load_checkpoint` save and load with reknit from now on.
+
+    Their arguments and results stay those of DeepSpeed.  A checkpoint is the folder of its tag, as before; a
+    load without a tag takes the newest committed one, and needs no file ``latest``.  With ``wait=False``,
+    training continues while a checkpoint is written.  Raises `UsageError` for any other object.
+    """
+    _require_engine(engine)
+
+    def save_checkpoint(
+        save_dir: str | PathLike[str],
+        tag: Any = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save the engine in the folder of a tag; return True.  The newest one is always the latest."""
+        if exclude_frozen_parameters:
+            raise UsageError(
+                "a checkpoint of reknit has all parameters",
+                remedy="leave exclude_frozen_parameters out; unchanged files are linked, not written again",
+            )
+        path = _tagged(save_dir, f"global_step{engine.global_steps}" if tag is None else tag)
+        save(
+            engine,
+            path,
+            client_state=client_state,
+            items=items,
+            wait=wait,
+            overwrite=True,
+            options=options,
+        )
+        return True
+
+    def load_checkpoint(
+        load_dir: str | PathLike[str],
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Load a tag, or the newest committed one; return its path and the client state, or None and {}."""
+        if custom_load_fn is not None:
+            raise UsageError("reknit loads in place, without a custom_load_fn", remedy="leave it out")
+        path = _newest(load_dir) if tag is None else _tagged(load_dir, tag)
+        if path is None:
+            return None, {}
+        return load(
+            engine,
+            path,
+            items=items,
+            load_optimizer_states=load_optimizer_states,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            load_module_only=load_module_only,
+            strict=load_module_strict,
+            options=load_options,
+        )
+
+    engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
+
+
+def _tagged(root: str | PathLike[str], tag: Any) -> str:
+    return f"{location_text(root).rstrip('/')}/{tag}"
+
+
+def _newest(root: str | PathLike[str]) -> str | None:
+    """Return the newest committed checkpoint below a folder, the same on all ranks, or None."""
+    comm = CommOptions()
+    found: str | None = ask_root(
+        acting(None, comm).group, "find", SaveOptions().timeout_s, partial(stored.latest, root)
+    )
+    return found
+
+
+def _require_engine(engine: Any) -> None:
     if not deepspeed_private.is_engine(engine):
         raise UsageError(
             f"a {type(engine).__name__} is not a DeepSpeed engine",
             remedy="pass the first result of deepspeed.initialize",
         )
+
+
+def _state(engine: Any, items: Mapping[str, Any] | None) -> dict[str, Any]:
+    _require_engine(engine)
     taken = sorted(set(items or ()) & set(_OWN))
     if taken:
         raise UsageError(f"the items {taken} are the engine's own", remedy="give yours other names")

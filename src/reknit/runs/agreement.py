@@ -42,8 +42,8 @@ class Agreement:
     between the ranks, about every two seconds.  Each round also sets the step of the next round.  Between two
     rounds, the ranks save only if that follows from the step alone.
 
-    With `follows`, saves go on in the background, and there are rounds until the last one is committed.  If it
-    has failed, the next step is saved in its place.
+    With `follows`, saves go on in the background, and there are rounds until the last one is committed.  If
+    it has failed, the next step is saved in its place.
     """
 
     def __init__(self, group: Group, policy: Policy, timeout_s: float, *, follows: bool = False) -> None:

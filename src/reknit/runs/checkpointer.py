@@ -208,8 +208,8 @@ class Checkpointer(Shown):
         """
         with raised_on_all_ranks(self._group, "settle", self._timeout_s):
             check_state(state)
-        places = [] if self._wait else [level.url for level in self._tiers.levels]
-        with agents_for(places, self._used, self._group):
+        places = [] if self._wait else self._folder.roots
+        with agents_for(places, "settle", options=self._used, group=self._group):
             return self._resume(state)
 
     def _resume(self, state: Mapping[str, Any]) -> int:

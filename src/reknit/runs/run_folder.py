@@ -23,6 +23,7 @@ from reknit.runs.unfinished_saves import forbid_markers, wait_for_agents
 from reknit.storage.registry import open_storage, recipe
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Mapping, Sequence
 
     from reknit.comm.group import Group
@@ -82,6 +83,12 @@ class RunFolder:
     def line_after(self, step: int, generation: int | None) -> Line:
         """Return the line of descent of a step that a save of some generation made."""
         return _after(self._tiers.line(), _Start(step, generation), _NEXT)
+
+    @property
+    def roots(self) -> list[str | os.PathLike[str]]:
+        """The roots of all tiers, and those of `promote_to`."""
+        promoted = [target.path for target in self._options.promotions]
+        return [*(level.url for level in self._tiers.levels), *promoted]
 
     def ask(self, name: str, question: Callable[[], Any], subject: str = "") -> Any:
         """Return the answer of rank 0; its errors are raised on all ranks."""

@@ -72,9 +72,17 @@ def kinds_in_use() -> list[str]:
 
     The driver of an unused kind is not called: that could break processes that are forked later.
     """
-    accelerator = sys.modules["torch"].accelerator.current_accelerator()
+    accelerator = _accelerator(sys.modules["torch"])
     kinds = dict.fromkeys([CUDA] if accelerator is None else [accelerator.type, CUDA])
     return [kind for kind in kinds if _asked(kind, "is_initialized", unknown=True) and is_here(kind)]
+
+
+def _accelerator(torch: Any) -> Any:
+    """Return the kind of accelerator that torch was built for, or None."""
+    try:
+        return torch.accelerator.current_accelerator()
+    except RuntimeError:  # of torch 2.6 on a host without one
+        return None
 
 
 def is_here(kind: str) -> bool:
@@ -112,7 +120,7 @@ def _asked(kind: str, name: str, *, unknown: Any) -> Any:
 def memory_remedy(what: str) -> str:
     """Return the remedy for a tensor on the meta device: memory on the device of this process."""
     torch = sys.modules["torch"]
-    device = torch.accelerator.current_accelerator()
+    device = _accelerator(torch)
     here = "cpu" if device is None or not torch.accelerator.is_available() else device.type
     return f'give {what} memory first, for example with module.to_empty(device="{here}")'
 
@@ -194,7 +202,7 @@ def failed(error: RuntimeError, device: Any) -> ReknitError:
 def is_captured() -> bool:
     """Return whether the work that this thread queues becomes part of a graph, instead of running."""
     torch = sys.modules.get("torch")
-    accelerator = None if torch is None else torch.accelerator.current_accelerator()
+    accelerator = None if torch is None else _accelerator(torch)
     module: Any = None if accelerator is None else module_of(accelerator)
     captures = getattr(module, "is_current_stream_capturing", None)
     return captures is not None and bool(module.is_initialized() and captures())

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import weakref
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from reknit.engine.background.trainer.agent_supervisor import AgentSupervisor
@@ -21,7 +21,7 @@ from reknit.system import AtExit
 from reknit.types.entry import OneAtATime
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from reknit.comm.group import Group
     from reknit.engine.background.trainer.prepared_save import Until
@@ -35,7 +35,7 @@ logger = logging.getLogger("reknit")
 class Background:
     """The background saves of this rank in one group.
 
-    The first save starts the agents, unless `with_agents` has.  With `in_process` they are threads of the
+    The first save starts the agents, unless `start_agents` has.  With `in_process` they are threads of the
     trainers, for stores that no other process can open.
     """
 
@@ -86,19 +86,24 @@ class Background:
             self._begin(warm_up, "arena", pending, group=group, make=make, options=options)
         pending.result(2 * options.timeout_s)  # each of the two rounds ends within its own time
 
-    @contextmanager
-    def with_agents(self, group: Group, options: SaveOptions) -> Iterator[None]:
-        """Start an agent before the block, and join those of all ranks after it; all ranks call this.
+    def start_agents(self, group: Group, options: SaveOptions) -> None:
+        """Start an agent for this rank, for `join_agents` or the first save.
+
+        An error is dropped, since these start an agent again.  Only Ctrl-C is raised.
+        """
+        self._watch_exit()
+        with suppress(ReknitError), self._saving.taken(options.timeout_s):
+            self.supervisor.start_early(group, options)
+
+    def join_agents(self, group: Group, options: SaveOptions) -> None:
+        """Join the agents of all ranks before there is a save; all ranks call this after `start_agents`.
 
         An error is logged, since the first save starts agents again.
         """
         self._watch_exit()
-        with self._saving.taken(options.timeout_s):
-            self.supervisor.start_early(group, options)
-        yield
         try:
             with self._saving.taken(options.timeout_s):
-                self.supervisor.join_early(group)
+                self.supervisor.join_early(group, options)
         except ReknitError as error:
             if group.rank == 0:
                 logger.warning("no agents before the first save, which tries again: %s", error)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from reknit.engine.memory.elements import bits, contiguous_bytes, convert, deliver
+from reknit.engine.memory.elements import address, contiguous_bytes, convert, deliver
+from reknit.engine.memory.sources import Sources
 from reknit.types import devices
 from reknit.types.box import Box, flat_range_boxes
 from reknit.types.shard import full_name
@@ -29,13 +31,15 @@ class ReadPart(NamedTuple):
     """A piece of the plan: its number there, and its bytes `low` up to `high` of a file.
 
     `direct` has the bytes of the target if the piece is one run, in memory and in the file, without a
-    conversion.
+    conversion.  A short piece that is all of a target in host memory has the `address` of these bytes
+    instead, since an array of them costs more than the copy.
     """
 
     number: int
     low: int
     high: int
     direct: NDArray[np.uint8] | None
+    address: int = 0
 
 
 class Rectangle(NamedTuple):
@@ -71,17 +75,13 @@ class Deliverer:
         self._index, self._plan, self._cast = index, plan, cast
         self._tensors = [tensor for tensor, _, _ in boxes]
         self._targets = [target for _, _, target in boxes]
-        self._bits: list[Any] = [
-            None if w in cast else bits(target) for w, target in enumerate(self._targets)
-        ]
+        self._bits = Sources(self._targets)
         self._pieces = self._make_pieces([box.numel for _, box, _ in boxes])
 
     @property
     def on_devices(self) -> list[Any]:
         """The targets that are not in host memory."""
-        pairs = zip(self._bits, self._targets, strict=True)
-        arrays = (target if bits is None else bits for bits, target in pairs)
-        return [array for array in arrays if devices.device_of(array) is not None]
+        return self._bits.on_devices
 
     def pieces(self, number: int) -> list[ReadPart]:
         """Return the pieces that a read touches, ordered by start."""
@@ -89,8 +89,18 @@ class Deliverer:
         used = plan.use_piece[plan.use_first[number] : plan.use_first[number + 1]]
         return [self._pieces[p] for p in used.tolist()]
 
-    def deliver(self, piece: ReadPart, start: int, data: NDArray[np.uint8]) -> None:
-        """Copy the part of a piece that lies in `data`, which begins at byte `start` of the file."""
+    def deliver(self, pieces: Sequence[ReadPart], start: int, data: NDArray[np.uint8]) -> None:
+        """Copy the parts of pieces that lie in `data`, which begins at byte `start` of the file."""
+        source, stop = address(data) - start, start + len(data)
+        for piece in pieces:
+            if not piece.address:
+                self._deliver(piece, start, data)
+                continue
+            low, high = max(piece.low, start), min(piece.high, stop)
+            ctypes.memmove(piece.address + low - piece.low, source + low, high - low)
+
+    def _deliver(self, piece: ReadPart, start: int, data: NDArray[np.uint8]) -> None:
+        """Copy the part of a piece that has no address."""
         low, high = max(piece.low, start), min(piece.high, start + len(data))
         if piece.direct is not None:
             piece.direct[low - piece.low : high - piece.low] = data[low - start : high - start]
@@ -173,19 +183,23 @@ class Deliverer:
         size = plan.lengths.prod(axis=1)
         is_run = plan.high - plan.low == size * itemsize[plan.wanted]
         is_whole = size == np.array(numel, np.int64)[plan.wanted]
-        columns = (plan.wanted, plan.low, plan.high, is_run, is_whole)
+        is_cast = np.zeros(len(numel), np.bool_)
+        is_cast[[*self._cast]] = True
+        is_run &= ~is_cast[plan.wanted]
+        is_short = is_run & is_whole & (plan.high - plan.low < DIRECT_NBYTES)
+        addresses = np.where(is_short, self._bits.addresses[plan.wanted], 0)
+        columns = (plan.wanted, plan.low, plan.high, is_run, is_whole, addresses)
         pieces = []
-        for number, (wanted, low, high, run, whole) in enumerate(
+        for number, (wanted, low, high, run, whole, at) in enumerate(
             zip(*(c.tolist() for c in columns), strict=True)
         ):
-            target = self._bits[wanted]
-            if not run or target is None:
+            if not run or at:
                 direct = None
             elif whole:
-                direct = contiguous_bytes(target)
+                direct = contiguous_bytes(self._bits[wanted])
             else:
                 direct = self._target(self._rectangle(number))
-            pieces.append(ReadPart(number, low, high, direct))
+            pieces.append(ReadPart(number, low, high, direct, at))
         return pieces
 
     def _rectangle(self, number: int) -> Rectangle:
@@ -204,9 +218,9 @@ class Deliverer:
 
     def _target(self, at: Rectangle) -> NDArray[np.uint8] | None:
         """Return the bytes of the target that a piece fills, or None without one run of equal dtype."""
-        if (target := self._bits[at.wanted]) is None:
+        if at.wanted in self._cast:
             return None
-        return contiguous_bytes(target[_place(Box(at.in_wanted, at.lengths))])
+        return contiguous_bytes(self._bits[at.wanted][_place(Box(at.in_wanted, at.lengths))])
 
     def _copy(self, at: Rectangle, box: Box, source: NDArray[np.uint8], strides: Sequence[int]) -> None:
         """Copy a box (in the chunk's coordinates) that begins at `source` to its place in the target."""

@@ -79,6 +79,9 @@ def match(
             problems.missing.append((name, "not in the checkpoint"))
             continue
         saved = index.tensors[tensor].spec
+        if saved == shard.spec:
+            fills.append(Fill(name, tensor, shard.box, shard.data, cast=False))
+            continue
         cast = saved.dtype != shard.spec.dtype
         may = (shard.item, shard.fqn) in resizable or matches(name, options.allow_shape_mismatch)
         if (why := _mismatch(saved, shard.spec, cast=options.cast, resize=may)) is not None:

@@ -147,8 +147,7 @@ class RangeReader:
         spans, indirect = spans_of(self._deliverer.pieces(number), start, scratch)
         self._fill(path, start, spans)
         with self._delivering(path, start, nbytes, arena):
-            for piece in indirect:
-                self._deliverer.deliver(piece, start, scratch)
+            self._deliverer.deliver(indirect, start, scratch)
         self._moved(nbytes)
 
     def fetch(self, path: str, start: int, buffer: NDArray[np.uint8]) -> None:
@@ -183,8 +182,7 @@ class RangeReader:
             data, given = arena.view(nbytes), data
             np.copyto(data, given)
         with self._delivering(path, first, nbytes, arena):
-            for piece in self._deliverer.pieces(number):
-                self._deliverer.deliver(piece, first, data)
+            self._deliverer.deliver(self._deliverer.pieces(number), first, data)
         self._moved(nbytes)
 
     def abandon(self) -> None:

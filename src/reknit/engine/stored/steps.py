@@ -77,7 +77,8 @@ def descending(root: Storage, named: Collection[int] | None = None) -> Iterator[
     With `named`, only folders that are named like these steps are tried.
 
     No more manifests are read than checkpoints are asked for.  The manifest has the step.  The name of a
-    folder only has the order of the search: a copy of step 10 that is called ``step_40`` comes as step 10.  A checkpoint whose manifest cannot be read comes with its `problem`, where its name says.
+    folder only has the order of the search: a copy of step 10 that is called ``step_40`` comes as step 10.
+    A checkpoint whose manifest cannot be read comes with its `problem`, where its name says.
     """
     waiting = sorted(folder for folder in numbered(root) if named is None or folder[0] in named)
     known: dict[str, SavedStep] = {}

@@ -17,7 +17,7 @@ from reknit.frameworks.optimizer.saved_states import SavedStates
 from reknit.frameworks.optimizer.slots import MASTER, ParamSlot, Slots, element
 from reknit.frameworks.same_value import same_value
 from reknit.frameworks.stateful import rebuild, tensors_of
-from reknit.frameworks.torch import tensor_numbers
+from reknit.frameworks.torch import subclasses, tensor_numbers
 from reknit.frameworks.walk.composites import record_at
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class OptimizerLoad:
             if not isinstance(like, torch.Tensor):
                 like = None
             elif state_memory.fits(like, slot, spec):
-                like = torch.empty_like(like, requires_grad=False)
+                like = subclasses.empty_like(like)
             tensor = state_memory.memory_for(spec, like, slot, inside, loading, noted=self.noted)
             value.tensors.setdefault(name, tensor)
         else:

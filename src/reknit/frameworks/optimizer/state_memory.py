@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from msgspec import structs
@@ -153,7 +153,7 @@ def _new_memory(
             # Optimizers begin with zeros: in the padding, and in elements that the checkpoint lacks.
             return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         if spec.shape == slot.shape:
-            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            return cast("torch.Tensor", subclasses.empty_like(parameter, dtype))
         fresh: torch.Tensor = parameter.new_empty(spec.shape, dtype=dtype, requires_grad=False)
         return fresh
 

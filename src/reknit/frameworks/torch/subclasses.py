@@ -11,7 +11,7 @@ import torch
 from msgspec import structs
 
 from reknit.errors import ReknitError, StateError
-from reknit.frameworks.torch import dtensor, inner_cuts, torch_private
+from reknit.frameworks.torch import dtensor, inner_cuts, ragged, torch_private
 from reknit.frameworks.walk.walk import Composite
 from reknit.types.devices import memory_remedy
 from reknit.types.shard import MAX_DEPTH, TensorSpec
@@ -221,3 +221,14 @@ def wrapped_as(tensor: Any, local: Any) -> Any:
         shape=tensor.shape,
         stride=tensor.stride(),
     )
+
+
+def empty_like(tensor: Any, dtype: Any = None) -> Any:
+    """Return new memory of the shape and placement of a tensor.
+
+    From torch 2.14 on, its `empty_like` would gather a placement that is not torch's own.
+    """
+    if not any(map(ragged.is_ragged, getattr(tensor, "placements", ()))):
+        return torch.empty_like(tensor, dtype=dtype, requires_grad=False)
+    local = torch_private.local_of(tensor)
+    return wrapped_as(tensor, torch.empty_like(local, dtype=dtype, requires_grad=False))

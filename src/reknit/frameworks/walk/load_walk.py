@@ -16,7 +16,7 @@ from reknit.frameworks.walk.rank_catalog import FoundValue
 from reknit.frameworks.walk.selecting import Selecting
 from reknit.frameworks.walk.walk import Matcher, Place, first_match
 from reknit.frameworks.walk.writable import require_writable
-from reknit.types.shard import full_name
+from reknit.types.shard import Strided, full_name
 from reknit.types.wanted import Wanted
 
 if TYPE_CHECKING:
@@ -99,10 +99,11 @@ class Loading(Selecting):
         """Request a tensor, to fill it in place; `early` for memory that no live object uses."""
         if not self.takes(place):
             return
-        if (made := self.opened(tensor, place)) is not None:
+        library = self.library_of(tensor, place)
+        if (made := library.opened(tensor, place, self.world, fill=True)) is not None:
             self.composite(made, place, tensor, early=early)
         else:
-            self.view(self.look(tensor, place, fill=True), place, tensor, early=early)
+            self.view(library.view(tensor, place, self.world, fill=True), place, tensor, early=early)
 
     def composite(self, made: Composite, place: Place, tensor: Any, *, early: bool = False) -> None:
         """Request a composite tensor, to fill its inner tensors in place."""
@@ -238,8 +239,9 @@ class Loading(Selecting):
 
     def _settle(self, request: FillRequest) -> None:
         """Load a tied tensor from the first of its names that the checkpoint has."""
-        saved = [place for place in request.places if self.saved.spec(place) is not None]
-        saved = saved or [place for place in request.instead if self.saved.spec(place) is not None][:1]
+        spec_of = self.saved.spec
+        saved = [place for place in request.places if spec_of(place) is not None]
+        saved = saved or [place for place in request.instead if spec_of(place) is not None][:1]
         if saved and self._better and (better := self._more_exact(saved[0], request)) is not None:
             self._superseded += [(place.item, place.fqn) for place in saved]
             saved = [better]
@@ -282,7 +284,7 @@ class Loading(Selecting):
         self._shards += wanted
         if self.converts_to(spec, view.spec):
             self._filled.append(request)
-        memories = [getattr(memory, "memory", memory) for _, memory in view.parts]
+        memories = [memory.memory if type(memory) is Strided else memory for _, memory in view.parts]
         part.filled += [request.tensor, *(memory for memory in memories if memory is not request.tensor)]
         if view.settle is not None and self.converts_to(spec, view.spec):
             part.settles.append(view.settle)

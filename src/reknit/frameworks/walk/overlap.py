@@ -92,17 +92,19 @@ def _ends(memory: Any, flats: dict[int, tuple[Any, int, int]]) -> tuple[Any, int
 
     `flats` has the place and itemsize of flat memory that was seen, by its id.
     """
-    if isinstance(memory, Strided):
+    if isinstance(memory, np.ndarray):
+        return "cpu", *_reach(*_where(memory), 1)
+    if type(memory) is Strided:
         flat = memory.memory
         if (known := flats.get(id(flat))) is None:
             known = flats[id(flat)] = (*memory_of(flat), flat.element_size())
         space, start, size = known
         return space, *_reach(start + memory.first * size, memory.lengths, memory.strides, size, size)
-    if not isinstance(memory, np.ndarray) and not hasattr(memory, "data_ptr"):
+    if not hasattr(memory, "data_ptr"):
         return None, 0, 0  # of a library whose arrays are not filled in place
     space, low = memory_of(memory)
-    if not isinstance(memory, np.ndarray) and memory.is_contiguous():
-        return space, low, low + memory.numel() * memory.element_size()
+    if memory.is_contiguous():
+        return space, low, low + memory.nbytes
     return space, *_reach(*_where(memory), 1)
 
 

@@ -53,7 +53,8 @@ class Selecting(Walk):
 
     def may_resize(self, place: Place) -> bool:
         """Return whether a tensor with this name may have another shape in the checkpoint."""
-        return matches(full_name(place.item, place.fqn), self.catalog.terms.resizable)
+        patterns = self.catalog.terms.resizable
+        return bool(patterns) and matches(full_name(place.item, place.fqn), patterns)
 
     def comes(self, place: Place, spec: TensorSpec) -> bool:
         """Return whether the load fills a tensor with this name, as a whole or, if resized, in part."""

@@ -220,12 +220,16 @@ class Walk:
                 return library
         return None
 
-    def look(self, tensor: Any, place: Place, *, fill: bool) -> View:
-        """Return the view of a tensor."""
+    def library_of(self, tensor: Any, place: Place) -> Arrays:
+        """Return the library of a tensor.  Raises `StateError` for an object that is not a tensor."""
         library = self.arrays(tensor)
         if library is None:
             raise StateError(f"{place} is a {type(tensor).__name__} where a tensor was expected")
-        return library.view(tensor, place, self.world, fill=fill)
+        return library
+
+    def look(self, tensor: Any, place: Place, *, fill: bool) -> View:
+        """Return the view of a tensor."""
+        return self.library_of(tensor, place).view(tensor, place, self.world, fill=fill)
 
     def opened(self, tensor: Any, place: Place) -> Composite | None:
         """Return a composite tensor with views of its inner tensors; None for other objects."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from reknit.errors import StateError
 from reknit.frameworks.walk import overlap
+from reknit.types.shard import Strided
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -34,7 +35,11 @@ def require_writable(held: Iterable[tuple[object, Any]]) -> None:
     The kernel's list is read once, and only for memory that neither torch nor NumPy allocated itself.  torch
     does not record the protection of such memory, and presents it to NumPy as writable.
     """
-    foreign = [(place, memory) for place, memory in held if _is_foreign(getattr(memory, "memory", memory))]
+    foreign = [
+        (place, memory)
+        for place, memory in held
+        if _is_foreign(memory.memory if type(memory) is Strided else memory)
+    ]
     if not foreign:
         return
     starts, stops = _read_only()

@@ -269,7 +269,8 @@ class LocalStorage:
         """Create a file with its folders, again where a delete elsewhere has just removed an empty folder."""
         full = missing = os.path.join(self._root, path)
         for tries in range(_PRUNED_TRIES):
-            time.sleep(tries * 1e-4)  # in step with the remover it would never end
+            if tries:
+                time.sleep(tries * 1e-4)  # in step with the remover it would never end
             try:
                 self._folders.make(self._root)
                 return open_below(self._root, path, flags)

@@ -72,8 +72,10 @@ class AgentSupervisor:
         if not isinstance(early.error, Exception):
             raise early.error
 
-    def join_early(self, group: Group) -> None:
+    def join_early(self, group: Group, options: SaveOptions) -> None:
         """Join the agents of all ranks before there is a save; all ranks call this after `start_early`."""
+        if self.session is None:
+            self._options = options
         starting = self.start(group)
         if starting is not None:
             self._join(group, starting, self._first_waiting)

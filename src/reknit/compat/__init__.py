@@ -1,0 +1,1 @@
+"""Interfaces of other checkpoint libraries, for scripts that change one import."""

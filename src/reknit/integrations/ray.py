@@ -1,0 +1,103 @@
+"""How does a training function of Ray Train save?  With one call in the place of `ray.train.report`.
+
+All workers save one checkpoint together, through a `reknit.Checkpointer`.  Training continues while it is
+written.  Ray registers it after its commit, from its own upload thread, as a small checkpoint of Ray that
+names the place.  So any number of workers can resume, with `Checkpointer.resume`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+from reknit.errors import MissingExtraError, UsageError
+from reknit.integrations.trainer_parts.private_hooks import private
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from reknit.engine.outcome import PendingSave
+    from reknit.runs.checkpointer import Checkpointer
+
+_PATH, _STEP = "reknit_path", "reknit_step"
+"""The names of the place and the step in the metadata of a checkpoint of Ray."""
+
+
+def report(
+    metrics: Mapping[str, Any],
+    checkpointer: Checkpointer,
+    step: int,
+    state: Mapping[str, Any],
+    *,
+    force: bool = False,
+) -> PendingSave | None:
+    """Save `state` as it is after `step`, if the policy or `force` demands that, and report the metrics.
+
+    All workers call it, as they do `ray.train.report`.  Without a save, only the metrics are reported, and
+    the result is None.  Numbers among the metrics are also stored with the step.  The state may change as
+    soon as this returns.  A save that fails later ends the training function, as a failed upload does.
+
+    Raises `MissingExtraError`, and the errors of `Checkpointer.save`.
+    """
+    train = _ray_train()
+    metrics = dict(metrics)
+    numbers = {key: float(value) for key, value in metrics.items() if isinstance(value, Real)}
+    pending = checkpointer.save(step, state, numbers, force=force)
+    if pending is None or pending.skipped:
+        train.report(metrics)
+        return None
+    train.report(
+        metrics,
+        # Ray gives the place to `_committed` only, but it wants a checkpoint here.
+        checkpoint=_in_storage(train, ""),
+        checkpoint_upload_mode=train.CheckpointUploadMode.ASYNC,
+        checkpoint_upload_fn=partial(_committed, train, pending, step),
+        delete_local_checkpoint_after_upload=False,
+    )
+    return pending
+
+
+def saved_path(checkpoint: Any) -> str:
+    """Return the path or URL at which `report` saved a checkpoint of Ray, for `reknit.load`.
+
+    Raises `UsageError` for a checkpoint that `report` did not make.
+    """
+    found = checkpoint.get_metadata().get(_PATH)
+    if not isinstance(found, str):
+        raise UsageError(
+            f"{checkpoint} was not reported by reknit.integrations.ray.report",
+            remedy="open it with the calls that wrote it",
+        )
+    return found
+
+
+def _committed(train: Any, pending: PendingSave, step: int, _: Any, name: str) -> Any:
+    """Wait for the commit of a save; return the checkpoint of Ray that names its place.
+
+    Every worker waits, so that a failure is raised on all of them.  Ray registers the checkpoint when all
+    workers have returned it.
+    """
+    path = pending.result().path
+    checkpoint = _in_storage(train, name)
+    if train.get_context().get_world_rank() == 0:
+        checkpoint.filesystem.create_dir(checkpoint.path)
+        checkpoint.set_metadata({_PATH: path, _STEP: step})
+    return checkpoint
+
+
+def _in_storage(train: Any, name: str) -> Any:
+    """Return the checkpoint of Ray with a name in the folder of this run, where Ray manages it."""
+    storage = train.get_context().get_storage()
+    path = private("ray", storage, "build_checkpoint_path_from_name")(name)
+    return train.Checkpoint(path, filesystem=storage.storage_filesystem)
+
+
+def _ray_train() -> Any:
+    try:
+        import ray.train
+    except ImportError as error:
+        raise MissingExtraError(
+            f"reknit.integrations.ray needs Ray Train: {error}", remedy="pip install 'reknit[ray]'"
+        ) from None
+    return ray.train

@@ -1,0 +1,1 @@
+"""The parts of the doors for trainers; users import nothing from here."""

@@ -1,0 +1,115 @@
+"""What is the state of a Trainer of transformers?  Its objects, its progress, and where it may resume."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reknit.engine.stored.steps import step_name
+from reknit.frameworks.per_rank import PerRank
+from reknit.integrations.trainer_parts import peft_adapters
+from reknit.locations import location_text
+from reknit.runs.tiers import below
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from reknit.errors import ReknitError
+    from reknit.types.saved_step import SavedStep
+
+PROGRESS = "trainer_state.json"
+"""The file in which transformers expects the progress of a trainer."""
+
+
+def run_arguments(given: Mapping[str, Any], root: str, keep: Any) -> tuple[dict[str, Any], str, bool]:
+    """Return the arguments of a `Checkpointer`, its root, and whether a policy decides about saves.
+
+    `root` and `keep` are used if the user has `given` neither these nor tiers.
+    """
+    if given.get("tiers") is None:
+        found = {"root": root, "keep": keep, **given}
+        return found, location_text(found["root"]), given.get("save") is not None
+    first = given["tiers"][0]
+    return dict(given), location_text(first.root), first.every is not None
+
+
+def unwrapped(trainer: Any) -> Any:
+    """Return the model of a trainer without DDP or compilation."""
+    return trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
+
+
+def model_of(trainer: Any) -> Any:
+    """Return the part of the model that a step has: the adapters of a PEFT model, else all of it."""
+    model = unwrapped(trainer)
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    # FSDP1 has the adapters in flat parameters of its wrappers.
+    flat = plugin is not None and getattr(plugin, "fsdp_version", 1) == 1
+    if peft_adapters.has_adapters(model) and not flat:
+        return peft_adapters.adapters(model)
+    return trainer.model_wrapped
+
+
+def objects_of(trainer: Any, rng: Any) -> dict[str, Any]:
+    """Return the objects that a step has; `rng` stands for the random generators."""
+    state = {"model": model_of(trainer)}
+    if not trainer.args.save_only_model:
+        state |= {"optimizer": trainer.optimizer, "scheduler": trainer.lr_scheduler, "rng": PerRank(rng)}
+        if (scaler := getattr(trainer.accelerator, "scaler", None)) is not None:
+            state["scaler"] = scaler
+    return state
+
+
+def progress_of(trainer: Any, exportable: Any) -> dict[str, Any]:
+    """Return the progress of a trainer with its `exportable` callbacks, and the bases of its adapters."""
+    callbacks: dict[str, Any] = {}
+    for each in [*trainer.callback_handler.callbacks, trainer.control]:
+        if isinstance(each, exportable):
+            callbacks.setdefault(type(each).__name__, []).append(each.state())
+    trainer.state.stateful_callbacks = {
+        name: states if len(states) > 1 else states[0] for name, states in callbacks.items()
+    }
+    model = unwrapped(trainer)
+    adapters = peft_adapters.bases(model) if peft_adapters.has_adapters(model) else None
+    return {"state": json.loads(json.dumps(asdict(trainer.state))), "adapters": adapters}
+
+
+def write_progress(saved: Mapping[str, Any], folder: str) -> None:
+    """Write a saved progress into a folder, from which transformers counts the samples to skip."""
+    # The best step follows with the weights: transformers drops one that is not a local folder.
+    state = {**saved["state"], "best_model_checkpoint": None}
+    Path(folder, PROGRESS).write_text(json.dumps(state), encoding="utf-8")
+
+
+def is_native(place: Any) -> bool:
+    """Return whether a place is a checkpoint that transformers itself has written."""
+    return isinstance(place, (str, os.PathLike)) and os.path.isfile(os.path.join(place, PROGRESS))
+
+
+def number_at(place: Any, root: str) -> int | None:
+    """Return the number of a step by its path, or None if it is not a step below `root`."""
+    text = location_text(place).rstrip("/")
+    digits = text.partition("?")[0].rpartition("step_")[2]
+    if not digits.isdecimal() or text != below(root, step_name(int(digits))):
+        return None
+    return int(digits)
+
+
+def newest_before(number: int, steps: Sequence[SavedStep]) -> int | None:
+    """Return the number of the newest step before another, or None."""
+    return max((each.step for each in steps if each.step is not None and each.step < number), default=None)
+
+
+def moved(best: str | None, root: str) -> str | None:
+    """Return the path of the best step, as a run had recorded it, below the root that this run has."""
+    return None if best is None else below(root, best.partition("?")[0].rstrip("/").rpartition("/")[2])
+
+
+class UnsoundStep(Exception):
+    """The step from which a trainer wanted to resume is damaged, or lacks items."""
+
+    def __init__(self, error: ReknitError) -> None:
+        super().__init__(str(error))
+        self.error = error

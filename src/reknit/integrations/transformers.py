@@ -1,0 +1,249 @@
+"""How does a script that trains with transformers' Trainer save and resume?  With another base class.
+
+`ReknitTrainer` stands in for `Trainer`, and `ReknitTrainerMixin` does the same for trainers that inherit
+from it, such as those of TRL: ``class MyTrainer(ReknitTrainerMixin, SFTTrainer)``.  The steps of a run are
+checkpoints of a `Checkpointer` below ``OUTPUT_DIR/_reknit``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import contextmanager
+from numbers import Real
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from reknit import stored
+from reknit.engine.stored.steps import step_name
+from reknit.errors import MissingExtraError, UsageError, VersionError
+from reknit.frameworks.per_rank import RngState
+from reknit.frameworks.stateful import Kept
+from reknit.integrations.trainer_parts import peft_adapters, trainer_objects
+from reknit.integrations.trainer_parts.private_hooks import require_hooks
+from reknit.integrations.trainer_parts.step_limit import StepLimit
+from reknit.locations import location_text
+from reknit.runs.checkpointer import Checkpointer
+from reknit.runs.load_step import UNSOUND
+from reknit.runs.tiers import below
+
+try:
+    from transformers import Trainer, TrainerCallback
+    from transformers.trainer_callback import ExportableState
+except ImportError:
+    raise MissingExtraError(
+        "reknit.integrations.transformers needs the packages transformers and accelerate",
+        remedy="pip install 'reknit[transformers]'",
+    ) from None
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from os import PathLike
+
+logger = logging.getLogger("reknit")
+
+FOLDER = "_reknit"
+"""The folder of the steps in `output_dir`; pushes to the hub leave out names that begin like this."""
+
+_AnyTrainer: Any = object
+"""The trainer from which the mixin inherits in the end."""
+
+
+def get_last_checkpoint(output_dir: str | PathLike[str]) -> str | None:
+    """Return the path of the newest committed step of a run below its `output_dir`, or None.
+
+    Use it in the place of the function of this name in transformers, which may return a folder that is not
+    complete.
+    """
+    root = os.path.join(location_text(output_dir), FOLDER)
+    return stored.latest(root) if os.path.isdir(root) else None
+
+
+class ReknitTrainerMixin(_AnyTrainer):  # type: ignore[misc]
+    """Lets a trainer of transformers save in the background, and resume exactly from a committed step.
+
+    ``train(resume_from_checkpoint=True)`` continues after the newest committed step, and begins anew without
+    one.  Also the path of a step, or of a checkpoint of transformers itself, is a place to resume from.
+
+    `save_strategy`, `save_total_limit`, `metric_for_best_model` and `load_best_model_at_end` have their
+    meaning.  `checkpoints` are arguments of the `Checkpointer`, such as ``{"save": on_preemption()}``: a
+    policy `save` adds steps to those of `save_strategy`, `keep` replaces `save_total_limit`, and `root` or
+    `tiers` replace the folder.
+    """
+
+    def __init__(self, *args: Any, checkpoints: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        require_hooks("transformers", type(self))
+        self._reknit_given = dict(checkpoints or {})
+        self._reknit_run: Checkpointer | None = None
+        self._reknit_from: int | None = None
+        self._reknit_saved, self._reknit_rng = Kept(), Kept()
+        self._reknit_scores: tuple[int, dict[str, Any]] = (-1, {})
+        super().__init__(*args, **kwargs)
+        self.add_callback(_Follow(self))
+
+    def train(
+        self,
+        resume_from_checkpoint: Any = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """Train as the trainer does; all saves are committed when this returns.
+
+        Raises the errors of `Checkpointer`, and `UsageError` for another place to resume from.
+        """
+        native = trainer_objects.is_native(resume_from_checkpoint)
+        place = os.fspath(resume_from_checkpoint) if native else None
+        with self._reknit_running(trial), TemporaryDirectory(prefix="reknit-") as folder:
+            if resume_from_checkpoint and not native:
+                self._reknit_find(resume_from_checkpoint)
+            while True:
+                if self._reknit_from is not None:
+                    trainer_objects.write_progress(self._reknit_saved.values, place := folder)
+                try:
+                    return super().train(place, trial, ignore_keys_for_eval)
+                except trainer_objects.UnsoundStep as unsound:
+                    self._reknit_find_older(unsound)
+
+    @contextmanager
+    def _reknit_running(self, trial: Any) -> Iterator[None]:
+        """Open the run of one call of `train`, and close it."""
+        if self.is_deepspeed_enabled:
+            raise UsageError(
+                "the trainer uses DeepSpeed, whose engine loads its checkpoints itself",
+                remedy="use reknit.integrations.deepspeed in a loop of your own, or FSDP in the trainer",
+            )
+        given, self._reknit_root, self._reknit_decides = trainer_objects.run_arguments(
+            self._reknit_given, os.path.join(self._get_output_dir(trial), FOLDER), StepLimit.of(self.args)
+        )
+        try:
+            with Checkpointer(**given) as self._reknit_run:
+                yield
+        finally:
+            self._reknit_run = self._reknit_from = None
+
+    def _reknit_find(self, where: Any) -> None:
+        """Find the step to resume from, and load the progress of the trainer."""
+        run, self._reknit_saved = self._reknit_open, Kept()
+        if where is True:
+            following = run.resume({"trainer": self._reknit_saved})
+            self._reknit_from = following - 1 if following else None
+        elif (number := trainer_objects.number_at(where, self._reknit_root)) is not None:
+            run.load({"trainer": self._reknit_saved}, number)
+            self._reknit_from = number
+        else:
+            raise UsageError(
+                f"resume_from_checkpoint={where!r} is neither a step of this run below {self._reknit_root} "
+                "nor a checkpoint of transformers",
+                remedy="pass True for the newest step; `reknit.load` fills a model from any other checkpoint",
+            )
+        if self._reknit_from is not None:
+            saved = self._reknit_saved.values["adapters"]
+            peft_adapters.require_bases(saved, trainer_objects.unwrapped(self))
+
+    def _reknit_find_older(self, unsound: trainer_objects.UnsoundStep) -> None:
+        """Go on from the newest older step, as `Checkpointer.resume` does.  Raises the error of the step."""
+        run, before = self._reknit_open, self._reknit_from or 0
+        if (older := trainer_objects.newest_before(before, run.steps())) is None:
+            raise unsound.error
+        logger.warning("passed over step %d: %s", before, unsound.error.message)
+        self._reknit_from = run.load({"trainer": self._reknit_saved}, older).step
+
+    @property
+    def _reknit_open(self) -> Checkpointer:
+        if self._reknit_run is None:
+            raise UsageError("the trainer does not train", remedy="call train() first")
+        return self._reknit_run
+
+    # Calls of transformers while it trains.
+
+    def _save_checkpoint(self, model: Any, trial: Any, *more: Any, **others: Any) -> None:
+        """Save a step without waiting until it is written."""
+        run, step = self._reknit_run, self.state.global_step
+        if run is None:
+            super()._save_checkpoint(model, trial, *more, **others)
+            return
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()
+        path = below(self._reknit_root, step_name(step))
+        if self.state.best_global_step == step:
+            self.state.best_model_checkpoint = path
+        state = trainer_objects.objects_of(self, Kept(RngState().state_dict()))
+        if self.args.process_index == 0:  # times of evaluations in it differ between ranks
+            state["trainer"] = Kept(trainer_objects.progress_of(self, ExportableState))
+        scores = self._reknit_scores[1] if self._reknit_scores[0] == step else None
+        pending = run.save(step, state, scores, force=True)
+        if self.args.push_to_hub and self.args.hub_strategy != "end":
+            self.save_model(self.args.output_dir, _internal_call=True)
+            if pending is not None and self.args.hub_strategy != "every_save":  # the step is pushed as well
+                pending.result()
+            self._push_from_checkpoint(path)
+
+    def _load_best_model(self) -> None:
+        """Fill the model from the best step."""
+        run = self._reknit_run
+        best = None if run is None else self.state.best_model_checkpoint
+        if run is None or (number := trainer_objects.number_at(best, self._reknit_root)) is None:
+            super()._load_best_model()
+            return
+        run.wait()
+        run.load({"model": trainer_objects.model_of(self)}, number)
+
+    # Calls of transformers while it resumes; for its own checkpoints its own methods answer them.
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
+        if self._reknit_from is None:  # otherwise the weights come with the optimizer
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
+        """Fill all objects of the trainer from the step."""
+        if self._reknit_from is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        self._reknit_rng = Kept()
+        try:
+            report = self._reknit_open.load(
+                trainer_objects.objects_of(self, self._reknit_rng), self._reknit_from
+            )
+        except VersionError:
+            raise
+        except UNSOUND as error:
+            raise trainer_objects.UnsoundStep(error) from error
+        for name, why in report.notes.items():
+            logger.warning("%s: %s", name, why)
+        best = self._reknit_saved.values["state"]["best_model_checkpoint"]
+        self.state.best_model_checkpoint = trainer_objects.moved(best, self._reknit_root)
+
+    def _load_scaler(self, checkpoint: Any) -> None:
+        if self._reknit_from is None:
+            super()._load_scaler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: Any) -> None:
+        """Set the random generators, once the samples before the step are skipped."""
+        if self._reknit_from is None:
+            super()._load_rng_state(checkpoint)
+        elif self._reknit_rng.values:
+            RngState().load_state_dict(self._reknit_rng.values)
+
+
+class ReknitTrainer(ReknitTrainerMixin, Trainer):
+    """The Trainer of transformers, with checkpoints of reknit; see `ReknitTrainerMixin`."""
+
+
+class _Follow(TrainerCallback):
+    """Lets the policy of a run add saves and end it, and notes the metrics of evaluations."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> Any:
+        run = self._trainer._reknit_run
+        if run is not None and self._trainer._reknit_decides:
+            control.should_save = run.should_save(state.global_step) or control.should_save
+            control.should_training_stop = run.preempted is not None or control.should_training_stop
+        return control
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **others: Any) -> None:
+        step, before = self._trainer._reknit_scores
+        numbers = {name: value for name, value in (metrics or {}).items() if isinstance(value, Real)}
+        earlier = before if step == state.global_step else {}  # a step may have several evaluations
+        self._trainer._reknit_scores = state.global_step, {**earlier, **numbers}

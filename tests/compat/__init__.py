@@ -1,0 +1,1 @@
+"""Tests of the interfaces of other checkpoint libraries."""

@@ -1,0 +1,88 @@
+"""A Ray cluster of this host, on loopback, that ends with this process: `run_all` trains there.
+
+python -m tests.integrations.ray_cluster FOLDER "ARGUMENTS OF THE EXAMPLE" ...
+
+One cluster takes all runs, as it takes seconds to start.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from unittest.mock import patch
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "trainers" / "ray_train.py"
+PLANTED = "step_00000090"
+"""The folder that looks like a newer step, but has no manifest."""
+
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "RAY_AUTH_MODE": "disabled",
+    # Without a cluster of several hosts, all addresses are those of loopback.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+
+def run_all(folder: Path, *runs: str) -> list[str]:
+    """Run the example with each of these arguments, and return the last lines of its outputs.
+
+    The line of a run that fails begins with ``failed``.  An unfinished step is planted after each run.
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", __name__, str(folder), *runs],
+        cwd=ROOT,
+        env={**os.environ, **_ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("step_", "failed"))]
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
+    assert len(lines) == len(runs), f"{done.stdout}\n{done.stderr[-4000:]}"
+    return lines
+
+
+def _main(folder: Path, *runs: str) -> None:
+    import ray
+    import ray.train
+
+    # Names of sockets are short, and pytest's folders are not.
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as scratch:
+        ray.init(
+            address="local",
+            num_cpus=3,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=80_000_000,
+            _temp_dir=scratch,
+        )
+        try:
+            for run in runs:
+                _run(folder, run.split())
+        finally:
+            ray.shutdown()
+
+
+def _run(folder: Path, arguments: list[str]) -> None:
+    import ray.train
+
+    with patch.object(sys, "argv", [str(EXAMPLE), str(folder), *arguments]):
+        try:
+            runpy.run_path(str(EXAMPLE), run_name="__main__")
+        except ray.train.TrainingFailedError as error:
+            print(f"failed: {error!r}".partition("\n")[0], flush=True)
+    planted = folder / "steps" / PLANTED
+    planted.mkdir(exist_ok=True)
+    (planted / "0123456789abcdef.0.0.bin").write_bytes(b"unfinished")
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,230 @@
+"""torchtitan's own trainer saves and resumes by reknit: layouts, kills, policies, Hugging Face's format."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import reknit
+from tests.integrations import torchtitan_job
+from tests.integrations.random_death import death
+from tests.optional import needs
+from tests.ranks import run
+from tests.torchrun import pieces
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TITAN = needs("torchtitan", "torchtitan")
+FSDP_TP = {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2}
+FSDP = {"data_parallel_shard_degree": 2}
+PIPELINE = {**FSDP, "pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"}
+
+run_titan = partial(run, warm="torchtitan")
+
+
+def _truth(trainer: Any) -> dict[str, Any]:
+    """Return the whole state: weights, moments, counters."""
+    found: dict[str, Any] = {"step": trainer.step, "epoch": trainer.lr_schedulers.state_dict()["last_epoch"]}
+    for part in trainer.model_parts:
+        found |= {f"model.{name}": value for name, value in part.state_dict().items()}
+    found |= {f"optimizer.{name}": value for name, value in trainer.optimizers.state_dict().items()}
+    return pieces.wholes(found)
+
+
+def _require_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        equal = torch.equal(value, other[name]) if isinstance(value, torch.Tensor) else value == other[name]
+        assert equal, name
+
+
+def _train(
+    folder: str, steps: int, parallel: dict[str, Any], seed: int | None = None, **checkpoint: Any
+) -> Any:
+    trainer = torchtitan_job.trainer_of(folder, steps, parallel, **checkpoint)
+    if seed is not None and dist.get_rank() == 1:
+        dies, step = death(seed, 3, 5), trainer.train_step
+
+        def one(*arguments: Any) -> None:
+            step(*arguments)
+            dies(trainer.step)
+
+        trainer.train_step = one
+    try:
+        loaded: list[int] = []
+        load = trainer.checkpointer.load
+
+        def noted(step: int) -> None:
+            load(step)
+            loaded.append(trainer.step)
+
+        trainer.checkpointer.load = noted
+        trainer.train()
+        trainer.close()
+    except RuntimeError:
+        if seed is None:
+            raise
+        os._exit(1)  # the peer is dead; agents go on
+    return loaded[0], _truth(trainer)
+
+
+@TITAN
+def test_a_killed_run_resumes_bitwise_and_on_another_number_of_ranks(tmp_path: Path) -> None:
+    whole, root = str(tmp_path / "whole"), str(tmp_path / "root")
+    expected = run_titan(4, _train, whole, 8, FSDP_TP)[0][1]
+    run_titan(4, _train, root, 40, FSDP_TP, 2, some_die=True)
+    committed = [step.step for step in reknit.steps(f"{root}/checkpoint")]
+    assert committed
+    newest = max(step for step in committed if step is not None)
+    for loaded, found in run_titan(4, _train, root, 8, FSDP_TP):
+        assert loaded == newest
+        _require_equal(expected, found)
+    for loaded, found in run_titan(2, _train, root, 8, FSDP):
+        assert loaded == 8
+        _require_equal(expected, found)
+
+
+def _stepped(folder: str) -> Any:
+    """Step the optimizers of a pipeline with made gradients: its schedule needs a newer torch than 2.13."""
+    trainer = torchtitan_job.trainer_of(folder, 5, PIPELINE)
+    for number, part in enumerate(trainer.model_parts):
+        for parameter in part.parameters():
+            parameter.grad = torch.full_like(parameter, 0.5 + number)
+    trainer.optimizers.step()
+    trainer.lr_schedulers.step()
+    trainer.step = 2
+    assert trainer.checkpointer.save(2)
+    trainer.close()
+    return _truth(trainer)
+
+
+def _only_loaded(folder: str, parallel: dict[str, Any]) -> Any:
+    trainer = torchtitan_job.trainer_of(folder, 5, parallel)
+    assert trainer.checkpointer.load()
+    trainer.close()
+    return _truth(trainer)
+
+
+@TITAN
+def test_the_stages_of_a_pipeline_load_into_a_model_without_one(tmp_path: Path) -> None:
+    expected = run_titan(4, _stepped, str(tmp_path))[0]
+    _require_equal(expected, run_titan(4, _only_loaded, str(tmp_path), FSDP_TP)[0])
+
+
+def _policies(folder: str) -> None:
+    trainer = torchtitan_job.trainer_of(
+        folder, 6, interval=3, enable_first_step_checkpoint=True, last_save_model_only=True,
+        export_dtype="bfloat16", async_mode="disabled",
+    )  # fmt: skip
+    steps = trainer.checkpointer
+    trainer.train()
+    assert [one.step for one in reknit.steps(steps.folder)] == [3, 6]  # two are kept
+    assert not steps.save(7)
+    with reknit.open(f"{steps.folder}/step_00000006") as last:
+        assert last.items == ("model",)
+        assert {spec.dtype for spec in last.tensors["model"].values()} == {"bfloat16"}
+    trainer.close()
+
+    again = torchtitan_job.trainer_of(folder, 6, load_step=3, exclude_from_loading=["lr_scheduler"])
+    assert again.checkpointer.load(3)
+    assert (again.step, again.lr_schedulers.state_dict()["last_epoch"]) == (3, 0)
+    with pytest.raises(reknit.CheckpointNotFoundError, match="step 4"):
+        again.checkpointer.load(4)
+    again.checkpointer.config.exclude_from_loading = ["absent"]
+    with pytest.raises(reknit.UsageError, match="absent"):
+        again.checkpointer.load(3)
+    again.close()
+
+    only = torchtitan_job.trainer_of(folder, 6, load_only=True, load_step=3)
+    assert only.checkpointer.load(3)
+    assert not only.checkpointer.save(6, last_step=True)
+    only.close()
+
+    model = torchtitan_job.trainer_of(
+        f"{folder}/new",
+        6,
+        initial_load_path=f"{folder}/checkpoint/step_00000003",
+        initial_load_model_only=True,
+    )
+    assert model.checkpointer.load()
+    assert model.step == 0
+    assert torch.equal(model.model_parts[0].norm.weight, only.model_parts[0].norm.weight)
+    model.close()
+
+    seed = torchtitan_job.trainer_of(f"{folder}/seed", 6, last_save_model_only=True)
+    assert seed.checkpointer.save(0, last_step=True)
+    seed.close()
+    grown = torchtitan_job.trainer_of(f"{folder}/seed", 6)
+    assert grown.checkpointer.load()
+    assert grown.step == 0
+    grown.close()
+
+    disabled = torchtitan_job.trainer_of(f"{folder}/none", 6, enable=False)
+    assert not disabled.checkpointer.load()
+    assert not disabled.checkpointer.save(3)
+    disabled.close()
+
+
+@TITAN
+def test_the_fields_of_the_config_decide_what_is_saved_kept_and_loaded(tmp_path: Path) -> None:
+    run_titan(1, _policies, str(tmp_path))
+
+
+def _hugging_face(folder: str) -> None:
+    trainer = torchtitan_job.trainer_of(
+        folder, 2, interval=1, last_save_model_only=True, last_save_in_hf=True
+    )
+    trainer.train()
+    trainer.close()
+    path = f"{folder}/checkpoint/step-2"
+    assert any(name.endswith(".safetensors") for name in os.listdir(path))
+    assert reknit.latest(f"{folder}/checkpoint", pending="wait") == f"{folder}/checkpoint/step_00000001"
+    other = torchtitan_job.trainer_of(
+        f"{folder}/other", 2, initial_load_path=path, initial_load_in_hf=True, initial_load_model_only=True
+    )
+    assert other.checkpointer.load()
+    mine, theirs = (one.model_parts[0].state_dict() for one in (trainer, other))
+    for name, value in mine.items():
+        assert torch.equal(value, theirs[name]), name
+    other.close()
+
+
+@TITAN
+def test_weights_leave_and_enter_in_the_format_of_hugging_face(tmp_path: Path) -> None:
+    run_titan(1, _hugging_face, str(tmp_path))
+
+
+def _from_torch(folder: str) -> None:
+    from torchtitan.components.checkpointer import CheckpointManager
+
+    theirs = torchtitan_job.config_of(folder, 2, {}, {})
+    theirs.checkpoint = CheckpointManager.Config(enable=True, interval=1, last_save_model_only=False)
+    trainer = theirs.build()
+    trainer.train()
+    trainer.close()
+    ours = torchtitan_job.trainer_of(f"{folder}/ours", 2, initial_load_path=f"{folder}/checkpoint/step-2")
+    assert ours.checkpointer.load()
+    assert ours.step == 2
+    _require_equal(_truth(trainer), _truth(ours))
+    ours.close()
+
+
+@TITAN
+def test_a_run_begins_with_a_checkpoint_of_torchtitans_own_manager(tmp_path: Path) -> None:
+    run_titan(1, _from_torch, str(tmp_path))
+
+
+def test_a_missing_torchtitan_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchtitan.components", None)
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    monkeypatch.delitem(sys.modules, "reknit.integrations.torchtitan", raising=False)
+    with pytest.raises(reknit.errors.MissingExtraError, match=r"reknit\[torchtitan\]"):
+        importlib.import_module("reknit.integrations.torchtitan")

@@ -1,0 +1,17 @@
+"""The Trainer of transformers, PEFT and TRL."""
+
+import os
+from importlib import import_module
+from importlib.util import find_spec
+
+os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+
+import transformers
+
+import reknit.integrations.transformers  # noqa: F401
+import tests.warm.plain  # noqa: F401
+
+# Its classes are imported when they are first named.
+_ = transformers.TrainingArguments, transformers.LlamaForCausalLM
+if find_spec("trl"):
+    _ = import_module("trl").SFTTrainer
