@@ -179,6 +179,8 @@ def test_what_every_keeps_does_not_depend_on_what_else_is_still_there(
         lambda: continuous(least_gap_s=-1),
         lambda: on_preemption(12345),
         lambda: on_preemption(file=5),  # type: ignore[arg-type]
+        lambda: policy_of(first),
+        lambda: policy_of(latest),
         lambda: policy_of("500"),
         lambda: policy_of(500),
         lambda: latest(1) | 5,

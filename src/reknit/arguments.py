@@ -124,7 +124,7 @@ def checked_metrics(metrics: Any) -> dict[str, float | None]:
         for name, value in dict(metrics or {}).items():
             number = float(value)
             numbers[name] = number if isfinite(number) else None
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # torch raises the last one
         raise UsageError(f"metrics are numbers by name, not {shown(metrics)}") from error
     if wrong := [name for name in numbers if not isinstance(name, str)]:
         raise UsageError(f"metrics have names, and {shown(wrong[0])} is not a text")

@@ -84,6 +84,30 @@ def test_prune_without_a_sensible_wish_removes_nothing(
     assert steps(root) == [10, 20, 30, 40]
 
 
+def test_prune_by_a_metric_that_no_step_has_removes_nothing(command: Command, root: Path) -> None:
+    ran = command("prune", root, "--keep-best", "2:lsos")
+    assert ran.code == 2
+    assert "did you mean 'loss'?" in ran.err
+    assert steps(root) == [10, 20, 30, 40]
+
+
+def test_prune_takes_metrics_whose_names_have_colons(command: Command, root: Path) -> None:
+    reknit.note(root / "step_00000020", {"val:loss": 1.0})
+    ran = command("prune", root, "--keep-best", "1:val:loss:max", "--dry-run", "--json")
+    assert [each["step"] for each in ran.json] == [10, 30]
+
+
+def test_prune_names_only_items_that_it_has_removed(command: Command, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        state = {"model": {"w": np.arange(1000)}, "optimizer": {"m": np.arange(1000)}}
+        reknit.save(tmp_path / f"step_{step:08d}", state, step=step)
+    marker = tmp_path / "step_00000001" / f"pending.{7:016x}.{'a' * 8}"
+    marker.touch()
+    ran = command("prune", tmp_path, "--keep-every", "1", "--drop", "optimizer:1e-9")
+    assert ran.out == f"removed optimizer of {tmp_path}/step_00000002 (step 2)\n"
+    assert [each.dropped for each in reknit.steps(tmp_path)] == [(), ("optimizer",), ()]
+
+
 def test_prune_says_the_nearest_item_to_one_that_no_step_has(command: Command, root: Path) -> None:
     ran = command("prune", root, "--keep-last", "9", "--drop", "modle:1")
     assert ran.code == 2

@@ -35,7 +35,7 @@ NUMBERS: dict[str, list[tuple[str, str, float]]] = {
     ],
     "howto/checkpointer.md": [
         ("about every two seconds", "runs/agreement.py:_ROUND_EVERY_S", 2),
-        ("of each host every five seconds", "runs/cloud_notices.py:POLL_S", 5),
+        ("of each host every five seconds", "runs/notices/cloud_notices.py:POLL_S", 5),
         ("when they are an hour old", "storage/local/folders.py:STALE_S", HOUR),
         ("after five minutes (`lease_s`)", "runs/watch.py:watch.lease_s", 5 * MINUTE),
     ],

@@ -302,6 +302,18 @@ def test_an_agent_that_stands_still_without_a_save_is_not_waited_for_for_long(
     assert "still writing" not in caplog.text, "it may be one of another run"
 
 
+def test_a_wait_for_agents_of_an_earlier_run_is_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(unfinished_saves, "at_work", lambda root: [AtWork(71, 0, None, None)])
+    monkeypatch.setattr(unfinished_saves, "_READ_S", 0.3)
+    monkeypatch.setattr(unfinished_saves, "_SILENT_S", 0.0)
+    with caplog.at_level(logging.INFO), Checkpointer(tmp_path) as run:
+        run.resume(state())
+    assert "waiting up to 0 s for agents of an earlier run on this host" in caplog.text
+    assert "processes [71]" in caplog.text
+
+
 @pytest.mark.parametrize(
     "metrics", [{"loss": "low"}, {"loss": None}, {"loss": 10**400}, 5, {3: 1.0}, ["loss"]]
 )

@@ -11,8 +11,8 @@ import pytest
 import reknit
 from reknit.errors import UsageError
 from reknit.policies import every, on_preemption
-from reknit.runs import cloud_notices
-from reknit.runs.cloud_notices import CloudNotices
+from reknit.runs.notices import cloud_notices
+from reknit.runs.notices.cloud_notices import CloudNotices
 from tests.faults.nursery import wait_until
 from tests.storage.local_server import LocalServer
 

@@ -145,6 +145,7 @@ def test_notes_that_nobody_can_have_written_keep_their_step_and_hold_no_other_up
     root: Path, kind: str, data: bytes
 ) -> None:
     a_note(root, 1, kind).write_bytes(data)
+    reknit.note(root / "step_00000004", {"x": 1.0})
     assert [step.step for step in reknit.steps(root)] == [1, 2, 3, 4]
     assert pruned(root, best(1, "x")) == [2, 3]  # whose score cannot be read may be the best
     assert reknit.verify(root / "step_00000001", "data").ok
@@ -365,3 +366,40 @@ def test_a_metric_that_is_like_one_of_the_step_is_logged(
         run.save(1, {"model": {"w": np.zeros(10)}}, {"loss": 1.0})
     said = [record.message for record in caplog.records if "metric" in record.message]
     assert said == ["keep names the metric 'los', which the first step lacks: did you mean 'loss'?"]
+
+
+def test_a_metric_that_no_step_has_removes_nothing_and_is_logged(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    retention = Retention(open_storage(root), best(2, "nosuch"))
+    assert retention.prune() == []
+    assert retention.prune() == []
+    said = [record.message for record in caplog.records if "'nosuch'" in record.message]
+    assert len(said) == 1
+    assert "which no step below" in said[0]
+    reknit.note(root / "step_00000002", {"nosuch": 1.0})
+    assert [step.step for step in retention.prune()] == [1, 3]
+
+
+@pytest.mark.parametrize("how", ["manifest", "all but the folder"])
+def test_a_kept_step_that_somebody_has_removed_by_hand_does_not_count(root: Path, how: str) -> None:
+    retention = Retention(open_storage(root), latest(3))
+    assert [step.step for step in retention.prune()] == [1]
+    reknit.save(root / "step_00000005", STATE, step=5)
+    (root / "step_00000003" / "manifest.json").unlink()
+    if how != "manifest":
+        shutil.rmtree(root / "step_00000003")
+        (root / "step_00000003").mkdir()
+    assert retention.prune() == []
+    assert [step.step for step in reknit.steps(root)] == [2, 4, 5]
+
+
+def test_files_of_a_save_of_the_run_itself_stay_though_the_clock_is_ahead_of_their_times(root: Path) -> None:
+    folder = root / "step_00000002"
+    (folder / "manifest.json").unlink()
+    for file in folder.rglob("*"):
+        os.utime(file, (0, 0))
+    assert pruned(root, latest(9), 2) == []
+    assert (folder / "model").is_dir()
+    assert pruned(root, latest(9)) == []
+    assert not folder.exists()

@@ -303,7 +303,7 @@ def test_a_folder_that_may_only_be_read_is_resumed_from_and_not_opened(
     with Checkpointer(tmp_path, wait=True) as old:
         old.save(1, state(1))
 
-    def refuse(root: Any, at_least: int) -> str:
+    def refuse(root: Any, *_: Any) -> str:
         raise StoragePermissionError("not here", path=root.url)
 
     monkeypatch.setattr(run_folder, "open_run", refuse)
@@ -342,9 +342,9 @@ def test_a_save_to_a_path_that_a_later_generation_wrote_is_decided_by_the_record
 def test_a_step_that_comes_again_is_refused_with_what_a_run_can_do(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, wait=True) as run:
         run.save(1, state(1))
-        run.save(2, state(2))
+        reknit.save(tmp_path / "step_00000002", state(2), step=2)
         with pytest.raises(CheckpointExistsError) as caught:
-            run.save(1, state(1))
+            run.save(2, state(1))
     assert "number the steps of a run upwards" in (caught.value.remedy or "")
 
 
@@ -370,10 +370,10 @@ def test_two_runs_of_one_generation_do_not_both_own_the_folder(tmp_path: Path) -
 def test_a_tier_that_cannot_be_reached_does_not_keep_a_run_from_saving(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def some(root: Any, at_least: int) -> str:
+    def some(root: Any, *others: Any) -> str:
         if root.url.endswith("cold"):
             raise StorageError("cold is away", path=root.url)
-        return open_run(root, at_least)
+        return open_run(root, *others)
 
     monkeypatch.setattr(run_folder, "open_run", some)
     tiers = [Tier(tmp_path / "hot"), Tier(tmp_path / "cold", every=1000)]

@@ -16,7 +16,7 @@ from reknit.engine.record.run_record import Run, folder_above
 from reknit.engine.saving import save as save_story
 from reknit.engine.saving.reuse import Committed
 from reknit.engine.saving.save_rounds import ASSIGN
-from reknit.errors import ReknitError
+from reknit.errors import ReknitError, UsageError
 from reknit.keywords import checked_call
 from reknit.locations import location_text
 from reknit.options import SaveOptions
@@ -101,9 +101,16 @@ def save_in_run(
     metadata: Mapping[str, Any] | None,
     options: SaveOptions | None,
     group: AnyGroup | None,
+    wrong: UsageError | None = None,
+    begun: Callable[[PendingSave], None] = lambda pending: None,
 ) -> PendingSave:
-    """Save as `save` does, as a step of a run; `records` are its records by the URLs of their folders."""
-    options, wrong = tried_options(options, SaveOptions, "save" if wait is True else None)
+    """Save as `save` does, as a step of a run; `records` are its records by the URLs of their folders.
+
+    All ranks raise the error `wrong` of an argument.  `begun` is called with the save, also if then the
+    failure of an earlier one is raised.
+    """
+    options, wrong_options = tried_options(options, SaveOptions, "save" if wait is True else None)
+    wrong = wrong or wrong_options
     request = SaveRequest(
         path=path,
         state=state,
@@ -124,6 +131,8 @@ def save_in_run(
             outcome = background.save(request.group, request.save_job, request.place.url, options)
             if wrong is not None:
                 outcome.result()  # raises the error here, and not only when the user asks for the result
+        pending = PendingSave(outcome)
+        begun(pending)
         if options.on_error == "raise":
             for background in backgrounds_of(request.group):
                 background.surface(but=outcome)
@@ -133,7 +142,9 @@ def save_in_run(
         logger.warning("save to %s failed: %s", path, error)
         outcome = SaveOutcome(str(location_text(path)), step)
         outcome.end(error)
-    return PendingSave(outcome)
+        pending = PendingSave(outcome)
+        begun(pending)
+    return pending
 
 
 def _save_now(joined: Group, make: Callable[[], SaveJob], options: SaveOptions) -> SaveOutcome:

@@ -12,7 +12,7 @@ from reknit.engine.record.other_formats import absent
 from reknit.engine.stored.steps import numbered
 from reknit.errors import UsageError, shown
 from reknit.monitor.progress_text import amount
-from reknit.policies.keep_policies import named_items, require_items
+from reknit.policies.keep_policies import named_items, named_metrics, require_items, require_metrics
 from reknit.runs.retention import Retention
 from reknit.runs.run_arguments import items_of
 from reknit.storage.registry import open_storage
@@ -60,8 +60,13 @@ def run(args: argparse.Namespace) -> int:
             raise absent(storage, "there are no steps in")
         retention = Retention(storage, keep)
         require_items(named_items([keep]), items_of(retention.steps()))
-        aged = retention.aged()
-        gone = retention.surplus() if args.dry_run else retention.prune()
+        require_metrics(named_metrics([keep]), retention.steps())
+        if args.dry_run:
+            gone, aged = retention.surplus(), retention.aged()
+        else:
+            removed = retention.removed()
+            gone = [step for step, items in removed if items is None]
+            aged = [(step, items) for step, items in removed if items is not None]
     if args.json:
         whole = [{"step": step.step, "path": step.path, "nbytes": step.nbytes} for step in gone]
         parts = [{"step": step.step, "path": step.path, "items": list(items)} for step, items in aged]
@@ -110,8 +115,8 @@ def _without(text: str) -> Policy:
 
 def _best(text: str) -> Policy:
     number, _, rest = text.partition(":")
-    metric, _, mode = rest.partition(":")
-    if not number.isdecimal() or len(number) > _MOST_DIGITS or not metric or mode not in ("", "min", "max"):
+    metric, _, mode = rest.rpartition(":") if rest.endswith((":min", ":max")) else (rest, "", "")
+    if not number.isdecimal() or len(number) > _MOST_DIGITS or not metric:
         raise UsageError(
             f"--keep-best is N:METRIC, or N:METRIC:max, not {shown(text)}", remedy="for instance 3:loss"
         )

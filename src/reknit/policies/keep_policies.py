@@ -142,6 +142,18 @@ def require_items(named: Iterable[str], items: Iterable[str]) -> None:
         )
 
 
+def require_metrics(named: Iterable[str], steps: Sequence[SavedStep]) -> None:
+    """Raise `UsageError` for a metric of `best` that no step has, so that no step is one of the best."""
+    known = dict.fromkeys(name for step in steps for name in step.metrics or {})
+    if absent := [name for name in named if name not in known]:
+        names = ", ".join(map(repr, known))
+        raise UsageError(
+            f"best names {absent[0]!r}, a metric that no step has",
+            remedy=did_you_mean(absent[0], known)
+            or (f"the metrics are {names}" if known else "no step has metrics"),
+        )
+
+
 def ranked(policy: Policy | None, steps: Sequence[SavedStep]) -> list[SavedStep]:
     """Return the steps that the first `best` of a policy ranks, the best first.  Raises `UsageError`."""
     for leaf in policy.leaves() if policy is not None else ():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass
 from math import isfinite
+from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from reknit.errors import UsageError, shown
@@ -21,6 +22,9 @@ SaveRule: TypeAlias = "Policy | Callable[[Moment], object]"
 KeepRule: TypeAlias = "Policy | Callable[[Sequence[SavedStep]], Iterable[int]]"
 """A policy for the steps to keep, or a function that returns their numbers."""
 
+_OWN = "reknit.policies."
+"""Modules of functions that return policies."""
+
 MINUTE_S, HOUR_S, DAY_S = 60.0, 3600.0, 86400.0
 
 
@@ -30,8 +34,8 @@ class Facts:
 
     `seconds`: time since the last save, or since the run began.  `busy`: an earlier save is still being
     written.  `preempted`: some rank will end soon, in `left_s` seconds if the notice has a time.  `stall_s`
-    and
-    `write_s`: the time for which the last save blocked training, and until it was committed; None before.
+    and `write_s`: the time for which the last save blocked training, and until it was committed; None before.
+    `failed`: the last save has failed in the background, and another one is due in its place.
     """
 
     seconds: float
@@ -40,6 +44,7 @@ class Facts:
     left_s: float | None = None
     stall_s: float | None = None
     write_s: float | None = None
+    failed: bool = False
 
     @property
     def in_time(self) -> bool:
@@ -200,6 +205,9 @@ def policy_of(value: object) -> Policy:
     """Return a policy, which may wrap a plain function.  Raises `UsageError`."""
     if isinstance(value, Policy):
         return value
+    if getattr(value, "__module__", "").startswith(_OWN):
+        name = getattr(value, "__name__", "")
+        raise UsageError(f"{name} of reknit.policies is not called", remedy=f"write {name}(...)")
     if callable(value) and not isinstance(value, type):
         return _Function(value)
     raise UsageError(
@@ -217,15 +225,15 @@ def interval_s(call: str, **given: float | None) -> float:
     ((name, value),) = named.items()
     if not positive(value):
         raise UsageError(f"{name} is a number above 0, not {shown(value)}")
-    return value * units[name]
+    return float(value) * units[name]
 
 
-def positive(value: object) -> bool:
+def positive(value: Any) -> bool:
     """Return whether a value is a finite number above 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, float, Real)):  # such as one of NumPy
         return False
     try:
-        return isfinite(value) and value > 0
+        return isfinite(value) and float(value) > 0
     except OverflowError:  # an integer beyond all floats
         return False
 

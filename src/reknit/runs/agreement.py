@@ -12,7 +12,7 @@ from reknit.comm import group as comm
 from reknit.monitor.phase import monotonic
 from reknit.policies.policy import Moment
 from reknit.policies.save_policies import OnPreemption
-from reknit.runs.preemption import Notice, Notices
+from reknit.runs.notices.preemption import Notice, Notices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,10 +41,14 @@ class Agreement:
     If a policy depends on the step alone, each rank decides by itself.  Otherwise rank 0 decides in a round
     between the ranks, about every two seconds.  Each round also sets the step of the next round.  Between two
     rounds, the ranks save only if that follows from the step alone.
+
+    With `follows`, saves go on in the background, and there are rounds until the last one is committed.  If
+    it has failed, the next step is saved in its place.
     """
 
-    def __init__(self, group: Group, policy: Policy, timeout_s: float) -> None:
+    def __init__(self, group: Group, policy: Policy, timeout_s: float, *, follows: bool = False) -> None:
         self._group, self._policy, self._timeout_s = group, policy, timeout_s
+        self._follows, self._open = follows, False
         notices = [leaf for leaf in policy.leaves() if isinstance(leaf, OnPreemption)]
         self._notices, self._watches = Notices(notices), bool(notices)
         self._next = self._asked = 0
@@ -56,6 +60,10 @@ class Agreement:
         """The reason why a rank will end soon, or None; the same on all ranks."""
         return None if self._notice is None else self._notice.what
 
+    def saved(self) -> None:
+        """Note that a save has begun."""
+        self._open = self._follows
+
     def due(self, step: int, saved: int | None, facts: Callable[[], Facts]) -> bool:
         """Return whether to save after a step; rank 0 calls `facts`, and adds the notices of all ranks."""
         if step < self._asked:  # an earlier step was loaded, so the step of the next round is out of date
@@ -63,27 +71,28 @@ class Agreement:
         self._asked = step
         answer = self._policy.due(Moment(step=step, saved=saved))
         # A notice has to reach all ranks also where each step is saved in any case.
-        if step < self._next or (answer is not None and not self._watches):
+        if step < self._next or (answer is not None and not (self._watches or self._open)):
             return bool(answer)
 
         def decide(requests: list[bytes]) -> list[bytes]:
             notice = _soonest(requests)
             what, left_s = json.loads(notice) if notice else (None, None)
             known = replace(facts(), preempted=what is not None, left_s=left_s)
-            due = bool(self._policy.due(Moment(step=step, saved=saved, facts=known)))
+            due = known.failed or bool(self._policy.due(Moment(step=step, saved=saved, facts=known)))
             if not (due or known.in_time or self.preempted):
                 logger.warning(
                     "step %d is not saved on %s: %.1f s are left, and the last save took %.1f s",
                     *(step, what, left_s, known.write_s),
                 )
-            return [json.dumps([due, notice.decode(), self._next_round(step)]).encode()] * self._group.size
+            answer = [due, notice.decode(), self._next_round(step), known.busy and self._open]
+            return [json.dumps(answer).encode()] * self._group.size
 
         mine = _encoded(self._notices.seen() or self._notice)
         about = f"step {step}"
         with comm.turn(
             self._group, "steps", self._timeout_s, merge=_soonest, subject=about, opens=True
         ) as turn:
-            due, notice, self._next = json.loads(turn.exchange(mine, decide))
+            due, notice, self._next, self._open = json.loads(turn.exchange(mine, decide))
         self._notice = _decoded(notice)
         return bool(due)
 

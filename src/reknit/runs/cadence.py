@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reknit.comm.group import Group
+    from reknit.engine.record.line import Line
     from reknit.engine.record.run_record import Run
     from reknit.monitor.outlet import Outlet
     from reknit.options import SaveOptions
@@ -85,21 +86,22 @@ class Missing(NamedTuple):
     sources: list[int]
 
 
-def missing(levels: Sequence[Level], reached: int) -> tuple[list[Missing], list[int | None]]:
+def missing(levels: Sequence[Level], reached: int, line: Line) -> tuple[list[Missing], list[int | None]]:
     """Return the steps to promote when a run continues after a step, and the newest step of each tier then.
 
-    A tier receives a step that is newer than its newest step, that its cadence selects, and that its `keep`
-    would not remove at once.
+    A tier receives a step on the line of descent that is newer than its newest step, that its cadence
+    selects, and that its `keep` would not remove at once.
     """
     found: list[Missing] = []
     newest: list[int | None] = []
     for tier, level in enumerate(levels[1:], start=1):
-        last = level.newest(reached)
-        candidates = _candidates(levels[:tier], -1 if last is None else last, reached)
+        last = level.newest(reached, line)
+        candidates = _candidates(levels[:tier], -1 if last is None else last, reached, line)
         chosen = _due(level.when, candidates, last)
         kept = {number for number, _, _ in chosen}
         if level.keep is not None and chosen:
-            there = [step for step in steps_below(level.storage) if step.step is not None]
+            below = steps_below(level.storage)
+            there = [s for s in below if s.step is not None and line.holds(s.generation, s.step)]
             kept = kept & level.keep.kept([*there, *(step for _, step, _ in chosen)], now())
         wanted = [each for each in chosen if each[0] in kept]
         found += [Missing(number, _name(step), tier, sources) for number, step, sources in wanted]
@@ -110,14 +112,14 @@ def missing(levels: Sequence[Level], reached: int) -> tuple[list[Missing], list[
 _Candidate = tuple[int, "SavedStep", list[int]]
 
 
-def _candidates(levels: Sequence[Level], above: int, reached: int) -> list[_Candidate]:
-    """Return the steps of some tiers in a range, ascending, each with the numbers of its tiers."""
+def _candidates(levels: Sequence[Level], above: int, reached: int, line: Line) -> list[_Candidate]:
+    """Return the steps of a line in a range in some tiers, ascending, each with the numbers of its tiers."""
     found: dict[tuple[int, str], _Candidate] = {}
     for tier, level in enumerate(levels):
         folders = [folder for folder in numbered(level.storage) if above < folder[0] <= reached]
         steps = described(level.storage, [name for _, name in folders], notes=False)
         for (number, name), step in zip(folders, steps, strict=True):
-            if step is not None and step.problem is None:
+            if step is not None and step.problem is None and line.holds(step.generation, number):
                 found.setdefault((number, name), (number, replace(step, step=number), []))[2].append(tier)
     return [found[folder] for folder in sorted(found)]
 

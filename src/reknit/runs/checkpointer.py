@@ -11,23 +11,22 @@ from reknit.api import saves
 from reknit.arguments import check_state, checked_metrics
 from reknit.calls import agents_for, raised_on_all_ranks
 from reknit.engine.display import Shown, some
-from reknit.engine.record.checkpoint_notes import add_metrics
 from reknit.engine.stored.steps import METRICS, step_name
 from reknit.errors import DroppedError, VersionError
 from reknit.keywords import checked_call
 from reknit.monitor.phase import Recorder, monotonic, now
 from reknit.monitor.sinks.choosing import outlets_for
 from reknit.options import LoadOptions, SaveOptions
-from reknit.policies.policy import Facts, KeepRule, SaveRule
 from reknit.ranks import AnyGroup, acting
 from reknit.runs.agreement import Agreement
 from reknit.runs.cadence import Cadence, late, missing
 from reknit.runs.load_step import UNSOUND, load_step
 from reknit.runs.other_hosts import OtherHosts
 from reknit.runs.pending_saves import PendingSaves
-from reknit.runs.run_arguments import check_keep, check_one_root, policy_for, step_number
+from reknit.runs.position import Position
+from reknit.runs.run_arguments import check_keep, check_one_root, metrics_of_rank, policy_for, step_number
 from reknit.runs.run_folder import LaterSteps, RunFolder
-from reknit.runs.tiers import FoundStep, Tier, below, opened, promoting
+from reknit.runs.tiers import FoundStep, Tier, below, opened
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
 
     from reknit.engine.call_reports import LoadReport
     from reknit.engine.outcome import PendingSave
+    from reknit.policies.policy import KeepRule, SaveRule
     from reknit.runs.cooling import Cool
     from reknit.runs.tiers import Folder
     from reknit.types.saved_step import SavedStep
@@ -92,14 +92,13 @@ class Checkpointer(Shown):
         self._other_hosts = OtherHosts(self._group, first, self._timeout_s)
         decides, sinks = self._group.rank == 0, outlets_for(options.events)
         # Last, after all calls that may fail: it handles signals, as only a run that begins may do.
-        self._agreement = None if first.when is None else Agreement(self._group, first.when, self._timeout_s)
+        when, timeout_s = first.when, self._timeout_s
+        agrees = None if when is None else Agreement(self._group, when, timeout_s, follows=not wait)
+        self._agreement = agrees
         self._sinks = sinks if decides else ()
         self._retentions = self._tiers.retentions(sinks, apart=self._other_hosts.apart) if decides else {}
         self._keeps = [level.keep for level in self._tiers.levels if level.keep is not None]
-        self._resumed, self._saved_at = False, monotonic()
-        self._saved: int | None = None
-        self._decided: tuple[int, bool] | None = None
-        self._stall_s: float | None = None
+        self._position = Position()
         self._pending_saves = PendingSaves(self._retentions, self._tiers.coolings(sinks) if decides else {})
 
     def __enter__(self) -> Checkpointer:
@@ -123,17 +122,19 @@ class Checkpointer(Shown):
 
     def should_save(self, step: int) -> bool:
         """Return whether the policy saves `step`; all ranks call this, and receive the same answer."""
-        step = step_number(step)
+        step, position = step_number(step), self._position
+        position.check(step)
+        self._folder.reaches(step)
         self._pending_saves.tend()
         if self._agreement is None:
             return True
-        if self._decided is None or self._decided[0] != step:
-            before = self.preempted
-            self._decided = step, self._agreement.due(step, self._saved, self._measured)
+        if position.decided is None or position.decided[0] != step:
+            before, facts = self.preempted, partial(position.facts, self._pending_saves)
+            position.decided = step, self._agreement.due(step, position.step, facts)
             if self.preempted and not before:
                 recorder = Recorder("preemption", 0, step, self._root, self._sinks)
                 recorder.end(now(), 0.0, 0, detail=self.preempted)
-        return self._decided[1]
+        return position.decided[1]
 
     def save(
         self,
@@ -149,38 +150,48 @@ class Checkpointer(Shown):
         count.  For a step that was just saved, `force` waits for that save, and repeats it if it failed.
 
         Raises the errors of `reknit.save`, and `UsageError` if `keep` is `without` an item that neither the
-        state nor any step has.  A step that exists is replaced if this run resumed from an earlier step;
-        otherwise this raises `CheckpointExistsError`.
+        state nor any step has, and for a step before the last one.  A step that exists is replaced if this
+        run resumed from an earlier step and it is not pinned; otherwise this raises `CheckpointExistsError`.
         """
-        step = step_number(step)
+        step, position = step_number(step), self._position
+        position.check(step)
+        self._folder.reaches(step)
         if not (force or self.should_save(step)):
             return None
-        numbers = checked_metrics(metrics)
+        numbers, wrong = metrics_of_rank(metrics, self._group.rank)
         if (last := self._pending_saves.last(step, sure=force or self._wait)) is not None:
             return last
         self._keeps = check_keep(
             self._group, self._keeps, state, numbers, steps=self._tiers.steps, timeout_s=self._timeout_s
         )
         begin = monotonic()
-        tiers = self._cadence.due(step, self._pending_saves.busy_with, preempted=self.preempted is not None)
+        ends = self.preempted is not None
+        tiers = self._cadence.due(step, self._pending_saves.busy_with, preempted=ends)
+        sure = not self._wait and (force or ends)
         if not self._folder.is_open:
             self._pending_saves.drain()  # its late promotions are not saves of an earlier run
-            self._folder.open_at(step, state, self._settle_s, resumed=self._resumed)
+        self._folder.open_at(step, state, self._settle_s, resumed=position.resumed)
+
+        def begun(pending: PendingSave) -> None:
+            position.saved(step, begin, pending)
+            self._pending_saves.add(step, pending, begin, tiers)
+            self._folder.saved(step, pending)
+            if self._agreement is not None:
+                self._agreement.saved()
+
         pending = saves.save_in_run(
             below(self._root, step_name(step)),
             state,
             self._folder.records,
             step=step,
             wait=self._wait,
-            overwrite=self._resumed or self._folder.replaces,
+            overwrite=position.replaces(step) or self._folder.replaces,
             metadata={METRICS: numbers},
-            options=self._save_options(step_name(step), tiers),
+            options=self._tiers.save_options(self._options, step_name(step), tiers, sure=sure),
             group=self._given,
+            wrong=wrong,
+            begun=begun,
         )
-        self._saved, self._saved_at = step, monotonic()
-        self._stall_s = self._saved_at - begin
-        self._pending_saves.add(step, pending, begin, tiers)
-        self._folder.saved(step, pending)
         self._pending_saves.clear(self._other_hosts)
         return pending
 
@@ -228,7 +239,8 @@ class Checkpointer(Shown):
             raise self._tiers.unsound(bad)
         recorder = Recorder("resume", 0, None, self._root, self._sinks)
         recorder.end(now(), 0.0, 0, detail="there is no checkpoint yet")
-        self._resumed, where = bool(self._folder.records), self._tiers.where  # a fenced run may slip in
+        self._position.resumed = bool(self._folder.records)  # a fenced run may slip in
+        where = self._tiers.where
         self._say(logging.WARNING, "there is no checkpoint below %s yet: starting with step 0", where)
         return 0
 
@@ -238,13 +250,7 @@ class Checkpointer(Shown):
         The metrics of rank 0 count.  Raises `CheckpointNotFoundError`; see `reknit.note`.
         """
         numbers, number = checked_metrics(metrics), step_number(step)
-
-        def add() -> None:
-            if (found := self._tiers.newest(number=number)) is None:
-                raise self._tiers.missing(f"step {number}")
-            for tier in found.tiers:
-                add_metrics(self._tiers.levels[tier].storage.sub(found.name), numbers)
-
+        add = partial(self._tiers.add_metrics, number, numbers)
         self._folder.ask("note", add, f"step {number}")
 
     def load(self, state: Mapping[str, Any], step: int | Literal["latest", "best"] = "latest") -> LoadReport:
@@ -310,11 +316,7 @@ class Checkpointer(Shown):
 
     def _facts(self) -> dict[str, object]:
         steps, why = some(self._pending_saves.steps()), self.preempted
-        return {"root": self._tiers.where, "step": self._saved, "under way": steps, "preempted": why}
-
-    def _measured(self) -> Facts:
-        seconds, busy = monotonic() - self._saved_at, self._pending_saves.busy()
-        return Facts(seconds=seconds, busy=busy, stall_s=self._stall_s, write_s=self._pending_saves.write_s)
+        return {"root": self._tiers.where, "step": self._position.step, "under way": steps, "preempted": why}
 
     def _load(self, found: FoundStep, state: Mapping[str, Any]) -> tuple[LoadReport, int]:
         """Load a step, and continue after it; also return its number, as its manifest has it."""
@@ -324,26 +326,22 @@ class Checkpointer(Shown):
         if report.step not in (None, found.number):
             self._say(logging.WARNING, "%s holds step %d", report.path, report.step)
         reached = found.number if report.step is None else report.step
-        self._resumed, self._saved, self._saved_at, self._decided = True, reached, monotonic(), None
+        self._position.loaded(reached)
         self._pending_saves.loaded(reached)
+        self._folder.loaded(reached, found.generation)
         if len(self._tiers.levels) > 1:
-            self._cadence.go_on(self._folder.ask("tiers", partial(self._promote_missing, reached)))
+            promote = partial(self._promote_missing, reached, found.generation)
+            self._cadence.go_on(self._folder.ask("tiers", promote))
         return report, reached
 
-    def _promote_missing(self, reached: int) -> list[int | None]:
+    def _promote_missing(self, reached: int, generation: int | None) -> list[int | None]:
         """Start threads that promote steps of an earlier run; return the newest step of each tier then."""
-        steps, newest = missing(self._tiers.levels, reached)
+        steps, newest = missing(self._tiers.levels, reached, self._folder.line_after(reached, generation))
         steps = [step for step in steps if step.number not in self._pending_saves.needed()]
         runs = self._folder.runs()
         for tier, (numbers, work) in late(self._tiers.levels, steps, self._used, self._sinks, runs).items():
             self._pending_saves.promote_late(tier, numbers, work)
         return newest
-
-    def _save_options(self, name: str, tiers: Sequence[int]) -> SaveOptions | None:
-        """Return the options of a save to a folder, which is promoted to folders of the same name."""
-        if self._options is not None and self._options is not self._used:  # the save raises the error
-            return self._options
-        return promoting(self._used, [self._tiers.levels[tier] for tier in tiers], name)
 
     def _say(self, level: int, message: str, *arguments: object) -> None:
         if self._group.rank == 0:

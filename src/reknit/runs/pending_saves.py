@@ -32,7 +32,8 @@ class _Save:
     """A save of this run, and the numbers of the tiers to which it is promoted, in that order.
 
     `write_s` is the time until it was committed, None before.  `reached` are the tiers whose promotion has
-    ended, with success or not; `promoted` is whether all promotions have ended.
+    ended, with success or not; `promoted` is whether all promotions have ended.  `again` is whether the save
+    before it had failed, and `given_up` whether the run has loaded another step since.
     """
 
     step: int
@@ -42,6 +43,8 @@ class _Save:
     write_s: float | None = None
     reached: set[int] = field(default_factory=set)
     promoted: bool = False
+    again: bool = False
+    given_up: bool = False
 
     def on_its_way(self, tier: int) -> bool:
         """Return whether the promotion to a tier is still pending."""
@@ -77,13 +80,25 @@ class PendingSaves:
 
     def add(self, step: int, pending: PendingSave, began: float, tiers: Sequence[int] = ()) -> None:
         """Watch a save."""
-        self._last = _Save(step, pending, began, tiers)
+        self._last = _Save(step, pending, began, tiers, again=self.has_failed())
         self._saves = [*(save for save in self._saves if not save.over()), self._last]
         self.tend()
 
     def loaded(self, step: int) -> None:
         """Continue after a loaded step, which replaces the last saved step as the position of the run."""
         self._last, self._reached = None, step
+        for save in self._saves:
+            save.given_up = True
+
+    def has_failed(self) -> bool:
+        """Return whether the last save has failed, unless it was itself in place of one that had failed."""
+        save = self._last
+        return (
+            save is not None
+            and not save.again
+            and save.pending.error is not None
+            and not save.pending.skipped
+        )
 
     def last(self, step: int, *, sure: bool) -> PendingSave | None:
         """Return the last save if it is of `step`; with `sure`, wait for it, and return None if it failed."""
@@ -146,9 +161,11 @@ class PendingSaves:
     def _note_ended(self) -> None:
         for save in self._saves:
             if save.write_s is None and save.pending.done():
-                self.write_s = save.write_s = monotonic() - save.began
+                save.write_s = monotonic() - save.began
+                if not save.pending.skipped:
+                    self.write_s = save.write_s
                 if save.pending.error is None:
-                    self._reached = save.step
+                    self._reached = self._reached if save.given_up else save.step
                     self._note_new(0, save.step)
             for tier in save.tiers:
                 if tier not in save.reached and not save.on_its_way(tier):
@@ -168,16 +185,29 @@ class PendingSaves:
             self._surplus.add(tier)
 
     def wait(self, timeout_s: float | None, *, removals: bool = True) -> None:
-        """Wait for all saves, and for `removals`.  Raises the error of a failed save, and `DeadlineError`."""
+        """Wait for all saves, and for `removals`.  Raises the error of a failed save, and `DeadlineError`.
+
+        Of several saves that failed, the first one is raised.
+        """
         deadline = None if timeout_s is None else Deadline(timeout_s)
         for save in self._saves:
             save.pending.wait(None if deadline is None else deadline.remaining())
-            if not save.pending.skipped:
-                save.pending.result()
+        self._raise_failures()
         if removals:
             self.end_pruning(deadline)
             self.tend()
             self.end_pruning(deadline)
+
+    def _raise_failures(self) -> None:
+        failed = []
+        for save in self._saves:
+            if not save.pending.skipped:
+                try:
+                    save.pending.result()
+                except ReknitError as error:
+                    failed.append(error)
+        if failed:
+            raise failed[0]
 
     def drain(self) -> None:
         """Wait until all saves and removals have ended, with success or not."""

@@ -8,23 +8,26 @@ from typing import TYPE_CHECKING
 
 from reknit.engine.record.at_path import manifest_in, read_manifest, size_of
 from reknit.engine.record.checkpoint_notes import held_by, metrics_of
+from reknit.engine.record.run_record import read_line
 from reknit.engine.stored.delete import drop
 from reknit.engine.stored.file_checks import whole_manifest
 from reknit.engine.stored.leftovers import leftovers, remove
 from reknit.engine.stored.moving import delete_moved
 from reknit.engine.stored.places import files_at
-from reknit.engine.stored.steps import described, numbered
+from reknit.engine.stored.steps import described, is_step_name, number_in, numbered
 from reknit.engine.stored.verify import verify
 from reknit.errors import FormatError, ReknitError, StoragePermissionError
 from reknit.format.manifest_file import decode_record
 from reknit.monitor.phase import Recorder, now
 from reknit.options import LoadOptions
+from reknit.policies.keep_policies import named_metrics
 from reknit.storage.local.sweep import sweepable
 from reknit.storage.registry import following, open_storage
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Callable, Collection, Container
 
+    from reknit.engine.record.line import Line
     from reknit.monitor.outlet import Outlet
     from reknit.policies.policy import Policy
     from reknit.storage.base import Storage
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("reknit")
 
 _LEFT_S = 3600.0
+_LOOKED_AT_AGAIN = 64
+"""Number of kept steps, the newest ones, that each removal first checks to be there still."""
 
 
 class Retention:
@@ -46,9 +51,20 @@ class Retention:
     """
 
     def __init__(
-        self, root: Storage, keep: Policy, *, apart: bool = False, sinks: tuple[Outlet, ...] = ()
+        self,
+        root: Storage,
+        keep: Policy,
+        *,
+        apart: bool = False,
+        sinks: tuple[Outlet, ...] = (),
+        line: Callable[[], Line] | None = None,
     ) -> None:
-        """Keep steps below `root`; files that are missing may be on other hosts, where these are `apart`."""
+        """Keep steps below `root`; files that are missing may be on other hosts, where these are `apart`.
+
+        `line` returns the line of descent of the steps, by default that on record below `root`.
+        """
+        self._line = line or (lambda: read_line(root)[1])
+        self._without: set[str] = set()
         self._root, self._keep, self._apart, self._sinks = root, keep, apart, sinks
         self._reads_metrics = any(leaf.reads_metrics for leaf in keep.leaves())
         self._steps: dict[str, SavedStep] = {}
@@ -73,7 +89,8 @@ class Retention:
         """Return the steps that the policy does not keep, oldest first; `needed` are numbers that stay.
 
         A checkpoint that cannot be read, or without a step, does not count and is never removed.  The same
-        holds for a step later than `reached`, the position of the run: this run may replace it.
+        holds for a step later than `reached`, the position of the run: this run may replace it.  A step that
+        the run gave up when it went back does not count, and is surplus once the run has passed it.
         """
         return [step for step, items in self._plan(needed, reached) if items is None]
 
@@ -85,11 +102,16 @@ class Retention:
         self, needed: Container[int], reached: int | None
     ) -> list[tuple[SavedStep, tuple[str, ...] | None]]:
         """Return the steps to remove, the oldest first, each with the items to drop, or None for all."""
-        steps = [step for step in self._look() if reached is None or (step.step or 0) <= reached]
-        kept = self._keep.items(steps, now())
+        there = self._look()
+        steps = [step for step in there if reached is None or (step.step or 0) <= reached]
+        line = self._line().begun([(step.generation, step.step) for step in there])
+        live = {step.path: step for step in steps if line.holds(step.generation, step.step)}
+        kept = self._keep.items([*live.values()], now())
+        if self._lacks_metrics(live.values()) and not kept:
+            return []
         doomed: list[tuple[SavedStep, tuple[str, ...] | None]] = []
         for step in steps:
-            items = kept.get(step.step or 0)
+            items = kept.get(step.step or 0) if step.path in live else None
             gone = None if items is None else tuple(item for item in step.items if item not in items)
             if gone and step.moved_to is not None:
                 continue  # items are dropped before a step moves, or not at all
@@ -97,19 +119,46 @@ class Retention:
                 doomed.append((step, gone))
         if not doomed:
             return []
+        stay = [step for step in live.values() if step.step in kept][-_LOOKED_AT_AGAIN:]
+        if not all([self._is_there(step) for step in stay]):  # somebody has removed or replaced one since
+            return self._plan(needed, reached)
         # Steps later than the newest whole step are damaged.  They stay, so that the damage can be examined.
-        before = next((at for at in reversed(range(len(steps))) if self._is_whole(steps[at])), 0)
+        before = next((at for at in reversed(range(len(steps))) if self._resumable(steps[at], live)), 0)
         older = {step.path for step in steps[:before]}
         return [(step, items) for step, items in doomed if step.path in older]
 
+    def _resumable(self, step: SavedStep, live: Container[str]) -> bool:
+        """Return whether the run can resume from a step: it is whole, and was not given up."""
+        return step.path in live and self._is_whole(step)
+
+    def _lacks_metrics(self, steps: Collection[SavedStep]) -> bool:
+        """Return whether the policy names a metric that none of the steps has; log that once."""
+        lacking = [
+            name
+            for name in named_metrics([self._keep])
+            if len(steps) > 1 and not any((step.metrics or {}).get(name) is not None for step in steps)
+        ]
+        for name in set(lacking) - self._without:
+            logger.warning(
+                "keep names the metric %r, which no step below %s has: no step counts as one of the best",
+                *(name, self._root.url),
+            )
+        self._without = set(lacking)
+        return bool(lacking)
+
     def prune(self, needed: Container[int] = (), reached: int | None = None) -> list[SavedStep]:
         """Remove the surplus steps, and return the removed steps; log failures, and dropped items."""
-        plan = self._plan(needed, reached)
-        removed = [step for step, items in plan if self._removed(step, items) and items is None]
-        self._sweep()
-        return removed
+        return [step for step, items in self.removed(needed, reached) if items is None]
 
-    def _removed(self, step: SavedStep, items: tuple[str, ...] | None) -> bool:
+    def removed(
+        self, needed: Container[int] = (), reached: int | None = None
+    ) -> list[tuple[SavedStep, tuple[str, ...] | None]]:
+        """Remove the surplus steps and items, and return them; None in place of items means all of a step."""
+        done = [(step, items) for step, items in self._plan(needed, reached) if self._remove(step, items)]
+        self._sweep(needed)
+        return done
+
+    def _remove(self, step: SavedStep, items: tuple[str, ...] | None) -> bool:
         """Remove a step, or items of it, and return whether that succeeded."""
         folder, what = self._folder(step), "all" if items is None else ", ".join(map(repr, items))
         action = "remove" if items is None else "drop"
@@ -129,15 +178,20 @@ class Retention:
         logger.info("removed %s of step %s: %s", what, step.step, step.path)
         return True
 
-    def _sweep(self) -> None:
-        """Finish the removals of a process that died, of steps older than the newest.
+    def _sweep(self, needed: Container[int]) -> None:
+        """Finish the removals of a process that died, of steps older than the newest that are not `needed`.
 
-        Files that were changed within the last hour stay, as with `reknit gc`: they may belong to a save.
+        Those are being saved, which the times of their files need not show to this clock.  Other files that
+        were changed within the last hour stay, as with `reknit gc`: they may belong to a save.
         """
         newest = max((step.step or 0 for step in self._steps.values()), default=0)
         for number, name in self._folders():
             folder = self._root.sub(name)
-            if number >= newest or (folder.url in self._steps and folder.url not in self._to_sweep):
+            if (
+                number >= newest
+                or number in needed
+                or (folder.url in self._steps and folder.url not in self._to_sweep)
+            ):
                 continue
             self._to_sweep.discard(folder.url)
             try:
@@ -168,7 +222,22 @@ class Retention:
                 self._steps[url] = step
                 if step.dropped:
                     self._to_sweep.add(url)
-        return sorted(self._steps.values(), key=lambda step: (step.step or 0, step.created))
+        return sorted(self._own(), key=lambda step: (step.step or 0, step.created))
+
+    def _own(self) -> list[SavedStep]:
+        """Return the steps without copied and renamed ones, which belong to somebody else.
+
+        A run names the folder of each step.  A folder with the name of another step is a copy.  So is one
+        with another name that holds the save of a run, or that of a folder beside it.
+        """
+        named = {url: url.rpartition("/")[2] for url in self._steps}
+        rightly = {url for url, step in self._steps.items() if number_in(named[url]) == step.step}
+        originals = {self._steps[url].write_id for url in rightly}
+        return [
+            step
+            for url, step in self._steps.items()
+            if url in rightly or not (is_step_name(named[url]) or step.of_run or step.write_id in originals)
+        ]
 
     def _forget_renewed(self) -> None:
         while self._renewed:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from reknit.arguments import checked_step
+from reknit.arguments import checked_metrics, checked_step
 from reknit.comm import group as comm
 from reknit.errors import UsageError, did_you_mean, shown
 from reknit.policies.keep_policies import named_items, named_metrics, require_items
@@ -38,6 +38,20 @@ def step_number(step: Any) -> int:
     if number is None:
         raise UsageError("a step of a run needs a number", remedy="pass the step: save(step, state)")
     return number
+
+
+def metrics_of_rank(metrics: object, rank: int) -> tuple[dict[str, float | None], UsageError | None]:
+    """Return the metrics of a save as numbers, and the error that all ranks have to raise, or None.
+
+    Only those of rank 0 are stored; wrong ones of another rank are logged.
+    """
+    try:
+        return checked_metrics(metrics), None
+    except UsageError as error:
+        if rank == 0:
+            return {}, error
+        logger.warning("the metrics of rank %d are not stored: %s", rank, error)
+        return {}, None
 
 
 def check_one_root(root: object, tiers: object, given: Mapping[str, object], *options: object) -> None:

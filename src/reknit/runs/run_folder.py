@@ -3,41 +3,28 @@
 from __future__ import annotations
 
 import logging
-import os
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from reknit.arguments import check_state
 from reknit.calls import raised_on_all_ranks
 from reknit.engine.record.at_path import manifest_in, size_of
-from reknit.engine.record.checkpoint_notes import add_metrics, held_by, metrics_of
+from reknit.engine.record.line import Branch, Line
 from reknit.engine.record.other_formats import refuse_other
-from reknit.engine.record.run_record import Run, folder_above, open_run
-from reknit.engine.stored.copy_files import Promotion
-from reknit.engine.stored.moving import delete_moved
-from reknit.engine.stored.promote import promote_alone
-from reknit.engine.stored.steps import is_step_name, numbered
-from reknit.errors import (
-    CheckpointExistsError,
-    FencedError,
-    FormatError,
-    ReknitError,
-    StorageError,
-    UsageError,
-    shown,
-)
-from reknit.monitor.phase import Deadline, Recorder
+from reknit.engine.record.run_record import Run, folder_above, open_run, read_line
+from reknit.engine.stored.steps import numbered
+from reknit.errors import FencedError, FormatError, StorageError, UsageError, shown
+from reknit.monitor.phase import Deadline
 from reknit.runs.agreement import ask_root
+from reknit.runs.later_steps import Clearing, give_way, refuse_later
 from reknit.runs.tiers import FoundStep, below
 from reknit.runs.unfinished_saves import forbid_markers, wait_for_agents
-from reknit.storage.registry import following, open_storage, recipe
-from reknit.system import start_thread
-from reknit.types.rank_text import named
+from reknit.storage.registry import open_storage, recipe
 
 if TYPE_CHECKING:
-    import threading
-    from collections.abc import Callable, Sequence
+    import os
+    from collections.abc import Callable, Mapping, Sequence
 
     from reknit.comm.group import Group
     from reknit.engine.outcome import PendingSave
@@ -47,21 +34,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("reknit")
 
+
 LaterSteps = Literal["refuse", "move", "replace"]
 """The fate of steps of an earlier run when a new run begins before them."""
 
+_NEXT = 1 << 63
+"""Higher than all generations."""
 
-class _Later(NamedTuple):
-    """A committed step of an earlier run: its number, its folder, a folder to put it aside, and its save id.
 
-    `problem` is the reason why it cannot give way, or None.
-    """
+class _Start(NamedTuple):
+    """The step after which a branch begins, and the generation of its save."""
 
     step: int
-    here: Storage
-    aside: Storage
-    save_id: str
-    problem: str | None
+    generation: int | None
 
 
 class RunFolder:
@@ -78,13 +63,26 @@ class RunFolder:
         self.records: dict[str, str] = {}
         self.is_open = False
         """Whether this run may save: the folder is open, and later steps have given way."""
-        self._later: Sequence[_Later] = ()
-        self._clearing: threading.Thread | None = None
+        self._loaded: tuple[int, int | None] | None = None
+        self._next: int | None = None
+        self._clearing: Clearing | None = None
 
     @property
     def replaces(self) -> bool:
         """Whether steps of an earlier run give way, although this run did not resume from one."""
         return self._later_steps != "refuse"
+
+    def loaded(self, step: int, generation: int | None) -> None:
+        """Continue after a step that a save of some generation made, from the next call of `reaches` on."""
+        self._loaded, self._next = (step, generation), None
+
+    def reaches(self, step: int) -> None:
+        """Note the position of the run; the first one after a load shows whether the run went back."""
+        self._next = step if self._next is None else self._next
+
+    def line_after(self, step: int, generation: int | None) -> Line:
+        """Return the line of descent of a step that a save of some generation made."""
+        return _after(self._tiers.line(), _Start(step, generation), _NEXT)
 
     @property
     def roots(self) -> list[str | os.PathLike[str]]:
@@ -98,9 +96,8 @@ class RunFolder:
 
     def find(self, name: str, step: int | str = "latest", before: Folder | None = None) -> FoundStep | None:
         """Return a step that rank 0 finds, or None."""
-        found = self.ask(
-            name, partial(self._tiers.find, step, before), f"step {step}" if before is None else ""
-        )
+        about = f"step {step}" if before is None else ""
+        found = self.ask(name, partial(self._tiers.find, step, before), about)
         return None if found is None else FoundStep(*found)
 
     def open_to_resume(self, timeout_s: float) -> None:
@@ -111,26 +108,32 @@ class RunFolder:
         self.records = self.ask("settle", partial(self._settle, timeout_s))
 
     def open_at(self, step: int, state: Any, timeout_s: float, *, resumed: bool) -> None:
-        """Open the folder before the first save of a run, of a state at a step.
+        """Open the folder before the first save of a run, or the first after a load, of a state at a step.
 
         Raises `CheckpointExistsError` if an earlier run has saved this or a later step, unless this run has
         `resumed`, or `later_steps` is not ``"refuse"``; `UsageError` for a wrong state.
         """
-        if not (resumed and self.records):
+        if self.is_open and self._loaded is None:
+            return
+        if not (self.is_open or (resumed and self.records)):
             with raised_on_all_ranks(self._group, "open run", self._options.timeout_s):
                 check_state(state)
             self.records = self.ask("open run", partial(self._open, step, timeout_s, resumed=resumed))
+        if self._loaded is not None and self.records:
+            first = max(self._loaded[0] + 1, step if self._next is None else min(self._next, step))
+            self.records = self.ask("go back", partial(self._go_back, *self._loaded, first))
+            self._loaded = None
         self.is_open = True
 
     def saved(self, step: int, pending: PendingSave) -> None:
         """Start a thread that removes later steps of an earlier run once a save of this run is committed."""
-        if self._later and (self._clearing is None or not self._clearing.is_alive()):
-            self._clearing = start_thread("reknit-clears", partial(self._clear, step, pending))
+        if self._clearing is not None:
+            self._clearing.begin(step, pending)
 
     def close(self) -> None:
         """Wait for the removal of later steps."""
         if self._clearing is not None:
-            self._clearing.join()
+            self._clearing.close()
 
     def runs(self) -> list[Run | None]:
         """Return this run for promotions to each tier, None for a tier that it has not opened."""
@@ -144,7 +147,7 @@ class RunFolder:
         records = self.records
         if not records or self._is_overtaken():
             try:
-                records = self._take(resumes=True)
+                records = self._take(refuses=True)
             except StorageError as error:
                 where = self._tiers.where
                 logger.warning("%s is read, and not opened for writing: %s", where, error.message)
@@ -155,15 +158,31 @@ class RunFolder:
     def _open(self, step: int, timeout_s: float, *, resumed: bool) -> dict[str, str]:
         refuses = not resumed and not self.replaces
         if refuses:  # before a run that may still use the folder is fenced
-            self._refuse_later(step)
+            refuse_later(self._tiers, step)
         self._wait(timeout_s)
         records = self.records or self._take()
         self._forbid(step if not resumed and self.replaces else None)
         if refuses:
-            self._refuse_later(step)
+            refuse_later(self._tiers, step)
         elif not resumed:
-            self._later = self._give_way(step)
+            later = give_way(self._tiers, step, self._options, copy=self._later_steps == "move")
+            self._clearing = Clearing(later)
+            if later:
+                before = self._tiers.newest((step, ""))
+                records = self._take(records, _Start(step - 1, before and before.generation))
         return records
+
+    def _go_back(self, step: int, generation: int | None, first: int) -> dict[str, str]:
+        """Give up the steps from `first` on, and all that a step does not come from, before a save after it.
+
+        Without such steps, the line of descent stays as it is.
+        """
+        line = self._tiers.line()
+        later = any(number >= first for level in self._tiers.levels for number, _ in numbered(level.storage))
+        if not later and line.holds(generation, step):
+            return self.records
+        logger.warning("going on from step %d: later steps of %s do not count", step, self._tiers.where)
+        return self._take(self.records, _Start(step, generation))
 
     def _wait(self, timeout_s: float) -> None:
         deadline = Deadline(timeout_s)
@@ -179,19 +198,23 @@ class RunFolder:
         return False
 
     def _forbid(self, since: int | None) -> None:
+        line = self._tiers.line()
         for tier, level in enumerate(self._tiers.levels):
             try:
-                forbid_markers(level.storage, since)
+                forbid_markers(level.storage, line, since)
             except StorageError as error:
                 if not tier:
                     raise
                 logger.warning("saves of an earlier run to %s may go on: %s", level.url, error.message)
 
-    def _take(self, *, resumes: bool = False) -> dict[str, str]:
+    def _take(
+        self, own: Mapping[str, str] | None = None, start: _Start | None = None, *, refuses: bool = False
+    ) -> dict[str, str]:
         """Open the tiers, or the root and the places of `promote_to`, with the highest generation so far.
 
-        A place that cannot be reached gets no record; for the first, to which the run saves, that is an
-        error. A run that `resumes` refuses folders of other programs.
+        A run that has opened them passes its records as `own`, and the `start` of a new branch.  A place that
+        cannot be reached gets no record; for the first, to which the run saves, that is an error.  With
+        `refuses`, a folder of another program is one, too.
         """
         records: dict[str, str] = {}
         with ExitStack() as opened:
@@ -199,97 +222,46 @@ class RunFolder:
             for target in self._options.promotions:
                 storage = opened.enter_context(closing(open_storage(target.path)))
                 roots.append((recipe(target.path).url, storage))
-            at_least = self._group.generation
+            # A tier may be empty, since its host was lost, and its generations begin anew without the others.
+            latest, line = _newest_line([root for _, root in roots])
+            at_least = max(self._group.generation, latest + 1)
             for tier, (url, root) in enumerate(roots):
+                mine = None if own is None else own.get(_key(url))
+                if own is not None and mine is None:
+                    continue
                 try:
-                    if not (folders := numbered(root)) and resumes:
+                    if not (folders := numbered(root)) and refuses:
                         refuse_other(root)
                     at_least = max(at_least, _newest_generation(root, folders) + 1)
-                    records[_key(url)] = record = open_run(root, at_least)
+                    records[_key(url)] = record = open_run(root, at_least, partial(_after, line, start), mine)
                 except StorageError as error:
                     if not tier:
                         raise
                     logger.warning("%s is not opened for this run: %s", url, error.message)
                     continue
-                if tier and size_of(roots[0][1], record) is not None:
+                if not tier:  # its generation is that of the saves
+                    at_least = Run(partial(open_storage, url), record).generation
+                    line, start = _after(line, start, at_least), None
+                elif size_of(roots[0][1], record) is not None:
                     raise UsageError(f"two roots of this run are one folder: {roots[0][0]} and {url}")
         return records
 
-    def _look(self, step: int) -> list[_Later]:
-        """Return the committed steps from a number on, in folders with names of steps."""
-        found = []
-        for level in self._tiers.levels:
-            aside = None  # named by the newest step, also after an earlier try that was interrupted
-            for number, name in numbered(level.storage):
-                here = level.storage.sub(name)
-                if number < step or not is_step_name(name) or not level.committed((number, name)):
-                    continue
-                try:
-                    manifest = manifest_in(here)
-                except FormatError as error:
-                    found.append(_Later(number, here, here, "", error.message))
-                    continue
-                if manifest is None:  # removed since it was listed
-                    continue
-                problem = held_by(here, manifest.save_id)
-                if "://" not in here.url and os.path.islink(here.url):
-                    problem = "it is a link"
-                aside = aside or level.storage.sub(f"aside-{manifest.generation or 0}")
-                found.append(_Later(number, here, aside.sub(name), manifest.save_id, problem))
-        return found
 
-    def _refuse_later(self, step: int) -> None:
-        if found := sorted({each.step for each in self._look(step)}):
-            raise CheckpointExistsError(
-                f"{self._tiers.where} has {named(found, 'step')} of an earlier run, and this one would begin "
-                f"with step {step}",
-                path=self._tiers.levels[0].url,
-                remedy=f"call resume(state) first, to go on after step {found[-1]}, or load(state, step) to "
-                "go on after an earlier one; or give this run a folder of its own; or pass "
-                "Checkpointer(..., later_steps='move'), which puts those steps aside, or 'replace', which "
-                "removes them",
-            )
+def _newest_line(roots: Sequence[Storage]) -> tuple[int, Line]:
+    """Return the generation of the run that has opened one of several roots last, and its line of descent."""
+    found = [(-1, Line())]
+    for root in roots:
+        with suppress(StorageError):  # the reason is logged where it is opened
+            found.append(read_line(root))
+    return max(found, key=lambda each: each[0])
 
-    def _give_way(self, step: int) -> list[_Later]:
-        """Return the steps to remove once this run has saved a step; first copy steps that are put aside."""
-        later = self._look(step)
-        if problems := [f"{each.here.url}: {each.problem}" for each in later if each.problem]:
-            raise UsageError(
-                f"steps of an earlier run cannot give way to this one, and nothing was changed: "
-                f"{'; '.join(problems)}",
-                remedy="unpin or remove them (reknit unpin, reknit rm), or give this run a folder of its own",
-            )
-        if self._later_steps == "move":
-            for each in later:
-                recorder = Recorder("promote", step=each.step, path=each.aside.url)
-                job = Promotion(
-                    following(each.here),
-                    each.aside,
-                    overwrite=False,
-                    options=self._options,
-                    recorder=recorder,
-                )
-                promote_alone(job)
-                if metrics := metrics_of(each.here, each.save_id):
-                    add_metrics(each.aside, metrics)
-                logger.warning("step %d of an earlier run is put aside: %s", each.step, each.aside.url)
-        return later
 
-    def _clear(self, step: int, pending: PendingSave) -> None:
-        """Remove steps of an earlier run once a save is committed; if it fails, the next save tries again."""
-        pending.wait()
-        if pending.error is not None:
-            return
-        later, self._later = [each for each in self._later if each.step != step], ()
-        for each in later:
-            self._remove(each)
-
-    def _remove(self, each: _Later) -> None:
-        try:
-            delete_moved(each.here, open_storage, each.save_id)
-            logger.warning("step %d of an earlier run is removed: %s", each.step, each.here.url)
-        except ReknitError as error:
-            logger.warning("step %d of an earlier run stays at %s: %s", each.step, each.here.url, error)
+def _after(line: Line, start: _Start | None, generation: int) -> Line:
+    """Return a line, or that of a branch of a generation that begins after a step of it."""
+    if start is None:
+        return line
+    parent = -1 if start.generation is None else start.generation
+    return line.after(Branch(generation, parent, start.step))
 
 
 def _newest_generation(root: Storage, folders: Sequence[Folder]) -> int:

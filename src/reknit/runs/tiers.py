@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import heapq
+import logging
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import groupby
+from numbers import Real
+from typing import TYPE_CHECKING, NamedTuple, cast
 
+from reknit.engine.record.checkpoint_notes import add_metrics
+from reknit.engine.record.line import Line
 from reknit.engine.record.other_formats import refuse_other
-from reknit.engine.record.recognising import manifest_exists
-from reknit.engine.stored.steps import numbered, steps_below
+from reknit.engine.record.run_record import read_line
+from reknit.engine.stored.steps import descending, numbered, steps_below
 from reknit.errors import CheckpointNotFoundError, CorruptError, UsageError, shown
 from reknit.keywords import checked_call
 from reknit.locations import is_location, location_text
-from reknit.options import PromotionTarget, check_rate
+from reknit.options import PromotionTarget, SaveOptions, check_rate
 from reknit.policies.intervals import every
 from reknit.policies.keep_policies import ranked
 from reknit.policies.save_policies import OnPreemption
@@ -22,16 +28,18 @@ from reknit.storage.registry import open_storage, recipe
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from reknit.monitor.outlet import Outlet
-    from reknit.options import Durability, SaveOptions
+    from reknit.options import Durability
     from reknit.policies.policy import KeepRule, Policy, SaveRule
     from reknit.storage.base import Storage
     from reknit.types.saved_step import SavedStep
 
     Folder = tuple[int, str]
     """Number and name of the folder of a step."""
+
+logger = logging.getLogger("reknit")
 
 
 @checked_call
@@ -61,7 +69,7 @@ class Tier:
         """Return the policy of `every`.  Raises `UsageError`."""
         if self.every is None:
             return None
-        a_number = isinstance(self.every, (int, float))
+        a_number = isinstance(self.every, Real)
         return every(steps=self.every) if a_number else policy_for("save", self.every)  # type: ignore[arg-type]
 
 
@@ -90,22 +98,29 @@ class Level:
             cool=tier.cool,
         )
 
-    def committed(self, folder: Folder) -> bool:
-        """Return whether a folder holds a checkpoint."""
-        return manifest_exists(self.storage.sub(folder[1]))
+    def newest(self, reached: int, line: Line) -> int | None:
+        """Return the newest committed step of a line up to a number."""
+        steps = (step for _, step in descending(self.storage, range(reached + 1)))
+        return next((step.step for step in steps if _counts(step, line)), None)
 
-    def newest(self, reached: int) -> int | None:
-        """Return the newest committed step up to a number."""
-        folders = (folder for folder in numbered(self.storage) if folder[0] <= reached)
-        return next((folder[0] for folder in folders if self.committed(folder)), None)
+
+def _counts(step: SavedStep, line: Line) -> bool:
+    """Return whether a step can be read, and a run has not given it up."""
+    return step.problem is None and line.holds(step.generation, step.step)
 
 
 class FoundStep(NamedTuple):
-    """A committed step: its number, the name of its folder, and the numbers of the tiers that have it."""
+    """A committed step: its number, the name of its folder, and the numbers of the tiers that have it.
+
+    `generation` is that of its save, None if that cannot be read.  `problem` is the reason why its manifest
+    cannot be read.
+    """
 
     number: int
     name: str
     tiers: list[int]
+    generation: int | None = None
+    problem: str | None = None
 
 
 class Tiers:
@@ -119,28 +134,83 @@ class Tiers:
         """All roots, for messages."""
         return " and ".join(level.url for level in self.levels)
 
-    def newest(self, below: Folder | None = None, number: int | None = None) -> FoundStep | None:
-        """Return the newest step before a folder, or the step with this number, from any tier."""
-        held = [set(numbered(level.storage)) for level in self.levels]
-        folders = set().union(*held)
-        wanted = [f for f in folders if (below is None or f < below) and number in (None, f[0])]
-        for folder in sorted(wanted, reverse=True):
-            tiers = [
-                at for at, level in enumerate(self.levels) if folder in held[at] and level.committed(folder)
-            ]
-            if tiers:
-                return FoundStep(*folder, tiers)
-        if not folders:
+    def line(self) -> Line:
+        """Return the line of descent of the steps, as the run recorded it that opened a tier last."""
+        return max((read_line(level.storage) for level in self.levels), key=lambda found: found[0])[1]
+
+    def newest(self, before: Folder | None = None, *, damaged: bool = False) -> FoundStep | None:
+        """Return the newest step of the run before a folder, from any tier.
+
+        Steps whose manifest cannot be read are passed over with a warning, unless `damaged` ones count.
+        """
+        for found in self._descending(self._begun(self.line())):
+            if before is None or (found.number, found.name) < before:
+                if damaged or found.problem is None:
+                    return found
+                logger.warning("passed over step %d: %s", found.number, found.problem)
+        if before is None:
             for level in self.levels:
-                refuse_other(level.storage)
+                if not numbered(level.storage):
+                    refuse_other(level.storage)
         return None
 
-    def find(self, step: int | str, below: Folder | None = None) -> FoundStep | None:
-        """Return a step by its number, the best by ``"best"``, or the newest before a folder."""
+    def numbered(self, number: int) -> FoundStep | None:
+        """Return the step with a number, also one that the run gave up if it has no other."""
+        line = self.line()
+        for named in ((number,), None):  # a folder may have another name
+            fallback = None
+            for found in self._descending(Line(), named):
+                if found.number == number:
+                    if line.holds(found.generation, number):
+                        return found
+                    fallback = fallback or found
+                elif found.number < number:
+                    break
+            if fallback is not None:
+                return fallback
+        return None
+
+    def _begun(self, line: Line) -> Line:
+        """Return the line of the newest branch that has a committed step."""
+        while line.branches:
+            steps = (step for _, tiers in self._folders(None) for step in tiers.values())
+            newest = next((step for step in steps if _counts(step, line)), None)
+            if newest is not None and line.is_begun(newest.generation, newest.step):
+                break
+            line = line.before()
+        return line
+
+    def _descending(self, line: Line, named: Collection[int] | None = None) -> Iterator[FoundStep]:
+        """Yield the steps of a line, the newest first, with the tiers that have them."""
+        for folder, tiers in self._folders(named):
+            counting = {at: step for at, step in tiers.items() if step.problem or _counts(step, line)}
+            if counting:
+                step = next((step for step in counting.values() if step.problem is None), None)
+                problem = None if step is not None else next(iter(counting.values())).problem
+                yield FoundStep(*folder, [*counting], None if step is None else step.generation, problem)
+
+    def _folders(self, named: Collection[int] | None) -> Iterator[tuple[Folder, dict[int, SavedStep]]]:
+        """Yield the folders of steps of all tiers, the newest first, and their steps by tiers."""
+
+        def of_tier(at: int) -> Iterator[tuple[Folder, int, SavedStep]]:
+            for number, step in descending(self.levels[at].storage, named):
+                yield (number, step.path.rpartition("/")[2]), at, step
+
+        steps = heapq.merge(*map(of_tier, range(len(self.levels))), key=lambda found: found[0], reverse=True)
+        for folder, found in groupby(steps, key=lambda found: found[0]):
+            yield folder, {at: step for _, at, step in sorted(found, key=lambda each: each[1])}
+
+    def find(self, step: int | str, before: Folder | None = None) -> FoundStep | None:
+        """Return a step by its number, the best by ``"best"``, or the newest by ``"latest"``.
+
+        By ``"newest"`` return the newest before a folder, also one whose manifest is damaged.
+        """
         if step == "best":
             best = self.best()
-            return None if best is None else self.newest(number=best.step)
-        return self.newest(below, None if isinstance(step, str) else step)
+            return None if best is None or best.step is None else self.numbered(best.step)
+        if isinstance(step, int):
+            return self.numbered(step)
+        return self.newest(before, damaged=step == "newest")
 
     def missing(self, what: str) -> CheckpointNotFoundError:
         """Return the error for a step that no tier has."""
@@ -180,7 +250,9 @@ class Tiers:
         for keep in keeps[1:]:
             assert whole is not None
             whole = whole | keep
-        return next(iter(ranked(whole, self.steps())), None)
+        steps = self.steps()
+        line = self.line().begun([(step.generation, step.step) for step in steps])
+        return next(iter(ranked(whole, [step for step in steps if _counts(step, line)])), None)
 
     def retentions(self, sinks: tuple[Outlet, ...], *, apart: bool) -> dict[int, Retention]:
         """Return the retentions of the tiers that do not keep all steps, by the numbers of the tiers.
@@ -189,7 +261,7 @@ class Tiers:
         """
         keeps = {tier: (level.storage, level.keep) for tier, level in enumerate(self.levels)}
         return {
-            tier: Retention(storage, keep, apart=apart and tier == 0, sinks=sinks)
+            tier: Retention(storage, keep, apart=apart and tier == 0, sinks=sinks, line=self.line)
             for tier, (storage, keep) in keeps.items()
             if keep is not None
         }
@@ -200,6 +272,30 @@ class Tiers:
         return {
             tier: Cooling(storage, cool, sinks) for tier, (storage, cool) in cools.items() if cool is not None
         }
+
+    def add_metrics(self, number: int, metrics: Mapping[str, float | None]) -> None:
+        """Add metrics to a step in each tier that has it.  Raises `CheckpointNotFoundError`."""
+        if (found := self.numbered(number)) is None:
+            raise self.missing(f"step {number}")
+        for tier in found.tiers:
+            add_metrics(self.levels[tier].storage.sub(found.name), metrics)
+
+    def save_options(
+        self, options: object, name: str, tiers: Sequence[int], *, sure: bool
+    ) -> SaveOptions | None:
+        """Return the options of a save to the folder of a step, which goes to folders of its name in `tiers`.
+
+        Without tiers, these folders are below the roots in `promote_to`.  A save that has to be `sure` is
+        never skipped: somebody demands it, or the run ends soon.
+        """
+        if not isinstance(options, SaveOptions | None):  # the save raises the error
+            return cast("SaveOptions", options)
+        options = options or SaveOptions()
+        levels = [self.levels[tier] for tier in tiers]
+        targets = [PromotionTarget(level.url, level.bytes_per_s) for level in levels] or options.promotions
+        places = tuple(replace(target, path=below(location_text(target.path), name)) for target in targets)
+        busy = "wait" if sure else options.when_busy
+        return replace(options, promote_to=places or None, when_busy=busy)
 
     def close(self) -> None:
         """Close all stores."""
@@ -233,16 +329,6 @@ def opened(tiers: object, durability: Durability) -> Tiers:
 def _notices(policy: Policy | None) -> list[OnPreemption]:
     leaves = () if policy is None else policy.leaves()
     return [leaf for leaf in leaves if isinstance(leaf, OnPreemption)]
-
-
-def promoting(options: SaveOptions, levels: Sequence[Level], name: str) -> SaveOptions:
-    """Return the options of a save to the folder of a step, which is promoted to folders of the same name.
-
-    Without tiers, these folders are below the roots in `promote_to`.
-    """
-    targets = [PromotionTarget(level.url, level.bytes_per_s) for level in levels] or options.promotions
-    places = tuple(replace(target, path=below(location_text(target.path), name)) for target in targets)
-    return replace(options, promote_to=places or None)
 
 
 def below(root: str, name: str) -> str:

@@ -17,7 +17,8 @@ class SavedStep:
     all files.  `metrics` are the numbers of `Checkpointer.save` and `reknit.note`, with None for infinite
     ones and NaN.  `write_id` differs for each save, also of the same step.  `problem` is the reason why the
     manifest cannot be read, or None; the other files are checked by `reknit.verify` only.  `dropped` are
-    items that were removed since.  `moved_to` is the place of the files, if not `path`.
+    items that were removed since.  `moved_to` is the place of the files, if not `path`.  `generation` is that
+    of the save, which is higher in each run of a job.  `of_run` is whether a `Checkpointer` saved it.
     """
 
     step: int | None
@@ -30,3 +31,5 @@ class SavedStep:
     problem: str | None = None
     dropped: tuple[str, ...] = ()
     moved_to: str | None = None
+    generation: int | None = None
+    of_run: bool = False

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from reknit.engine.record.at_path import check_absent, committed, is_committed
-from reknit.engine.record.checkpoint_notes import Removal, refuse_held
+from reknit.engine.record.at_path import check_absent, committed, is_committed, manifest_in
+from reknit.engine.record.checkpoint_notes import Removal, noted, refuse_held
 from reknit.engine.record.marker import begun_in, fenced_off, is_last, named, put_marker, remove_marker
 from reknit.engine.record.recognising import is_of_others
 from reknit.engine.small_files import discard
-from reknit.errors import CheckpointExistsError, CommError, ReknitError, StorageNotFoundError, UsageError
+from reknit.errors import (
+    CheckpointExistsError,
+    CommError,
+    FormatError,
+    ReknitError,
+    StorageNotFoundError,
+    UsageError,
+)
 from reknit.format import paths
+from reknit.format.notes import Pin
 from reknit.storage.base import PerHost
 
 if TYPE_CHECKING:
@@ -20,6 +28,27 @@ if TYPE_CHECKING:
     from reknit.engine.record.marker import Marker
     from reknit.storage.base import Storage
     from reknit.types.manifest import Manifest
+
+
+def refuse_pinned(storage: Storage) -> None:
+    """Raise `CheckpointExistsError` for a committed checkpoint that is pinned, so that no run replaces it."""
+    try:
+        manifest = manifest_in(storage)
+    except FormatError:  # nobody can load it
+        return
+    if manifest is None:
+        return
+    try:
+        pins = [note for _, note in noted(storage, "pin", Pin, manifest.save_id)]
+        reason = pins[0].reason if pins else None
+    except FormatError as error:
+        reason = error.message
+    if reason is not None:
+        raise CheckpointExistsError(
+            f"the checkpoint at this path is pinned: {reason!r}",
+            path=storage.url,
+            remedy="reknit unpin takes the pin away; reknit promote copies the checkpoint to another place",
+        )
 
 
 def place_manifest(storage: Storage, mine: Marker, data: bytes, *, if_absent: bool) -> bool:

@@ -4,11 +4,16 @@ Each run that opens the folder puts a file there whose name has its generation, 
 deletes theirs.  A save of a run puts its marker up before it reads the records (`marker`), and who
 opens the folder deletes markers after it has put its own there.  So of two runs that meet, either the older
 one finds the record, or the newer one its marker (docs/decisions/0021).
+
+The record also has the line of descent of the steps there, which each run takes over from the one before.  A
+run that goes back to an earlier step opens its folder again, with a higher generation and the same identity:
+its own saves from before may still commit, but on a branch that is given up (docs/decisions/0022).
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import time
@@ -16,7 +21,15 @@ import uuid
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from reknit.errors import CommitError, FencedError, FormatError, StorageError
+from reknit.engine.record.line import Branch, Line
+from reknit.errors import (
+    CommitError,
+    FencedError,
+    FormatError,
+    StorageError,
+    StorageNotFoundError,
+    StoragePermissionError,
+)
 from reknit.format import paths
 from reknit.monitor.phase import now
 from reknit.system import dice
@@ -26,7 +39,9 @@ if TYPE_CHECKING:
 
     from reknit.storage.base import Storage
 
-_MOST_NBYTES = 4096
+logger = logging.getLogger("reknit")
+
+_MOST_NBYTES = 16 << 20
 _TRIES = 50
 """How often a run puts its record where others do so at the same moment."""
 _PAUSE_S = 0.05
@@ -46,20 +61,26 @@ class Run(NamedTuple):
     def check(self) -> None:
         """Raise `FencedError` where a newer run has opened the folder."""
         with closing(self.open()) as root:
-            records = _recorded(root)
-            # A listing may lack a record that was put while another one was deleted.
-            if self.record not in records:
-                records += _recorded(root)
-            newest = max((each for each in records if each != self.record), key=_generation, default=None)
-            if newest is None or _generation(newest) < self.generation:
-                return
-            raise FencedError(
-                f"a newer run (generation {_generation(newest)}{_who(root, newest)}) has opened {root.url}; "
-                f"this process belongs to generation {self.generation} and commits nothing there any more",
-                path=f"{root.url}/{newest}",
-                remedy="end this process if that run has taken its place; if not, give each run a folder of "
-                "its own (an evaluation reads with `load`, which does not open the folder for writing)",
-            )
+            _check(root, self.record)
+
+
+def _check(root: Storage, record: str) -> None:
+    """Raise `FencedError` where a newer run than that of a record has opened a folder."""
+    records = _recorded(root)
+    # A listing may lack a record that was put while another one was deleted.
+    if record not in records:
+        records += _recorded(root)
+    others = [each for each in records if _identity(each) != _identity(record)]
+    newest = max(others, key=_generation, default=None)
+    if newest is None or _generation(newest) < _generation(record):
+        return
+    raise FencedError(
+        f"a newer run (generation {_generation(newest)}{_who(root, newest)}) has opened {root.url}; "
+        f"this process belongs to generation {_generation(record)} and commits nothing there any more",
+        path=f"{root.url}/{newest}",
+        remedy="end this process if that run has taken its place; if not, give each run a folder of "
+        "its own (an evaluation reads with `load`, which does not open the folder for writing)",
+    )
 
 
 def folder_above(url: str) -> str:
@@ -72,19 +93,28 @@ def folder_above(url: str) -> str:
     return f"{scheme}{separator}{above}{mark}{options}"
 
 
-def open_run(root: Storage, at_least: int) -> str:
+def open_run(
+    root: Storage, at_least: int, line: Callable[[int], Line] | None = None, own: str | None = None
+) -> str:
     """Open a folder of steps for writing, as the newest run there, and return the path of its record.
 
     Its generation is `at_least` so high, and higher than those of the runs before, since clocks may differ.
-    From then on no save of an earlier run can put a marker there.  Raises `StorageError`, and `CommitError`
-    if other runs open it all the time.
+    From then on no save of an earlier run can put a marker there.  `line` returns the line of descent to
+    record, by default that on record, from the generation.  A run that opens the folder again passes `own`,
+    its record there.  Raises `StorageError`, `FencedError` if a newer run has opened it since, and
+    `CommitError` if other runs open it all the time.
     """
-    about = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "opened": now()}).encode()
+    about = {"host": socket.gethostname(), "pid": os.getpid(), "opened": now()}
+    identity = uuid.uuid4().hex[:8] if own is None else _identity(own)
     for _ in range(_TRIES):
+        if own is not None:
+            _check(root, own)
         older = _recorded(root)
         generation = max([at_least, *(_generation(each) + 1 for each in older)])
-        mine = paths.run_path(generation, uuid.uuid4().hex[:8])
-        root.put(mine, about, if_absent=True)
+        descent = read_line(root)[1] if line is None else line(generation)
+        mine = paths.run_path(generation, identity)
+        data = json.dumps(about | {"branches": descent.branches}).encode()
+        root.put(mine, data, if_absent=True)
         _share(root)
         others = [each for each in _recorded(root) if each != mine and each not in older]
         if not any(_generation(each) >= generation for each in others):
@@ -99,6 +129,28 @@ def open_run(root: Storage, at_least: int) -> str:
         path=root.url,
         remedy="give each run a folder of its own",
     )
+
+
+def read_line(root: Storage) -> tuple[int, Line]:
+    """Return the generation of the run that has opened a folder last, and the line of descent of its steps.
+
+    Without a record that is -1, and a line that has all steps.  So is the line of a record that this user
+    cannot read, or that is damaged, with a warning.
+    """
+    for _ in range(_TRIES):
+        newest = max(_recorded(root), key=_generation, default=None)
+        if newest is None:
+            return -1, Line()
+        try:
+            data = root.get(newest, limit=_MOST_NBYTES)
+            branches = [Branch(*map(int, branch)) for branch in json.loads(data).get("branches", [])]
+        except StorageNotFoundError:  # a newer run has just replaced it
+            continue
+        except (StoragePermissionError, FormatError, ValueError, TypeError, AttributeError) as error:
+            logger.warning("the branches of the run at %s/%s cannot be read: %s", root.url, newest, error)
+            return _generation(newest), Line()
+        return _generation(newest), Line(branches)
+    return -1, Line()
 
 
 def newest_run(root: Storage) -> int:
@@ -116,6 +168,11 @@ def _generation(record: str) -> int:
     generation = paths.run_generation(record)
     assert generation is not None
     return generation
+
+
+def _identity(record: str) -> str:
+    """Return the random digits of a record, which stay those of its run."""
+    return record.rpartition(".")[2]
 
 
 def _share(root: Storage) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from reknit.comm.group import SoloGroup
 from reknit.engine import round_messages
 from reknit.engine.record.at_path import size_of
-from reknit.engine.record.commit import clear_out, put_manifest
+from reknit.engine.record.commit import clear_out, put_manifest, refuse_pinned
 from reknit.engine.record.marker import Marker, fenced_off, take_marker
 from reknit.engine.saving.manifest_content import list_files
 from reknit.engine.small_files import write_bytes
@@ -44,6 +44,8 @@ def begin(job: SaveJob, write_id: str) -> Marker:
     check_manifest(job)
     if job.run is not None:
         mine = Marker(job.run.generation, write_id, run=job.run)
+        if job.overwrite:
+            refuse_pinned(job.storage)
         try:  # the record of the run decides which run is newer, not an earlier save to this path
             return take_marker(job.storage, mine, overwrite=job.overwrite, newest=True)
         except CheckpointExistsError as error:

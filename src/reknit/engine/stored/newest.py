@@ -6,13 +6,11 @@ import logging
 from typing import TYPE_CHECKING, NamedTuple
 
 from reknit.engine.record.at_path import manifest_in
+from reknit.engine.record.line import Line
 from reknit.engine.record.marker import begun_in, named
 from reknit.engine.record.other_formats import foreign_inside, own_files, refuse_other
-from reknit.errors import (
-    FormatError,
-    StorageError,
-    StoragePermissionError,
-)
+from reknit.engine.record.run_record import read_line
+from reknit.errors import FormatError, StorageError, StoragePermissionError
 
 if TYPE_CHECKING:
     from reknit.engine.record.marker import Begun
@@ -34,11 +32,15 @@ def newest(root: Storage) -> str | None:
     """Return the path of the newest checkpoint directly below a folder, or None.
 
     A folder whose manifest is damaged or closed to this user is passed over with a warning.  A store that
-    fails is an error: an older checkpoint in place of the newest would be lost work.  A warning names the
-    saves that are under way, of the run that made the newest or of a later one.
+    fails is an error: an older checkpoint in place of the newest would be lost work.  Steps that a run gave
+    up when it went back to an earlier one do not count.  A warning names the saves that are under way, of the
+    run that made the newest or of a later one.
     """
     begun: list[Begun] = []
     ages = [age for name in root.folders() if (age := _age(root, name, begun)) is not None]
+    line = read_line(root)[1] if ages else Line()
+    line = line.begun([(age.generation, age.step) for age in ages])
+    ages = [age for age in ages if age.step < 0 or line.holds(age.generation, age.step)]
     since = max(ages).generation if ages else -1
     if later := [each for each in begun if each.generation >= since]:
         logger.warning(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from bisect import insort
 from typing import TYPE_CHECKING
 
 from reknit.engine.memory.workers import run_jobs
@@ -16,7 +17,7 @@ from reknit.format.paths import RUN_FOLDER
 from reknit.types.saved_step import SavedStep
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from reknit.storage.base import Storage
 
@@ -32,6 +33,12 @@ _READERS = 16
 def step_name(step: int) -> str:
     """Return the name of the folder of a step."""
     return f"step_{step:08d}"
+
+
+def number_in(name: str) -> int | None:
+    """Return the number in the name of a folder of a step, None for another name."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def is_step_name(name: str) -> bool:
@@ -52,8 +59,8 @@ def numbered(root: Storage) -> list[tuple[int, str]]:
     """
     found, others = [], []
     for name in folders_of_steps(root):
-        if match := _NAME.fullmatch(name):
-            found.append((int(match[1]), name))
+        if (number := number_in(name)) is not None:
+            found.append((number, name))
         else:
             others.append(name)
     found += [
@@ -62,6 +69,29 @@ def numbered(root: Storage) -> list[tuple[int, str]]:
         if step is not None and step.step is not None and step.problem is None
     ]
     return sorted(found, reverse=True)
+
+
+def descending(root: Storage, named: Collection[int] | None = None) -> Iterator[tuple[int, SavedStep]]:
+    """Yield the checkpoints that have a step, the newest first, with their numbers, without added metrics.
+
+    With `named`, only folders that are named like these steps are tried.
+
+    No more manifests are read than checkpoints are asked for.  The manifest has the step.  The name of a
+    folder only has the order of the search: a copy of step 10 that is called ``step_40`` comes as step 10.
+    A checkpoint whose manifest cannot be read comes with its `problem`, where its name says.
+    """
+    waiting = sorted(folder for folder in numbered(root) if named is None or folder[0] in named)
+    known: dict[str, SavedStep] = {}
+    while waiting:
+        number, name = waiting.pop()
+        step = known.get(name) or _described(root, name, notes=False)
+        if step is None:
+            continue
+        if step.problem is None and step.step is not None and step.step < number:
+            known[name] = step
+            insort(waiting, (step.step, name))
+        elif step.problem is not None or step.step is not None:
+            yield number, step
 
 
 def steps_below(root: Storage) -> list[SavedStep]:
@@ -92,8 +122,7 @@ def described(root: Storage, names: Sequence[str], *, notes: bool = True) -> lis
 def _described(root: Storage, name: str, *, notes: bool) -> SavedStep | None:
     if (folder := folder_in(root, name)) is None:
         return None
-    match = _NAME.fullmatch(name)
-    number = int(match[1]) if match else None
+    number = number_in(name)
     try:
         manifest = manifest_in(folder)
     except (FormatError, StoragePermissionError) as error:
@@ -112,6 +141,8 @@ def _described(root: Storage, name: str, *, notes: bool) -> SavedStep | None:
         write_id=manifest.save_id,
         dropped=tuple(manifest.dropped),
         moved_to=manifest.moved_to,
+        generation=manifest.generation,
+        of_run=METRICS in manifest.metadata,
     )
 
 

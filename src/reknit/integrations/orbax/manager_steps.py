@@ -6,6 +6,7 @@ from contextlib import closing
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
+from reknit.engine.record.line import Line
 from reknit.engine.stored.steps import step_name
 from reknit.errors import CheckpointExistsError
 from reknit.integrations.orbax.manager_options import StepFacts
@@ -89,4 +90,4 @@ def settle(root: str, timeout_s: float) -> None:
     """
     with closing(open_storage(root)) as storage:
         wait_for_agents(storage, timeout_s)
-        forbid_markers(storage)
+        forbid_markers(storage, Line())

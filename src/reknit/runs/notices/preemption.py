@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from reknit.errors import UsageError
 from reknit.locations import local_path
 from reknit.monitor.phase import monotonic
-from reknit.runs.cloud_notices import CloudNotices
+from reknit.runs.notices.cloud_notices import CloudNotices
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
