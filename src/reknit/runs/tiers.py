@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from reknit.engine.record.other_formats import refuse_other
+from reknit.engine.record.other_formats import refuse_other, warn_of_others
 from reknit.engine.record.recognising import manifest_exists
 from reknit.engine.stored.steps import numbered, steps_below
 from reknit.errors import CheckpointNotFoundError, CorruptError, UsageError, shown
@@ -113,6 +113,7 @@ class Tiers:
 
     def __init__(self, levels: Sequence[Level]) -> None:
         self.levels = tuple(levels)
+        self._warned = False
 
     @property
     def where(self) -> str:
@@ -133,6 +134,10 @@ class Tiers:
         if not folders:
             for level in self.levels:
                 refuse_other(level.storage)
+        if below is None and number is None and not self._warned:
+            self._warned = True
+            for level in self.levels:
+                warn_of_others(level.storage)
         return None
 
     def find(self, step: int | str, below: Folder | None = None) -> FoundStep | None:
