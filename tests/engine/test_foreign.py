@@ -38,7 +38,8 @@ def saved_by_others(root: Path) -> dict[str, tuple[Path, str, str]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(dict(TENSORS), checkpoint_id=root / "dcp", no_dist=True)
-        torch.jit.script(torch.nn.Linear(2, 2)).save(str(root / "script.pt"))
+        script: Any = torch.jit.script(torch.nn.Linear(2, 2))
+        script.save(str(root / "script.pt"))
     torch.save(TENSORS, root / "new.pt")
     torch.save(TENSORS, root / "old.bin", _use_new_zipfile_serialization=False)
     save_file(TENSORS, root / "alone")

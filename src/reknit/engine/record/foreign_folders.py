@@ -1,4 +1,4 @@
-"""Which program saved a checkpoint, or a run, into a folder?  The first bytes of a few of its files decide."""
+"""Which program saved a checkpoint, or a run, into a folder?  A few files decide, by their first bytes."""
 
 from __future__ import annotations
 
