@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -125,3 +126,20 @@ def test_no_process_of_tests_imports_jax() -> None:
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             found += [f"{path.relative_to(tests)}: {name}" for name in names if name.split(".")[0] == "jax"]
     assert found == []
+
+
+def test_the_tests_of_the_quick_run_exist() -> None:
+    script = (ROOT / "scripts" / "test").read_text()
+    (words,) = re.findall(r"^quick=\(\n.*?^\)$", script, re.DOTALL | re.MULTILINE)
+    command = ["bash", "-c", f"{words}\nprintf '%s\\n' \"${{quick[@]}}\""]
+    named = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    lost = []
+    for word in named:
+        file, _, test = word.partition("::")
+        path = ROOT / file
+        if word != "--deselect" and not (
+            path.exists() and (not test or test.split("[")[0] in path.read_text())
+        ):
+            lost.append(word)
+    assert len(named) > 15
+    assert lost == []

@@ -12,7 +12,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from reknit.errors import MissingExtraError, UsageError
-from reknit.integrations.private_hooks import private
+from reknit.integrations.trainer_parts.private_hooks import private
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

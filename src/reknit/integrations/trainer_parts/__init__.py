@@ -1,1 +1,1 @@
-"""What the doors for trainers are made of; users import nothing from here."""
+"""The parts of the doors for trainers; users import nothing from here."""
