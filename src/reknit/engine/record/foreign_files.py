@@ -110,7 +110,7 @@ class Head(NamedTuple):
 
 
 def head_of(storage: Storage, name: str) -> Head | None:
-    """Return the first bytes of a file, None if there is none that can be read."""
+    """Return the first bytes of a file, None for a file that cannot be read."""
     try:
         nbytes = storage.size(name)
         if nbytes <= HEAD_NBYTES:  # some endpoints do not support ranges

@@ -175,7 +175,7 @@ def _is_universal(storage: Storage) -> bool:
 
 
 def _kind_in(storage: Storage, name: str) -> str:
-    """Return the kind of a file, empty if there is none or it is unknown."""
+    """Return the kind of a file, empty for an absent or unknown file."""
     head = head_of(storage, name)
     return "" if head is None else kind_of(head.data, head.nbytes)
 

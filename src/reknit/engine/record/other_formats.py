@@ -107,7 +107,7 @@ def warn_of_others(root: Storage) -> None:
 
 
 def of_others(replica: Storage) -> str:
-    """Return a clause about a replica with the files of another program, empty if there are none."""
+    """Return a clause about a replica with the files of another program, empty without such files."""
     try:
         other = foreign(replica)
     except StorageError:
