@@ -21,9 +21,11 @@ from reknit.cli.main import main
 from reknit.engine.record.foreign_files import HEAD_NBYTES, file_at, kind_of
 from reknit.engine.record.other_formats import foreign, foreign_inside
 from reknit.policies import every
+from reknit.storage.base import HasFolderAbove
 from reknit.storage.registry import open_storage
 from reknit.testing.metered import MeteredStorage
 from tests.optional import needs
+from tests.storage.tiny_s3 import TinyS3
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -270,15 +272,46 @@ def test_a_look_reads_a_few_thousand_bytes_and_no_more(tmp_path: Path) -> None:
         assert sum(each.count for each in figures.values()) <= 40
 
 
-def test_any_store_shows_the_file_at_its_root() -> None:
+GGUF = b"GGUF" + (3).to_bytes(4, "little") + bytes(10_000)
+
+
+def test_a_file_system_of_fsspec_shows_the_file_at_its_root() -> None:
     pytest.importorskip("fsspec")
     import fsspec
 
-    system = fsspec.filesystem("memory")
-    system.pipe_file("/foreign/model.bin", b"GGUF" + (3).to_bytes(4, "little") + bytes(10_000))
+    fsspec.filesystem("memory").pipe_file("/foreign/model.bin", GGUF)
     with pytest.raises(reknit.CheckpointNotFoundError, match="GGUF"):
         reknit.open("memory://foreign/model.bin")
     assert file_at(open_storage("memory://foreign")) is None
+
+
+def test_an_object_store_shows_the_file_at_its_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("ACCESS_KEY_ID", "any"), ("SECRET_ACCESS_KEY", "any"), ("REGION", "us-east-1")):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    with TinyS3("kept") as server:
+        server.files["bucket/runs/model.bin"] = GGUF
+        server.files["bucket/runs/dcp/.metadata"] = (
+            b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata"
+        )
+        for place, what in (("model.bin", "GGUF"), ("dcp", "DCP")):
+            with pytest.raises(reknit.CheckpointNotFoundError, match=what):
+                reknit.open(f"s3://bucket/runs/{place}?endpoint={server.endpoint}")
+        for place in ("s3://bucket", "s3://bucket/runs"):
+            assert file_at(open_storage(f"{place}?endpoint={server.endpoint}")) is None
+
+
+def test_the_store_above_is_that_of_the_folder_above(tmp_path: Path) -> None:
+    for url, expected in (
+        (str(tmp_path / "x"), (str(tmp_path), "x")),
+        ("/", None),
+        ("s3://bucket/a/b", ("s3://bucket/a", "b")),
+        ("s3://bucket/b", ("s3://bucket", "b")),
+        ("s3://bucket", None),
+    ):
+        storage = open_storage(url)
+        assert isinstance(storage, HasFolderAbove)
+        above = storage.above()
+        assert (above and (above[0].url, above[1])) == expected
 
 
 def test_kinds_of_files_need_their_first_bytes_only() -> None:
