@@ -15,11 +15,15 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.aims import Row, judged, show
+from benchmarks.pictures import draw_both
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[2]
 FRAMEWORKS = ("fsdp1", "megatron", "deepspeed", "jax")
@@ -59,11 +63,8 @@ def rows(framework: str, curves: Curves) -> list[Row]:
     return reported
 
 
-def draw(every: dict[str, Curves], path: Path) -> None:
-    """Draw each scenario's curves over each other."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
+def figure_of(every: dict[str, Curves]) -> Figure:
+    """Return a figure with the curves of each scenario over each other."""
     from matplotlib import pyplot
 
     panels = [(f, s, lines) for f, curves in every.items() for s, lines in curves.items()]
@@ -75,17 +76,17 @@ def draw(every: dict[str, Curves], path: Path) -> None:
     for axis, (framework, scenario, lines) in zip(axes.flat, panels, strict=False):
         whole = lines["uninterrupted"]
         axis.plot(range(len(whole)), whole, color="0.75", linewidth=5, label="uninterrupted")
-        for name, style in (("same layout", "-"), ("resumed", "--")):
+        for name, style, label in (("same layout", "-", "same layout"), ("resumed", "--", "other layout")):
             line = lines[name]
             first = len(whole) - len(line)
-            axis.plot(range(first, len(whole)), line, style, linewidth=1.4, label=name)
+            axis.plot(range(first, len(whole)), line, style, linewidth=1.4, label=label)
         axis.axvline(len(whole) - len(lines["resumed"]), color="0.5", linewidth=0.6)
         axis.set_title(f"{framework}: {scenario}", fontsize=9)
         axis.set_xlabel("step", fontsize=8)
         axis.set_ylabel("loss", fontsize=8)
     axes.flat[0].legend(fontsize=7)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    return figure
 
 
 def main() -> None:
@@ -104,7 +105,7 @@ def main() -> None:
     if wanted.plot:
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / "curves.json").write_text(json.dumps(reported, indent=1) + "\n")
-        draw(every, RESULTS / "curves.png")
+        draw_both(lambda: figure_of(every), RESULTS / "curves.png", dpi=110)
 
 
 if __name__ == "__main__":

@@ -7,19 +7,25 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import numpy as np
 from corpus import Varied
 
 import reknit
+from benchmarks.pictures import draw_both
 from reknit.dataloader import ReaderPlace, TokenLoader, TokenSet
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from matplotlib.figure import Figure
 
     from reknit.dataloader import Batch
 
@@ -88,15 +94,13 @@ def main() -> None:
     equal = sum(a == b for a, b in zip(whole, broken, strict=True))
     print(f"{equal} of {len(whole)} steps equal after three restarts")
     (args.out / "dataloader_curve.json").write_text(json.dumps(curves) + "\n")
-    plot(curves, args.steps, args.out / "dataloader.png")
+    draw_both(lambda: figure_of(curves, args.steps), args.out / "dataloader.png", dpi=80)
     if equal != len(whole):
         raise SystemExit("the restarted run has other samples than the uninterrupted one")
 
 
-def plot(curves: dict[str, list[float]], steps: int, path: Path) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
+def figure_of(curves: dict[str, list[float]], steps: int) -> Figure:
+    """Return a figure of the lengths in each step."""
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(9, 4), constrained_layout=True)
@@ -108,8 +112,7 @@ def plot(curves: dict[str, list[float]], steps: int, path: Path) -> None:
     axes.set(xlabel="step", ylabel="mean length of a sample, tokens")
     axes.set_title("samples of each step, through three restarts (grey lines)")
     axes.legend(fontsize=8)
-    figure.savefig(path, dpi=80, metadata={"Software": None})
-    plt.close(figure)
+    return figure
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
+
+    from matplotlib.figure import Figure
 
 
 def exponent(ranks: Sequence[int], seconds: Sequence[float]) -> float | None:
@@ -20,18 +21,14 @@ def exponent(ranks: Sequence[int], seconds: Sequence[float]) -> float | None:
     return round(float(slope), 3)
 
 
-def plot(rows: Mapping[str, Any], growth: Mapping[str, Any], path: Path) -> None:
-    """Draw CPU seconds over ranks, and DCP's beside them."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
+def figure_of(rows: Mapping[str, Any], growth: Mapping[str, Any]) -> Figure:
+    """Return a figure of CPU seconds and memory over ranks, with DCP beside."""
     from matplotlib import pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
     _seconds(left, rows, growth)
     _memory(right, rows, growth)
-    figure.savefig(path, dpi=80, metadata={"Software": None})
-    plt.close(figure)
+    return figure
 
 
 def _seconds(axes: Any, rows: Mapping[str, Any], growth: Mapping[str, Any]) -> None:

@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import msgspec
 
 from benchmarks.aims import Row, judged, ratio, show
+from benchmarks.pictures import draw_both
 from benchmarks.planning import growth
 from benchmarks.planning.dcp import global_plan_s
 from benchmarks.planning.jobs import PP, TP, Fsdp2, Job, Megatron
@@ -168,7 +169,7 @@ def finish(result: dict[str, Any], out: Path) -> None:
     show(result["aims"])
     (out / "planning.json").write_text(json.dumps(result, indent=1) + "\n")
     if grown:
-        growth.plot(result["jobs"], result["growth"], out / "planning.png")
+        draw_both(lambda: growth.figure_of(result["jobs"], result["growth"]), out / "planning.png", dpi=80)
     print(json.dumps(result, indent=1))
 
 
