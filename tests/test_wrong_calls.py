@@ -158,59 +158,6 @@ def test_the_newest_of_a_checkpoint_is_refused_and_led_to_the_folder_above(path:
     assert reknit.latest(path.parent) == str(path)
 
 
-@pytest.mark.parametrize(
-    ("file", "what"),
-    [
-        ("dcp/.metadata", r"torch\.distributed\.checkpoint \(DCP\), which reknit cannot read yet"),
-        ("hf/model.safetensors.index.json", "Hugging Face"),
-        ("hf/pytorch_model.bin", "Hugging Face"),
-        ("orbax/_CHECKPOINT_METADATA", "Orbax"),
-        ("model.pt", r"torch\.save"),
-        ("model.CKPT", r"torch\.save"),
-        ("model.safetensors", "a file of safetensors"),
-        ("notes.txt", "a file"),
-    ],
-)
-def test_what_other_programs_saved_is_called_by_its_name(tmp_path: Path, file: str, what: str) -> None:
-    full = tmp_path / file
-    full.parent.mkdir(exist_ok=True)
-    full.write_bytes(b"x")
-    place = full if full.parent == tmp_path else full.parent
-    for look in (lambda: reknit.load(place, STATE), lambda: reknit.open(place), lambda: reknit.verify(place)):
-        with pytest.raises(reknit.CheckpointNotFoundError, match=f"checkpoint at {place}: it is .*{what}"):
-            look()
-    with pytest.raises(reknit.UsageError, match=what):
-        reknit.latest(place)
-
-
-def test_a_folder_of_other_checkpoints_has_no_newest_and_says_what_is_in_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "step_1").mkdir()
-    (tmp_path / "step_1" / ".metadata").write_bytes(b"x")
-    assert reknit.latest(tmp_path) is None
-    assert "step_1 in it is a checkpoint of torch.distributed.checkpoint" in caplog.text
-    with pytest.raises(reknit.CheckpointNotFoundError, match="saved: step_1 in it is a checkpoint"):
-        reknit.load(tmp_path, STATE)
-    reknit.save(tmp_path / "step_2", STATE, step=2)
-    caplog.clear()
-    assert reknit.latest(tmp_path) == str(tmp_path / "step_2")
-    assert caplog.text == ""
-
-
-@pytest.mark.parametrize("file", ["zero_to_fp32.py", "latest_checkpointed_iteration.txt"])
-def test_a_folder_in_which_others_save_has_no_newest_and_may_get_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str
-) -> None:
-    (tmp_path / file).write_bytes(b"x")
-    assert reknit.latest(tmp_path) is None
-    assert "own checkpoints, which reknit cannot read yet" in caplog.text
-    with pytest.raises(reknit.CheckpointNotFoundError, match="own checkpoints"):
-        reknit.load(tmp_path, STATE)
-    reknit.save(tmp_path / "step_1", STATE)
-    assert reknit.latest(tmp_path) == str(tmp_path / "step_1")
-
-
 # What cannot be saved, or does not fit?
 
 

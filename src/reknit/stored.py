@@ -17,6 +17,7 @@ from reknit.arguments import (
 from reknit.engine.loading.browse import Checkpoint
 from reknit.engine.memory.pace import Pace
 from reknit.engine.record import checkpoint_notes
+from reknit.engine.record.other_formats import warn_of_others
 from reknit.engine.stored.copy_files import Promotion
 from reknit.engine.stored.delete import drop
 from reknit.engine.stored.moving import delete_moved, move
@@ -130,7 +131,9 @@ def steps(root: str | PathLike[str]) -> list[SavedStep]:
     a checkpoint itself or a folder of another program, and `StorageError`.
     """
     with closing(open_storage(root)) as storage:
-        return steps_below(storage)
+        if not (found := steps_below(storage)):
+            warn_of_others(storage)
+        return found
 
 
 @checked_call

@@ -185,7 +185,7 @@ def test_names_of_items_cannot_steer_the_terminal(command: Command, tmp_path: Pa
 def test_what_other_programs_saved_is_called_by_its_name(command: Command, tmp_path: Path) -> None:
     assert "pass the folder that holds the checkpoints" in command("ls", tmp_path).err
     (tmp_path / "step_1").mkdir()
-    (tmp_path / "step_1" / ".metadata").write_bytes(b"x")
+    (tmp_path / "step_1" / ".metadata").write_bytes(b"\x80\x04ctorch.distributed.checkpoint.metadata\n")
     ran = command("ls", tmp_path / "step_1")
     assert (ran.code, ran.out) == (3, "")
     assert "it is a checkpoint of torch.distributed.checkpoint (DCP)" in ran.err

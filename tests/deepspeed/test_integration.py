@@ -230,3 +230,38 @@ def test_a_dynamic_loss_scaler_goes_on_where_it_was() -> None:
     assert vars(other.optimizer.loss_scaler) == vars(one.optimizer.loss_scaler)
     assert vars(one.optimizer.loss_scaler) != vars(scaler())
     assert other.skipped_steps == 5
+
+
+def saved_by_itself(root: str) -> None:
+    from deepspeed.checkpoint import ds_to_universal
+
+    from tests.deepspeed import engines
+
+    for layout in ("z1-bf16", "z3-bf16"):
+        engines.build(layout).save_checkpoint(f"{root}/{layout}", "step")
+    arguments = SimpleNamespace(
+        input_folder=f"{root}/z1-bf16/step",
+        output_folder=f"{root}/universal/step",
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,
+    )
+    ds_to_universal.main(arguments)
+
+
+def test_what_deepspeed_saved_is_called_by_its_name(tmp_path: Path) -> None:
+    ranks.run(1, saved_by_itself, str(tmp_path), warm="deepspeed")
+    for name, what in (
+        ("z1-bf16/step", r"DeepSpeed \(ZeRO\)"),
+        ("z3-bf16/step", r"DeepSpeed \(ZeRO\)"),
+        ("universal/step", "a universal checkpoint of DeepSpeed"),
+    ):
+        with pytest.raises(reknit.CheckpointNotFoundError, match=what) as caught:
+            reknit.open(tmp_path / name)
+        assert caught.value.remedy is not None
+        assert "engine.load_checkpoint" in caught.value.remedy
+        assert ("load_universal" in caught.value.remedy) == name.startswith("universal")
+    with pytest.raises(reknit.CheckpointNotFoundError, match="DeepSpeed's own checkpoints"):
+        reknit.open(tmp_path / "z1-bf16")

@@ -207,3 +207,28 @@ def test_without_lightning_the_error_names_the_extra() -> None:
     (text,) = ranks.run(1, without_both, "lightning")
     assert text.startswith("MissingExtraError")
     assert "pip install 'reknit[lightning]'" in text
+
+
+def saved_by_lightning(folder: str) -> None:
+    import lightning
+    import torch
+
+    class Model(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 2)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    trainer = lightning.Trainer(
+        logger=False, enable_checkpointing=False, accelerator="cpu", enable_model_summary=False
+    )
+    trainer.strategy.connect(Model())
+    trainer.save_checkpoint(f"{folder}/any.name")
+
+
+def test_what_lightning_itself_saved_is_called_by_its_name(tmp_path: Path) -> None:
+    run(1, saved_by_lightning, str(tmp_path), joined=False)
+    with pytest.raises(reknit.CheckpointNotFoundError, match="a checkpoint of Lightning"):
+        reknit.open(tmp_path / "any.name")

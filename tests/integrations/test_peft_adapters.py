@@ -100,3 +100,18 @@ def test_a_trainer_of_trl_inherits_it(tmp_path: Path) -> None:
     steps = reknit.steps(tmp_path / "cut/_reknit")
     assert [step.step for step in steps] == [2, 4, 6, 8]
     assert set(steps[-1].items) == {"model", "optimizer", "scheduler", "rng", "trainer"}
+
+
+def saved_by_libraries(folder: str) -> None:
+    model = llama(name="tiny/base")
+    model.save_pretrained(f"{folder}/one")
+    model.save_pretrained(f"{folder}/sharded", max_shard_size="1KB")
+    with_lora(model).save_pretrained(f"{folder}/adapter")
+
+
+def test_what_hugging_face_libraries_saved_is_called_by_its_name(tmp_path: Path) -> None:
+    run(1, saved_by_libraries, str(tmp_path))
+    assert not (tmp_path / "sharded" / "model.safetensors").exists()
+    for name, what in (("one", "Hugging Face"), ("sharded", "Hugging Face"), ("adapter", "PEFT")):
+        with pytest.raises(reknit.CheckpointNotFoundError, match=what):
+            reknit.open(tmp_path / name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from collections import OrderedDict
 from functools import partial
@@ -211,3 +212,34 @@ def save_in_the_background(root: str) -> list[str]:
 def test_a_save_in_the_background_is_one_of_megatrons_queue(root: Path) -> None:
     for seen in run(2, save_in_the_background, str(root)):
         assert seen == [str(root / "background" / "iter_0000009")]
+
+
+def saved_by_itself(folder: str) -> None:
+    from megatron.core import dist_checkpointing
+
+    sharded = dist_checkpointing.ShardedTensor.from_rank_offsets("w", torch.ones(4))
+    os.makedirs(folder)
+    dist_checkpointing.save({"w": sharded, "iteration": 3}, folder)
+
+
+def test_what_megatron_saved_is_called_by_its_name(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "iter_0000003"
+    run(1, saved_by_itself, str(folder))
+    with pytest.raises(reknit.CheckpointNotFoundError, match=r"dist_checkpointing \(torch_dist\)") as caught:
+        reknit.open(folder)
+    assert "dist_checkpointing.load" in str(caught.value)
+    with pytest.raises(
+        reknit.CheckpointNotFoundError, match="iter_0000003 in it is a checkpoint of Megatron"
+    ):
+        reknit.open(folder.parent)
+    (folder.parent / "latest_checkpointed_iteration.txt").write_text("3")
+    with pytest.raises(reknit.CheckpointNotFoundError, match="Megatron's own checkpoints"):
+        reknit.open(folder.parent)
+
+
+def test_a_folder_of_the_older_layout_is_called_by_its_name(tmp_path: Path) -> None:
+    for name in ("mp_rank_00", "mp_rank_00_000"):
+        (tmp_path / name / name).mkdir(parents=True)
+        torch.save({"model": {}}, tmp_path / name / name / "model_optim_rng.pt")
+        with pytest.raises(reknit.CheckpointNotFoundError, match=r"a checkpoint of Megatron \(torch\)"):
+            reknit.open(tmp_path / name)

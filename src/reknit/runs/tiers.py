@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from reknit.engine.record.checkpoint_notes import add_metrics
 from reknit.engine.record.line import Line
-from reknit.engine.record.other_formats import refuse_other
+from reknit.engine.record.other_formats import refuse_other, warn_of_others
 from reknit.engine.record.run_record import read_line
 from reknit.engine.stored.steps import descending, numbered, steps_below
 from reknit.errors import CheckpointNotFoundError, CorruptError, UsageError, shown
@@ -128,6 +128,7 @@ class Tiers:
 
     def __init__(self, levels: Sequence[Level]) -> None:
         self.levels = tuple(levels)
+        self._warned = False
 
     @property
     def where(self) -> str:
@@ -152,6 +153,10 @@ class Tiers:
             for level in self.levels:
                 if not numbered(level.storage):
                     refuse_other(level.storage)
+            if not self._warned:
+                self._warned = True
+                for level in self.levels:
+                    warn_of_others(level.storage)
         return None
 
     def numbered(self, number: int) -> FoundStep | None:

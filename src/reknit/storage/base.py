@@ -163,6 +163,17 @@ class HasMoved(Protocol):
         """Return the store of a place, without a place the one in which the checkpoint was saved."""
 
 
+@runtime_checkable
+class HasFolderAbove(Protocol):
+    """A store that can open the folder that holds its root, so that a root may prove to be a file."""
+
+    def above(self) -> tuple[Storage, str] | None:
+        """Return the store of that folder, and the name of the root there; None at the top of the store.
+
+        It shares the connections of this store, and is not closed by itself.
+        """
+
+
 class Dated(NamedTuple):
     """A content of a store with the time of its last change: seconds since the epoch, by the store's clock.
 

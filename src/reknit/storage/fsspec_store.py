@@ -179,6 +179,13 @@ class FsspecStorage:
         below._url, below._root = self._url_of(path), self._full(path)
         return below
 
+    def above(self) -> tuple[FsspecStorage, str] | None:
+        """Return the store of the folder that holds the root, and the name of the root there."""
+        holder = copy(self)
+        holder._root, _, name = self._root.rpartition("/")
+        holder._url = self._url.rpartition("/")[0]
+        return (holder, name) if name and self._url.endswith(f"/{name}") else None
+
     def close(self) -> None:
         """Do nothing: fsspec keeps its file systems for the whole process."""
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from reknit.engine.record.other_formats import of_others
 from reknit.engine.stored.file_checks import check_size
 from reknit.errors import CorruptError, DeadlineError, ReknitError, StorageError
 from reknit.format.checksum import digest
@@ -84,7 +85,7 @@ class Repairer:
             if not fault:
                 self._note(path, replica, error)
                 return data
-            tried.append(f"{replica.url} ({fault})")
+            tried.append(f"{replica.url} ({fault}){of_others(replica)}")
         error.message += f"; no replica has them: {', '.join(tried)}"
         raise error
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
+from reknit.engine.record.foreign_files import Foreign, file_at
+from reknit.engine.record.foreign_folders import checkpoint_of_others, run_of_others
 from reknit.engine.record.recognising import is_of_others, manifest_exists
 from reknit.errors import CheckpointNotFoundError, StorageError, UsageError, did_you_mean
 from reknit.format import paths
 from reknit.monitor.phase import Deadline
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from reknit.storage.base import Listed, Storage
+
+logger = logging.getLogger("reknit")
 
 MOST_FOREIGN = 1_000
 """Files of a folder that are looked at before it is held to be of another program."""
@@ -23,56 +26,13 @@ _LOOK_S = 2.0
 _NEWEST = 16
 """Folders of a folder, the last by name, that are looked at for a checkpoint."""
 _MOST_NAMED = 3
-
-
-class Foreign(NamedTuple):
-    """Files that another program saved: their kind, and a way to read them."""
-
-    what: str
-    remedy: str
-
-
-_RESAVE = "load it with the program that saved it, and save the model and the optimizer with reknit.save"
-
-_CHECKPOINTS = (
-    (".metadata", "a checkpoint of torch.distributed.checkpoint (DCP)"),
-    ("model.safetensors", "a model as Hugging Face libraries save it"),
-    ("model.safetensors.index.json", "a model as Hugging Face libraries save it"),
-    ("pytorch_model.bin", "a model as Hugging Face libraries save it"),
-    ("pytorch_model.bin.index.json", "a model as Hugging Face libraries save it"),
-    ("adapter_model.safetensors", "an adapter as PEFT saves it"),
-    ("_CHECKPOINT_METADATA", "a checkpoint of Orbax"),
-)
-"""Files that identify the checkpoints of other programs."""
-
-_RUNS = (
-    ("zero_to_fp32.py", "a folder of DeepSpeed's own checkpoints"),
-    ("latest_checkpointed_iteration.txt", "a folder of Megatron's own checkpoints"),
-)
-"""Files that identify folders in which other programs save their checkpoints, and reknit may too."""
-
-_FILES = {
-    **dict.fromkeys(
-        (".pt", ".pth", ".bin", ".ckpt"), ("a single file, as torch.save writes it", "torch.load")
-    ),
-    ".safetensors": ("a file of safetensors", "safetensors.torch.load_file"),
-}
-"""The kinds of files, by the end of their names, and the calls that read them."""
+_MOST_INSIDE = 4
+"""Folders of a folder, the last by name, that are looked at for checkpoints of other programs."""
 
 
 def foreign(storage: Storage) -> Foreign | None:
-    """Return the kind of files that another program has saved in a folder, None if it is unknown."""
-    if os.path.isfile(storage.url):
-        end = os.path.splitext(storage.url)[1].lower()
-        if end not in _FILES:
-            return Foreign("a file", "pass the folder of a checkpoint: the one that holds manifest.json")
-        what, call = _FILES[end]
-        remedy = (
-            f"read it with {call}({storage.url!r}) and model.load_state_dict, then "
-            'reknit.save(folder, {"model": model})'
-        )
-        return Foreign(f"{what}, which reknit cannot read", remedy)
-    return _known(storage, _CHECKPOINTS)
+    """Return the kind of files that another program has saved at a path, None if it is unknown."""
+    return file_at(storage) or checkpoint_of_others(storage)
 
 
 def foreign_manifest(storage: Storage) -> Foreign | None:
@@ -127,24 +87,32 @@ def refuse_other(root: Storage) -> None:
 
 
 def foreign_inside(storage: Storage) -> str | None:
-    """Name the files of another program in a folder, or in the last one below; None if they are unknown."""
-    if (run := _known(storage, _RUNS)) is not None:
-        return f"it is {run.what}"
-    for name in storage.folders()[-1:]:
+    """Name the files of another program in a folder, or in the last ones below; None if they are unknown."""
+    if (run := run_of_others(storage)) is not None:
+        return f"it is {run.what}; {run.remedy}"
+    for name in reversed(storage.folders()[-_MOST_INSIDE:]):
         try:
             other = foreign(storage.sub(name))
         except StorageError:  # a name that no store takes
-            return None
-        return None if other is None else f"{name} in it is {other.what}"
+            continue
+        if other is not None:
+            return f"{name} in it is {other.what}; {other.remedy}"
     return None
 
 
-def _known(storage: Storage, kinds: Sequence[tuple[str, str]]) -> Foreign | None:
-    """Identify a folder by the first of these files that it has."""
-    for name, what in kinds:
-        if _has(storage, name):
-            return Foreign(f"{what}, which reknit cannot read yet", _RESAVE)
-    return None
+def warn_of_others(root: Storage) -> None:
+    """Log a warning if a folder without a checkpoint holds those of another program."""
+    if (other := foreign_inside(root)) is not None:
+        logger.warning("there is no checkpoint of reknit in %s: %s", root.url, other)
+
+
+def of_others(replica: Storage) -> str:
+    """Return a clause about a replica with the files of another program, empty without such files."""
+    try:
+        other = foreign(replica)
+    except StorageError:
+        return ""
+    return "" if other is None else f"; the replica {replica.url} is {other.what}"
 
 
 def suggestion(storage: Storage) -> str:
@@ -272,11 +240,3 @@ def _is_checkpoint(storage: Storage, folder: str) -> bool:
         return manifest_exists(storage.sub(folder))
     except StorageError:  # a name that no store takes
         return False
-
-
-def _has(storage: Storage, name: str) -> bool:
-    try:
-        storage.size(name)
-    except StorageError:
-        return False
-    return True

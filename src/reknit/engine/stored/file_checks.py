@@ -6,6 +6,7 @@ import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
+from reknit.engine.record.other_formats import of_others
 from reknit.errors import (
     CheckpointNotFoundError,
     CorruptError,
@@ -57,6 +58,7 @@ def first_sound(storage: Storage, replicas: Sequence[Storage], read: Callable[[S
                 found = read(replica)
                 logger.warning("%s: taken from the replica %s", error.message, replica.url)
                 return found
+            error.message += of_others(replica)
         raise
 
 

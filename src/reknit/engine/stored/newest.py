@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from reknit.engine.record.at_path import manifest_in
 from reknit.engine.record.line import Line
 from reknit.engine.record.marker import begun_in, named
-from reknit.engine.record.other_formats import foreign_inside, own_files, refuse_other
+from reknit.engine.record.other_formats import own_files, refuse_other, warn_of_others
 from reknit.engine.record.run_record import read_line
 from reknit.errors import FormatError, StorageError, StoragePermissionError
 
@@ -52,8 +52,7 @@ def newest(root: Storage) -> str | None:
     if ages:
         return max(ages).url
     refuse_other(root)
-    if (other := foreign_inside(root)) is not None:
-        logger.warning("there is no checkpoint of reknit in %s: %s", root.url, other)
+    warn_of_others(root)
     return None
 
 

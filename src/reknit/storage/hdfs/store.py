@@ -186,6 +186,13 @@ class HdfsStorage:
         below.place = replace(self.place, folder=self._full(path))
         return below
 
+    def above(self) -> tuple[HdfsStorage, str] | None:
+        """Return the store of the folder that holds the root, and the name of the root there."""
+        folder, _, name = self.place.folder.rpartition("/")
+        holder = copy(self)
+        holder.place = replace(self.place, folder=folder)
+        return (holder, decoded(name)) if name else None
+
     @property
     def unseen(self) -> str | None:
         """None: every file in HDFS has a name and is listed."""

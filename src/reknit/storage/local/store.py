@@ -229,6 +229,13 @@ class LocalStorage:
         below._root = self._full(path)
         return below
 
+    def above(self) -> tuple[LocalStorage, str] | None:
+        """Return the store of the folder that holds the root, and the name of the root there."""
+        folder, name = os.path.split(self._root)
+        holder = copy(self)
+        holder._root = folder
+        return (holder, name) if name else None
+
     def close(self) -> None:
         """Close the files that are kept open for reading; the store stays usable."""
         self._cache.close()

@@ -241,6 +241,13 @@ class ObjectStorage:
         below._folders = set()
         return below
 
+    def above(self) -> tuple[ObjectStorage, str] | None:
+        """Return the store of the prefix that is one name shorter, and that name."""
+        folder, _, name = self.place.prefix.rstrip("/").rpartition("/")
+        holder = copy(self)
+        holder.place, holder._folders = replace(self.place, prefix=f"{folder}/" if folder else ""), set()
+        return (holder, name) if name else None
+
     @property
     def unseen(self) -> str | None:
         """The unfinished uploads that the store does not list, with their remedy."""

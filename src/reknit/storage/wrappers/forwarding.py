@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from reknit.storage.base import CopiesFiles, HasMoved
+from reknit.storage.base import CopiesFiles, HasFolderAbove, HasMoved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,11 +28,13 @@ class ForwardingStorage(ABC):
     """A store that passes everything on to `inner`; the stores below are wrapped by `around`.
 
     Create, write, finish, put, commit, get, size, read_into, read_runs, delete, folders and list go through
-    `intercept`, under these names.  So does copy_from, which exists only if `inner` has it, as does files_at.
+    `intercept`, under these names.  So does copy_from, which exists only if `inner` has it, as do files_at
+    and above.
     """
 
     copy_from: Callable[[Storage, str, str, int], bool]
     files_at: Callable[[str | None], Storage]
+    above: Callable[[], tuple[Storage, str] | None]
 
     def __init__(self, inner: Storage) -> None:
         self.inner = inner
@@ -40,6 +42,8 @@ class ForwardingStorage(ABC):
             self.copy_from = partial(self._copy_from, inner)
         if isinstance(inner, HasMoved):
             self.files_at = lambda place: self.around(inner.files_at(place), "")
+        if isinstance(inner, HasFolderAbove):
+            self.above = partial(self._above, inner)
 
     @abstractmethod
     def around(self, inner: Storage, path: str) -> Storage:
@@ -74,6 +78,11 @@ class ForwardingStorage(ABC):
         """Copy a file of another store, past the wrappers of that store."""
         whole = partial(inner.copy_from, innermost(source), source_path, path, nbytes)
         return self.intercept("copy_from", path, 0, whole)
+
+    def _above(self, inner: HasFolderAbove) -> tuple[Storage, str] | None:
+        """Return the store of the folder that holds the root, wrapped, and the name of the root there."""
+        found = inner.above()
+        return None if found is None else (self.around(found[0], ""), found[1])
 
     def put(self, path: str, data: bytes, *, if_absent: bool) -> bool:
         """Write a small file in one atomic step."""

@@ -1,0 +1,194 @@
+"""Which program saved a checkpoint, or a run, into a folder?  A few files decide, by their first bytes."""
+
+from __future__ import annotations
+
+import re
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+from reknit.engine.record.foreign_files import Foreign, head_of, kind_of
+from reknit.errors import StorageError
+
+if TYPE_CHECKING:
+    from reknit.storage.base import Storage
+
+_MOST_LISTED = 100
+_MOST_HEADS = 4
+"""Files of a folder without known names that are looked into."""
+_SINGLE_FILES = (".ckpt", ".pt", ".pth", ".npz", ".gguf", ".safetensors")
+_YET = "which reknit cannot read yet"
+_SAVE = 'then reknit.save(folder, {"model": model}) saves it'
+
+_PICKLE = rb"\x80[\x02-\x05].*"
+_JSON = rb"\s*\{.*"
+
+
+class _Mark(NamedTuple):
+    """A file that identifies a folder: its name, the content it has to have, and the folder's kind.
+
+    `content` is a pattern for the first bytes, or the names of kinds of files.  `what` describes the folder,
+    and `remedy` the way to load it, with ``{path}`` for its place.
+    """
+
+    name: str
+    content: bytes | tuple[str, ...]
+    kind: str
+    what: str
+    remedy: str
+
+
+_BYTECHECKPOINT = (
+    "ByteCheckpoint",
+    "a checkpoint of ByteCheckpoint",
+    "load it with bytecheckpoint, then save it with reknit.compat.bytecheckpoint, which has the same calls "
+    "(docs/howto/bytecheckpoint.md)",
+)
+_DEEPSPEED = (
+    "load it with engine.load_checkpoint of DeepSpeed, then "
+    "reknit.integrations.deepspeed.save(engine, folder) saves it (docs/howto/deepspeed.md)"
+)
+_ZERO = ("DeepSpeed", "a checkpoint of DeepSpeed (ZeRO)", _DEEPSPEED)
+_MEGATRON = (
+    "load it with Megatron into the model and the optimizer, then "
+    'reknit.save(folder, {"model": model, "optimizer": optimizer}) saves it (docs/howto/megatron.md)'
+)
+_MODEL = (
+    "Hugging Face",
+    "a model as Hugging Face libraries save it",
+    "load it with from_pretrained({path}) of its class in transformers or diffusers, " + _SAVE,
+)
+_PEFT = (
+    "PEFT",
+    "an adapter as PEFT saves it",
+    "load it with PeftModel.from_pretrained(model, {path}) of peft, " + _SAVE,
+)
+_ORBAX = (
+    "load it with orbax.checkpoint, as in StandardCheckpointer().restore({path}), then "
+    'reknit.save(folder, {"state": state}) saves it (docs/howto/orbax.md)'
+)
+_TORCH = ("torch.save",)
+
+_CHECKPOINTS = (
+    _Mark(
+        "metadata.json",
+        _JSON + rb'"sharded_backend"\s*:\s*"',
+        "Megatron",
+        "a checkpoint of Megatron's dist_checkpointing (torch_dist)",
+        "load it with megatron.core.dist_checkpointing.load(sharded_state_dict, {path}), then "
+        "save with reknit.integrations.megatron, which has the same calls (docs/howto/megatron.md)",
+    ),
+    _Mark(".metadata", _PICKLE + rb"bytecheckpoint\.", *_BYTECHECKPOINT),
+    _Mark("model/.metadata", _PICKLE + rb"bytecheckpoint\.", *_BYTECHECKPOINT),
+    _Mark(
+        ".metadata",
+        _PICKLE + rb"torch\.distributed\.checkpoint\.metadata",
+        "DCP",
+        "a checkpoint of torch.distributed.checkpoint (DCP)",
+        "reknit.integrations.dcp reads it: dcp.load(state, checkpoint_id={path}), then "
+        "dcp.save(state, checkpoint_id=folder) saves it (docs/howto/dcp.md)",
+    ),
+    _Mark("mp_rank_00/model_optim_rng.pt", _TORCH, "Megatron", "a checkpoint of Megatron (torch)", _MEGATRON),
+    _Mark(
+        "mp_rank_00_000/model_optim_rng.pt", _TORCH, "Megatron", "a checkpoint of Megatron (torch)", _MEGATRON
+    ),
+    _Mark("mp_rank_00_model_states.pt", _TORCH, *_ZERO),
+    _Mark("zero_pp_rank_0_mp_rank_00_model_states.pt", _TORCH, *_ZERO),
+    _Mark("adapter_model.safetensors", ("safetensors",), *_PEFT),
+    _Mark("adapter_model.bin", _TORCH, *_PEFT),
+    _Mark("adapter_config.json", _JSON + rb'"peft_type"\s*:', *_PEFT),
+    _Mark("model.safetensors", ("safetensors",), *_MODEL),
+    _Mark("model.safetensors.index.json", _JSON + rb'"weight_map"\s*:', *_MODEL),
+    _Mark("pytorch_model.bin", _TORCH, *_MODEL),
+    _Mark("pytorch_model.bin.index.json", _JSON + rb'"weight_map"\s*:', *_MODEL),
+    _Mark("model_index.json", _JSON + rb'"_class_name"\s*:', *_MODEL),
+    _Mark("manifest.ocdbt", rb"\x0c\xdb:\*", "Orbax", "a checkpoint of Orbax (OCDBT)", _ORBAX),
+    _Mark("_METADATA", _JSON + rb'"tree_metadata"\s*:', "Orbax", "a checkpoint of Orbax (zarr)", _ORBAX),
+    _Mark(
+        "_CHECKPOINT_METADATA",
+        _JSON + rb'"(?:item_handlers|init_timestamp_nsecs)"\s*:',
+        "Orbax",
+        "a checkpoint of Orbax",
+        _ORBAX,
+    ),
+)
+"""Files that identify the checkpoints of other programs, the most special first."""
+
+_RUNS = (
+    _Mark(
+        "zero_to_fp32.py", rb".*DeepSpeed", "DeepSpeed", "a folder of DeepSpeed's own checkpoints", _DEEPSPEED
+    ),
+    _Mark(
+        "latest_checkpointed_iteration.txt",
+        rb"\s*(?:[0-9]{1,18}|release)\s*\Z",
+        "Megatron",
+        "a folder of Megatron's own checkpoints",
+        _MEGATRON,
+    ),
+)
+"""Files that identify folders in which other programs save their checkpoints, and reknit may too."""
+
+
+def checkpoint_of_others(storage: Storage) -> Foreign | None:
+    """Return the kind of the checkpoint of another program in a folder, None if it is unknown."""
+    found = _marked(storage, _CHECKPOINTS)
+    if found is not None and found.kind == "DeepSpeed" and _is_universal(storage):
+        option = '{"checkpoint": {"load_universal": true}}'
+        remedy = f"set {option} in the configuration of DeepSpeed, and {_DEEPSPEED}"
+        return found._replace(what=f"a universal checkpoint of DeepSpeed, {_YET}", remedy=remedy)
+    return found
+
+
+def run_of_others(storage: Storage) -> Foreign | None:
+    """Return the kind of a folder in which another program saves; None if it is unknown.
+
+    reknit may save into such a folder, too.
+    """
+    return _marked(storage, _RUNS) or _single_files(storage)
+
+
+def _marked(storage: Storage, marks: tuple[_Mark, ...]) -> Foreign | None:
+    """Identify a folder by the first of these files that it has, with the content that it should have."""
+    heads = {}
+    for mark in marks:
+        if mark.name not in heads:
+            heads[mark.name] = head_of(storage, mark.name)
+        if (head := heads[mark.name]) is None:
+            continue
+        if isinstance(mark.content, bytes):
+            fits = re.match(mark.content, head.data, re.DOTALL) is not None
+        else:
+            fits = kind_of(head.data, head.nbytes) in mark.content
+        if fits:
+            return Foreign(
+                f"{mark.what}, {_YET}", mark.remedy.replace("{path}", repr(storage.url)), mark.kind
+            )
+    return None
+
+
+def _is_universal(storage: Storage) -> bool:
+    """Return whether a checkpoint of DeepSpeed has a folder for each parameter, as universal ones have."""
+    try:
+        parameters = storage.sub("zero").folders()[:1]
+    except StorageError:
+        return False
+    return any(_kind_in(storage, f"zero/{name}/fp32.pt") == "torch.save" for name in parameters)
+
+
+def _kind_in(storage: Storage, name: str) -> str:
+    """Return the kind of a file, empty for an absent or unknown file."""
+    head = head_of(storage, name)
+    return "" if head is None else kind_of(head.data, head.nbytes)
+
+
+def _single_files(storage: Storage) -> Foreign | None:
+    """Return the kind of the first file directly in a folder that is a checkpoint in itself."""
+    try:
+        names = [each.path for each in islice(storage.list(), _MOST_LISTED) if "/" not in each.path]
+    except StorageError:
+        return None
+    likely = sorted(name for name in names if name.lower().endswith(_SINGLE_FILES))
+    for name in likely[:_MOST_HEADS]:
+        if (kind := _kind_in(storage, name)) and kind != "zip":
+            what = f"a folder with files such as {name} ({kind}), {_YET}"
+            return Foreign(what, f"pass {storage.url}/{name} to see how to read it", kind)
+    return None

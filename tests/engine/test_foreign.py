@@ -1,0 +1,323 @@
+"""Checkpoints of other programs: each is called by its name, in every call, and look-alikes are not.
+
+Those of DeepSpeed, Megatron, Lightning and the libraries of Hugging Face are in the tests of these programs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+import reknit
+from reknit.cli.main import main
+from reknit.engine.record.foreign_files import HEAD_NBYTES, file_at, kind_of
+from reknit.engine.record.other_formats import foreign, foreign_inside
+from reknit.policies import every
+from reknit.storage.base import HasFolderAbove
+from reknit.storage.registry import open_storage
+from reknit.testing.metered import MeteredStorage
+from tests.optional import needs
+from tests.storage.tiny_s3 import TinyS3
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+STATE: dict[str, Any] = {"model": {"w": np.ones(4)}}
+TENSORS = {"w": torch.ones(4)}
+
+
+def saved_by_others(root: Path) -> dict[str, tuple[Path, str, str]]:
+    """Save the cheap kinds; return for each its place, the words of the message, and those of the remedy."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(dict(TENSORS), checkpoint_id=root / "dcp", no_dist=True)
+        script: Any = torch.jit.script(torch.nn.Linear(2, 2))
+        script.save(str(root / "script.pt"))
+    torch.save(TENSORS, root / "new.pt")
+    torch.save(TENSORS, root / "old.bin", _use_new_zipfile_serialization=False)
+    save_file(TENSORS, root / "alone")
+    np.savez(root / "a.npz", w=np.ones(3))
+    np.savez_compressed(root / "c.npz", w=np.ones(3))
+    np.save(root / "a.npy", np.ones(3))
+    (root / "model").write_bytes(b"GGUF" + (3).to_bytes(4, "little") + bytes(16))
+    (root / "lit.ckpt").write_bytes(b"")
+    torch.save({"epoch": 1, "pytorch-lightning_version": "2.6.0", "state_dict": TENSORS}, root / "lit.ckpt")
+    for name in ("hf", "sharded", "peft", "bytecheckpoint/model", "config"):
+        (root / name).mkdir(parents=True)
+    save_file(TENSORS, root / "hf" / "model.safetensors")
+    index = {"metadata": {"total_size": 16}, "weight_map": {"w": "model-00001-of-00001.safetensors"}}
+    (root / "sharded" / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file(TENSORS, root / "peft" / "adapter_model.safetensors")
+    metadata = b"\x80\x04\x95\x80\0\0\0\0\0\0\0\x8c\x24bytecheckpoint.checkpointer.meta_type\x94"
+    (root / "bytecheckpoint" / "model" / ".metadata").write_bytes(metadata)
+    return {
+        "dcp": (root / "dcp", r"torch\.distributed\.checkpoint \(DCP\)", "reknit.integrations.dcp"),
+        "torch": (root / "new.pt", r"torch\.save writes", "docs/howto/from-torch-save.md"),
+        "old torch": (root / "old.bin", r"torch\.save writes", "torch.load("),
+        "script": (root / "script.pt", "TorchScript", "torch.jit.load("),
+        "lightning": (root / "lit.ckpt", "of Lightning", "ckpt_path="),
+        "safetensors": (root / "alone", "a file of safetensors", "safetensors.torch.load_file("),
+        "npz": (root / "a.npz", r"\.npz", 'reknit.save(folder, {"model": dict(numpy.load('),
+        "compressed npz": (root / "c.npz", r"\.npz", "numpy.load("),
+        "npy": (root / "a.npy", r"\.npy", "numpy.load("),
+        "gguf": (root / "model", "GGUF", "gguf_file='model'"),
+        "hf": (root / "hf", "Hugging Face", "from_pretrained("),
+        "sharded": (root / "sharded", "Hugging Face", "from_pretrained("),
+        "peft": (root / "peft", "PEFT", "PeftModel.from_pretrained("),
+        "bytecheckpoint": (root / "bytecheckpoint", "ByteCheckpoint", "reknit.compat.bytecheckpoint"),
+    }
+
+
+def test_every_call_names_the_program_and_a_way_to_read_its_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reknit.save(tmp_path / "own", STATE)
+    for kind, (place, what, remedy) in saved_by_others(tmp_path).items():
+        calls: list[Callable[[Path], object]] = [
+            lambda at: reknit.load(at, STATE),
+            reknit.open,
+            reknit.verify,
+        ]
+        for call in calls:
+            with pytest.raises(reknit.CheckpointNotFoundError, match=what) as caught:
+                call(place)
+            assert caught.value.remedy is not None, kind
+            assert remedy in caught.value.remedy, kind
+        roots: list[Callable[[Path], object]] = [
+            reknit.latest,
+            reknit.steps,
+            lambda at: reknit.Checkpointer(at, save=every(steps=1)).resume({"model": {"w": np.ones(4)}}),
+        ]
+        for call in roots[: 3 if place.is_dir() else 2]:
+            with pytest.raises(reknit.UsageError, match=what) as refused:
+                call(place)
+            assert remedy in str(refused.value), kind
+        for words in (
+            ["show", place],
+            ["verify", place],
+            ["ls", place],
+            ["diff", tmp_path / "own", place],
+            ["export", "hf", place, tmp_path / "out"],
+        ):
+            assert main([str(word) for word in words]) != 0
+            said = capsys.readouterr().err
+            assert remedy in said, (kind, words, said)
+
+
+def test_a_folder_of_checkpoints_of_others_has_no_newest_and_a_run_warns_of_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("step_00000001", "tensorboard"):
+        (tmp_path / "a" / name).mkdir(parents=True)
+    save_file(TENSORS, tmp_path / "a" / "step_00000001" / "model.safetensors")
+    (tmp_path / "b").mkdir()
+    torch.save(TENSORS, tmp_path / "b" / "last.pt")
+    for root, said in (("a", "step_00000001 in it is a model"), ("b", "files such as last.pt (torch.save)")):
+        with reknit.Checkpointer(tmp_path / root, save=every(steps=1)) as run:
+            looks: list[Callable[[Path], object]] = [
+                reknit.latest,
+                reknit.steps,
+                lambda _, run=run: run.resume({"model": {"w": np.ones(4)}}),  # type: ignore[misc]
+            ]
+            for look in looks:
+                caplog.clear()
+                assert not look(tmp_path / root)
+                assert said in caplog.text
+        with pytest.raises(reknit.CheckpointNotFoundError) as caught:
+            reknit.open(tmp_path / root)
+        assert said in str(caught.value)
+        reknit.save(tmp_path / root / "step_00000002", STATE, step=2)
+        caplog.clear()
+        assert reknit.latest(tmp_path / root) == str(tmp_path / root / "step_00000002")
+        assert caplog.text == ""
+
+
+def test_a_replica_of_another_program_is_named_when_it_is_needed(tmp_path: Path) -> None:
+    other = saved_by_others(tmp_path)["dcp"][0]
+    options = reknit.LoadOptions(replicas=(other,))
+    with pytest.raises(reknit.CheckpointNotFoundError, match=r"the replica .*dcp is a checkpoint of torch"):
+        reknit.open(tmp_path / "absent", options=options)
+    reknit.save(tmp_path / "own", STATE)
+    data = next(path for path in (tmp_path / "own").rglob("*.safetensors"))
+    content = bytearray(data.read_bytes())
+    content[-1] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(reknit.CorruptError, match=r"no replica has them.*is a checkpoint of torch"):
+        reknit.load(tmp_path / "own", {"model": {"w": np.zeros(4)}}, options=options)
+
+
+@needs("orbax", "Orbax")
+def test_what_orbax_saved_is_called_by_its_name(tmp_path: Path) -> None:
+    import orbax.checkpoint as ocp
+
+    for name, ocdbt in (("OCDBT", True), ("zarr", False)):
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt)) as saver:
+            saver.save(tmp_path / name, {"w": np.ones(4)})
+        with pytest.raises(reknit.CheckpointNotFoundError, match=rf"Orbax \({name}\)"):
+            reknit.open(tmp_path / name)
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, args=ocp.args.Composite(state=ocp.args.StandardSave({"w": np.ones(4)})))
+        manager.wait_until_finished()
+    with pytest.raises(reknit.CheckpointNotFoundError, match="1 in it is a checkpoint of Orbax"):
+        reknit.open(tmp_path / "run")
+
+
+# Names alone, and hostile content.
+
+NAMES = (
+    ".metadata",
+    "metadata.json",
+    "model/.metadata",
+    "mp_rank_00/model_optim_rng.pt",
+    "mp_rank_00_model_states.pt",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "adapter_model.safetensors",
+    "adapter_config.json",
+    "manifest.ocdbt",
+    "_METADATA",
+    "_CHECKPOINT_METADATA",
+    "zero_to_fp32.py",
+    "latest_checkpointed_iteration.txt",
+    "last.ckpt",
+    "a.npz",
+    "a.gguf",
+)
+CONTENTS = {
+    "empty": b"",
+    "zeros": bytes(64),
+    "a huge header": (1 << 62).to_bytes(8, "little") + b'{"w":{"dtype":"F32"',
+    "a header beyond the end": (500).to_bytes(8, "little") + b'{"w":{"dtype":"F32"' + b" " * 100,
+    "deep JSON": b'{"a":' * 100_000,
+    "deep lists": b"[" * 100_000,
+    "a name beyond the end of an archive": b"PK\x03\x04" + b"\xff" * 40,
+    "a pickle cut short": b"\x80",
+    "GGUF of no version": b"GGUF" + bytes(20),
+}
+
+
+@pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS)
+def test_a_name_alone_shows_nothing(tmp_path: Path, content: bytes) -> None:
+    for number, name in enumerate(NAMES):
+        path = tmp_path / str(number) / name
+        path.parent.mkdir(parents=True)
+        path.write_bytes(content)
+        storage = open_storage(tmp_path / str(number))
+        assert foreign(storage) is None, name
+        assert foreign_inside(storage) is None, name
+        with pytest.raises(reknit.CheckpointNotFoundError, match="pass the folder of a checkpoint"):
+            reknit.open(tmp_path / str(number))
+        with pytest.raises(reknit.CheckpointNotFoundError, match=r"it is a (file|zip archive)"):
+            reknit.open(path)
+
+
+def test_pipes_folders_and_dead_links_are_not_opened(tmp_path: Path) -> None:
+    for number, name in enumerate(NAMES):
+        for make in (os.mkfifo, os.mkdir, lambda path: os.symlink("nowhere", path)):
+            folder = tmp_path / f"{number}-{getattr(make, '__name__', '')}"
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if os.path.lexists(path):
+                path.unlink()
+            make(path)
+            assert foreign(open_storage(folder)) is None
+            with pytest.raises(reknit.CheckpointNotFoundError):
+                reknit.open(folder)
+    os.mkfifo(tmp_path / "pipe.pt")
+    with pytest.raises(reknit.ReknitError):
+        reknit.open(tmp_path / "pipe.pt")
+
+
+def test_a_pickle_is_never_run(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mkdir, (str(canary),)
+
+    (tmp_path / "dcp").mkdir()
+    torch.save({"x": Evil()}, tmp_path / "model.pt")
+    (tmp_path / "dcp" / ".metadata").write_bytes(
+        b"\x80\x04\x95"
+        + bytes(8)
+        + b"\x8c\x25torch.distributed.checkpoint.metadata"
+        + b"\0" * 9
+        + (tmp_path / "model.pt").read_bytes()
+    )
+    for name in ("model.pt", "dcp"):
+        with pytest.raises(reknit.CheckpointNotFoundError, match=r"torch\."):
+            reknit.open(tmp_path / name)
+    assert not canary.exists()
+
+
+def test_a_look_reads_a_few_thousand_bytes_and_no_more(tmp_path: Path) -> None:
+    places = saved_by_others(tmp_path)
+    with (tmp_path / "new.pt").open("ab") as file:
+        file.truncate(1 << 34)
+    for place, _, _ in places.values():
+        storage = MeteredStorage(open_storage(place))
+        assert foreign(storage) is not None
+        figures = storage.meter.figures
+        assert sum(each.nbytes for each in figures.values()) <= 4 * HEAD_NBYTES
+        assert sum(each.count for each in figures.values()) <= 40
+
+
+GGUF = b"GGUF" + (3).to_bytes(4, "little") + bytes(10_000)
+
+
+def test_a_file_system_of_fsspec_shows_the_file_at_its_root() -> None:
+    pytest.importorskip("fsspec")
+    import fsspec
+
+    fsspec.filesystem("memory").pipe_file("/foreign/model.bin", GGUF)
+    with pytest.raises(reknit.CheckpointNotFoundError, match="GGUF"):
+        reknit.open("memory://foreign/model.bin")
+    assert file_at(open_storage("memory://foreign")) is None
+
+
+def test_an_object_store_shows_the_file_at_its_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("ACCESS_KEY_ID", "any"), ("SECRET_ACCESS_KEY", "any"), ("REGION", "us-east-1")):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    with TinyS3("kept") as server:
+        server.files["bucket/runs/model.bin"] = GGUF
+        server.files["bucket/runs/dcp/.metadata"] = (
+            b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata"
+        )
+        for place, what in (("model.bin", "GGUF"), ("dcp", "DCP")):
+            with pytest.raises(reknit.CheckpointNotFoundError, match=what):
+                reknit.open(f"s3://bucket/runs/{place}?endpoint={server.endpoint}")
+        for place in ("s3://bucket", "s3://bucket/runs"):
+            assert file_at(open_storage(f"{place}?endpoint={server.endpoint}")) is None
+
+
+def test_the_store_above_is_that_of_the_folder_above(tmp_path: Path) -> None:
+    for url, expected in (
+        (str(tmp_path / "x"), (str(tmp_path), "x")),
+        ("/", None),
+        ("s3://bucket/a/b", ("s3://bucket/a", "b")),
+        ("s3://bucket/b", ("s3://bucket", "b")),
+        ("s3://bucket", None),
+    ):
+        storage = open_storage(url)
+        assert isinstance(storage, HasFolderAbove)
+        above = storage.above()
+        assert (above and (above[0].url, above[1])) == expected
+
+
+def test_kinds_of_files_need_their_first_bytes_only() -> None:
+    header = b'{"__metadata__":{"format":"pt"}}'
+    assert kind_of(len(header).to_bytes(8, "little") + header, 8 + len(header)) == "safetensors"
+    assert kind_of((2).to_bytes(8, "little") + b"{}", 10) == "safetensors"
+    assert kind_of(b"GGUF\0\0\0\x03", 8) == "GGUF"
+    assert kind_of(b"\x89HDF\r\n\x1a\n", 8) == "HDF5"
+    assert kind_of(b"PK\x03\x04" + bytes(22) + b"\x05\0\0\0notes", 40) == "zip"
