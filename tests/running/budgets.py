@@ -41,7 +41,7 @@ BUDGETS: dict[str, Budget] = {
     "processes": Budget(20, 8),
     "prose": Budget(5),
     "running": Budget(20),
-    "runs": Budget(40, 20, ("azure", "gcs", "hdfs", "s3")),
+    "runs": Budget(60, 75, ("azure", "gcs", "hdfs", "s3")),
     "simulation": Budget(60, 4),
     "storage": Budget(250, 46, ("s3", "gcs", "azure", "hdfs", "rclone")),
     "testing": Budget(60, 60),
