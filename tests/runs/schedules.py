@@ -2,7 +2,7 @@
 
 `python -m tests.runs.schedules --seeds 2000 --first 0` runs the schedules of many seeds.  A run has one to
 four ranks, which are threads, and one to three tiers, with policies and moves to a cold store.  It goes back
-to earlier steps.  Others remove, pin, score, copy, rename and damage steps, stores are full, and clocks jump.
+to earlier steps.  Others remove, pin, score, copy and damage steps, stores are full, and clocks jump.
 One rank dies, or all, in the middle of any change to a store.  After that:
 
 * the last save loads, unless it was lost since;
