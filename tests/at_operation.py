@@ -20,7 +20,7 @@ class AtOperation(ForwardingStorage):
         self._left, self._happens = number, happens
 
     def around(self, inner: Storage, path: str) -> AtOperation:
-        raise NotImplementedError
+        return AtOperation(inner, 0, self._happens)  # the place above is looked at, and nothing happens there
 
     def intercept(self, name: str, path: str, nbytes: int, whole: Callable[[], Any], half: Any = None) -> Any:
         self._left -= 1

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import reknit
 from reknit.engine.stored.delete import delete
@@ -100,7 +101,7 @@ def test_a_save_under_way_keeps_its_folder(tmp_path: Path) -> None:
 
 
 def test_what_another_program_saved_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").touch()
+    save_file({"w": np.ones(2)}, tmp_path / "model.safetensors")
     with pytest.raises(UsageError, match="Hugging Face"):
         reknit.delete(tmp_path)
     assert (tmp_path / "model.safetensors").exists()

@@ -215,7 +215,7 @@ def test_metrics_are_added_and_the_last_of_a_name_counts(tmp_path: Path) -> None
 
 def test_best_knows_a_score_that_comes_after_the_step_was_seen(root: Path) -> None:
     retention = Retention(open_storage(root), best(1, "score", mode="max"))
-    assert [each.step for each in retention.surplus()] == [1, 2]
+    assert retention.surplus() == [], "no step has a score yet"
     reknit.note(root / "step_1", {"score": 0.5})
     assert [each.step for each in retention.surplus()] == [2]
 

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
@@ -188,18 +188,13 @@ def test_an_exception_of_an_object_is_one_error_on_all_ranks_and_an_interrupt_is
 def stumble(root: str) -> list[Answer]:
     """Call with arguments that are wrong on rank 1 only."""
     odd = dist.get_rank() == 1
-    path, events = f"{root}/a", "/dev/null/events.jsonl"
-    options = reknit.SaveOptions(timeout_s=100, events=events if odd else None)
-    reading = reknit.LoadOptions(timeout_s=100, events=events if odd else None)
-    wrong: Any = [1, 2]
+    path, wrong = f"{root}/a", cast("Any", [1, 2])
     return [
         attempt(lambda: reknit.save(path, wrong if odd else state(1), options=SAVE)),
-        attempt(lambda: reknit.save(path, state(1), options=options)),
         attempt(lambda: reknit.save("nosuch://x" if odd else path, state(1), options=SAVE)),
         attempt(lambda: reknit.save(path, state(1), step=-1 if odd else 1, options=SAVE)),
         attempt(lambda: reknit.load(path, wrong if odd else state(1), options=LOAD)),
         attempt(lambda: reknit.load(path, state(1), items=["lost"] if odd else None, options=LOAD)),
-        attempt(lambda: reknit.load(path, state(1), options=reading)),
         attempt(lambda: saved(path, 1)),
     ]
 
@@ -209,8 +204,7 @@ def test_a_wrong_argument_on_one_rank_is_an_error_on_all_at_once(tmp_path: Path)
     for mine, theirs in zip(*answers, strict=True):
         assert mine == theirs
     kinds = [answer["type"] for answer in answers[0]]
-    wrong = ["UsageError", "StorageError", "UnknownSchemeError", "UsageError"]
-    assert kinds == [*wrong, "UsageError", "UsageError", "StorageError", "ok"]
+    assert kinds == ["UsageError", "UnknownSchemeError", *["UsageError"] * 3, "ok"]
     assert {answer["rank"] for answer in answers[0][:-1]} == {1}
 
 

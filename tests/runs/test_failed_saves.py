@@ -78,8 +78,8 @@ open_gated = partial(_open)
 @pytest.fixture
 def url(tmp_path: Path) -> str:
     gate.reset()
-    register("gated", open_gated)
-    return f"gated://{tmp_path}/run"
+    register("gated-run", open_gated)
+    return f"gated-run://{tmp_path}/run"
 
 
 def test_a_save_that_raises_an_older_failure_is_itself_watched(url: str, tmp_path: Path) -> None:

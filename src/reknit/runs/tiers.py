@@ -196,6 +196,10 @@ class Tiers:
 
     def _folders(self, named: Collection[int] | None) -> Iterator[tuple[Folder, dict[int, SavedStep]]]:
         """Yield the folders of steps of all tiers, the newest first, and their steps by tiers."""
+        if len(self.levels) == 1:  # no step is read before it is asked for
+            for number, step in descending(self.levels[0].storage, named):
+                yield (number, step.path.rpartition("/")[2]), {0: step}
+            return
 
         def of_tier(at: int) -> Iterator[tuple[Folder, int, SavedStep]]:
             for number, step in descending(self.levels[at].storage, named):
