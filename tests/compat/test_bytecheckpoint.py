@@ -66,10 +66,10 @@ def newest(folder: Path) -> int:
     return max(step.step for step in reknit.steps(folder) if step.step is not None)
 
 
-KILLED = [("fsdp2", 3), ("ddp", 1), ("fsdp", 2)]
+DEATHS = [("fsdp2", 3), ("ddp", 1), ("fsdp", 2)]
 
 
-@pytest.mark.parametrize(("framework", "seed"), KILLED if is_night() else KILLED[:1])
+@pytest.mark.parametrize(("framework", "seed"), DEATHS if is_night() else DEATHS[:1])
 def test_a_killed_run_goes_on_from_the_newest_committed_step(
     tmp_path: Path, framework: str, seed: int
 ) -> None:
