@@ -154,7 +154,6 @@ def is_there(path: str) -> bool:
 @pytest.fixture(autouse=True)
 def nothing_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.chdir(tmp_path)
     ProcessMemory.clear("options")
 
 
