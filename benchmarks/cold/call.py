@@ -73,7 +73,7 @@ def main(library: str, call: str, folder: str, mib: int) -> dict[str, Any]:
         "s": time.perf_counter() - begin,
         "cpu_s": time.process_time() - cpu,
         "modules": len(sys.modules) - loaded,
-        "own_modules": sum(name.partition(".")[0] == "reknit" for name in sys.modules),
+        "own_modules": sum(name.partition(".")[0] == "reknit" for name in tuple(sys.modules)),
     }
     if counted is not None:
         result["opened"] = len(counted.names)

@@ -90,10 +90,10 @@ def _ended(processes: list[subprocess.Popen[str]], timeout_s: float) -> list[dic
     finally:
         for process in processes:
             process.kill()
-    for process, (_, errors) in zip(processes, outputs, strict=True):
-        if process.returncode:
+    if any(process.returncode for process in processes):
+        for _, errors in outputs:  # the first to fail is not always the one with the cause
             sys.stderr.write(errors[-5000:])
-            raise RanksFailedError(f"a process ended with {process.returncode}")
+        raise RanksFailedError(f"processes ended with {[process.returncode for process in processes]}")
     return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
 
 

@@ -628,7 +628,7 @@ def test_what_is_saved_is_collected_and_copied_while_the_first_agent_starts(
 
 
 def test_a_first_save_of_much_is_written_while_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reknit.engine.background.trainer.prepared_save._MOST_NBYTES", 1000)
+    monkeypatch.setattr("reknit.engine.background.trainer.stage_for_agent._MOST_NBYTES", 1000)
     taken_with: list[bool] = []
     take = Snapshot.take
 

@@ -10,8 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from reknit.engine.background.trainer.agent_supervisor import AgentSupervisor
-from reknit.engine.background.trainer.prepared_save import PreparedSave
-from reknit.engine.background.trainer.stage_for_agent import begin_at_agent, stage_for_agent
+from reknit.engine.background.trainer.stage_for_agent import PreparedSave, begin_at_agent, stage_for_agent
 from reknit.engine.background.trainer.warm_up import warm_up
 from reknit.engine.memory.arena_pool import Arenas
 from reknit.engine.outcome import SaveOutcome
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reknit.comm.group import Group
-    from reknit.engine.background.trainer.prepared_save import Until
-    from reknit.engine.background.trainer.stage_for_agent import Story
+    from reknit.engine.background.trainer.stage_for_agent import Story, Until
     from reknit.engine.saving.save_job import SaveJob
     from reknit.options import SaveOptions
 

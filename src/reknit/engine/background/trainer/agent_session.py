@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from reknit.engine.outcome import SaveOutcome
     from reknit.engine.saving.compared_copies import Chosen
     from reknit.engine.saving.file_layout import Outline
+    from reknit.engine.saving.rank_part import RankPart
     from reknit.errors import ReknitError
     from reknit.options import SaveOptions
 
@@ -172,6 +173,15 @@ class AgentSession:
     def keep(self, key: bytes, plan: Plan) -> Plan:
         """Keep a new plan, and return it; the least recently used plan makes room."""
         return keep_latest(self._plans, key, plan, PLANS_KEPT)
+
+    def agree(self, part: RankPart, save: TrainerSave) -> Plan:
+        """Return the plan for a new layout, once all ranks have begun this save."""
+        job = part.job
+        with job.recorder.phase("assign"):
+            owners = save.owners(job.options.timeout_s)
+        with job.recorder.phase("plan"):
+            plan = Plan(part.outline(owners), assigned=True)
+        return self.keep(part.layout, plan)
 
     def share_arena(self, lease: Lease) -> None:
         """Share an arena with the agent."""

@@ -1,4 +1,4 @@
-"""The message with which a trainer begins a save at its agent, and the values that both map."""
+"""The messages with which a trainer begins a save at its agent, and the values that both map."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from reknit.options.fields import names_in
 from reknit.types.shard import Encoded
 
 if TYPE_CHECKING:
-    from reknit.engine.background.trainer.agent_session import AgentSession
+    from reknit.engine.background.trainer.agent_session import AgentSession, Plan
     from reknit.engine.background.trainer.trainer_save import TrainerSave
+    from reknit.engine.memory.arena_pool import Lease
     from reknit.engine.saving.claims import EncodedHoldings
     from reknit.engine.saving.rank_part import RankPart
     from reknit.types.shard import Blob, SharedFile
@@ -48,6 +49,19 @@ def begin_message(part: RankPart, session: AgentSession, save: TrainerSave, *, c
         record=None if job.run is None else job.run.record,
         sends_events=not all(sink.everywhere for sink in job.recorder.sinks),
         circumstances=session.new_circumstances(save, job.options.timeout_s),
+    )
+
+
+def planned_message(part: RankPart, save: TrainerSave, plan: Plan, lease: Lease) -> say.Planned:
+    """Return the message about the files of a save, and the arena that has their bytes."""
+    return say.Planned(
+        number=save.number,
+        items=list(part.encoded.holdings.items),
+        files=plan.outline.listed,
+        frozen=plan.outline.frozen,
+        columns=None if plan.committed else plan.outline.columns,
+        arena=lease.number,
+        ring=lease.nbytes,
     )
 
 

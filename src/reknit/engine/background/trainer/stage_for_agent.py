@@ -1,17 +1,19 @@
-"""The save story of a trainer that does not wait, in numbered steps; the agent's is `agent_save`."""
+"""The trainer's part of a save that it does not wait for, in numbered steps; the agent's is `agent_save`."""
 
 from __future__ import annotations
 
-import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from reknit.engine.background import agent_messages as say
 from reknit.engine.background.trainer.agent_session import Plan
-from reknit.engine.background.trainer.begin_message import begin_message, lend_values
+from reknit.engine.background.trainer.begin_message import begin_message, lend_values, planned_message
 from reknit.engine.background.trainer.deferred import Deferred
+from reknit.engine.background.trainer.save_arena import SaveArena
 from reknit.engine.background.trainer.snapshot import Snapshot
+from reknit.engine.background.trainer.trainer_save import log_failure
+from reknit.engine.saving.rank_part import RankPart
 from reknit.engine.saving.root import check_manifest
 from reknit.errors import typed
+from reknit.format import paths
 from reknit.monitor.phase import monotonic
 from reknit.system import start_thread
 
@@ -21,16 +23,19 @@ if TYPE_CHECKING:
     from reknit.comm.group import Group
     from reknit.engine.background.trainer.agent_session import AgentSession
     from reknit.engine.background.trainer.agent_supervisor import AgentSupervisor
-    from reknit.engine.background.trainer.prepared_save import PreparedSave, Until
     from reknit.engine.background.trainer.trainer_save import TrainerSave
+    from reknit.engine.memory.arena_pool import Arenas, Lease
     from reknit.engine.outcome import SaveOutcome
-    from reknit.engine.saving.rank_part import RankPart
     from reknit.engine.saving.save_job import SaveJob
+    from reknit.monitor.phase import Recorder
     from reknit.options import SaveOptions
 
-    Story = Callable[[PreparedSave, AgentSession, TrainerSave], None]
+    Until = Literal["collect", "arena", "copy"]
+    """The last step to take while an agent starts."""
+    Story = Callable[["PreparedSave", AgentSession, TrainerSave], None]
 
-logger = logging.getLogger("reknit")
+_MOST_NBYTES = 2 << 30
+"""Limit of the bytes copied while an agent starts, which takes about as long."""
 
 
 def begin_at_agent(
@@ -77,7 +82,7 @@ def begin_at_agent(
             prepared.arena.release()
             supervisor.give_up(number)
         if pending.end(error) and pending.logged:
-            _log_failure(pending, error)
+            log_failure(pending, error)
         if not isinstance(error, Exception):
             pending.asked = True  # it is raised here, so the next save need not raise it
             raise error from (None if error is caught else caught)
@@ -98,7 +103,7 @@ def stage_for_agent(prepared: PreparedSave, session: AgentSession, save: Trainer
     lend_values(session, save, part.encoded)
     save.begin(begin_message(part, session, save, claimed=claimed), recorder)
     # 2 plan; ranks wait for each other only for a new layout with shards that several ranks may hold
-    plan = plan or agreed_plan(part, session, save)
+    plan = plan or session.agree(part, save)
     plan.chosen[check] = chosen
     with recorder.phase("plan"):
         images = plan.outline.images(save.write_id, part.sources)
@@ -106,17 +111,7 @@ def stage_for_agent(prepared: PreparedSave, session: AgentSession, save: Trainer
     lease = prepared.arena.acquire(plan.nbytes, job)
     prepared.arena.hand_over(save)
     session.share_arena(lease)
-    session.link.send(
-        say.Planned(
-            number=save.number,
-            items=list(part.encoded.holdings.items),
-            files=plan.outline.listed,
-            frozen=plan.outline.frozen,
-            columns=None if plan.committed else plan.outline.columns,
-            arena=lease.number,
-            ring=lease.nbytes,
-        )
-    )
+    session.link.send(planned_message(part, save, plan, lease))
     snapshot = Snapshot(images, lease, save, job.options)
     save.streamed = snapshot.streamed
     lazy = job.options.stage == "lazy" and not snapshot.streamed
@@ -138,14 +133,59 @@ def stage_for_agent(prepared: PreparedSave, session: AgentSession, save: Trainer
         save.staged()
 
 
-def agreed_plan(part: RankPart, session: AgentSession, save: TrainerSave) -> Plan:
-    """Return the plan for a new layout, once all ranks have begun this save."""
-    job = part.job
-    with job.recorder.phase("assign"):
-        owners = save.owners(job.options.timeout_s)
-    with job.recorder.phase("plan"):
-        plan = Plan(part.outline(owners), assigned=True)
-    return session.keep(part.layout, plan)
+class PreparedSave:
+    """A save up to its first message, which this rank prepares alone while the agent starts."""
+
+    job: SaveJob
+    part: RankPart
+
+    def __init__(self, arenas: Arenas) -> None:
+        """Use `prepare`."""
+        self.arena = SaveArena(arenas)
+        self.begun = monotonic()
+        self.plan: Plan | None = None
+        self.copied = False
+        """Whether the arena has all files of the plan, with headers of another write id."""
+        self.recorder: Recorder | None = None
+
+    def prepare(self, make: Callable[[], SaveJob], until: Until) -> BaseException | None:
+        """Collect the holdings of the job of `make`, plan them, and copy them to an arena; return an error.
+
+        This rank works alone, so holdings are only collected if a framework does not record the other
+        holders of some shards.  A state that is staged lazily is not copied yet.  Neither is a state whose
+        copy would take longer than the start of an agent, since its agent writes while it is staged.  An
+        error is returned because the other ranks receive it through the agents, which may not run yet.
+        """
+        try:
+            self.job = job = make()
+            self.recorder = job.recorder
+            job.storage.close()  # the agent opens its own
+            self.part = RankPart(job)
+            if until != "collect" and not self.part.needs_assignment:
+                plan = self.plan_alone()
+                lease = self.arena.acquire(plan.nbytes, job) if plan.nbytes else None
+                if until == "copy" and lease is not None:
+                    self._copy(plan, lease)
+        except BaseException as error:  # Ctrl-C too
+            return error
+        return None
+
+    def plan_alone(self) -> Plan:
+        """Return the plan of holdings in which every shard lists its replicas."""
+        if self.plan is None:
+            with self.job.recorder.phase("plan"):
+                self.plan = Plan(self.part.outline())
+        return self.plan
+
+    def _copy(self, plan: Plan, lease: Lease) -> None:
+        images = plan.outline.images(paths.new_write_id(), self.part.sources)
+        snapshot = Snapshot(images, lease, None, self.job.options)
+        nbytes = sum(image.nbytes for image in images)
+        if snapshot.streamed or self.job.options.stage == "lazy" or nbytes > _MOST_NBYTES:
+            return
+        with self.job.recorder.phase("stage", nbytes=nbytes):
+            snapshot.take()
+        self.copied = True
 
 
 def _settle(job: SaveJob, save: TrainerSave, settle: Callable[[], None]) -> None:
@@ -156,8 +196,3 @@ def _settle(job: SaveJob, save: TrainerSave, settle: Callable[[], None]) -> None
         save.abandon(error, job.options.timeout_s)
     else:
         save.staged()
-
-
-def _log_failure(pending: SaveOutcome, error: BaseException) -> None:
-    """Log that a save failed; the traceback comes with the outcome."""
-    logger.error("save to %s failed: %s", pending.path, str(error) or type(error).__name__)

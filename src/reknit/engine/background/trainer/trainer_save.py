@@ -206,4 +206,9 @@ class TrainerSave:
         elif isinstance(outcome, SkippedError):
             logger.warning("save to %s was skipped: %s", self.pending.path, outcome)
         elif rank == getattr(outcome, "rank", rank) or rank == 0:
-            logger.error("save to %s failed: %s", self.pending.path, str(outcome) or type(outcome).__name__)
+            log_failure(self.pending, outcome)
+
+
+def log_failure(pending: SaveOutcome, error: BaseException) -> None:
+    """Log that a save failed; the traceback comes with the outcome."""
+    logger.error("save to %s failed: %s", pending.path, str(error) or type(error).__name__)

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 from reknit.engine import round_messages
 from reknit.engine.background import agent_messages as say
 from reknit.engine.background.trainer.begin_message import begin_message
-from reknit.engine.background.trainer.stage_for_agent import agreed_plan
 from reknit.engine.memory.staging import Staging
 
 if TYPE_CHECKING:
     from reknit.engine.background.trainer.agent_session import AgentSession
-    from reknit.engine.background.trainer.prepared_save import PreparedSave
+    from reknit.engine.background.trainer.stage_for_agent import PreparedSave
     from reknit.engine.background.trainer.trainer_save import TrainerSave
 
 
@@ -31,7 +30,7 @@ def warm_up(prepared: PreparedSave, session: AgentSession, save: TrainerSave) ->
     begin.promote_to = []
     save.begin(begin, job.recorder)
     if part.needs_assignment:
-        plan = agreed_plan(part, session, save)
+        plan = session.agree(part, save)
     else:
         plan = session.keep(part.layout, prepared.plan_alone())
     plan.assigned = True  # or all plans are dropped
