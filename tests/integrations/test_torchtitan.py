@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 import os
+import subprocess
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +22,8 @@ from tests.optional import needs
 from tests.ranks import run
 from tests.torchrun import pieces
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
+ROOT = Path(__file__).parents[2]
+OWN = ROOT / ".venv" / "torchtitan" / "bin" / "python"
 TITAN = needs("torchtitan", "torchtitan")
 FSDP_TP = {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2}
 FSDP = {"data_parallel_shard_degree": 2}
@@ -77,19 +79,44 @@ def _train(
 
 
 @TITAN
-def test_a_killed_run_resumes_bitwise_and_on_another_number_of_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "fewer", "other"),
+    [pytest.param(2, FSDP, 1, {}, id="2-1"), pytest.param(4, FSDP_TP, 2, FSDP, id="4-2")],
+)
+def test_a_killed_run_resumes_bitwise_and_on_another_number_of_ranks(
+    tmp_path: Path, ranks: int, parallel: dict[str, Any], fewer: int, other: dict[str, Any]
+) -> None:
     whole, root = str(tmp_path / "whole"), str(tmp_path / "root")
-    expected = run_titan(4, _train, whole, 8, FSDP_TP)[0][1]
-    run_titan(4, _train, root, 40, FSDP_TP, 2, some_die=True)
+    expected = run_titan(ranks, _train, whole, 8, parallel)[0][1]
+    run_titan(ranks, _train, root, 40, parallel, 2, some_die=True)
     committed = [step.step for step in reknit.steps(f"{root}/checkpoint")]
     assert committed
     newest = max(step for step in committed if step is not None)
-    for loaded, found in run_titan(4, _train, root, 8, FSDP_TP):
+    for loaded, found in run_titan(ranks, _train, root, 8, parallel):
         assert loaded == newest
         _require_equal(expected, found)
-    for loaded, found in run_titan(2, _train, root, 8, FSDP):
+    # torchtitan's loader does not change its data-parallel degree
+    train = _train if other else partial(_train, exclude_from_loading=["dataloader"])
+    for loaded, found in run_titan(fewer, train, root, 8, other):
         assert loaded == 8
         _require_equal(expected, found)
+
+
+@pytest.mark.skipif(not OWN.exists(), reason="torchtitan's environment is not there; scripts/setup makes it")
+@pytest.mark.skipif(find_spec("torchtitan") is not None, reason="the tests run in torchtitan's environment")
+def test_a_killed_run_resumes_in_the_environment_of_torchtitan(tmp_path: Path) -> None:
+    test = "tests/integrations/test_torchtitan.py::" + (
+        "test_a_killed_run_resumes_bitwise_and_on_another_number_of_ranks[2-1]"
+    )
+    ran = subprocess.run(
+        [str(OWN), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'own'}", test],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert "1 passed" in ran.stdout, ran.stdout + ran.stderr
 
 
 def _stepped(folder: str) -> Any:
