@@ -104,6 +104,7 @@ def test_a_killed_run_resumes_bitwise_and_on_another_number_of_ranks(
 
 @pytest.mark.skipif(not OWN.exists(), reason="torchtitan's environment is not there; scripts/setup makes it")
 @pytest.mark.skipif(find_spec("torchtitan") is not None, reason="the tests run in torchtitan's environment")
+@pytest.mark.timeout(600)
 def test_a_killed_run_resumes_in_the_environment_of_torchtitan(tmp_path: Path) -> None:
     test = "tests/integrations/test_torchtitan.py::" + (
         "test_a_killed_run_resumes_bitwise_and_on_another_number_of_ranks[2-1]"
