@@ -16,6 +16,7 @@ from time import sleep
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import yaml
 
 from reknit.cli.main import parser
 from tests.docs.outputs import HERE, Printed, after_commands, captured, normalised, with_real_outputs
@@ -36,13 +37,15 @@ ILLUSTRATED = {"docs/howto/command-line.md", "docs/howto/export-to-hugging-face.
 NOT_FOLLOWED = "scripts/"
 
 # Elsewhere its processes are forked, which takes a tenth of the time.
-TORCHRUN, TUTORIAL = "torchrun --nproc-per-node ", "docs/tutorial.md"
+TORCHRUN = "torchrun --nproc-per-node "
+# Pages that show the output of their snippets and commands.
+WITH_OUTPUTS = ["docs/tutorial.md", "docs/howto/drills.md"]
 
 WRITE = "REKNIT_WRITE_OUTPUTS"
-"""With this environment variable, the tutorial gets the outputs that there were."""
+"""With this environment variable, pages with outputs get the real ones."""
 
 
-@pytest.mark.parametrize("page", [name for name in NAMES if name != TUTORIAL])
+@pytest.mark.parametrize("page", [name for name in NAMES if name not in WITH_OUTPUTS])
 def test_a_reader_can_follow_the_page(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "__main__"}
@@ -55,11 +58,12 @@ def test_a_reader_can_follow_the_page(page: str, tmp_path: Path, monkeypatch: py
             follow(block, page)
 
 
-def test_the_tutorial_shows_what_its_snippets_and_commands_print(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("page", WITH_OUTPUTS)
+def test_a_page_shows_the_output_of_its_snippets_and_commands(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    text = (ROOT / TUTORIAL).read_text()
+    text = (ROOT / page).read_text()
     found = blocks(text)
     names: dict[str, Any] = {"__name__": "__main__"}
     outputs: list[Printed] = []
@@ -70,7 +74,7 @@ def test_the_tutorial_shows_what_its_snippets_and_commands_print(
             elif block.language == "python":
                 stream.seek(0)
                 stream.truncate()
-                run_snippet(block, TUTORIAL, names)
+                run_snippet(block, page, names)
                 shown = after.text if after.language == "text" else ""
                 # A save in the background logs its end while the program goes on.
                 until(partial(has_printed, stream, shown))
@@ -78,9 +82,9 @@ def test_the_tutorial_shows_what_its_snippets_and_commands_print(
                 outputs.append(Printed(line, shown, at_home(stream.getvalue())))
             elif block.language == "console":
                 for command, line, shown in after_commands(block):
-                    outputs.append(Printed(line, shown, at_home(printed_by(command, block, TUTORIAL))))
+                    outputs.append(Printed(line, shown, at_home(printed_by(command, block, page))))
     if os.environ.get(WRITE):
-        (ROOT / TUTORIAL).write_text(with_real_outputs(text, outputs))
+        (ROOT / page).write_text(with_real_outputs(text, outputs))
         return
     shown_lines = [normalised(output.shown) for output in outputs]
     real_lines = [normalised(output.real) for output in outputs]
@@ -176,6 +180,18 @@ def printed_by(command: str, block: Block, page: str) -> str:
     )
     assert done.returncode == 0, f"{page}:{block.line}: {command}\n{done.stdout}"
     return done.stdout
+
+
+@pytest.mark.parametrize("page", NAMES)
+def test_files_for_a_shell_or_a_cluster_can_be_parsed(page: str) -> None:
+    for block in blocks((ROOT / page).read_text()):
+        if block.language == "yaml":
+            assert yaml.safe_load(block.text), f"{page}:{block.line}"
+        elif block.language == "bash":
+            done = subprocess.run(
+                ["bash", "-n"], input=block.text, capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, f"{page}:{block.line}: {done.stderr}"
 
 
 def test_blocks_are_found_with_their_lines_and_files() -> None:
