@@ -52,6 +52,7 @@ ALONE = (("torch", 16), ("safetensors", 16), ("orbax", 16))
 AHEAD = ("prepared", "resumed")
 """Saves in the background after a call of reknit, by a rival after none."""
 CROWDS = (1, 8, 64)
+LARGE_MIB = 512
 MOST_PRIVATE_MIB, MOST_THREADS, MOST_MODULES, MOST_IMPORT_S = 40, 4, 60, 0.08
 
 
@@ -118,7 +119,7 @@ class Turns:
         for library in libraries:
             if what == "load":
                 self._fresh(library, "save", mib, ranks)
-        for _ in range(self._args.repeat):
+        for _ in range(self._args.repeat if mib < LARGE_MIB else self._args.repeat_large):
             for library in libraries:
                 same = "background" if what in AHEAD and library != "reknit" else what
                 if what != "load":
@@ -172,6 +173,7 @@ def measured(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     result: dict[str, Any] = {
         "cores": os.cpu_count(),
         "repeat": args.repeat,
+        "repeat_large": args.repeat_large,
         "page_cache": "dropped" if args.drop_caches else "warm",
     }
     result["pairs"] = []
@@ -217,6 +219,8 @@ def main(arguments: list[str]) -> int:
     """Measure everything, and print it."""
     parser = options(__doc__, timeout_s=120.0)
     parser.add_argument("--repeat", type=int, default=10, help="calls of each library per figure")
+    large = f"the same for states of {LARGE_MIB} MiB and more a rank"
+    parser.add_argument("--repeat-large", type=int, default=10, help=large)
     parser.add_argument("--most-mib", type=int, default=1024, help="leave larger states out")
     parser.add_argument("--crowd", type=int, default=64, help="most processes that save at once")
     parser.add_argument("--drop-caches", action="store_true", help="empty the page cache first (as root)")
