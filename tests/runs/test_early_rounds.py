@@ -49,7 +49,7 @@ def test_a_notice_stops_a_run_a_few_steps_later_though_the_steps_become_a_hundre
     collectives = thread_groups(size)
 
     def work(group: Group) -> tuple[int, int, str | None]:
-        how, notice = at(-1) | on_preemption(file=tmp_path / "notice"), 0
+        how, notice = at(5000) | on_preemption(file=tmp_path / "notice"), 0
         with Checkpointer(tmp_path / "run", save=how, wait=True, group=group) as run:
             for step in range(1, 2000):
                 in_step(step, collectives[group.rank])
@@ -117,6 +117,7 @@ def test_a_rank_that_ends_while_the_others_wait_lets_them_go_on() -> None:
         if group.rank == 2:
             wait_until(lambda: early._waits, LIMIT_S)
             waits.set()
+        wait_until(waits.is_set, LIMIT_S)  # a rank that closes ends the rounds of all
         found = [early.begins() for _ in range(100)]
         early.close()
         return found
@@ -151,7 +152,7 @@ def test_ranks_that_cannot_connect_their_threads_keep_the_planned_rounds_and_the
         raise CommError("no port is free")
 
     def work(group: Group) -> str | None:
-        how = at(-1) | on_preemption(file=tmp_path / "notice")
+        how = at(5000) | on_preemption(file=tmp_path / "notice")
         with Checkpointer(tmp_path / "run", save=how, wait=True, group=group) as run:
             for step in range(1, 1000):
                 if step == 300:

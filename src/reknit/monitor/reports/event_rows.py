@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from math import inf, isnan, nan
 from struct import Struct
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reknit.monitor.records import StorageRecord
+
+OTHER = "other phases"
+_MOST_TEXTS = 20_000
+_MOST_AXES = 64
 
 _EVENT = Struct("<IIqdddqd")
 _EVENT_COLUMNS = np.dtype(
@@ -66,12 +71,28 @@ class OperationKind(NamedTuple):
 
 
 class KnownNames:
-    """The texts and coordinates of records, each kept once; a row has its number."""
+    """The texts and coordinates of records, each kept once; a row has its number.
+
+    A user may give each phase a name or a detail of its own.  After very many, further phases are
+    "other phases", and have no details.
+    """
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
         self._texts: dict[str, str] = {}
+        self._phases: set[str] = set()
+        self._details: set[str] = set()
         self._entries: list[Any] = []
+
+    def of_phase(self, record: PhaseRecord) -> int:
+        """Return the number of the kind of a phase."""
+        phase = record.phase if self._is_one(record.phase, self._phases) else OTHER
+        detail = record.detail if self._is_one(record.detail, self._details) else ""
+        return self.number((phase, record.outcome, record.host, record.process, detail))
+
+    def of_place(self, record: PhaseRecord) -> int:
+        """Return the number of the coordinate of a phase."""
+        return self.number(tuple(islice(record.coordinate.items(), _MOST_AXES)))
 
     def number(self, entry: tuple[Any, ...]) -> int:
         """Return the number of an entry."""
@@ -82,6 +103,14 @@ class KnownNames:
             found = self._numbers[entry] = len(self._entries)
             self._entries.append(entry)
         return found
+
+    def _is_one(self, text: str, known: set[str]) -> bool:
+        """Return whether a text is one of the first so many."""
+        if text not in known:
+            if len(known) >= _MOST_TEXTS:
+                return False
+            known.add(text)
+        return True
 
     def __getitem__(self, number: int) -> Any:
         return self._entries[number]
@@ -108,10 +137,9 @@ class EventRows(Sequence[PhaseRecord]):
 
     def append(self, record: PhaseRecord) -> None:
         """Add a record."""
-        kind = record.phase, record.outcome, record.host, record.process, record.detail
         self._packed += _EVENT.pack(
-            self._names.number(kind),
-            self._names.number(tuple(record.coordinate.items())),
+            self._names.of_phase(record),
+            self._names.of_place(record),
             record.rank,
             record.started,
             record.ended,

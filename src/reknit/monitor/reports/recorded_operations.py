@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from reknit.errors import ReknitError, StorageError, UsageError
+from reknit.monitor.own_phase import ACTION
 from reknit.monitor.record_files import SUFFIXES, RecordFiles
 from reknit.monitor.records import MOVING, DroppedRecord, PhaseRecord
-from reknit.monitor.reports.event_rows import EventRows, KnownNames, OperationRows
+from reknit.monitor.reports.event_rows import EventRows, KnownNames, OperationRows, ends
 from reknit.monitor.reports.repetitions import in_step, repetitions, storage_figures
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
 
     from reknit.monitor.records import Record
     from reknit.monitor.reports.repetitions import Part
@@ -123,6 +126,21 @@ class _Recorded:
             self._shown = self.weight, shown, parts
         return shown
 
+    def starts(self) -> NDArray[np.float64]:
+        """Return a time for each record of its weight: when the phases began, and the first of them."""
+        rest = np.full(self.weight - len(self.events), self.events.started)
+        return np.append(self.events.columns()["started"], rest)
+
+    def forget(self, before: float) -> None:
+        """Forget what ended before a time: operations, or phases of the user."""
+        if self.events.ended < before:
+            self.events, self.operations = EventRows(self._names, self._of_all), OperationRows(self._names)
+        elif self._of_all[0] == ACTION:
+            columns = self.events.columns()
+            self.events = self.events.of(columns[ends(columns) >= before])
+        else:
+            self.keep({id(each) for each in self.shown() if each.events.ended >= before})
+
     def keep(self, shown: set[int]) -> None:
         """Keep the operations with these identities."""
         parts = [part for each, part in zip(*self._shown[1:], strict=True) if id(each) in shown]
@@ -155,7 +173,7 @@ class EventFiles:
         self._found: dict[tuple[str, str, int | None], _Recorded] = {}
         self._weight = 0
         self._forgotten_until = -inf
-        self._num_forgotten = 0
+        self._has_forgotten = False
         self._run: deque[PhaseRecord] = deque(maxlen=_MOST_OF_RUN)
         self._num_dropped = 0
 
@@ -220,18 +238,18 @@ class EventFiles:
 
     def _make_room(self) -> None:
         """Forget the oldest operations, so that the rest takes half of the memory at most."""
-        operations, left, first = self._operations(), _MOST_RECORDS // 2, 0
-        for at in reversed(range(len(operations) - 1)):
-            left -= _OBJECTS + len(operations[at].events)
-            if left < 0:
-                first = at + 1
-                break
-        if not self._num_forgotten:
+        starts = [recorded.starts() for recorded in self._found.values()]
+        ordered = np.sort(np.concatenate(starts))
+        self._forgotten_until = float(ordered[len(ordered) // 2])
+        if not self._has_forgotten:
+            self._has_forgotten = True
             logger.warning("there are too many events for a report: older ones are left out")
-        self._num_forgotten += first
-        if first:
-            self._forgotten_until = operations[first].started
-            self._only(operations[first:], operations[:first])
+        for key, recorded in list(self._found.items()):
+            if recorded.events.started < self._forgotten_until:
+                recorded.forget(self._forgotten_until)
+                if not len(recorded.events):
+                    del self._found[key]
+        self._weight = sum(recorded.weight for recorded in self._found.values())
 
     def _add(self, record: Record) -> None:
         if isinstance(record, DroppedRecord):

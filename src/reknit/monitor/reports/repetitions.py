@@ -64,13 +64,11 @@ def behind_by_host(columns: NDArray[Any], kinds: Mapping[int, PhaseKind]) -> dic
 
     The ranks of a host measure its difference; the highest value is the most precise.
     """
-    found: dict[str, float] = {}
-    for number, kind in kinds.items():
-        values = columns["behind_s"][columns["kind"] == number]
-        values = values[~np.isnan(values)]
-        if len(values):
-            found[kind.host] = max(float(values.max()), found.get(kind.host, -inf))
-    return found
+    hosts = {host: at for at, host in enumerate(dict.fromkeys(kind.host for kind in kinds.values()))}
+    at = _by_kind(columns, {number: hosts[kind.host] for number, kind in kinds.items()}).astype(np.int64)
+    found = np.full(len(hosts), np.nan)
+    np.fmax.at(found, at, columns["behind_s"])
+    return {host: float(found[at]) for host, at in hosts.items() if not np.isnan(found[at])}
 
 
 def in_step(events: EventRows) -> EventRows:
@@ -93,9 +91,9 @@ def storage_figures(operations: OperationRows) -> dict[tuple[str, str], StorageF
     found: dict[tuple[str, str], StorageFigures] = {}
     if not len(operations):
         return found
-    columns = operations.columns()
-    for number, kind in operations.kinds().items():
-        mine = columns[columns["kind"] == number]
+    columns, kinds = operations.columns(), operations.kinds()
+    for mine in _divided(columns, columns["kind"], np.array(sorted(kinds))):
+        kind = kinds[int(mine["kind"][0])]
         figures = found.setdefault((kind.operation, kind.store), StorageFigures())
         figures.add(mine, None if kind.outcome == "ok" else (kind.outcome, kind.host))
     return found
