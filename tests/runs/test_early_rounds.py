@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
+import signal
 import threading
 import time
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
-from reknit import Checkpointer
+from reknit import Checkpointer, latest
 from reknit.comm.group import SoloGroup, turn
 from reknit.comm.tree.thread_group import thread_groups
 from reknit.errors import CommError, ShortageError
@@ -20,6 +24,7 @@ from reknit.runs import agreement
 from reknit.runs.notices import early_rounds
 from reknit.runs.notices.early_rounds import EarlyRounds
 from reknit.testing.world import run_ranks
+from tests import ranks
 from tests.faults.nursery import wait_until
 
 if TYPE_CHECKING:
@@ -69,6 +74,34 @@ def test_a_notice_stops_a_run_a_few_steps_later_though_the_steps_become_a_hundre
     step, notice, why = answers[0]
     assert why is not None
     assert notice < step < notice + 20
+
+
+def train_until_preempted(folder: str) -> tuple[int, str | None]:
+    """Train quick steps until one rank is told to end, and slow ones from then on; return the last step."""
+    early_rounds.LOOK_S = 0.05
+    rank = dist.get_rank()
+    told = torch.zeros(1)
+    with Checkpointer(folder, save=at(5000) | on_preemption()) as run:
+        for step in range(1, 3000):
+            if step == 310 and rank == 1:  # the next planned round is that of step 402
+                os.kill(os.getpid(), signal.SIGTERM)
+                told += 1
+            dist.all_reduce(told)  # a collective of the training, in which no rank may wait for ever
+            if told:
+                time.sleep(0.1)
+            run.save(step, {"model": {"w": told.numpy()}})
+            if run.preempted:
+                break
+    return step, run.preempted
+
+
+def test_real_ranks_in_collectives_end_at_one_step_after_a_signal_to_one_of_them(tmp_path: Path) -> None:
+    answers = ranks.run(2, train_until_preempted, str(tmp_path / "run"))
+    assert len(set(answers)) == 1
+    step, why = answers[0]
+    assert why == "SIGTERM"
+    assert 310 <= step < 330
+    assert latest(tmp_path / "run") == f"{tmp_path}/run/step_{step:08d}"
 
 
 @pytest.mark.parametrize("seed", range(6))
