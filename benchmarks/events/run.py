@@ -129,7 +129,7 @@ class Full:
 
 
 class Lying:
-    """A sink that keeps nothing, changes what it was given, and is equal to everything."""
+    """A sink that keeps no record, empties each batch, and is equal to everything."""
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -216,7 +216,7 @@ class Lives:
             wait_until(lambda t=trainer: not t.agents(), GONE_S, trainer.reported)  # type: ignore[misc]
 
     def _judge(self, trainers: Sequence[Child], victim: str) -> None:
-        """Compare what the ranks have said, and what is on disk, with the reference."""
+        """Compare the lines of all ranks, and the steps on disk, with the reference."""
         self._judge_begin(trainers)
         for trainer in trainers:
             for begun in trainer.said("begun"):
@@ -264,7 +264,7 @@ class Lives:
         return int(values[0])
 
     def _judge_others(self) -> None:
-        """Compare copies, renamed steps and pinned steps with what they were."""
+        """Check that copies, renamed steps and pinned steps hold the same saves as before."""
         for path, number in self._kept.items():
             assert self._value(path) == number, f"{path} holds another save than {number}"
 

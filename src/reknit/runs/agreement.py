@@ -89,7 +89,8 @@ class Agreement:
         early = self._early is not None and self._early.begins()
         answer = self._policy.due(Moment(step=step, saved=saved))
         # A notice has to reach all ranks also where each step is saved in any case.
-        if not early and (step < self._next or (answer is not None and not (self._watches or self._open))):
+        planned = step >= self._next and (answer is None or self._watches or self._open)
+        if not (early or planned):
             return bool(answer)
 
         def decide(requests: list[bytes]) -> list[bytes]:

@@ -33,7 +33,7 @@ logger = logging.getLogger("reknit")
 _MOST_RECORDS = 2_000_000
 """Records that are kept, some 60 bytes each, and ..."""
 _OBJECTS = 20
-"""... what the objects of an operation take, in records."""
+"""... the memory for the objects of an operation, in records."""
 
 MARKS = ("resume", "remove", "drop", "cool_due", "preemption")
 """Actions of a run beside its saves and loads, of which only the end is recorded."""
@@ -132,7 +132,7 @@ class _Recorded:
         return np.append(self.events.columns()["started"], rest)
 
     def forget(self, before: float) -> None:
-        """Forget what ended before a time: operations, or phases of the user."""
+        """Forget operations, or phases of the user, that ended before a time."""
         if self.events.ended < before:
             self.events, self.operations = EventRows(self._names, self._of_all), OperationRows(self._names)
         elif self._of_all[0] == ACTION:

@@ -60,7 +60,7 @@ def repetitions(action: str, events: EventRows, operations: OperationRows) -> li
 
 
 def behind_by_host(columns: NDArray[Any], kinds: Mapping[int, PhaseKind]) -> dict[str, float]:
-    """Return how far the clock of each host is behind that of rank 0, where it was measured.
+    """Return the seconds by which the clock of each host is behind that of rank 0, where they were measured.
 
     The ranks of a host measure its difference; the highest value is the most precise.
     """
@@ -163,8 +163,8 @@ class _Spans:
 def _numbers(row: NDArray[Any], begins: NDArray[Any], ends: NDArray[Any]) -> NDArray[np.int64]:
     """Return the number of the repetition of which each whole is.
 
-    If all ranks have as many, they are counted on each rank.  Otherwise those that begin before all of one
-    rank's next one, and soon after the end of the others, are one.
+    If all ranks have equally many wholes, they are counted on each rank.  Otherwise a repetition ends with
+    the next whole of a rank that it has already, and with one that begins long after its end.
     """
     order = np.lexsort((begins, row))
     counts = np.bincount(row)

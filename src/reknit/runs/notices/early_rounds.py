@@ -41,15 +41,16 @@ class EarlyRounds:
     """Decides with the threads of the other ranks which call of `begins` is a round of all ranks.
 
     `side` is a group for these threads alone, which `close` closes; `noticed` returns whether this rank has a
-    notice.  All ranks make this object before the same call.  Raises `ShortageError`, and closes the group,
-    so that the threads of the other ranks end as well.
+    notice.  `round` is the number of the call that is a round, 0 before a notice, and `waits` is whether the
+    next call waits.  All ranks make this object before the same call.  Raises `ShortageError`, and closes the
+    group, so that the threads of the other ranks end as well.
     """
 
     def __init__(self, side: Group, noticed: Callable[[], bool], timeout_s: float) -> None:
         self._side, self._noticed, self._timeout_s = side, noticed, timeout_s
         self._changed = threading.Condition()  # guards the three below
-        self._num_begun, self._round = 0, 0
-        self._waits = False
+        self._num_begun, self.round = 0, 0
+        self.waits = False
         self._over = threading.Event()
         try:
             self._thread = start_thread("reknit-notices", self._watch)
@@ -60,9 +61,10 @@ class EarlyRounds:
     def begins(self) -> bool:
         """Count a call of this rank, and return whether it is the round of all ranks."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._waits)
+            while self.waits:
+                self._changed.wait()
             self._num_begun += 1
-            return self._num_begun == self._round
+            return self._num_begun == self.round
 
     def close(self) -> None:
         """Look for notices no longer."""
@@ -93,14 +95,14 @@ class EarlyRounds:
         try:
             with comm.turn(self._side, "meet", self._timeout_s, merge=_highest) as turn:
                 with self._changed:
-                    self._waits = True
+                    self.waits = True
                     mine = b"%d" % self._num_begun
                 highest = turn.exchange(mine, lambda requests: [_highest(requests)] * self._side.size)
             with self._changed:
-                self._round = int(highest) + 1
+                self.round = int(highest) + 1
         finally:
             with self._changed:
-                self._waits = False
+                self.waits = False
                 self._changed.notify_all()
 
 
