@@ -162,17 +162,15 @@ class Retention:
     def _remove(self, step: SavedStep, items: tuple[str, ...] | None) -> bool:
         """Remove a step, or items of it, and return whether that succeeded."""
         folder, what = self._folder(step), "all" if items is None else ", ".join(map(repr, items))
-        action = "remove" if items is None else "drop"
+        action, unchanged = "remove" if items is None else "drop", partial(self._check_metrics, step)
         recorder = Recorder(action, step=step.step, path=step.path, sinks=self._sinks)
         try:
             with recorder.whole() as removal:
                 removal.detail = "" if items is None else what
                 if items is None:
-                    delete_moved(
-                        folder, open_storage, step.write_id, still=partial(self._check_metrics, step)
-                    )
+                    delete_moved(folder, open_storage, step.write_id, still=unchanged)
                 else:
-                    self._check_metrics(step)
+                    unchanged()
                     drop(folder, items, step.write_id)
         except ReknitError as error:
             logger.warning("step %s stays with %s at %s: %s", step.step, what, step.path, error)
