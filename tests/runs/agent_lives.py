@@ -50,9 +50,9 @@ _LATEST_S = 1.5
 _PAUSE_S = 0.03
 _BACK = 0.15
 """Share of steps before which a run goes back."""
-_OTHER_NAMES = ("best", "step_00000998", "step_00000999")
-"""The names that others give to steps that they copy or rename."""
-_OPTIONS = SaveOptions(durability="process", threads=1)
+_OTHER_NAMES = ("best", "step_00000998", "step_00000999")  # of steps that others copy or rename
+_COMM = CommOptions(connect_timeout_s=15.0)  # another rank may have been killed before it came
+_OPTIONS = SaveOptions(durability="process", threads=1, comm=_COMM)
 
 
 def tiers_of(plan: Sequence[dict[str, Any]]) -> list[Tier]:
@@ -85,7 +85,7 @@ def train(
         with quietly():
             from reknit.comm.tree.tree_group import TreeGroup
 
-        group = TreeGroup.join(FolderStore(meet), rank, size, job="lives", options=CommOptions())
+        group = TreeGroup.join(FolderStore(meet), rank, size, job="lives", options=_COMM)
     with (
         open(log, "a", buffering=1) as reported,
         Checkpointer(tiers=tiers_of(plan), options=_OPTIONS, group=group) as run,

@@ -22,7 +22,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from reknit.comm import group as comm
-from reknit.errors import CommError, ReknitError
+from reknit.errors import GroupClosedError, ReknitError
 from reknit.system import start_thread
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class EarlyRounds:
                     self._meet()
                     return  # from now on the run itself has the notice
         except ReknitError as error:
-            if not (self._over.is_set() or isinstance(error, CommError)):
+            if not (self._over.is_set() or isinstance(error, GroupClosedError)):
                 logger.warning("a notice may wait for the next planned round: %s", error)
             self._side.close()  # no other rank may wait for this one
 
