@@ -47,10 +47,11 @@ _REPEATED = ("save", "load")
 class RecordedOperation:
     """The events of all ranks of one save, load, promotion or verification, or of the user's own phases.
 
-    `storage` has the figures of the operations of stores, by their name and store.
+    `storage` has the figures of the operations of stores, by their name and store.  `number` is the number of
+    saves or loads of the same path and step before.
     """
 
-    __slots__ = ("action", "events", "path", "step", "storage")
+    __slots__ = ("action", "events", "number", "path", "step", "storage")
 
     def __init__(
         self,
@@ -59,8 +60,10 @@ class RecordedOperation:
         step: int | None,
         events: EventRows,
         storage: dict[tuple[str, str], StorageFigures],
+        number: int = 0,
     ) -> None:
         self.action, self.path, self.step, self.events, self.storage = action, path, step, events, storage
+        self.number = number
 
     @property
     def started(self) -> float:
@@ -98,11 +101,13 @@ class RecordedOperation:
 class _Recorded:
     """All records of one action, path and step, and the operations of which they are."""
 
-    __slots__ = ("_names", "_of_all", "_shown", "events", "operations")
+    __slots__ = ("_first", "_names", "_of_all", "_shown", "events", "operations")
 
     def __init__(self, names: KnownNames, of_all: tuple[str, str, int | None]) -> None:
         self._names, self._of_all = names, of_all
         self.events, self.operations = EventRows(names, of_all), OperationRows(names)
+        self._first = 0
+        """The number of the first operation: those before were forgotten."""
         self._shown: tuple[int, list[RecordedOperation], list[Part]] = 0, [], []
 
     @property
@@ -120,8 +125,8 @@ class _Recorded:
                 parts = repetitions(action, self.events, self.operations)
             parts = [part for part in parts if len(part[0])]
             shown = [
-                RecordedOperation(*self._of_all, in_step(events), storage_figures(operations))
-                for events, operations in parts
+                RecordedOperation(*self._of_all, in_step(events), storage_figures(operations), number=number)
+                for number, (events, operations) in enumerate(parts, self._first)
             ]
             self._shown = self.weight, shown, parts
         return shown
@@ -144,6 +149,7 @@ class _Recorded:
     def keep(self, shown: set[int]) -> None:
         """Keep the operations with these identities."""
         parts = [part for each, part in zip(*self._shown[1:], strict=True) if id(each) in shown]
+        self._first += len(self._shown[1]) - len(parts)
         events, operations = EventRows(self._names, self._of_all), OperationRows(self._names)
         for part in parts:
             events.extend(part[0])
