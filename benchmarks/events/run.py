@@ -79,7 +79,7 @@ def overhead(folder: Path, nbytes: int, repeat: int) -> dict[str, Any]:
     time of the calling thread until then, and of its process until the checkpoint exists, with all sinks.
     """
     state = {"model": {"w": np.random.default_rng(0).random(nbytes // 8)}}
-    everything = [
+    everything: list[Any] = [
         f"{folder}/lines/",
         sinks.DuckDB(f"{folder}/database/"),
         sinks.Prometheus(CollectorRegistry()),

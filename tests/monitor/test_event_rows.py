@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def test_very_many_events_take_little_memory_each(tmp_path: Path) -> None:
     number = 4_000
-    lines = [record(f"phase {n % 20}", n // 20, n / 1e3, 1, nbytes=n << 20) for n in range(number)]
+    lines: list[Any] = [record(f"phase {n % 20}", n // 20, n / 1e3, 1, nbytes=n << 20) for n in range(number)]
     lines += [operation("write", rank=n // 20, nbytes=n) for n in range(number)]
     JsonLines(str(tmp_path / "e.jsonl")).take(lines)
     del lines

@@ -388,8 +388,8 @@ def test_a_metric_that_no_step_has_removes_nothing_and_is_logged(
 def test_a_metric_that_comes_after_the_metrics_were_read_keeps_its_step_though_its_hold_is_released(
     at_once: bool, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for step in (1, 2, 3):
-        reknit.note(root / f"step_{step:08d}", {"loss": float(step)})
+    for number in (1, 2, 3):
+        reknit.note(root / f"step_{number:08d}", {"loss": float(number)})
     step = open_storage(root / "step_00000003")
     write_id = committed(step).save_id
     before = [RenewedHold(step, write_id, 60.0)] if at_once else []
