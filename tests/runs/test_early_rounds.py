@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -156,6 +157,28 @@ def test_a_rank_that_ends_while_the_others_wait_lets_them_go_on() -> None:
         return found
 
     assert not any(any(found) for found in run_ranks(3, work, timeout_s=LIMIT_S))
+
+
+def test_a_call_waits_for_the_answer_which_may_make_it_the_round() -> None:
+    first, second = thread_groups(2)
+    answers = threading.Event()
+
+    class Late(EarlyRounds):
+        def _meet(self) -> None:
+            answers.wait(LIMIT_S)
+            super()._meet()
+
+    early, late = EarlyRounds(first, lambda: True, LIMIT_S), Late(second, lambda: False, LIMIT_S)
+    wait_until(lambda: early.waits, LIMIT_S)
+    with ThreadPoolExecutor(1) as pool:
+        calls = pool.submit(lambda: [early.begins() for _ in range(3)])
+        wait([calls], 0.2)
+        answers.set()
+        assert calls.result(LIMIT_S) == [True, False, False]
+    wait_until(lambda: late.round > 0, LIMIT_S)
+    assert [late.begins() for _ in range(3)] == [True, False, False]
+    early.close()
+    late.close()
 
 
 def test_a_rank_that_can_start_no_thread_lets_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
