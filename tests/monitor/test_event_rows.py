@@ -69,3 +69,15 @@ def test_a_trace_has_the_last_operations_and_a_bounded_number_of_phases(
         events = trace(shown)["traceEvents"]
         assert [event["name"] for event in events if event["ph"] == "b"] == steps
         assert sum(event["ph"] == "X" for event in events) == slices
+
+
+def test_one_operation_with_very_many_records_stays_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorded_operations, "_MOST_RECORDS", 100)
+    lines: list[Any] = [operation("write", step=1, started=n) for n in range(90)]
+    lines += [record("write", n, 5000, 1, step=2) for n in range(1_000)]
+    lines += [record("write", n, n, 1, step=3, action="training", path="") for n in range(1_000)]
+    JsonLines(str(tmp_path / "e.jsonl")).take(lines)
+    first, *_ = read_operations([str(tmp_path)]).operations
+    assert (first.step, first.num_ranks) == (2, 1_000)

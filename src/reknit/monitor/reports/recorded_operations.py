@@ -22,8 +22,6 @@ from reknit.monitor.reports.repetitions import in_step, repetitions, storage_fig
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from numpy.typing import NDArray
-
     from reknit.monitor.records import Record
     from reknit.monitor.reports.repetitions import Part
     from reknit.monitor.reports.storage_figures import StorageFigures
@@ -34,6 +32,8 @@ _MOST_RECORDS = 2_000_000
 """Records that are kept, some 60 bytes each, and ..."""
 _OBJECTS = 20
 """... the memory for the objects of an operation, in records."""
+
+_FEW = 1_000
 
 MARKS = ("resume", "remove", "drop", "cool_due", "preemption")
 """Actions of a run beside its saves and loads, of which only the end is recorded."""
@@ -115,6 +115,11 @@ class _Recorded:
         """The memory that it takes, in records."""
         return _OBJECTS + len(self.events) + len(self.operations)
 
+    @property
+    def started(self) -> float:
+        """When the first phase began, or the first operation of a store without phases."""
+        return self.events.started if len(self.events) else float(self.operations.columns()["started"].min())
+
     def shown(self) -> list[RecordedOperation]:
         """Return the operations, by the clock of rank 0 as far as differences were measured."""
         weight, shown, _ = self._shown
@@ -130,11 +135,6 @@ class _Recorded:
             ]
             self._shown = self.weight, shown, parts
         return shown
-
-    def starts(self) -> NDArray[np.float64]:
-        """Return a time for each record of its weight: when the phases began, and the first of them."""
-        rest = np.full(self.weight - len(self.events), self.events.started)
-        return np.append(self.events.columns()["started"], rest)
 
     def forget(self, before: float) -> None:
         """Forget operations, or phases of the user, that ended before a time."""
@@ -179,7 +179,7 @@ class EventFiles:
         self._found: dict[tuple[str, str, int | None], _Recorded] = {}
         self._weight = 0
         self._forgotten_until = -inf
-        self._has_forgotten = False
+        self._has_forgotten, self._most = False, _MOST_RECORDS
         self._run: deque[PhaseRecord] = deque(maxlen=_MOST_OF_RUN)
         self._num_dropped = 0
 
@@ -244,18 +244,29 @@ class EventFiles:
 
     def _make_room(self) -> None:
         """Forget the oldest operations, so that the rest takes half of the memory at most."""
-        starts = [recorded.starts() for recorded in self._found.values()]
-        ordered = np.sort(np.concatenate(starts))
-        self._forgotten_until = float(ordered[len(ordered) // 2])
+        few = [recorded for recorded in self._found.values() if len(recorded.events) < _FEW]
+        many = [
+            recorded.events.columns() for recorded in self._found.values() if len(recorded.events) >= _FEW
+        ]
+        begins = [
+            np.array([recorded.started for recorded in few]),
+            *(each["started"] for each in many),
+        ]
+        weights = [np.array([recorded.weight for recorded in few]), *(np.ones(len(each)) for each in many)]
+        times, weight = np.concatenate(begins), np.concatenate(weights)
+        order = np.argsort(times)
+        passed = np.cumsum(weight[order])
+        self._forgotten_until = float(times[order][np.searchsorted(passed, passed[-1] / 2)])
         if not self._has_forgotten:
             self._has_forgotten = True
             logger.warning("there are too many events for a report: older ones are left out")
         for key, recorded in list(self._found.items()):
-            if recorded.events.started < self._forgotten_until:
+            if recorded.started < self._forgotten_until:
                 recorded.forget(self._forgotten_until)
                 if not len(recorded.events):
                     del self._found[key]
         self._weight = sum(recorded.weight for recorded in self._found.values())
+        self._most = max(_MOST_RECORDS, 2 * self._weight)  # one operation may have more than that
 
     def _add(self, record: Record) -> None:
         if isinstance(record, DroppedRecord):
@@ -276,7 +287,7 @@ class EventFiles:
         else:
             recorded.operations.append(record)
         self._weight += 1
-        if self._weight > _MOST_RECORDS:
+        if self._weight > self._most:
             self._make_room()
 
 
