@@ -4,8 +4,9 @@ Run: python benchmarks/events/run.py [--events 500000] [--mb 100] [--repeat 15] 
 
 The saves beside a sink that hangs, fails, is full or lies are small, so that any wait shows.  Each round has
 one save beside each sink and two without a sink, in an order that rotates.  A ratio is the median over the
-rounds of the time of a save by that of the save without a sink of its round.  The ratio of the two saves
-without a sink is the noise.
+rounds of the time of a save by that of the save without a sink of its round: until it is committed, and of
+the processor, in the calling thread and in all threads.  The ratios of the two saves without a sink are the
+noise.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ def beside_bad_sinks(folder: Path, num_saves: int, nbytes: int = 1_000_000) -> d
         "lying": Lying(),
     }
     state = {"model": {"w": np.random.default_rng(0).random(nbytes // 8)}}
-    found: dict[str, list[float]] = {name: [] for name in kinds}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in kinds}
     names = list(kinds)
     try:
         for number in range(num_saves + 2):
@@ -167,18 +168,26 @@ def beside_bad_sinks(folder: Path, num_saves: int, nbytes: int = 1_000_000) -> d
             for name in names[at:] + names[:at]:
                 options = reknit.SaveOptions(events=kinds[name], durability="process")
                 place = folder / f"{name}-{number}"
-                found[name].append(_times(place, state, True, options)["whole"])
+                found[name].append(_times(place, state, True, options))
     finally:
         hanging.released.set()
     later = {name: times[2:] for name, times in found.items()}
     return {
         name: {
-            "ratio": round(statistics.median(a / b for a, b in zip(times, later["none"], strict=True)), 4),
-            "median_ms": round(statistics.median(times), 3),
-            "longest_ms": round(max(found[name]), 1),
+            "ratio": _ratio(times, later["none"], "whole"),
+            "ratio_thread_cpu": _ratio(times, later["none"], "thread"),
+            "ratio_process_cpu": _ratio(times, later["none"], "process"),
+            "median_ms": round(statistics.median(each["whole"] for each in times), 3),
+            "quick_ms": round(statistics.quantiles((each["whole"] for each in times), n=10)[0], 3),
+            "longest_ms": round(max(each["whole"] for each in found[name]), 1),
         }
         for name, times in later.items()
     }
+
+
+def _ratio(times: list[dict[str, float]], others: list[dict[str, float]], what: str) -> float:
+    """Return the median over the rounds of the ratio of two times."""
+    return round(statistics.median(a[what] / b[what] for a, b in zip(times, others, strict=True)), 4)
 
 
 def _times(place: Path, state: dict[str, Any], wait: bool, options: reknit.SaveOptions) -> dict[str, float]:
