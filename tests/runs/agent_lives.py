@@ -231,7 +231,7 @@ class Lives:
         begun_now = {int(said.split()[0]) for trainer in trainers for said in trainer.said("begun")}
         on_disk = set().union(*there)
         self._head = max(committed | (begun_now & on_disk), default=self._head)
-        assert self._head is None or self._head in on_disk, f"save {self._head} is lost: {there}"
+        assert self._head not in (committed | self._there) - on_disk, f"save {self._head} is lost: {there}"
         self._judge_others()
         self._lose_some(there)
 

@@ -141,7 +141,7 @@ def test_a_rank_that_ends_while_the_others_wait_lets_them_go_on() -> None:
     waits = threading.Event()
 
     class Leaving(EarlyRounds):
-        def _meet(self) -> None:
+        def meet(self) -> None:
             wait_until(waits.is_set, LIMIT_S)
             self._side.close()
 
@@ -164,9 +164,9 @@ def test_a_call_waits_for_the_answer_which_may_make_it_the_round() -> None:
     answers = threading.Event()
 
     class Late(EarlyRounds):
-        def _meet(self) -> None:
+        def meet(self) -> None:
             answers.wait(LIMIT_S)
-            super()._meet()
+            super().meet()
 
     early, late = EarlyRounds(first, lambda: True, LIMIT_S), Late(second, lambda: False, LIMIT_S)
     wait_until(lambda: early.waits, LIMIT_S)

@@ -77,7 +77,7 @@ class EarlyRounds:
         try:
             while not self._over.wait(LOOK_S):
                 if self._look():
-                    self._meet()
+                    self.meet()
                     return  # from now on the run itself has the notice
         except ReknitError as error:
             if not (self._over.is_set() or isinstance(error, GroupClosedError)):
@@ -90,7 +90,7 @@ class EarlyRounds:
             mine = b"\x01" if self._noticed() else b""
             return bool(turn.exchange(mine, lambda requests: [_any(requests)] * self._side.size))
 
-    def _meet(self) -> None:
+    def meet(self) -> None:
         """Let all ranks hold a round at one call, which none of them has begun."""
         try:
             with comm.turn(self._side, "meet", self._timeout_s, merge=_highest) as turn:
