@@ -3,7 +3,7 @@
 Run: python benchmarks/events/run.py [--events 500000] [--mb 100] [--repeat 15] [--saves 300]
 
 The saves beside a sink that hangs, fails, is full or lies are small, so that any wait shows.  Each round has
-one save beside each sink and two without a sink, in an order that rotates.  A ratio is the median over the
+one save beside each sink and two without a sink, in a random order.  A ratio is the median over the
 rounds of the time of a save by that of the save without a sink of its round: until it is committed, and of
 the processor, in the calling thread and in all threads.  The ratios of the two saves without a sink are the
 noise.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import shutil
 import statistics
 import tempfile
@@ -164,8 +165,7 @@ def beside_bad_sinks(folder: Path, num_saves: int, nbytes: int = 1_000_000) -> d
     names = list(kinds)
     try:
         for number in range(num_saves + 2):
-            at = number % len(names)
-            for name in names[at:] + names[:at]:
+            for name in random.Random(number).sample(names, len(names)):
                 options = reknit.SaveOptions(events=kinds[name], durability="process")
                 place = folder / f"{name}-{number}"
                 found[name].append(_times(place, state, True, options))
