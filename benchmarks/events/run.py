@@ -3,10 +3,10 @@
 Run: python benchmarks/events/run.py [--events 500000] [--mb 100] [--repeat 15] [--saves 300]
 
 The saves beside a sink that hangs, fails, is full or lies are small, so that any wait shows.  Each round has
-one save beside each sink and two without a sink, in a random order.  A ratio is the median over the
-rounds of the time of a save by that of the save without a sink of its round: until it is committed, and of
-the processor, in the calling thread and in all threads.  The ratios of the two saves without a sink are the
-noise.
+one save beside each sink and two without a sink, in a random order.  A ratio is the median over the rounds:
+the time of a save by that of the save without a sink of its round.  The times are those until the save is
+committed, and of the processor, in the calling thread and in all threads.  The ratios of the two saves
+without a sink are the noise.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Very many events: what is kept of them takes little memory, and a trace of them stays small."""
+"""Very many events take little memory, and a trace of them stays small."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves and loads of one path and step are told apart: repeated, killed, and with an agent's own file."""
+"""Saves and loads of one path and step are separate: repeated ones, killed ones, and those with agents."""
 
 from __future__ import annotations
 
