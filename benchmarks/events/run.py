@@ -1,18 +1,26 @@
-"""How many events a second does a sink take, and what do all sinks together cost a save?  Prints JSON.
+"""How many events a second does a sink take, and what do good and bad sinks cost a save?  Prints JSON.
 
-Run: python benchmarks/events/run.py [--events 500000] [--mb 100] [--repeat 15]
+Run: python benchmarks/events/run.py [--events 500000] [--mb 100] [--repeat 15] [--saves 300]
+
+The saves beside a sink that hangs, fails, is full or lies are small, so that any wait shows.  Each round has
+one save beside each sink and two without a sink, in a random order.  A ratio is the median over the rounds:
+the time of a save by that of the save without a sink of its round.  The times are those until the save is
+committed, and of the processor, in the calling thread and in all threads.  The ratios of the two saves
+without a sink are the noise.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import shutil
 import statistics
 import tempfile
+import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from prometheus_client import CollectorRegistry
@@ -24,6 +32,8 @@ from reknit.monitor.outlet import Outlet
 from reknit.monitor.records import PhaseRecord, Record, StorageRecord
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from reknit.locations import Sink
 
 
@@ -71,7 +81,7 @@ def overhead(folder: Path, nbytes: int, repeat: int) -> dict[str, Any]:
     time of the calling thread until then, and of its process until the checkpoint exists, with all sinks.
     """
     state = {"model": {"w": np.random.default_rng(0).random(nbytes // 8)}}
-    everything = [
+    everything: list[Any] = [
         f"{folder}/lines/",
         sinks.DuckDB(f"{folder}/database/"),
         sinks.Prometheus(CollectorRegistry()),
@@ -91,6 +101,95 @@ def overhead(folder: Path, nbytes: int, repeat: int) -> dict[str, Any]:
     return {name: _compared(turns["without"][2:], turns["with"][2:]) for name, turns in found.items()}
 
 
+class Hanging:
+    """A sink that returns from its first call only when it is released."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+
+    def take(self, records: Sequence[Record]) -> None:
+        """Wait."""
+        self.released.wait()
+
+
+class Failing:
+    """A sink that fails each time."""
+
+    def take(self, records: Sequence[Record]) -> None:
+        """Raise."""
+        raise ConnectionError("the server refuses all records")
+
+
+class Full:
+    """A sink that writes to a disk without room."""
+
+    def take(self, records: Sequence[Record]) -> None:
+        """Write, which the system refuses."""
+        with open("/dev/full", "wb", buffering=0) as file:
+            for record in records:
+                file.write(repr(record).encode())
+
+
+class Lying:
+    """A sink that keeps no record, empties each batch, and is equal to everything."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return "sinks.JsonLines('/events')"
+
+    def take(self, records: Sequence[Record]) -> None:
+        """Return as after a success."""
+        cast("list[Record]", records).clear()
+
+
+def beside_bad_sinks(folder: Path, num_saves: int, nbytes: int = 1_000_000) -> dict[str, Any]:
+    """Return for each sink the ratio of the times of saves, and the longest save in milliseconds.
+
+    Raises `AssertionError` if a save is not committed.
+    """
+    hanging = Hanging()
+    kinds: dict[str, Any] = {
+        "none": None,
+        "none again": None,
+        "hanging": hanging,
+        "failing": Failing(),
+        "full": Full(),
+        "lying": Lying(),
+    }
+    state = {"model": {"w": np.random.default_rng(0).random(nbytes // 8)}}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in kinds}
+    names = list(kinds)
+    try:
+        for number in range(num_saves + 2):
+            for name in random.Random(number).sample(names, len(names)):
+                options = reknit.SaveOptions(events=kinds[name], durability="process")
+                place = folder / f"{name}-{number}"
+                found[name].append(_times(place, state, True, options))
+    finally:
+        hanging.released.set()
+    later = {name: times[2:] for name, times in found.items()}
+    return {
+        name: {
+            "ratio": _ratio(times, later["none"], "whole"),
+            "ratio_thread_cpu": _ratio(times, later["none"], "thread"),
+            "ratio_process_cpu": _ratio(times, later["none"], "process"),
+            "median_ms": round(statistics.median(each["whole"] for each in times), 3),
+            "quick_ms": round(statistics.quantiles((each["whole"] for each in times), n=10)[0], 3),
+            "longest_ms": round(max(each["whole"] for each in found[name]), 1),
+        }
+        for name, times in later.items()
+    }
+
+
+def _ratio(times: list[dict[str, float]], others: list[dict[str, float]], what: str) -> float:
+    """Return the median over the rounds of the ratio of two times."""
+    return round(statistics.median(a[what] / b[what] for a, b in zip(times, others, strict=True)), 4)
+
+
 def _times(place: Path, state: dict[str, Any], wait: bool, options: reknit.SaveOptions) -> dict[str, float]:
     """Save once, and return the times that it took in milliseconds."""
     begin, process, thread = time.perf_counter(), time.process_time(), time.thread_time()
@@ -98,6 +197,7 @@ def _times(place: Path, state: dict[str, Any], wait: bool, options: reknit.SaveO
     call, thread = time.perf_counter() - begin, time.thread_time() - thread
     pending.result()
     whole, process = time.perf_counter() - begin, time.process_time() - process
+    assert reknit.latest(place.parent) == str(place)
     shutil.rmtree(place)
     return {"whole": whole * 1e3, "call": call * 1e3, "thread": thread * 1e3, "process": process * 1e3}
 
@@ -119,6 +219,7 @@ def main() -> None:
     parser.add_argument("--events", type=int, default=500_000)
     parser.add_argument("--mb", type=int, default=100)
     parser.add_argument("--repeat", type=int, default=15)
+    parser.add_argument("--saves", type=int, default=300)
     args = parser.parse_args()
     reported = records(args.events)
     with tempfile.TemporaryDirectory() as folder:
@@ -129,6 +230,7 @@ def main() -> None:
             "OpenTelemetry, no SDK": rate(sinks.OpenTelemetry(), reported),
             "Alerts": rate(Alerts(), reported),
             f"save of {args.mb} MB": overhead(Path(folder), args.mb * 1_000_000, args.repeat),
+            "saves of 1 MB beside bad sinks": beside_bad_sinks(Path(folder), args.saves),
         }
     print(json.dumps(answer, indent=2))
 

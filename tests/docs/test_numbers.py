@@ -63,7 +63,7 @@ NUMBERS: dict[str, list[tuple[str, str, float]]] = {
         ("more than 1.5 times as long", "monitor/reports/phase_summary.py:SLOW_RATIO", 1.5),
         ("must also exceed 0.05 s", "monitor/reports/phase_summary.py:SLOW_S", 0.05),
         ("and 2 % of the whole", "monitor/reports/phase_summary.py:SLOW_SHARE", 0.02),
-        ("if it exceeds 5 ms", "monitor/reports/recorded_operations.py:_LEAST_BEHIND_S", 0.005),
+        ("if it exceeds 5 ms", "monitor/reports/repetitions.py:_LEAST_BEHIND_S", 0.005),
         ("50,000 divided by", "cli/reports/cost_options.py:_RANK_MTTF_H", 50_000),
         ("takes longer than two seconds", "monitor/progress.py:Intervals.quiet_s", 2),
         ("every ten seconds;", "monitor/progress.py:Intervals.log_s", 10),

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from reknit.monitor.reports.event_rows import KnownNames, OperationRows
+from reknit.monitor.reports.repetitions import storage_figures
 from reknit.monitor.reports.storage_figures import (
     Bar,
     StorageFigures,
@@ -21,19 +23,19 @@ if TYPE_CHECKING:
     from reknit.monitor.records import StorageRecord
 
 
-def waited(rank: int, seconds: float, **more: Any) -> StorageRecord:
+def waited(rank: int, seconds: float, name: str = "write", **more: Any) -> StorageRecord:
     known: dict[str, Any] = {"nbytes": 1 << 30, "at_once": rank, "host": f"host{rank // 2}"}
-    return operation("write", rank=rank, seconds=seconds, **(known | more))
+    return operation(name, rank=rank, seconds=seconds, **(known | more))
 
 
 def figures() -> dict[tuple[str, str], StorageFigures]:
     """Return the operations of four ranks, of which one waited long and two failed."""
-    found = {("write", "s3://bucket"): StorageFigures(), ("get", "s3://bucket"): StorageFigures()}
+    rows = OperationRows(KnownNames())
     for rank, seconds in enumerate((0.001, 0.001, 0.003, 2.0)):
         failed = {} if rank < 2 else {"outcome": "DeadlineError", "nbytes": 0, "retries": rank}
-        found["write", "s3://bucket"].add(waited(rank, seconds, **failed))
-    found["get", "s3://bucket"].add(waited(0, 5e-5, nbytes=0))
-    return found
+        rows.append(waited(rank, seconds, **failed))
+    rows.append(waited(0, 5e-5, "get", nbytes=0))
+    return storage_figures(rows)
 
 
 def test_a_table_adds_up_all_ranks() -> None:

@@ -2,12 +2,12 @@
 
 `python -m tests.runs.schedules --seeds 2000 --first 0` runs the schedules of many seeds.  A run has one to
 four ranks, which are threads, and one to three tiers, with policies and moves to a cold store.  It goes back
-to earlier steps.  Others remove, pin, score, copy and damage steps, stores are full, and clocks jump.
+to earlier steps.  Others remove, pin, score, copy, rename and damage steps, stores are full, and clocks jump.
 One rank dies, or all, in the middle of any change to a store.  After that:
 
 * the last save loads, unless it was lost since;
 * the next run, `latest` of it and `reknit.latest` find the newest whole step that the last save came from;
-* copies that somebody has made stay, and pinned steps are as they were;
+* copies that somebody has made stay, also renamed steps, and pinned steps are as they were;
 * each checkpoint in the cold store is named at its old path.
 """
 
@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 
 SCHEME = "schedule"
 _ENDLESS = 1 << 30
+_OTHER_NAMES = ("best", "step_00000998", "step_00000999")
+"""The names that others give to steps that they copy or rename."""
 _BACK = 0.2
 """Share of steps before which a run goes back."""
 _LIVES = 5
@@ -346,8 +348,8 @@ class Schedule:
             return
         step = rng.choice(older)
         path = step.path
-        if rng.random() < 0.2:
-            self._copy(step)
+        if rng.random() < 0.3:
+            self._copy(step, moves=rng.random() < 0.5)
             return
         what = rng.choice((reknit.delete, reknit.pin, reknit.unpin, reknit.note))
         self.done[what.__name__] += 1
@@ -357,20 +359,29 @@ class Schedule:
             if "dead" in error.message:
                 raise
 
-    def _copy(self, step: SavedStep) -> None:
-        """Copy a step to a folder with another name, maybe that of a later step."""
+    def _copy(self, step: SavedStep, *, moves: bool) -> None:
+        """Copy or rename the folder of a step, maybe to the name of a later step."""
         tree, path = ProcessMemory("schedules"), step.path
         here = path.removeprefix(f"{SCHEME}://")
-        if "cold" in here or not _is_whole(path) or here.rpartition("/")[2] in ("best", "step_00000999"):
+        if "cold" in here or not _is_whole(path) or here.rpartition("/")[2] in _OTHER_NAMES:
             return
-        to = f"{here.rpartition('/')[0]}/{self._rng.choice(('best', 'step_00000999'))}"
-        files = [each.path for each in tree.list(here)]
-        if tree.sub(to).folders() or any("/.notes/" in each for each in files) or step.moved_to:
-            return
-        for each in sorted(files, key=lambda each: each.endswith("manifest.json")):
-            tree.put(to + each.removeprefix(here), tree.get(each, limit=_ENDLESS), if_absent=False)
+        to = f"{here.rpartition('/')[0]}/{self._rng.choice(_OTHER_NAMES)}"
+        with tree.lock:  # the run may be removing it, and a rename is one act
+            files = [each.path for each in tree.list(here)]
+            whole = f"{here}/manifest.json" in files and not any("/pending." in each for each in files)
+            if (
+                not whole
+                or tree.sub(to).folders()
+                or any("/.notes/" in each for each in files)
+                or step.moved_to
+            ):
+                return
+            for each in files:
+                tree.put(to + each.removeprefix(here), tree.get(each, limit=_ENDLESS), if_absent=False)
+                if moves:
+                    tree.delete(each)
         self._copies.add(f"{SCHEME}://{to}")
-        self.done["copies"] += 1
+        self.done["renames" if moves else "copies"] += 1
 
     def _fate(self, there: list[set[int]]) -> list[set[int]]:
         """Damage the newest step of the first tier, or lose the tier, in some runs with other copies."""

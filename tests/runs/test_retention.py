@@ -12,8 +12,11 @@ import pytest
 
 import reknit
 from reknit.engine.record.at_path import committed
+from reknit.engine.record.checkpoint_notes import RenewedHold
+from reknit.engine.stored.steps import described
 from reknit.errors import StoragePermissionError
 from reknit.policies import at, best, latest, without
+from reknit.runs import retention as retention_module
 from reknit.runs.retention import Retention
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import open_storage
@@ -379,6 +382,31 @@ def test_a_metric_that_no_step_has_removes_nothing_and_is_logged(
     assert "which no step below" in said[0]
     reknit.note(root / "step_00000002", {"nosuch": 1.0})
     assert [step.step for step in retention.prune()] == [1, 3]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_metric_that_comes_after_the_metrics_were_read_keeps_its_step_though_its_hold_is_released(
+    at_once: bool, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (1, 2, 3):
+        reknit.note(root / f"step_{number:08d}", {"loss": float(number)})
+    step = open_storage(root / "step_00000003")
+    write_id = committed(step).save_id
+    before = [RenewedHold(step, write_id, 60.0)] if at_once else []
+
+    def score(*_: object, **__: object) -> list[Any]:
+        found = described(*_, **__)  # type: ignore[arg-type]
+        for held in before or [RenewedHold(step, write_id, 60.0)]:
+            reknit.note(root / "step_00000003", {"loss": 0.0})
+            held.release()
+        return found
+
+    retention = Retention(open_storage(root), best(1, "loss"))
+    monkeypatch.setattr(retention_module, "described", score)
+    assert [each.step for each in retention.prune()] == [2]
+    monkeypatch.undo()
+    assert [each.step for each in retention.prune()] == [1]
+    assert left(root) == ["step_00000003", "step_00000004"]
 
 
 @pytest.mark.parametrize("how", ["manifest", "all but the folder"])

@@ -70,7 +70,7 @@ def test_what_is_removed_is_told_and_what_cannot_be(
             run.save(step, state() | {"optimizer": {"m": 1}})
             run.wait()
 
-        def refuse(*_: Any) -> int:
+        def refuse(*_: Any, **__: Any) -> int:
             raise StoragePermissionError("may not", remedy="ask for the right to")
 
         monkeypatch.setattr(retention, "delete_moved", refuse)

@@ -60,6 +60,11 @@ class ProcessMemory:
             tree.under_way.clear()
 
     @property
+    def lock(self) -> threading.RLock:
+        """The lock of the whole tree: with it, several changes are one."""
+        return self._tree.lock
+
+    @property
     def url(self) -> str:
         """Return `process://`, the name, and the folder."""
         return f"process://{self._name}/{self._prefix}".rstrip("/")

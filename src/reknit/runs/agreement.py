@@ -9,9 +9,13 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from reknit.comm import group as comm
+from reknit.engine.background.side_group import side_group
+from reknit.errors import ReknitError
 from reknit.monitor.phase import monotonic
+from reknit.options import CommOptions
 from reknit.policies.policy import Moment
 from reknit.policies.save_policies import OnPreemption
+from reknit.runs.notices.early_rounds import EarlyRounds
 from reknit.runs.notices.preemption import Notice, Notices
 
 if TYPE_CHECKING:
@@ -24,7 +28,7 @@ logger = logging.getLogger("reknit")
 
 _ROUND_EVERY_S = 2.0
 _MOST_STEPS = 100
-"""Between two rounds: steps may become slower at once, and a notice must not wait for long then."""
+"""Between two rounds: steps may become slower at once, and the time that policies wait for is then late."""
 
 
 def ask_root(
@@ -40,14 +44,27 @@ class Agreement:
 
     If a policy depends on the step alone, each rank decides by itself.  Otherwise rank 0 decides in a round
     between the ranks, about every two seconds.  Each round also sets the step of the next round.  Between two
-    rounds, the ranks save only if that follows from the step alone.
+    rounds, the ranks save only if that follows from the step alone.  The pace of training may change, so a
+    notice brings a round of its own: within two seconds and the step that each rank is in (`EarlyRounds`).
 
     With `follows`, saves go on in the background, and there are rounds until the last one is committed.  If
     it has failed, the next step is saved in its place.
     """
 
-    def __init__(self, group: Group, policy: Policy, timeout_s: float, *, follows: bool = False) -> None:
+    def __init__(
+        self,
+        group: Group,
+        policy: Policy,
+        timeout_s: float,
+        *,
+        follows: bool = False,
+        options: CommOptions | None = None,
+    ) -> None:
         self._group, self._policy, self._timeout_s = group, policy, timeout_s
+        self._options = options or CommOptions()
+        self._early: EarlyRounds | None = None
+        self._is_sparse = False
+        """Whether a round has left out the next step."""
         self._follows, self._open = follows, False
         notices = [leaf for leaf in policy.leaves() if isinstance(leaf, OnPreemption)]
         self._notices, self._watches = Notices(notices), bool(notices)
@@ -69,9 +86,11 @@ class Agreement:
         if step < self._asked:  # an earlier step was loaded, so the step of the next round is out of date
             self._next, self._last = 0, None
         self._asked = step
+        early = self._early is not None and self._early.begins()
         answer = self._policy.due(Moment(step=step, saved=saved))
         # A notice has to reach all ranks also where each step is saved in any case.
-        if step < self._next or (answer is not None and not (self._watches or self._open)):
+        planned = step >= self._next and (answer is None or self._watches or self._open)
+        if not (early or planned):
             return bool(answer)
 
         def decide(requests: list[bytes]) -> list[bytes]:
@@ -94,7 +113,18 @@ class Agreement:
         ) as turn:
             due, notice, self._next, self._open = json.loads(turn.exchange(mine, decide))
         self._notice = _decoded(notice)
+        if self._watches and self._next > step + 1 and not self._is_sparse:
+            self._is_sparse = True
+            self._form_early()
         return bool(due)
+
+    def _form_early(self) -> None:
+        """Connect the threads that look for notices between two rounds; all ranks call this."""
+        try:
+            side = side_group(self._group, "notices", self._options, self._timeout_s)
+            self._early = EarlyRounds(side, lambda: self._notices.seen() is not None, self._timeout_s)
+        except ReknitError as error:  # the planned rounds stay
+            logger.warning("a notice may wait for %d steps: %s", _MOST_STEPS, error)
 
     def _next_round(self, step: int) -> int:
         """Return the step of the next round, in about two seconds at the pace of training."""
@@ -108,6 +138,8 @@ class Agreement:
 
     def close(self) -> None:
         """Stop watching for notices."""
+        if self._early is not None:
+            self._early.close()
         self._notices.close()
 
 

@@ -93,8 +93,8 @@ class Checkpointer(Shown):
         decides, sinks = self._group.rank == 0, outlets_for(options.events)
         # Last, after all calls that may fail: it handles signals, as only a run that begins may do.
         when, timeout_s = first.when, self._timeout_s
-        agrees = None if when is None else Agreement(self._group, when, timeout_s, follows=not wait)
-        self._agreement = agrees
+        agrees = partial(Agreement, follows=not wait, options=options.comm)
+        self._agreement = None if when is None else agrees(self._group, when, timeout_s)
         self._sinks = sinks if decides else ()
         self._retentions = self._tiers.retentions(sinks, apart=self._other_hosts.apart) if decides else {}
         self._keeps = [level.keep for level in self._tiers.levels if level.keep is not None]

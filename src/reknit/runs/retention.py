@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 from typing import TYPE_CHECKING
 
 from reknit.engine.record.at_path import manifest_in, read_manifest, size_of
@@ -16,7 +17,7 @@ from reknit.engine.stored.moving import delete_moved
 from reknit.engine.stored.places import files_at
 from reknit.engine.stored.steps import described, is_step_name, number_in, numbered
 from reknit.engine.stored.verify import verify
-from reknit.errors import FormatError, ReknitError, StoragePermissionError
+from reknit.errors import FormatError, ReknitError, StoragePermissionError, UsageError
 from reknit.format.manifest_file import decode_record
 from reknit.monitor.phase import Recorder, now
 from reknit.options import LoadOptions
@@ -161,14 +162,15 @@ class Retention:
     def _remove(self, step: SavedStep, items: tuple[str, ...] | None) -> bool:
         """Remove a step, or items of it, and return whether that succeeded."""
         folder, what = self._folder(step), "all" if items is None else ", ".join(map(repr, items))
-        action = "remove" if items is None else "drop"
+        action, unchanged = "remove" if items is None else "drop", partial(self._check_metrics, step)
         recorder = Recorder(action, step=step.step, path=step.path, sinks=self._sinks)
         try:
             with recorder.whole() as removal:
                 removal.detail = "" if items is None else what
                 if items is None:
-                    delete_moved(folder, open_storage, step.write_id)
+                    delete_moved(folder, open_storage, step.write_id, still=unchanged)
                 else:
+                    unchanged()
                     drop(folder, items, step.write_id)
         except ReknitError as error:
             logger.warning("step %s stays with %s at %s: %s", step.step, what, step.path, error)
@@ -177,6 +179,18 @@ class Retention:
         self._steps.pop(step.path, None)
         logger.info("removed %s of step %s: %s", what, step.step, step.path)
         return True
+
+    def _check_metrics(self, step: SavedStep) -> None:
+        """Raise `UsageError` if a metric of a step came or changed since the decision to remove the step.
+
+        Its author may have held the step until then, and the step may be the best now.  So this is called
+        when nobody can begin to hold the step any more, and nobody holds it.
+        """
+        if not self._reads_metrics or step.write_id is None:
+            return
+        known, added = step.metrics or {}, metrics_of(self._folder(step), step.write_id)
+        if repr({**known, **added}) != repr(known):  # a NaN is not equal to itself
+            raise UsageError(f"metrics were added to {step.path} a moment ago", path=step.path)
 
     def _sweep(self, needed: Container[int]) -> None:
         """Finish the removals of a process that died, of steps older than the newest that are not `needed`.

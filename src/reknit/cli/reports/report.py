@@ -108,6 +108,9 @@ def run_trace(args: argparse.Namespace) -> int:
     from reknit.monitor.reports.recorded_operations import read_operations
 
     operations, *_, beside = read_operations(args.events)
-    write_text(args.output, json.dumps(trace(operations, beside)))
-    print(f"wrote {args.output}: {len(operations)} saves and loads")
+    content = trace(operations, beside)
+    write_text(args.output, json.dumps(content))
+    print(
+        f"wrote {args.output}: {sum(event['ph'] == 'b' for event in content['traceEvents'])} saves and loads"
+    )
     return 0

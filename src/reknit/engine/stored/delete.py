@@ -47,7 +47,7 @@ from reknit.storage.base import Listed
 from reknit.types.manifest import FileEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from reknit.storage.base import Storage
     from reknit.types.manifest import Index, Manifest
@@ -56,12 +56,18 @@ logger = logging.getLogger("reknit")
 
 
 def delete(
-    storage: Storage, write_id: str | None = None, *, dry_run: bool = False, but: str | None = None
+    storage: Storage,
+    write_id: str | None = None,
+    *,
+    dry_run: bool = False,
+    but: str | None = None,
+    still: Callable[[], object] | None = None,
 ) -> int:
     """Remove the checkpoint at a place, or only that of a save, and return the bytes that this freed.
 
     With `dry_run`, remove nothing, and return the bytes that it would free.  Pins for the reason `but` do not
-    keep it.  Notes about copies elsewhere stay.
+    keep it.  Notes about copies elsewhere stay.  `still` is called when nobody holds the checkpoint or can
+    begin to hold it; its error keeps the checkpoint.
 
     Raises `CheckpointNotFoundError`, also where the manifest is not shown to be of reknit, `VersionError`,
     and `UsageError` for a link and where somebody writes to it.
@@ -82,7 +88,7 @@ def delete(
         refuse_held(storage, None, but)
         storage.delete(paths.MANIFEST_PATH)
     else:
-        _remove_record(storage, manifest.save_id, but)
+        _remove_record(storage, manifest.save_id, but, still)
         notes += notes_of(storage, manifest.save_id)
     for file in files:
         storage.delete(file.path)
@@ -176,11 +182,15 @@ def _replace(storage: Storage, old: Manifest, new: Manifest, index: Index) -> No
         raise
 
 
-def _remove_record(storage: Storage, write_id: str, but: str | None) -> None:
-    """Remove the manifest of a write, unless somebody holds the checkpoint."""
+def _remove_record(
+    storage: Storage, write_id: str, but: str | None, still: Callable[[], object] | None
+) -> None:
+    """Remove the manifest of a write, unless somebody holds the checkpoint, or `still` fails."""
     removal = Removal(storage, write_id)
     try:
         refuse_held(storage, write_id, but)
+        if still is not None:
+            still()
         removal.check()
     except BaseException:
         removal.give_up()

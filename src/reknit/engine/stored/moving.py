@@ -123,7 +123,12 @@ def _clear(hot: Storage, redirect: Manifest) -> int:
 
 
 def delete_moved(
-    storage: Storage, open_at: Callable[[str], Storage], write_id: str | None = None, *, dry_run: bool = False
+    storage: Storage,
+    open_at: Callable[[str], Storage],
+    write_id: str | None = None,
+    *,
+    dry_run: bool = False,
+    still: Callable[[], object] | None = None,
 ) -> int:
     """Remove the checkpoint at a place as `delete` does, and all copies of it that `move` has made.
 
@@ -137,7 +142,7 @@ def delete_moved(
     with ExitStack() as opened:
         places = [(path, copy, opened.enter_context(closing(open_at(copy.place)))) for path, copy in copies]
         there = [(copy, manifest_in(cold)) for _, copy, cold in places]
-        freed = delete(storage, write_id, dry_run=dry_run)
+        freed = delete(storage, write_id, dry_run=dry_run, still=still)
         if dry_run:
             return freed + sum(m.nbytes for copy, m in there if m and m.write_id == copy.write_id)
         for path, copy, cold in places:

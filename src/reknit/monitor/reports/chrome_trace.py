@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from reknit.monitor.reports.recorded_operations import MARKS
@@ -13,6 +15,9 @@ if TYPE_CHECKING:
     from reknit.monitor.records import PhaseRecord
     from reknit.monitor.reports.recorded_operations import RecordedOperation
 
+logger = logging.getLogger("reknit")
+
+_MOST_SLICES = 100_000
 _ROW = 0
 """The row of the run, with its actions beside saves and loads, and its failures."""
 
@@ -20,9 +25,10 @@ _ROW = 0
 def trace(operations: Sequence[RecordedOperation], run: Sequence[PhaseRecord] = ()) -> dict[str, Any]:
     """Return a trace with a process for each rank, and in it a row for each phase of trainer and agent.
 
-    One more process is the run: its saves and loads by step, the failures, and its other actions.
+    One more process is the run: its saves and loads by step, the failures, and its other actions.  The trace
+    has the last 100,000 phases: viewers do not open much larger ones.
     """
-    events = [event for operation in operations for event in operation.events]
+    operations, events = _latest(operations)
     marks = [event for event in run if event.action in MARKS]
     begin = min(event.started for event in (*events, *marks))
     rows = {lane: number for number, lane in enumerate(dict.fromkeys(event.lane for event in events))}
@@ -37,9 +43,22 @@ def trace(operations: Sequence[RecordedOperation], run: Sequence[PhaseRecord] = 
                 _instant(event, event.outcome, event.rank, rows[event.lane], begin)
                 for operation in operations
                 for event in operation.failures
+                if event.lane in rows
             ),
         ],
     }
+
+
+def _latest(operations: Sequence[RecordedOperation]) -> tuple[Sequence[RecordedOperation], list[PhaseRecord]]:
+    """Return the last operations that have not too many phases, and these phases."""
+    first, left = len(operations), _MOST_SLICES
+    while first and (left == _MOST_SLICES or len(operations[first - 1].events) <= left):
+        first -= 1
+        left = max(left - len(operations[first].events), 0)
+    shown = operations[first:]
+    if first:
+        logger.warning("the trace has the last %d of %d saves and loads", len(shown), len(operations))
+    return shown, list(islice((event for each in shown for event in each.events), _MOST_SLICES))
 
 
 def _names(events: Sequence[PhaseRecord], rows: dict[str, int]) -> Iterator[dict[str, Any]]:

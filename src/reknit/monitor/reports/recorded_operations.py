@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import deque
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from msgspec import structs
+import numpy as np
 
 from reknit.errors import ReknitError, StorageError, UsageError
+from reknit.monitor.own_phase import ACTION
 from reknit.monitor.record_files import SUFFIXES, RecordFiles
 from reknit.monitor.records import MOVING, DroppedRecord, PhaseRecord
-from reknit.monitor.reports.storage_figures import StorageFigures
+from reknit.monitor.reports.event_rows import EventRows, KnownNames, OperationRows, ends
+from reknit.monitor.reports.repetitions import in_step, repetitions, storage_figures
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from reknit.monitor.records import Record, StorageRecord
+    from reknit.monitor.records import Record
+    from reknit.monitor.reports.repetitions import Part
+    from reknit.monitor.reports.storage_figures import StorageFigures
 
-_LEAST_BEHIND_S = 0.005
-"""Clocks of hosts that agree may seem to differ by so much, because answers take a moment."""
+logger = logging.getLogger("reknit")
+
+_MOST_RECORDS = 2_000_000
+"""Records that are kept, some 60 bytes each, and ..."""
+_OBJECTS = 20
+"""... the memory for the objects of an operation, in records."""
+
+_FEW = 1_000
 
 MARKS = ("resume", "remove", "drop", "cool_due", "preemption")
 """Actions of a run beside its saves and loads, of which only the end is recorded."""
@@ -33,68 +44,117 @@ _REPEATED = ("save", "load")
 """Actions that end with a phase of their name, and may be repeated with one path and step."""
 
 
-@dataclass
 class RecordedOperation:
-    """The events of all ranks of one save, load, promotion or verification, or of the user's own phases."""
+    """The events of all ranks of one save, load, promotion or verification, or of the user's own phases.
 
-    action: str
-    path: str
-    step: int | None
-    events: list[PhaseRecord] = field(default_factory=list)
-    storage: dict[tuple[str, str], StorageFigures] = field(default_factory=dict)
-    """The operations of stores, by their name and store."""
-    number: int = 0
-    """How many saves or loads of the same path and step were before."""
-    ends: dict[int, float] = field(default_factory=dict)
-    """When it ended on each rank, as the rank recorded it."""
+    `storage` has the figures of the operations of stores, by their name and store.  `number` is the number of
+    saves or loads of the same path and step before.
+    """
+
+    __slots__ = ("action", "events", "number", "path", "step", "storage")
+
+    def __init__(
+        self,
+        action: str,
+        path: str,
+        step: int | None,
+        events: EventRows,
+        storage: dict[tuple[str, str], StorageFigures],
+        number: int = 0,
+    ) -> None:
+        self.action, self.path, self.step, self.events, self.storage = action, path, step, events, storage
+        self.number = number
 
     @property
     def started(self) -> float:
         """When its first phase began, in seconds since the epoch."""
-        return min(event.started for event in self.events)
+        return self.events.started
 
     @property
     def elapsed_s(self) -> float:
         """Seconds until the last phase of any rank ended."""
-        return max(event.end for event in self.events) - self.started
+        return self.events.ended - self.started
 
     @property
     def nbytes(self) -> int:
         """Bytes that all ranks wrote to storage or read from it."""
-        return sum(event.nbytes for event in self.events if event.phase in MOVING)
+        moving = {number for number, kind in self.events.kinds().items() if kind.phase in MOVING}
+        return sum(self.events.where(moving).columns()["nbytes"].tolist())
 
     @property
     def num_ranks(self) -> int:
         """The number of ranks that took part."""
-        return len({event.rank for event in self.events})
+        return len(np.unique(self.events.columns()["rank"]))
 
     @property
     def failures(self) -> list[PhaseRecord]:
         """The phases that failed, the first of each rank, in the order of time."""
-        failed = sorted((e for e in self.events if e.outcome != "ok"), key=lambda event: event.end)
+        wrong = {number for number, kind in self.events.kinds().items() if kind.outcome != "ok"}
+        failed = sorted(self.events.where(wrong), key=lambda event: event.end) if wrong else []
         return list({event.rank: event for event in reversed(failed)}.values())[::-1]
-
-    def in_step(self) -> RecordedOperation:
-        """Return the operation with all times by the clock of rank 0, as far as differences were measured.
-
-        The ranks of a host measure its difference; the highest value is the most precise.
-        """
-        behind: dict[str, float] = {}
-        for event in self.events:
-            if event.behind_s is not None:
-                behind[event.host] = max(event.behind_s, behind.get(event.host, event.behind_s))
-        if all(abs(seconds) < _LEAST_BEHIND_S for seconds in behind.values()):
-            return self
-        events = [_later(event, behind.get(event.host, 0.0)) for event in self.events]
-        return replace(self, events=events)
 
     def __str__(self) -> str:
         step = "" if self.step is None else f" (step {self.step})"
         return " ".join(filter(None, (self.action, self.path))) + step
 
 
-def _later(event: PhaseRecord, seconds: float) -> PhaseRecord:
-    return structs.replace(event, started=event.started + seconds, ended=event.end + seconds)
+class _Recorded:
+    """All records of one action, path and step, and the operations of which they are."""
+
+    __slots__ = ("_first", "_names", "_of_all", "_shown", "events", "operations")
+
+    def __init__(self, names: KnownNames, of_all: tuple[str, str, int | None]) -> None:
+        self._names, self._of_all = names, of_all
+        self.events, self.operations = EventRows(names, of_all), OperationRows(names)
+        self._first = 0
+        """The number of the first operation: those before were forgotten."""
+        self._shown: tuple[int, list[RecordedOperation], list[Part]] = 0, [], []
+
+    @property
+    def weight(self) -> int:
+        """The memory that it takes, in records."""
+        return _OBJECTS + len(self.events) + len(self.operations)
+
+    @property
+    def started(self) -> float:
+        """When the first phase began, or the first operation of a store without phases."""
+        return self.events.started if len(self.events) else float(self.operations.columns()["started"].min())
+
+    def shown(self) -> list[RecordedOperation]:
+        """Return the operations, by the clock of rank 0 as far as differences were measured."""
+        weight, shown, _ = self._shown
+        if weight != self.weight:
+            action = self._of_all[0]
+            parts = [(self.events, self.operations)]
+            if action in _REPEATED:
+                parts = repetitions(action, self.events, self.operations)
+            parts = [part for part in parts if len(part[0])]
+            shown = [
+                RecordedOperation(*self._of_all, in_step(events), storage_figures(operations), number=number)
+                for number, (events, operations) in enumerate(parts, self._first)
+            ]
+            self._shown = self.weight, shown, parts
+        return shown
+
+    def forget(self, before: float) -> None:
+        """Forget operations, or phases of the user, that ended before a time."""
+        if self.events.ended < before:
+            self.events, self.operations = EventRows(self._names, self._of_all), OperationRows(self._names)
+        elif self._of_all[0] == ACTION:
+            columns = self.events.columns()
+            self.events = self.events.of(columns[ends(columns) >= before])
+        else:
+            self.keep({id(each) for each in self.shown() if each.events.ended >= before})
+
+    def keep(self, shown: set[int]) -> None:
+        """Keep the operations with these identities."""
+        parts = [part for each, part in zip(*self._shown[1:], strict=True) if id(each) in shown]
+        self._first += len(self._shown[1]) - len(parts)
+        events, operations = EventRows(self._names, self._of_all), OperationRows(self._names)
+        for part in parts:
+            events.extend(part[0])
+            operations.extend(part[1])
+        self.events, self.operations = events, operations
 
 
 class ReadEvents(NamedTuple):
@@ -115,7 +175,11 @@ class EventFiles:
     def __init__(self, places: Sequence[str]) -> None:
         self._places = places
         self._files = RecordFiles()
-        self._found: dict[tuple[str, str, int | None, int], RecordedOperation] = {}
+        self._names = KnownNames()
+        self._found: dict[tuple[str, str, int | None], _Recorded] = {}
+        self._weight = 0
+        self._forgotten_until = -inf
+        self._has_forgotten, self._most = False, _MOST_RECORDS
         self._run: deque[PhaseRecord] = deque(maxlen=_MOST_OF_RUN)
         self._num_dropped = 0
 
@@ -141,22 +205,68 @@ class EventFiles:
         return self._files.amount
 
     def until_now(self) -> ReadEvents:
-        """Return everything that has been read."""
-        found = (operation.in_step() for operation in self._found.values() if operation.events)
-        ordered = sorted(found, key=lambda operation: operation.started)
+        """Return everything that has been read, and was not forgotten."""
         num_invalid = self._files.num_invalid + self._files.num_unfinished
         run = sorted(self._run, key=lambda event: event.end)
-        return ReadEvents(ordered, num_invalid, self._num_dropped, run)
+        return ReadEvents(self._operations(), num_invalid, self._num_dropped, run)
+
+    def _operations(self) -> list[RecordedOperation]:
+        """Return all operations, in the order of time."""
+        found = (operation for recorded in self._found.values() for operation in recorded.shown())
+        return sorted(found, key=lambda operation: operation.started)
 
     def forget(self, most_events: int) -> list[RecordedOperation]:
-        """Keep the last operations, with at most so many events, but at least one; return the others."""
-        num_events, others = 0, []
-        for number, operation in enumerate(reversed(self.until_now().operations)):
-            num_events += len(operation.events)
-            if number and num_events > most_events:
-                key = operation.action, operation.path, operation.step, operation.number
-                others.append(self._found.pop(key).in_step())
-        return others[::-1]
+        """Keep the last operations, with at most so many events, but at least one; return the others.
+
+        Later records from before the end of an operation that was forgotten are forgotten as well, if no
+        operation that is kept had begun then.
+        """
+        operations, num_events, first = self._operations(), 0, 0
+        for at in reversed(range(len(operations))):
+            num_events += len(operations[at].events)
+            if at < len(operations) - 1 and num_events > most_events:
+                first = at + 1
+                break
+        others, kept = operations[:first], operations[first:]
+        if others:
+            self._forgotten_until = max(self._forgotten_until, min(each.started for each in kept))
+            self._only(kept, others)
+        return others
+
+    def _only(self, kept: Sequence[RecordedOperation], others: Sequence[RecordedOperation]) -> None:
+        """Forget the other operations."""
+        staying = {id(each) for each in kept}
+        for key in {(each.action, each.path, each.step) for each in others}:
+            self._found[key].keep(staying)
+            if not len(self._found[key].events):
+                del self._found[key]
+        self._weight = sum(recorded.weight for recorded in self._found.values())
+
+    def _make_room(self) -> None:
+        """Forget the oldest operations, so that the rest takes half of the memory at most."""
+        few = [recorded for recorded in self._found.values() if len(recorded.events) < _FEW]
+        many = [
+            recorded.events.columns() for recorded in self._found.values() if len(recorded.events) >= _FEW
+        ]
+        begins = [
+            np.array([recorded.started for recorded in few]),
+            *(each["started"] for each in many),
+        ]
+        weights = [np.array([recorded.weight for recorded in few]), *(np.ones(len(each)) for each in many)]
+        times, weight = np.concatenate(begins), np.concatenate(weights)
+        order = np.argsort(times)
+        passed = np.cumsum(weight[order])
+        self._forgotten_until = float(times[order][np.searchsorted(passed, passed[-1] / 2)])
+        if not self._has_forgotten:
+            self._has_forgotten = True
+            logger.warning("there are too many events for a report: older ones are left out")
+        for key, recorded in list(self._found.items()):
+            if recorded.started < self._forgotten_until:
+                recorded.forget(self._forgotten_until)
+                if not len(recorded.events):
+                    del self._found[key]
+        self._weight = sum(recorded.weight for recorded in self._found.values())
+        self._most = max(_MOST_RECORDS, 2 * self._weight)  # one operation may have more than that
 
     def _add(self, record: Record) -> None:
         if isinstance(record, DroppedRecord):
@@ -166,29 +276,19 @@ class EventFiles:
             self._run.append(record)
             if record.action in MARKS:
                 return
-        operation = self._operation_of(record)
+        if (record.end if isinstance(record, PhaseRecord) else record.started) < self._forgotten_until:
+            return
+        key = record.action, record.path, record.step
+        if (recorded := self._found.get(key)) is None:
+            recorded = self._found[key] = _Recorded(self._names, key)
+            self._weight += _OBJECTS
         if isinstance(record, PhaseRecord):
-            operation.events.append(record)
-            if record.action in _REPEATED and record.phase == record.action and record.process == "trainer":
-                operation.ends[record.rank] = record.end
+            recorded.events.append(record)
         else:
-            operation.storage.setdefault((record.operation, record.store), StorageFigures()).add(record)
-
-    def _operation_of(self, record: PhaseRecord | StorageRecord) -> RecordedOperation:
-        """Return the operation of a record: the next one of its path and step after the last end on its rank.
-
-        Records of an agent come in a file of their own, so they do not begin an operation.
-        """
-        number, begun = 0, self._found.get((record.action, record.path, record.step, 0))
-        while begun is not None and record.started >= begun.ends.get(record.rank, float("inf")):
-            later = self._found.get((record.action, record.path, record.step, number + 1))
-            if later is None and record.process != "trainer":
-                return begun
-            number, begun = number + 1, later
-        if begun is None:
-            begun = RecordedOperation(record.action, record.path, record.step, number=number)
-            self._found[record.action, record.path, record.step, number] = begun
-        return begun
+            recorded.operations.append(record)
+        self._weight += 1
+        if self._weight > self._most:
+            self._make_room()
 
 
 def read_operations(places: Sequence[str]) -> ReadEvents:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from reknit.monitor.records import StorageRecord
+    from numpy.typing import NDArray
 
 _LEAST_BIT = 7
 """Latencies of less than 2**7 microseconds are counted together."""
@@ -33,17 +35,23 @@ class StorageFigures:
     """The number of failures, by error and host."""
     latencies: Counter[int] = field(default_factory=Counter)
 
-    def add(self, record: StorageRecord) -> None:
-        """Count an operation."""
-        self.count += 1
-        self.nbytes += record.nbytes
-        self.seconds += record.seconds
-        self.most_s = max(self.most_s, record.seconds)
-        self.retries += record.retries
-        self.at_once = max(self.at_once, record.at_once)
-        self.latencies[max(_LEAST_BIT, int(record.seconds * 1e6).bit_length())] += 1
-        if record.outcome != "ok":
-            self.errors[record.outcome, record.host] += 1
+    def add(self, columns: NDArray[Any], failure: tuple[str, str] | None) -> None:
+        """Count operations with these columns, which had the same failure: an error and a host, or None.
+
+        The columns are those of `OperationRows`.
+        """
+        seconds = columns["seconds"]
+        self.count += len(columns)
+        self.nbytes += sum(columns["nbytes"].tolist())
+        self.seconds += float(seconds.sum())
+        self.most_s = max(self.most_s, float(seconds.max()))
+        self.retries += sum(columns["retries"].tolist())
+        self.at_once = max(self.at_once, int(columns["at_once"].max()))
+        bits = np.maximum(np.frexp(np.floor(seconds * 1e6))[1], _LEAST_BIT)
+        found, counts = np.unique(bits, return_counts=True)
+        self.latencies.update(dict(zip(found.tolist(), counts.tolist(), strict=True)))
+        if failure is not None:
+            self.errors[failure] += len(columns)
 
     def below_s(self, share: float) -> float:
         """Return a time that this share of the operations did not exceed, up to a factor of two."""
