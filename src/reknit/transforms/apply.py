@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from msgspec import structs
 
+from reknit.transforms.geometry import resized
 from reknit.transforms.step import apply_rule
 from reknit.types.box import Box
 from reknit.types.dtype import converts
@@ -21,21 +23,28 @@ if TYPE_CHECKING:
 
     from reknit.errors import MismatchError
     from reknit.transforms.base import Piece, Rule, Shape
+    from reknit.transforms.interleaving import Interleaving
     from reknit.transforms.step import Name, SourcePart, Step
     from reknit.types.manifest import Catalog
     from reknit.types.wanted import Wanted
 
 
 class _Found(NamedTuple):
-    """Results of the way back: memory to fill with zeros in the end, and tensors that have to be equal."""
+    """Results of the way back: memory to fill in the end, and tensors that have to be equal.
+
+    `blanks` become zero.  `moves` are places in memory, and elements of other memory that belong there.
+    """
 
     blanks: list[Any]
     equal: dict[tuple[str, str, str, str], None]
+    moves: list[tuple[Any, Any]]
 
-    def clear(self) -> None:
-        """Fill the memory that is to be zero."""
+    def fill(self) -> None:
+        """Fill the memory that no bytes of the checkpoint go to."""
         for blank in self.blanks:
             blank[...] = 0
+        for place, elements in reversed(self.moves):  # the last were found nearest to the checkpoint
+            place[...] = elements
 
 
 @dataclass
@@ -75,7 +84,7 @@ class Transformed:
         labels: list[str] = []
         taken: dict[Name, None] = {}
         resized: dict[str, str] = {}
-        found, early = _Found([], {}), _Found([], {})
+        found, early = _Found([], {}, []), _Found([], {}, [])
         for whole in wanted.shards:
             shard, name = self._clipped(whole), full_name(whole.item, whole.fqn)
             if shard.spec.shape != whole.spec.shape:
@@ -96,11 +105,11 @@ class Transformed:
         blobs = dict.fromkeys(name for entry in wanted.blobs for name in self.origins(entry, tensors=False))
 
         def deliver_early() -> None:
-            early.clear()
+            early.fill()
             wanted.deliver_early()
 
         def deliver() -> None:
-            found.clear()
+            found.fill()
             wanted.deliver()
 
         return replace(
@@ -179,6 +188,10 @@ class Transformed:
             for blank in source.made.blank:
                 if (common := shard.box.intersect(blank)) is not None:
                     found.blanks.append(shard.data[common.relative_to(shard.box.offsets).slices()])
+        if source.made.interleaving is not None and shard.box.numel:
+            part, moves = _reordered(shard, source.made.interleaving, source)
+            found.moves.extend(moves if self._is_filled(shard, depth) else ())
+            yield from self._back(part, depth - 1, found)
         for piece in source.made.pieces:
             if (part := _part(shard, piece, source)) is not None:
                 yield from self._back(part, depth - 1, found)
@@ -197,6 +210,25 @@ def _resized(made: Shape, wanted: Shape) -> str:
     """Return the warning about a tensor that has another shape: the part that is taken."""
     taken = Box.whole(tuple(map(min, made, wanted)))
     return f"transforms make shape {list(made)} of the saved tensor, wanted {list(wanted)}: took {taken}"
+
+
+def _reordered(
+    shard: Shard, interleaving: Interleaving, source: SourcePart
+) -> tuple[Shard, list[tuple[Any, Any]]]:
+    """Return the part of a source with all elements of a shard, in new memory, and the moves from there."""
+    data, dim = shard.data, interleaving.dim
+    start = shard.box.offsets[dim]
+    stop = start + shard.box.lengths[dim]
+    first, last = interleaving.needed(start, stop)
+    box = Box(
+        resized(shard.box.offsets, dim, first),
+        resized(shard.box.lengths, dim, last - first),
+    )
+    memory = data.new_empty(box.lengths) if hasattr(data, "new_empty") else np.empty(box.lengths, data.dtype)
+    (item, fqn), before = source.names[0], (slice(None),) * dim
+    moves = [(data[(*before, to)], memory[(*before, of)]) for to, of in interleaving.moves(start, stop)]
+    spec = TensorSpec(source.shapes[0], shard.spec.dtype)
+    return Shard(item, fqn, spec, box, shard.replicas, memory), moves
 
 
 def _part(shard: Shard, piece: Piece, source: SourcePart) -> Shard | None:
