@@ -13,6 +13,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -124,17 +125,36 @@ class LinearAndNorm(RowParallelLinear):
         out, bias = super().forward(input_)
         return self.post_layernorm(out), bias
 
-    def sharded_state_dict(self, prefix: str = "", offsets: Any = (), metadata: Any = None) -> Any:
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
         norm = make_sharded_tensors_for_checkpoint(
-            self.post_layernorm.state_dict(keep_vars=True), f"{prefix}post_layernorm.", {}, offsets
+            self.post_layernorm.state_dict(keep_vars=True), f"{prefix}post_layernorm.", {}, sharded_offsets
         )
-        return super().sharded_state_dict(prefix, offsets, metadata) | norm
+        return super().sharded_state_dict(prefix, sharded_offsets, metadata) | norm
+
+
+class WideAttention(torch.nn.Module):
+    """Attention whose values are narrower than its keys, which Megatron has in Transformer Engine only."""
+
+    def __init__(self, softmax_scale: float, **_: Any) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, **_: Any
+    ) -> torch.Tensor:
+        scores = torch.einsum("qbhd,kbhd->bhqk", query, key) * self.scale
+        weights = scores.masked_fill(mask, float("-inf")).softmax(-1)
+        return torch.einsum("bhqk,kbhd->qbhd", weights, value).flatten(2)
 
 
 def _layers(kind: str, config: TransformerConfig) -> TransformerBlockSubmodules:
     specs = get_gpt_decoder_layer_specs(
         config, use_transformer_engine=False, normalization="RMSNorm", qk_l2_norm=kind == "llama4_text"
     )
+    if config.multi_latent_attention:
+        multi_latent_attention.HAVE_TE = False  # it looks for classes that are missing without it
+        for spec in specs:
+            spec.submodules.self_attention.submodules.core_attention = WideAttention
     if not kind.startswith("gemma"):
         return TransformerBlockSubmodules(layer_specs=specs, layer_norm=WrappedTorchNorm)
     for spec in specs:
@@ -164,6 +184,7 @@ def build(kind: str, layout: Layout, *, seed: int) -> GPTModel:
         "use_cpu_initialization": True,
         "tensor_model_parallel_size": layout.tp,
         "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "normalization": "RMSNorm",

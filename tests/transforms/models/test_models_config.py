@@ -30,7 +30,7 @@ MAPS = [
     ("changes", "message"),
     [
         ({"model_type": "gpt2"}, "no map for models with the model_type 'gpt2'"),
-        ({"model_type": "lama"}, "did you mean llama"),
+        ({"model_type": "lama"}, "did you mean 'llama'"),
         ({"model_type": None}, "the families are llama, llama4_text"),
         ({"model_type": "gemma3", "text_config": {}}, "give its text_config"),
         ({"num_attention_heads": None}, "num_attention_heads of the config is None"),

@@ -2,9 +2,9 @@
 
 Each function takes the config of the Hugging Face model: ``model.config`` of `transformers`, or the
 dictionary in ``config.json``.  Its ``model_type`` selects the rules.  Names are those of a model of
-`transformers` 5 or newer with an output head (``...ForCausalLM``): models have all experts of a layer in one
-tensor, and files have each expert by itself.  The functions raise `UsageError` for a family without a map,
-and for a config with fields that the map is not for.  As loads are strict, a tensor that a map does not know
+`transformers` 5 or newer with an output head (``...ForCausalLM``).  Models have all experts of a layer in one
+tensor; files have each expert by itself.  The functions raise `UsageError` for a family without a map,
+and for a config with fields that the map is not for.  As loads are strict, a tensor without a rule
 is an error.
 """
 
@@ -49,7 +49,8 @@ def hugging_face_to_megatron(
 ) -> list[Rule]:
     """Return the rules from a model or files of Hugging Face to a GPT model of Megatron-Core.
 
-    The vocabulary is padded with zeros to `padded_vocab_size`.  `spec` is the layer spec of Megatron:
+    The vocabulary is padded with zeros to `padded_vocab_size`.  An output head that is tied to the embedding
+    is left out, as Megatron does not save it.  `spec` is the layer spec of Megatron:
     ``"transformer_engine"``, which has most norms in the linear layers that follow, or ``"local"``.  Raises
     `UsageError`.
     """
@@ -61,7 +62,9 @@ def hugging_face_to_megatron(
             f"the vocabulary of {model.vocab_size} entries cannot be padded to {padded_vocab_size}",
             remedy="give the number of rows of Megatron's embedding as padded_vocab_size",
         )
-    return _inverse([*megatron_rules(model, padded=padded_vocab_size, spec=spec), *file_rules(model.family)])
+    rules = [*megatron_rules(model, padded=padded_vocab_size, spec=spec), *file_rules(model.family)]
+    head = [Drop((Pattern("lm_head.weight"),), (), optional=True)] if model.tied else []
+    return [*head, *_inverse(rules)]
 
 
 @checked_call

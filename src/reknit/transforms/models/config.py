@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from reknit.errors import UsageError, nearest
+from reknit.errors import UsageError, did_you_mean
 from reknit.transforms.models.families import FAMILIES
 
 if TYPE_CHECKING:
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 class Model:
     """A model: its family, numbers of query and key-value heads, size of the vocabulary, and kinds of layers.
 
-    `sparse` is, for each layer, whether the layer has experts.
+    `tied` is whether the output head is the embedding.  `sparse` is, for each layer, whether the layer has
+    experts.
     """
 
     kind: str
@@ -72,8 +73,8 @@ def _family(fields: Mapping[str, Any]) -> tuple[str, Family]:
     if isinstance(fields.get("text_config"), Mapping):
         remedy = "it describes more than a language model: give its text_config"
     else:
-        near = nearest(str(kind), list(FAMILIES))
-        remedy = f"the families are {', '.join(FAMILIES)}" + (f"; did you mean {near}?" if near else "")
+        near = did_you_mean(str(kind), FAMILIES)
+        remedy = f"the families are {', '.join(FAMILIES)}" + (f"; {near}" if near else "")
     raise UsageError(f"there is no map for models with the model_type {kind!r}", remedy=remedy)
 
 
