@@ -66,7 +66,11 @@ def test_a_family_has_equal_logits_in_both_directions(kind: str, root: Root) -> 
 
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [("llama", Layout(2, tp=2)), ("gpt_oss", Layout(2, tp=2, etp=1)), ("qwen3_moe", Layout(2, experts=4, ep=2))],
+    [
+        ("llama", Layout(2, tp=2)),
+        ("gpt_oss", Layout(2, tp=2, etp=1)),
+        ("qwen3_moe", Layout(2, experts=4, ep=2)),
+    ],
     ids=["llama-tp2", "gpt-oss-tp2", "qwen3-moe-ep2"],
 )
 def test_logits_are_those_of_the_other_library_on_two_ranks(

@@ -4,8 +4,8 @@ Give rules to `reknit.LoadOptions(transforms=[...])`; each applies to the result
 renames anything, by whole names ``item/fqn``.  The other rules take templates of the names of parameters,
 without the item: ``layers.{i}.weight``, where ``{i}`` is one part of a dotted name and ``{i*}`` one or more.
 Such a rule changes the optimizer states and options of a parameter like the parameter.  Only the bytes that a
-rank needs are read.  With `optional` a rule may match nothing.  Ready-made rules for families of models are in
-`reknit.transforms.models`.
+rank needs are read.  With `optional` a rule may match nothing.  Ready-made rules for families of models are
+in `reknit.transforms.models`.
 """
 
 from __future__ import annotations

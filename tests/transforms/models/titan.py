@@ -42,7 +42,6 @@ from tests.transforms.models.sizes import (
     words,
 )
 
-KINDS = ("llama", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss")
 _INIT: dict[str, Any] = {
     name: nn.init.zeros_ for name in ("weight", "bias", "sinks", "w1_EFD", "w2_EDF", "w3_EFD")
 } | {name: nn.init.zeros_ for name in ("mlp1_weight_EGD", "mlp1_bias_EG", "mlp2_weight_EDF", "mlp2_bias_ED")}
@@ -253,11 +252,13 @@ def build(kind: str, *, seed: int, fused: bool = True) -> nn.Module:
     return model.eval()
 
 
-def in_float32(patch: Any) -> None:
+def in_float32() -> None:
     """Let experts compute in float32, where torchtitan rounds to bfloat16, so that logits can be compared."""
-    patch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor)
+    tensors: Any = torch.Tensor
+    tensors.bfloat16 = lambda tensor: tensor
+    experts: Any
     for experts in (GroupedExperts, GptOssGroupedExperts):
-        patch.setattr(experts, "_grouped_mm", lambda _, **parts: _grouped_mm(**parts))
+        experts._grouped_mm = lambda _, **parts: _grouped_mm(**parts)
 
 
 def _grouped_mm(A: torch.Tensor, B_t: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
