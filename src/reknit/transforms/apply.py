@@ -189,9 +189,9 @@ class Transformed:
                 if (common := shard.box.intersect(blank)) is not None:
                     found.blanks.append(shard.data[common.relative_to(shard.box.offsets).slices()])
         if source.made.interleaving is not None and shard.box.numel:
-            part, moves = _reordered(shard, source.made.interleaving, source)
+            whole, moves = _reordered(shard, source.made.interleaving, source)
             found.moves.extend(moves if self._is_filled(shard, depth) else ())
-            yield from self._back(part, depth - 1, found)
+            yield from self._back(whole, depth - 1, found)
         for piece in source.made.pieces:
             if (part := _part(shard, piece, source)) is not None:
                 yield from self._back(part, depth - 1, found)
@@ -225,10 +225,15 @@ def _reordered(
         resized(shard.box.lengths, dim, last - first),
     )
     memory = data.new_empty(box.lengths) if hasattr(data, "new_empty") else np.empty(box.lengths, data.dtype)
-    (item, fqn), before = source.names[0], (slice(None),) * dim
-    moves = [(data[(*before, to)], memory[(*before, of)]) for to, of in interleaving.moves(start, stop)]
+    item, fqn = source.names[0]
+    moves = [(data[_along(dim, to)], memory[_along(dim, of)]) for to, of in interleaving.moves(start, stop)]
     spec = TensorSpec(source.shapes[0], shard.spec.dtype)
     return Shard(item, fqn, spec, box, shard.replicas, memory), moves
+
+
+def _along(dim: int, places: slice) -> tuple[slice, ...]:
+    """Return the index of some places along a dimension."""
+    return (*(slice(None),) * dim, places)
 
 
 def _part(shard: Shard, piece: Piece, source: SourcePart) -> Shard | None:

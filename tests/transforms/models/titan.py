@@ -54,7 +54,7 @@ class PlainAttention(Module):
     class Config(Module.Config):
         pass
 
-    def __init__(self, _: Config) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__()
 
     def forward(
