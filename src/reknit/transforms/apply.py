@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from msgspec import structs
 
-from reknit.transforms.geometry import resized
+from reknit.transforms.base import Made
+from reknit.transforms.geometry import aligned, resized
 from reknit.transforms.step import apply_rule
 from reknit.types.box import Box
 from reknit.types.dtype import converts
@@ -116,7 +117,7 @@ class Transformed:
             wanted,
             shards=tuple(shards),
             labels=tuple(labels),
-            aliases=(*(alias for alias in wanted.aliases if not self._is_made(alias)), *found.equal),
+            aliases=(*(saved for alias in wanted.aliases if (saved := self._saved(alias))), *found.equal),
             mismatched=wanted.mismatched + tuple(self._untied(wanted.aliases)),
             resized=tuple(resized.items()),
             superseded=tuple(taken),
@@ -142,6 +143,21 @@ class Transformed:
             names = [source for one in names for source in step.sources(one, tensors=tensors)]
         return names
 
+    def _saved(self, alias: tuple[str, str, str, str]) -> tuple[str, str, str, str] | None:
+        """Return two tensors that are one in the target by their saved names, None if rules changed more."""
+        one, other = self._renamed(alias[:2]), self._renamed(alias[2:])
+        return None if one is None or other is None else (*one, *other)
+
+    def _renamed(self, name: Name) -> Name | None:
+        """Return the saved name of a tensor, None if rules changed more than its name."""
+        for step in reversed(self._steps):
+            if (part := step.tensors.get(name)) is not None:
+                box = Box.whole(part.shapes[0])
+                if part.made != Made(box.lengths, (aligned(0, box, box),)):
+                    return None
+                name = part.names[0]
+        return name
+
     def _is_made(self, alias: tuple[str, str, str, str]) -> bool:
         """Return whether a rule made one of two tensors that are one in the target."""
         return any(name in step.tensors for step in self._steps for name in (alias[:2], alias[2:]))
@@ -150,7 +166,8 @@ class Transformed:
         """Yield tensors that are one in the target and that rules make of different ones, perhaps unequal."""
         for item, fqn, *of in filter(self._is_made, aliases):
             tied = (of[0], of[1])
-            if self.origins((item, fqn)) != self.origins(tied):
+            renamed = self._saved((item, fqn, *tied))
+            if renamed is None and self.origins((item, fqn)) != self.origins(tied):
                 why = (
                     f"it is the same tensor as {full_name(*tied)} in the target, and rules make it of another"
                 )

@@ -171,6 +171,21 @@ def test_a_tensor_that_a_map_does_not_know_is_an_error(tmp_path: Path) -> None:
         reknit.load(tmp_path / "more", {"m": made}, options=reknit.LoadOptions(transforms=rules))
 
 
+def test_tensors_that_are_one_in_the_target_may_have_two_names_if_they_are_equal(tmp_path: Path) -> None:
+    rules = models.torchtitan_to_hugging_face(tiny.config("qwen3"))
+    first = weights("qwen3")
+    tensors = converted(models.hugging_face_to_torchtitan(tiny.config("qwen3")), first, tmp_path / "hf")
+    options, model = reknit.LoadOptions(transforms=rules), tiny.build("qwen3", seed=1)
+    tensors["lm_head.weight"] = tensors["tok_embeddings.weight"].clone()
+    reknit.save(tmp_path / "equal", {"m": tensors})
+    reknit.load(tmp_path / "equal", {"m": model}, options=options)
+    assert_equal({name: model.state_dict()[name] for name in first}, first)
+    tensors["lm_head.weight"][3, 4] += 1
+    reknit.save(tmp_path / "different", {"m": tensors})
+    with pytest.raises(MismatchError, match=r"lm_head\.weight"):
+        reknit.load(tmp_path / "different", {"m": model}, options=options)
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
 def test_ranks_that_hold_parts_of_a_model_read_their_parts(kind: str, tmp_path: Path) -> None:
     first = tiny.build(kind, seed=6).state_dict()

@@ -240,6 +240,9 @@ def _config(kind: str, *, fused: bool) -> Any:
 def build(kind: str, *, seed: int, fused: bool = True) -> nn.Module:
     """Return a small model of a family, with weights that hide nothing."""
     model: nn.Module = _config(kind, fused=fused).build()
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module.eps = 1e-6
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
