@@ -6,7 +6,8 @@ memory.  So only the needed bytes are read, and the rest of a load does not depe
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -48,6 +49,40 @@ class _Found(NamedTuple):
             place[...] = elements
 
 
+class _Runs(NamedTuple):
+    """The pieces of a target in the order of their places along a dimension in which none overlap.
+
+    Experts are stacked from hundreds of pieces, and each is wanted for itself.  `dim` is None if pieces
+    overlap along every dimension that was tried.
+    """
+
+    dim: int | None
+    starts: list[int]
+    pieces: Sequence[Piece]
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece]) -> _Runs:
+        """Put pieces in order."""
+        one, other = (piece.target_box.offsets for piece in pieces[:2])
+        dim = next((d for d, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
+        if dim is None:
+            return cls(None, [], pieces)
+        ordered = sorted(pieces, key=lambda piece: piece.target_box.offsets[dim])
+        starts = [piece.target_box.offsets[dim] for piece in ordered]
+        ends = [start + piece.target_box.lengths[dim] for start, piece in zip(starts, ordered, strict=True)]
+        apart = all(end <= start for end, start in zip(ends, starts[1:], strict=False))
+        return cls(dim, starts, ordered) if apart else cls(None, [], pieces)
+
+    def touched(self, box: Box) -> Sequence[Piece]:
+        """Return the pieces that a box may touch."""
+        if self.dim is None:
+            return self.pieces
+        start, length = box.offsets[self.dim], box.lengths[self.dim]
+        return self.pieces[
+            max(bisect_right(self.starts, start) - 1, 0) : bisect_left(self.starts, start + length)
+        ]
+
+
 @dataclass
 class Transformed:
     """A checkpoint after all rules; `catalog` has the names, shapes and values of the state."""
@@ -55,6 +90,7 @@ class Transformed:
     catalog: Catalog
     _steps: list[Step]
     _specs: dict[Name, TensorSpec]
+    _runs: dict[int, _Runs] = field(default_factory=dict)
 
     @property
     def idle(self) -> dict[int, MismatchError]:
@@ -209,9 +245,18 @@ class Transformed:
             whole, moves = _reordered(shard, source.made.interleaving, source)
             found.moves.extend(moves if self._is_filled(shard, depth) else ())
             yield from self._back(whole, depth - 1, found)
-        for piece in source.made.pieces:
+        for piece in self._pieces(source.made, shard.box):
             if (part := _part(shard, piece, source)) is not None:
                 yield from self._back(part, depth - 1, found)
+
+    def _pieces(self, made: Made, box: Box) -> Sequence[Piece]:
+        """Return the pieces of a target that a box may touch."""
+        if len(made.pieces) < 2 or not box.numel:
+            return made.pieces
+        runs = self._runs.get(id(made))  # the steps keep it alive
+        if runs is None:
+            runs = self._runs[id(made)] = _Runs.of(made.pieces)
+        return runs.touched(box)
 
     def _is_filled(self, shard: Shard, depth: int) -> bool:
         """Return whether a shard is filled: a lenient load skips shards whose dtype does not fit."""
@@ -220,7 +265,9 @@ class Transformed:
 
     def _dtype(self, name: Name, depth: int) -> str:
         """Return the dtype of a tensor in the checkpoint, by a name that it has after `depth` rules."""
-        return self._specs[self.origins(name, depth=depth)[0]].dtype
+        for step in reversed(self._steps[:depth]):  # all sources of a tensor have its dtype
+            name = step.sources(name, tensors=True)[0]
+        return self._specs[name].dtype
 
 
 def _resized(made: Shape, wanted: Shape) -> str:
