@@ -114,7 +114,7 @@ class ZeroCenteredNorm(torch.nn.Module):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * (1 + self.weight)
 
 
-class LinearAndNorm(RowParallelLinear):
+class LinearAndNorm(RowParallelLinear):  # type: ignore[misc]
     """A linear layer and the norm that follows it, by the names that Megatron Bridge gives them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

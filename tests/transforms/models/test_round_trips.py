@@ -52,7 +52,7 @@ def converted(rules: list[Rule], tensors: dict[str, torch.Tensor], path: Path) -
 
 
 def weights(kind: str) -> dict[str, torch.Tensor]:
-    """Return the weights of a model; those that are tied are there once."""
+    """Return the weights of a model, without second names of tied weights."""
     model = tiny.build(kind, seed=6)
     state = dict(model.state_dict())
     if model.config.tie_word_embeddings:  # type: ignore[union-attr]

@@ -47,11 +47,11 @@ _INIT: dict[str, Any] = {
 } | {name: nn.init.zeros_ for name in ("mlp1_weight_EGD", "mlp1_bias_EG", "mlp2_weight_EDF", "mlp2_bias_ED")}
 
 
-class PlainAttention(Module):
+class PlainAttention(Module):  # type: ignore[misc]
     """Causal attention in float32 without a compiler, which returns the weights' sums to sinks."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Module.Config):
+    class Config(Module.Config):  # type: ignore[misc]
         pass
 
     def __init__(self, config: Config) -> None:
