@@ -33,6 +33,7 @@ _FIRST = ("save", "load", "SaveOptions", "LoadOptions", "CommOptions", "Checkpoi
 
 _NAMESPACES = {
     "reknit.policies": "reknit.policies",
+    "reknit.transforms.models": "reknit.transforms.models",
     "reknit.transforms": "reknit.transforms",
     "reknit.sinks": "reknit.sinks",
     "reknit.monitor.sinks": "reknit.sinks",

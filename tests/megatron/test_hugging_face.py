@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import transformers
 
 import reknit
+from reknit.transforms import models
 from tests import ranks
-from tests.megatron import llama_jobs as llama
+from tests.megatron import family_jobs
 from tests.megatron.layouts import Layout
+from tests.transforms.models import tiny
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,58 +20,69 @@ if TYPE_CHECKING:
 TOLERANCE = 2e-5
 """For logits around one in float32; the two libraries add in different orders."""
 
-
-def hugging_face(*, moe: bool, seed: int) -> torch.nn.Module:
-    torch.manual_seed(seed)
-    sizes: dict[str, Any] = {
-        "hidden_size": llama.HIDDEN,
-        "num_hidden_layers": llama.LAYERS,
-        "num_attention_heads": llama.HEADS,
-        "num_key_value_heads": llama.GROUPS,
-        "head_dim": llama.HIDDEN // llama.HEADS,
-        "intermediate_size": llama.FFN,
-        "vocab_size": llama.WORDS,
-        "tie_word_embeddings": False,
-        "rms_norm_eps": 1e-6,
-        "attn_implementation": "eager",
-        "initializer_range": 0.2,
-    }
-    if not moe:
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
-    experts: dict[str, Any] = {
-        "moe_intermediate_size": llama.FFN,
-        "num_experts": llama.EXPERTS,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-    }
-    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, **experts))
+Root = tuple["Path", dict[str, Any]]
 
 
-def logits(model: torch.nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        answer: torch.Tensor = model(llama.words()).logits
-    return answer
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Root:
+    """Return a folder with a checkpoint of each family from each library, and the logits of Megatron."""
+    folder = tmp_path_factory.mktemp("families")
+    configs = {}
+    for kind in tiny.FAMILIES:
+        model = tiny.build(kind, seed=4)
+        reknit.save(folder / f"{kind}-hugging_face", {"model": model})
+        configs[kind] = model.config.to_dict()
+    (answers,) = ranks.run(1, family_jobs.both, configs, Layout(1), folder, warm="megatron")
+    return folder, answers
+
+
+def load_from_megatron(path: Path, kind: str) -> torch.nn.Module:
+    model = tiny.build(kind, seed=3)
+    rules = models.megatron_to_hugging_face(model.config)
+    report = reknit.load(path, {"model": model}, options=reknit.LoadOptions(transforms=rules))
+    assert not report.missing
+    assert not report.unexpected
+    return model
+
+
+@pytest.mark.parametrize("kind", tiny.FAMILIES)
+def test_a_family_has_equal_logits_in_both_directions(kind: str, root: Root) -> None:
+    folder, answers = root
+    if isinstance(answers[kind], str):
+        pytest.fail(answers[kind])
+    saved, loaded = answers[kind]
+    assert float(saved.std()) > 0.1
+    assert torch.allclose(
+        tiny.logits(load_from_megatron(folder / f"{kind}-megatron", kind)), saved, atol=TOLERANCE
+    )
+
+    first = tiny.build(kind, seed=4)
+    assert not torch.allclose(tiny.logits(first), saved, atol=0.05)
+    assert torch.allclose(tiny.logits(first), loaded, atol=TOLERANCE)
+    again = load_from_megatron(folder / f"{kind}-again", kind)
+    for name, tensor in first.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
 
 
 @pytest.mark.parametrize(
-    ("moe", "layout"),
-    [(False, Layout(2, tp=2)), (True, Layout(2, experts=llama.EXPERTS, ep=2))],
-    ids=["llama-tp2", "qwen3-moe-ep2"],
+    ("kind", "layout"),
+    [
+        ("llama", Layout(2, tp=2)),
+        ("gpt_oss", Layout(2, tp=2, etp=1)),
+        ("qwen3_moe", Layout(2, experts=4, ep=2)),
+    ],
+    ids=["llama-tp2", "gpt-oss-tp2", "qwen3-moe-ep2"],
 )
-def test_logits_are_those_of_the_other_library(moe: bool, layout: Layout, tmp_path: Path) -> None:
-    answers = ranks.run(2, llama.save, layout, str(tmp_path / "megatron"), moe, warm="megatron")
-    model = hugging_face(moe=moe, seed=3)
-    report = reknit.load(
-        tmp_path / "megatron", {"model": model}, options=reknit.LoadOptions(transforms=llama.RULES)
-    )
-    assert report.unexpected == ()
-    assert float(answers[0].std()) > 0.1
-    assert torch.allclose(logits(model), answers[0], atol=TOLERANCE)
-
-    other = hugging_face(moe=moe, seed=4)
-    assert not torch.allclose(logits(other), answers[0], atol=0.05)
-    reknit.save(tmp_path / "hugging_face", {"model": other})
-    back = ranks.run(
-        2, llama.load_from_hugging_face, layout, str(tmp_path / "hugging_face"), moe, warm="megatron"
-    )
-    assert torch.allclose(logits(other), back[0], atol=TOLERANCE)
+def test_logits_are_those_of_the_other_library_on_two_ranks(
+    kind: str, layout: Layout, tmp_path: Path
+) -> None:
+    first = tiny.build(kind, seed=4)
+    reknit.save(tmp_path / f"{kind}-hugging_face", {"model": first})
+    configs = {kind: first.config.to_dict()}
+    answers = ranks.run(2, family_jobs.both, configs, layout, tmp_path, warm="megatron")
+    if isinstance(answers[0][kind], str):
+        pytest.fail(answers[0][kind])
+    saved, loaded = answers[0][kind]
+    assert torch.allclose(tiny.logits(first), loaded, atol=TOLERANCE)
+    model = load_from_megatron(tmp_path / f"{kind}-megatron", kind)
+    assert torch.allclose(tiny.logits(model), saved, atol=TOLERANCE)

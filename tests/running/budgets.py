@@ -46,6 +46,7 @@ BUDGETS: dict[str, Budget] = {
     "storage": Budget(250, 46, ("s3", "gcs", "azure", "hdfs", "rclone")),
     "testing": Budget(60, 60),
     "torchrun": Budget(150, 354, ("s3", "gcs", "azure", "hdfs")),
+    "transforms": Budget(35, 5),
     "types": Budget(10, 8),
     "vescale": Budget(20, 30),
     "world": Budget(60),

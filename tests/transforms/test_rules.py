@@ -16,6 +16,7 @@ from reknit import transforms as t
 from reknit.errors import MismatchError, UsageError
 from reknit.testing.world import run_ranks
 from reknit.transforms.apply import Transformed
+from reknit.transforms.interleaving import Interleaving
 from reknit.types.box import Box
 from reknit.types.manifest import Catalog
 from reknit.types.shard import Shard, TensorSpec
@@ -96,6 +97,46 @@ def test_experts_are_stacked_in_the_order_of_their_numbers() -> None:
     assert (read(rules, saved, "w") == np.stack([saved[f"e.{n}.w"] for n in range(12)], 1)).all()
 
 
+def test_two_halves_of_each_head_become_pairs_and_halves_again() -> None:
+    heads, half = 3, 4
+    halves = numbered(heads * 2 * half, 5)
+    pairs = halves.reshape(heads, 2, half, 5).swapaxes(1, 2).reshape(-1, 5)
+    assert (read([t.interleave("q", repeat=heads)], {"q": halves}, "q") == pairs).all()
+    assert (read([t.deinterleave("q", "p", repeat=heads)], {"q": pairs}, "p") == halves).all()
+    columns = numbered(2, 3, 6)
+    taken = np.concatenate([columns[..., ::2], columns[..., 1::2]], -1)
+    assert (read([t.deinterleave("w", dim=2)], {"w": columns}, "w") == taken).all()
+
+
+@pytest.mark.parametrize("bad", [{"repeat": 0}, {"parts": 0}, {"dim": -1}])
+def test_interleaving_without_parts_or_groups_is_refused(bad: dict[str, int]) -> None:
+    with pytest.raises(UsageError, match="are none"):
+        t.interleave("q", **bad)
+
+
+def test_a_dimension_that_is_not_so_many_parts_is_refused() -> None:
+    with pytest.raises(MismatchError, match="not 2 times 2 equal parts"):
+        offered([t.interleave("q", repeat=2)], {"q": numbered(6)})
+
+
+@settings(max_examples=examples(200))
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4), st.booleans(), st.data())
+def test_a_range_of_interleaved_parts_needs_only_the_groups_that_it_is_in(
+    groups: int, parts: int, length: int, apart: bool, data: st.DataObject
+) -> None:
+    size = parts * length
+    start = data.draw(st.integers(0, groups * size - 1))
+    stop = data.draw(st.integers(start + 1, groups * size))
+    rule = (t.deinterleave if apart else t.interleave)("w", parts=parts, repeat=groups)
+    shape = (length, parts) if apart else (parts, length)
+    saved = numbered(groups * size)
+    whole = saved.reshape(groups, *shape).swapaxes(1, 2).reshape(-1)
+    assert (read([rule], {"w": saved}, "w", Box((start,), (stop - start,))) == whole[start:stop]).all()
+    first, last = Interleaving(0, parts, length, apart).needed(start, stop)
+    assert first >= start // size * size
+    assert last <= -(-stop // size) * size
+
+
 def test_padding_is_zero_and_trimming_leaves_the_end_out() -> None:
     saved = {"w": numbered(4, 3, first=1)}
     padded = read([t.pad("w", 6)], saved, "w")
@@ -123,6 +164,17 @@ def chains(draw: st.DrawFn) -> tuple[list[t.Rule], dict[str, Array], dict[str, A
             rules.append(t.fuse(names[::-1], "l.{n}.w", parts=parts[::-1]))
             for n in range(layers):
                 now[f"l.{n}.w"] = np.concatenate([now.pop(f"l.{n}.p{k}") for k in range(len(parts))][::-1])
+    if draw(st.booleans()):
+        divisors = [n for n in range(1, 13) if all(len(array) % n == 0 for array in now.values())]
+        groups = draw(st.sampled_from(divisors))
+        halves = draw(
+            st.sampled_from([n for n in divisors if all(len(a) % (groups * n) == 0 for a in now.values())])
+        )
+        rules.append(t.interleave("l.{n}.{p}", parts=halves, repeat=groups))
+        now = {
+            name: array.reshape(groups, halves, -1, columns).swapaxes(1, 2).reshape(-1, columns)
+            for name, array in now.items()
+        }
     if draw(st.booleans()):
         rules.append(t.transpose("l.{n}.{p}", "t.{n}.{p}"))
         now = {name.replace("l.", "t.", 1): array.T for name, array in now.items()}

@@ -4,7 +4,8 @@ Give rules to `reknit.LoadOptions(transforms=[...])`; each applies to the result
 renames anything, by whole names ``item/fqn``.  The other rules take templates of the names of parameters,
 without the item: ``layers.{i}.weight``, where ``{i}`` is one part of a dotted name and ``{i*}`` one or more.
 Such a rule changes the optimizer states and options of a parameter like the parameter.  Only the bytes that a
-rank needs are read.  With `optional` a rule may match nothing.
+rank needs are read.  With `optional` a rule may match nothing.  Ready-made rules for families of models are
+in `reknit.transforms.models`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import TYPE_CHECKING
 from reknit.errors import UsageError, shown
 from reknit.keywords import checked_call
 from reknit.transforms import cuts, rules
+from reknit.transforms import models as models
 from reknit.transforms.base import Rule
-from reknit.transforms.hugging_face import megatron_to_hugging_face
 from reknit.transforms.names import Names
 from reknit.transforms.pattern import Pattern
 
@@ -25,10 +26,11 @@ if TYPE_CHECKING:
 __all__ = [
     "Rule",
     "copy",
+    "deinterleave",
     "drop",
     "fuse",
+    "interleave",
     "inverted",
-    "megatron_to_hugging_face",
     "names",
     "pad",
     "rename",
@@ -165,6 +167,45 @@ def trim(source: str, size: int, *, dim: int = 0, was: int | None = None, option
 def _resize(source: str, size: int, dim: int, was: int | None, *, grows: bool, optional: bool) -> Rule:
     both = (Pattern(source),)
     return rules.Resize(both, both, size, dim, grows=grows, back=was, optional=optional)
+
+
+@checked_call
+def interleave(
+    source: str,
+    target: str | None = None,
+    *,
+    dim: int = 0,
+    parts: int = 2,
+    repeat: int = 1,
+    optional: bool = False,
+) -> Rule:
+    """Take one element along `dim` of each of several equal parts in turn, where the parts follow each other.
+
+    The tensor is `repeat` times `parts` parts.  With two parts for each head, rotary embeddings of halves
+    become those of pairs.
+    """
+    return _interleave(source, target, (dim, parts, repeat), optional=optional, apart=False)
+
+
+@checked_call
+def deinterleave(
+    source: str,
+    target: str | None = None,
+    *,
+    dim: int = 0,
+    parts: int = 2,
+    repeat: int = 1,
+    optional: bool = False,
+) -> Rule:
+    """Lay parts one after the other that `interleave` with the same numbers interleaves."""
+    return _interleave(source, target, (dim, parts, repeat), optional=optional, apart=True)
+
+
+def _interleave(
+    source: str, target: str | None, numbers: tuple[int, int, int], *, optional: bool, apart: bool
+) -> Rule:
+    both = (Pattern(source),), (Pattern(target or source),)
+    return rules.Interleave(*both, *numbers, apart=apart, optional=optional)
 
 
 @checked_call

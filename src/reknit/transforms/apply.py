@@ -6,11 +6,15 @@ memory.  So only the needed bytes are read, and the rest of a load does not depe
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from msgspec import structs
 
+from reknit.transforms.base import Made
+from reknit.transforms.geometry import aligned, resized
 from reknit.transforms.step import apply_rule
 from reknit.types.box import Box
 from reknit.types.dtype import converts
@@ -21,21 +25,62 @@ if TYPE_CHECKING:
 
     from reknit.errors import MismatchError
     from reknit.transforms.base import Piece, Rule, Shape
+    from reknit.transforms.interleaving import Interleaving
     from reknit.transforms.step import Name, SourcePart, Step
     from reknit.types.manifest import Catalog
     from reknit.types.wanted import Wanted
 
 
 class _Found(NamedTuple):
-    """Results of the way back: memory to fill with zeros in the end, and tensors that have to be equal."""
+    """Results of the way back: memory to fill in the end, and tensors that have to be equal.
+
+    `blanks` become zero.  `moves` are places in memory, and elements of other memory that belong there.
+    """
 
     blanks: list[Any]
     equal: dict[tuple[str, str, str, str], None]
+    moves: list[tuple[Any, Any]]
 
-    def clear(self) -> None:
-        """Fill the memory that is to be zero."""
+    def fill(self) -> None:
+        """Fill the memory that no bytes of the checkpoint go to."""
         for blank in self.blanks:
             blank[...] = 0
+        for place, elements in reversed(self.moves):  # the last were found nearest to the checkpoint
+            place[...] = elements
+
+
+class _Runs(NamedTuple):
+    """The pieces of a target in the order of their places along a dimension in which none overlap.
+
+    Experts are stacked from hundreds of pieces, and each is wanted for itself.  `dim` is None if pieces
+    overlap along every dimension that was tried.
+    """
+
+    dim: int | None
+    starts: list[int]
+    pieces: Sequence[Piece]
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece]) -> _Runs:
+        """Put pieces in order."""
+        one, other = (piece.target_box.offsets for piece in pieces[:2])
+        dim = next((d for d, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
+        if dim is None:
+            return cls(None, [], pieces)
+        ordered = sorted(pieces, key=lambda piece: piece.target_box.offsets[dim])
+        starts = [piece.target_box.offsets[dim] for piece in ordered]
+        ends = [start + piece.target_box.lengths[dim] for start, piece in zip(starts, ordered, strict=True)]
+        apart = all(end <= start for end, start in zip(ends, starts[1:], strict=False))
+        return cls(dim, starts, ordered) if apart else cls(None, [], pieces)
+
+    def touched(self, box: Box) -> Sequence[Piece]:
+        """Return the pieces that a box may touch."""
+        if self.dim is None:
+            return self.pieces
+        start, length = box.offsets[self.dim], box.lengths[self.dim]
+        return self.pieces[
+            max(bisect_right(self.starts, start) - 1, 0) : bisect_left(self.starts, start + length)
+        ]
 
 
 @dataclass
@@ -45,6 +90,7 @@ class Transformed:
     catalog: Catalog
     _steps: list[Step]
     _specs: dict[Name, TensorSpec]
+    _runs: dict[int, _Runs] = field(default_factory=dict)
 
     @property
     def idle(self) -> dict[int, MismatchError]:
@@ -75,7 +121,7 @@ class Transformed:
         labels: list[str] = []
         taken: dict[Name, None] = {}
         resized: dict[str, str] = {}
-        found, early = _Found([], {}), _Found([], {})
+        found, early = _Found([], {}, []), _Found([], {}, [])
         for whole in wanted.shards:
             shard, name = self._clipped(whole), full_name(whole.item, whole.fqn)
             if shard.spec.shape != whole.spec.shape:
@@ -96,18 +142,18 @@ class Transformed:
         blobs = dict.fromkeys(name for entry in wanted.blobs for name in self.origins(entry, tensors=False))
 
         def deliver_early() -> None:
-            early.clear()
+            early.fill()
             wanted.deliver_early()
 
         def deliver() -> None:
-            found.clear()
+            found.fill()
             wanted.deliver()
 
         return replace(
             wanted,
             shards=tuple(shards),
             labels=tuple(labels),
-            aliases=(*(alias for alias in wanted.aliases if not self._is_made(alias)), *found.equal),
+            aliases=(*(saved for alias in wanted.aliases if (saved := self._saved(alias))), *found.equal),
             mismatched=wanted.mismatched + tuple(self._untied(wanted.aliases)),
             resized=tuple(resized.items()),
             superseded=tuple(taken),
@@ -133,6 +179,21 @@ class Transformed:
             names = [source for one in names for source in step.sources(one, tensors=tensors)]
         return names
 
+    def _saved(self, alias: tuple[str, str, str, str]) -> tuple[str, str, str, str] | None:
+        """Return two tensors that are one in the target by their saved names, None if rules changed more."""
+        one, other = self._renamed(alias[:2]), self._renamed(alias[2:])
+        return None if one is None or other is None else (*one, *other)
+
+    def _renamed(self, name: Name) -> Name | None:
+        """Return the saved name of a tensor, None if rules changed more than its name."""
+        for step in reversed(self._steps):
+            if (part := step.tensors.get(name)) is not None:
+                box = Box.whole(part.shapes[0])
+                if part.made != Made(box.lengths, (aligned(0, box, box),)):
+                    return None
+                name = part.names[0]
+        return name
+
     def _is_made(self, alias: tuple[str, str, str, str]) -> bool:
         """Return whether a rule made one of two tensors that are one in the target."""
         return any(name in step.tensors for step in self._steps for name in (alias[:2], alias[2:]))
@@ -141,7 +202,8 @@ class Transformed:
         """Yield tensors that are one in the target and that rules make of different ones, perhaps unequal."""
         for item, fqn, *of in filter(self._is_made, aliases):
             tied = (of[0], of[1])
-            if self.origins((item, fqn)) != self.origins(tied):
+            renamed = self._saved((item, fqn, *tied))
+            if renamed is None and self.origins((item, fqn)) != self.origins(tied):
                 why = (
                     f"it is the same tensor as {full_name(*tied)} in the target, and rules make it of another"
                 )
@@ -179,9 +241,22 @@ class Transformed:
             for blank in source.made.blank:
                 if (common := shard.box.intersect(blank)) is not None:
                     found.blanks.append(shard.data[common.relative_to(shard.box.offsets).slices()])
-        for piece in source.made.pieces:
+        if source.made.interleaving is not None and shard.box.numel:
+            whole, moves = _reordered(shard, source.made.interleaving, source)
+            found.moves.extend(moves if self._is_filled(shard, depth) else ())
+            yield from self._back(whole, depth - 1, found)
+        for piece in self._pieces(source.made, shard.box):
             if (part := _part(shard, piece, source)) is not None:
                 yield from self._back(part, depth - 1, found)
+
+    def _pieces(self, made: Made, box: Box) -> Sequence[Piece]:
+        """Return the pieces of a target that a box may touch."""
+        if len(made.pieces) < 2 or not box.numel:
+            return made.pieces
+        runs = self._runs.get(id(made))  # the steps keep it alive
+        if runs is None:
+            runs = self._runs[id(made)] = _Runs.of(made.pieces)
+        return runs.touched(box)
 
     def _is_filled(self, shard: Shard, depth: int) -> bool:
         """Return whether a shard is filled: a lenient load skips shards whose dtype does not fit."""
@@ -190,13 +265,39 @@ class Transformed:
 
     def _dtype(self, name: Name, depth: int) -> str:
         """Return the dtype of a tensor in the checkpoint, by a name that it has after `depth` rules."""
-        return self._specs[self.origins(name, depth=depth)[0]].dtype
+        for step in reversed(self._steps[:depth]):  # all sources of a tensor have its dtype
+            name = step.sources(name, tensors=True)[0]
+        return self._specs[name].dtype
 
 
 def _resized(made: Shape, wanted: Shape) -> str:
     """Return the warning about a tensor that has another shape: the part that is taken."""
     taken = Box.whole(tuple(map(min, made, wanted)))
     return f"transforms make shape {list(made)} of the saved tensor, wanted {list(wanted)}: took {taken}"
+
+
+def _reordered(
+    shard: Shard, interleaving: Interleaving, source: SourcePart
+) -> tuple[Shard, list[tuple[Any, Any]]]:
+    """Return the part of a source with all elements of a shard, in new memory, and the moves from there."""
+    data, dim = shard.data, interleaving.dim
+    start = shard.box.offsets[dim]
+    stop = start + shard.box.lengths[dim]
+    first, last = interleaving.needed(start, stop)
+    box = Box(
+        resized(shard.box.offsets, dim, first),
+        resized(shard.box.lengths, dim, last - first),
+    )
+    memory = data.new_empty(box.lengths) if hasattr(data, "new_empty") else np.empty(box.lengths, data.dtype)
+    item, fqn = source.names[0]
+    moves = [(data[_along(dim, to)], memory[_along(dim, of)]) for to, of in interleaving.moves(start, stop)]
+    spec = TensorSpec(source.shapes[0], shard.spec.dtype)
+    return Shard(item, fqn, spec, box, shard.replicas, memory), moves
+
+
+def _along(dim: int, places: slice) -> tuple[slice, ...]:
+    """Return the index of some places along a dimension."""
+    return (*(slice(None),) * dim, places)
 
 
 def _part(shard: Shard, piece: Piece, source: SourcePart) -> Shard | None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from reknit.transforms.interleaving import Interleaving
     from reknit.types.box import Box
 
 Shape = tuple[int, ...]
@@ -33,11 +34,15 @@ class Piece(NamedTuple):
 
 
 class Made(NamedTuple):
-    """A target: its shape, and its pieces.  The boxes in `blank` come from nowhere, and are zero."""
+    """A target: its shape, and its pieces.  The boxes in `blank` come from nowhere, and are zero.
+
+    With `interleaving`, the target has the shape of its only source, and its elements in another order.
+    """
 
     shape: Shape
     pieces: tuple[Piece, ...]
     blank: tuple[Box, ...] = ()
+    interleaving: Interleaving | None = None
 
 
 class Rule(Protocol):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from reknit.errors import MismatchError, UsageError
 from reknit.transforms.base import Binding, Made, Piece
 from reknit.transforms.geometry import Templates, aligned, resized, run
+from reknit.transforms.interleaving import Interleaving
 from reknit.transforms.pattern import check_expression
 from reknit.types.box import Box
 
@@ -136,3 +137,42 @@ class Resize(Templates):
                 f"which length {self.sources[0]} had before is not known", remedy="give was= to pad or trim"
             )
         return replace(self, size=self.back, grows=not self.grows, back=self.size)
+
+
+@dataclass(frozen=True)
+class Interleave(Templates):
+    """Equal parts, one element of each in turn; or, with `apart`, these parts one after the other.
+
+    A dimension has `repeat` groups of `parts` parts.
+    """
+
+    dim: int
+    parts: int
+    repeat: int
+    apart: bool
+
+    def __post_init__(self) -> None:
+        if self.dim < 0 or self.parts < 1 or self.repeat < 1:
+            raise UsageError(
+                f"{self.repeat} times {self.parts} parts along dimension {self.dim} are none",
+                remedy="dim counts from 0, and parts and repeat are at least 1",
+            )
+        super().__post_init__()
+
+    def make(self, shapes: Sequence[Shape], binding: Binding) -> list[Made]:
+        """See `Rule`."""
+        shape, dim = shapes[0], self.dim
+        if len(shape) <= dim or shape[dim] % (self.parts * self.repeat):
+            raise MismatchError(
+                f"{binding.sources[0]} has the shape {list(shape)}, whose dimension {dim} is not "
+                f"{self.repeat} times {self.parts} equal parts",
+                remedy="the number of heads given to the transform is probably not the model's",
+            )
+        if not prod(shape):
+            return [_same(shape)]
+        length = shape[dim] // (self.parts * self.repeat)
+        return [Made(shape, (), interleaving=Interleaving(dim, self.parts, length, self.apart))]
+
+    def inverse(self) -> Rule:
+        """See `Rule`."""
+        return replace(self, sources=self.targets, targets=self.sources, apart=not self.apart)

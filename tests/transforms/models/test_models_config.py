@@ -1,0 +1,75 @@
+"""Configs select a map, or are refused with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from reknit.errors import UsageError
+from reknit.transforms import models
+from tests.transforms.models import tiny
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 29,
+}
+MAPS = [
+    models.megatron_to_hugging_face,
+    models.hugging_face_to_megatron,
+    models.torchtitan_to_hugging_face,
+    models.hugging_face_to_torchtitan,
+]
+
+
+@pytest.mark.parametrize("make", MAPS)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "no map for models with the model_type 'gpt2'"),
+        ({"model_type": "lama"}, "did you mean 'llama'"),
+        ({"model_type": None}, "the families are llama, llama4_text"),
+        ({"model_type": "gemma3", "text_config": {}}, "give its text_config"),
+        ({"num_attention_heads": None}, "num_attention_heads of the config is None"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers of the config is 0"),
+        ({"vocab_size": "29"}, "vocab_size of the config is '29'"),
+        ({"num_key_value_heads": 3}, "4 query heads cannot share 3"),
+        ({"attention_bias": True}, "does not have the bias of attention_bias=True"),
+        ({"mlp_bias": True}, "does not have the bias of mlp_bias=True"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "is quantized"),
+        ({"rope_interleave": False}, "no other rotary embeddings"),
+    ],
+)
+def test_a_config_that_no_map_is_for_is_refused(make: Any, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make(LLAMA | changes)
+
+
+@pytest.mark.parametrize("wrong", ["llama", 3, None])
+def test_anything_but_a_config_is_refused(wrong: Any) -> None:
+    with pytest.raises(UsageError, match="is not a config of a model"):
+        models.megatron_to_hugging_face(wrong)
+
+
+def test_a_family_that_torchtitan_does_not_have_is_refused() -> None:
+    with pytest.raises(UsageError, match="no map between torchtitan and mixtral models"):
+        models.torchtitan_to_hugging_face(LLAMA | {"model_type": "mixtral"})
+
+
+def test_a_vocabulary_is_not_padded_to_less_than_it_has() -> None:
+    with pytest.raises(UsageError, match="cannot be padded to 28"):
+        models.hugging_face_to_megatron(LLAMA, padded_vocab_size=28)
+
+
+def test_a_layer_spec_that_megatron_does_not_have_is_refused() -> None:
+    with pytest.raises(UsageError, match="'transformer_engine', 'local'"):
+        models.hugging_face_to_megatron(LLAMA, spec="apex")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", tiny.FAMILIES)
+def test_an_object_and_its_dictionary_give_the_same_rules(kind: str) -> None:
+    config = tiny.config(kind)
+    assert models.hugging_face_to_megatron(config) == models.hugging_face_to_megatron(config.to_dict())
