@@ -1,0 +1,65 @@
+"""Which tensors and values can an export for torch hold?"""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from reknit.errors import MismatchError
+from reknit.interop.states.state_tree import SavedState, Stub, kept
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from reknit.types.shard import TensorSpec
+
+_SAFE = frozenset({type(None), bool, int, float, str})
+"""Types of most values, which need no trial."""
+
+
+def without_unsafe(saved: SavedState) -> SavedState:
+    """Return a state without the values that ``torch.load(weights_only=True)`` refuses."""
+    return kept(saved, _why_not)
+
+
+def _why_not(value: Any) -> str | None:
+    """Return why `torch.load` refuses a value, or None."""
+    if type(value) in _SAFE:
+        return None
+    stream = io.BytesIO()
+    try:
+        torch.save(value, stream)
+        stream.seek(0)
+        torch.load(stream, weights_only=True)
+    except Exception:  # whatever pickle, torch or the class of the value raise
+        return f"torch.load(weights_only=True) does not read a {type(value).__name__}"
+    return None
+
+
+def torch_dtype(name: str, spec: TensorSpec) -> torch.dtype:
+    """Return the dtype of a spec.  Raises `MismatchError`, with the name, if this torch lacks it."""
+    dtype = getattr(torch, spec.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise MismatchError(
+            f"torch {torch.__version__} has no dtype for the tensor {name!r}, a {spec}",
+            remedy="update torch, or leave out its item",
+        )
+    return dtype
+
+
+def tensor_of(data: NDArray[Any], dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """Return an array of these elements as a tensor with the same memory."""
+    return torch.from_numpy(data.reshape(-1).view(np.uint8)).view(dtype).reshape(tuple(shape))
+
+
+def stub_tensors(saved: SavedState) -> dict[str, Stub]:
+    """Return the tensors of a state by name.  Raises `MismatchError` for one that torch cannot hold."""
+    stubs = saved.stubs()
+    for name, stub in stubs.items():
+        torch_dtype(name, stub.spec)
+    return stubs
