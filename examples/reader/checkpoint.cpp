@@ -192,6 +192,7 @@ Manifest read_manifest(const std::string& root) {
 
 Checkpoint::Checkpoint(const std::string& root) : root_(root), manifest_(read_manifest(root)) {
   if (!manifest_.moved_to.empty()) root_ = manifest_.moved_to;
+  require(root_.find("://") == std::string::npos, "the files are at " + root_ + ", and this reads local files only");
   int64_t nbytes = manifest_.files.at(manifest_.index).nbytes;
   require(nbytes <= kIndexNbytes, "the index is too large");
   index_ = read(manifest_.index, 0, nbytes);

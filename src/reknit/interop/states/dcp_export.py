@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +96,8 @@ def _write(checkpoint: OpenCheckpoint, state: Mapping[str, Any], path: str) -> N
     frame, stubs = _framed(state)
     planner = _PiecePlanner(checkpoint, stubs)
     try:
-        dcp.save(frame, storage_writer=_FileByFile(path), planner=planner, no_dist=True)
+        with _alone():
+            dcp.save(frame, storage_writer=_FileByFile(path), planner=planner, no_dist=True)
     except CheckpointException as error:
         raise _meant(error, path) from error
 
@@ -259,7 +262,8 @@ def _verify(checkpoint: OpenCheckpoint, state: Mapping[str, Any], path: str) -> 
         if number not in held:
             held.clear()
             held.update({one: _empty(tensors[one], specs[one]) for one in batches[number]})
-            dcp.load({tensors[one]: held[one] for one in held}, checkpoint_id=path, no_dist=True)
+            with _alone():
+                dcp.load({tensors[one]: held[one] for one in held}, checkpoint_id=path, no_dist=True)
         return read_back(held[number])
 
     wanted = {number: Named(tensors[number], specs[number]) for number in tensors}
@@ -269,9 +273,17 @@ def _verify(checkpoint: OpenCheckpoint, state: Mapping[str, Any], path: str) -> 
     planner.set_up_planner(frame, is_coordinator=True)
     values = {name: value for name, value in planner.state_dict.items() if id(value) not in stubs}
     found: dict[str, Any] = dict.fromkeys(values)
-    if found:
+    with _alone():
         dcp.load(found, checkpoint_id=path, no_dist=True)
     require_same_values(values, found)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Keep DCP from warning that one process works alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _empty(name: str, spec: TensorSpec) -> torch.Tensor:

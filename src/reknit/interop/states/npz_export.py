@@ -83,7 +83,7 @@ def export_npz(
 
 def _why_not(value: Any) -> str | None:
     """Return why an array cannot hold a value, or None."""
-    if _is_empty(value):
+    if isinstance(value, Stub) or _is_empty(value):
         return None
     if type(value) is int and not -(1 << 63) <= value < 1 << 63:
         return "the integer needs more than 64 bits"

@@ -167,11 +167,11 @@ def dotted(path: tuple[str | int, ...]) -> str:
 
 
 def kept(saved: SavedState, why_not: Callable[[Any], str | None]) -> SavedState:
-    """Return a state without the values for which `why_not` returns a reason."""
+    """Return a state without the values and stubs for which `why_not` returns a reason."""
     left_out = dict(saved.left_out)
 
     def change(path: tuple[str | int, ...], leaf: Any) -> Any:
-        if isinstance(leaf, Stub) or (reason := why_not(leaf)) is None:
+        if (reason := why_not(leaf)) is None:
             return leaf
         left_out[dotted(path)] = reason
         return LEFT_OUT

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from reknit.types.shard import TensorSpec
 
-_SAFE = frozenset({type(None), bool, int, float, str})
-"""Types of most values, which need no trial."""
+_SAFE = frozenset({type(None), bool, int, float, str, Stub})
+"""Types of most leaves, which need no trial."""
 
 
 def without_unsafe(saved: SavedState) -> SavedState:
