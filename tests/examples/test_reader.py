@@ -59,7 +59,7 @@ def output(program: Path, *arguments: object) -> bytes:
 
 
 def require_agreement(program: Path, path: Path, *, most: int = 100) -> None:
-    """Compare names, specs and bytes with those that reknit reads."""
+    """Compare names, specs and bytes with the results of reknit."""
     listed = [json.loads(line) for line in output(program, "list", path).splitlines()]
     with reknit.open(path) as checkpoint:
         specs = {

@@ -1,4 +1,4 @@
-"""`reknit export orbax`: Orbax restores what the checkpoint has."""
+"""`reknit export orbax`: Orbax restores the tensors and values of a checkpoint."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _STATES = {
     "npz": ("a file that numpy.load reads", None),
     "orbax": ("a folder that Orbax restores", "orbax"),
 }
-"""Formats of whole states: what is written, and the extra that it needs."""
+"""Formats of whole states: the result of an export, and the extra that it needs."""
 
 _FILES = frozenset({"torch", "npz"})
 
@@ -210,7 +210,7 @@ def _print_weights(report: ExportReport, dtype: str | None) -> None:
 
 
 def _print_names(title: str, names: Mapping[str, str], between: str) -> None:
-    """Print names with what belongs to each, as far as a screen takes them."""
+    """Print pairs of names, as many as a screen takes."""
     if not names:
         return
     print(title)

@@ -62,7 +62,7 @@ def read_back(tensor: Any) -> ReadBack:
 def require_equal(
     wanted: Mapping[int, Named], pieces: Iterable[StreamPiece], read: Callable[[int], ReadBack]
 ) -> None:
-    """Compare the tensors in `pieces` with those that `read` returns.  Raises `CorruptError` at a difference.
+    """Compare the tensors in `pieces` with the results of `read`.  Raises `CorruptError` at a difference.
 
     `wanted` are their names and specs by number; tensors without elements have no pieces.
     """

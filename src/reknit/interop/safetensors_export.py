@@ -51,7 +51,7 @@ class ExportReport:
     `files` are the safetensors files in `path`, `nbytes` the bytes of the `num_tensors` tensors in them.
     `tied` maps every name that was left out to the name of the tensor that it is tied to.  `cast` names the
     converted tensors, and `overflowed` counts the finite numbers of a tensor that became infinite by that.
-    `left_out` maps items and tensors that are no weights to the reason.  `passed` are the copied files, and
+    `left_out` maps items and tensors other than weights to the reason.  `passed` are the copied files, and
     `verified` is whether the weights were read back and compared.
     """
 

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from reknit.types.shard import TensorSpec
 
 FILE_NBYTES = 256 << 20
-"""Bytes of tensors in one file of an export.  DCP's writer keeps the tensors of a file until it is written."""
+"""Bytes of tensors in one file of an export.  DCP keeps the tensors of a file until it is written."""
 
 
 def export_dcp(
@@ -63,8 +63,8 @@ def export_dcp(
 
     An entry has the name that DCP gives it in a nested state: ``model.layers.0.weight`` and, for states of
     optimizers, ``optimizer.state.layers.0.weight.exp_avg``, as those of `get_state_dict` of torch.  `items`
-    are the items to write (default: all).  Values that `torch.load` refuses are left out, and so are
-    those that each rank saved for itself.  Memory stays bounded.  `verify` loads the folder with DCP and
+    are the items to write (default: all).  Values that `torch.load` refuses are left out, as
+    are values that each rank saved for itself.  Memory stays bounded.  `verify` loads the folder with DCP and
     compares every bit.
 
     `out` is a local folder, empty or absent, and appears whole or not at all.  Raises `UsageError`,

@@ -49,7 +49,7 @@ def export_torch(
 
     The file has a dict with the `items` (default: all), in which tensors and values are nested as they were
     saved; states of optimizers are under the names of their parameters.  Tied tensors share their memory.
-    Values that `torch.load` refuses are left out, and so are those that each rank saved for itself.  Memory
+    Values that `torch.load` refuses are left out, as are values that each rank saved for itself.  Memory
     stays bounded.  `verify` reads the file with torch and compares every bit.
 
     `out` appears whole or not at all.  Raises `UsageError` if it is taken and `overwrite` is false,

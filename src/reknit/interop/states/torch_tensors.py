@@ -36,7 +36,7 @@ def _why_not(value: Any) -> str | None:
         torch.save(value, stream)
         stream.seek(0)
         torch.load(stream, weights_only=True)
-    except Exception:  # whatever pickle, torch or the class of the value raise
+    except Exception:  # pickle, torch and the class of the value have errors of their own
         return f"torch.load(weights_only=True) does not read a {type(value).__name__}"
     return None
 
