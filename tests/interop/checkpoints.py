@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,7 @@ from reknit.types.dtype import ITEMSIZE
 from reknit.types.shard import Holdings, Shard, TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -110,3 +112,14 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors are equal bit for bit."""
     bits = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*bits)
+
+
+@contextmanager
+def files_of_at_most(nbytes: int) -> Iterator[None]:
+    """Let the system refuse to make any file of this process larger, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

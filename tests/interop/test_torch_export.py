@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import zipfile
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 import reknit
 from reknit.interop.states import torch_export
 from reknit.interop.states.torch_export import export_torch
-from tests.interop.checkpoints import every_dtype, same, save_training, trained
+from tests.interop.checkpoints import every_dtype, files_of_at_most, same, save_training, trained
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -99,7 +98,13 @@ def test_a_disk_without_room_is_refused_before_a_byte_is_written(
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="it writes to /dev/full")
+def test_a_full_disk_is_an_error_of_the_storage_and_leaves_no_file(tmp_path: Path) -> None:
+    reknit.save(tmp_path / "c", {"model": {"w": torch.zeros(1_000_000)}})
+    with files_of_at_most(200_000), pytest.raises(reknit.StorageError, match="write"):
+        export_torch(tmp_path / "c", tmp_path / "out.pt")
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
 def test_a_wrong_byte_is_found_when_the_file_is_read_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
