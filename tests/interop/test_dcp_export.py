@@ -31,7 +31,10 @@ from tests.ranks import run
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+]
 
 
 def loaded(path: Path, state: dict[str, Any]) -> dict[str, Any]:

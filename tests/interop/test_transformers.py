@@ -72,6 +72,7 @@ def reloaded_tensors(out: Path) -> dict[str, torch.Tensor]:
     return load_file(out / "model.safetensors")
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}])
 def test_peft_loads_an_adapter_as_its_own(tmp_path: Path, options: dict[str, Any]) -> None:
     peft = pytest.importorskip("peft")

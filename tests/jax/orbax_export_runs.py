@@ -11,7 +11,7 @@ import torch
 
 import reknit
 from reknit.interop.states.orbax_export import export_orbax
-from tests.interop.checkpoints import every_dtype, save_training
+from tests.interop.checkpoints import every_dtype, random_bits, save_training
 
 LACKING = ("complex32", "float8_e8m0fnu", "float4_e2m1fn_x2")
 
@@ -52,7 +52,7 @@ def check_training(folder: str) -> None:
 
 def check_refusals(folder: str) -> None:
     for dtype in LACKING:
-        reknit.save(f"{folder}/{dtype}", {"model": {"w": torch.zeros(2, dtype=getattr(torch, dtype))}})
+        reknit.save(f"{folder}/{dtype}", {"model": {"w": random_bits(dtype, (2,))}})
         raised(reknit.MismatchError, f"{folder}/{dtype}", f"{folder}/out")
     reknit.save(f"{folder}/c", {"model": {"w": torch.zeros(1000)}})
     (file,) = Path(folder, "c", "model").glob("*")

@@ -31,7 +31,7 @@ from reknit.interop.compare import (
 )
 from reknit.interop.export_folder import ExportFolder, require_room
 from reknit.interop.states.state_tree import Stub, dotted, leaves, mapped, state_of
-from reknit.interop.states.torch_tensors import stub_tensors, tensor_of, torch_dtype, without_unsafe
+from reknit.interop.states.torch_tensors import empty_tensor, for_torch, stub_tensors, tensor_of
 from reknit.interop.tensor_stream import PIECE_NBYTES, cut_boxes, read_boxes, stream
 from reknit.monitor.phase import Recorder
 from reknit.storage.local.os_errors import typed
@@ -72,7 +72,7 @@ def export_dcp(
     """
     folder = ExportFolder(out)
     with state_of(path, items) as (checkpoint, whole):
-        saved = without_unsafe(whole)
+        saved = for_torch(whole)
         stubs = stub_tensors(saved)
         nbytes = sum(stub.spec.nbytes for stub in stubs.values())
         with folder.filling() as storage:
@@ -109,7 +109,7 @@ def _framed(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[int, Stub]]:
     def tensor(place: tuple[str | int, ...], leaf: Any) -> Any:
         if not isinstance(leaf, Stub):
             return leaf
-        made = torch.empty(leaf.spec.shape, dtype=torch_dtype(dotted(place), leaf.spec), device="meta")
+        made = empty_tensor(dotted(place), leaf.spec, "meta")
         stubs[id(made)] = leaf
         return made
 
@@ -261,7 +261,7 @@ def _verify(checkpoint: OpenCheckpoint, state: Mapping[str, Any], path: str) -> 
     def read(number: int) -> ReadBack:
         if number not in held:
             held.clear()
-            held.update({one: _empty(tensors[one], specs[one]) for one in batches[number]})
+            held.update({one: empty_tensor(tensors[one], specs[one]) for one in batches[number]})
             with _alone():
                 dcp.load({tensors[one]: held[one] for one in held}, checkpoint_id=path, no_dist=True)
         return read_back(held[number])
@@ -284,10 +284,6 @@ def _alone() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
-
-
-def _empty(name: str, spec: TensorSpec) -> torch.Tensor:
-    return torch.empty(spec.shape, dtype=torch_dtype(name, spec))
 
 
 def _batches(specs: Mapping[int, TensorSpec]) -> Iterator[list[int]]:

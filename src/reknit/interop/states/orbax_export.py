@@ -175,4 +175,3 @@ def _verify(orbax: Any, checkpoint: OpenCheckpoint, state: Mapping[str, Any], pa
     require_equal(wanted, stream(checkpoint, list(wanted)), read)
     values = {dotted(place): leaf for place, leaf in leaves(state) if not isinstance(leaf, Stub)}
     require_same_values(values, found)
-

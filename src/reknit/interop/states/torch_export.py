@@ -22,7 +22,7 @@ from reknit.interop.compare import (
 from reknit.interop.data_headers import tied_names
 from reknit.interop.export_folder import new_file, require_room
 from reknit.interop.states.state_tree import Stub, dotted, leaves, mapped, state_of
-from reknit.interop.states.torch_tensors import stub_tensors, torch_dtype, without_unsafe
+from reknit.interop.states.torch_tensors import for_torch, stub_tensors, torch_dtype
 from reknit.interop.tensor_stream import stream
 from reknit.storage.local.os_errors import translated
 
@@ -56,7 +56,7 @@ def export_torch(
     `CheckpointNotFoundError`, `CorruptError`, `MismatchError`, `StorageError`.
     """
     with new_file(out, overwrite=overwrite) as beside, state_of(path, items) as (checkpoint, whole):
-        saved = without_unsafe(whole)
+        saved = for_torch(whole)
         stubs = stub_tensors(saved)
         nbytes = sum(stub.spec.nbytes for stub in stubs.values())
         require_room(beside, nbytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,9 +23,28 @@ _SAFE = frozenset({type(None), bool, int, float, str, Stub})
 """Types of most leaves, which need no trial."""
 
 
-def without_unsafe(saved: SavedState) -> SavedState:
-    """Return a state without the values that ``torch.load(weights_only=True)`` refuses."""
-    return kept(saved, _why_not)
+_HOW = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
+"""Options of optimizers that decide only how torch computes; a checkpoint does not have them."""
+
+
+def for_torch(saved: SavedState) -> SavedState:
+    """Return a state without the values that ``torch.load(weights_only=True)`` refuses.
+
+    The groups of optimizers have all options that DCP asks for.
+    """
+    safe = kept(saved, _why_not)
+    return SavedState(_with_options(safe.state), safe.left_out)
+
+
+def _with_options(state: Any) -> Any:
+    """Return a state in which groups of optimizers have torch's defaults of options that are not saved."""
+    if type(state) is not dict:
+        return state
+    groups = state.get("param_groups")
+    state = {key: _with_options(value) for key, value in state.items()}
+    if type(groups) is list and all(type(group) is dict and "params" in group for group in groups):
+        state["param_groups"] = [_HOW | group for group in groups]
+    return state
 
 
 def _why_not(value: Any) -> str | None:
@@ -50,6 +70,13 @@ def torch_dtype(name: str, spec: TensorSpec) -> torch.dtype:
             remedy="update torch, or leave out its item",
         )
     return dtype
+
+
+def empty_tensor(name: str, spec: TensorSpec, device: str = "cpu") -> torch.Tensor:
+    """Return a tensor without values.  Raises `MismatchError` if this torch lacks its dtype."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
+        return torch.empty(spec.shape, dtype=torch_dtype(name, spec), device=device)
 
 
 def tensor_of(data: NDArray[Any], dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
