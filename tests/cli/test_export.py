@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -158,3 +159,13 @@ def test_a_file_is_replaced_with_the_flag_that_the_error_names(
     (tmp_path / "out.npz").write_text("mine")
     assert "--overwrite" in command("export", "npz", path, tmp_path / "out.npz").err
     assert command("export", "npz", path, tmp_path / "out.npz", "--overwrite").code == 0
+
+
+def test_a_missing_extra_is_named(
+    command: Command, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "orbax", None)
+    ran = command("export", "orbax", path, tmp_path / "out")
+    assert ran.code == 2
+    assert "pip install 'reknit[orbax]'" in ran.err
+    assert not (tmp_path / "out").exists()

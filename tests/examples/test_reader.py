@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import reknit
+from reknit.errors import FormatError
 from reknit.types.box import Box
 from tests.interop.checkpoints import columns, every_dtype, save_in_boxes
 
@@ -261,5 +262,5 @@ def test_a_sealed_manifest_that_breaks_a_rule_is_refused_by_both(
     assert ran(program, "check", damaged).returncode == 0
     resealed(damaged / "manifest.json", change)
     assert ran(program, "check", damaged).returncode == 1
-    with pytest.raises(reknit.FormatError):
+    with pytest.raises(FormatError):
         reknit.open(damaged)

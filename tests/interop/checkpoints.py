@@ -83,7 +83,10 @@ def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 3))
     net[1].weight = net[0].weight
-    groups = [{"params": net[:2].parameters(), "lr": 0.1}, {"params": net[2].parameters()}]
+    groups: list[dict[str, Any]] = [
+        {"params": net[:2].parameters(), "lr": 0.1},
+        {"params": net[2].parameters()},
+    ]
     optimizer = torch.optim.AdamW(groups)
     net(torch.randn(2, 4)).sum().backward()
     optimizer.step()

@@ -62,7 +62,11 @@ def test_model_and_optimizer_load_what_dcp_reads(tmp_path: Path) -> None:
         for parameter in other.parameters():
             parameter.zero_()
     model, states = get_state_dict(other, fresh)
-    state = {"model": model, "optimizer": states, "values": {"epoch": 0, "mixed": (), "text": ""}}
+    state: dict[str, Any] = {
+        "model": model,
+        "optimizer": states,
+        "values": {"epoch": 0, "mixed": (), "text": ""},
+    }
     loaded(tmp_path / "out", state)
     set_state_dict(other, fresh, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     assert state["values"] == {"epoch": 3, "mixed": (1, 2.5), "text": "x"}

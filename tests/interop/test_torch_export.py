@@ -9,7 +9,6 @@ import torch
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 import reknit
-from reknit.interop.states import torch_export
 from reknit.interop.states.torch_export import export_torch
 from tests.interop.checkpoints import every_dtype, files_of_at_most, same, save_training, trained
 
@@ -118,7 +117,7 @@ def test_a_wrong_byte_is_found_when_the_file_is_read_back(
             found["model"]["w"][7] += 1
         return found
 
-    monkeypatch.setattr(torch_export.torch, "load", wrong)
+    monkeypatch.setattr(torch, "load", wrong)
     with pytest.raises(reknit.CorruptError, match=r"model\.w"):
         export_torch(tmp_path / "c", tmp_path / "out.pt", verify=True)
     assert os.listdir(tmp_path) == ["c"]

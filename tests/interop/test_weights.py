@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ def test_rules_are_the_same_as_those_of_a_load_for_pieces_of_a_large_tensor(
 
 def test_whole_names_change_before_other_rules(tmp_path: Path) -> None:
     reknit.save(tmp_path / "c", {"module": {"a.w": torch.ones(2)}})
-    rules = [transforms.names({"module/": "model/"}), transforms.rename("a.w", "b.w")]
+    rules: list[Any] = [transforms.names({"module/": "model/"}), transforms.rename("a.w", "b.w")]
     export_hf(tmp_path / "c", tmp_path / "out", transforms=rules)
     assert set(load_file(tmp_path / "out" / "model.safetensors")) == {"b.w"}
 

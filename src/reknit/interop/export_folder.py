@@ -132,7 +132,8 @@ def _local_path(out: str | os.PathLike[str], kind: str) -> str:
         raise UsageError(
             f"an export goes to a local {kind}, not to {text!r}", remedy=f"give the path of a {kind}"
         )
-    return os.path.abspath(os.path.expanduser(text))
+    path: str = os.path.abspath(os.path.expanduser(text))
+    return path
 
 
 def require_room(path: str, nbytes: int) -> None:

@@ -151,7 +151,7 @@ class _FileByFile(FileSystemWriter):
             prefix = replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{number}_")
             part = replace(plan, items=items, storage_data=prefix)
             results += super().write_data(part, planner).wait()
-        done: Future[Any] = Future()  # type: ignore[no-untyped-call]
+        done: Future[Any] = Future()
         done.set_result(results)
         return done
 

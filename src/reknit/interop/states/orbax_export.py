@@ -41,9 +41,8 @@ def export_orbax(
 
     The tree has the `items` (default: all), in which tensors and values are nested as they were saved.
     Numbers and texts are kept, tuples become lists, and other values are left out, as are tensors without
-    elements.  Memory is bounded by the
-    largest tensor, since Orbax writes whole arrays.  `verify` restores the folder with Orbax and compares
-    every bit.  It needs the extra ``orbax``.
+    elements.  Memory is bounded by twice the largest tensor, since Orbax writes whole arrays.  `verify`
+    restores the folder with Orbax and compares every bit.  It needs the extra ``orbax``.
 
     `out` is a local folder, empty or absent, and appears whole or not at all.  Raises `UsageError`,
     `MissingExtraError`, `CheckpointNotFoundError`, `CorruptError`, `MismatchError`, `StorageError`.
@@ -115,9 +114,10 @@ class SavedTensor:
 
 def _write(orbax: Any, checkpoint: OpenCheckpoint, state: Mapping[str, Any], path: str) -> None:
     handlers = orbax.type_handlers
+    base: Any = handlers.NumpyHandler
     failed: list[ReknitError] = []
 
-    class OneByOne(handlers.NumpyHandler):  # type: ignore[misc]
+    class OneByOne(base):  # type: ignore[misc]
         """Orbax's writer of arrays, which reads each when it is its turn."""
 
         async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
