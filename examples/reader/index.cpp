@@ -1,6 +1,7 @@
 // The index, a Parquet file, and the headers of data files, which repeat it.
 #include <arrow/buffer.h>
 #include <arrow/io/memory.h>
+#include <arrow/memory_pool.h>
 #include <parquet/column_reader.h>
 #include <parquet/exception.h>
 #include <parquet/file_reader.h>
@@ -39,6 +40,28 @@ struct Values {
   std::vector<Numbers> lists;
 };
 
+// Memory for the pages of the index.  None has more than 64 MiB, so a sound index needs less than this.
+class PageMemory : public arrow::ProxyMemoryPool {
+ public:
+  PageMemory() : ProxyMemoryPool(arrow::default_memory_pool()) {}
+
+  using MemoryPool::Allocate;
+  using MemoryPool::Reallocate;
+
+  arrow::Status Allocate(int64_t size, int64_t alignment, uint8_t** out) override {
+    if (!fits(size)) return arrow::Status::OutOfMemory("a page is too large");
+    return ProxyMemoryPool::Allocate(size, alignment, out);
+  }
+
+  arrow::Status Reallocate(int64_t before, int64_t size, int64_t alignment, uint8_t** data) override {
+    if (!fits(size - before)) return arrow::Status::OutOfMemory("a page is too large");
+    return ProxyMemoryPool::Reallocate(before, size, alignment, data);
+  }
+
+ private:
+  bool fits(int64_t more) { return more <= (256 << 20) - bytes_allocated(); }
+};
+
 void check_schema(const parquet::SchemaDescriptor& schema) {
   require(schema.num_columns() == int(std::size(kColumns)), "the index has other columns");
   for (int n = 0; n < schema.num_columns(); ++n) {
@@ -52,7 +75,7 @@ void check_schema(const parquet::SchemaDescriptor& schema) {
   }
 }
 
-// Compares the claims of the footer with the size of the file.  Arrow checks the headers of pages.
+// Compares the claims of the footer with the size of the file; `PageMemory` bounds the pages.
 void check_limits(const Bytes& file, const parquet::FileMetaData& footer) {
   auto size = int64_t(file.size());
   int64_t values = 0, unpacked = 0;
@@ -180,11 +203,12 @@ std::vector<Tensor> read_index(const Checkpoint& checkpoint) {
   const Bytes& bytes = checkpoint.index();
   Values columns[std::size(kColumns)];
   int64_t rows = 0;
+  PageMemory memory;
   try {
     auto data = reinterpret_cast<const uint8_t*>(bytes.data());
     auto source = std::make_shared<arrow::io::BufferReader>(
         std::make_shared<arrow::Buffer>(data, int64_t(bytes.size())));
-    auto file = parquet::ParquetFileReader::Open(source);
+    auto file = parquet::ParquetFileReader::Open(source, parquet::ReaderProperties(&memory));
     check_schema(*file->metadata()->schema());
     check_limits(bytes, *file->metadata());
     for (int group = 0; group < file->metadata()->num_row_groups(); ++group) {

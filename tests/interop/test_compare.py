@@ -35,6 +35,12 @@ def test_a_difference_names_the_tensor(found: torch.Tensor, none: ReadBack, name
         require_equal(WANTED, PIECES, [read_back(found), none].__getitem__)
 
 
+def test_a_tensor_that_was_not_compared_to_its_end_is_a_difference() -> None:
+    found = read_back(torch.tensor([1, 2, 3, 4], dtype=torch.int16))
+    with pytest.raises(reknit.CorruptError, match="'w'"):
+        require_equal(WANTED, PIECES[:1], [found, NONE].__getitem__)
+
+
 def test_values_are_compared_with_their_types() -> None:
     require_same_values({"a": 1, "b": float("nan")}, {"a": 1, "b": float("nan"), "c": 2})
     for found in ({"a": True}, {"a": 2}, {}):

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
+import signal
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -26,7 +27,7 @@ from tests.interop.checkpoints import (
     save_training,
     trained,
 )
-from tests.ranks import run
+from tests.ranks import Died, run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -130,23 +131,20 @@ def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path) -> None:
         export_dcp(tmp_path / "c", tmp_path)
 
 
-KILLED = """
-import os, signal, sys
-from torch.distributed.checkpoint import FileSystemWriter
-from reknit.interop.states.dcp_export import export_dcp
+def killed(source: str, out: str) -> None:
+    """Export, and die when all but the metadata of DCP is written."""
 
-def die(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
+    def die(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
-FileSystemWriter.finish = die
-export_dcp(*sys.argv[1:])
-"""
+    FileSystemWriter.finish = die  # type: ignore[method-assign]  # in a process that ends here
+    export_dcp(source, out)
 
 
 def test_a_killed_export_leaves_no_folder_that_looks_whole(tmp_path: Path) -> None:
     save_training(tmp_path / "c")
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "c"), str(tmp_path / "out")]
-    assert subprocess.run(command, check=False).returncode == -9
+    (died,) = run(1, killed, str(tmp_path / "c"), str(tmp_path / "out"), some_die=True, joined=False)
+    assert died == Died(-signal.SIGKILL)
     assert not (tmp_path / "out").exists()
     (rest,) = (path for path in tmp_path.iterdir() if path.name != "c")
     assert rest.name.startswith(".out.")

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 import reknit
+from reknit.interop import tensor_stream
 from reknit.interop.states.torch_export import export_torch
 from tests.interop.checkpoints import every_dtype, files_of_at_most, same, save_training, trained
 
@@ -25,6 +26,14 @@ def test_torch_reads_every_dtype_bit_for_bit(tmp_path: Path) -> None:
     assert (report.num_tensors, report.verified, report.left_out) == (3 * len(state), True, {})
     assert zipfile.ZipFile(tmp_path / "out.pt").testzip() is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "out.pt"]
+
+
+def test_a_tensor_of_several_pieces_has_its_bits_and_its_checksum(tmp_path: Path) -> None:
+    large = torch.arange(tensor_stream.PIECE_NBYTES * 5 // 32)
+    reknit.save(tmp_path / "c", {"model": {"large": large, "small": torch.ones(3)}})
+    export_torch(tmp_path / "c", tmp_path / "out.pt")
+    assert torch.equal(torch.load(tmp_path / "out.pt", weights_only=True)["model"]["large"], large)
+    assert zipfile.ZipFile(tmp_path / "out.pt").testzip() is None
 
 
 def test_model_and_optimizer_load_what_torch_reads(tmp_path: Path) -> None:
