@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from reknit.arguments import open_checkpoint
+from reknit.engine.loading.match import require_covered
 from reknit.engine.loading.read import RangeReader
 from reknit.engine.stored.opening import opened, read_opened
 from reknit.monitor.phase import Recorder
@@ -69,6 +70,7 @@ def stream(
     A large tensor comes in several pieces, small ones are read together; one without elements yields nothing.
     Where the pieces end depends on the specs only.  Raises `CorruptError`, `StorageError`.
     """
+    require_covered(checkpoint.index, numbers)
     recorder = Recorder("read", path=checkpoint.storage.url)
     specs = {number: checkpoint.index.tensors[number].spec for number in numbers}
     yield from stream_with(specs, lambda fills: read_boxes(checkpoint, fills, recorder, options), nbytes)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from reknit.engine.loading.match import require_covered
 from reknit.engine.stored.file_checks import read_checked
 from reknit.engine.stored.renaming import names_in
 from reknit.errors import MismatchError, UsageError
@@ -87,6 +88,7 @@ def weights_of(checkpoint: OpenCheckpoint, item: str, rules: Sequence[Rule]) -> 
     left_out = {plain_name(fqn): "it is a state of an optimizer" for fqn in states}
     others = [one for one in checkpoint.offered if one != item]
     left_out |= dict.fromkeys(others, f"only the item {item!r} is exported")
+    require_covered(checkpoint.index, list(weights.values()))
     tied = tied_names(checkpoint, list(weights.values()))
     if rules:
         found = _transformed(checkpoint, item, weights, tied, rules)

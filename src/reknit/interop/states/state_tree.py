@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.arguments import open_checkpoint
+from reknit.engine.loading.match import require_covered
 from reknit.engine.stored.opening import opened, read_opened, unknown_items
 from reknit.errors import CorruptError, FormatError, MismatchError, UsageError
 from reknit.frameworks import fresh_arrays, tree
@@ -77,6 +78,8 @@ def state_of(
         except FormatError:  # values that only pickle can read
             checkpoint = opened(storage, replace(contents, blobs={}), wanted, OPTIONS)
             left_out |= {item: "its values are pickled, and are not read" for item in wanted}
+        numbers = [n for n, entry in enumerate(checkpoint.index.tensors) if entry.item in wanted]
+        require_covered(checkpoint.index, numbers)
         yield checkpoint, SavedState({item: _item(checkpoint, item) for item in wanted}, left_out)
 
 
