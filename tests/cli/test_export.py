@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -102,4 +103,69 @@ def test_what_cannot_be_is_wrong_usage(
     ran = command("export", "hf", path, tmp_path / "out", *options)
     assert ran.code == 2
     assert options[1] in ran.err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("name", "out"), [("torch", "out.pt"), ("dcp", "out"), ("npz", "out.npz")])
+def test_a_whole_state_is_exported_verified_and_told(
+    command: Command, path: Path, tmp_path: Path, name: str, out: str
+) -> None:
+    ran = command("export", name, path, tmp_path / out, "--verify")
+    assert (ran.code, ran.err) == (0, "")
+    assert "big, model" in ran.out or "model, big" in ran.out
+    assert "verified" in ran.out
+    facts = command("export", name, path, tmp_path / f"json-{out}", "--item", "big", "--json").json
+    assert (facts["format"], facts["items"], facts["num_tensors"]) == (name, ["big"], 1)
+    assert (facts["verified"], facts["left_out"]) == (False, {})
+    again = command("export", name, path, tmp_path / out)
+    assert again.code == 2
+    assert "not empty" in again.err or "is there already" in again.err
+    assert command("export", name, path, tmp_path / "x", "--item", "modle").code == 4
+
+
+def test_a_wrong_format_is_answered_with_the_nearest(command: Command, path: Path, tmp_path: Path) -> None:
+    ran = command("export", "hugingface", path, tmp_path / "out")
+    assert ran.code == 2
+    assert "did you mean 'huggingface'" in ran.err
+
+
+def test_weights_left_out_are_told(command: Command, path: Path, tmp_path: Path) -> None:
+    ran = command("export", "huggingface", path, tmp_path / "out", "--verify")
+    assert "big -- only the item 'model' is exported" in ran.out
+    assert command("export", "hf", path, tmp_path / "json", "--json").json["left_out"].keys() == {"big"}
+
+
+def test_rules_come_from_a_file_or_a_module(command: Command, path: Path, tmp_path: Path) -> None:
+    rules = tmp_path / "rules.py"
+    rules.write_text(
+        "from reknit import transforms\n"
+        "LIST = [transforms.rename('0.{p}', 'first.{p}')]\n"
+        "def function():\n    return LIST\n"
+    )
+    for name in ("LIST", "function"):
+        ran = command("export", "hf", path, tmp_path / name, "--transforms", f"{rules}:{name}")
+        assert ran.code == 0
+        found = load_file(tmp_path / name / "model.safetensors")
+        assert set(found) == {"first.weight", "first.bias", "1.bias"}
+    for text in ("rules", f"{rules}:OTHER", f"{tmp_path}/absent.py:LIST", "no_such_module:LIST"):
+        ran = command("export", "hf", path, tmp_path / "x", "--transforms", text)
+        assert ran.code == 2
+        assert "rules" in ran.err
+
+
+def test_a_file_is_replaced_with_the_flag_that_the_error_names(
+    command: Command, path: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "out.npz").write_text("mine")
+    assert "--overwrite" in command("export", "npz", path, tmp_path / "out.npz").err
+    assert command("export", "npz", path, tmp_path / "out.npz", "--overwrite").code == 0
+
+
+def test_a_missing_extra_is_named(
+    command: Command, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "orbax", None)
+    ran = command("export", "orbax", path, tmp_path / "out")
+    assert ran.code == 2
+    assert "pip install 'reknit[orbax]'" in ran.err
     assert not (tmp_path / "out").exists()

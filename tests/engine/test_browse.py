@@ -14,6 +14,7 @@ import reknit
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import register
 from tests.devices import on_cuda
+from tests.forged import rewritten, with_value
 from tests.ranks import run
 
 if TYPE_CHECKING:
@@ -203,6 +204,18 @@ def test_damage_is_found(tmp_path: Path) -> None:
     file.write_bytes(data)
     with pytest.raises(reknit.CorruptError, match="m/w"):
         reknit.open(tmp_path / "x").read_all()
+
+
+@pytest.mark.parametrize("others", [0, 20])
+def test_a_tensor_that_the_files_do_not_cover_is_refused(tmp_path: Path, others: int) -> None:
+    state = {"w": torch.arange(2000.0)} | {f"x{n}": torch.ones(n) for n in range(others)}
+    reknit.save(tmp_path / "c", {"model": state})
+    rewritten(tmp_path / "c", lambda table: with_value(table, "shape", [2001]))
+    with reknit.open(tmp_path / "c") as checkpoint:
+        for read in (lambda: checkpoint.read("model", "w", slice(1999, 2001)), checkpoint.read_all):
+            with pytest.raises(reknit.CorruptError, match="model/w in the index do not cover it exactly"):
+                read()
+        assert not others or checkpoint.read("model", "x3").sum() == 3
 
 
 def test_a_checkpoint_that_was_deleted_or_replaced_since_it_was_opened_is_not_called_damaged(

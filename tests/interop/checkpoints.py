@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import resource
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
+import reknit
 from reknit.comm.group import SoloGroup
 from reknit.engine.saving.save import save
 from reknit.engine.saving.save_job import SaveJob
@@ -14,10 +18,11 @@ from reknit.monitor.phase import Recorder
 from reknit.options import SaveOptions
 from reknit.storage.registry import open_storage
 from reknit.types.box import Box
+from reknit.types.dtype import ITEMSIZE
 from reknit.types.shard import Holdings, Shard, TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -53,3 +58,71 @@ def columns(shape: Sequence[int], parts: int) -> list[Box]:
     rows, width = shape
     edges = [width * k // parts for k in range(parts + 1)]
     return [Box((0, a), (rows, b - a)) for a, b in pairwise(edges)]
+
+
+def random_bits(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor of any bits that its dtype allows."""
+    nbytes = int(np.prod(shape)) * ITEMSIZE[dtype]
+    data = torch.randint(0, 2 if dtype == "bool" else 256, (nbytes,), dtype=torch.uint8)
+    return data.view(getattr(torch, dtype)).reshape(shape)
+
+
+def every_dtype(without: Sequence[str] = ()) -> dict[str, dict[str, torch.Tensor]]:
+    """Return tensors of every dtype: a matrix, a scalar, and one without elements."""
+    torch.manual_seed(0)
+    shapes = {"matrix": (3, 5), "scalar": (), "none": (0, 4)}
+    return {
+        dtype: {name: random_bits(dtype, shape) for name, shape in shapes.items()}
+        for dtype in ITEMSIZE
+        if dtype not in without
+    }
+
+
+def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return a model with tied weights after one step of an optimizer with two groups."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 3))
+    net[1].weight = net[0].weight
+    groups: list[dict[str, Any]] = [
+        {"params": net[:2].parameters(), "lr": 0.1},
+        {"params": net[2].parameters()},
+    ]
+    optimizer = torch.optim.AdamW(groups)
+    net(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    return net, optimizer
+
+
+def save_training(path: Path) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Save a model, its optimizer, and values of many types; return the first two."""
+    net, optimizer = trained()
+    values = {"epoch": 3, "mixed": (1, 2.5), "set": {1, 2}, "text": "x", "none": None, "deep": [{"a": True}]}
+    reknit.save(
+        path,
+        {
+            "model": net,
+            "optimizer": optimizer,
+            "schedule": torch.optim.lr_scheduler.StepLR(optimizer, 3),
+            "values": values,
+            "rng": reknit.RngState(),
+        },
+        step=7,
+    )
+    return net, optimizer
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors are equal bit for bit."""
+    bits = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*bits)
+
+
+@contextmanager
+def files_of_at_most(nbytes: int) -> Iterator[None]:
+    """Let the system refuse to make any file of this process larger, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

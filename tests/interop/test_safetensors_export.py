@@ -19,8 +19,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import reknit
-from reknit.interop.safetensors_export import cut_files, export_hf, plain_name
+from reknit.interop.safetensors_export import cut_files, export_hf
 from reknit.interop.safetensors_file import Stored
+from reknit.interop.weights import plain_name
 from reknit.types.shard import TensorSpec
 from tests.interop.checkpoints import columns, save_in_boxes
 

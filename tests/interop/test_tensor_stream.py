@@ -10,8 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reknit
+from reknit.interop.safetensors_export import export_hf
+from reknit.interop.states.npz_export import export_npz
 from reknit.interop.tensor_stream import cut_boxes, stream, tensors_of
 from reknit.types.shard import TensorSpec
+from tests.forged import rewritten, with_value
 from tests.interop.checkpoints import columns, save_in_boxes
 
 if TYPE_CHECKING:
@@ -67,6 +70,17 @@ def test_damaged_bytes_are_an_error_and_not_data(tmp_path: Path) -> None:
     file.write_bytes(damaged)
     with tensors_of(tmp_path / "c") as checkpoint, pytest.raises(reknit.CorruptError, match="model/w"):
         list(stream(checkpoint, [0]))
+
+
+def test_a_tensor_that_the_files_do_not_cover_is_refused(tmp_path: Path) -> None:
+    save_in_boxes(tmp_path / "c", {"w": np.ones(1000, np.float32)}, {})
+    rewritten(tmp_path / "c", lambda table: with_value(table, "shape", [1001]))
+    with tensors_of(tmp_path / "c") as checkpoint, pytest.raises(reknit.CorruptError, match="model/w"):
+        list(stream(checkpoint, [0]))
+    for export, out in ((export_hf, "hf"), (export_npz, "npz")):
+        with pytest.raises(reknit.CorruptError, match="model/w"):
+            export(tmp_path / "c", tmp_path / out)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
 def test_pickled_values_are_no_obstacle_to_tensors(tmp_path: Path) -> None:

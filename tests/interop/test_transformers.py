@@ -70,3 +70,27 @@ def reloaded_tensors(out: Path) -> dict[str, torch.Tensor]:
 
     assert {path.name for path in out.glob("*.safetensors*")} == {"model.safetensors"}
     return load_file(out / "model.safetensors")
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}])
+def test_peft_loads_an_adapter_as_its_own(tmp_path: Path, options: dict[str, Any]) -> None:
+    peft = pytest.importorskip("peft")
+    from safetensors.torch import load_file
+
+    _, base = tiny(tie=False)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"], **options)
+    adapted = peft.get_peft_model(base, config)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.normal_()
+    reknit.save(tmp_path / "c", {"model": adapted})
+    adapted.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
+    export_hf(tmp_path / "c", tmp_path / "ours", adapter="default", config_from=tmp_path / "theirs")
+    ours, theirs = (load_file(tmp_path / one / "adapter_model.safetensors") for one in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    again = peft.PeftModel.from_pretrained(tiny(tie=False)[1], tmp_path / "ours").eval()
+    with torch.no_grad():
+        assert torch.equal(again(TOKENS).logits, adapted.eval()(TOKENS).logits)

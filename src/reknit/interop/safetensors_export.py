@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from os.path import basename
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from reknit.errors import MismatchError, UsageError
-from reknit.frameworks.tree import unescape
-from reknit.interop.data_headers import tied_names
+from reknit.errors import MissingExtraError, UsageError
+from reknit.interop.compare import Named, require_equal
 from reknit.interop.export_folder import ExportFolder
+from reknit.interop.passed_files import files_of, pass_along
 from reknit.interop.safetensors_file import Stored, check_storable, encode_header, in_file_order
-from reknit.interop.tensor_stream import stream, tensors_of
+from reknit.interop.tensor_stream import StreamPiece, tensors_of
+from reknit.interop.weights import weights_of
+from reknit.transforms.names import split_rules
 from reknit.types.dtype import numpy_dtype
 from reknit.types.shard import TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from os import PathLike
 
     from numpy.typing import NDArray
 
-    from reknit.engine.stored.opening import OpenCheckpoint
+    from reknit.interop.weights import Weights
     from reknit.storage.base import Storage
+    from reknit.transforms.base import Rule
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 
@@ -33,6 +37,7 @@ MAX_SHARD_NBYTES = 5 * 10**9
 """Bytes of tensors in one file, as Hugging Face cuts them."""
 
 SINGLE = "model.safetensors"
+ADAPTER = "adapter_model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 _CAST_FROM = frozenset({"float16", "bfloat16", "float32", "float64"})
@@ -46,6 +51,8 @@ class ExportReport:
     `files` are the safetensors files in `path`, `nbytes` the bytes of the `num_tensors` tensors in them.
     `tied` maps every name that was left out to the name of the tensor that it is tied to.  `cast` names the
     converted tensors, and `overflowed` counts the finite numbers of a tensor that became infinite by that.
+    `left_out` maps items and tensors other than weights to the reason.  `passed` are the copied files, and
+    `verified` is whether the weights were read back and compared.
     """
 
     path: str
@@ -56,6 +63,9 @@ class ExportReport:
     tied: Mapping[str, str]
     cast: tuple[str, ...]
     overflowed: Mapping[str, int]
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    passed: tuple[str, ...] = ()
+    verified: bool = False
 
 
 def export_hf(
@@ -67,6 +77,10 @@ def export_hf(
     max_shard_nbytes: int = MAX_SHARD_NBYTES,
     overwrite: bool = False,
     keep_tied: bool = False,
+    transforms: Sequence[Rule] = (),
+    adapter: str | None = None,
+    config_from: str | PathLike[str] | None = None,
+    verify: bool = False,
 ) -> ExportReport:
     """Write the tensors of an item of the checkpoint at `path` as safetensors files into the folder `out`.
 
@@ -74,6 +88,11 @@ def export_hf(
     of at most `max_shard_nbytes` and an index.  `dtype` converts floating tensors, rounding to nearest even.
     Tied weights are written once, under the name that the model registered first, unless `keep_tied`.  Memory
     stays bounded for tensors of any size, and every byte is verified as it is read.
+
+    `transforms` are rules of `reknit.transforms` that give the tensors the names and cuts of the Hugging Face
+    model.  With the name of an `adapter` of PEFT, only its weights are written, as PEFT does.  Configuration
+    and tokenizer in the folder `config_from` are copied.  `verify` reads the weights with safetensors and
+    compares every bit.
 
     `out` is a local folder, empty or absent, and appears whole or not at all.  With `overwrite` the weights
     in it are replaced, and its other files stay.  Raises `UsageError`, `MismatchError` (safetensors cannot
@@ -83,30 +102,40 @@ def export_hf(
         raise UsageError(f"dtype is one of {', '.join(get_args(Dtype))}, not {dtype!r}")
     if max_shard_nbytes < 1:
         raise UsageError(f"max_shard_nbytes must be at least 1, not {max_shard_nbytes}")
+    names, rules = split_rules(transforms)
+    passed = [] if config_from is None else files_of(config_from)
     folder = ExportFolder(out, overwrite=overwrite)
-    with tensors_of(path) as checkpoint:
-        names = _plain_names(checkpoint, item)
-        owners = {} if keep_tied else tied_names(checkpoint, list(names))
-        numbers = {name: number for number, name in names.items() if number not in owners}
-        saved = {name: checkpoint.index.tensors[number].spec for name, number in numbers.items()}
-        stored = [_stored(name, spec, dtype) for name, spec in saved.items()]
-        files = name_files(cut_files(stored, max_shard_nbytes))
+    with tensors_of(path, names) as checkpoint:
+        weights = weights_of(checkpoint, item, rules)
+        if adapter is not None:
+            weights = weights.of_adapter(adapter)
+        owners = {} if keep_tied else weights.tied
+        numbers = {name: number for number, name in weights.names.items() if number not in owners}
+        stored = [_stored(name, weights.specs[number], dtype) for name, number in numbers.items()]
+        cut = cut_files(stored, max_shard_nbytes)
+        files = name_files(cut) if adapter is None else {ADAPTER: stored}
         overflowed: Counter[str] = Counter()
         with folder.filling() as storage:
             for name, tensors in files.items():
                 parts = {numbers[tensor.name]: tensor for tensor in in_file_order(tensors)}
-                overflowed += _write(checkpoint, parts, storage, name)
+                overflowed += _write(weights, parts, storage, name)
+                if verify:
+                    _verify(weights, parts, f"{storage.url}/{name}")
             if len(files) > 1:
                 storage.put(INDEX, encode_index(files), if_absent=True)
+            pass_along(passed, storage.url)
     return ExportReport(
         path=folder.path,
         item=item,
         files=tuple(files),
         num_tensors=len(stored),
         nbytes=sum(tensor.spec.nbytes for tensor in stored),
-        tied={names[number]: names[owner] for number, owner in owners.items()},
-        cast=tuple(tensor.name for tensor in stored if tensor.spec != saved[tensor.name]),
+        tied={weights.names[number]: weights.names[owner] for number, owner in owners.items()},
+        cast=tuple(tensor.name for tensor in stored if tensor.spec != weights.specs[numbers[tensor.name]]),
         overflowed=dict(overflowed),
+        left_out=weights.left_out,
+        passed=tuple(map(basename, passed)),
+        verified=verify,
     )
 
 
@@ -138,37 +167,6 @@ def encode_index(files: Mapping[str, Sequence[Stored]]) -> bytes:
     return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def plain_name(fqn: str) -> str:
-    """Return the name of a tensor in other tools: keys joined by dots, without escapes."""
-    return ".".join(str(unescape(element)) for element in fqn.split("/"))
-
-
-def _plain_names(checkpoint: OpenCheckpoint, item: str) -> dict[int, str]:
-    """Return the tensors of an item, by their numbers in the index, and the name that each has outside.
-
-    Raises `UsageError` without tensors, and `MismatchError` when two would have one name.
-    """
-    entries = checkpoint.index.tensors
-    names = {number: plain_name(entry.fqn) for number, entry in enumerate(entries) if entry.item == item}
-    if not names:
-        have = ", ".join(repr(name) for name in dict.fromkeys(entry.item for entry in entries))
-        raise UsageError(
-            f"the checkpoint has no item {item!r} with tensors",
-            path=checkpoint.storage.url,
-            remedy=f"choose one of {have}" if have else "it holds no tensors at all",
-        )
-    seen: dict[str, int] = {}
-    for number, name in names.items():
-        if (other := seen.setdefault(name, number)) != number:
-            raise MismatchError(
-                f"{entries[other].fqn!r} and {entries[number].fqn!r} are different tensors, and both would "
-                f"be named {name!r}",
-                path=checkpoint.storage.url,
-                remedy="export reads an item that was saved from one module or flat mapping",
-            )
-    return names
-
-
 def _stored(name: str, spec: TensorSpec, dtype: str | None) -> Stored:
     """Return a tensor as a file will hold it, cast to `dtype` if that is given and casts it."""
     if dtype is not None and spec.dtype in _CAST_FROM:
@@ -178,9 +176,7 @@ def _stored(name: str, spec: TensorSpec, dtype: str | None) -> Stored:
     return tensor
 
 
-def _write(
-    checkpoint: OpenCheckpoint, tensors: Mapping[int, Stored], storage: Storage, path: str
-) -> Counter[str]:
+def _write(weights: Weights, tensors: Mapping[int, Stored], storage: Storage, path: str) -> Counter[str]:
     """Write one file, reading its tensors piece by piece; return the finite numbers that became infinite."""
     header = encode_header(list(tensors.values()), {"format": "pt"})
     overflowed: Counter[str] = Counter()
@@ -188,7 +184,7 @@ def _write(
     try:
         writer.write(0, memoryview(header))
         position = len(header)
-        for number, data in stream(checkpoint, list(tensors)):
+        for number, data in weights.pieces(list(tensors)):
             out = _converted(data, numpy_dtype(tensors[number].spec.dtype))
             if out is not data and (lost := int(np.isinf(out).sum()) - int(np.isinf(data).sum())):
                 overflowed[tensors[number].name] += lost
@@ -205,3 +201,24 @@ def _converted(data: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
     # Overflow is counted by the caller, and the cast of a NaN needs no warning.
     with np.errstate(all="ignore"):
         return data.astype(dtype, copy=False)
+
+
+def _verify(weights: Weights, tensors: Mapping[int, Stored], path: str) -> None:
+    """Read a file with safetensors, and compare it.  Raises `CorruptError`, `MissingExtraError`."""
+    try:
+        from safetensors import safe_open
+
+        from reknit.interop.compare import read_back
+    except ImportError as error:
+        raise MissingExtraError(
+            f"the weights are read back with safetensors and torch, and {error.name} is not installed",
+            remedy=f"pip install {error.name}, or leave out verify=True",
+        ) from error
+    wanted = {number: Named(tensor.name, tensor.spec) for number, tensor in tensors.items()}
+
+    def converted() -> Iterator[StreamPiece]:
+        for number, data in weights.pieces(list(tensors)):
+            yield StreamPiece(number, _converted(data, numpy_dtype(tensors[number].spec.dtype)))
+
+    with safe_open(path, "pt") as file:
+        require_equal(wanted, converted(), lambda number: read_back(file.get_tensor(tensors[number].name)))

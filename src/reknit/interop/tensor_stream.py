@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from reknit.arguments import open_checkpoint
+from reknit.engine.loading.match import require_covered
 from reknit.engine.loading.read import RangeReader
 from reknit.engine.stored.opening import opened, read_opened
 from reknit.monitor.phase import Recorder
@@ -17,13 +19,16 @@ from reknit.types.box import Box, flat_range_boxes
 from reknit.types.dtype import numpy_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from os import PathLike
 
     from numpy.typing import NDArray
 
     from reknit.engine.stored.opening import OpenCheckpoint
+    from reknit.transforms.names import Names
     from reknit.types.shard import TensorSpec
+
+    Fills = Sequence[tuple[int, Box, NDArray[Any]]]
 
 PIECE_NBYTES = 32 * MIB
 """Bytes of tensors that are read at once by default; a reader holds at most two such pieces."""
@@ -31,7 +36,8 @@ PIECE_NBYTES = 32 * MIB
 _BATCH = 4096
 """Most boxes that are read together, so that the plan for very many tiny tensors stays small too."""
 
-_OPTIONS = LoadOptions(inflight_nbytes=32 * MIB)
+OPTIONS = LoadOptions(inflight_nbytes=32 * MIB)
+"""The options with which exports read."""
 
 
 class StreamPiece(NamedTuple):
@@ -42,37 +48,48 @@ class StreamPiece(NamedTuple):
 
 
 @contextmanager
-def tensors_of(path: str | PathLike[str]) -> Iterator[OpenCheckpoint]:
+def tensors_of(path: str | PathLike[str], names: Names | None = None) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint without its values: a pickled value somewhere does not prevent reading tensors.
 
-    Raises `CheckpointNotFoundError`, `CorruptError`, `VersionError`, `StorageError`.
+    `names` gives the tensors other names.  Raises `CheckpointNotFoundError`, `CorruptError`, `VersionError`,
+    `StorageError`.
     """
     with closing(open_checkpoint(path)) as storage:
-        yield opened(storage, read_opened(storage, ()), None, _OPTIONS)
+        options = OPTIONS if names is None else replace(OPTIONS, transforms=(names,))
+        yield opened(storage, read_opened(storage, (), own=names is not None), None, options)
 
 
 def stream(
     checkpoint: OpenCheckpoint,
     numbers: Sequence[int],
     nbytes: int = PIECE_NBYTES,
-    options: LoadOptions = _OPTIONS,
+    options: LoadOptions = OPTIONS,
 ) -> Iterator[StreamPiece]:
     """Yield the tensors with these numbers, in this order, reading and verifying `nbytes` at a time.
 
     A large tensor comes in several pieces, small ones are read together; one without elements yields nothing.
     Where the pieces end depends on the specs only.  Raises `CorruptError`, `StorageError`.
     """
+    require_covered(checkpoint.index, numbers)
     recorder = Recorder("read", path=checkpoint.storage.url)
-    specs = [checkpoint.index.tensors[number].spec for number in numbers]
+    specs = {number: checkpoint.index.tensors[number].spec for number in numbers}
+    yield from stream_with(specs, lambda fills: read_boxes(checkpoint, fills, recorder, options), nbytes)
 
-    def fill(fills: Sequence[tuple[int, Box, NDArray[Any]]]) -> None:
-        checkpoint.read(lambda _: RangeReader(checkpoint, fills, options).run(recorder))
 
-    for batch in _batches(numbers, specs, nbytes):
-        dtypes = [numpy_dtype(checkpoint.index.tensors[number].spec.dtype) for number, _ in batch]
+def read_boxes(
+    checkpoint: OpenCheckpoint, fills: Fills, recorder: Recorder, options: LoadOptions = OPTIONS
+) -> None:
+    """Fill arrays with boxes of tensors, given by number.  Raises `CorruptError`, `StorageError`."""
+    checkpoint.read(lambda _: RangeReader(checkpoint, fills, options).run(recorder))
+
+
+def stream_with(
+    specs: Mapping[int, TensorSpec], fill: Callable[[Fills], None], nbytes: int = PIECE_NBYTES
+) -> Iterator[StreamPiece]:
+    """Yield tensors as `stream` does; `fill` reads boxes of some of them into arrays."""
+    for batch in _batches(specs, nbytes):
         fills = [
-            (number, box, np.empty(box.lengths, dtype))
-            for (number, box), dtype in zip(batch, dtypes, strict=True)
+            (number, box, np.empty(box.lengths, numpy_dtype(specs[number].dtype))) for number, box in batch
         ]
         fill(fills)
         for number, _, array in fills:
@@ -81,13 +98,11 @@ def stream(
         del array, fills
 
 
-def _batches(
-    numbers: Sequence[int], specs: Sequence[TensorSpec], nbytes: int
-) -> Iterator[list[tuple[int, Box]]]:
+def _batches(specs: Mapping[int, TensorSpec], nbytes: int) -> Iterator[list[tuple[int, Box]]]:
     """Group the boxes to read so that a group has at most `nbytes` bytes; a box never has more."""
     batch: list[tuple[int, Box]] = []
     held = 0
-    for number, spec in zip(numbers, specs, strict=True):
+    for number, spec in specs.items():
         for box in cut_boxes(spec, nbytes):
             size = box.numel * spec.itemsize
             if batch and (held + size > nbytes or len(batch) == _BATCH):

@@ -169,6 +169,21 @@ class Transformed:
         every = ((item, fqn) for item, all_ in self.catalog.tensors.items() for fqn in all_)
         return [name for name in every if name in made]
 
+    def unchanged(self, name: Name) -> Name | None:
+        """Return the tensor of the checkpoint that only has another name here, None if rules changed it."""
+        for step in reversed(self._steps):
+            if (source := step.tensors.get(name)) is None:
+                continue
+            made = source.made
+            whole = Box.whole(made.shape)
+            is_whole = [(piece.source_box, piece.target_box) for piece in made.pieces] == [(whole, whole)]
+            if not is_whole or made.blank or made.pieces[0].axes != tuple(range(whole.ndim)):
+                return None
+            if source.shapes != (made.shape,):
+                return None
+            name = source.names[0]
+        return name
+
     def origins(self, name: Name, *, tensors: bool = True, depth: int | None = None) -> list[Name]:
         """Return the names in the checkpoint of all that a tensor (or else a value) is made of.
 

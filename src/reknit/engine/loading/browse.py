@@ -7,6 +7,7 @@ from types import EllipsisType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from reknit.engine.display import Shown
+from reknit.engine.loading.match import require_covered
 from reknit.engine.loading.read import RangeReader
 from reknit.engine.memory.workers import within
 from reknit.engine.stored.file_checks import check_size
@@ -228,6 +229,7 @@ class Checkpoint(Shown):
     def _fill(self, fills: Sequence[tuple[int, Box, Any]]) -> None:
         """Read boxes of tensors, given by number, into their memory."""
         checkpoint = self._open
+        require_covered(checkpoint.index, {number for number, _, _ in fills})
 
         def read(source: Storage) -> None:
             reader = RangeReader(checkpoint, fills, self._options)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from reknit.errors import CorruptError, MismatchError, ReknitError
 from reknit.planner.gaps import SHOWN
 from reknit.planner.tiling import untiled
@@ -14,13 +16,18 @@ from reknit.types.shard import full_name
 from reknit.types.wanted import RESIZE, Terms, matches, selects
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Mapping, Sequence
+    from collections.abc import Callable, Collection, Container, Mapping, Sequence
 
     from reknit.engine.round_messages import LoadRequest
     from reknit.options import LoadOptions
+    from reknit.planner.tiling import Gap
     from reknit.types.manifest import Index
     from reknit.types.shard import TensorSpec
     from reknit.types.wanted import Wanted
+
+
+_FEW = 16
+"""Tensors that are looked at one by one; for more, all rows of the index are."""
 
 
 class Fill(NamedTuple):
@@ -134,11 +141,35 @@ def uncovered(index: Index, wanted: Container[int]) -> list[str]:
     """Name the wanted tensors that the chunks of the index do not cover exactly."""
     shapes = [entry.spec.shape for entry in index.tensors]
     return [
-        f"the chunks of {full_name(*index.tensors[gap.tensor][:2])} in the index do not cover it exactly: "
-        f"they hold {gap.held} of {gap.numel} elements"
+        _gap_text(index, gap.tensor, gap)
         for gap in untiled(shapes, index.tensor, index.offsets, index.lengths)
         if gap.tensor in wanted
     ]
+
+
+def require_covered(index: Index, wanted: Collection[int]) -> None:
+    """Raise `CorruptError` for a tensor that its chunks do not cover: the rest of it would be any bytes."""
+    if len(wanted) > _FEW:
+        problems = uncovered(index, frozenset(wanted))
+    else:
+        problems = [text for number in wanted for text in _uncovered_one(index, number)]
+    if problems:
+        raise CorruptError(problems[0], remedy="load another checkpoint")
+
+
+def _uncovered_one(index: Index, number: int) -> list[str]:
+    """Return the text of `uncovered` about one tensor, whose rows alone are looked at."""
+    rows, shape = slice(*index.first[number : number + 2].tolist()), index.tensors[number].spec.shape
+    offsets, lengths = index.offsets[rows], index.lengths[rows]
+    gaps = untiled([shape], np.zeros(len(offsets), np.int64), offsets, lengths)
+    return [_gap_text(index, number, gap) for gap in gaps]
+
+
+def _gap_text(index: Index, number: int, gap: Gap) -> str:
+    return (
+        f"the chunks of {full_name(*index.tensors[number][:2])} in the index do not cover it exactly: they "
+        f"hold {gap.held} of {gap.numel} elements"
+    )
 
 
 def require_fit(

@@ -1,0 +1,1 @@
+"""How does a whole state, with its optimizer and its values, go into another format?"""

@@ -1,0 +1,177 @@
+"""Export of a state to a folder of Orbax, written tensor by tensor."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from glob import escape, glob
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from reknit.errors import MismatchError, MissingExtraError, ReknitError, StorageError
+from reknit.interop.compare import Named, ReadBack, StateReport, require_equal, require_same_values
+from reknit.interop.export_folder import ExportFolder, require_room
+from reknit.interop.states.state_tree import Stub, dotted, kept, leaves, mapped, state_of
+from reknit.interop.tensor_stream import read_boxes, stream
+from reknit.monitor.phase import Recorder
+from reknit.storage.local.os_errors import typed
+from reknit.types.box import Box
+from reknit.types.dtype import numpy_dtype
+from reknit.types.shard import TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from os import PathLike
+
+    from reknit.engine.stored.opening import OpenCheckpoint
+
+_LACKING = frozenset({"complex32", "float8_e8m0fnu", "float4_e2m1fn_x2"})
+"""Types that the files of Orbax cannot hold."""
+
+
+def export_orbax(
+    path: str | PathLike[str],
+    out: str | PathLike[str],
+    *,
+    items: Sequence[str] | None = None,
+    verify: bool = False,
+) -> StateReport:
+    """Write the checkpoint at `path` as the folder `out`, which ``PyTreeCheckpointer().restore(out)`` reads.
+
+    The tree has the `items` (default: all), in which tensors and values are nested as they were saved.
+    Numbers and texts are kept, tuples become lists, and other values are left out, as are tensors without
+    elements.  Memory is bounded by twice the largest tensor, since Orbax writes whole arrays.  `verify`
+    restores the folder with Orbax and compares every bit.  It needs the extra ``orbax``.
+
+    `out` is a local folder, empty or absent, and appears whole or not at all.  Raises `UsageError`,
+    `MissingExtraError`, `CheckpointNotFoundError`, `CorruptError`, `MismatchError`, `StorageError`.
+    """
+    orbax = _orbax()
+    folder = ExportFolder(out)
+    with state_of(path, items) as (checkpoint, whole):
+        saved = kept(whole, _why_not)
+        stubs = saved.stubs()
+        for name, stub in stubs.items():
+            if stub.spec.dtype in _LACKING:
+                raise MismatchError(
+                    f"Orbax has no type for the tensor {name!r}, a {stub.spec}", remedy="leave out its item"
+                )
+        nbytes = sum(stub.spec.nbytes for stub in stubs.values())
+        with folder.filling() as storage:
+            require_room(storage.url, nbytes)
+            _write(orbax, checkpoint, saved.state, storage.url)
+            if verify:
+                _verify(orbax, checkpoint, saved.state, storage.url)
+    return StateReport(
+        path=folder.path,
+        format="orbax",
+        items=tuple(saved.state),
+        num_tensors=len(stubs),
+        nbytes=nbytes,
+        left_out=saved.left_out,
+        verified=verify,
+    )
+
+
+def _orbax() -> Any:
+    try:
+        import orbax.checkpoint as orbax
+    except ImportError as error:
+        raise MissingExtraError(
+            "the export to Orbax needs Orbax, which is not installed", remedy="pip install 'reknit[orbax]'"
+        ) from error
+    return orbax
+
+
+def _why_not(value: Any) -> str | None:
+    """Return why the export leaves out a value, or None."""
+    if isinstance(value, Stub):
+        return None if value.spec.numel else "Orbax writes no array without elements"
+    if type(value) is int and not -(1 << 63) <= value < 1 << 63:
+        return "the integer needs more than 64 bits"
+    if type(value) in (int, float, str) or (type(value) in (dict, list, tuple) and not value):
+        return None
+    return f"it is a {type(value).__name__}, which Orbax does not keep as it is"
+
+
+class SavedTensor:
+    """A tensor in the place of its bytes, which are read when it is written; a leaf of a tree."""
+
+    def __init__(self, checkpoint: OpenCheckpoint, stub: Stub) -> None:
+        self._checkpoint, self._stub = checkpoint, stub
+        self.shape, self.dtype = stub.spec.shape, numpy_dtype(stub.spec.dtype)
+        self.size, self.nbytes, self.ndim = stub.spec.numel, stub.spec.nbytes, len(stub.spec.shape)
+
+    def read(self) -> Any:
+        """Return the tensor as a NumPy array."""
+        array = np.empty(self.shape, self.dtype)
+        if array.size:
+            whole = [(self._stub.number, Box.whole(self.shape), array)]
+            read_boxes(self._checkpoint, whole, Recorder("read"))
+        return array
+
+
+def _write(orbax: Any, checkpoint: OpenCheckpoint, state: Mapping[str, Any], path: str) -> None:
+    handlers = orbax.type_handlers
+    base: Any = handlers.NumpyHandler
+    failed: list[ReknitError] = []
+
+    class OneByOne(base):  # type: ignore[misc]
+        """Orbax's writer of arrays, which reads each when it is its turn."""
+
+        async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
+            """Write the arrays one after another."""
+            for value, info, arg in zip(values, infos, args or [orbax.SaveArgs()] * len(values), strict=True):
+                try:
+                    array = value.read()
+                except ReknitError as error:
+                    failed.append(error)
+                    raise
+                for future in await super().serialize([array], [info], [arg]):
+                    future.result()
+            return []
+
+    registry = handlers.create_type_handler_registry(
+        (SavedTensor, OneByOne(deepcopy_host_arrays=False)),
+        (int, handlers.ScalarHandler()),
+        (float, handlers.ScalarHandler()),
+        (str, handlers.StringHandler()),
+    )
+
+    def array(_: tuple[str | int, ...], leaf: Any) -> Any:
+        return SavedTensor(checkpoint, leaf) if isinstance(leaf, Stub) else leaf
+
+    tree = mapped(dict(state), array)
+    handler = orbax.PyTreeCheckpointHandler(type_handler_registry=registry)
+    try:
+        with orbax.Checkpointer(handler) as checkpointer:
+            checkpointer.save(path, orbax.args.PyTreeSave(tree), force=True)
+    except OSError as error:
+        raise typed(error, "write", path) from error
+    except Exception as error:  # of Orbax or tensorstore, of many types
+        if failed:
+            raise failed[0] from None
+        raise StorageError(f"Orbax cannot write {path}: {error}", path=path) from error
+    finally:
+        for rest in glob(f"{escape(path)}.orbax-checkpoint-tmp*"):
+            shutil.rmtree(rest, ignore_errors=True)
+    os.makedirs(path, exist_ok=True)
+
+
+def _verify(orbax: Any, checkpoint: OpenCheckpoint, state: Mapping[str, Any], path: str) -> None:
+    """Restore the folder with Orbax, and compare it.  Raises `CorruptError`."""
+    with orbax.Checkpointer(orbax.PyTreeCheckpointHandler()) as checkpointer:
+        tree = checkpointer.restore(path)
+    found = {dotted(place): leaf for place, leaf in leaves(tree)}
+    stubs = {leaf.number: dotted(place) for place, leaf in leaves(state) if isinstance(leaf, Stub)}
+    wanted = {number: Named(name, checkpoint.index.tensors[number].spec) for number, name in stubs.items()}
+
+    def read(number: int) -> ReadBack:
+        array = np.asarray(found[stubs[number]])
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        return ReadBack(TensorSpec(array.shape, str(array.dtype)), data)
+
+    require_equal(wanted, stream(checkpoint, list(wanted)), read)
+    values = {dotted(place): leaf for place, leaf in leaves(state) if not isinstance(leaf, Stub)}
+    require_same_values(values, found)

@@ -1,0 +1,182 @@
+"""Which nested state does a checkpoint hold?  Its tensors are only named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reknit.arguments import open_checkpoint
+from reknit.engine.loading.match import require_covered
+from reknit.engine.stored.opening import opened, read_opened, unknown_items
+from reknit.errors import CorruptError, FormatError, MismatchError, UsageError
+from reknit.frameworks import fresh_arrays, tree
+from reknit.interop.tensor_stream import OPTIONS
+from reknit.types.shard import full_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from os import PathLike
+
+    from reknit.engine.stored.opening import OpenCheckpoint
+    from reknit.types.shard import TensorSpec
+
+_GROUPS, _STATES, _NAMES = "param_groups", "state", "params"
+
+
+class Stub(NamedTuple):
+    """A tensor of a checkpoint in a state, in place of its bytes: its number in the index, and its spec."""
+
+    number: int
+    spec: TensorSpec
+
+
+@dataclass
+class SavedState:
+    """A nested state with a `Stub` for each tensor; `left_out` maps entries that it lacks to the reason."""
+
+    state: dict[str, Any]
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def stubs(self) -> dict[str, Stub]:
+        """Return all tensors by their names: the keys that lead to them, joined by dots."""
+        found: dict[str, Stub] = {}
+        for path, leaf in leaves(self.state):
+            if isinstance(leaf, Stub) and found.setdefault(dotted(path), leaf) is not leaf:
+                raise MismatchError(
+                    f"two tensors would be named {dotted(path)!r}", remedy="export the items one by one"
+                )
+        return found
+
+
+@contextmanager
+def state_of(
+    path: str | PathLike[str], items: Sequence[str] | None
+) -> Iterator[tuple[OpenCheckpoint, SavedState]]:
+    """Open a checkpoint, and return it with the nested state of `items` (None: all of them).
+
+    Raises `CheckpointNotFoundError`, `CorruptError`, `VersionError`, `StorageError`, `MismatchError` for an
+    unknown item.
+    """
+    if isinstance(items, str):
+        raise UsageError("items is a list of names: put the text into a list")
+    with closing(open_checkpoint(path)) as storage:
+        contents = read_opened(storage, None)
+        wanted = contents.manifest.items if items is None else tuple(items)
+        if absent := [item for item in wanted if item not in contents.manifest.items]:
+            raise unknown_items(absent, contents.manifest.items, contents.manifest, storage.url)
+        left_out = {
+            blob.item: "each rank saved values of its own for it"
+            for blob in contents.manifest.blobs
+            if blob.coordinate is not None and blob.item in wanted
+        }
+        try:
+            checkpoint = opened(storage, contents, wanted, OPTIONS)
+        except CorruptError:
+            raise
+        except FormatError:  # values that only pickle can read
+            checkpoint = opened(storage, replace(contents, blobs={}), wanted, OPTIONS)
+            left_out |= {item: "its values are pickled, and are not read" for item in wanted}
+        numbers = [n for n, entry in enumerate(checkpoint.index.tensors) if entry.item in wanted]
+        require_covered(checkpoint.index, numbers)
+        yield checkpoint, SavedState({item: _item(checkpoint, item) for item in wanted}, left_out)
+
+
+def _item(checkpoint: OpenCheckpoint, item: str) -> Any:
+    """Return the nested state of an item."""
+    stubs = {
+        entry.fqn: Stub(number, entry.spec)
+        for number, entry in enumerate(checkpoint.index.tensors)
+        if entry.item == item
+    }
+    values = {
+        fqn: fresh_arrays.live(value, fqn, stubs) for fqn, value in checkpoint.blobs.get(item, {}).items()
+    }
+    # the dict of an object that was saved by its `state_dict` has all tensors below its name in their places
+    whole = {fqn.removesuffix(tree.SKELETON): fqn for fqn in values if fqn.endswith(tree.SKELETON)}
+    state: Any = {}
+    for fqn, value in {**values, **stubs}.items():
+        if fqn not in whole.values() and any(fqn.startswith(above) for above in whole):
+            continue
+        keys = [tree.unescape(part) for part in fqn.split("/") if part and part != tree.SKELETON]
+        if not keys:
+            return value
+        _put(state, keys, value, full_name(item, fqn))
+    return _grouped(state)
+
+
+def _put(state: dict[Any, Any], keys: Sequence[str | int], value: Any, name: str) -> None:
+    at: Any = state
+    for key in keys[:-1]:
+        at = at.setdefault(key, {}) if isinstance(at, dict) else None
+    if not isinstance(at, dict) or keys[-1] in at:
+        raise MismatchError(f"{name} has the place of another entry", remedy="export the items one by one")
+    at[keys[-1]] = value
+
+
+def _grouped(state: Any) -> Any:
+    """Return a state in which options of an optimizer, kept by parameter, are groups of parameters again."""
+    if not isinstance(state, dict):
+        return state
+    state = {key: _grouped(value) for key, value in state.items()}
+    options = state.get(_GROUPS)
+    if not isinstance(options, dict) or not all(isinstance(one, Mapping) for one in options.values()):
+        return state
+    groups: list[dict[str, Any]] = []
+    for name, saved in options.items():
+        own = {key: value for key, value in saved.items() if not str(key).startswith("~")}  # reknit's notes
+        group = next((one for one in groups if {**own, _NAMES: one[_NAMES]} == one), None)
+        if group is None:
+            groups.append({**own, _NAMES: [name]})
+        else:
+            group[_NAMES].append(name)
+    return {_STATES: {}, **state, _GROUPS: groups}
+
+
+def leaves(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Yield all leaves of nested dicts and lists, each with its path of keys; an empty one is a leaf."""
+    if isinstance(value, dict) and value:
+        for key, one in value.items():
+            yield from leaves(one, (*path, key))
+    elif isinstance(value, list | tuple) and value and not isinstance(value, Stub):
+        for number, one in enumerate(value):
+            yield from leaves(one, (*path, number))
+    else:
+        yield path, value
+
+
+def mapped(value: Any, change: Callable[[tuple[str | int, ...], Any], Any], path: Any = ()) -> Any:
+    """Return nested dicts, lists and tuples with `change(path, leaf)` in the place of each leaf.
+
+    A leaf for which `change` returns `LEFT_OUT` has no place in a dict, and is None in a list.
+    """
+    if isinstance(value, dict):
+        found = {key: mapped(one, change, (*path, key)) for key, one in value.items()}
+        return {key: one for key, one in found.items() if one is not LEFT_OUT}
+    if type(value) in (list, tuple):
+        members = [mapped(one, change, (*path, number)) for number, one in enumerate(value)]
+        return type(value)(None if one is LEFT_OUT else one for one in members)
+    return change(path, value)
+
+
+LEFT_OUT = object()
+"""The answer of a function of `mapped` about a leaf that is to be left out."""
+
+
+def dotted(path: tuple[str | int, ...]) -> str:
+    """Return the keys of a path, joined by dots."""
+    return ".".join(map(str, path))
+
+
+def kept(saved: SavedState, why_not: Callable[[Any], str | None]) -> SavedState:
+    """Return a state without the values and stubs for which `why_not` returns a reason."""
+    left_out = dict(saved.left_out)
+
+    def change(path: tuple[str | int, ...], leaf: Any) -> Any:
+        if (reason := why_not(leaf)) is None:
+            return leaf
+        left_out[dotted(path)] = reason
+        return LEFT_OUT
+
+    return SavedState(mapped(saved.state, change), left_out)

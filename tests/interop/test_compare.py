@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import reknit
+from reknit.interop.compare import Named, ReadBack, read_back, require_equal, require_same_values
+from reknit.interop.tensor_stream import StreamPiece
+from reknit.types.shard import TensorSpec
+
+SPEC = TensorSpec((4,), "int16")
+PIECES = [StreamPiece(0, np.array([1, 2], np.int16)), StreamPiece(0, np.array([3, 4], np.int16))]
+WANTED = {0: Named("w", SPEC), 1: Named("none", TensorSpec((0, 2), "float32"))}
+NONE = read_back(torch.zeros(0, 2))
+
+
+def test_equal_bits_pass() -> None:
+    same = read_back(torch.tensor([1, 2, 3, 4], dtype=torch.int16))
+    require_equal(WANTED, PIECES, [same, NONE].__getitem__)
+
+
+@pytest.mark.parametrize(
+    ("found", "none", "name"),
+    [
+        (torch.tensor([1, 2, 3, 5], dtype=torch.int16), NONE, "'w'"),
+        (torch.tensor([1, 2, 3], dtype=torch.int16), NONE, "'w'"),
+        (torch.tensor([1, 2, 3, 4]), NONE, "'w'"),
+        (torch.tensor([[1, 2], [3, 4]], dtype=torch.int16), NONE, "'w'"),
+        (torch.tensor([1, 2, 3, 4], dtype=torch.int16), read_back(torch.zeros(2, 0)), "'none'"),
+    ],
+)
+def test_a_difference_names_the_tensor(found: torch.Tensor, none: ReadBack, name: str) -> None:
+    with pytest.raises(reknit.CorruptError, match=name):
+        require_equal(WANTED, PIECES, [read_back(found), none].__getitem__)
+
+
+def test_a_tensor_that_was_not_compared_to_its_end_is_a_difference() -> None:
+    found = read_back(torch.tensor([1, 2, 3, 4], dtype=torch.int16))
+    with pytest.raises(reknit.CorruptError, match="'w'"):
+        require_equal(WANTED, PIECES[:1], [found, NONE].__getitem__)
+
+
+def test_values_are_compared_with_their_types() -> None:
+    require_same_values({"a": 1, "b": float("nan")}, {"a": 1, "b": float("nan"), "c": 2})
+    for found in ({"a": True}, {"a": 2}, {}):
+        with pytest.raises(reknit.CorruptError, match="a in the export"):
+            require_same_values({"a": 1}, found)

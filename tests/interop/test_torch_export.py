@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import os
+import zipfile
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+import reknit
+from reknit.interop import tensor_stream
+from reknit.interop.states.torch_export import export_torch
+from tests.interop.checkpoints import every_dtype, files_of_at_most, same, save_training, trained
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_torch_reads_every_dtype_bit_for_bit(tmp_path: Path) -> None:
+    state = every_dtype()
+    reknit.save(tmp_path / "c", {"model": state})
+    report = export_torch(tmp_path / "c", tmp_path / "out.pt", verify=True)
+    found = torch.load(tmp_path / "out.pt", weights_only=True)["model"]
+    assert all(same(found[dtype][name], one) for dtype, all_ in state.items() for name, one in all_.items())
+    assert (report.num_tensors, report.verified, report.left_out) == (3 * len(state), True, {})
+    assert zipfile.ZipFile(tmp_path / "out.pt").testzip() is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "out.pt"]
+
+
+def test_a_tensor_of_several_pieces_has_its_bits_and_its_checksum(tmp_path: Path) -> None:
+    large = torch.arange(tensor_stream.PIECE_NBYTES * 5 // 32)
+    reknit.save(tmp_path / "c", {"model": {"large": large, "small": torch.ones(3)}})
+    export_torch(tmp_path / "c", tmp_path / "out.pt")
+    assert torch.equal(torch.load(tmp_path / "out.pt", weights_only=True)["model"]["large"], large)
+    assert zipfile.ZipFile(tmp_path / "out.pt").testzip() is None
+
+
+def test_model_and_optimizer_load_what_torch_reads(tmp_path: Path) -> None:
+    net, optimizer = save_training(tmp_path / "c")
+    report = export_torch(tmp_path / "c", tmp_path / "out.pt", verify=True)
+    assert list(report.left_out) == ["rng"]
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert found["model"]["0.weight"].data_ptr() == found["model"]["1.weight"].data_ptr()
+    assert found["values"]["mixed"] == (1, 2.5)
+    other, fresh = trained()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    other.load_state_dict(found["model"])
+    set_optimizer_state_dict(other, fresh, found["optimizer"])
+    assert all(same(other.state_dict()[name], one) for name, one in net.state_dict().items())
+    for one, two in zip(net.parameters(), other.parameters(), strict=True):
+        assert all(same(optimizer.state[one][key], fresh.state[two][key]) for key in optimizer.state[one])
+
+
+def test_values_that_torch_refuses_are_left_out_by_name(tmp_path: Path) -> None:
+    from pathlib import PurePosixPath
+
+    reknit.save(tmp_path / "c", {"extra": {"n": 1, "path": PurePosixPath("x"), "list": [range(3), 4]}})
+    report = export_torch(tmp_path / "c", tmp_path / "out.pt", verify=True)
+    assert set(report.left_out) == {"extra.path", "extra.list.0"}
+    assert "weights_only" in report.left_out["extra.path"]
+    assert torch.load(tmp_path / "out.pt", weights_only=True) == {"extra": {"n": 1, "list": [None, 4]}}
+
+
+def test_a_state_without_tensors_and_an_empty_one_are_exported(tmp_path: Path) -> None:
+    reknit.save(tmp_path / "c", {"a": {}, "b": 1})
+    export_torch(tmp_path / "c", tmp_path / "out.pt", verify=True)
+    assert torch.load(tmp_path / "out.pt", weights_only=True) == {"a": {}, "b": 1}
+
+
+def test_a_file_is_replaced_on_request_only(tmp_path: Path) -> None:
+    reknit.save(tmp_path / "c", {"a": 1})
+    (tmp_path / "out.pt").write_text("mine")
+    with pytest.raises(reknit.UsageError, match="there already"):
+        export_torch(tmp_path / "c", tmp_path / "out.pt")
+    assert (tmp_path / "out.pt").read_text() == "mine"
+    export_torch(tmp_path / "c", tmp_path / "out.pt", overwrite=True)
+    assert torch.load(tmp_path / "out.pt", weights_only=True) == {"a": 1}
+    with pytest.raises(reknit.UsageError, match="is a folder"):
+        export_torch(tmp_path / "c", tmp_path / "c", overwrite=True)
+
+
+def test_damage_in_the_checkpoint_leaves_no_file(tmp_path: Path) -> None:
+    reknit.save(tmp_path / "c", {"model": {"w": torch.zeros(1000)}})
+    (file,) = (tmp_path / "c" / "model").glob("*")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.chmod(0o644)
+    file.write_bytes(data)
+    with pytest.raises(reknit.CorruptError):
+        export_torch(tmp_path / "c", tmp_path / "out.pt")
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_disk_without_room_is_refused_before_a_byte_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reknit.save(tmp_path / "c", {"model": {"w": torch.zeros(1000)}})
+    usage: Any = type("Usage", (), {"free": 100})
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    with pytest.raises(reknit.StorageError, match="No space left"):
+        export_torch(tmp_path / "c", tmp_path / "out.pt")
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_full_disk_is_an_error_of_the_storage_and_leaves_no_file(tmp_path: Path) -> None:
+    reknit.save(tmp_path / "c", {"model": {"w": torch.zeros(1_000_000)}})
+    with files_of_at_most(200_000), pytest.raises(reknit.StorageError, match="write"):
+        export_torch(tmp_path / "c", tmp_path / "out.pt")
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_wrong_byte_is_found_when_the_file_is_read_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reknit.save(tmp_path / "c", {"model": {"w": torch.arange(1000.0)}})
+    whole = torch.load
+
+    def wrong(path: Any, **options: Any) -> Any:
+        found = whole(path, **options)
+        if "model" in found:
+            found["model"]["w"] = found["model"]["w"].clone()
+            found["model"]["w"][7] += 1
+        return found
+
+    monkeypatch.setattr(torch, "load", wrong)
+    with pytest.raises(reknit.CorruptError, match=r"model\.w"):
+        export_torch(tmp_path / "c", tmp_path / "out.pt", verify=True)
+    assert os.listdir(tmp_path) == ["c"]
