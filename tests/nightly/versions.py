@@ -32,7 +32,11 @@ class Row(NamedTuple):
 
 ROWS = {
     "torch-2.6": Row("3.11", "2.6.0", TORCH),
+    "torch-2.8": Row("3.11", "2.8.0", TORCH),
+    "torch-2.10": Row("3.11", "2.10.0", TORCH),
+    "torch-2.12": Row("3.11", "2.12.0", TORCH),
     "torch-2.14": Row("3.11", "2.14.1", TORCH),
+    "torch-2.15": Row("3.11", "2.15.0", TORCH),
     "python-3.12": Row("3.12", "2.13.0", (*MEGATRON, *TORCH)),
 }
 

@@ -26,6 +26,17 @@ def split_factor(placement: Any) -> int | None:
     return None
 
 
+def cuts_strides_at_once() -> bool:
+    """Return whether torch cuts into the parts of all ranks at once for a strided placement.
+
+    Before torch 2.10 it did; later versions cut into `split_factor` pieces, and then each of these.
+    """
+    import torch
+
+    version: Any = torch.__version__
+    return bool(version < (2, 10))
+
+
 def chunk_list(tensor: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]] | None:
     """Return (offsets, sizes) as a DTensor's local tensor declares them, or None if it does not."""
     hook = getattr(tensor._local_tensor, "__create_chunk_list__", None)
