@@ -71,8 +71,12 @@ def layouts_of(tensors: Iterable[Any]) -> tuple[list[Any], list[Any], list[Any]]
 
 def is_reordered(tensor: Any) -> bool:
     """Return whether mesh dimensions cut one dimension of a DTensor in another order than their own."""
-    order = getattr(getattr(tensor, "_spec", None), "shard_order", None)
-    return any(tuple(cut.mesh_dims) != tuple(sorted(cut.mesh_dims)) for cut in order or ())
+    spec = getattr(tensor, "_spec", None)
+    cuts = getattr(spec, "shard_order", None) or ()
+    if all(tuple(cut.mesh_dims) == tuple(sorted(cut.mesh_dims)) for cut in cuts):
+        return False
+    # Torch 2.10 derives an order from strided placements, as of `fully_shard` after tensor parallelism.
+    return all(split_factor(placement) is None for placement in spec.placements)  # type: ignore[union-attr]
 
 
 def local_of(tensor: Any) -> Any:
