@@ -176,7 +176,10 @@ def observed(value: Any) -> Any:
     if isinstance(value, DTensor):
         return kind, value.placements, tuple(value.shape), observed(value.to_local())
     if isinstance(value, torch.Tensor):
-        dense = value.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+        plain = value.detach().resolve_conj().resolve_neg()
+        if "float4" in str(value.dtype):
+            plain = plain.view(torch.uint8)  # torch 2.8 copies only their bytes
+        dense = plain.clone(memory_format=torch.contiguous_format)
         data = dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
         return kind, str(value.dtype), tuple(value.shape), value.requires_grad, data
     if isinstance(value, (np.ndarray, np.generic)):

@@ -67,7 +67,10 @@ def layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], list[tup
 
 def cuts_at(layout: Any, coordinate: tuple[int, ...]) -> list[MeshCut]:
     _, mesh, how = layout
-    return [MeshCut(how[n][0], mesh[n], coordinate[n], how[n][1]) for n in range(len(mesh)) if how[n]]
+    at_once = torch_private.cuts_strides_at_once()
+    return [
+        MeshCut(how[n][0], mesh[n], coordinate[n], how[n][1], at_once) for n in range(len(mesh)) if how[n]
+    ]
 
 
 @given(layouts())
@@ -106,6 +109,17 @@ def test_data_parallel_cuts_come_after_tensor_parallel_ones(length: int, dp: int
         true = torch_chunk(torch_chunk(torch_chunk(list(range(length)), tp, b), cp, c), dp, a)
         assert elements(applied([length], in_true_order(cuts))[0]) == true
         assert decode([length], cuts, [len(true)]) is not None
+
+
+def test_uneven_strides_are_cut_as_the_version_of_torch_does() -> None:
+    """As `_StridedShard(0, split_factor=2)` on two ranks cuts five rows."""
+
+    def rows(*, at_once: bool) -> list[list[int]]:
+        cuts = [MeshCut(0, 2, position, 2, at_once) for position in (0, 1)]
+        return [elements(applied([5], [cut])[0]) for cut in cuts]
+
+    assert rows(at_once=False) == [[0, 1, 3], [2, 4]]
+    assert rows(at_once=True) == [[0, 1, 4], [2, 3]]
 
 
 def test_runs_that_touch_are_one() -> None:

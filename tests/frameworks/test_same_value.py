@@ -214,8 +214,8 @@ def test_a_value_is_not_the_same_as_one_of_another_type_or_of_other_bits(a: Any,
 def test_tensors_of_every_dtype_are_compared_by_their_bytes(name: str) -> None:
     if (dtype := getattr(torch, name, None)) is None:
         pytest.skip(f"this torch has no {name}")
-    one, other = (torch.full((ITEMSIZE[name],), n, dtype=torch.uint8).view(dtype) for n in (0, 1))
-    assert same_value(one, one.clone())
+    one, same, other = (torch.full((ITEMSIZE[name],), n, dtype=torch.uint8).view(dtype) for n in (0, 0, 1))
+    assert same_value(one, same)
     assert not same_value(one, other)
 
 

@@ -52,6 +52,18 @@ def test_private_parts_of_torch_are_as_expected() -> None:
     assert first[4] == second[4] != ""
 
 
+def test_an_order_that_torch_derives_from_strided_placements_is_not_another_one() -> None:
+    """As torch 2.10 has it for `fully_shard` after tensor parallelism."""
+
+    def is_reordered(*placements: Any) -> bool:
+        order = (SimpleNamespace(mesh_dims=(1, 0)),)
+        spec = SimpleNamespace(shard_order=order, placements=placements)
+        return torch_private.is_reordered(SimpleNamespace(_spec=spec))
+
+    assert is_reordered(Shard(0), Shard(0))
+    assert not is_reordered(_StridedShard(0, split_factor=2), Shard(0))
+
+
 def of_libraries() -> dict[str, Any]:
     """Return the functions, classes and methods of torch and NumPy by name; their counters are their own."""
     found = {}

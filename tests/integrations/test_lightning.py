@@ -13,6 +13,7 @@ import pytest
 
 import reknit
 from reknit.frameworks.same_value import same_value
+from reknit.frameworks.stateful import Kept
 from tests import ranks
 from tests.integrations import lightning_job as jobs
 from tests.integrations.test_accelerate import EXAMPLES, without_the_package
@@ -121,6 +122,30 @@ def test_the_best_steps_and_the_newest_stay(
         assert not same_value(seen["best_weights"], seen["last_weights"])
     assert seen["last"] == str(tmp_path / "step_00000010")
     assert same_value(seen["last_weights"], {name: seen["trained"][name] for name in seen["last_weights"]})
+
+
+def configured(root: str) -> list[Any]:
+    """Train twice with hyperparameters of OmegaConf; return these as saved."""
+    from omegaconf import OmegaConf
+
+    from reknit.integrations.lightning import ReknitCheckpoint
+
+    for steps in (1, 2):
+        lit = jobs.module(0)
+        lit.save_hyperparameters(
+            OmegaConf.create({"width": 6, "optim": {"lr": 0.1, "betas": [0.9, "${width}"]}})
+        )
+        trainer = jobs.trainer_of(steps, [ReknitCheckpoint(root, every_n_train_steps=1)], strategy="one")
+        trainer.fit(lit, jobs.loader(2), ckpt_path="last")
+    kept = Kept()
+    reknit.load(f"{root}/step_00000002", {"trainer": kept})
+    return [trainer.global_step, kept.values["hyper_parameters"], kept.values["hparams_type"]]
+
+
+@needs("omegaconf", "OmegaConf")
+def test_a_configuration_of_omegaconf_is_saved_as_plain_values(tmp_path: Path) -> None:
+    plain = {"width": 6, "optim": {"lr": 0.1, "betas": [0.9, "${width}"]}}
+    assert run(1, configured, str(tmp_path)) == [[2, plain, "omegaconf.dictconfig.DictConfig"]]
 
 
 def refused(folder: str) -> list[str]:

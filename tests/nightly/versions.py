@@ -32,7 +32,11 @@ class Row(NamedTuple):
 
 ROWS = {
     "torch-2.6": Row("3.11", "2.6.0", TORCH),
+    "torch-2.8": Row("3.11", "2.8.0", TORCH),
+    "torch-2.10": Row("3.11", "2.10.0", TORCH),
+    "torch-2.12": Row("3.11", "2.12.0", TORCH),
     "torch-2.14": Row("3.11", "2.14.1", TORCH),
+    "torch-2.15": Row("3.11", "2.15.0", TORCH),
     "python-3.12": Row("3.12", "2.13.0", (*MEGATRON, *TORCH)),
 }
 
@@ -40,13 +44,15 @@ CAUSES = {
     r"'Stream' object has no attribute 'record_event'": "FSDP2 of torch 2.6 does not run on the CPU",
     r"FSDP\+TP sharding does not support uneven|currently only allows even|src_data_rank|"
     r"ColwiseParallel currently|shape '\[2, 10\]' is invalid|plus negative padding": (
-        "DTensor of torch 2.6 cannot be cut like that"
+        "DTensor of torch 2.6 and 2.8 cannot be cut like that"
     ),
-    r"len\(local_shards\) > 0|cat_tensor_shape\[1\]": "LocalShardsWrapper of torch 2.6 takes fewer shards",
+    r"len\(local_shards\) > 0|cat_tensor_shape\[1\]|in handle_view": (
+        "LocalShardsWrapper of torch 2.6 takes fewer shards"
+    ),
     r"unexpected keyword argument 'decoupled_weight_decay'": "Adam of torch 2.6 has fewer options",
     r"clone\(\) got an unexpected keyword argument 'device'": "FSDP1 of torch 2.6 offloads fewer parameters",
-    r"not implemented for 'UInt64'": "torch 2.6 does not index uint64",
-    r"assert '448.0' == 'nan'": "torch 2.6 rounds to float8 otherwise",
+    r"not implemented for 'UInt64'": "torch 2.6 and 2.8 do not index uint64",
+    r"assert '448.0' == 'nan'": "torch 2.6 to 2.10 rounds to float8 otherwise",
 }
 """Messages of failures, as patterns, and the causes outside of reknit."""
 

@@ -88,6 +88,8 @@ def _neutral_tensor(torch: ModuleType, tensor: Any, where: str) -> dict[str, Any
             remedy="put the tensor into the state under a key of its own",
         )
     whole = tensor.detach().cpu().resolve_conj().resolve_neg()
+    if dtype.startswith("float4"):
+        whole = whole.view(torch.uint8)  # torch 2.8 has this dtype, but copies only its bytes
     # Not contiguous(): for torch, one element is contiguous at any stride, and then it cannot view its bytes.
     dense = whole.clone(memory_format=torch.contiguous_format).reshape(-1)
     return {

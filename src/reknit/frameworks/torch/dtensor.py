@@ -27,13 +27,15 @@ class MeshCut(NamedTuple):
     """How a dimension of the mesh (`size` ranks, this one at `position`) cuts dimension `dim` of a tensor.
 
     `stride` is the split factor of a strided cut: the dimension is first cut into so many pieces, and each of
-    those into `size`.  It is 0 for a plain cut.
+    those into `size`.  It is 0 for a plain cut.  With `at_once` the dimension is cut into all these pieces in
+    one step, which is another layout when the sizes are uneven.
     """
 
     dim: int
     size: int
     position: int
     stride: int = 0
+    at_once: bool = False
 
 
 def is_dtensor(value: Any) -> bool:
@@ -77,7 +79,11 @@ def _cut_runs(runs: list[Run], cut: MeshCut) -> list[Run]:
         return chunk(runs, cut.size, cut.position)
     part: list[Run] = []
     for piece in range(cut.stride):
-        for run in chunk(chunk(runs, cut.stride, piece), cut.size, cut.position):
+        if cut.at_once:
+            mine = chunk(runs, cut.stride * cut.size, piece * cut.size + cut.position)
+        else:
+            mine = chunk(chunk(runs, cut.stride, piece), cut.size, cut.position)
+        for run in mine:
             _append(part, run)
     return part
 
@@ -240,7 +246,8 @@ def _cuts(tensor: Any, place: Place, without: int | None = None) -> list[MeshCut
         # veScale's InterleavedShard is a strided cut under another name; its sizes are always even.
         stride = getattr(placement, "interleaved_size", None) or torch_private.split_factor(placement)
         if stride is not None or placement.is_shard():
-            cuts.append(MeshCut(placement.dim, mesh.size(number), coordinate[number], stride or 0))
+            at_once = stride is not None and torch_private.cuts_strides_at_once()
+            cuts.append(MeshCut(placement.dim, mesh.size(number), coordinate[number], stride or 0, at_once))
         elif not placement.is_replicate():
             kind = (
                 "holds partial sums"

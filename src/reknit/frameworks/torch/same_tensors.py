@@ -85,6 +85,8 @@ def _class(tensor: Any) -> type:
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of a tensor as a row of bytes."""
     plain = tensor.detach().resolve_conj().resolve_neg()
+    if "float4" in str(plain.dtype):
+        plain = plain.view(torch.uint8)  # torch 2.8 has this dtype, but copies only its bytes
     # For torch, one element is contiguous at any stride, and then it cannot view its bytes.
     dense = plain.contiguous() if plain.numel() > 1 else plain.clone(memory_format=torch.contiguous_format)
     return dense.reshape(-1).view(torch.uint8)

@@ -26,6 +26,17 @@ def split_factor(placement: Any) -> int | None:
     return None
 
 
+def cuts_strides_at_once() -> bool:
+    """Return whether torch cuts into the parts of all ranks at once for a strided placement.
+
+    Before torch 2.10 it did; later versions cut into `split_factor` pieces, and then each of these.
+    """
+    import torch
+
+    version: Any = torch.__version__
+    return bool(version < (2, 10))
+
+
 def chunk_list(tensor: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]] | None:
     """Return (offsets, sizes) as a DTensor's local tensor declares them, or None if it does not."""
     hook = getattr(tensor._local_tensor, "__create_chunk_list__", None)
@@ -60,8 +71,12 @@ def layouts_of(tensors: Iterable[Any]) -> tuple[list[Any], list[Any], list[Any]]
 
 def is_reordered(tensor: Any) -> bool:
     """Return whether mesh dimensions cut one dimension of a DTensor in another order than their own."""
-    order = getattr(getattr(tensor, "_spec", None), "shard_order", None)
-    return any(tuple(cut.mesh_dims) != tuple(sorted(cut.mesh_dims)) for cut in order or ())
+    spec = getattr(tensor, "_spec", None)
+    cuts = getattr(spec, "shard_order", None) or ()
+    if all(tuple(cut.mesh_dims) == tuple(sorted(cut.mesh_dims)) for cut in cuts):
+        return False
+    # Torch 2.10 derives an order from strided placements, as of `fully_shard` after tensor parallelism.
+    return all(split_factor(placement) is None for placement in spec.placements)  # type: ignore[union-attr]
 
 
 def local_of(tensor: Any) -> Any:

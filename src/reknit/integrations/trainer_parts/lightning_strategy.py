@@ -7,6 +7,7 @@ replaced.  Model and optimizers are saved and loaded where they are; the trainer
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
@@ -103,9 +104,8 @@ class ReknitStrategy:
             return
         state = self._objects(with_optimizers="optimizer_states" in checkpoint)
         state["rng"] = PerRank(RngState())
-        rest = {
-            key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")
-        }
+        elsewhere = ("state_dict", "optimizer_states")
+        rest = {key: _plain(value) for key, value in checkpoint.items() if key not in elsewhere}
         if self.is_global_zero:
             state[_TRAINER] = Kept(rest)
         self._save(state)
@@ -175,6 +175,16 @@ class ReknitStrategy:
             for number, optimizer in enumerate(self.optimizers):
                 found[f"optimizer_{number}" if number else "optimizer"] = optimizer
         return found
+
+
+def _plain(value: Any) -> Any:
+    """Return a container of OmegaConf, as Hydra and NeMo have hyperparameters, as plain dicts and lists."""
+    omegaconf: Any = sys.modules.get("omegaconf")
+    if omegaconf is None:
+        return value
+    if isinstance(value, type) and issubclass(value, omegaconf.Container):
+        return f"{value.__module__}.{value.__qualname__}"
+    return omegaconf.OmegaConf.to_container(value) if omegaconf.OmegaConf.is_config(value) else value
 
 
 def _is_ours(path: str, runs: Mapping[str, Any]) -> bool:
