@@ -6,6 +6,8 @@ from typing import TypeVar
 
 import msgspec
 
+from reknit.types.manifest import OtherFormat  # noqa: TC001 - msgspec reads the annotation
+
 Message = TypeVar("Message")
 
 encode = msgspec.msgpack.encode
@@ -143,7 +145,7 @@ class ItemContents(msgspec.Struct, array_like=True):
     `manifest` is a file of format 1 with fewer entries: it has all items, and of files just the index and
     those of values.  `tensors` are item, FQN, dtype and shape of all tensors, `files` those in which they
     lie, `blobs` the files of shared values, by path.  `own` is there where things are to be renamed: no rank
-    reads the files of others for the names in them.
+    reads the files of others for the names in them.  `other` is the format of another program.
     """
 
     manifest: bytes
@@ -151,6 +153,7 @@ class ItemContents(msgspec.Struct, array_like=True):
     files: Files
     blobs: dict[str, bytes]
     own: OwnNames | None = None
+    other: OtherFormat | None = None
 
 
 class Items(msgspec.Struct, array_like=True):

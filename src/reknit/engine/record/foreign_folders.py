@@ -6,7 +6,7 @@ import re
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from reknit.engine.record.foreign_files import Foreign, head_of, kind_of
+from reknit.engine.record.foreign_files import OPENS, READABLE, Foreign, head_of, kind_of
 from reknit.errors import StorageError
 
 if TYPE_CHECKING:
@@ -17,8 +17,6 @@ _MOST_HEADS = 4
 """Files of a folder without known names that are looked into."""
 _SINGLE_FILES = (".ckpt", ".pt", ".pth", ".npz", ".gguf", ".safetensors")
 _YET = "which reknit cannot read yet"
-_SAVE = 'then reknit.save(folder, {"model": model}) saves it'
-
 _PICKLE = rb"\x80[\x02-\x05].*"
 _JSON = rb"\s*\{.*"
 
@@ -55,12 +53,12 @@ _MEGATRON = (
 _MODEL = (
     "Hugging Face",
     "a model as Hugging Face libraries save it",
-    "load it with from_pretrained({path}) of its class in transformers or diffusers, " + _SAVE,
+    OPENS,
 )
 _PEFT = (
     "PEFT",
     "an adapter as PEFT saves it",
-    "load it with PeftModel.from_pretrained(model, {path}) of peft, " + _SAVE,
+    OPENS,
 )
 _ORBAX = (
     "load it with orbax.checkpoint, as in StandardCheckpointer().restore({path}), then "
@@ -74,8 +72,7 @@ _CHECKPOINTS = (
         _JSON + rb'"sharded_backend"\s*:\s*"',
         "Megatron",
         "a checkpoint of Megatron's dist_checkpointing (torch_dist)",
-        "load it with megatron.core.dist_checkpointing.load(sharded_state_dict, {path}), then "
-        "save with reknit.integrations.megatron, which has the same calls (docs/howto/megatron.md)",
+        OPENS,
     ),
     _Mark(".metadata", _PICKLE + rb"bytecheckpoint\.", *_BYTECHECKPOINT),
     _Mark("model/.metadata", _PICKLE + rb"bytecheckpoint\.", *_BYTECHECKPOINT),
@@ -84,12 +81,21 @@ _CHECKPOINTS = (
         _PICKLE + rb"torch\.distributed\.checkpoint\.metadata",
         "DCP",
         "a checkpoint of torch.distributed.checkpoint (DCP)",
-        "reknit.integrations.dcp reads it: dcp.load(state, checkpoint_id={path}), then "
-        "dcp.save(state, checkpoint_id=folder) saves it (docs/howto/dcp.md)",
+        OPENS,
     ),
-    _Mark("mp_rank_00/model_optim_rng.pt", _TORCH, "Megatron", "a checkpoint of Megatron (torch)", _MEGATRON),
     _Mark(
-        "mp_rank_00_000/model_optim_rng.pt", _TORCH, "Megatron", "a checkpoint of Megatron (torch)", _MEGATRON
+        "mp_rank_00/model_optim_rng.pt",
+        _TORCH,
+        "Megatron (torch)",
+        "a checkpoint of Megatron (torch)",
+        _MEGATRON,
+    ),
+    _Mark(
+        "mp_rank_00_000/model_optim_rng.pt",
+        _TORCH,
+        "Megatron (torch)",
+        "a checkpoint of Megatron (torch)",
+        _MEGATRON,
     ),
     _Mark("mp_rank_00_model_states.pt", _TORCH, *_ZERO),
     _Mark("zero_pp_rank_0_mp_rank_00_model_states.pt", _TORCH, *_ZERO),
@@ -159,9 +165,8 @@ def _marked(storage: Storage, marks: tuple[_Mark, ...]) -> Foreign | None:
         else:
             fits = kind_of(head.data, head.nbytes) in mark.content
         if fits:
-            return Foreign(
-                f"{mark.what}, {_YET}", mark.remedy.replace("{path}", repr(storage.url)), mark.kind
-            )
+            what = mark.what if mark.kind in READABLE else f"{mark.what}, {_YET}"
+            return Foreign(what, mark.remedy.replace("{path}", repr(storage.url)), mark.kind)
     return None
 
 
@@ -189,6 +194,6 @@ def _single_files(storage: Storage) -> Foreign | None:
     likely = sorted(name for name in names if name.lower().endswith(_SINGLE_FILES))
     for name in likely[:_MOST_HEADS]:
         if (kind := _kind_in(storage, name)) and kind != "zip":
-            what = f"a folder with files such as {name} ({kind}), {_YET}"
+            what = f"a folder with files such as {name} ({kind})" + f", {_YET}" * (kind not in READABLE)
             return Foreign(what, f"pass {storage.url}/{name} to see how to read it", kind)
     return None
