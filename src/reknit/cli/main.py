@@ -11,7 +11,21 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from reknit.cli import advise, agents, certify, diff, export, gc, imports, ls, promote, prune, rm, show, verify
+from reknit.cli import (
+    advise,
+    agents,
+    certify,
+    diff,
+    export,
+    gc,
+    imports,
+    ls,
+    promote,
+    prune,
+    rm,
+    show,
+    verify,
+)
 from reknit.cli.program.command_line import CommandLine
 from reknit.cli.program.versions import PrintVersions
 from reknit.cli.reports import dash, report

@@ -1,7 +1,7 @@
 """A checkpoint of another program becomes one of reknit: streamed, read back, and committed once.
 
-Each data file is copied chunk by chunk, so memory is bounded by the pieces that are under way.  Files have the
-same names in each try, so a try that was killed goes on where it ended: a file that is whole already is
+Each data file is copied chunk by chunk, so memory is bounded by the pieces that are under way.  Files have
+the same names in each try, so a try that was killed goes on where it ended: a file that is whole already is
 compared with its source.  With several ranks each writes a share of the files, and the root commits.
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import zlib
 from math import prod
+from tokenize import TokenError
 from typing import NamedTuple
 
 import numpy as np
@@ -86,7 +87,7 @@ def _header(head: bytes, path: str) -> _Header:
         version = lib.read_magic(stream)
         read = lib.read_array_header_1_0 if version == (1, 0) else lib.read_array_header_2_0
         shape, is_fortran, dtype = read(stream)
-    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
+    except (ValueError, TypeError, SyntaxError, TokenError, RecursionError, MemoryError) as error:
         raise CorruptError(f"{path} has an array without a header: {shown(str(error))}") from error
     if dtype.hasobject or dtype.names or not dtype.isnative or ITEMSIZE.get(dtype.name) != dtype.itemsize:
         raise FormatError(f"{path} has an array of {shown(str(dtype))}, which reknit does not read in place")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reknit.engine.foreign import array_files, dcp_folder, safetensors_files, torch_files
+from reknit.engine.foreign import array_files, dcp_folder, deepspeed_folder, safetensors_files, torch_files
 from reknit.engine.foreign.entries import Entries, ForeignCheckpoint
 from reknit.engine.record.other_formats import foreign
 from reknit.errors import CheckpointNotFoundError, FormatError
@@ -22,6 +22,7 @@ NOTHING = "it has no digests: names, shapes and sizes were checked, the bytes of
 _FOLDERS: dict[str, Callable[[Storage], Entries]] = {
     "DCP": dcp_folder.read_folder,
     "Hugging Face": safetensors_files.read_folder,
+    "DeepSpeed": deepspeed_folder.read_folder,
     "Megatron": dcp_folder.read_folder,
     "PEFT": safetensors_files.read_folder,
 }

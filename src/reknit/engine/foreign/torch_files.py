@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from reknit.engine.foreign.entries import MODEL, Entries
 from reknit.engine.foreign.optimizer_states import named_states, order_of
 from reknit.engine.foreign.small_reads import part_of
+from reknit.engine.foreign.torch_legacy import LegacyFile
 from reknit.engine.foreign.zip_files import LOCAL_MARK, LOCAL_NBYTES, Archive, content_at
 from reknit.errors import CorruptError, FormatError, shown
 from reknit.format.foreign.safe_pickle import MAX_PICKLE_NBYTES, Vocabulary, read_pickle
@@ -98,13 +99,18 @@ def views_in(value: Any, found: list[TensorView], seen: set[int]) -> list[Tensor
 
 def add_file(entries: Entries, path: str, item: str | None = None) -> None:
     """Add all entries of a file of torch.save; with `item`, its tensors are those of this item."""
-    file = TorchFile(entries.storage, path, 0, entries.size(path))
-    file.locate(views_in(file.value, [], set()))
+    nbytes = entries.size(path)
+    if part_of(entries.storage, path, 0, min(len(LOCAL_MARK), nbytes)) == LOCAL_MARK:
+        file = TorchFile(entries.storage, path, 0, nbytes)
+        file.locate(views_in(file.value, [], set()))
+        value, extent = file.value, file.extent
+    else:
+        old = LegacyFile(entries.storage, path, nbytes)
+        value, extent = old.value, lambda view: extent_of(view, path, old.start(view))
 
     def place(item: str, fqn: str, view: TensorView) -> None:
-        add_extent(entries, item, fqn, view, file.extent(view))
+        add_extent(entries, item, fqn, view, extent(view))
 
-    value = file.value
     if item is not None or not isinstance(value, dict):
         entries.nested(item or MODEL, (), value, place)
         return

@@ -44,7 +44,18 @@ class Foreign(NamedTuple):
 
 
 READABLE = frozenset(
-    {"torch.save", "Lightning", "safetensors", "npz", "npy", "DCP", "Hugging Face", "PEFT", "Megatron"}
+    {
+        "torch.save",
+        "Lightning",
+        "safetensors",
+        "npz",
+        "npy",
+        "DCP",
+        "Hugging Face",
+        "PEFT",
+        "Megatron",
+        "DeepSpeed",
+    }
 )
 """The kinds of checkpoints of other programs that reknit opens as they are."""
 

@@ -41,11 +41,8 @@ _BYTECHECKPOINT = (
     "load it with bytecheckpoint, then save it with reknit.compat.bytecheckpoint, which has the same calls "
     "(docs/howto/bytecheckpoint.md)",
 )
-_DEEPSPEED = (
-    "load it with engine.load_checkpoint of DeepSpeed, then "
-    "reknit.integrations.deepspeed.save(engine, folder) saves it (docs/howto/deepspeed.md)"
-)
-_ZERO = ("DeepSpeed", "a checkpoint of DeepSpeed (ZeRO)", _DEEPSPEED)
+_INSIDE = "pass one of the folders in it: reknit.open and reknit.load read many of these as they are"
+_ZERO = ("DeepSpeed", "a checkpoint of DeepSpeed (ZeRO)", OPENS)
 _MEGATRON = (
     "load it with Megatron into the model and the optimizer, then "
     'reknit.save(folder, {"model": model, "optimizer": optimizer}) saves it (docs/howto/megatron.md)'
@@ -121,14 +118,14 @@ _CHECKPOINTS = (
 
 _RUNS = (
     _Mark(
-        "zero_to_fp32.py", rb".*DeepSpeed", "DeepSpeed", "a folder of DeepSpeed's own checkpoints", _DEEPSPEED
+        "zero_to_fp32.py", rb".*DeepSpeed", "DeepSpeed", "a folder of DeepSpeed's own checkpoints", _INSIDE
     ),
     _Mark(
         "latest_checkpointed_iteration.txt",
         rb"\s*(?:[0-9]{1,18}|release)\s*\Z",
         "Megatron",
         "a folder of Megatron's own checkpoints",
-        _MEGATRON,
+        _INSIDE,
     ),
 )
 """Files that identify folders in which other programs save their checkpoints, and reknit may too."""
@@ -138,9 +135,7 @@ def checkpoint_of_others(storage: Storage) -> Foreign | None:
     """Return the kind of the checkpoint of another program in a folder, None if it is unknown."""
     found = _marked(storage, _CHECKPOINTS)
     if found is not None and found.kind == "DeepSpeed" and _is_universal(storage):
-        option = '{"checkpoint": {"load_universal": true}}'
-        remedy = f"set {option} in the configuration of DeepSpeed, and {_DEEPSPEED}"
-        return found._replace(what=f"a universal checkpoint of DeepSpeed, {_YET}", remedy=remedy)
+        return found._replace(what="a universal checkpoint of DeepSpeed")
     return found
 
 

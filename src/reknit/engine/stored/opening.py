@@ -47,7 +47,8 @@ class OpenCheckpoint:
 
     `index`, `blobs` and `items` have the state's names; where `renamed` is given these may differ from those
     in the checkpoint, to which `manifest` keeps.  `source` is the store that has the files, which may have
-    moved from `storage`; for a checkpoint of another program that is `foreign`.  `replicas` are other copies, for files that are damaged.
+    moved from `storage`; for a checkpoint of another program that is `foreign`.  `replicas` are other
+    copies, for files that are damaged.
     """
 
     storage: Storage

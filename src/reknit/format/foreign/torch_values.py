@@ -44,6 +44,11 @@ class StorageRef(NamedTuple):
     dtype: str
     nbytes: int
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return ITEMSIZE[self.dtype]
+
 
 class TensorView(NamedTuple):
     """A tensor in a storage: its first element, and the strides of its dimensions in elements."""
@@ -96,6 +101,13 @@ def storage_of(pid: Any) -> StorageRef:
     if not dtype:
         raise FormatError(f"a pickle has a {shown(kind.name)}, a kind of storage that reknit does not have")
     return StorageRef(key, dtype, numel * ITEMSIZE[dtype])
+
+
+def legacy_storage_of(pid: Any) -> StorageRef:
+    """Return the storage that an identifier of a file without an archive names.  Raises `FormatError`."""
+    if isinstance(pid, tuple) and len(pid) > 5 and pid[5] is not None:
+        raise FormatError("a pickle has a view of a storage, as torch 0.3 and older wrote it")
+    return storage_of(pid)
 
 
 def tensor_in(storage: Any, first: Any, shape: Any, strides: Any, dtype: str | None = None) -> TensorView:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
+import weakref
 import zlib
+from contextlib import ExitStack
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +32,7 @@ class DerivedStorage(ForwardingStorage):
     def __init__(self, inner: Storage) -> None:
         super().__init__(inner)
         self._made: dict[str, Any] = {}
-        self._making = threading.Lock()
+        self._making = threading.RLock()  # a derived file may be made of another one
 
     def around(self, inner: Storage, path: str) -> DerivedStorage:
         """Return the store below, which makes files too."""
@@ -73,12 +75,15 @@ class DerivedStorage(ForwardingStorage):
     def _file(self, path: str, rule: Strided | Inflated) -> Any:
         with self._making:
             if path not in self._made:
-                file = tempfile.TemporaryFile()  # noqa: SIM115 - it stays open as long as the store
-                if isinstance(rule, Inflated):
-                    self._inflate(rule, file)
-                else:
-                    self._put_in_order(rule, file)
-                file.flush()
+                with ExitStack() as failing:
+                    file = failing.enter_context(tempfile.TemporaryFile())
+                    if isinstance(rule, Inflated):
+                        self._inflate(rule, file)
+                    else:
+                        self._put_in_order(rule, file)
+                    file.flush()
+                    failing.pop_all()
+                weakref.finalize(self, file.close)  # a store of a folder above is not closed by itself
                 self._made[path] = file
             return self._made[path]
 
@@ -87,7 +92,7 @@ class DerivedStorage(ForwardingStorage):
         machine, left = zlib.decompressobj(-zlib.MAX_WBITS), rule.nbytes
         for start in range(rule.start, rule.start + rule.packed_nbytes, _PIECE_NBYTES):
             data = bytearray(min(_PIECE_NBYTES, rule.start + rule.packed_nbytes - start))
-            self.inner.read_into(rule.path, start, [memoryview(data)])
+            self.read_into(rule.path, start, [memoryview(data)])
             packed: bytes | bytearray = data
             while packed and left:
                 try:
@@ -106,7 +111,7 @@ class DerivedStorage(ForwardingStorage):
         """Write the elements of a tensor in row-major order, one after another of its first dimension."""
         reach = 1 + sum((n - 1) * s for n, s in zip(rule.shape, rule.strides, strict=True))
         data = np.empty(reach * rule.itemsize, np.uint8)
-        self.inner.read_into(rule.path, rule.start, [data.data])
+        self.read_into(rule.path, rule.start, [data.data])
         elements = np.lib.stride_tricks.as_strided(
             data.view(f"V{rule.itemsize}"),
             rule.shape,
