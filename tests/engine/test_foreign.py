@@ -75,7 +75,7 @@ def saved_by_others(root: Path) -> dict[str, tuple[Path, str, str]]:
         "npz": (root / "a.npz", r"\.npz", IMPORT),
         "compressed npz": (root / "c.npz", r"\.npz", IMPORT),
         "npy": (root / "a.npy", r"\.npy", IMPORT),
-        "gguf": (root / "model", "GGUF", "gguf_file='model'"),
+        "gguf": (root / "model", "GGUF", IMPORT),
         "hf": (root / "hf", "Hugging Face", IMPORT),
         "sharded": (root / "sharded", "Hugging Face", IMPORT),
         "peft": (root / "peft", "PEFT", IMPORT),
@@ -274,7 +274,7 @@ def test_a_pickle_is_never_run(tmp_path: Path) -> None:
         + (tmp_path / "model.pt").read_bytes()
     )
     for name in ("model.pt", "dcp"):
-        with pytest.raises(FormatError, match=r"posix\.mkdir|is damaged"):
+        with pytest.raises(FormatError, match=r"posix\.mkdir|the opcode 0"):
             reknit.open(tmp_path / name)
     assert not canary.exists()
 

@@ -48,7 +48,11 @@ def read_folder(storage: Storage) -> Entries:
         raise FormatError("the checkpoint has no partitions of ZeRO, or no shapes of parameters")
     stage = _stage(partitions[0].state)
     lines = lines_of_3 if stage == 3 else lines_of_2
-    add_partitioned(entries, partitions, lines(partitions, shapes), shapes, with_model=stage == 3)
+    module = model.value.get("module")
+    views = module.items() if isinstance(module, dict) else ()
+    dtypes = {name: one.spec.dtype for name, one in views if isinstance(one, TensorView)}
+    places = lines(partitions, shapes)
+    add_partitioned(entries, partitions, places, shapes, in_module=dtypes, with_model=stage == 3)
     _add_module(entries, model, _texts(model.value.get("buffer_names")) if stage == 3 else None)
     return entries
 

@@ -109,9 +109,13 @@ def add_partitioned(
     lines: Mapping[str, Line],
     shapes: list[Shapes],
     *,
+    in_module: Mapping[str, str],
     with_model: bool,
 ) -> None:
-    """Add master weights, states and options of all parameters; with ZeRO 3 the weights are the model."""
+    """Add master weights, states and options of all parameters; with ZeRO 3 the weights are the model.
+
+    `in_module` has the dtypes of the parameters in training: those in fp32 have no other master weights.
+    """
     base = [_base_states(each) for each in partitions]
     names = dict.fromkeys(key for states in base for state in states for key in state)
     groups = _options(partitions[0])
@@ -119,7 +123,8 @@ def add_partitioned(
         for name, shape in members.items():
             place = partial(_add_line, entries, partitions, shape, lines[name])
             weights = [_groups(each.state) for each in partitions]
-            place(OPTIMIZER, ["state", name, "master"], weights)
+            if in_module.get(name) != "float32":
+                place(OPTIMIZER, ["state", name, "master"], weights)
             if with_model:
                 place(MODEL, [name], weights)
             for key in names:

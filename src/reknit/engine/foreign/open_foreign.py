@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reknit.engine.foreign import array_files, dcp_folder, deepspeed_folder, safetensors_files, torch_files
+from reknit.engine.foreign import (
+    array_files,
+    dcp_folder,
+    deepspeed_folder,
+    gguf_files,
+    safetensors_files,
+    torch_files,
+)
 from reknit.engine.foreign.entries import Entries, ForeignCheckpoint
 from reknit.engine.record.other_formats import foreign
 from reknit.errors import CheckpointNotFoundError, FormatError
@@ -30,6 +37,7 @@ _FILES: dict[str, Callable[[Entries, str], None]] = {
     "torch.save": torch_files.add_file,
     "Lightning": torch_files.add_file,
     "safetensors": safetensors_files.add_safetensors,
+    "GGUF": gguf_files.add_gguf,
     "npz": array_files.add_npz,
     "npy": array_files.add_npy,
 }

@@ -73,11 +73,7 @@ _REMEDIES = {
         "read it with torch.jit.load({path}) and model.load_state_dict, " + _SAVE,
     ),
     "safetensors": ("a file of safetensors", OPENS),
-    "GGUF": (
-        "a model in GGUF, as llama.cpp reads it",
-        "read it with transformers, as in AutoModelForCausalLM.from_pretrained(folder, gguf_file={name}), "
-        + _SAVE,
-    ),
+    "GGUF": ("a model in GGUF, as llama.cpp reads it", OPENS),
     "npz": ("arrays as numpy.savez writes them (.npz)", OPENS),
     "npy": ("an array as numpy.save writes it (.npy)", OPENS),
     "HDF5": (
