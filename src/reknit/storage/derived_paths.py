@@ -13,6 +13,20 @@ _STRIDED = re.compile(rf"~strided/([0-9]+)/([0-9]+)/{_NUMBERS}/{_NUMBERS}/(.+)",
 _INFLATED = re.compile(r"~inflated/([0-9]+)/([0-9]+)/([0-9]+)/(.+)", re.DOTALL)
 
 
+_CELL = re.compile(rf"~array/([a-z0-9-]+)/{_NUMBERS}/{_NUMBERS}/([0-9]+)/([0-9]+)/(.+)", re.DOTALL)
+
+
+class Cell(NamedTuple):
+    """A box of an array that a library reads, row-major: the array `name` in a `folder` of the checkpoint."""
+
+    kind: str
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    itemsize: int
+    folder: str
+    name: str
+
+
 class Strided(NamedTuple):
     """Elements of a file with strides, in elements, from byte `start` on; the derived file is row-major."""
 
@@ -42,12 +56,23 @@ def inflated_path(path: str, start: int, packed_nbytes: int, nbytes: int) -> str
     return f"~inflated/{start}/{packed_nbytes}/{nbytes}/{path}"
 
 
-def derived(path: str) -> Strided | Inflated | None:
+def cell_path(cell: Cell) -> str:
+    """Return the path of a derived file with the elements of a box of an array."""
+    depth = cell.folder.count("/") + 1 if cell.folder else 0
+    sides = f"{_text(cell.offsets)}/{_text(cell.lengths)}/{cell.itemsize}"
+    return f"~array/{cell.kind}/{sides}/{depth}/{cell.folder}{'/' if depth else ''}{cell.name}"
+
+
+def derived(path: str) -> Strided | Inflated | Cell | None:
     """Return the meaning of a path, None for that of a file that exists."""
     if match := _STRIDED.fullmatch(path):
         return Strided(match[5], int(match[1]), int(match[2]), _numbers(match[3]), _numbers(match[4]))
     if match := _INFLATED.fullmatch(path):
         return Inflated(match[4], int(match[1]), int(match[2]), int(match[3]))
+    if match := _CELL.fullmatch(path):
+        parts, depth = match[6].split("/"), int(match[5])
+        where = "/".join(parts[:depth]), "/".join(parts[depth:])
+        return Cell(match[1], _numbers(match[2]), _numbers(match[3]), int(match[4]), *where)
     return None
 
 

@@ -9,6 +9,7 @@ from reknit.engine.foreign import (
     dcp_folder,
     deepspeed_folder,
     gguf_files,
+    orbax_folder,
     safetensors_files,
     torch_files,
 )
@@ -30,6 +31,7 @@ _FOLDERS: dict[str, Callable[[Storage], Entries]] = {
     "DCP": dcp_folder.read_folder,
     "Hugging Face": safetensors_files.read_folder,
     "DeepSpeed": deepspeed_folder.read_folder,
+    "Orbax": orbax_folder.read_folder,
     "Megatron": dcp_folder.read_folder,
     "PEFT": safetensors_files.read_folder,
 }

@@ -1,4 +1,4 @@
-"""A store that also has files that it makes of others: unpacked members, and tensors put in order."""
+"""A store that also has files that it makes of others: unpacked members, tensors in order, boxes of arrays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import numpy as np
 
 from reknit.errors import CorruptError
 from reknit.storage import ranges
-from reknit.storage.derived_paths import Inflated, Strided, derived
+from reknit.storage.derived_paths import Cell, Inflated, Strided, derived
+from reknit.storage.tensor_store import Arrays
 from reknit.storage.wrappers.forwarding import ForwardingStorage
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class DerivedStorage(ForwardingStorage):
     def __init__(self, inner: Storage) -> None:
         super().__init__(inner)
         self._made: dict[str, Any] = {}
+        self._arrays: Arrays | None = None
         self._making = threading.RLock()  # a derived file may be made of another one
 
     def around(self, inner: Storage, path: str) -> DerivedStorage:
@@ -43,6 +45,8 @@ class DerivedStorage(ForwardingStorage):
         rule = derived(path)
         if rule is None:
             return self.inner.size(path)
+        if isinstance(rule, Cell):
+            return rule.itemsize * prod(rule.lengths)
         return rule.nbytes if isinstance(rule, Inflated) else rule.itemsize * prod(rule.shape)
 
     def read_into(self, path: str, start: int, buffers: list[memoryview]) -> None:
@@ -50,6 +54,9 @@ class DerivedStorage(ForwardingStorage):
         rule = derived(path)
         if rule is None:
             self.inner.read_into(path, start, buffers)
+            return
+        if isinstance(rule, Cell):
+            self._arrays_below().read(rule, start, buffers)
             return
         file = self._file(path, rule)
         for buffer in buffers:
@@ -71,6 +78,12 @@ class DerivedStorage(ForwardingStorage):
                 file.close()
             self._made.clear()
         super().close()
+
+    def _arrays_below(self) -> Arrays:
+        with self._making:
+            if self._arrays is None:
+                self._arrays = Arrays(self.url)
+            return self._arrays
 
     def _file(self, path: str, rule: Strided | Inflated) -> Any:
         with self._making:
