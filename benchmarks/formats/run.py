@@ -1,4 +1,4 @@
-"""How fast are checkpoints of other programs read in place, and imported?  Against the libraries that own them.
+"""How fast are checkpoints of other programs read in place, and imported?  Against their own libraries.
 
 Each pair is measured in one process, in turns: reknit, then the owner, several times; medians count, from a
 warm cache.  The parts:
@@ -88,7 +88,6 @@ def measure_dcp(state: dict[str, Any], folder: str, repeat: int) -> dict[str, An
         | {"read_of_needed": round(report.nbytes_read / report.nbytes_wanted, 4)}
     }
     assert all(torch.equal(out[name], state[name]) for name in state)
-    del out, theirs
     result["eighth"] = measure_eighth(state, folder, repeat)
     dist.destroy_process_group()
     return result

@@ -86,9 +86,7 @@ def _add_tree(entries: Entries, arrays: Arrays, folder: str, item: str | None) -
 
 
 def _is_array(value: _Value) -> bool:
-    if value.value_type in ("None", "", "string", "str") or value.skip_deserialize:
-        return False
-    return True
+    return value.value_type not in ("None", "", "string", "str") and not value.skip_deserialize
 
 
 def _has_database(storage: Storage, folder: str) -> bool:

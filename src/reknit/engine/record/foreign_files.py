@@ -44,18 +44,7 @@ class Foreign(NamedTuple):
 
 
 READABLE = frozenset(
-    {
-        "torch.save",
-        "Lightning",
-        "safetensors",
-        "npz",
-        "npy",
-        "DCP",
-        "Hugging Face",
-        "PEFT",
-        "Megatron",
-        "DeepSpeed",
-    }
+    "torch.save,Lightning,safetensors,npz,npy,GGUF,DCP,Hugging Face,PEFT,Megatron,DeepSpeed,Orbax".split(",")
 )
 """The kinds of checkpoints of other programs that reknit opens as they are."""
 

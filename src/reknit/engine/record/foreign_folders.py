@@ -57,10 +57,6 @@ _PEFT = (
     "an adapter as PEFT saves it",
     OPENS,
 )
-_ORBAX = (
-    "load it with orbax.checkpoint, as in StandardCheckpointer().restore({path}), then "
-    'reknit.save(folder, {"state": state}) saves it (docs/howto/orbax.md)'
-)
 _TORCH = ("torch.save",)
 
 _CHECKPOINTS = (
@@ -104,14 +100,14 @@ _CHECKPOINTS = (
     _Mark("pytorch_model.bin", _TORCH, *_MODEL),
     _Mark("pytorch_model.bin.index.json", _JSON + rb'"weight_map"\s*:', *_MODEL),
     _Mark("model_index.json", _JSON + rb'"_class_name"\s*:', *_MODEL),
-    _Mark("manifest.ocdbt", rb"\x0c\xdb:\*", "Orbax", "a checkpoint of Orbax (OCDBT)", _ORBAX),
-    _Mark("_METADATA", _JSON + rb'"tree_metadata"\s*:', "Orbax", "a checkpoint of Orbax (zarr)", _ORBAX),
+    _Mark("manifest.ocdbt", rb"\x0c\xdb:\*", "Orbax", "a checkpoint of Orbax (OCDBT)", OPENS),
+    _Mark("_METADATA", _JSON + rb'"tree_metadata"\s*:', "Orbax", "a checkpoint of Orbax (zarr)", OPENS),
     _Mark(
         "_CHECKPOINT_METADATA",
         _JSON + rb'"(?:item_handlers|init_timestamp_nsecs)"\s*:',
         "Orbax",
         "a checkpoint of Orbax",
-        _ORBAX,
+        OPENS,
     ),
 )
 """Files that identify the checkpoints of other programs, the most special first."""

@@ -1,4 +1,4 @@
-"""A store that also has files that it makes of others: unpacked members, tensors in order, boxes of arrays."""
+"""A store that also has files that it makes of others: unpacked members, tensors in order, and arrays."""
 
 from __future__ import annotations
 
