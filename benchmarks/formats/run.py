@@ -5,7 +5,7 @@ warm cache.  The parts:
 
 dcp      full and 1/8 of each tensor, by reknit.load and by dcp.load, of a checkpoint that one process saved.
 hf       full and 1/8 of each tensor, by reknit.load and by safetensors, of a folder of Hugging Face.
-import   reknit import of the DCP checkpoint, with its peak of memory, and once more after a kill halfway.
+import   reknit import of a large model of Hugging Face, with its peak of memory, and again after a kill.
 
 Prints JSON.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import shutil
 import signal
 import statistics
@@ -26,6 +25,8 @@ import time
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from reknit.frameworks.custom import Held, registered
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,6 +66,37 @@ def target(state: dict[str, Any], parts: int) -> dict[str, Any]:
     return {name: torch.empty(one.shape[0] // parts, one.shape[1]) for name, one in state.items()}
 
 
+class Part:
+    """The first rows of each tensor, as a rank of a sharded job would hold them."""
+
+    def __init__(self, state: dict[str, Any], part: dict[str, Any]) -> None:
+        self.held = [
+            Held(name, tuple(state[name].shape), "float32", (0, 0), tuple(one.shape), one)
+            for name, one in part.items()
+        ]
+
+
+class PartFramework:
+    """The adapter of `Part`."""
+
+    def matches(self, value: Any) -> bool:
+        return isinstance(value, Part)
+
+    def holdings(self, value: Any, rank: int, size: int) -> list[Held]:
+        held: list[Held] = value.held
+        return held
+
+    def restore(self, value: Any, held: Any, values: Any) -> None: ...
+
+
+def load_part(folder: str, state: dict[str, Any], part: dict[str, Any]) -> Any:
+    """Load the first rows of each tensor by reknit, in one call."""
+    import reknit
+
+    with registered(PartFramework()):
+        return reknit.load(folder, {"model": Part(state, part)})
+
+
 def measure_dcp(state: dict[str, Any], folder: str, repeat: int) -> dict[str, Any]:
     """Compare with dcp.load."""
     import torch
@@ -101,8 +133,6 @@ def measure_eighth(state: dict[str, Any], folder: str, repeat: int) -> dict[str,
     from torch.distributed.checkpoint.metadata import MetadataIndex
     from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-    import reknit
-
     part = target(state, PARTS)
 
     class Planner(DefaultLoadPlanner):  # type: ignore[misc]
@@ -128,12 +158,7 @@ def measure_eighth(state: dict[str, Any], folder: str, repeat: int) -> dict[str,
         ]
         reader.read_data(LoadPlan(items), Planner()).wait()
 
-    def by_reknit() -> None:
-        with reknit.open(folder, options=reknit.LoadOptions()) as checkpoint:
-            for name, one in part.items():
-                one.copy_(checkpoint.read("model", name, (slice(0, one.shape[0]),), framework="torch"))
-
-    return in_turns({"reknit": by_reknit, "dcp": by_dcp}, repeat)
+    return in_turns({"reknit": lambda: load_part(folder, state, part), "dcp": by_dcp}, repeat)
 
 
 def measure_hf(state: dict[str, Any], folder: str, repeat: int) -> dict[str, Any]:
@@ -167,35 +192,61 @@ def measure_hf(state: dict[str, Any], folder: str, repeat: int) -> dict[str, Any
                 for name in opened.keys():  # noqa: SIM118 - it is not a dict
                     eighth[name].copy_(opened.get_slice(name)[: eighth[name].shape[0]])
 
-    def slices_by_reknit() -> None:
-        with reknit.open(folder) as checkpoint:
-            for name, one in eighth.items():
-                one.copy_(checkpoint.read("model", name, (slice(0, one.shape[0]),), framework="torch"))
-
     return {
         "full": in_turns(
             {"reknit": lambda: reknit.load(folder, {"model": out}), "safetensors": by_safetensors}, repeat
         ),
-        "eighth": in_turns({"reknit": slices_by_reknit, "safetensors": slices_by_safetensors}, repeat),
+        "eighth": in_turns(
+            {"reknit": lambda: load_part(folder, state, eighth), "safetensors": slices_by_safetensors},
+            repeat,
+        ),
     }
+
+
+def write_model(folder: str, mib: int) -> int:
+    """Write a folder of Hugging Face with files of 512 MiB, and return their number."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    os.makedirs(folder)
+    where, number = {}, 0
+    data = np.random.default_rng(0).random((64 << 20) // 8)
+    for number in range(max(mib // 512, 1)):
+        file = f"model-{number}.safetensors"
+        part = {f"layers.{number}.{part}": data + part for part in range(8)}
+        save_file(part, f"{folder}/{file}")
+        where |= dict.fromkeys(part, file)
+    Path(folder, "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    return number + 1
+
+
+IMPORT = """
+import sys
+from reknit.cli.main import main
+status = main(["import", *sys.argv[1:]])
+with open("/proc/self/status") as file:
+    peak = next(line.split()[1] for line in file if line.startswith("VmHWM"))
+print(peak, file=sys.stderr)
+sys.exit(status)
+"""
 
 
 def measure_import(source: str, out: str) -> dict[str, Any]:
     """Import a checkpoint in processes of their own: once, and once more after a kill."""
-    command = [sys.executable, "-m", "reknit", "import", source]
+    command = [sys.executable, "-c", IMPORT, source]
     begin = time.perf_counter()
-    subprocess.run([*command, f"{out}/a"], check=True, stdout=subprocess.DEVNULL)
+    ran = subprocess.run([*command, f"{out}/a"], check=True, capture_output=True)
     took = time.perf_counter() - begin
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10
-    process = subprocess.Popen([*command, f"{out}/b"], stdout=subprocess.DEVNULL)
-    time.sleep(took / 2)
+    shutil.rmtree(f"{out}/a")
+    process = subprocess.Popen([*command, f"{out}/b"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    time.sleep(took * 0.7)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    done = subprocess.run([*command, f"{out}/b", "--json"], check=True, stdout=subprocess.PIPE)
+    done = subprocess.run([*command, f"{out}/b", "--json"], check=True, capture_output=True)
     again = json.loads(done.stdout)
     return {
         "seconds": round(took, 2),
-        "peak_rss_mib": peak,
+        "peak_mib": int(ran.stderr.split()[-1]) >> 10,
         "after_kill": {"kept": again["num_kept"], "written": again["num_files"]},
     }
 
@@ -204,6 +255,7 @@ def main() -> None:
     """Measure, and print the results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--mib", type=int, default=512, help="size of the checkpoints")
+    parser.add_argument("--import-mib", type=int, default=4096, help="size of the checkpoint to import")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--parts", nargs="*", default=["dcp", "hf", "import"])
     parser.add_argument("--dir", default=None)
@@ -213,13 +265,18 @@ def main() -> None:
     try:
         state = tensors(args.mib)
         result: dict[str, Any] = {"mib": args.mib}
-        if {"dcp", "import"} & set(args.parts):
+        if "dcp" in args.parts:
             result["dcp"] = measure_dcp(state, f"{folder}/dcp", args.repeat)
         if "hf" in args.parts:
             result["hf"] = measure_hf(state, f"{folder}/hf", args.repeat)
         del state
         if "import" in args.parts:
-            result["import"] = measure_import(f"{folder}/dcp", folder)
+            names = write_model(f"{folder}/large", args.import_mib)
+            result["import"] = {
+                "mib": args.import_mib,
+                "files": names,
+                **measure_import(f"{folder}/large", folder),
+            }
         print(json.dumps(result, indent=2))
     finally:
         shutil.rmtree(folder)

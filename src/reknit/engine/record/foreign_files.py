@@ -43,9 +43,9 @@ class Foreign(NamedTuple):
     is_file: bool = False
 
 
-READABLE = frozenset(
-    "torch.save,Lightning,safetensors,npz,npy,GGUF,DCP,Hugging Face,PEFT,Megatron,DeepSpeed,Orbax".split(",")
-)
+_FILES = frozenset({"torch.save", "Lightning", "safetensors", "npz", "npy", "GGUF"})
+_FOLDERS = frozenset({"DCP", "Hugging Face", "PEFT", "Megatron", "DeepSpeed", "Orbax"})
+READABLE = _FILES | _FOLDERS
 """The kinds of checkpoints of other programs that reknit opens as they are."""
 
 OPENS = (
