@@ -281,4 +281,3 @@ def test_what_deepspeed_saved_is_opened_in_place(tmp_path: Path) -> None:
                     assert torch.equal(torch.as_tensor(got).float(), other.float()), (name, item, key)
     with pytest.raises(reknit.CheckpointNotFoundError, match="DeepSpeed's own checkpoints"):
         reknit.open(tmp_path / "z1-bf16")
-

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from reknit.errors import FormatError
-from reknit.format.foreign.safe_pickle import Global, Made, Vocabulary, read_pickle
+from reknit.format.foreign.safe_pickle import Global, PickledObject, Vocabulary, read_pickle
 from reknit.format.foreign.torch_values import TORCH, neutral
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def test_a_class_of_a_family_becomes_its_name_and_state() -> None:
     made = read_pickle(
         b"\x80\x02cargparse\nNamespace\n)\x81}U\x01aK\x01sb.".replace(b"U\x01a", b"X\x01\0\0\0a"), words
     )
-    assert isinstance(made, Made)
+    assert isinstance(made, PickledObject)
     assert (made.name, made.args, made.field("a")) == ("argparse.Namespace", (), 1)
     with pytest.raises(FormatError, match="has no b"):
         made.field("b")

@@ -6,8 +6,6 @@ import threading
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from reknit.errors import CorruptError, MissingExtraError, UsageError
 
 if TYPE_CHECKING:
@@ -28,7 +26,7 @@ class ArrayFacts(NamedTuple):
     chunk: tuple[int, ...]
 
 
-class Arrays:
+class ZarrArrays:
     """The arrays below a local folder; those that were used stay open."""
 
     def __init__(self, url: str) -> None:
@@ -62,6 +60,8 @@ class Arrays:
 
     def read(self, cell: Cell, start: int, buffers: list[memoryview]) -> None:
         """Fill buffers from byte `start` of a cell on, row-major and little-endian."""
+        import numpy as np  # by who reads arrays only: an agent that waits has no library
+
         nbytes = sum(len(buffer) for buffer in buffers)
         row = prod(cell.lengths[1:]) * cell.itemsize
         first, last = (start // row, -(-(start + nbytes) // row)) if cell.lengths else (0, 1)

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reknit.engine.foreign.entries import MODEL, Entries, named
+from reknit.engine.foreign.entries import MODEL, ForeignEntries, named
 from reknit.engine.foreign.small_reads import do_each, part_of
-from reknit.engine.foreign.zip_files import Archive, Member
+from reknit.engine.foreign.zip_files import Archive, ZipMember
 from reknit.errors import CorruptError, FormatError, shown
 from reknit.storage.derived_paths import inflated_path, strided_path
 from reknit.types.box import Box
@@ -34,20 +34,20 @@ class _Header(NamedTuple):
     is_fortran: bool
 
 
-def add_npy(entries: Entries, path: str) -> None:
+def add_npy(entries: ForeignEntries, path: str) -> None:
     """Add the array of a file of numpy.save, as ``array``."""
     nbytes = entries.size(path)
     header = _header(part_of(entries.storage, path, 0, min(nbytes, _HEAD_NBYTES)), path)
     _add(entries, "array", header, nbytes, path, 0)
 
 
-def add_npz(entries: Entries, path: str) -> None:
+def add_npz(entries: ForeignEntries, path: str) -> None:
     """Add the arrays of a file of numpy.savez, by their names."""
     archive = Archive(entries.storage, path, 0, entries.size(path))
     starts = archive.locate(archive.members)
     headers: dict[str, _Header] = {}
 
-    def read(member: Member) -> None:
+    def read(member: ZipMember) -> None:
         head = part_of(entries.storage, path, starts[member.name], min(member.packed_nbytes, _HEAD_NBYTES))
         if member.method == _DEFLATED:
             try:
@@ -67,7 +67,7 @@ def add_npz(entries: Entries, path: str) -> None:
         _add(entries, name.removesuffix(".npy"), headers[name], member.nbytes, inside, start)
 
 
-def _add(entries: Entries, name: str, header: _Header, nbytes: int, path: str, start: int) -> None:
+def _add(entries: ForeignEntries, name: str, header: _Header, nbytes: int, path: str, start: int) -> None:
     spec = header.spec
     if header.start + spec.nbytes != nbytes:
         raise CorruptError(f"{path} has {nbytes} bytes for {shown(name)}, its header describes {spec}")

@@ -9,12 +9,12 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from reknit.engine.foreign.entries import MODEL, Chunks, Entries, named
+from reknit.engine.foreign.entries import MODEL, Chunks, ForeignEntries, named
 from reknit.engine.foreign.optimizer_states import named_states
 from reknit.engine.foreign.small_reads import do_each
 from reknit.engine.foreign.torch_files import TorchFile, add_extent, extent_of, single_tensor, views_in
 from reknit.errors import CorruptError, FormatError, shown
-from reknit.format.foreign.safe_pickle import MAX_PICKLE_NBYTES, Made, Vocabulary, read_pickle
+from reknit.format.foreign.safe_pickle import MAX_PICKLE_NBYTES, PickledObject, Vocabulary, read_pickle
 from reknit.format.foreign.torch_values import TORCH, TensorView, dtype_of
 from reknit.types.box import Box
 from reknit.types.shard import TensorSpec
@@ -35,26 +35,26 @@ _WORDS = Vocabulary(TORCH.builders, TORCH.classes, TORCH.names, _FAMILIES)
 Path = tuple[Any, ...]
 
 
-def read_folder(storage: Storage, prefix: str = "") -> Entries:
+def read_folder(storage: Storage, prefix: str = "") -> ForeignEntries:
     """Return the entries of a checkpoint; `prefix` is the folder of the metadata and of its files."""
-    entries = Entries(storage)
+    entries = ForeignEntries(storage)
     add_folder(entries, prefix)
     return entries
 
 
-def add_folder(entries: Entries, prefix: str = "", item: str | None = None) -> None:
+def add_folder(entries: ForeignEntries, prefix: str = "", item: str | None = None) -> None:
     """Add all entries of a folder with metadata; with `item`, all are of this item."""
     metadata = read_pickle(entries.storage.get(prefix + METADATA, limit=MAX_PICKLE_NBYTES), _WORDS)
-    if not isinstance(metadata, Made):
+    if not isinstance(metadata, PickledObject):
         raise FormatError(f"{prefix}{METADATA} is not the metadata of a checkpoint")
     specs, places = metadata.field("state_dict_metadata"), metadata.field("storage_data")
     paths = (metadata.state or {}).get("planner_data")
     if not isinstance(specs, dict) or not isinstance(places, dict):
         raise FormatError(f"{prefix}{METADATA} has no tables of entries and places")
     keys = _paths(specs, paths if isinstance(paths, dict) else {}, item)
-    stored: dict[str, list[tuple[Path, Made]]] = {}
+    stored: dict[str, list[tuple[Path, PickledObject]]] = {}
     for index, place in places.items():
-        if not isinstance(index, Made) or not isinstance(place, Made):
+        if not isinstance(index, PickledObject) or not isinstance(place, PickledObject):
             raise FormatError(f"{prefix}{METADATA} has a place that is not one")
         offsets = (index.state or {}).get("offset")
         stored.setdefault(index.field("fqn"), []).append((() if offsets is None else offsets, place))
@@ -71,7 +71,7 @@ def add_folder(entries: Entries, prefix: str = "", item: str | None = None) -> N
 
 
 def _is_a(value: Any, kind: str) -> bool:
-    return isinstance(value, Made) and value.name.rpartition(".")[2] == kind
+    return isinstance(value, PickledObject) and value.name.rpartition(".")[2] == kind
 
 
 def _paths(specs: dict[Any, Any], paths: dict[Any, Any], item: str | None) -> dict[str, Path]:
@@ -92,14 +92,14 @@ def _paths(specs: dict[Any, Any], paths: dict[Any, Any], item: str | None) -> di
 
 
 def _add_tensors(
-    entries: Entries,
+    entries: ForeignEntries,
     prefix: str,
-    tensors: list[tuple[str, Made, list[tuple[Path, Made]]]],
+    tensors: list[tuple[str, PickledObject, list[tuple[Path, PickledObject]]]],
     keys: dict[str, Path],
 ) -> None:
     """Add the tensors, with the ranges of their chunks."""
     made: dict[str, tuple[TensorSpec, Chunks]] = {}
-    jobs: list[tuple[str, TensorSpec, Box, Made]] = []
+    jobs: list[tuple[str, TensorSpec, Box, PickledObject]] = []
     for name, metadata, where in tensors:
         dtype = dtype_of(_properties(metadata.field("properties")))
         shape = metadata.field("size")
@@ -117,7 +117,7 @@ def _add_tensors(
         if not spec.numel:
             made[name] = spec, []
 
-    def locate(job: tuple[str, TensorSpec, Box, Made]) -> None:
+    def locate(job: tuple[str, TensorSpec, Box, PickledObject]) -> None:
         name, spec, box, place = job
         made[name][1].extend(_chunk(entries, prefix, spec, box, place))
 
@@ -137,12 +137,12 @@ def _state_keys(keys: list[Any]) -> list[Any]:
 
 def _properties(made: Any) -> Any:
     """Return the dtype among the properties of a tensor."""
-    if isinstance(made, Made) and isinstance(made.state, tuple) and made.state:
+    if isinstance(made, PickledObject) and isinstance(made.state, tuple) and made.state:
         return made.state[0]
-    return made.field("dtype") if isinstance(made, Made) else None
+    return made.field("dtype") if isinstance(made, PickledObject) else None
 
 
-def _path(prefix: str, place: Made) -> str:
+def _path(prefix: str, place: PickledObject) -> str:
     path = place.field("relative_path")
     if not isinstance(path, str):
         raise FormatError("a place in the metadata has no path")
@@ -151,7 +151,7 @@ def _path(prefix: str, place: Made) -> str:
     return prefix + path
 
 
-def _chunk(entries: Entries, prefix: str, spec: TensorSpec, box: Box, place: Made) -> Chunks:
+def _chunk(entries: ForeignEntries, prefix: str, spec: TensorSpec, box: Box, place: PickledObject) -> Chunks:
     """Return the chunk of a box, with the range of its bytes."""
     path, start, nbytes = _bounds(entries, prefix, place)
     found = single_tensor(entries.storage, path, start, nbytes)
@@ -169,7 +169,7 @@ def _chunk(entries: Entries, prefix: str, spec: TensorSpec, box: Box, place: Mad
     return [(box, extent)]
 
 
-def _bounds(entries: Entries, prefix: str, place: Made) -> tuple[str, int, int]:
+def _bounds(entries: ForeignEntries, prefix: str, place: PickledObject) -> tuple[str, int, int]:
     """Return the path, the start and the size in bytes of a place."""
     path = _path(prefix, place)
     start, nbytes = place.field("offset"), place.field("length")
@@ -180,27 +180,27 @@ def _bounds(entries: Entries, prefix: str, place: Made) -> tuple[str, int, int]:
     return path, start, nbytes
 
 
-class _Held:
+class _PickledEntry:
     """A value of an entry, and its file."""
 
     def __init__(self, file: TorchFile) -> None:
         self.file = file
 
 
-def _object(entries: Entries, prefix: str, place: Made) -> _Held:
+def _object(entries: ForeignEntries, prefix: str, place: PickledObject) -> _PickledEntry:
     path, start, nbytes = _bounds(entries, prefix, place)
     file = TorchFile(entries.storage, path, start, nbytes, _WORDS)
     file.locate(views_in(file.value, [], set()))
-    return _Held(file)
+    return _PickledEntry(file)
 
 
-def _add_values(entries: Entries, values: dict[str, _Held], keys: dict[str, Path]) -> None:
+def _add_values(entries: ForeignEntries, values: dict[str, _PickledEntry], keys: dict[str, Path]) -> None:
     """Add the values, those of an optimizer under the names of its parameters."""
     groups: dict[Path, dict[Any, Any]] = {}
     for name, held in values.items():
         path = keys[name]
 
-        def place(item: str, fqn: str, view: TensorView, held: _Held = held) -> None:
+        def place(item: str, fqn: str, view: TensorView, held: _PickledEntry = held) -> None:
             add_extent(entries, item, fqn, view, held.file.extent(view))
 
         if "param_groups" in path[1:] or str(path[-1]).startswith("param_groups."):
@@ -213,7 +213,7 @@ def _add_values(entries: Entries, values: dict[str, _Held], keys: dict[str, Path
         _add_options(entries, str(item), parts)
 
 
-def _add_options(entries: Entries, item: str, parts: dict[Path, Any]) -> None:
+def _add_options(entries: ForeignEntries, item: str, parts: dict[Path, Any]) -> None:
     """Add the options of the groups of an optimizer; each parameter has those of its group."""
     nested: dict[Any, Any] = {}
     for path, value in parts.items():

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from reknit.engine.foreign.deepspeed_partitions import (
     OPTIMIZER,
-    Partition,
+    RankPartition,
     Shapes,
     add_partitioned,
     lines_of_2,
     lines_of_3,
 )
-from reknit.engine.foreign.entries import MODEL, Entries, named
+from reknit.engine.foreign.entries import MODEL, ForeignEntries, named
 from reknit.engine.foreign.torch_files import TorchFile, add_extent, views_in
 from reknit.errors import CorruptError, FormatError, shown
-from reknit.format.foreign.safe_pickle import Made
+from reknit.format.foreign.safe_pickle import PickledObject
 from reknit.format.foreign.torch_values import TORCH, TensorView
 
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ _WORDS = TORCH._replace(families=("deepspeed.",))
 _COUNTS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
 
-def read_folder(storage: Storage) -> Entries:
+def read_folder(storage: Storage) -> ForeignEntries:
     """Return the entries of a checkpoint of one pipeline stage and one tensor-parallel rank."""
-    entries = Entries(storage)
+    entries = ForeignEntries(storage)
     names = [listed.path for listed in storage.list() if "/" not in listed.path]
     models = _by_rank(names, _MODEL_FILE)
     model = _open(entries, models[min(models)])
@@ -72,23 +72,23 @@ def _by_rank(names: list[str], pattern: re.Pattern[str]) -> dict[int, str]:
     return found
 
 
-def _open(entries: Entries, path: str) -> TorchFile:
+def _open(entries: ForeignEntries, path: str) -> TorchFile:
     file = TorchFile(entries.storage, path, 0, entries.size(path), _WORDS)
     file.locate(views_in(file.value, [], set()))
     return file
 
 
-def _partition(entries: Entries, path: str) -> Partition:
+def _partition(entries: ForeignEntries, path: str) -> RankPartition:
     file = _open(entries, path)
     state = file.value.get("optimizer_state_dict") if isinstance(file.value, dict) else None
     if not isinstance(state, dict):
         raise FormatError(f"{path} has no state of an optimizer")
-    return Partition(file, state)
+    return RankPartition(file, state)
 
 
 def _stage(state: dict[str, Any]) -> int:
     stage = state.get("zero_stage")
-    stage = stage.args[0] if isinstance(stage, Made) and stage.args else stage
+    stage = stage.args[0] if isinstance(stage, PickledObject) and stage.args else stage
     if stage not in (1, 2, 3):
         raise FormatError(f"the checkpoint is of the stage {shown(stage)} of ZeRO")
     return int(stage)
@@ -108,7 +108,7 @@ def _texts(value: Any) -> frozenset[str]:
     )
 
 
-def _add_module(entries: Entries, model: TorchFile, only: frozenset[str] | None) -> None:
+def _add_module(entries: ForeignEntries, model: TorchFile, only: frozenset[str] | None) -> None:
     """Add the tensors of the model file, or only those of some names."""
     module = model.value.get("module")
     for name, view in module.items() if isinstance(module, dict) else ():
@@ -121,7 +121,7 @@ def _add_module(entries: Entries, model: TorchFile, only: frozenset[str] | None)
             add_extent(entries, MODEL, key, view, model.extent(view))
 
 
-def _add_universal(entries: Entries, name: str) -> None:
+def _add_universal(entries: ForeignEntries, name: str) -> None:
     """Add the states of a parameter of a universal checkpoint: one file for each."""
     for listed in entries.storage.list(f"zero/{name}"):
         state = listed.path.rpartition("/")[2].removesuffix(".pt")
@@ -138,7 +138,7 @@ def _add_universal(entries: Entries, name: str) -> None:
         add_extent(entries, OPTIMIZER, named(["state", name, state]), held, extent)
 
 
-def _add_progress(entries: Entries, state: dict[Any, Any]) -> None:
+def _add_progress(entries: ForeignEntries, state: dict[Any, Any]) -> None:
     """Add the counters of the engine."""
     for key in _COUNTS:
         if type(state.get(key)) is int:

@@ -12,7 +12,7 @@ from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reknit.engine.foreign.entries import MODEL, Chunks, Entries, named
+from reknit.engine.foreign.entries import MODEL, Chunks, ForeignEntries, named
 from reknit.engine.foreign.torch_files import TorchFile, add_extent
 from reknit.errors import CorruptError, FormatError
 from reknit.format.foreign.torch_values import TensorView
@@ -36,7 +36,7 @@ class _Flat(NamedTuple):
     extent: Extent
 
 
-class Partition(NamedTuple):
+class RankPartition(NamedTuple):
     """The file of the partition of one rank."""
 
     file: TorchFile
@@ -49,7 +49,7 @@ class Partition(NamedTuple):
         return _Flat(view, self.file.extent(view))
 
 
-class Line(NamedTuple):
+class FlatRanges(NamedTuple):
     """The place of a parameter: the group, and ranges of elements: rank, first there, first here, number."""
 
     group: int
@@ -60,9 +60,9 @@ class Line(NamedTuple):
         return views[self.group : self.group + 1] if self.group >= 0 else views
 
 
-def lines_of_2(partitions: list[Partition], shapes: list[Shapes]) -> dict[str, Line]:
+def lines_of_2(partitions: list[RankPartition], shapes: list[Shapes]) -> dict[str, FlatRanges]:
     """Return the ranges of parameters that lie one behind another on the partitions of their group."""
-    lines: dict[str, Line] = {}
+    lines: dict[str, FlatRanges] = {}
     paddings = partitions[0].state.get("param_alignment_paddings")
     for group, members in enumerate(shapes):
         sizes = [_groups(each.state)[group].spec.numel for each in partitions]
@@ -77,12 +77,12 @@ def lines_of_2(partitions: list[Partition], shapes: list[Shapes]) -> dict[str, L
                 num = min(numel - done, ends[rank + 1] - at - done)
                 ranges.append((rank, at + done - ends[rank], done, num))
                 done += num
-            lines[name] = Line(group, tuple(ranges))
+            lines[name] = FlatRanges(group, tuple(ranges))
             at += numel + (paddings[group][number] if isinstance(paddings, list) else 0)
     return lines
 
 
-def lines_of_3(partitions: list[Partition], shapes: list[Shapes]) -> dict[str, Line]:
+def lines_of_3(partitions: list[RankPartition], shapes: list[Shapes]) -> dict[str, FlatRanges]:
     """Return the ranges of parameters of which each rank has one part; flat groups follow each other."""
     size, at = len(partitions), 0
     lines = {}
@@ -90,7 +90,7 @@ def lines_of_3(partitions: list[Partition], shapes: list[Shapes]) -> dict[str, L
         numel = prod(shape)
         part = -(-numel // size)
         ranges = [(rank, at, rank * part, min(part, numel - rank * part)) for rank in range(size)]
-        lines[name] = Line(-1, tuple(each for each in ranges if each[3] > 0))
+        lines[name] = FlatRanges(-1, tuple(each for each in ranges if each[3] > 0))
         at += part
     return lines
 
@@ -104,9 +104,9 @@ def _groups(state: dict[str, Any]) -> list[TensorView]:
 
 
 def add_partitioned(
-    entries: Entries,
-    partitions: list[Partition],
-    lines: Mapping[str, Line],
+    entries: ForeignEntries,
+    partitions: list[RankPartition],
+    lines: Mapping[str, FlatRanges],
     shapes: list[Shapes],
     *,
     in_module: Mapping[str, str],
@@ -143,10 +143,10 @@ def add_partitioned(
 
 
 def _add_line(
-    entries: Entries,
-    partitions: list[Partition],
+    entries: ForeignEntries,
+    partitions: list[RankPartition],
     shape: tuple[int, ...],
-    line: Line,
+    line: FlatRanges,
     item: str,
     keys: list[Any],
     views: list[list[Any]],
@@ -178,7 +178,7 @@ def _add_line(
     entries.tensor(item, named(keys), spec, chunks)
 
 
-def _base_states(partition: Partition) -> list[dict[str, Any]]:
+def _base_states(partition: RankPartition) -> list[dict[str, Any]]:
     """Return the states of the inner optimizer of a rank, by group."""
     base = partition.state.get("base_optimizer_state", partition.state.get("optimizer_state_dict"))
     if isinstance(base, dict) and isinstance(base.get("state"), dict):
@@ -188,7 +188,7 @@ def _base_states(partition: Partition) -> list[dict[str, Any]]:
     return []
 
 
-def _options(partition: Partition) -> list[dict[str, Any]]:
+def _options(partition: RankPartition) -> list[dict[str, Any]]:
     """Return the options of the groups of the inner optimizer."""
     base = partition.state.get("base_optimizer_state", partition.state.get("optimizer_state_dict"))
     groups = base.get("param_groups") if isinstance(base, dict) else None

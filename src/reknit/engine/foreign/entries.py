@@ -45,7 +45,7 @@ class ForeignCheckpoint(NamedTuple):
 
 
 @dataclass
-class Entries:
+class ForeignEntries:
     """Tensors and values, by item and name.  `sizes` are the bytes of all files that hold tensors."""
 
     storage: Storage

@@ -10,14 +10,14 @@ from reknit.engine.foreign.small_reads import part_of
 from reknit.format.foreign.gguf_header import read_gguf_header
 
 if TYPE_CHECKING:
-    from reknit.engine.foreign.entries import Entries
+    from reknit.engine.foreign.entries import ForeignEntries
 
 METADATA_ITEM = "gguf"
 BLOCKS_ITEM = "gguf_blocks"
 """The item with the quantisation of each tensor whose bytes are blocks."""
 
 
-def add_gguf(entries: Entries, path: str) -> None:
+def add_gguf(entries: ForeignEntries, path: str) -> None:
     """Add the tensors of a file; quantised tensors come as the bytes of their blocks."""
     header = read_gguf_header(partial(part_of, entries.storage, path), entries.size(path))
     for key, value in header.metadata.items():

@@ -13,7 +13,7 @@ from reknit.engine.foreign import (
     safetensors_files,
     torch_files,
 )
-from reknit.engine.foreign.entries import Entries, ForeignCheckpoint
+from reknit.engine.foreign.entries import ForeignCheckpoint, ForeignEntries
 from reknit.engine.record.other_formats import foreign
 from reknit.errors import CheckpointNotFoundError, FormatError
 from reknit.storage.base import HasFolderAbove
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 NOTHING = "it has no digests: names, shapes and sizes were checked, the bytes of tensors were not"
 
-_FOLDERS: dict[str, Callable[[Storage], Entries]] = {
+_FOLDERS: dict[str, Callable[[Storage], ForeignEntries]] = {
     "DCP": dcp_folder.read_folder,
     "Hugging Face": safetensors_files.read_folder,
     "DeepSpeed": deepspeed_folder.read_folder,
@@ -35,7 +35,7 @@ _FOLDERS: dict[str, Callable[[Storage], Entries]] = {
     "Megatron": dcp_folder.read_folder,
     "PEFT": safetensors_files.read_folder,
 }
-_FILES: dict[str, Callable[[Entries, str], None]] = {
+_FILES: dict[str, Callable[[ForeignEntries, str], None]] = {
     "torch.save": torch_files.add_file,
     "Lightning": torch_files.add_file,
     "safetensors": safetensors_files.add_safetensors,
@@ -60,7 +60,7 @@ def read_foreign(storage: Storage) -> ForeignCheckpoint | None:
             assert isinstance(storage, HasFolderAbove)
             above = storage.above()
             assert above is not None
-            entries = Entries(above[0])
+            entries = ForeignEntries(above[0])
             _FILES[found.kind](entries, above[1])
         else:
             entries = _FOLDERS[found.kind](storage)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from reknit.engine.foreign.entries import Chunks, Entries, named
+from reknit.engine.foreign.entries import Chunks, ForeignEntries, named
 from reknit.engine.foreign.safetensors_files import small_file
 from reknit.errors import CorruptError, FormatError, shown
 from reknit.format.strict_json import decode_strict
 from reknit.storage.derived_paths import Cell, cell_path
-from reknit.storage.tensor_store import ArrayFacts, Arrays
+from reknit.storage.tensor_store import ArrayFacts, ZarrArrays
 from reknit.types.box import Box
 from reknit.types.dtype import ITEMSIZE
 from reknit.types.manifest import Extent
@@ -50,10 +50,10 @@ class _Tree(msgspec.Struct):
     use_zarr3: bool = False
 
 
-def read_folder(storage: Storage) -> Entries:
+def read_folder(storage: Storage) -> ForeignEntries:
     """Return the entries of a tree, or of the items of a step, each a folder with a tree or with JSON."""
-    entries = Entries(storage)
-    arrays = Arrays(storage.url)
+    entries = ForeignEntries(storage)
+    arrays = ZarrArrays(storage.url)
     if not _add_tree(entries, arrays, "", None):
         for folder in storage.folders():
             if not _add_tree(entries, arrays, folder, folder):
@@ -65,7 +65,7 @@ def read_folder(storage: Storage) -> Entries:
     return entries
 
 
-def _add_tree(entries: Entries, arrays: Arrays, folder: str, item: str | None) -> bool:
+def _add_tree(entries: ForeignEntries, arrays: ZarrArrays, folder: str, item: str | None) -> bool:
     """Add the arrays of a folder, if it has a tree; without `item`, the first keys are the items."""
     path = f"{folder}/{_METADATA}" if folder else _METADATA
     if (data := small_file(entries.storage, path, _MAX_NBYTES)) is None:
@@ -94,7 +94,7 @@ def _has_database(storage: Storage, folder: str) -> bool:
     return small_file(storage, path, _MAX_NBYTES) is not None
 
 
-def _add_array(entries: Entries, place: tuple[str, str], cell: Cell, facts: ArrayFacts) -> None:
+def _add_array(entries: ForeignEntries, place: tuple[str, str], cell: Cell, facts: ArrayFacts) -> None:
     """Add an array with a chunk for each of its own chunks."""
     if facts.dtype not in ITEMSIZE:
         raise FormatError(
@@ -116,7 +116,7 @@ def _add_array(entries: Entries, place: tuple[str, str], cell: Cell, facts: Arra
     entries.tensor(*place, spec, chunks)
 
 
-def _add_json(entries: Entries, folder: str) -> None:
+def _add_json(entries: ForeignEntries, folder: str) -> None:
     """Add the JSON document of an item, if the folder holds one."""
     if (data := small_file(entries.storage, f"{folder}/metadata", _MAX_NBYTES)) is None:
         return

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from reknit.engine.foreign.entries import MODEL, Entries, named
+from reknit.engine.foreign.entries import MODEL, ForeignEntries, named
 from reknit.engine.foreign.small_reads import part_of
 from reknit.engine.foreign.torch_files import add_file
 from reknit.errors import CorruptError, FormatError, ReknitError, StorageNotFoundError, shown
@@ -29,7 +29,7 @@ CONFIG_ITEM = "config"
 """The item with the configuration files of a folder, each as a text."""
 
 
-def add_safetensors(entries: Entries, path: str, item: str = MODEL) -> None:
+def add_safetensors(entries: ForeignEntries, path: str, item: str = MODEL) -> None:
     """Add the tensors of a file of safetensors.  Raises `CorruptError` or `FormatError` for a bad header."""
     nbytes = entries.size(path)
     if nbytes < 8:
@@ -42,9 +42,9 @@ def add_safetensors(entries: Entries, path: str, item: str = MODEL) -> None:
         entries.tensor(item, named([entry.key]), spec, [(Box.whole(spec.shape), extent)])
 
 
-def read_folder(storage: Storage) -> Entries:
+def read_folder(storage: Storage) -> ForeignEntries:
     """Return the entries of a Hugging Face folder, or of an adapter of PEFT."""
-    entries = Entries(storage)
+    entries = ForeignEntries(storage)
     for name in _INDEXES:
         if (data := small_file(storage, name, MAX_INDEX_NBYTES)) is not None:
             wanted = _weight_map(data, name)

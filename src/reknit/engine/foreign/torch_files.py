@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reknit.engine.foreign.entries import MODEL, Entries
+from reknit.engine.foreign.entries import MODEL, ForeignEntries
 from reknit.engine.foreign.optimizer_states import named_states, order_of
 from reknit.engine.foreign.small_reads import part_of
 from reknit.engine.foreign.torch_legacy import LegacyFile
@@ -78,7 +78,7 @@ def extent_of(view: TensorView, path: str, start: int) -> Extent:
     return Extent(derived, 0, spec.nbytes)
 
 
-def add_extent(entries: Entries, item: str, fqn: str, view: TensorView, extent: Extent) -> None:
+def add_extent(entries: ForeignEntries, item: str, fqn: str, view: TensorView, extent: Extent) -> None:
     """Add a tensor that lies in one piece."""
     entries.size(extent.file)
     entries.tensor(item, fqn, view.spec, [(Box.whole(view.spec.shape), extent)])
@@ -97,7 +97,7 @@ def views_in(value: Any, found: list[TensorView], seen: set[int]) -> list[Tensor
     return found
 
 
-def add_file(entries: Entries, path: str, item: str | None = None) -> None:
+def add_file(entries: ForeignEntries, path: str, item: str | None = None) -> None:
     """Add all entries of a file of torch.save; with `item`, its tensors are those of this item."""
     nbytes = entries.size(path)
     if part_of(entries.storage, path, 0, min(len(LOCAL_MARK), nbytes)) == LOCAL_MARK:

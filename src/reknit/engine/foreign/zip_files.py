@@ -21,7 +21,7 @@ LOCAL_MARK = b"PK\x03\x04"
 _ENCRYPTED = 0x1
 
 
-class Member(NamedTuple):
+class ZipMember(NamedTuple):
     """A member of an archive: its local header, and its size in the file and unpacked, in bytes.
 
     `method` is 0 for a member that is stored as it is.
@@ -43,7 +43,7 @@ class Archive:
 
     def __init__(self, storage: Storage, path: str, start: int, nbytes: int) -> None:
         self.storage, self.path, self._start, self._nbytes = storage, path, start, nbytes
-        self.members: dict[str, Member] = {}
+        self.members: dict[str, ZipMember] = {}
         try:
             with zipfile.ZipFile(
                 PartFile(storage, path, start, nbytes, MAX_DIRECTORY_NBYTES)  # type: ignore[arg-type]
@@ -59,7 +59,7 @@ class Archive:
                 name = shown(each.filename)
                 raise CorruptError(f"{path} has the member {name} twice, or it overlaps another")
             end = each.header_offset + LOCAL_NBYTES + each.compress_size
-            self.members[each.filename] = Member(
+            self.members[each.filename] = ZipMember(
                 each.filename,
                 each.header_offset,
                 each.compress_type,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from reknit.engine.call_reports import VerifyReport, unchecked
 from reknit.engine.foreign.open_foreign import read_foreign, store_of
 from reknit.engine.foreign.small_reads import part_of
-from reknit.engine.foreign.zip_files import LOCAL_MARK, Archive, Member
+from reknit.engine.foreign.zip_files import LOCAL_MARK, Archive, ZipMember
 from reknit.errors import FormatError, StorageError, shown
 from reknit.storage.derived_paths import derived
 
@@ -88,7 +88,7 @@ def _wrong_members(storage: Storage, file: FileEntry) -> list[str]:
     ]
 
 
-def _checksum(storage: Storage, path: str, start: int, member: Member) -> int | None:
+def _checksum(storage: Storage, path: str, start: int, member: ZipMember) -> int | None:
     """Return the checksum of the content of a member, None if it cannot be unpacked to its size."""
     crc, left = 0, member.nbytes
     machine = zlib.decompressobj(-zlib.MAX_WBITS)

@@ -49,7 +49,7 @@ class Global(NamedTuple):
     name: str
 
 
-class Made:
+class PickledObject:
     """An object of a class of another program, as its name, its arguments and its state."""
 
     __slots__ = ("args", "name", "state")
@@ -65,7 +65,7 @@ class Made:
 
 
 class Vocabulary(NamedTuple):
-    """The names that a pickle may have: functions by name, and classes whose objects become `Made`.
+    """The names that a pickle may have: functions by name, and classes whose objects become `PickledObject`.
 
     `names` may occur, but cannot be called.  A class counts too if its name begins with one of `families`.
     """
@@ -80,7 +80,7 @@ class Vocabulary(NamedTuple):
         return name in self.builders or name in self.names or self.makes(name)
 
     def makes(self, name: str) -> bool:
-        """Return whether this is a class whose objects become `Made`."""
+        """Return whether this is a class whose objects become `PickledObject`."""
         return name in self.classes or name.startswith(self.families or "\0")
 
 
@@ -148,13 +148,13 @@ class _Machine(pickle._Unpickler):  # type: ignore[name-defined,misc]
         if build is not None:
             self.stack[-1] = build(*args)
         elif self._vocabulary.makes(name.name):
-            self.stack[-1] = Made(name.name, args)
+            self.stack[-1] = PickledObject(name.name, args)
         else:
             raise FormatError(f"a pickle calls {shown(name.name)}")
 
     def _build(self) -> None:
         state, made = self.stack.pop(), self.stack[-1]
-        if type(made) is Made:
+        if type(made) is PickledObject:
             made.state = state
         elif type(made) is not dict:  # attributes of a mapping, such as the versions of modules, are left out
             raise FormatError(f"a pickle gives a state to a {type(made).__name__}")
@@ -201,7 +201,7 @@ class _Machine(pickle._Unpickler):  # type: ignore[name-defined,misc]
     def _key(self, key: Any) -> Any:
         """Return a key if it is safe to hash.  Raises `FormatError` otherwise."""
         kind = type(key)
-        if kind in (str, bytes, bool, type(None), Global, Made):
+        if kind in (str, bytes, bool, type(None), Global, PickledObject):
             return key
         if kind is int and -_LARGEST_KEY < key < _LARGEST_KEY:
             return key

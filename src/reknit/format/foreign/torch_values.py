@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from reknit.errors import FormatError, shown
-from reknit.format.foreign.safe_pickle import Global, Made, Vocabulary
+from reknit.format.foreign.safe_pickle import Global, PickledObject, Vocabulary
 from reknit.types.dtype import ITEMSIZE
 from reknit.types.shard import MAX_NDIM, Tagged, TensorSpec
 
@@ -233,7 +233,9 @@ def _numpy_scalar(kind: Any, data: Any) -> Any:
 
 def _numpy_dtype(made: Any) -> np.dtype[Any]:
     """Return the dtype of a pickled one: numbers in either order of bytes."""
-    code = made.args[0] if isinstance(made, Made) and made.name == "numpy.dtype" and made.args else ""
+    code = (
+        made.args[0] if isinstance(made, PickledObject) and made.name == "numpy.dtype" and made.args else ""
+    )
     if type(code) is not str or len(code) > 4 or code[:1] not in "biufc" or not code[1:].isdigit():
         raise FormatError(f"a pickle has an array of {shown(code)}, which is not a kind of number")
     order = made.state[1] if isinstance(made.state, tuple) and len(made.state) > 1 else "|"
@@ -243,7 +245,7 @@ def _numpy_dtype(made: Any) -> np.dtype[Any]:
         raise FormatError(f"a pickle has an array of {shown(code)}") from error
 
 
-def numpy_array(made: Made) -> np.ndarray[Any, Any]:
+def numpy_array(made: PickledObject) -> np.ndarray[Any, Any]:
     """Return the array of NumPy that a pickle holds with its bytes.  Raises `FormatError`."""
     state = made.state
     if not isinstance(state, tuple) or len(state) != 5 or not isinstance(state[4], bytes):
@@ -311,7 +313,7 @@ def neutral(value: Any) -> Any:
     if isinstance(value, Global):
         name = value.name.removeprefix("torch.")
         return Tagged("torch.dtype", name) if name in ITEMSIZE else value.name
-    if not isinstance(value, Made):
+    if not isinstance(value, PickledObject):
         return value
     if value.name in _ARRAYS:
         return numpy_array(value)

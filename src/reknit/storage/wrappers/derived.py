@@ -11,15 +11,13 @@ from contextlib import ExitStack
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from reknit.errors import CorruptError
-from reknit.storage import ranges
 from reknit.storage.derived_paths import Cell, Inflated, Strided, derived
-from reknit.storage.tensor_store import Arrays
+from reknit.storage.tensor_store import ZarrArrays
 from reknit.storage.wrappers.forwarding import ForwardingStorage
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
     from reknit.storage.base import Storage
@@ -33,7 +31,7 @@ class DerivedStorage(ForwardingStorage):
     def __init__(self, inner: Storage) -> None:
         super().__init__(inner)
         self._made: dict[str, Any] = {}
-        self._arrays: Arrays | None = None
+        self._arrays: ZarrArrays | None = None
         self._making = threading.RLock()  # a derived file may be made of another one
 
     def around(self, inner: Storage, path: str) -> DerivedStorage:
@@ -69,6 +67,8 @@ class DerivedStorage(ForwardingStorage):
         if derived(path) is None:
             self.inner.read_runs(path, starts, nbytes, buffer)
         else:
+            from reknit.storage import ranges  # it needs NumPy
+
             ranges.read_runs(self.read_into, path, starts, nbytes, buffer)
 
     def close(self) -> None:
@@ -79,10 +79,10 @@ class DerivedStorage(ForwardingStorage):
             self._made.clear()
         super().close()
 
-    def _arrays_below(self) -> Arrays:
+    def _arrays_below(self) -> ZarrArrays:
         with self._making:
             if self._arrays is None:
-                self._arrays = Arrays(self.url)
+                self._arrays = ZarrArrays(self.url)
             return self._arrays
 
     def _file(self, path: str, rule: Strided | Inflated) -> Any:
@@ -122,6 +122,8 @@ class DerivedStorage(ForwardingStorage):
 
     def _put_in_order(self, rule: Strided, file: Any) -> None:
         """Write the elements of a tensor in row-major order, one after another of its first dimension."""
+        import numpy as np  # by who reads such a tensor only: an agent that waits has no library
+
         reach = 1 + sum((n - 1) * s for n, s in zip(rule.shape, rule.strides, strict=True))
         data = np.empty(reach * rule.itemsize, np.uint8)
         self.read_into(rule.path, rule.start, [data.data])
