@@ -293,7 +293,7 @@ def test_no_code_of_a_checkpoint_runs(tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     torch.save({"model": WEIGHTS, "x": Evil(canary)}, tmp_path / "a.pt")
     save_dcp({"model": WEIGHTS, "x": Evil(canary)}, tmp_path / "dcp")
-    if canary.exists():  # torch copies what it saves
+    if canary.exists():  # torch makes a copy
         canary.rmdir()
     for name in ("a.pt", "dcp"):
         for call in (reknit.open, lambda path: reknit.load(path, {"model": dict(WEIGHTS)})):

@@ -1,4 +1,4 @@
-"""Pickles of other programs: what the table has is built, and everything else is refused by its name."""
+"""Pickles of other programs: names in the table are built, and every other name is refused."""
 
 from __future__ import annotations
 

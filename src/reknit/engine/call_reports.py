@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def unchecked(manifest: Manifest) -> str | None:
-    """Return what cannot be checked of a checkpoint of another program; None for one of reknit."""
+    """Return the missing checks of a checkpoint of another program; None for a checkpoint of reknit."""
     other = manifest.other
     return None if other is None else f"a checkpoint of {other.kind}: {other.unchecked}"
 

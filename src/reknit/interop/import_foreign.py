@@ -56,9 +56,9 @@ _ROUND_S = 7 * 86400.0
 
 
 class ImportReport(NamedTuple):
-    """A checkpoint that was imported: `nbytes` and `num_files` count what this process wrote now.
+    """An imported checkpoint: `nbytes` and `num_files` count the files that this process wrote now.
 
-    `num_kept` files were there from an earlier try.  `unchecked` says what the other format does not check.
+    `num_kept` files were there from an earlier try.  `unchecked` has the missing checks of the other format.
     """
 
     path: str

@@ -27,7 +27,7 @@ class ArrayFacts(NamedTuple):
 
 
 class ZarrArrays:
-    """The arrays below a local folder; those that were used stay open."""
+    """The arrays below a local folder; an array stays open after its first use."""
 
     def __init__(self, url: str) -> None:
         if "://" in url:

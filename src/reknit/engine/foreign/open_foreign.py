@@ -47,7 +47,7 @@ _REMEDY = "load it with the program that saved it, if you trust it, and save its
 
 
 def read_foreign(storage: Storage) -> ForeignCheckpoint | None:
-    """Return the checkpoint of another program at a path, None if there is none that reknit reads.
+    """Return the checkpoint of another program at a path; None without one, or for an unknown format.
 
     Raises `FormatError`, `CorruptError` and `StorageError`, with the path.
     """

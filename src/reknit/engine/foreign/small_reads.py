@@ -61,10 +61,6 @@ class PartFile(io.RawIOBase):
         self._at = at
         return at
 
-    def tell(self) -> int:
-        """Return the present place in the part."""
-        return self._at
-
     def read(self, nbytes: int | None = -1) -> bytes:
         """Return the next bytes, fewer at the end.  Raises `FormatError` for too many."""
         left = max(self._nbytes - self._at, 0)

@@ -52,8 +52,8 @@ def verify(storage: Storage, level: str, options: LoadOptions) -> VerifyReport:
 
     ``"metadata"`` reads the manifest and its digest, sizes of all files, the index, tiling, extents, files
     of values, the headers of data files.  ``"data"`` also reads every byte and compares every block's digest.
-    If another checkpoint takes the place of this one meanwhile, that one is checked.  Of a checkpoint of
-    another program, what its format allows is checked.
+    If another checkpoint takes the place of this one meanwhile, that one is checked.  For a checkpoint of
+    another program see `verify_foreign`.
     """
     seen = None
     try:

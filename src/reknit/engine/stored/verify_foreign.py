@@ -1,4 +1,4 @@
-"""Is a checkpoint of another program sound?  As far as its format lets anybody know."""
+"""Is a checkpoint of another program sound?  Checked by the means of its format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CHECKSUMS = "names, shapes, sizes and the checksums of all members of its archi
 
 
 def verify_foreign(storage: Storage, level: str) -> VerifyReport | None:
-    """Return a report on a checkpoint of another program; None if there is none that reknit reads.
+    """Return a report on a checkpoint of another program; None without one, or for an unknown format.
 
     ``"data"`` reads every byte.  In a zip archive, it compares the checksum of each member; other formats
     have none.

@@ -171,7 +171,7 @@ def _tensor(name: str, shape: list[int], kind: int, offset: int, begin: int) -> 
     if kind in _DTYPES:
         return GgufTensor(name, TensorSpec(tuple(shape), _DTYPES[kind]), begin + offset, None)
     if kind not in _BLOCKS:
-        raise FormatError(f"{shown(name)} is of the type {kind}, which reknit does not know")
+        raise FormatError(f"{shown(name)} is of the type {kind}, which GGUF did not have yet")
     blocks, numel, nbytes = _BLOCKS[kind]
     if not shape or shape[-1] % numel:
         raise CorruptError(f"{shown(name)} does not consist of whole blocks of {blocks}")

@@ -24,10 +24,12 @@ MAX_TUPLE_KEYS = 1_000
 _LARGEST_KEY = 1 << 60
 """Integers below this are their own hashes."""
 _OPCODES = (
-    "PROTO FRAME STOP MARK POP POP_MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 LONG4 BINFLOAT "
-    "BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 EMPTY_TUPLE TUPLE TUPLE1 "
-    "TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS EMPTY_SET ADDITEMS FROZENSET BINGET "
-    "LONG_BINGET BINPUT LONG_BINPUT MEMOIZE GLOBAL STACK_GLOBAL REDUCE NEWOBJ BUILD BINPERSID"
+    "PROTO FRAME STOP MARK POP POP_MARK MEMOIZE BINGET LONG_BINGET BINPUT LONG_BINPUT",
+    "NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 LONG4 BINFLOAT",
+    "BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8",
+    "EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS",
+    "EMPTY_DICT SETITEM SETITEMS EMPTY_SET ADDITEMS FROZENSET",
+    "GLOBAL STACK_GLOBAL REDUCE NEWOBJ BUILD BINPERSID",
 )
 _RENAMED = {"__builtin__": "builtins"}
 """Modules that protocol 2 names as Python 2 did."""
@@ -75,7 +77,7 @@ class Vocabulary(NamedTuple):
     names: frozenset[str] = frozenset()
     families: tuple[str, ...] = ()
 
-    def knows(self, name: str) -> bool:
+    def has(self, name: str) -> bool:
         """Return whether a pickle may have this name."""
         return name in self.builders or name in self.names or self.makes(name)
 
@@ -130,7 +132,7 @@ class _Machine(pickle._Unpickler):  # type: ignore[name-defined,misc]
     def find_class(self, module: str, name: str) -> Global:
         """Return a name of the vocabulary.  Raises `FormatError` for any other."""
         full = f"{_RENAMED.get(module, module)}.{name}"
-        if not self._vocabulary.knows(full):
+        if not self._vocabulary.has(full):
             raise FormatError(f"a pickle needs {full[:200]}, which reknit neither imports nor runs")
         return Global(full)
 
@@ -222,6 +224,6 @@ _OWN = {
     "ADDITEMS": _Machine._additems,
     "FROZENSET": _Machine._frozenset,
 }
-for _name in _OPCODES.split():
+for _name in " ".join(_OPCODES).split():
     _code = getattr(pickle, _name)[0]
     _Machine.dispatch[_code] = _OWN.get(_name) or pickle._Unpickler.dispatch[_code]  # type: ignore[attr-defined]
