@@ -7,12 +7,13 @@ a larger file; its bytes lie there as they are, so a box of a tensor is a range 
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.engine.foreign.entries import MODEL, Chunks, ForeignEntries, named
 from reknit.engine.foreign.optimizer_states import named_states
-from reknit.engine.foreign.small_reads import do_each
+from reknit.engine.foreign.small_reads import do_each, part_of
 from reknit.engine.foreign.torch_files import TorchFile, add_extent, extent_of, single_tensor, views_in
+from reknit.engine.foreign.zip_files import LOCAL_MARK
 from reknit.errors import CorruptError, FormatError, shown
 from reknit.format.foreign.safe_pickle import MAX_PICKLE_NBYTES, PickledObject, Vocabulary, read_pickle
 from reknit.format.foreign.torch_values import TORCH, TensorView, dtype_of
@@ -20,6 +21,8 @@ from reknit.types.box import Box
 from reknit.types.shard import TensorSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from reknit.storage.base import Storage
 
 METADATA = ".metadata"
@@ -27,7 +30,6 @@ _FAMILIES = (
     "torch.distributed.checkpoint.",
     "torch.distributed._shard.",
     "megatron.core.dist_checkpointing.",
-    "bytecheckpoint.",
 )
 """Beginnings of the names of classes whose objects are data in this pickle."""
 _WORDS = Vocabulary(TORCH.builders, TORCH.classes, TORCH.names, _FAMILIES)
@@ -35,27 +37,27 @@ _WORDS = Vocabulary(TORCH.builders, TORCH.classes, TORCH.names, _FAMILIES)
 Path = tuple[Any, ...]
 
 
-def read_folder(storage: Storage, prefix: str = "") -> ForeignEntries:
-    """Return the entries of a checkpoint; `prefix` is the folder of the metadata and of its files."""
+def read_folder(storage: Storage) -> ForeignEntries:
+    """Return the entries of a checkpoint."""
     entries = ForeignEntries(storage)
-    add_folder(entries, prefix)
+    add_folder(entries)
     return entries
 
 
-def add_folder(entries: ForeignEntries, prefix: str = "", item: str | None = None) -> None:
-    """Add all entries of a folder with metadata; with `item`, all are of this item."""
-    metadata = read_pickle(entries.storage.get(prefix + METADATA, limit=MAX_PICKLE_NBYTES), _WORDS)
+def add_folder(entries: ForeignEntries, renamed: Callable[[Path], Path] = lambda keys: keys) -> None:
+    """Add all entries of a folder with metadata; `renamed` returns the keys of an entry in reknit."""
+    metadata = read_pickle(entries.storage.get(METADATA, limit=MAX_PICKLE_NBYTES), _WORDS)
     if not isinstance(metadata, PickledObject):
-        raise FormatError(f"{prefix}{METADATA} is not the metadata of a checkpoint")
+        raise FormatError(f"{METADATA} is not the metadata of a checkpoint")
     specs, places = metadata.field("state_dict_metadata"), metadata.field("storage_data")
     paths = (metadata.state or {}).get("planner_data")
     if not isinstance(specs, dict) or not isinstance(places, dict):
-        raise FormatError(f"{prefix}{METADATA} has no tables of entries and places")
-    keys = _paths(specs, paths if isinstance(paths, dict) else {}, item)
+        raise FormatError(f"{METADATA} has no tables of entries and places")
+    keys = _paths(specs, paths if isinstance(paths, dict) else {}, renamed)
     stored: dict[str, list[tuple[Path, PickledObject]]] = {}
     for index, place in places.items():
         if not isinstance(index, PickledObject) or not isinstance(place, PickledObject):
-            raise FormatError(f"{prefix}{METADATA} has a place that is not one")
+            raise FormatError(f"{METADATA} has a place that is not one")
         offsets = (index.state or {}).get("offset")
         stored.setdefault(index.field("fqn"), []).append((() if offsets is None else offsets, place))
     values: dict[str, Any] = {}
@@ -65,8 +67,8 @@ def add_folder(entries: ForeignEntries, prefix: str = "", item: str | None = Non
         if _is_a(spec, "TensorStorageMetadata"):
             tensors.append((name, spec, where))
         elif where:
-            values[name] = _object(entries, prefix, where[0][1])
-    _add_tensors(entries, prefix, tensors, keys)
+            values[name] = _object(entries, where[0][1])
+    _add_tensors(entries, tensors, keys)
     _add_values(entries, values, keys)
 
 
@@ -74,26 +76,24 @@ def _is_a(value: Any, kind: str) -> bool:
     return isinstance(value, PickledObject) and value.name.rpartition(".")[2] == kind
 
 
-def _paths(specs: dict[Any, Any], paths: dict[Any, Any], item: str | None) -> dict[str, Path]:
+def _paths(specs: dict[Any, Any], paths: dict[Any, Any], renamed: Callable[[Path], Path]) -> dict[str, Path]:
     """Return the item and the keys of each entry.  The first key is the item, if there are several."""
     found: dict[str, Path] = {}
     for name in specs:
         keys = paths.get(name, (name,))
         if not isinstance(name, str) or not isinstance(keys, tuple) or not keys:
             raise FormatError(f"an entry of the metadata has the name {shown(name)}")
-        found[name] = keys if item is None else (item, *keys)
-    if item is None:
-        nested = {str(keys[0]) for keys in found.values() if len(keys) > 1}
-        for name, keys in found.items():
-            is_tensor = _is_a(specs[name], "TensorStorageMetadata")
-            if len(keys) == 1 and is_tensor and (MODEL not in nested) and (not nested or "." in str(keys[0])):
-                found[name] = (MODEL, *keys)
+        found[name] = renamed(keys)
+    nested = {str(keys[0]) for keys in found.values() if len(keys) > 1}
+    for name, keys in found.items():
+        is_tensor = _is_a(specs[name], "TensorStorageMetadata")
+        if len(keys) == 1 and is_tensor and (MODEL not in nested) and (not nested or "." in str(keys[0])):
+            found[name] = (MODEL, *keys)
     return found
 
 
 def _add_tensors(
     entries: ForeignEntries,
-    prefix: str,
     tensors: list[tuple[str, PickledObject, list[tuple[Path, PickledObject]]]],
     keys: dict[str, Path],
 ) -> None:
@@ -113,13 +113,13 @@ def _add_tensors(
             if at not in lengths:
                 raise FormatError(f"a place of {name[:200]!r} is not that of a chunk")
             jobs.append((name, spec, Box(at, lengths[at]), place))
-            entries.size(_path(prefix, place))
+            entries.size(_path(place))
         if not spec.numel:
             made[name] = spec, []
 
     def locate(job: tuple[str, TensorSpec, Box, PickledObject]) -> None:
         name, spec, box, place = job
-        made[name][1].extend(_chunk(entries, prefix, spec, box, place))
+        made[name][1].extend(_chunk(entries, spec, box, place))
 
     do_each(jobs, locate)
     for name, (spec, chunks) in made.items():
@@ -142,18 +142,18 @@ def _properties(made: Any) -> Any:
     return made.field("dtype") if isinstance(made, PickledObject) else None
 
 
-def _path(prefix: str, place: PickledObject) -> str:
+def _path(place: PickledObject) -> str:
     path = place.field("relative_path")
     if not isinstance(path, str):
         raise FormatError("a place in the metadata has no path")
     if (place.state or {}).get("transform_descriptors"):
         raise FormatError(f"{shown(path)} was written through transforms, which reknit does not undo")
-    return prefix + path
+    return path
 
 
-def _chunk(entries: ForeignEntries, prefix: str, spec: TensorSpec, box: Box, place: PickledObject) -> Chunks:
+def _chunk(entries: ForeignEntries, spec: TensorSpec, box: Box, place: PickledObject) -> Chunks:
     """Return the chunk of a box, with the range of its bytes."""
-    path, start, nbytes = _bounds(entries, prefix, place)
+    path, start, nbytes = _bounds(entries, place)
     found = single_tensor(entries.storage, path, start, nbytes)
     if found is not None:
         view, extent = found.view, extent_of(found.view, path, start + found.start)
@@ -169,9 +169,9 @@ def _chunk(entries: ForeignEntries, prefix: str, spec: TensorSpec, box: Box, pla
     return [(box, extent)]
 
 
-def _bounds(entries: ForeignEntries, prefix: str, place: PickledObject) -> tuple[str, int, int]:
+def _bounds(entries: ForeignEntries, place: PickledObject) -> tuple[str, int, int]:
     """Return the path, the start and the size in bytes of a place."""
-    path = _path(prefix, place)
+    path = _path(place)
     start, nbytes = place.field("offset"), place.field("length")
     if type(start) is not int or type(nbytes) is not int or start < 0 or nbytes < 0:
         raise FormatError(f"{shown(path)} has a place without a range")
@@ -180,18 +180,22 @@ def _bounds(entries: ForeignEntries, prefix: str, place: PickledObject) -> tuple
     return path, start, nbytes
 
 
-class _PickledEntry:
-    """A value of an entry, and its file."""
+class _PickledEntry(NamedTuple):
+    """A value of an entry, and its file, None for plain bytes."""
 
-    def __init__(self, file: TorchFile) -> None:
-        self.file = file
+    value: Any
+    file: TorchFile | None
 
 
-def _object(entries: ForeignEntries, prefix: str, place: PickledObject) -> _PickledEntry:
-    path, start, nbytes = _bounds(entries, prefix, place)
+def _object(entries: ForeignEntries, place: PickledObject) -> _PickledEntry:
+    path, start, nbytes = _bounds(entries, place)
+    if part_of(entries.storage, path, start, min(len(LOCAL_MARK), nbytes)) != LOCAL_MARK:
+        if nbytes > MAX_PICKLE_NBYTES:
+            raise FormatError(f"{path} has a value of {nbytes} bytes")
+        return _PickledEntry(part_of(entries.storage, path, start, nbytes), None)
     file = TorchFile(entries.storage, path, start, nbytes, _WORDS)
     file.locate(views_in(file.value, [], set()))
-    return _PickledEntry(file)
+    return _PickledEntry(file.value, file)
 
 
 def _add_values(entries: ForeignEntries, values: dict[str, _PickledEntry], keys: dict[str, Path]) -> None:
@@ -201,14 +205,15 @@ def _add_values(entries: ForeignEntries, values: dict[str, _PickledEntry], keys:
         path = keys[name]
 
         def place(item: str, fqn: str, view: TensorView, held: _PickledEntry = held) -> None:
+            assert held.file is not None
             add_extent(entries, item, fqn, view, held.file.extent(view))
 
         if "param_groups" in path[1:] or str(path[-1]).startswith("param_groups."):
-            groups.setdefault(path[:1], {})[path[1:]] = held.file.value
+            groups.setdefault(path[:1], {})[path[1:]] = held.value
             continue
-        entries.nested(str(path[0]), path[1:], held.file.value, place)
-        if path in (("step",), ("train_state", "step")) and type(held.file.value) is int:
-            entries.step = max(held.file.value, 0)
+        entries.nested(str(path[0]), path[1:], held.value, place)
+        if path in (("step",), ("train_state", "step")) and type(held.value) is int:
+            entries.step = max(held.value, 0)
     for (item,), parts in groups.items():
         _add_options(entries, str(item), parts)
 

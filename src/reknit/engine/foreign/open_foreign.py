@@ -9,6 +9,7 @@ from reknit.engine.foreign import (
     dcp_folder,
     deepspeed_folder,
     gguf_files,
+    megatron_folder,
     orbax_folder,
     safetensors_files,
     torch_files,
@@ -32,7 +33,7 @@ _FOLDERS: dict[str, Callable[[Storage], ForeignEntries]] = {
     "Hugging Face": safetensors_files.read_folder,
     "DeepSpeed": deepspeed_folder.read_folder,
     "Orbax": orbax_folder.read_folder,
-    "Megatron": dcp_folder.read_folder,
+    "Megatron": megatron_folder.read_folder,
     "PEFT": safetensors_files.read_folder,
 }
 _FILES: dict[str, Callable[[ForeignEntries, str], None]] = {

@@ -323,4 +323,6 @@ def neutral(value: Any) -> Any:
         return argparse.Namespace(**{str(key): neutral(one) for key, one in value.state.items()})
     if value.name == "_io.BytesIO" and isinstance(value.state, tuple) and type(value.state[0]) is bytes:
         return value.state[0]
+    if value.state is None and len(value.args) == 1 and type(value.args[0]) in (int, str):
+        return f"{value.name}({value.args[0]!r})"  # of an enumeration
     raise FormatError(f"a pickle has a {shown(value.name)}, which is not a value that reknit stores")
