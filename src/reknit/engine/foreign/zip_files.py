@@ -45,9 +45,7 @@ class Archive:
         self.storage, self.path, self._start, self._nbytes = storage, path, start, nbytes
         self.members: dict[str, ZipMember] = {}
         try:
-            with zipfile.ZipFile(
-                PartFile(storage, path, start, nbytes, MAX_DIRECTORY_NBYTES)  # type: ignore[arg-type]
-            ) as archive:
+            with zipfile.ZipFile(PartFile(storage, path, start, nbytes, MAX_DIRECTORY_NBYTES)) as archive:
                 listed = archive.infolist()
         except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, OSError) as error:
             raise CorruptError(f"{path} is not a whole zip archive: {shown(str(error))}") from error

@@ -31,6 +31,7 @@ _OPCODES = (
     "EMPTY_DICT SETITEM SETITEMS EMPTY_SET ADDITEMS FROZENSET",
     "GLOBAL STACK_GLOBAL REDUCE NEWOBJ BUILD BINPERSID",
 )
+_KNOWN: dict[str, Any] = vars(pickletools)["code2op"]
 _RENAMED = {"__builtin__": "builtins"}
 """Modules that protocol 2 names as Python 2 did."""
 _DAMAGE = (
@@ -111,16 +112,19 @@ class _Refused(dict[int, Any]):
     """The table of opcodes; an opcode without an entry is refused."""
 
     def __missing__(self, code: int) -> NoReturn:
-        known = pickletools.code2op.get(chr(code))
+        known = _KNOWN.get(chr(code))
         raise FormatError(
             f"a pickle has the opcode {known.name if known else code}, which reknit does not carry out"
         )
 
 
-class _Machine(pickle._Unpickler):  # type: ignore[name-defined,misc]
+class _Machine(pickle._Unpickler):
     """The machine of the standard library with fewer opcodes, and with calls to a vocabulary only."""
 
     dispatch: ClassVar[dict[int, Any]] = _Refused()
+    stack: list[Any]
+    append: Any
+    pop_mark: Any
 
     def __init__(
         self, file: io.BytesIO, vocabulary: Vocabulary, persistent: Callable[[Any], Any] | None
@@ -226,4 +230,4 @@ _OWN = {
 }
 for _name in " ".join(_OPCODES).split():
     _code = getattr(pickle, _name)[0]
-    _Machine.dispatch[_code] = _OWN.get(_name) or pickle._Unpickler.dispatch[_code]  # type: ignore[attr-defined]
+    _Machine.dispatch[_code] = _OWN.get(_name) or pickle._Unpickler.dispatch[_code]

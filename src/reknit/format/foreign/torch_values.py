@@ -238,9 +238,9 @@ def _numpy_dtype(made: Any) -> np.dtype[Any]:
     )
     if type(code) is not str or len(code) > 4 or code[:1] not in "biufc" or not code[1:].isdigit():
         raise FormatError(f"a pickle has an array of {shown(code)}, which is not a kind of number")
-    order = made.state[1] if isinstance(made.state, tuple) and len(made.state) > 1 else "|"
+    order = made.state[1] if isinstance(made.state, tuple) and len(made.state) > 1 else "="
     try:
-        return np.dtype(code).newbyteorder(order if order in ("<", ">") else "=")
+        return np.dtype(f"{order if order in ('<', '>') else '='}{code}")
     except TypeError as error:
         raise FormatError(f"a pickle has an array of {shown(code)}") from error
 
