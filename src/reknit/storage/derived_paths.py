@@ -27,7 +27,7 @@ class Cell(NamedTuple):
     name: str
 
 
-class Strided(NamedTuple):
+class StridedPart(NamedTuple):
     """Elements of a file with strides, in elements, from byte `start` on; the derived file is row-major."""
 
     path: str
@@ -63,10 +63,10 @@ def cell_path(cell: Cell) -> str:
     return f"~array/{cell.kind}/{sides}/{depth}/{cell.folder}{'/' if depth else ''}{cell.name}"
 
 
-def derived(path: str) -> Strided | Inflated | Cell | None:
+def derived(path: str) -> StridedPart | Inflated | Cell | None:
     """Return the meaning of a path, None for that of a file that exists."""
     if match := _STRIDED.fullmatch(path):
-        return Strided(match[5], int(match[1]), int(match[2]), _numbers(match[3]), _numbers(match[4]))
+        return StridedPart(match[5], int(match[1]), int(match[2]), _numbers(match[3]), _numbers(match[4]))
     if match := _INFLATED.fullmatch(path):
         return Inflated(match[4], int(match[1]), int(match[2]), int(match[3]))
     if match := _CELL.fullmatch(path):

@@ -29,10 +29,8 @@ if TYPE_CHECKING:
 
 MODEL = "model"
 """The item of tensors that the other program puts into no group."""
-MAX_NODES = 1 << 21
+MAX_NODES = 1 << 22
 """Containers, and values in them, that are walked: a small pickle can hold one list at very many places."""
-_PLAIN = frozenset({int, float, str, bytes, bool, type(None)})
-
 Chunks = list[tuple[Box, Extent]]
 
 
@@ -54,6 +52,7 @@ class ForeignEntries:
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     step: int | None = None
     _num_nodes: int = 0
+    _within: bool = False
 
     def size(self, path: str) -> int:
         """Return the size of a file in bytes, and count it among the files of the checkpoint."""
@@ -78,11 +77,22 @@ class ForeignEntries:
 
         Tables are divided by key, and lists with tensors in them by position, as reknit saves them.
         """
-        self._count(1, len(keys))
+        if not self._within:
+            self._num_nodes += _spread_of(value, {}).num
+            if self._num_nodes > MAX_NODES:
+                raise FormatError(
+                    f"a pickle holds more than {MAX_NODES} values, counted at each of their places"
+                )
+            self._within = True
+            try:
+                self.nested(item, keys, value, place)
+            finally:
+                self._within = False
+            return
         if isinstance(value, TensorView):
             place(item, named(keys), value)
         elif isinstance(value, Whole):
-            self.value(item, named(keys), self._plain(value.value, len(keys)))
+            self.value(item, named(keys), self._plain(value.value))
         elif isinstance(value, dict) and value and all(type(key) in (str, int) for key in value):
             for key, inner in value.items():
                 self.nested(item, (*keys, key), inner, place)
@@ -90,44 +100,30 @@ class ForeignEntries:
             for number, inner in enumerate(value):
                 self.nested(item, (*keys, number), inner, place)
         else:
-            self.value(item, named(keys), self._plain(value, len(keys)))
+            self.value(item, named(keys), self._plain(value))
 
     def value(self, item: str, fqn: str, value: Any) -> None:
         """Add a value that is not a tensor."""
         self.values.setdefault(item, {})[fqn] = value
 
-    def _count(self, num: int, depth: int) -> None:
-        self._num_nodes += num
-        if self._num_nodes > MAX_NODES:
-            raise FormatError(f"a pickle holds more than {MAX_NODES} values, counted at each of their places")
-        if depth > MAX_DEPTH:
-            raise FormatError(f"a pickle is nested deeper than {MAX_DEPTH} levels")
-
-    def _has_tensor(self, value: Any, seen: dict[int, bool], depth: int = 0) -> bool:
+    def _has_tensor(self, value: Any, seen: dict[int, bool]) -> bool:
         """Return whether there is a tensor in a container."""
-        self._count(0, depth)
         if isinstance(value, TensorView):
             return True
         if not isinstance(value, list | tuple | dict) or id(value) in seen:
             return seen.get(id(value), False)
-        seen[id(value)] = False
         inside = value.values() if isinstance(value, dict) else value
-        seen[id(value)] = any(self._has_tensor(inner, seen, depth + 1) for inner in inside)
+        seen[id(value)] = any(self._has_tensor(inner, seen) for inner in inside)
         return seen[id(value)]
 
-    def _plain(self, value: Any, depth: int) -> Any:
+    def _plain(self, value: Any) -> Any:
         """Return a value without objects of other programs."""
-        self._count(1, depth)
         if isinstance(value, TensorView):
             raise FormatError("a pickle has a tensor in a table whose keys are not texts")
         if type(value) is dict:
-            self._count(len(value), depth)
-            return {key: self._plain(inner, depth + 1) for key, inner in value.items()}
+            return {key: self._plain(inner) for key, inner in value.items()}
         if type(value) in (list, tuple):
-            if all(type(inner) in _PLAIN for inner in value):
-                self._count(len(value), depth)
-                return value
-            return type(value)([self._plain(inner, depth + 1) for inner in value])
+            return type(value)([self._plain(inner) for inner in value])
         return neutral(value)
 
     def checkpoint(self, other: OtherFormat) -> ForeignCheckpoint:
@@ -192,6 +188,30 @@ class ForeignEntries:
             )
         except OverflowError as error:
             raise CorruptError("a tensor has a shape or a place beyond 64 bits") from error
+
+
+class _Spread(NamedTuple):
+    """The number of values in a value, each counted at each of its places, and the levels of containers."""
+
+    num: int
+    height: int
+
+
+def _spread_of(value: Any, known: dict[int, _Spread], depth: int = 0) -> _Spread:
+    """Return the spread of a value.  Raises `FormatError` if it is nested too deeply, or contains itself."""
+    if isinstance(value, Whole):
+        value = value.value
+    if isinstance(value, TensorView) or not isinstance(value, dict | list | tuple):
+        return _Spread(1, 0)
+    if id(value) not in known and depth <= MAX_DEPTH:
+        inside = value.values() if isinstance(value, dict) else value
+        parts = [_spread_of(inner, known, depth + 1) for inner in inside]
+        known[id(value)] = _Spread(
+            1 + sum(part.num for part in parts), 1 + max((part.height for part in parts), default=0)
+        )
+    if depth > MAX_DEPTH or depth + known[id(value)].height > MAX_DEPTH:
+        raise FormatError(f"a pickle is nested deeper than {MAX_DEPTH} levels")
+    return known[id(value)]
 
 
 def named(keys: Iterable[Any]) -> str:

@@ -129,10 +129,11 @@ def _check_geometry(index: Index) -> None:
 def _check_alignment(index: Index) -> None:
     """Check that chunks begin at multiples of their item sizes, which are powers of two."""
     itemsizes = np.array([entry.spec.itemsize for entry in index.tensors], dtype=np.int64)
-    for begin in range(0, len(index.tensor), _BLOCK_ROWS):
-        rows = slice(begin, begin + _BLOCK_ROWS)
-        odd = index.start[rows] & (itemsizes[index.tensor[rows]] - 1) != 0
-        _refuse_where(index, odd, "has a chunk that is not aligned to its item size", begin)
+    for first in range(0, len(index.tensor), _BLOCK_ROWS):
+        rows = slice(first, first + _BLOCK_ROWS)
+        start, itemsize = index.start[rows], itemsizes[index.tensor[rows]]
+        odd = start & (itemsize - 1) != 0
+        _refuse_where(index, odd, "has a chunk that is not aligned to its item size", first)
 
 
 def _check_boxes(index: Index, rows: slice, shapes: NDArray[np.int64], itemsizes: NDArray[np.int64]) -> None:

@@ -12,7 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from reknit.errors import CorruptError
-from reknit.storage.derived_paths import Cell, Inflated, Strided, derived
+from reknit.storage.derived_paths import Cell, Inflated, StridedPart, derived
 from reknit.storage.tensor_store import ZarrArrays
 from reknit.storage.wrappers.forwarding import ForwardingStorage
 
@@ -85,7 +85,7 @@ class DerivedStorage(ForwardingStorage):
                 self._arrays = ZarrArrays(self.url)
             return self._arrays
 
-    def _file(self, path: str, rule: Strided | Inflated) -> Any:
+    def _file(self, path: str, rule: StridedPart | Inflated) -> Any:
         with self._making:
             if path not in self._made:
                 with ExitStack() as failing:
@@ -120,7 +120,7 @@ class DerivedStorage(ForwardingStorage):
         if left:
             raise CorruptError(f"{rule.path} has a member with fewer bytes than its directory says")
 
-    def _put_in_order(self, rule: Strided, file: Any) -> None:
+    def _put_in_order(self, rule: StridedPart, file: Any) -> None:
         """Write the elements of a tensor in row-major order, one after another of its first dimension."""
         import numpy as np  # by who reads such a tensor only: an agent that waits has no library
 
