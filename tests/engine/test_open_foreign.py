@@ -55,7 +55,7 @@ def save_dcp(state: dict[str, Any], path: Path) -> Path:
 def save_sharded(path: Path) -> Path:
     path.mkdir()
     names = list(WEIGHTS)
-    where = {}
+    where: dict[str, str] = {}
     for number, part in enumerate((names[:3], names[3:]), 1):
         file = f"model-0000{number}-of-00002.safetensors"
         save_file({name: WEIGHTS[name] for name in part}, path / file)
@@ -212,7 +212,7 @@ def test_views_parameters_and_values_of_a_file_are_read(tmp_path: Path) -> None:
 
 
 def test_arrays_of_numpy_are_read_stored_and_packed(tmp_path: Path) -> None:
-    arrays = {
+    arrays: dict[str, Any] = {
         "w": np.arange(6000.0).reshape(60, 100),
         "f": np.asfortranarray(np.arange(12, dtype=np.int16).reshape(3, 4)),
         "n": np.array(3),
@@ -298,7 +298,7 @@ def test_no_code_of_a_checkpoint_runs(tmp_path: Path) -> None:
     for name in ("a.pt", "dcp"):
         for call in (reknit.open, lambda path: reknit.load(path, {"model": dict(WEIGHTS)})):
             with pytest.raises(FormatError, match=r"posix\.mkdir"):
-                call(tmp_path / name)  # type: ignore[operator]
+                call(tmp_path / name)
         assert not reknit.verify(tmp_path / name).ok
     assert not canary.exists()
 
@@ -320,7 +320,7 @@ def test_lists_that_hold_each_other_at_many_places_are_refused(tmp_path: Path) -
 
 @pytest.mark.parametrize("name", ["a.pt", "a.npz", "c.npz", "a.safetensors", "a.npy"])
 def test_a_file_with_bytes_lost_or_changed_is_refused_or_read_whole(name: str, tmp_path: Path) -> None:
-    arrays = {"w": np.arange(64.0).reshape(8, 8)}
+    arrays: dict[str, Any] = {"w": np.arange(64.0).reshape(8, 8)}
     path = tmp_path / name
     if name == "a.pt":
         torch.save({"w": torch.arange(64.0).reshape(8, 8)}, path)

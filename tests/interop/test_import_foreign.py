@@ -38,7 +38,8 @@ def saved(folder: Path, num: int = 3, numel: int = 2000) -> dict[str, Any]:
         "codes": np.arange(7, dtype=np.uint8),
         "none": np.empty((0, 3), np.int16),
     }
-    names, where = list(arrays), {}
+    names = list(arrays)
+    where: dict[str, str] = {}
     for number, part in enumerate((names[:2], names[2:])):
         file = f"model-{number}.safetensors"
         save_file({name: arrays[name] for name in part}, folder / file)

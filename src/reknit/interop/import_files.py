@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -38,7 +38,8 @@ class ImportedFile(NamedTuple):
     nbytes: int
 
 
-class ImportPlan(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ImportPlan:
     """All data files of an import, and the index with the new places of the chunks."""
 
     files: tuple[ImportedFile, ...]

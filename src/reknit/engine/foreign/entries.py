@@ -34,7 +34,8 @@ MAX_NODES = 1 << 22
 Chunks = list[tuple[Box, Extent]]
 
 
-class ForeignCheckpoint(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ForeignCheckpoint:
     """A checkpoint of another program, as reknit has its own: `blobs` are files of values, by path."""
 
     manifest: Manifest

@@ -208,7 +208,7 @@ def read_opened(
         absent = error
     if (found := read_foreign(storage)) is None:
         raise absent
-    return Contents(*found, own=OwnNames([], []) if own else None)
+    return Contents(found.manifest, found.index, found.blobs, OwnNames([], []) if own else None)
 
 
 def unknown_items(
