@@ -133,7 +133,7 @@ def test_every_import_keeps_the_rules_of_the_page(tmp_path: Path) -> None:
         ("| 11 | `types` | only `errors` |\n", ""),  # a package without a row
         ("| 7 | `engine` |", "| 8 | `engine` |"),
         ("| 9 | `storage` | `monitor` |", "| 9 | `storage` | |"),
-        ("| `engine` | `comm.group` |\n", ""),
+        ("| `engine` | `comm.group`, `storage.derived_paths`, `storage.tensor_store` |\n", ""),
         ("| `torch` | `frameworks/`, ", "| `torch` | "),
     ],
 )

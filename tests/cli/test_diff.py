@@ -106,7 +106,22 @@ def test_bytes_are_compared_only_on_request(command: Command, tmp_path: Path) ->
     assert sorted(ran.out.splitlines()) == [
         "data model/n: 1 element differs (of 4)",
         "data model/w: 3 elements differ, largest absolute difference 0.5 (of 6)",
+        "differences: 0 items, 0 tensors in name, shape or dtype, 0 values, 2 of 2 in their bytes",
     ]
+
+
+def test_norms_are_those_of_numpy(command: Command, tmp_path: Path) -> None:
+    other = state()
+    other["model"]["w"][1] += 0.5
+    assert differences(command, tmp_path, other) == []
+    ran = command("diff", tmp_path / "a", tmp_path / "b", "--norms", "--json")
+    one, two = state()["model"]["w"], other["model"]["w"]
+    assert ran.json["norms"]["model/w"] == pytest.approx(
+        {"a": np.linalg.norm(one), "b": np.linalg.norm(two), "difference": np.linalg.norm(one - two)}
+    )
+    assert ran.json["norms"]["model/n"]["difference"] == 0
+    assert ran.json["summary"] == {"compared": 2, "item": 0, "tensor": 0, "value": 0, "data": 1}
+    assert "norms model/w: " in command("diff", tmp_path / "a", tmp_path / "b", "--norms").out
 
 
 def test_another_sharding_is_no_difference(command: Command, tmp_path: Path) -> None:

@@ -128,6 +128,7 @@ def test_json_tells_all_that_the_lines_tell(command: Command, path: Path) -> Non
         "num_unread": 2,
         "nbytes_unread": facts["nbytes_unread"],
         "unread": facts["unread"],
+        "unchecked": None,
         "problems": [],
         "notes": [],
     }

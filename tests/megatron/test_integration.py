@@ -222,12 +222,12 @@ def saved_by_itself(folder: str) -> None:
     dist_checkpointing.save({"w": sharded, "iteration": 3}, folder)
 
 
-def test_what_megatron_saved_is_called_by_its_name(tmp_path: Path) -> None:
+def test_what_megatron_saved_is_opened_in_place(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "iter_0000003"
     run(1, saved_by_itself, str(folder))
-    with pytest.raises(reknit.CheckpointNotFoundError, match=r"dist_checkpointing \(torch_dist\)") as caught:
-        reknit.open(folder)
-    assert "dist_checkpointing.load" in str(caught.value)
+    with reknit.open(folder) as checkpoint:
+        assert torch.equal(checkpoint.read("model", "w", framework="torch"), torch.ones(4))
+        assert checkpoint.step == 3
     with pytest.raises(
         reknit.CheckpointNotFoundError, match="iter_0000003 in it is a checkpoint of Megatron"
     ):

@@ -32,7 +32,7 @@ BUDGETS: dict[str, Budget] = {
     "format": Budget(20),
     "frameworks": Budget(80, 320),
     "integrations": Budget(210, 380),
-    "interop": Budget(45, 8),
+    "interop": Budget(55, 10),
     "jax": Budget(75, 8),
     "megatron": Budget(80, 150),
     "monitor": Budget(60, 32, ("clickhouse", "prometheus")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -51,12 +52,14 @@ class Difference:
 class DataDifference:
     """How the elements of a tensor differ between two checkpoints.
 
-    `largest` is the largest absolute difference of two floating numbers that are not NaN, or None.
+    `largest` is the largest absolute difference of two floating numbers that are not NaN, or None.  `squares`
+    are the sums of the squares of A, of B, and of their difference, without NaNs; None if they are not asked.
     """
 
     numel: int = 0
     nans: int = 0
     largest: float | None = None
+    squares: list[float] | None = None
 
     def __str__(self) -> str:
         facts = [f"{self.numel} {'element differs' if self.numel == 1 else 'elements differ'}"]
@@ -64,17 +67,37 @@ class DataDifference:
             facts.append(f"largest absolute difference {self.largest:g}")
         if self.nans:
             facts.append(f"{self.nans} with a NaN")
+        if (norms := self.norms()) is not None:
+            facts.append(
+                f"norms {norms['a']:g} and {norms['b']:g}, of the difference {norms['difference']:g}"
+            )
         return ", ".join(facts)
+
+    def norms(self) -> dict[str, float] | None:
+        """Return the Euclidean norms of A, of B and of their difference, None if they are not asked."""
+        if self.squares is None:
+            return None
+        return dict(zip(("a", "b", "difference"), (one**0.5 for one in self.squares), strict=True))
 
     def add(self, a: NDArray[Any], b: NDArray[Any], spec: TensorSpec) -> None:
         """Compare a piece, bit by bit."""
         for start in range(0, len(a), _SLICE_NUMEL):
             one, two = a[start : start + _SLICE_NUMEL], b[start : start + _SLICE_NUMEL]
             differs = _unequal(one, two)
+            if self.squares is not None and spec.dtype not in _NO_NUMBERS:
+                self._add_squares(one, two, spec)
             if differs.any():
                 self.numel += int(differs.sum())
                 if spec.dtype.startswith(("float", "bfloat", "complex")) and spec.dtype not in _NO_NUMBERS:
                     self._measure(one[differs], two[differs], spec)
+
+    def _add_squares(self, a: NDArray[Any], b: NDArray[Any], spec: TensorSpec) -> None:
+        assert self.squares is not None
+        wide = np.complex128 if spec.dtype.startswith("complex") else np.float64
+        one, two = a.astype(wide), b.astype(wide)
+        with np.errstate(all="ignore"):
+            for number, values in enumerate((one, two, one - two)):
+                self.squares[number] += float(np.nansum(np.square(np.abs(values))))
 
     def _measure(self, a: NDArray[Any], b: NDArray[Any], spec: TensorSpec) -> None:
         wide = np.complex128 if spec.dtype.startswith("complex") else np.float64
@@ -93,6 +116,7 @@ class Comparison:
     a: OpenCheckpoint
     b: OpenCheckpoint
     differences: list[Difference] = field(default_factory=list)
+    norms: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def note(self, kind: str, name: str, what: str) -> None:
         """Add a difference."""
@@ -127,20 +151,29 @@ class Comparison:
                 one, two = both_shown(*(side[name] for side in sides))
                 self.note("value", name, f"{one} in A, {two} in B")
 
-    def data(self, pairs: list[tuple[int, int]]) -> None:
-        """Compare the bytes of these tensors, reading both sides piece by piece."""
+    def data(self, pairs: list[tuple[int, int]], *, norms: bool = False) -> None:
+        """Compare the bytes of these tensors, reading both sides piece by piece; compute `norms` if asked."""
         found: dict[int, DataDifference] = {}
         streams = (
             stream(self.a, [a for a, _ in pairs], _PIECE_NBYTES),
             stream(self.b, [b for _, b in pairs], _PIECE_NBYTES),
         )
         for (number, one), (_, two) in zip(*streams, strict=True):
-            found.setdefault(number, DataDifference()).add(one, two, self.a.index.tensors[number].spec)
+            if number not in found:
+                found[number] = DataDifference(squares=[0.0, 0.0, 0.0] if norms else None)
+            found[number].add(one, two, self.a.index.tensors[number].spec)
         for number, difference in found.items():
+            entry = self.a.index.tensors[number]
+            name = full_name(entry.item, entry.fqn)
             if difference.numel:
-                entry = self.a.index.tensors[number]
-                of = f"{difference} (of {entry.spec.numel})"
-                self.note("data", full_name(entry.item, entry.fqn), of)
+                self.note("data", name, f"{difference} (of {entry.spec.numel})")
+            if (lengths := difference.norms()) is not None:
+                self.norms[name] = lengths
+
+    def summary(self, num_same: int) -> dict[str, int]:
+        """Return the number of tensors with equal specs, and that of the differences of each kind."""
+        counts = Counter(difference.kind for difference in self.differences)
+        return {"compared": num_same, **{kind: counts[kind] for kind in ("item", "tensor", "value", "data")}}
 
     def _in_both(self, kind: str, a: Any, b: Any) -> Iterator[str]:
         """Yield the names that both sides have; record the other names as differences."""
@@ -155,13 +188,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command to the program."""
     parser = commands.add_parser(
         "diff",
-        help="compare two checkpoints",
+        help="compare two checkpoints, of reknit or of other programs",
         description="Compare the items, the tensors' names, shapes and dtypes, and the shared values of two "
-        "checkpoints.  Their sharding, steps, metadata and per-rank values are not compared.",
+        "checkpoints, each of any format that reknit opens.  Their sharding, steps, metadata and per-rank "
+        "values are not compared.",
     )
     parser.add_argument("a", metavar="A", help="a checkpoint: a folder or URL")
     parser.add_argument("b", metavar="B", help="another one")
     parser.add_argument("--data", action="store_true", help="compare the tensors' bytes too")
+    parser.add_argument(
+        "--norms", action="store_true", help="also compute the norms of all tensors, and of their differences"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -175,8 +212,8 @@ def run(args: argparse.Namespace) -> int:
         skipped = a.manifest.uses_pickle or b.manifest.uses_pickle
         if not skipped:
             comparison.values(items)
-        if args.data:
-            comparison.data(pairs)
+        if args.data or args.norms:
+            comparison.data(pairs, norms=args.norms)
     _print(args, comparison, len(pairs), values_compared=not skipped)
     return 1 if comparison.differences else 0
 
@@ -227,9 +264,11 @@ def _print(args: argparse.Namespace, comparison: Comparison, num_same: int, *, v
             {
                 "a": comparison.a.storage.url,
                 "b": comparison.b.storage.url,
-                "data_compared": args.data,
+                "data_compared": args.data or args.norms,
                 "values_compared": values_compared,
                 "differences": [asdict(difference) for difference in differences],
+                "summary": comparison.summary(num_same),
+                "norms": comparison.norms,
             }
         )
         return
@@ -237,8 +276,19 @@ def _print(args: argparse.Namespace, comparison: Comparison, num_same: int, *, v
         print(f"{difference.kind} {printable(difference.name)}: {printable(difference.what)}")
     if not values_compared:
         print("values were not compared: a checkpoint holds pickled ones")
+    for name, norms in comparison.norms.items():
+        sides = f"{norms['a']:g}, {norms['b']:g}"
+        print(f"norms {printable(name)}: {sides}, of the difference {norms['difference']:g}")
+    data = args.data or args.norms
     compared = (
-        "names, shapes, dtypes and bytes" if args.data else "names, shapes and dtypes; --data compares bytes"
+        "names, shapes, dtypes and bytes" if data else "names, shapes and dtypes; --data compares bytes"
     )
     if not differences:
         print(f"no differences in {num_same} tensors ({compared})")
+        return
+    counts = comparison.summary(num_same)
+    bytes_text = f", {counts['data']} of {num_same} in their bytes" if data else ""
+    print(
+        f"differences: {counts['item']} items, {counts['tensor']} tensors in name, shape or dtype, "
+        f"{counts['value']} values{bytes_text}"
+    )

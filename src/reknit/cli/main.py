@@ -11,7 +11,21 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from reknit.cli import advise, agents, certify, diff, export, gc, ls, promote, prune, rm, show, verify
+from reknit.cli import (
+    advise,
+    agents,
+    certify,
+    diff,
+    export,
+    gc,
+    imports,
+    ls,
+    promote,
+    prune,
+    rm,
+    show,
+    verify,
+)
 from reknit.cli.program.command_line import CommandLine
 from reknit.cli.program.versions import PrintVersions
 from reknit.cli.reports import dash, report
@@ -60,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     program = CommandLine(
         prog="reknit",
-        description="Look at, check, compare and export checkpoints, and clean up after saves.",
+        description="Look at, check, compare, import and export checkpoints, and clean up after saves.",
         epilog=_EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -72,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = program.add_subparsers(dest="command", metavar="COMMAND", required=True)
     looking = (ls, show, verify, diff, report, dash, advise)
-    for command in (*looking, export, promote, rm, prune, gc, agents, certify):
+    for command in (*looking, imports, export, promote, rm, prune, gc, agents, certify):
         command.add_parser(commands)
     return program
 

@@ -78,8 +78,15 @@ def summary(checkpoint: OpenCheckpoint) -> dict[str, Any]:
     for file in manifest.files:
         name = parse_path(file.path)
         nbytes[name and name.item] += file.nbytes
+    files = [{"path": file.path, "nbytes": file.nbytes} for file in manifest.files]
+    if manifest.other is not None:
+        files = [file for file in files if file["path"] != manifest.index_path]
+        nbytes = Counter()
+        for entry in _stored(checkpoint):
+            nbytes[entry.item] += entry.spec.nbytes
     return {
         "path": checkpoint.storage.url,
+        "format": "reknit" if manifest.other is None else manifest.other.kind,
         "format_version": manifest.format_version,
         "step": manifest.step,
         "created": manifest.created,
@@ -92,7 +99,7 @@ def summary(checkpoint: OpenCheckpoint) -> dict[str, Any]:
             {"item": item, "tensors": tensors[item], "elements": numel[item], "nbytes": nbytes[item]}
             for item in manifest.items
         ],
-        "files": [{"path": file.path, "nbytes": file.nbytes} for file in manifest.files],
+        "files": files,
     }
 
 
@@ -179,9 +186,9 @@ def _show_summary(facts: dict[str, Any]) -> None:
     fields = {
         "path": facts["path"],
         "step": "-" if facts["step"] is None else facts["step"],
-        "created": f"{time_text(facts['created'])} UTC",
+        "created": f"{time_text(facts['created'])} UTC" if facts["created"] else "-",
         "size": amount(facts["nbytes"]),
-        "format": facts["format_version"],
+        "format": facts["format_version"] if facts["format"] == "reknit" else facts["format"],
         "write id": facts["write_id"],
         "pickle": "yes: load it only if you trust where it comes from" if facts["uses_pickle"] else "no",
     }

@@ -96,13 +96,15 @@ def run(args: argparse.Namespace) -> int:
         facts = {"path": report.path, "level": report.level, "ok": not findings.problems}
         facts |= {"num_files": report.num_files, "nbytes_checked": report.nbytes_checked}
         facts |= {"num_unread": report.num_unread, "nbytes_unread": report.nbytes_unread}
-        facts["unread"] = _unread(report, args.path)
+        facts |= {"unread": _unread(report, args.path), "unchecked": report.unchecked}
         print_json(facts | {"problems": findings.problems, "notes": findings.notes})
     elif not findings.problems:
         where = "in" if args.data else "in the metadata of"
         print(f"no problems {where} {report.num_files} files ({amount(report.nbytes_checked)} checked)")
         if unread := _unread(report, args.path):
             print(printable(unread))
+        if report.unchecked:
+            print(printable(report.unchecked))
     return 1 if findings.problems else 0
 
 

@@ -12,6 +12,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from reknit.monitor.records import PhaseRecord
+    from reknit.types.manifest import Manifest
+
+
+def unchecked(manifest: Manifest) -> str | None:
+    """Return the missing checks of a checkpoint of another program; None for a checkpoint of reknit."""
+    other = manifest.other
+    return None if other is None else f"a checkpoint of {other.kind}: {other.unchecked}"
 
 
 class SaveTotals(NamedTuple):
@@ -90,7 +97,8 @@ class LoadReport(Shown):
     `notes`: left as it was by design, with the reason, such as a random state after a change of world size;
     or a tensor whose form in an object is not that of the saved state.  `nbytes_wanted` are the bytes of the
     boxes that this rank wanted, and `nbytes_read` the bytes that it read from storage, for other ranks too.
-    `nbytes_received` are the bytes of the ranges that other ranks read for it.
+    `nbytes_received` are the bytes of the ranges that other ranks read for it.  `unchecked` says
+    which checks the format of another program does not allow, and is None for a checkpoint of reknit.
     """
 
     path: str
@@ -108,6 +116,7 @@ class LoadReport(Shown):
     nbytes_read: int
     nbytes_received: int
     phases: tuple[PhaseRecord, ...]
+    unchecked: str | None = None
 
     def _facts(self) -> dict[str, object]:
         lists = ("missing", "unexpected", "mismatched", "cast", "resharded", "notes")
@@ -116,6 +125,7 @@ class LoadReport(Shown):
             "step": self.step,
             "restored": f"{len(self.restored)} tensors and values, {amount(self.nbytes_wanted)}",
             **{name: some(getattr(self, name)) for name in lists},
+            "unchecked": self.unchecked,
         }
 
 
@@ -124,7 +134,8 @@ class VerifyReport(Shown):
     """The result of `reknit.verify`: `problems` name file and place, and are empty for a sound checkpoint.
 
     `level` is ``"metadata"`` or ``"data"``.  With ``"metadata"``, the tensors in `num_unread` data files of
-    `nbytes_unread` bytes were not read, and `unread` says how to read them.
+    `nbytes_unread` bytes were not read, and `unread` says how to read them.  `unchecked` says which checks
+    the format of another program does not allow.
     """
 
     path: str
@@ -134,6 +145,7 @@ class VerifyReport(Shown):
     problems: tuple[str, ...]
     num_unread: int = 0
     nbytes_unread: int = 0
+    unchecked: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -159,5 +171,6 @@ class VerifyReport(Shown):
             "ok": self.ok,
             "files": self.num_files,
             "unread": self.unread,
+            "unchecked": self.unchecked,
             "problems": some(self.problems),
         }

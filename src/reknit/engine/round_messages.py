@@ -143,7 +143,8 @@ class ItemContents(msgspec.Struct, array_like=True):
     `manifest` is a file of format 1 with fewer entries: it has all items, and of files just the index and
     those of values.  `tensors` are item, FQN, dtype and shape of all tensors, `files` those in which they
     lie, `blobs` the files of shared values, by path.  `own` is there where things are to be renamed: no rank
-    reads the files of others for the names in them.
+    reads the files of others for the names in them.  `other` has the fields of the `OtherFormat` of
+    another program.
     """
 
     manifest: bytes
@@ -151,6 +152,7 @@ class ItemContents(msgspec.Struct, array_like=True):
     files: Files
     blobs: dict[str, bytes]
     own: OwnNames | None = None
+    other: tuple[str, bool, str] | None = None
 
 
 class Items(msgspec.Struct, array_like=True):

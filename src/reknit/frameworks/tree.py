@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Mapping, MutableMapping
-from functools import lru_cache
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
 from reknit.errors import StateError
 from reknit.types.containers import NAMESPACES, REBUILT, rebuilt
-from reknit.types.shard import MAX_DEPTH
+from reknit.types.shard import INTEGER, MAX_DEPTH, escaped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,9 +21,6 @@ SKELETON: Final = "~s"
 
 _PLAIN: Final = frozenset({int, float, complex, str, bytes, bool, type(None)})
 """Types of most leaves, which need no further checks, since lists can have millions of numbers."""
-
-_INTEGER = re.compile(r"-?[0-9]+")
-
 
 COUNTED: Final = 1 << 16
 """Number of containers after which one check looks for a few containers at many places."""
@@ -50,7 +45,7 @@ def escape(key: object, where: object) -> str:
     """
     if isinstance(key, str):
         try:
-            return _escaped(key if type(key) is str else str.__str__(key))
+            return escaped(key if type(key) is str else str.__str__(key))
         except UnicodeEncodeError as error:
             raise StateError(
                 f"{where} has the key {key!r}, which is not valid text", remedy="rename the key"
@@ -63,22 +58,11 @@ def escape(key: object, where: object) -> str:
     )
 
 
-@lru_cache(maxsize=1 << 16)
-def _escaped(text: str) -> str:
-    """Return the path element for a text, the same at every save.  Raises `UnicodeEncodeError`."""
-    if not text:
-        return "~3"
-    if not text.isascii():
-        text.encode()
-    text = text.replace("~", "~0").replace("/", "~1")
-    return f"~2{text}" if _INTEGER.fullmatch(text) else text
-
-
 def unescape(element: str) -> str | int:
     """Return the key that `escape` turned into `element`."""
     if element == "~3":
         return ""
-    if _INTEGER.fullmatch(element):
+    if INTEGER.fullmatch(element):
         return int(element)
     return element.removeprefix("~2").replace("~1", "/").replace("~0", "~")
 

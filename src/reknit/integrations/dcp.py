@@ -7,16 +7,18 @@ are its calls with these.  The checkpoint is one of reknit: without pickle, with
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed.checkpoint as torch_dcp
 
-from reknit import ranks, stored
-from reknit.errors import CheckpointNotFoundError
+from reknit import ranks
+from reknit.engine.record.recognising import manifest_exists
 from reknit.integrations.torch_dcp.reader import DcpReader as Reader
 from reknit.integrations.torch_dcp.reader import required
 from reknit.integrations.torch_dcp.writer import DcpWriter as Writer
 from reknit.locations import location_text
+from reknit.storage.registry import open_storage
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -103,8 +105,5 @@ def is_torchs(path: str | PathLike[str]) -> bool:
     """Return whether a folder has a checkpoint in DCP's own format, and none of reknit."""
     if not os.path.exists(os.path.join(location_text(path), _TORCHS)):
         return False
-    try:
-        stored.open(path).close()
-    except CheckpointNotFoundError:
-        return True
-    return False
+    with closing(open_storage(path)) as storage:
+        return not manifest_exists(storage)

@@ -101,11 +101,13 @@ def _wait_for(path: str, timeout_s: float) -> None:
     deadline = Deadline(timeout_s)
     while deadline.remaining() > 0:
         try:
-            stored.open(path)
+            checkpoint = stored.open(path)
         except CheckpointNotFoundError:
             time.sleep(_POLL_S)
         else:
-            return
+            if checkpoint.manifest.other is None:
+                return
+            time.sleep(_POLL_S)  # Megatron's own checkpoint, which this one replaces
 
 
 def load(

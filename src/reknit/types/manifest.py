@@ -177,6 +177,18 @@ class TablePlace:
     files_nbytes: int
 
 
+class OtherFormat(NamedTuple):
+    """The format of a checkpoint of another program, which is read in place.
+
+    `is_file` is whether the checkpoint is one file, which lies in the folder above.  `unchecked` says which
+    checks of its bytes are not possible.
+    """
+
+    kind: str
+    is_file: bool
+    unchecked: str
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """The commit record: a checkpoint exists if, and only if, its manifest exists.
@@ -187,7 +199,8 @@ class Manifest:
     `generation` is higher in each run of a job, and None if the writer had no generation.  `dropped` has the
     items that were removed since, with the time.  After that, `saved_as` is the write id of the save, and
     `write_id` belongs to the manifest and its index.  `moved_to` is the place to which all files but the
-    manifest have moved.
+    manifest have moved.  `other` is the format of another program, whose files have no digests: such a
+    manifest is made in memory, and no file has it.
     """
 
     format_version: int
@@ -207,6 +220,7 @@ class Manifest:
     saved_as: str | None = None
     dropped: Mapping[str, float] = field(default_factory=dict)
     moved_to: str | None = None
+    other: OtherFormat | None = None
 
     @property
     def save_id(self) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 MAX_DEPTH = 64
 """Levels of containers, one in another, that a state and a value in it may have."""
 
+INTEGER = re.compile(r"-?[0-9]+")
+"""The texts that look like the path element of a number."""
+
 MAX_NDIM = 32
 """Dimensions that a tensor may have."""
 
@@ -30,6 +35,17 @@ MAX_NDIM = 32
 def full_name(item: str, fqn: str) -> str:
     """Return the name in messages to users: item/fqn, or the item alone if it is the value."""
     return f"{item}/{fqn}" if fqn else item
+
+
+@lru_cache(maxsize=1 << 16)
+def escaped(text: str) -> str:
+    """Return the path element for a text, the same at every save.  Raises `UnicodeEncodeError`."""
+    if not text:
+        return "~3"
+    if not text.isascii():
+        text.encode()
+    text = text.replace("~", "~0").replace("/", "~1")
+    return f"~2{text}" if INTEGER.fullmatch(text) else text
 
 
 def key_of(text: str) -> int:

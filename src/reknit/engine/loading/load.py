@@ -151,7 +151,7 @@ def _damaged(
 
     The ranks `alike` read the same files, and divide the checks.
     """
-    if job.options.verify == "full":
+    if job.options.verify == "full" and checkpoint.manifest.other is None:
         with job.recorder.phase("verify"):
             rank, size = job.group.rank, job.group.size
             check = partial(check_all, checkpoint, rank, size, job.options)

@@ -75,7 +75,7 @@ class LoadPart:
     def share(self, job: LoadJob, last: ExitStack) -> None:
         """Begin the part of this rank in a shared read, which ends with `last`."""
         files = self.reader.checkpoint.index.files
-        self.shared = SharedRead.begin(job.group, job.carrier, self.reader, files, job.options)
+        self.shared = SharedRead.begin(job.group, job.carrier, self.reader, files, self.reader.options)
         last.callback(self.shared.close)
 
     def offer(self) -> round_messages.Offer | None:

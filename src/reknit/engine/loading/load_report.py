@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reknit.engine.call_reports import LoadReport
+from reknit.engine.call_reports import LoadReport, unchecked
 from reknit.types.shard import full_name
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def load_report(
         nbytes_read=sum(part.reader.nbytes_read for part in parts),
         nbytes_received=sum(part.nbytes_received for part in parts),
         phases=tuple(job.recorder.records),
+        unchecked=unchecked(manifest),
     )
 
 

@@ -17,7 +17,7 @@ from reknit.engine.stored.renaming import Naming
 from reknit.format.checksum import num_blocks
 from reknit.format.manifest_file import decode_manifest, encode_manifest
 from reknit.planner.columns import distinct
-from reknit.types.manifest import FileEntry, Index, TensorEntry
+from reknit.types.manifest import FileEntry, Index, OtherFormat, TensorEntry
 from reknit.types.shard import TensorSpec
 
 if TYPE_CHECKING:
@@ -58,9 +58,9 @@ class ReceivedMetadata:
         """Decode the root's answer."""
         message = round_messages.decode(data, round_messages.ItemContents)
         tensors = [TensorEntry(i, fqn, TensorSpec(shape, dtype)) for i, fqn, dtype, shape in message.tensors]
-        contents = Contents(
-            decode_manifest(message.manifest), names_only(tensors), message.blobs, message.own
-        )
+        other = None if message.other is None else OtherFormat(*message.other)
+        manifest = replace(decode_manifest(message.manifest), other=other)
+        contents = Contents(manifest, names_only(tensors), message.blobs, message.own)
         checkpoint = opened(job.storage, contents, job.items, job.options, job.replicas)
         return cls(checkpoint, message.files)
 
@@ -95,13 +95,12 @@ def read_for_all(job: LoadJob, wanted: Sequence[round_messages.Items]) -> RootMe
             remedy = f"pass the targets by these names: {{{', '.join(f'{item!r}: ...' for item in known)}}}"
         raise unknown_items(absent, known, contents.manifest, job.storage.url, remedy)
     everything = frozenset(contents.manifest.items)
+    with_digests = job.options.verify == "full" and contents.manifest.other is None
     # The root keeps the whole contents, so it gets no answer.
     parts: dict[frozenset[str], bytes] = {}
     for rank in wanted[1:]:
         if (asked := frozenset(rank.names)) not in parts:
-            part = _part(
-                contents, everything if renaming else asked, whole_manifest=job.options.verify == "full"
-            )
+            part = _part(contents, everything if renaming else asked, whole_manifest=with_digests)
             parts[asked] = round_messages.encode(part)
     answers = [b"", *(parts[frozenset(rank.names)] for rank in wanted[1:])]
     return RootMetadata(whole.of_items(items), answers, whole.index.tensors)
@@ -120,11 +119,12 @@ def _part(
     part = replace(manifest, files=tuple(f for f in manifest.files if f.path in named), blobs=blobs)
     index = contents.index.of_items(items)
     return round_messages.ItemContents(
-        manifest=encode_manifest(manifest if whole_manifest else part),
+        manifest=encode_manifest(replace(manifest if whole_manifest else part, other=None)),
         tensors=[(e.item, e.fqn, e.spec.dtype, e.spec.shape) for e in index.tensors],
         files=_columns(manifest, frozenset(index.files)),
         blobs={path: data for path, data in contents.blobs.items() if path in named},
         own=contents.own,
+        other=manifest.other,
     )
 
 

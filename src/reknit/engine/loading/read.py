@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -67,6 +68,10 @@ class RangeReader:
         cut: Granularity | None = None,
     ) -> None:
         index = checkpoint.index
+        if checkpoint.manifest.other is not None:
+            options = replace(options, verify="off")
+        self.options = options
+        """The options, without verification for the files of other programs, which have no digests."""
         self.block_nbytes = checkpoint.manifest.block_nbytes
         """Size of a digest block: a verified read begins and ends with one, or with the file."""
         cut = cut or granularity(options, self.block_nbytes, checkpoint.source.reading)
@@ -74,7 +79,7 @@ class RangeReader:
         """The largest size of a read of the plan, which does not cross a multiple of it."""
         sizes = [checkpoint.files[path].nbytes for path in index.files]
         self.plan = plan_load(index, [(tensor, box) for tensor, box, _ in boxes], sizes, cut)
-        self.checkpoint, self._options, self._moved = checkpoint, options, moved
+        self.checkpoint, self._moved = checkpoint, moved
         self._deliverer = Deliverer(index, self.plan, boxes, cast)
         self.transfer = Transfer(self._deliverer.on_devices, "what is loaded", options.timeout_s)
         """The copies to devices: the other methods are called within this context."""
@@ -121,9 +126,9 @@ class RangeReader:
                     run_jobs(
                         self.jobs(range(len(plan.read_file))),
                         self.read,
-                        threads=num_threads(self._options.threads),
+                        threads=num_threads(self.options.threads),
                         arena_nbytes=largest * self._num_buffers,
-                        budget_nbytes=self._options.inflight_nbytes,
+                        budget_nbytes=self.options.inflight_nbytes,
                         arenas=self.arenas,
                         timeout_s=timeout_s,
                         what=self.under_way,
@@ -163,7 +168,7 @@ class RangeReader:
         `data` has the bytes from `start` on, as after `fetch`.  Without verification the list is
         empty.
         """
-        if self._options.verify == "off":
+        if self.options.verify == "off":
             return []
         with self._clocks["verify"].lap(len(data)):
             blocks = self._damaged(path, start, [ReadSpan(start, data)])
@@ -241,7 +246,7 @@ class RangeReader:
                 raise
             self._reread(path, start, spans, error)
             return
-        if self._options.verify == "off":
+        if self.options.verify == "off":
             return
         with self._clocks["verify"].lap(nbytes), self._signed("verify", path):
             for block in self._damaged(path, start, spans):

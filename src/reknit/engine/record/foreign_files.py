@@ -33,47 +33,38 @@ _SAVE = 'then reknit.save(folder, {"model": model}) saves it'
 class Foreign(NamedTuple):
     """Files that another program saved: their kind, and a way to read them.
 
-    `kind` is a short name of the format, empty for unknown files.
+    `kind` is a short name of the format, empty for unknown files.  `is_file` is whether the path is that of
+    a file, and not of a folder.
     """
 
     what: str
     remedy: str
     kind: str = ""
+    is_file: bool = False
 
+
+_FILES = frozenset({"torch.save", "Lightning", "safetensors", "npz", "npy", "GGUF"})
+_FOLDERS = frozenset({"DCP", "Hugging Face", "PEFT", "Megatron", "DeepSpeed", "Orbax"})
+READABLE = _FILES | _FOLDERS
+"""The kinds of checkpoints of other programs that reknit opens as they are."""
+
+OPENS = (
+    "reknit.open({path}) and reknit.load({path}, state) read it as it is, and `reknit import` makes a "
+    "checkpoint of reknit of it (docs/howto/other-formats.md)"
+)
 
 _TORCH = "a single file, as torch.save writes it"
 _REMEDIES = {
-    "torch.save": (
-        _TORCH,
-        "read it with torch.load({path}) and model.load_state_dict, " + _SAVE + " "
-        "(docs/howto/from-torch-save.md)",
-    ),
-    "Lightning": (
-        "a checkpoint of Lightning",
-        "let Lightning load it, as in trainer.fit(model, ckpt_path={path}), with the callback "
-        "reknit.integrations.lightning.ReknitCheckpoint, which saves the next steps",
-    ),
+    "torch.save": (_TORCH, OPENS),
+    "Lightning": ("a checkpoint of Lightning", OPENS),
     "TorchScript": (
         "a model as torch.jit.save writes it (TorchScript)",
         "read it with torch.jit.load({path}) and model.load_state_dict, " + _SAVE,
     ),
-    "safetensors": (
-        "a file of safetensors",
-        "read it with safetensors.torch.load_file({path}) and model.load_state_dict, " + _SAVE,
-    ),
-    "GGUF": (
-        "a model in GGUF, as llama.cpp reads it",
-        "read it with transformers, as in AutoModelForCausalLM.from_pretrained(folder, gguf_file={name}), "
-        + _SAVE,
-    ),
-    "npz": (
-        "arrays as numpy.savez writes them (.npz)",
-        'reknit.save(folder, {"model": dict(numpy.load({path}))}) saves its arrays',
-    ),
-    "npy": (
-        "an array as numpy.save writes it (.npy)",
-        'reknit.save(folder, {"model": {"array": numpy.load({path})}}) saves it',
-    ),
+    "safetensors": ("a file of safetensors", OPENS),
+    "GGUF": ("a model in GGUF, as llama.cpp reads it", OPENS),
+    "npz": ("arrays as numpy.savez writes them (.npz)", OPENS),
+    "npy": ("an array as numpy.save writes it (.npy)", OPENS),
     "HDF5": (
         "a file of HDF5, as Keras saves it",
         "load it with the program that saved it, " + _SAVE,
@@ -97,9 +88,9 @@ def file_at(storage: Storage) -> Foreign | None:
         return None
     kind = kind_of(head.data, head.nbytes)
     what, remedy = _REMEDIES[kind]
-    what = f"{what}, which reknit cannot read" if kind else what
+    what = f"{what}, which reknit cannot read" if kind and kind not in READABLE else what
     remedy = remedy.replace("{path}", repr(storage.url)).replace("{name}", repr(name))
-    return Foreign(what, remedy, kind)
+    return Foreign(what, remedy, kind, is_file=True)
 
 
 class Head(NamedTuple):

@@ -6,7 +6,7 @@ import re
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from reknit.engine.record.foreign_files import Foreign, head_of, kind_of
+from reknit.engine.record.foreign_files import OPENS, READABLE, Foreign, head_of, kind_of
 from reknit.errors import StorageError
 
 if TYPE_CHECKING:
@@ -17,8 +17,6 @@ _MOST_HEADS = 4
 """Files of a folder without known names that are looked into."""
 _SINGLE_FILES = (".ckpt", ".pt", ".pth", ".npz", ".gguf", ".safetensors")
 _YET = "which reknit cannot read yet"
-_SAVE = 'then reknit.save(folder, {"model": model}) saves it'
-
 _PICKLE = rb"\x80[\x02-\x05].*"
 _JSON = rb"\s*\{.*"
 
@@ -43,11 +41,8 @@ _BYTECHECKPOINT = (
     "load it with bytecheckpoint, then save it with reknit.compat.bytecheckpoint, which has the same calls "
     "(docs/howto/bytecheckpoint.md)",
 )
-_DEEPSPEED = (
-    "load it with engine.load_checkpoint of DeepSpeed, then "
-    "reknit.integrations.deepspeed.save(engine, folder) saves it (docs/howto/deepspeed.md)"
-)
-_ZERO = ("DeepSpeed", "a checkpoint of DeepSpeed (ZeRO)", _DEEPSPEED)
+_INSIDE = "pass one of the folders in it: reknit.open and reknit.load read many of these as they are"
+_ZERO = ("DeepSpeed", "a checkpoint of DeepSpeed (ZeRO)", OPENS)
 _MEGATRON = (
     "load it with Megatron into the model and the optimizer, then "
     'reknit.save(folder, {"model": model, "optimizer": optimizer}) saves it (docs/howto/megatron.md)'
@@ -55,16 +50,12 @@ _MEGATRON = (
 _MODEL = (
     "Hugging Face",
     "a model as Hugging Face libraries save it",
-    "load it with from_pretrained({path}) of its class in transformers or diffusers, " + _SAVE,
+    OPENS,
 )
 _PEFT = (
     "PEFT",
     "an adapter as PEFT saves it",
-    "load it with PeftModel.from_pretrained(model, {path}) of peft, " + _SAVE,
-)
-_ORBAX = (
-    "load it with orbax.checkpoint, as in StandardCheckpointer().restore({path}), then "
-    'reknit.save(folder, {"state": state}) saves it (docs/howto/orbax.md)'
+    OPENS,
 )
 _TORCH = ("torch.save",)
 
@@ -74,8 +65,7 @@ _CHECKPOINTS = (
         _JSON + rb'"sharded_backend"\s*:\s*"',
         "Megatron",
         "a checkpoint of Megatron's dist_checkpointing (torch_dist)",
-        "load it with megatron.core.dist_checkpointing.load(sharded_state_dict, {path}), then "
-        "save with reknit.integrations.megatron, which has the same calls (docs/howto/megatron.md)",
+        OPENS,
     ),
     _Mark(".metadata", _PICKLE + rb"bytecheckpoint\.", *_BYTECHECKPOINT),
     _Mark("model/.metadata", _PICKLE + rb"bytecheckpoint\.", *_BYTECHECKPOINT),
@@ -84,12 +74,21 @@ _CHECKPOINTS = (
         _PICKLE + rb"torch\.distributed\.checkpoint\.metadata",
         "DCP",
         "a checkpoint of torch.distributed.checkpoint (DCP)",
-        "reknit.integrations.dcp reads it: dcp.load(state, checkpoint_id={path}), then "
-        "dcp.save(state, checkpoint_id=folder) saves it (docs/howto/dcp.md)",
+        OPENS,
     ),
-    _Mark("mp_rank_00/model_optim_rng.pt", _TORCH, "Megatron", "a checkpoint of Megatron (torch)", _MEGATRON),
     _Mark(
-        "mp_rank_00_000/model_optim_rng.pt", _TORCH, "Megatron", "a checkpoint of Megatron (torch)", _MEGATRON
+        "mp_rank_00/model_optim_rng.pt",
+        _TORCH,
+        "Megatron (torch)",
+        "a checkpoint of Megatron (torch)",
+        _MEGATRON,
+    ),
+    _Mark(
+        "mp_rank_00_000/model_optim_rng.pt",
+        _TORCH,
+        "Megatron (torch)",
+        "a checkpoint of Megatron (torch)",
+        _MEGATRON,
     ),
     _Mark("mp_rank_00_model_states.pt", _TORCH, *_ZERO),
     _Mark("zero_pp_rank_0_mp_rank_00_model_states.pt", _TORCH, *_ZERO),
@@ -101,28 +100,28 @@ _CHECKPOINTS = (
     _Mark("pytorch_model.bin", _TORCH, *_MODEL),
     _Mark("pytorch_model.bin.index.json", _JSON + rb'"weight_map"\s*:', *_MODEL),
     _Mark("model_index.json", _JSON + rb'"_class_name"\s*:', *_MODEL),
-    _Mark("manifest.ocdbt", rb"\x0c\xdb:\*", "Orbax", "a checkpoint of Orbax (OCDBT)", _ORBAX),
-    _Mark("_METADATA", _JSON + rb'"tree_metadata"\s*:', "Orbax", "a checkpoint of Orbax (zarr)", _ORBAX),
+    _Mark("manifest.ocdbt", rb"\x0c\xdb:\*", "Orbax", "a checkpoint of Orbax (OCDBT)", OPENS),
+    _Mark("_METADATA", _JSON + rb'"tree_metadata"\s*:', "Orbax", "a checkpoint of Orbax (zarr)", OPENS),
     _Mark(
         "_CHECKPOINT_METADATA",
         _JSON + rb'"(?:item_handlers|init_timestamp_nsecs)"\s*:',
         "Orbax",
         "a checkpoint of Orbax",
-        _ORBAX,
+        OPENS,
     ),
 )
 """Files that identify the checkpoints of other programs, the most special first."""
 
 _RUNS = (
     _Mark(
-        "zero_to_fp32.py", rb".*DeepSpeed", "DeepSpeed", "a folder of DeepSpeed's own checkpoints", _DEEPSPEED
+        "zero_to_fp32.py", rb".*DeepSpeed", "DeepSpeed", "a folder of DeepSpeed's own checkpoints", _INSIDE
     ),
     _Mark(
         "latest_checkpointed_iteration.txt",
         rb"\s*(?:[0-9]{1,18}|release)\s*\Z",
         "Megatron",
         "a folder of Megatron's own checkpoints",
-        _MEGATRON,
+        _INSIDE,
     ),
 )
 """Files that identify folders in which other programs save their checkpoints, and reknit may too."""
@@ -132,9 +131,7 @@ def checkpoint_of_others(storage: Storage) -> Foreign | None:
     """Return the kind of the checkpoint of another program in a folder, None if it is unknown."""
     found = _marked(storage, _CHECKPOINTS)
     if found is not None and found.kind == "DeepSpeed" and _is_universal(storage):
-        option = '{"checkpoint": {"load_universal": true}}'
-        remedy = f"set {option} in the configuration of DeepSpeed, and {_DEEPSPEED}"
-        return found._replace(what=f"a universal checkpoint of DeepSpeed, {_YET}", remedy=remedy)
+        return found._replace(what="a universal checkpoint of DeepSpeed")
     return found
 
 
@@ -159,9 +156,8 @@ def _marked(storage: Storage, marks: tuple[_Mark, ...]) -> Foreign | None:
         else:
             fits = kind_of(head.data, head.nbytes) in mark.content
         if fits:
-            return Foreign(
-                f"{mark.what}, {_YET}", mark.remedy.replace("{path}", repr(storage.url)), mark.kind
-            )
+            what = mark.what if mark.kind in READABLE else f"{mark.what}, {_YET}"
+            return Foreign(what, mark.remedy.replace("{path}", repr(storage.url)), mark.kind)
     return None
 
 
@@ -189,6 +185,6 @@ def _single_files(storage: Storage) -> Foreign | None:
     likely = sorted(name for name in names if name.lower().endswith(_SINGLE_FILES))
     for name in likely[:_MOST_HEADS]:
         if (kind := _kind_in(storage, name)) and kind != "zip":
-            what = f"a folder with files such as {name} ({kind}), {_YET}"
+            what = f"a folder with files such as {name} ({kind})" + f", {_YET}" * (kind not in READABLE)
             return Foreign(what, f"pass {storage.url}/{name} to see how to read it", kind)
     return None

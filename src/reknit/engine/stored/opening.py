@@ -7,13 +7,14 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from reknit.engine.foreign.open_foreign import read_foreign, store_of
 from reknit.engine.memory.workers import run_jobs
 from reknit.engine.record.at_path import read_manifest
 from reknit.engine.round_messages import OwnNames
 from reknit.engine.stored.file_checks import first_sound, read_checked
 from reknit.engine.stored.places import again, changed, files_at
 from reknit.engine.stored.renaming import Naming, Renamed, names_in, renamed
-from reknit.errors import DroppedError, FormatError, MismatchError, StorageError
+from reknit.errors import CheckpointNotFoundError, DroppedError, FormatError, MismatchError, StorageError
 from reknit.format import paths
 from reknit.format.file_table import with_table
 from reknit.format.index.checks import check_extents
@@ -46,7 +47,8 @@ class OpenCheckpoint:
 
     `index`, `blobs` and `items` have the state's names; where `renamed` is given these may differ from those
     in the checkpoint, to which `manifest` keeps.  `source` is the store that has the files, which may have
-    moved from `storage`.  `replicas` are other copies, for files that are damaged.
+    moved from `storage`; for a checkpoint of another program that is `foreign`.  `replicas` are other
+    copies, for files that are damaged.
     """
 
     storage: Storage
@@ -57,13 +59,14 @@ class OpenCheckpoint:
     allow_pickle: bool = False
     renamed: Renamed | None = None
     replicas: Sequence[Storage] = ()
+    foreign: Storage | None = None
     source: Storage = field(init=False)
     files: dict[str, FileEntry] = field(init=False)
     _own: dict[str, dict[str, Any]] = field(init=False, default_factory=dict)
     _places: dict[str, dict[Any, list[BlobFile]]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.source = files_at(self.storage, self.manifest.moved_to)
+        self.source = self.foreign or files_at(self.storage, self.manifest.moved_to)
         self.files = {file.path: file for file in self.manifest.files}
 
     def read(self, read: Callable[[Storage], _Read]) -> _Read:
@@ -189,14 +192,23 @@ def read_opened(
 
     With `own`, find the names of ranks' own values too, of all items.  A missing or damaged file is read from
     the first of `replicas` that has it: the manifest vouches for itself and for all other files.  If the
-    files move meanwhile, or another checkpoint takes this one's place, everything is read again.
+    files move meanwhile, or another checkpoint takes this one's place, everything is read again.  A
+    checkpoint of another program, in a format that reknit reads in place, is opened as it is.
     """
 
-    return again(
-        lambda: first_sound(storage, replicas, lambda place: _decoded(read_manifest(place), place)),
-        lambda manifest: _contents(files_at(storage, manifest.moved_to), manifest, items, replicas, own=own),
-        lambda manifest, error: changed(storage, manifest, error, replicas) is not None,
-    )
+    try:
+        return again(
+            lambda: first_sound(storage, replicas, lambda place: _decoded(read_manifest(place), place)),
+            lambda manifest: _contents(
+                files_at(storage, manifest.moved_to), manifest, items, replicas, own=own
+            ),
+            lambda manifest, error: changed(storage, manifest, error, replicas) is not None,
+        )
+    except CheckpointNotFoundError as error:
+        absent = error
+    if (found := read_foreign(storage)) is None:
+        raise absent
+    return Contents(found.manifest, found.index, found.blobs, OwnNames([], []) if own else None)
 
 
 def unknown_items(
@@ -295,6 +307,7 @@ def opened(
         items=wanted,
         allow_pickle=options.allow_pickle,
         replicas=replicas,
+        foreign=store_of(storage, manifest),
     )
     if (naming := Naming.of(options)) is None:
         return whole

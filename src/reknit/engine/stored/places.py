@@ -57,6 +57,8 @@ def changed(
     Returns None when the store fails.  Raises `CheckpointNotFoundError` in place of the `error` of a reader
     if the checkpoint was deleted, so that neither the store nor any of `replicas` has a manifest.
     """
+    if manifest.other is not None:
+        return None
     try:
         if (now := manifest_in(storage)) is not None:
             same = (now.write_id, now.moved_to) == (manifest.write_id, manifest.moved_to)

@@ -19,8 +19,9 @@ from reknit.engine.stored.file_checks import (
     whole_manifest,
 )
 from reknit.engine.stored.places import files_at
+from reknit.engine.stored.verify_foreign import verify_foreign
 from reknit.environment import num_threads
-from reknit.errors import CorruptError, FormatError, ReknitError, StorageError
+from reknit.errors import CheckpointNotFoundError, CorruptError, FormatError, ReknitError, StorageError
 from reknit.format.checksum import BLOCK_NBYTES, digest
 from reknit.format.data_file import data_start, decode_header
 from reknit.format.index.checks import check_extents
@@ -51,9 +52,16 @@ def verify(storage: Storage, level: str, options: LoadOptions) -> VerifyReport:
 
     ``"metadata"`` reads the manifest and its digest, sizes of all files, the index, tiling, extents, files
     of values, the headers of data files.  ``"data"`` also reads every byte and compares every block's digest.
-    If another checkpoint takes the place of this one meanwhile, that one is checked.
+    If another checkpoint takes the place of this one meanwhile, that one is checked.  For a checkpoint of
+    another program see `verify_foreign`.
     """
-    data, seen = read_manifest(storage), None
+    seen = None
+    try:
+        data = read_manifest(storage)
+    except CheckpointNotFoundError:
+        if (foreign := verify_foreign(storage, level)) is None:
+            raise
+        return foreign
     for _ in range(_TRIES):
         if (found := digest(data)) == seen:
             break

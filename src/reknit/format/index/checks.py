@@ -27,10 +27,11 @@ _BLOCK_ROWS = 1 << 14
 """Rows that are checked at a time: intermediate results of so many stay in the processor's cache."""
 
 
-def check_index(index: Index) -> None:
+def check_index(index: Index, *, aligned: bool = True) -> None:
     """Raise `CorruptError` (`FormatError` for an unsafe path) when the index breaks a rule of the format.
 
-    Whether the chunks of each tensor tile it is not asked here.
+    Whether the chunks of each tensor tile it is not asked here.  Chunks of other programs need not be
+    `aligned`.
     """
     _check_tensors(index)
     if len(set(index.files)) != len(index.files):
@@ -42,6 +43,8 @@ def check_index(index: Index) -> None:
         raise CorruptError("the columns of the index differ in length")
     _check_rows(index)
     _check_geometry(index)
+    if aligned:
+        _check_alignment(index)
     _check_order(index)
 
 
@@ -123,6 +126,16 @@ def _check_geometry(index: Index) -> None:
         _check_boxes(index, slice(begin, begin + _BLOCK_ROWS), shapes, itemsizes)
 
 
+def _check_alignment(index: Index) -> None:
+    """Check that chunks begin at multiples of their item sizes, which are powers of two."""
+    itemsizes = np.array([entry.spec.itemsize for entry in index.tensors], dtype=np.int64)
+    for first in range(0, len(index.tensor), _BLOCK_ROWS):
+        rows = slice(first, first + _BLOCK_ROWS)
+        start, itemsize = index.start[rows], itemsizes[index.tensor[rows]]
+        odd = start & (itemsize - 1) != 0
+        _refuse_where(index, odd, "has a chunk that is not aligned to its item size", first)
+
+
 def _check_boxes(index: Index, rows: slice, shapes: NDArray[np.int64], itemsizes: NDArray[np.int64]) -> None:
     """Check the boxes and extents of some rows."""
     tensor, start, nbytes = index.tensor[rows], index.start[rows], index.nbytes[rows]
@@ -141,9 +154,6 @@ def _check_boxes(index: Index, rows: slice, shapes: NDArray[np.int64], itemsizes
     refuse_where(nbytes != numel * itemsize, "has a chunk whose nbytes do not fit its box")
     refuse_where(start < 0, "has a chunk that begins before its file")
     refuse_where(start > MAX_NBYTES - nbytes, "has a chunk that ends beyond 2**63")
-    refuse_where(
-        start & (itemsize - 1) != 0, "has a chunk that is not aligned to its item size"
-    )  # powers of 2
 
 
 def _check_order(index: Index) -> None:

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from reknit import stored
 from reknit.api import loads
+from reknit.engine.record.recognising import manifest_exists
 from reknit.errors import CheckpointNotFoundError, UsageError
 from reknit.frameworks.per_rank import PerRank, RngState
 from reknit.frameworks.stateful import Accessors, Kept
 from reknit.integrations.trainer_parts.positioned_loader import PositionedLoader, is_plain
+from reknit.storage.registry import open_storage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -192,11 +194,8 @@ def _is_ours(path: str, runs: Mapping[str, Any]) -> bool:
         return True
     if os.path.isfile(path):
         return False
-    try:
-        stored.open(path).close()
-    except CheckpointNotFoundError:
-        return False
-    return True
+    with closing(open_storage(path)) as storage:
+        return manifest_exists(storage)
 
 
 def _version_of(trainer: Any) -> str:

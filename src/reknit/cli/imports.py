@@ -1,0 +1,58 @@
+"""`reknit import`: make a checkpoint of reknit of one that another program saved."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reknit.cli.output import print_json, printable
+from reknit.interop.import_foreign import import_checkpoint
+from reknit.interop.launched_ranks import launched
+from reknit.monitor.progress_text import amount
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the program."""
+    parser = commands.add_parser(
+        "import",
+        help="make a checkpoint of one that another program saved",
+        description="Copy a checkpoint of another program, and commit it as a checkpoint of reknit.  Memory "
+        "stays bounded, no code of the checkpoint runs, and every file is read back and compared with its "
+        "digests.  You can repeat this after any failure: whole files of an earlier try are kept.  Under "
+        "torchrun each rank copies a share.",
+    )
+    parser.add_argument("path", metavar="SRC", help="a checkpoint of another program: a file, folder or URL")
+    parser.add_argument("to", metavar="DST", help="the destination: a folder or URL")
+    parser.add_argument("--step", type=int, metavar="N", help="the training step, if SRC does not record it")
+    parser.add_argument("--workers", type=int, metavar="N", help="threads that copy at once")
+    parser.add_argument("--overwrite", action="store_true", help="replace another checkpoint at DST")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Import, and return the exit code."""
+    with launched() as group:
+        report = import_checkpoint(
+            args.path,
+            args.to,
+            step=args.step,
+            overwrite=args.overwrite,
+            workers=args.workers,
+            group=group,
+        )
+        if group.rank:
+            return 0
+    if args.json:
+        print_json(report._asdict())
+        return 0
+    step = "" if report.step is None else f" (step {report.step})"
+    kept = f", {report.num_kept} kept of an earlier try" if report.num_kept else ""
+    print(
+        f"{printable(report.path)}{step} is committed: {report.num_tensors} tensors of {report.format}, "
+        f"{amount(report.nbytes)} in {report.num_files} files copied{kept}"
+    )
+    print(printable(f"of the source, {report.unchecked.removeprefix('it has no digests: ')}"))
+    return 0

@@ -1,0 +1,238 @@
+"""Checkpoints of torch.distributed.checkpoint in place, and of programs that write the same metadata.
+
+`.metadata` is a pickle, which is read through a table.  Each chunk of a tensor is an archive of torch.save in
+a larger file; its bytes lie there as they are, so a box of a tensor is a range of that file.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reknit.engine.foreign.entries import MODEL, Chunks, ForeignEntries, named
+from reknit.engine.foreign.optimizer_states import named_states
+from reknit.engine.foreign.small_reads import do_each, part_of
+from reknit.engine.foreign.torch_files import TorchFile, add_extent, extent_of, single_tensor, views_in
+from reknit.engine.foreign.zip_files import LOCAL_MARK
+from reknit.errors import CorruptError, FormatError, shown
+from reknit.format.foreign.safe_pickle import MAX_PICKLE_NBYTES, PickledObject, Vocabulary, read_pickle
+from reknit.format.foreign.torch_values import TORCH, TensorView, dtype_of
+from reknit.types.box import Box
+from reknit.types.shard import TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reknit.storage.base import Storage
+
+METADATA = ".metadata"
+_FAMILIES = (
+    "torch.distributed.checkpoint.",
+    "torch.distributed._shard.",
+    "megatron.core.dist_checkpointing.",
+)
+"""Beginnings of the names of classes whose objects are data in this pickle."""
+_WORDS = Vocabulary(TORCH.builders, TORCH.classes, TORCH.names, _FAMILIES)
+
+Path = tuple[Any, ...]
+
+
+def read_folder(storage: Storage) -> ForeignEntries:
+    """Return the entries of a checkpoint."""
+    entries = ForeignEntries(storage)
+    add_folder(entries)
+    return entries
+
+
+def add_folder(entries: ForeignEntries, renamed: Callable[[Path], Path] = lambda keys: keys) -> None:
+    """Add all entries of a folder with metadata; `renamed` returns the keys of an entry in reknit."""
+    metadata = read_pickle(entries.storage.get(METADATA, limit=MAX_PICKLE_NBYTES), _WORDS)
+    if not isinstance(metadata, PickledObject):
+        raise FormatError(f"{METADATA} is not the metadata of a checkpoint")
+    specs, places = metadata.field("state_dict_metadata"), metadata.field("storage_data")
+    paths = (metadata.state or {}).get("planner_data")
+    if not isinstance(specs, dict) or not isinstance(places, dict):
+        raise FormatError(f"{METADATA} has no tables of entries and places")
+    keys = _paths(specs, paths if isinstance(paths, dict) else {}, renamed)
+    stored: dict[str, list[tuple[Path, PickledObject]]] = {}
+    for index, place in places.items():
+        if not isinstance(index, PickledObject) or not isinstance(place, PickledObject):
+            raise FormatError(f"{METADATA} has a place that is not one")
+        offsets = (index.state or {}).get("offset")
+        stored.setdefault(index.field("fqn"), []).append((() if offsets is None else offsets, place))
+    values: dict[str, Any] = {}
+    tensors = []
+    for name, spec in specs.items():
+        where = stored.get(name, [])
+        if _is_a(spec, "TensorStorageMetadata"):
+            tensors.append((name, spec, where))
+        elif where:
+            values[name] = _object(entries, where[0][1])
+    _add_tensors(entries, tensors, keys)
+    _add_values(entries, values, keys)
+
+
+def _is_a(value: Any, kind: str) -> bool:
+    return isinstance(value, PickledObject) and value.name.rpartition(".")[2] == kind
+
+
+def _paths(specs: dict[Any, Any], paths: dict[Any, Any], renamed: Callable[[Path], Path]) -> dict[str, Path]:
+    """Return the item and the keys of each entry.  The first key is the item, if there are several."""
+    found: dict[str, Path] = {}
+    for name in specs:
+        keys = paths.get(name, (name,))
+        if not isinstance(name, str) or not isinstance(keys, tuple) or not keys:
+            raise FormatError(f"an entry of the metadata has the name {shown(name)}")
+        found[name] = renamed(keys)
+    nested = {str(keys[0]) for keys in found.values() if len(keys) > 1}
+    for name, keys in found.items():
+        is_tensor = _is_a(specs[name], "TensorStorageMetadata")
+        if len(keys) == 1 and is_tensor and (MODEL not in nested) and (not nested or "." in str(keys[0])):
+            found[name] = (MODEL, *keys)
+    return found
+
+
+def _add_tensors(
+    entries: ForeignEntries,
+    tensors: list[tuple[str, PickledObject, list[tuple[Path, PickledObject]]]],
+    keys: dict[str, Path],
+) -> None:
+    """Add the tensors, with the ranges of their chunks."""
+    made: dict[str, tuple[TensorSpec, Chunks]] = {}
+    jobs: list[tuple[str, TensorSpec, Box, PickledObject]] = []
+    for name, metadata, where in tensors:
+        dtype = dtype_of(_properties(metadata.field("properties")))
+        shape = metadata.field("size")
+        lengths = {}
+        for chunk in metadata.field("chunks"):
+            lengths[tuple(chunk.field("offsets"))] = tuple(chunk.field("sizes"))
+        spec = TensorSpec(tuple(shape), dtype)
+        made[name] = spec, []
+        for offsets, place in where:
+            at = tuple(offsets) if offsets else (0,) * len(spec.shape)
+            if at not in lengths:
+                raise FormatError(f"a place of {name[:200]!r} is not that of a chunk")
+            jobs.append((name, spec, Box(at, lengths[at]), place))
+            entries.size(_path(place))
+        if not spec.numel:
+            made[name] = spec, []
+
+    def locate(job: tuple[str, TensorSpec, Box, PickledObject]) -> None:
+        name, spec, box, place = job
+        made[name][1].extend(_chunk(entries, spec, box, place))
+
+    do_each(jobs, locate)
+    for name, (spec, chunks) in made.items():
+        item, *rest = keys[name]
+        entries.tensor(str(item), named(_state_keys(rest)), spec, chunks)
+
+
+def _state_keys(keys: list[Any]) -> list[Any]:
+    """Return the keys of a state of an optimizer, also of a flattened state dict."""
+    if len(keys) == 1 and str(keys[0]).startswith("state.") and str(keys[0]).count(".") > 1:
+        name, _, last = keys[0][len("state.") :].rpartition(".")
+        return ["state", name, last]
+    return keys
+
+
+def _properties(made: Any) -> Any:
+    """Return the dtype among the properties of a tensor."""
+    if isinstance(made, PickledObject) and isinstance(made.state, tuple) and made.state:
+        return made.state[0]
+    return made.field("dtype") if isinstance(made, PickledObject) else None
+
+
+def _path(place: PickledObject) -> str:
+    path = place.field("relative_path")
+    if not isinstance(path, str):
+        raise FormatError("a place in the metadata has no path")
+    if (place.state or {}).get("transform_descriptors"):
+        raise FormatError(f"{shown(path)} was written through transforms, which reknit does not undo")
+    return path
+
+
+def _chunk(entries: ForeignEntries, spec: TensorSpec, box: Box, place: PickledObject) -> Chunks:
+    """Return the chunk of a box, with the range of its bytes."""
+    path, start, nbytes = _bounds(entries, place)
+    found = single_tensor(entries.storage, path, start, nbytes)
+    if found is not None:
+        view, extent = found.view, extent_of(found.view, path, start + found.start)
+    else:
+        file = TorchFile(entries.storage, path, start, nbytes)
+        view = file.value
+        if not isinstance(view, TensorView):
+            raise CorruptError(f"{path} has something else than a tensor at byte {start}")
+        extent = file.extent(view)
+    if view.spec.dtype != spec.dtype or view.spec.numel != prod(box.lengths):
+        raise CorruptError(f"{path} has {view.spec} at byte {start}, the metadata says {spec.dtype}{box}")
+    entries.size(extent.file)
+    return [(box, extent)]
+
+
+def _bounds(entries: ForeignEntries, place: PickledObject) -> tuple[str, int, int]:
+    """Return the path, the start and the size in bytes of a place."""
+    path = _path(place)
+    start, nbytes = place.field("offset"), place.field("length")
+    if type(start) is not int or type(nbytes) is not int or start < 0 or nbytes < 0:
+        raise FormatError(f"{shown(path)} has a place without a range")
+    if start + nbytes > entries.size(path):
+        raise CorruptError(f"{path} ends before byte {start + nbytes}, where the metadata has an entry")
+    return path, start, nbytes
+
+
+class _PickledEntry(NamedTuple):
+    """A value of an entry, and its file, None for plain bytes."""
+
+    value: Any
+    file: TorchFile | None
+
+
+def _object(entries: ForeignEntries, place: PickledObject) -> _PickledEntry:
+    path, start, nbytes = _bounds(entries, place)
+    if part_of(entries.storage, path, start, min(len(LOCAL_MARK), nbytes)) != LOCAL_MARK:
+        if nbytes > MAX_PICKLE_NBYTES:
+            raise FormatError(f"{path} has a value of {nbytes} bytes")
+        return _PickledEntry(part_of(entries.storage, path, start, nbytes), None)
+    file = TorchFile(entries.storage, path, start, nbytes, _WORDS)
+    file.locate(views_in(file.value, [], set()))
+    return _PickledEntry(file.value, file)
+
+
+def _add_values(entries: ForeignEntries, values: dict[str, _PickledEntry], keys: dict[str, Path]) -> None:
+    """Add the values, those of an optimizer under the names of its parameters."""
+    groups: dict[Path, dict[Any, Any]] = {}
+    for name, held in values.items():
+        path = keys[name]
+
+        def place(item: str, fqn: str, view: TensorView, held: _PickledEntry = held) -> None:
+            assert held.file is not None
+            add_extent(entries, item, fqn, view, held.file.extent(view))
+
+        if "param_groups" in path[1:] or str(path[-1]).startswith("param_groups."):
+            groups.setdefault(path[:1], {})[path[1:]] = held.value
+            continue
+        entries.nested(str(path[0]), path[1:], held.value, place)
+        if path in (("step",), ("train_state", "step")) and type(held.value) is int:
+            entries.step = max(held.value, 0)
+    for (item,), parts in groups.items():
+        _add_options(entries, str(item), parts)
+
+
+def _add_options(entries: ForeignEntries, item: str, parts: dict[Path, Any]) -> None:
+    """Add the options of the groups of an optimizer; each parameter has those of its group."""
+    nested: dict[Any, Any] = {}
+    for path, value in parts.items():
+        at = nested
+        for key in path[:-1]:
+            at = at.setdefault(key, {})
+            if not isinstance(at, dict):
+                raise FormatError("the options of an optimizer have two values at one place")
+        at[path[-1]] = value
+    flat = all(isinstance(key, str) and key.startswith("param_groups.") for key in nested)
+    made = named_states(nested if flat else {"state": {}, **nested})
+    made.pop("state", None)
+
+    def refuse(*_: Any) -> None:
+        raise FormatError("the options of an optimizer hold a tensor, which reknit does not read")
+
+    entries.nested(item, (), made, refuse)

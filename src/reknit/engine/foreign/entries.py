@@ -1,0 +1,243 @@
+"""The entries that a reader finds in a checkpoint of another program, and the index that they make."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from reknit.errors import CorruptError, FormatError, StateError
+from reknit.format.checksum import BLOCK_NBYTES, block_digests
+from reknit.format.foreign.torch_values import TensorView, Whole, neutral
+from reknit.format.index.checks import check_index
+from reknit.format.paths import blob_path, index_path
+from reknit.format.values.blob_codec import encode_blobs
+from reknit.format.versions import FORMAT_VERSION
+from reknit.planner.tiling import untiled
+from reknit.types.box import Box, padded
+from reknit.types.manifest import BlobFile, Extent, FileEntry, Index, Manifest, OtherFormat, TensorEntry
+from reknit.types.shard import MAX_DEPTH, TensorSpec, escaped, full_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    from reknit.storage.base import Storage
+
+MODEL = "model"
+"""The item of tensors that the other program puts into no group."""
+MAX_NODES = 1 << 22
+"""Containers, and values in them, that are walked: a small pickle can hold one list at very many places."""
+Chunks = list[tuple[Box, Extent]]
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignCheckpoint:
+    """A checkpoint of another program, as reknit has its own: `blobs` are files of values, by path."""
+
+    manifest: Manifest
+    index: Index
+    blobs: dict[str, bytes]
+
+
+@dataclass
+class ForeignEntries:
+    """Tensors and values, by item and name.  `sizes` are the bytes of all files that hold tensors."""
+
+    storage: Storage
+    sizes: dict[str, int] = field(default_factory=dict)
+    tensors: dict[tuple[str, str], tuple[TensorSpec, Chunks]] = field(default_factory=dict)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    step: int | None = None
+    _num_nodes: int = 0
+    _within: bool = False
+
+    def size(self, path: str) -> int:
+        """Return the size of a file in bytes, and count it among the files of the checkpoint."""
+        if path not in self.sizes:
+            self.sizes[path] = self.storage.size(path)
+        return self.sizes[path]
+
+    def tensor(self, item: str, fqn: str, spec: TensorSpec, chunks: Chunks) -> None:
+        """Add a tensor with its chunks.  Raises `FormatError` if the name is taken."""
+        if (item, fqn) in self.tensors:
+            raise FormatError(f"the checkpoint has two tensors {full_name(item, fqn)[:200]!r}")
+        self.tensors[item, fqn] = spec, chunks
+
+    def whole(self, item: str, fqn: str, spec: TensorSpec, path: str, start: int) -> None:
+        """Add a tensor that lies in one piece in a file, from byte `start` on."""
+        self.tensor(item, fqn, spec, [(Box.whole(spec.shape), Extent(path, start, spec.nbytes))])
+
+    def nested(
+        self, item: str, keys: Sequence[Any], value: Any, place: Callable[[str, str, TensorView], None]
+    ) -> None:
+        """Add a nested value: `place` adds each tensor in it, and the rest are values.
+
+        Tables are divided by key, and lists with tensors in them by position, as reknit saves them.
+        """
+        if not self._within:
+            self._num_nodes += _spread_of(value, {}).num
+            if self._num_nodes > MAX_NODES:
+                raise FormatError(
+                    f"a pickle holds more than {MAX_NODES} values, counted at each of their places"
+                )
+            self._within = True
+            try:
+                self.nested(item, keys, value, place)
+            finally:
+                self._within = False
+            return
+        if isinstance(value, TensorView):
+            place(item, named(keys), value)
+        elif isinstance(value, Whole):
+            self.value(item, named(keys), self._plain(value.value))
+        elif isinstance(value, dict) and value and all(type(key) in (str, int) for key in value):
+            for key, inner in value.items():
+                self.nested(item, (*keys, key), inner, place)
+        elif isinstance(value, list | tuple) and self._has_tensor(value, {}):
+            for number, inner in enumerate(value):
+                self.nested(item, (*keys, number), inner, place)
+        else:
+            self.value(item, named(keys), self._plain(value))
+
+    def value(self, item: str, fqn: str, value: Any) -> None:
+        """Add a value that is not a tensor."""
+        self.values.setdefault(item, {})[fqn] = value
+
+    def _has_tensor(self, value: Any, seen: dict[int, bool]) -> bool:
+        """Return whether there is a tensor in a container."""
+        if isinstance(value, TensorView):
+            return True
+        if not isinstance(value, list | tuple | dict) or id(value) in seen:
+            return seen.get(id(value), False)
+        inside = value.values() if isinstance(value, dict) else value
+        seen[id(value)] = any(self._has_tensor(inner, seen) for inner in inside)
+        return seen[id(value)]
+
+    def _plain(self, value: Any) -> Any:
+        """Return a value without objects of other programs."""
+        if isinstance(value, TensorView):
+            raise FormatError("a pickle has a tensor in a table whose keys are not texts")
+        if type(value) is dict:
+            return {key: self._plain(inner) for key, inner in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)([self._plain(inner) for inner in value])
+        return neutral(value)
+
+    def checkpoint(self, other: OtherFormat) -> ForeignCheckpoint:
+        """Return the checkpoint that these entries make.  Raises `CorruptError` if a tensor is not whole."""
+        index = self._index()
+        check_index(index, aligned=False)
+        _check_bounds(index, self.sizes)
+        if gaps := untiled([e.spec.shape for e in index.tensors], index.tensor, index.offsets, index.lengths):
+            entry = index.tensors[gaps[0].tensor]
+            raise CorruptError(
+                f"{len(gaps)} tensors are not whole in the files, among them {full_name(*entry[:2])[:200]!r}"
+            )
+        write_id = _identity(index, self.sizes)
+        items = dict.fromkeys([*self.values, *(item for item, _ in self.tensors)])
+        blobs = {}
+        for item in self.values:
+            try:
+                blobs[item] = encode_blobs(self.values[item], item=item)
+            except StateError as error:
+                raise FormatError(error.message) from error
+        paths = {item: blob_path(item, 0, write_id) for item in blobs}
+        manifest = Manifest(
+            format_version=FORMAT_VERSION,
+            write_id=write_id,
+            step=self.step,
+            created=0.0,
+            items=tuple(items),
+            index_path=index_path(write_id),
+            files=(
+                FileEntry(index_path(write_id), 0, ()),
+                *(FileEntry(path, nbytes, ()) for path, nbytes in self.sizes.items()),
+                *(FileEntry(paths[i], len(data), tuple(block_digests(data))) for i, data in blobs.items()),
+            ),
+            blobs=tuple(BlobFile(item, paths[item], None) for item in blobs),
+            block_nbytes=BLOCK_NBYTES,
+            origin={"format": other.kind},
+            other=other,
+        )
+        return ForeignCheckpoint(manifest, index, {paths[item]: data for item, data in blobs.items()})
+
+    def _index(self) -> Index:
+        """Return the index of all tensors."""
+        names = sorted(self.tensors)
+        rows: list[tuple[int, Box, Extent]] = []
+        for number, name in enumerate(names):
+            spec, chunks = self.tensors[name]
+            kept = [each for each in chunks if each[0].numel] if spec.numel else chunks[:1]
+            rows += [(number, box, extent) for box, extent in sorted(kept, key=lambda each: each[0].offsets)]
+        files = sorted({extent.file for _, _, extent in rows})
+        numbers = {path: number for number, path in enumerate(files)}
+        width = max((box.ndim for _, box, _ in rows), default=1) or 1
+        try:
+            return Index(
+                tensors=tuple(TensorEntry(*name, self.tensors[name][0]) for name in names),
+                files=tuple(files),
+                tensor=np.array([number for number, _, _ in rows], np.int64),
+                offsets=padded([box.offsets for _, box, _ in rows], width, 0),
+                lengths=padded([box.lengths for _, box, _ in rows], width, 1),
+                file=np.array([numbers[extent.file] for _, _, extent in rows], np.int64),
+                start=np.array([extent.start for _, _, extent in rows], np.int64),
+                nbytes=np.array([extent.nbytes for _, _, extent in rows], np.int64),
+            )
+        except OverflowError as error:
+            raise CorruptError("a tensor has a shape or a place beyond 64 bits") from error
+
+
+class _Spread(NamedTuple):
+    """The number of values in a value, each counted at each of its places, and the levels of containers."""
+
+    num: int
+    height: int
+
+
+def _spread_of(value: Any, known: dict[int, _Spread], depth: int = 0) -> _Spread:
+    """Return the spread of a value.  Raises `FormatError` if it is nested too deeply, or contains itself."""
+    if isinstance(value, Whole):
+        value = value.value
+    if isinstance(value, TensorView) or not isinstance(value, dict | list | tuple):
+        return _Spread(1, 0)
+    if id(value) not in known and depth <= MAX_DEPTH:
+        inside = value.values() if isinstance(value, dict) else value
+        parts = [_spread_of(inner, known, depth + 1) for inner in inside]
+        known[id(value)] = _Spread(
+            1 + sum(part.num for part in parts), 1 + max((part.height for part in parts), default=0)
+        )
+    if depth > MAX_DEPTH or depth + known[id(value)].height > MAX_DEPTH:
+        raise FormatError(f"a pickle is nested deeper than {MAX_DEPTH} levels")
+    return known[id(value)]
+
+
+def named(keys: Iterable[Any]) -> str:
+    """Return the name of the place that these keys lead to.  Raises `FormatError` for invalid text."""
+    try:
+        return "/".join(str(key) if type(key) is int else escaped(str(key)) for key in keys)
+    except UnicodeEncodeError as error:
+        raise FormatError("the checkpoint has a name that is not valid text") from error
+
+
+def _check_bounds(index: Index, sizes: dict[str, int]) -> None:
+    """Raise `CorruptError` for a chunk outside its file.  Other programs let tensors share bytes."""
+    limits = np.array([sizes[path] for path in index.files], np.int64)
+    outside: NDArray[np.bool_] = (index.start < 0) | (index.nbytes > limits[index.file] - index.start)
+    if outside.any():
+        row = int(np.flatnonzero(outside)[0])
+        entry = index.tensors[index.tensor[row]]
+        path = index.files[index.file[row]]
+        raise CorruptError(f"{full_name(*entry[:2])[:200]!r} lies outside its file {path[:200]!r}")
+
+
+def _identity(index: Index, sizes: dict[str, int]) -> str:
+    """Return 32 hex digits that stand for the content, as far as names and places show it."""
+    state = xxhash.xxh3_128()
+    state.update(repr((index.tensors, sorted(sizes.items()))).encode(errors="replace"))
+    for column in (index.offsets, index.lengths, index.file, index.start):
+        state.update(np.ascontiguousarray(column).tobytes())
+    return state.hexdigest()

@@ -1,0 +1,85 @@
+"""Is there a checkpoint of another program at a path, and what is in it?  Each format has one reader."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reknit.engine.foreign import (
+    array_files,
+    dcp_folder,
+    deepspeed_folder,
+    gguf_files,
+    megatron_folder,
+    orbax_folder,
+    safetensors_files,
+    torch_files,
+)
+from reknit.engine.foreign.entries import ForeignCheckpoint, ForeignEntries
+from reknit.engine.record.other_formats import foreign
+from reknit.errors import CheckpointNotFoundError, FormatError
+from reknit.storage.base import HasFolderAbove
+from reknit.types.manifest import OtherFormat
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reknit.storage.base import Storage
+    from reknit.types.manifest import Manifest
+
+NOTHING = "it has no digests: names, shapes and sizes were checked, the bytes of tensors were not"
+
+_FOLDERS: dict[str, Callable[[Storage], ForeignEntries]] = {
+    "DCP": dcp_folder.read_folder,
+    "Hugging Face": safetensors_files.read_folder,
+    "DeepSpeed": deepspeed_folder.read_folder,
+    "Orbax": orbax_folder.read_folder,
+    "Megatron": megatron_folder.read_folder,
+    "PEFT": safetensors_files.read_folder,
+}
+_FILES: dict[str, Callable[[ForeignEntries, str], None]] = {
+    "torch.save": torch_files.add_file,
+    "Lightning": torch_files.add_file,
+    "safetensors": safetensors_files.add_safetensors,
+    "GGUF": gguf_files.add_gguf,
+    "npz": array_files.add_npz,
+    "npy": array_files.add_npy,
+}
+_REMEDY = "load it with the program that saved it, if you trust it, and save its tensors with reknit"
+
+
+def read_foreign(storage: Storage) -> ForeignCheckpoint | None:
+    """Return the checkpoint of another program at a path; None without one, or for an unknown format.
+
+    Raises `FormatError`, `CorruptError` and `StorageError`, with the path.
+    """
+    found = foreign(storage)
+    if found is None or found.kind not in (_FILES if found.is_file else _FOLDERS):
+        return None
+    other = OtherFormat(found.kind, found.is_file, NOTHING)
+    try:
+        if found.is_file:
+            assert isinstance(storage, HasFolderAbove)
+            above = storage.above()
+            assert above is not None
+            entries = ForeignEntries(above[0])
+            _FILES[found.kind](entries, above[1])
+        else:
+            entries = _FOLDERS[found.kind](storage)
+        return entries.checkpoint(other)
+    except FormatError as error:
+        error.sign(path=storage.url)
+        error.message = f"{storage.url} is {found.kind}, which cannot be opened: {error.message}"
+        error.remedy = error.remedy or _REMEDY
+        raise
+
+
+def store_of(storage: Storage, manifest: Manifest) -> Storage | None:
+    """Return the store with the files of another program; None for a checkpoint of reknit."""
+    if manifest.other is None:
+        return None
+    if not manifest.other.is_file:
+        return storage
+    above = storage.above() if isinstance(storage, HasFolderAbove) else None
+    if above is None:
+        raise CheckpointNotFoundError(f"{storage.url} has moved while it was opened", path=storage.url)
+    return above[0]

@@ -1,0 +1,97 @@
+"""The states of an optimizer of another program, under the names that reknit gives to those of any optimizer.
+
+`state/<parameter>/<name>` is a state, and `param_groups/<parameter>` are the options of its group.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from reknit.format.foreign.torch_values import TensorView, Whole
+
+_NOT_OPTIONS = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
+"""Entries of a group that name parameters, or that depend on the devices of a job."""
+_STATE, _GROUPS = "state.", "param_groups."
+
+
+class ModelOrder(NamedTuple):
+    """The tensors of a model in their saved order, with their shapes."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+def order_of(model: Any) -> ModelOrder | None:
+    """Return the order of a model's tensors, None for something else than a table of tensors."""
+    if not isinstance(model, dict):
+        return None
+    tensors = {key: one for key, one in model.items() if isinstance(one, TensorView)}
+    return ModelOrder(tuple(map(str, tensors)), tuple(one.spec.shape for one in tensors.values()))
+
+
+def named_states(value: Any, order: ModelOrder | None = None) -> Any:
+    """Return an optimizer's state dict by the names of parameters; any other value as it is.
+
+    Numbers of parameters get the names that its groups record.  Without these, they get the names of the
+    model's tensors, if these are as many and have the shapes of the states.  Otherwise numbers stay.
+    """
+    if isinstance(value, dict) and value and all(_is_flat(key) for key in value):
+        return _flattened(value)
+    if not (isinstance(value, dict) and value.keys() == {"state", "param_groups"}):
+        return value
+    state, groups = value["state"], _listed(value["param_groups"])
+    if not isinstance(state, dict) or groups is None:
+        return value
+    names = _names(state, groups, order)
+    if names is None:
+        return value
+    options: dict[str, Any] = {}
+    for group in groups:
+        kept = {key: one for key, one in group.items() if key not in _NOT_OPTIONS}
+        options.update({names[one]: kept for one in group["params"]})
+    states = {names.get(key, key): one for key, one in state.items()}
+    return {"state": states, "param_groups": {name: Whole(one) for name, one in options.items()}}
+
+
+def _is_flat(key: Any) -> bool:
+    return isinstance(key, str) and key.startswith((_STATE, _GROUPS))
+
+
+def _listed(groups: Any) -> list[dict[str, Any]] | None:
+    """Return the groups of an optimizer, None for something else."""
+    if isinstance(groups, dict) and list(groups) == list(range(len(groups))):
+        groups = list(groups.values())
+    if not isinstance(groups, list):
+        return None
+    good = all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
+    return groups if good else None
+
+
+def _names(state: dict[Any, Any], groups: list[dict[str, Any]], order: ModelOrder | None) -> Any:
+    """Return the name of each parameter in the groups; None if they are unknown."""
+    keys = [key for group in groups for key in group["params"]]
+    if all(isinstance(key, str) for key in keys):
+        return {key: key for key in keys}
+    given = [name for group in groups for name in group.get("param_names") or ()]
+    if len(given) == len(keys) and all(isinstance(name, str) for name in given):
+        return dict(zip(keys, given, strict=True))
+    if order is None or len(order.names) != len(keys) or not all(type(key) is int for key in keys):
+        return None
+    for key, shape in zip(keys, order.shapes, strict=True):
+        states = state.get(key, {})
+        shapes = {one.spec.shape for one in states.values() if isinstance(one, TensorView)}
+        if not shapes <= {shape, (), (1,)}:
+            return None
+    return dict(zip(keys, order.names, strict=True))
+
+
+def _flattened(value: dict[str, Any]) -> dict[str, Any]:
+    """Return the nested form of a flattened state dict: ``state.<parameter>.<name>``."""
+    state: dict[str, dict[str, Any]] = {}
+    options: dict[str, dict[str, Any]] = {}
+    for key, one in value.items():
+        into, rest = (state, key[len(_STATE) :]) if key.startswith(_STATE) else (options, key[len(_GROUPS) :])
+        name, _, last = rest.rpartition(".")
+        if into is state or last not in _NOT_OPTIONS:
+            into.setdefault(name, {})[last] = one
+    return {"state": state, "param_groups": {name: Whole(one) for name, one in options.items()}}

@@ -1,0 +1,172 @@
+"""Files of torch.save in place: the pickle is read through a table, and tensors are ranges of the archive."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reknit.engine.foreign.entries import MODEL, ForeignEntries
+from reknit.engine.foreign.optimizer_states import named_states, order_of
+from reknit.engine.foreign.small_reads import part_of
+from reknit.engine.foreign.torch_legacy import LegacyFile
+from reknit.engine.foreign.zip_files import LOCAL_MARK, LOCAL_NBYTES, Archive, content_at
+from reknit.errors import CorruptError, FormatError, shown
+from reknit.format.foreign.safe_pickle import MAX_PICKLE_NBYTES, Vocabulary, read_pickle
+from reknit.format.foreign.torch_values import TORCH, TensorView, storage_of
+from reknit.storage.derived_paths import strided_path
+from reknit.types.box import Box
+from reknit.types.manifest import Extent
+
+if TYPE_CHECKING:
+    from reknit.storage.base import Storage
+
+_HEAD_NBYTES = 2 << 10
+_GROUPS = {
+    "state_dict": MODEL,
+    "model_state_dict": MODEL,
+    "module": MODEL,
+    "optimizer_state_dict": "optimizer",
+    "optim": "optimizer",
+}
+"""Usual names of the model and the optimizer in files of torch.save, and the items that they become."""
+_STEPS = ("global_step", "step", "iteration")
+
+
+class TorchFile:
+    """A file of torch.save, or a part of a file that is one."""
+
+    def __init__(
+        self, storage: Storage, path: str, start: int, nbytes: int, vocabulary: Vocabulary = TORCH
+    ) -> None:
+        self._archive = Archive(storage, path, start, nbytes)
+        pickles = [name for name in self._archive.members if name.endswith("/data.pkl")]
+        if len(pickles) != 1 or pickles[0].count("/") != 1:
+            raise FormatError(f"{path} is not a file of torch.save: it has {len(pickles)} pickles")
+        self._folder = pickles[0].removesuffix("data.pkl")
+        order = f"{self._folder}byteorder"
+        if order in self._archive.members and self._archive.read(order, 16) != b"little":
+            raise FormatError(f"{path} was saved on a machine with another order of bytes")
+        data = self._archive.read(pickles[0], MAX_PICKLE_NBYTES)
+        self.value: Any = read_pickle(data, vocabulary, storage_of)
+        self.path = path
+
+    def locate(self, views: list[TensorView]) -> None:
+        """Find the places of the storages of these tensors, all at once."""
+        for view in views:
+            self._member(view)
+        self._archive.locate({f"{self._folder}data/{view.storage.key}" for view in views})
+
+    def extent(self, view: TensorView) -> Extent:
+        """Return the bytes of a tensor; a tensor with strides becomes a file that the store puts in order."""
+        start = self._archive.locate([name := self._member(view)])[name]
+        return extent_of(view, self.path, start)
+
+    def _member(self, view: TensorView) -> str:
+        name = f"{self._folder}data/{view.storage.key}"
+        member = self._archive.members.get(name)
+        if member is None or member.method or member.nbytes < view.storage.nbytes:
+            raise CorruptError(f"{self.path} has no storage {shown(view.storage.key)} of the right size")
+        return name
+
+
+def extent_of(view: TensorView, path: str, start: int) -> Extent:
+    """Return the extent of a tensor whose storage begins at byte `start` of a file."""
+    spec = view.spec
+    if view.is_dense:
+        return Extent(path, start + view.start, spec.nbytes)
+    derived = strided_path(path, start + view.start, spec.itemsize, spec.shape, view.strides)
+    return Extent(derived, 0, spec.nbytes)
+
+
+def add_extent(entries: ForeignEntries, item: str, fqn: str, view: TensorView, extent: Extent) -> None:
+    """Add a tensor that lies in one piece."""
+    entries.size(extent.file)
+    entries.tensor(item, fqn, view.spec, [(Box.whole(view.spec.shape), extent)])
+
+
+def views_in(value: Any, found: list[TensorView], seen: set[int]) -> list[TensorView]:
+    """Return the tensors in a nested value."""
+    stack = [value]
+    while stack:
+        one = stack.pop()
+        if isinstance(one, TensorView):
+            found.append(one)
+        elif isinstance(one, dict | list | tuple) and id(one) not in seen:
+            seen.add(id(one))
+            stack += one.values() if isinstance(one, dict) else one
+    return found
+
+
+def add_file(entries: ForeignEntries, path: str, item: str | None = None) -> None:
+    """Add all entries of a file of torch.save; with `item`, its tensors are those of this item."""
+    nbytes = entries.size(path)
+    if part_of(entries.storage, path, 0, min(len(LOCAL_MARK), nbytes)) == LOCAL_MARK:
+        file = TorchFile(entries.storage, path, 0, nbytes)
+        file.locate(views_in(file.value, [], set()))
+        value, extent = file.value, file.extent
+    else:
+        old = LegacyFile(entries.storage, path, nbytes)
+        value, extent = old.value, lambda view: extent_of(view, path, old.start(view))
+
+    def place(item: str, fqn: str, view: TensorView) -> None:
+        add_extent(entries, item, fqn, view, extent(view))
+
+    if item is not None or not isinstance(value, dict):
+        entries.nested(item or MODEL, (), value, place)
+        return
+    groups = items_of(value)
+    order = order_of(groups.get(MODEL))
+    for name, group in groups.items():
+        entries.nested(name, (), named_states(group, order), place)
+    entries.step = next((value[key] for key in _STEPS if type(value.get(key)) is int), None)
+    if entries.step is not None and entries.step < 0:
+        entries.step = None
+
+
+def items_of(value: dict[Any, Any]) -> dict[str, Any]:
+    """Return the items of a saved dict: its entries, or one model if its entries are tensors."""
+    if not all(isinstance(key, str) and key for key in value):
+        return {MODEL: value}
+    loose = {key: one for key, one in value.items() if isinstance(one, TensorView)}
+    items = {key: one for key, one in value.items() if key not in loose}
+    for old, new in _GROUPS.items():
+        if old in items and new not in items and isinstance(items[old], dict):
+            items = {new if key == old else key: one for key, one in items.items()}
+    states = items.get("optimizer_states")  # of Lightning
+    if isinstance(states, list) and len(states) == 1 and "optimizer" not in items:
+        items["optimizer"] = items.pop("optimizer_states")[0]
+    if MODEL not in items and loose:
+        return {**items, MODEL: loose}
+    return {**items, **loose}
+
+
+class HeadTensor(NamedTuple):
+    """A tensor that is the only content of an archive, and the first byte of its storage in the archive."""
+
+    view: TensorView
+    start: int
+
+
+def single_tensor(storage: Storage, path: str, start: int, nbytes: int) -> HeadTensor | None:
+    """Return the tensor that is an archive in a file, from one read of its head; None if that lacks facts."""
+    head = part_of(storage, path, start, min(nbytes, _HEAD_NBYTES))
+    if not head.startswith(LOCAL_MARK):
+        raise CorruptError(f"{path} has no archive at byte {start}")
+    name = head[LOCAL_NBYTES : LOCAL_NBYTES + int.from_bytes(head[26:28], "little")]
+    if head[8:10] != b"\0\0" or not name.endswith(b"/data.pkl"):
+        return None
+    stream = io.BytesIO(head)
+    stream.seek(content_at(head))
+    view = read_pickle(stream, TORCH, storage_of)
+    if not isinstance(view, TensorView):
+        return None
+    wanted, at = name[: -len(b"data.pkl")] + b"data/" + view.storage.key.encode(), stream.tell()
+    while (at := head.find(LOCAL_MARK, at)) >= 0:
+        is_wanted = head.startswith(wanted, at + LOCAL_NBYTES) and head[at + 8 : at + 10] == b"\0\0"
+        if is_wanted and len(wanted) == int.from_bytes(head[at + 26 : at + 28], "little"):
+            first = at + content_at(head, at)
+            if first + view.storage.nbytes > nbytes:
+                raise CorruptError(f"{path} has an archive at byte {start} that does not hold its tensor")
+            return HeadTensor(view, first)
+        at += 1
+    return None

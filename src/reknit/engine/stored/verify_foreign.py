@@ -1,0 +1,109 @@
+"""Is a checkpoint of another program sound?  Checked by the means of its format."""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING
+
+from reknit.engine.call_reports import VerifyReport, unchecked
+from reknit.engine.foreign.open_foreign import read_foreign, store_of
+from reknit.engine.foreign.small_reads import part_of
+from reknit.engine.foreign.zip_files import LOCAL_MARK, Archive, ZipMember
+from reknit.errors import FormatError, StorageError, shown
+from reknit.storage.derived_paths import derived
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from reknit.storage.base import Storage
+    from reknit.types.manifest import FileEntry
+
+_PIECE_NBYTES = 8 << 20
+_CHECKSUMS = "names, shapes, sizes and the checksums of all members of its archive were checked"
+
+
+def verify_foreign(storage: Storage, level: str) -> VerifyReport | None:
+    """Return a report on a checkpoint of another program; None without one, or for an unknown format.
+
+    ``"data"`` reads every byte.  In a zip archive, it compares the checksum of each member; other formats
+    have none.
+    """
+    url = storage.url
+    try:
+        found = read_foreign(storage)
+    except FormatError as error:
+        return VerifyReport(url, level, 1, 0, (error.message,))
+    if found is None:
+        return None
+    manifest = found.manifest
+    place = store_of(storage, manifest)
+    assert place is not None
+    assert manifest.other is not None
+    blobs = {blob.path for blob in manifest.blobs}
+    files = [f for f in manifest.files if f.nbytes and f.path not in blobs and derived(f.path) is None]
+    total = sum(file.nbytes for file in files)
+    if level != "data":
+        return VerifyReport(
+            url,
+            level,
+            len(files),
+            0,
+            (),
+            num_unread=len(files),
+            nbytes_unread=total,
+            unchecked=unchecked(manifest),
+        )
+    problems: list[str] = []
+    said = unchecked(manifest)
+    for file in files:
+        try:
+            if manifest.other.is_file and part_of(place, file.path, 0, min(4, file.nbytes)) == LOCAL_MARK:
+                problems += _wrong_members(place, file)
+                said = f"a checkpoint of {manifest.other.kind}: {_CHECKSUMS}"
+            else:
+                for _ in _pieces(place, file.path, 0, file.nbytes):
+                    pass
+        except (FormatError, StorageError) as error:
+            problems.append(error.message)
+    return VerifyReport(url, level, len(files), total, tuple(problems), unchecked=said)
+
+
+def _pieces(storage: Storage, path: str, start: int, nbytes: int) -> Iterator[memoryview]:
+    """Yield the bytes of a part of a file, in pieces of one piece of memory."""
+    buffer = memoryview(bytearray(min(_PIECE_NBYTES, nbytes)))
+    for at in range(start, start + nbytes, _PIECE_NBYTES):
+        piece = buffer[: min(_PIECE_NBYTES, start + nbytes - at)]
+        storage.read_into(path, at, [piece])
+        yield piece
+
+
+def _wrong_members(storage: Storage, file: FileEntry) -> list[str]:
+    """Return a problem for each member of an archive whose checksum is another."""
+    archive = Archive(storage, file.path, 0, file.nbytes)
+    starts = archive.locate(archive.members)
+    return [
+        f"{file.path}: the member {shown(name)} is damaged: its checksum is another"
+        for name, member in archive.members.items()
+        if _checksum(storage, file.path, starts[name], member) != member.crc
+    ]
+
+
+def _checksum(storage: Storage, path: str, start: int, member: ZipMember) -> int | None:
+    """Return the checksum of the content of a member, None if it cannot be unpacked to its size."""
+    crc, left = 0, member.nbytes
+    machine = zlib.decompressobj(-zlib.MAX_WBITS)
+    for piece in _pieces(storage, path, start, member.packed_nbytes):
+        data: bytes | memoryview = piece
+        while len(data):
+            if member.method:
+                try:
+                    out: bytes | memoryview = machine.decompress(data, _PIECE_NBYTES)
+                except zlib.error:
+                    return None
+                data = machine.unconsumed_tail
+            else:
+                out, data = data, b""
+            crc, left = zlib.crc32(out, crc), left - len(out)
+            if left < 0:
+                return None
+    return None if left else crc

@@ -1,0 +1,1 @@
+"""Files of other programs: bytes to nouns, without running any of their code."""

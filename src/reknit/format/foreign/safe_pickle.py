@@ -1,0 +1,233 @@
+"""How is a pickle of another program read without running it?  By a closed table of names and of opcodes.
+
+The machine of the standard library builds numbers, texts and containers.  A name in the pickle is looked up
+in the table of the reader, and never imported.  Calls go to the functions of that table alone, which build
+values of this package.  An opcode or a name that the table lacks is refused with its name.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
+
+from reknit.errors import FormatError, ReknitError, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+MAX_PICKLE_NBYTES = 256 << 20
+MAX_TUPLE_KEYS = 1_000
+"""Keys that are tuples, in one pickle: tuples can be made to have equal hashes."""
+
+_LARGEST_KEY = 1 << 60
+"""Integers below this are their own hashes."""
+_OPCODES = (
+    "PROTO FRAME STOP MARK POP POP_MARK MEMOIZE BINGET LONG_BINGET BINPUT LONG_BINPUT",
+    "NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 LONG4 BINFLOAT",
+    "BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8",
+    "EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS",
+    "EMPTY_DICT SETITEM SETITEMS EMPTY_SET ADDITEMS FROZENSET",
+    "GLOBAL STACK_GLOBAL REDUCE NEWOBJ BUILD BINPERSID",
+)
+_KNOWN: dict[str, Any] = vars(pickletools)["code2op"]
+_RENAMED = {"__builtin__": "builtins"}
+"""Modules that protocol 2 names as Python 2 did."""
+_DAMAGE = (
+    AttributeError,
+    EOFError,
+    IndexError,
+    KeyError,
+    OverflowError,
+    TypeError,
+    ValueError,
+    pickle.UnpicklingError,
+)
+
+
+class Global(NamedTuple):
+    """A name in a pickle, which stands for itself."""
+
+    name: str
+
+
+class PickledObject:
+    """An object of a class of another program, as its name, its arguments and its state."""
+
+    __slots__ = ("args", "name", "state")
+
+    def __init__(self, name: str, args: tuple[Any, ...] = (), state: Any = None) -> None:
+        self.name, self.args, self.state = name, args, state
+
+    def field(self, name: str) -> Any:
+        """Return a member of the state of a dataclass.  Raises `FormatError` without it."""
+        if not isinstance(self.state, dict) or name not in self.state:
+            raise FormatError(f"an object {self.name[:200]} of the pickle has no {name}")
+        return self.state[name]
+
+
+class Vocabulary(NamedTuple):
+    """The names that a pickle may have: functions by name, and classes whose objects become `PickledObject`.
+
+    `names` may occur, but cannot be called.  A class counts too if its name begins with one of `families`.
+    """
+
+    builders: Mapping[str, Callable[..., Any]]
+    classes: frozenset[str] = frozenset()
+    names: frozenset[str] = frozenset()
+    families: tuple[str, ...] = ()
+
+    def has(self, name: str) -> bool:
+        """Return whether a pickle may have this name."""
+        return name in self.builders or name in self.names or self.makes(name)
+
+    def makes(self, name: str) -> bool:
+        """Return whether this is a class whose objects become `PickledObject`."""
+        return name in self.classes or name.startswith(self.families or "\0")
+
+
+def read_pickle(
+    data: bytes | memoryview | io.BytesIO,
+    vocabulary: Vocabulary,
+    persistent: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Return the value of a pickle.  `persistent` gives the objects that are stored beside the pickle.
+
+    Raises `FormatError` for a name or an opcode outside the vocabulary, and for a damaged pickle.
+    """
+    file = data if isinstance(data, io.BytesIO) else io.BytesIO(data)
+    if file.getbuffer().nbytes > MAX_PICKLE_NBYTES:
+        raise FormatError(f"a pickle has more than {MAX_PICKLE_NBYTES} bytes")
+    machine = _Machine(file, vocabulary, persistent)
+    try:
+        return machine.load()
+    except ReknitError:
+        raise
+    except _DAMAGE as error:
+        raise FormatError(f"a pickle is damaged: {type(error).__name__} {shown(str(error))}") from None
+
+
+class _Refused(dict[int, Any]):
+    """The table of opcodes; an opcode without an entry is refused."""
+
+    def __missing__(self, code: int) -> NoReturn:
+        known = _KNOWN.get(chr(code))
+        raise FormatError(
+            f"a pickle has the opcode {known.name if known else code}, which reknit does not carry out"
+        )
+
+
+class _Machine(pickle._Unpickler):
+    """The machine of the standard library with fewer opcodes, and with calls to a vocabulary only."""
+
+    dispatch: ClassVar[dict[int, Any]] = _Refused()
+    stack: list[Any]
+    append: Any
+    pop_mark: Any
+
+    def __init__(
+        self, file: io.BytesIO, vocabulary: Vocabulary, persistent: Callable[[Any], Any] | None
+    ) -> None:
+        super().__init__(file, fix_imports=False)
+        self._vocabulary, self._persistent = vocabulary, persistent
+        self._num_tuple_keys = 0
+
+    def find_class(self, module: str, name: str) -> Global:
+        """Return a name of the vocabulary.  Raises `FormatError` for any other."""
+        full = f"{_RENAMED.get(module, module)}.{name}"
+        if not self._vocabulary.has(full):
+            raise FormatError(f"a pickle needs {full[:200]}, which reknit neither imports nor runs")
+        return Global(full)
+
+    def persistent_load(self, pid: Any) -> Any:
+        """Return the object for an identifier."""
+        if self._persistent is None:
+            raise FormatError("a pickle refers to data outside of it")
+        return self._persistent(pid)
+
+    def _reduce(self) -> None:
+        args, name = self.stack.pop(), self.stack[-1]
+        if type(name) is not Global or type(args) is not tuple:
+            raise FormatError("a pickle calls something that is not a name")
+        build = self._vocabulary.builders.get(name.name)
+        if build is not None:
+            self.stack[-1] = build(*args)
+        elif self._vocabulary.makes(name.name):
+            self.stack[-1] = PickledObject(name.name, args)
+        else:
+            raise FormatError(f"a pickle calls {shown(name.name)}")
+
+    def _build(self) -> None:
+        state, made = self.stack.pop(), self.stack[-1]
+        if type(made) is PickledObject:
+            made.state = state
+        elif type(made) is not dict:  # attributes of a mapping, such as the versions of modules, are left out
+            raise FormatError(f"a pickle gives a state to a {type(made).__name__}")
+
+    def _setitems(self) -> None:
+        items = self.pop_mark()
+        self._put(items[::2], items[1::2])
+
+    def _setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._put([key], [value])
+
+    def _put(self, keys: list[Any], values: list[Any]) -> None:
+        into = self.stack[-1]
+        if type(into) is not dict or len(keys) != len(values):
+            raise FormatError("a pickle puts items into something that is not a table")
+        for key, value in zip(keys, values, strict=True):
+            into[self._key(key)] = value
+
+    def _appends(self) -> None:
+        items = self.pop_mark()
+        self._list().extend(items)
+
+    def _append(self) -> None:
+        value = self.stack.pop()
+        self._list().append(value)
+
+    def _list(self) -> list[Any]:
+        into = self.stack[-1]
+        if type(into) is not list:
+            raise FormatError("a pickle appends to something that is not a list")
+        return into
+
+    def _additems(self) -> None:
+        items = self.pop_mark()
+        into = self.stack[-1]
+        if type(into) is not set:
+            raise FormatError("a pickle adds to something that is not a set")
+        into.update(map(self._key, items))
+
+    def _frozenset(self) -> None:
+        self.append(frozenset(map(self._key, self.pop_mark())))
+
+    def _key(self, key: Any) -> Any:
+        """Return a key if it is safe to hash.  Raises `FormatError` otherwise."""
+        kind = type(key)
+        if kind in (str, bytes, bool, type(None), Global, PickledObject):
+            return key
+        if kind is int and -_LARGEST_KEY < key < _LARGEST_KEY:
+            return key
+        self._num_tuple_keys += 1
+        if kind in (tuple, float) and self._num_tuple_keys <= MAX_TUPLE_KEYS:
+            return key
+        raise FormatError(f"a pickle has a key of type {kind.__name__}, or too many keys that are not texts")
+
+
+_OWN = {
+    "REDUCE": _Machine._reduce,
+    "NEWOBJ": _Machine._reduce,
+    "BUILD": _Machine._build,
+    "SETITEM": _Machine._setitem,
+    "SETITEMS": _Machine._setitems,
+    "APPEND": _Machine._append,
+    "APPENDS": _Machine._appends,
+    "ADDITEMS": _Machine._additems,
+    "FROZENSET": _Machine._frozenset,
+}
+for _name in " ".join(_OPCODES).split():
+    _code = getattr(pickle, _name)[0]
+    _Machine.dispatch[_code] = _OWN.get(_name) or pickle._Unpickler.dispatch[_code]

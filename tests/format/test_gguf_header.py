@@ -1,0 +1,79 @@
+"""The header of GGUF, written here by its documentation."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import reknit
+from reknit.errors import FormatError
+from reknit.format.foreign.gguf_header import read_gguf_header
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+def header(values: dict[str, bytes], tensors: list[tuple[str, tuple[int, ...], int, int]]) -> bytes:
+    data = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(values))
+    for key, value in values.items():
+        data += text(key) + value
+    for name, shape, kind, offset in tensors:
+        data += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape[::-1], kind, offset)
+    return data + bytes(-len(data) % 64)
+
+
+VALUES = {
+    "general.alignment": struct.pack("<II", 4, 64),
+    "general.name": struct.pack("<I", 8) + text("tiny"),
+    "tokens": struct.pack("<IIQ", 9, 8, 2) + text("a") + text("b"),
+    "scores": struct.pack("<IIQ2f", 9, 6, 2, 0.5, 1.5),
+    "flag": struct.pack("<I?", 7, True),
+}
+
+
+def read(data: bytes) -> Any:
+    return read_gguf_header(lambda start, nbytes: data[start : start + nbytes], len(data))
+
+
+def test_a_file_is_opened_with_its_metadata_and_its_blocks(tmp_path: Path) -> None:
+    w = np.arange(12, dtype=np.float32).reshape(3, 4)
+    blocks = np.arange(2 * 34, dtype=np.uint8).reshape(2, 34)
+    data = header(VALUES, [("w", (3, 4), 0, 0), ("q", (2, 32), 8, 64)])
+    (tmp_path / "a.gguf").write_bytes(data + w.tobytes().ljust(64, b"\0") + blocks.tobytes())
+    with reknit.open(tmp_path / "a.gguf") as checkpoint:
+        assert np.array_equal(checkpoint.read("model", "w"), w)
+        assert np.array_equal(checkpoint.read("model", "w", (1, slice(1, 3))), w[1, 1:3])
+        assert np.array_equal(checkpoint.read("model", "q"), blocks)
+        assert checkpoint.values["gguf"]["tokens"] == ["a", "b"]
+        assert checkpoint.values["gguf"]["scores"] == [0.5, 1.5]
+        assert checkpoint.values["gguf"]["flag"] is True
+        assert checkpoint.values["gguf_blocks"]["q"] == "Q8_0"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GGUF",
+        b"GGUF" + struct.pack(">I", 3) + bytes(100),
+        b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 1 << 60) + bytes(1 << 16),
+        header({"a": struct.pack("<IIQ", 9, 0, 1 << 50)}, []),
+        header({"a": struct.pack("<IIQ", 9, 8, 1 << 50)}, []),
+        header({"a": struct.pack("<IIQ", 9, 9, 1) * 9}, []),
+        header({"a": struct.pack("<I", 99)}, []),
+        header({"general.alignment": struct.pack("<II", 4, 0)}, []),
+        header({}, [("w", (1 << 40, 1 << 40), 0, 0)]),
+        header({}, [("w", (3,), 77, 0)]),
+        header({}, [("w", (33,), 8, 0)]),
+        header({}, [("w", (1,) * 40, 0, 0)]),
+    ],
+)
+def test_an_impossible_header_is_refused(data: bytes) -> None:
+    with pytest.raises(FormatError):
+        read(data)
