@@ -97,6 +97,11 @@ def hostile(canary: Path) -> dict[str, bytes]:
         "nothing": b"",
         "a persistent name": b"Pabc\n.",
         "data outside": b"\x80\x02NQ.",
+        "a deep key": b"\x80\x04})" + b"\x85" * 1_000_000 + b"Ns.",
+        "a deep key of a set": b"\x80\x04\x8f()" + b"\x85" * 1_000_000 + b"\x90.",
+        "a deep member of a fixed set": b"\x80\x04()" + b"\x85" * 1_000_000 + b"\x91.",
+        "a deep argument": b"\x80\x04ctorch\nSize\n)" + b"\x85" * 1_000_000 + b"R.",
+        "a deep identifier": b"\x80\x04)" + b"\x85" * 1_000_000 + b"Q.",
         "keys of equal hashes": b"\x80\x02}("
         + b"".join(b"\x8a\x0a" + ((2**61 - 1) * n).to_bytes(10, "little") + b"N" for n in range(5000))
         + b"u.",

@@ -21,6 +21,9 @@ MAX_PICKLE_NBYTES = 256 << 20
 MAX_TUPLE_KEYS = 1_000
 """Keys that are tuples, in one pickle: tuples can be made to have equal hashes."""
 
+_MOST_MEMBERS = 64
+_MEMBERS = frozenset({str, bytes, int, float, bool, type(None)})
+"""Members of a key that is a tuple."""
 _LARGEST_KEY = 1 << 60
 """Integers below this are their own hashes."""
 _OPCODES = (
@@ -40,6 +43,7 @@ _DAMAGE = (
     IndexError,
     KeyError,
     OverflowError,
+    RecursionError,
     TypeError,
     ValueError,
     pickle.UnpicklingError,
@@ -212,9 +216,15 @@ class _Machine(pickle._Unpickler):
         if kind is int and -_LARGEST_KEY < key < _LARGEST_KEY:
             return key
         self._num_tuple_keys += 1
-        if kind in (tuple, float) and self._num_tuple_keys <= MAX_TUPLE_KEYS:
+        short = kind is float or (kind is tuple and _is_short(key))
+        if short and self._num_tuple_keys <= MAX_TUPLE_KEYS:
             return key
         raise FormatError(f"a pickle has a key of type {kind.__name__}, or too many keys that are not texts")
+
+
+def _is_short(key: tuple[Any, ...]) -> bool:
+    """Return whether a tuple is quick to hash; a deep one overflows the stack of the interpreter."""
+    return len(key) <= _MOST_MEMBERS and {*map(type, key)} <= _MEMBERS
 
 
 _OWN = {
