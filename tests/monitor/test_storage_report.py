@@ -32,7 +32,9 @@ def figures() -> dict[tuple[str, str], StorageFigures]:
     """Return the operations of four ranks, of which one waited long and two failed."""
     rows = OperationRows(KnownNames())
     for rank, seconds in enumerate((0.001, 0.001, 0.003, 2.0)):
-        failed = {} if rank < 2 else {"outcome": "DeadlineError", "nbytes": 0, "retries": rank}
+        failed: dict[str, Any] = (
+            {} if rank < 2 else {"outcome": "DeadlineError", "nbytes": 0, "retries": rank}
+        )
         rows.append(waited(rank, seconds, **failed))
     rows.append(waited(0, 5e-5, "get", nbytes=0))
     return storage_figures(rows)
