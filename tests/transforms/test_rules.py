@@ -109,7 +109,7 @@ def test_two_halves_of_each_head_become_pairs_and_halves_again() -> None:
 
 
 @pytest.mark.parametrize("bad", [{"repeat": 0}, {"parts": 0}, {"dim": -1}])
-def test_interleaving_without_parts_or_groups_is_refused(bad: dict[str, int]) -> None:
+def test_interleaving_without_parts_or_groups_is_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="are none"):
         t.interleave("q", **bad)
 

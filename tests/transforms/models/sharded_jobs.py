@@ -23,7 +23,7 @@ def load(kind: str, path: Path) -> dict[str, torch.Tensor]:
     """Load a checkpoint of Megatron into a model that is cut, and return its whole tensors."""
     model = tiny.build(kind, seed=3)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model.model.layers:  # type: ignore[union-attr]
+    for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     options = reknit.LoadOptions(transforms=models.megatron_to_hugging_face(model.config))

@@ -101,11 +101,10 @@ def config(kind: str, **changes: Any) -> Any:
     return transformers.AutoConfig.for_model(kind, **fields)
 
 
-def build(kind: str, *, seed: int, **changes: Any) -> torch.nn.Module:
+def build(kind: str, *, seed: int, **changes: Any) -> Any:
     """Return a small model of a family: no weight, bias or norm has a value that it could have by chance."""
-    model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(
-        config(kind, **changes), attn_implementation="eager"
-    )
+    library: Any = transformers.AutoModelForCausalLM
+    model = library.from_config(config(kind, **changes), attn_implementation="eager")
     model.eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
