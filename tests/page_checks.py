@@ -6,7 +6,8 @@ from typing import Any
 
 _STICKING_OUT = """() => {
   const wide = document.documentElement.clientWidth, found = [];
-  if (document.documentElement.scrollWidth > wide) found.push(`page: ${document.documentElement.scrollWidth} > ${wide}`);
+  const scrolled = document.documentElement.scrollWidth;
+  if (scrolled > wide) found.push(`page: ${scrolled} > ${wide}`);
   for (const each of document.querySelectorAll("body *")) {
     const box = each.getBoundingClientRect();
     if (box.width && box.right > wide + 1 && !each.closest(".scroll") && !each.closest("[hidden]"))
@@ -17,8 +18,8 @@ _STICKING_OUT = """() => {
 
 _BAD_CONTRASTS = """() => {
   const parts = (text) => (text.match(/[\\d.]+/g) ?? []).map(Number);
-  const light = ([r, g, b]) => [r, g, b].map((c) => (c /= 255) <= .04045 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4)
-    .reduce((sum, c, k) => sum + c * [.2126, .7152, .0722][k], 0);
+  const linear = (c) => c <= .04045 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4;
+  const light = ([r, g, b]) => .2126 * linear(r / 255) + .7152 * linear(g / 255) + .0722 * linear(b / 255);
   const behind = (each) => {
     for (let at = each; at; at = at.parentElement) {
       const ground = parts(getComputedStyle(at).backgroundColor);
@@ -30,12 +31,14 @@ _BAD_CONTRASTS = """() => {
   for (const each of document.querySelectorAll("body *")) {
     const own = [...each.childNodes].some((child) => child.nodeType === 3 && child.textContent.trim());
     const box = each.getBoundingClientRect();
-    if (!own || !box.width || each.disabled || ["SCRIPT", "STYLE", "OPTION"].includes(each.tagName)) continue;
+    if (!own || !box.width || each.disabled) continue;
+    if (["SCRIPT", "STYLE", "OPTION"].includes(each.tagName)) continue;
     const style = getComputedStyle(each), size = parseFloat(style.fontSize);
     const large = size >= 24 || size >= 18.66 && Number(style.fontWeight) >= 700;
     const [a, b] = [light(parts(style.color)), light(behind(each))].sort((x, y) => y - x);
     const ratio = (a + .05) / (b + .05);
-    if (ratio < (large ? 3 : 4.5)) found.add(`${each.tagName} ${each.id || each.className}: ${ratio.toFixed(2)}`);
+    const name = `${each.tagName} ${each.id || each.className}`;
+    if (ratio < (large ? 3 : 4.5)) found.add(`${name}: ${ratio.toFixed(2)}`);
   }
   return [...found].slice(0, 10);
 }"""

@@ -55,26 +55,38 @@ def a_save(events: list[Any]) -> RecordedOperation:
 
 def test_a_page_of_very_many_names_steps_and_axes_stays_small(tmp_path: Path) -> None:
     own: dict[str, Any] = {"action": "training", "path": ""}
-    lines = [record(f"name {number}", 0, number, 1, step=7) for number in range(70_000)]
-    lines += [record("eat", 0, number, 1, step=number, **own) for number in range(5_000)]
+    lines = [record(f"name {number}", 0, number, 1, step=7) for number in range(66_000)]
+    lines += [record("eat", 0, number, 1, step=number, **own) for number in range(2_500)]
     lines += [record("eat", 1, 0, 1, step=1, coordinate={f"axis {k}": k for k in range(9_000)}, **own)]
     JsonLines(str(tmp_path / "e.jsonl")).take(lines)
     operations, *_ = read_operations([str(tmp_path)])
-    assert len(operations) == 5_001
+    assert len(operations) == 2_501
     assert len(page(operations)) < 2 * MIB
     last = [each for each in operations if each.action == "save"]
     assert len(page(last)) < 2 * MIB
 
 
 def test_a_page_of_ten_thousand_ranks_in_many_phases_stays_small() -> None:
-    names = [f"phase {n}" for n in range(12)]
-    events = [record(name, rank, n, 0.5) for rank in range(10_000) for n, name in enumerate(names)]
-    text = page([a_save(events)] * 3)
-    assert len(text) < 5 * MIB
-    *older, last = data_of(text)["operations"]
-    assert [("detail" in each) for each in older] == [False, False]
-    assert len(column(last["detail"]["bars"]["rank"], "<u2")) == 120_000
-    assert last["detail"]["bars"]["left_out"] == 0
+    events = [record(name, rank, n, 0.5) for n, name in enumerate("abcdefgh") for rank in range(10_000)]
+    before = [record("a", rank, 0, 1, step=step) for step in range(20) for rank in range(2_000)]
+    older = [a_save(before[step * 2_000 : (step + 1) * 2_000]) for step in range(20)]
+    text = page([*older, a_save(events)])
+    assert len(text) < 3 * MIB
+    operations = data_of(text)["operations"]
+    last = operations[-1]["detail"]["bars"]
+    assert len(column(last["rank"], "<u2")) == 80_000
+    assert last["left_out"] == 0
+    assert "detail" in operations[-2]
+
+
+def test_pictures_are_for_the_last_operations_where_the_page_has_no_room_for_all() -> None:
+    events = [record("write", rank, n % 7, 0.1) for n in range(7) for rank in range(3_000)]
+    text = page([a_save(events)] * 25)
+    assert len(text) < 4 * MIB
+    has = ["detail" in each for each in data_of(text)["operations"]]
+    assert has[-1]
+    assert not has[0]
+    assert has == sorted(has)
 
 
 def test_bars_that_touch_are_one_and_bars_apart_are_two() -> None:
@@ -95,11 +107,11 @@ def test_bars_that_touch_are_one_and_bars_apart_are_two() -> None:
 
 
 def test_very_many_bars_of_a_rank_are_joined_and_none_is_lost() -> None:
-    events = [record("write", rank, 0.01 * n, 0.005) for rank in range(200) for n in range(1_000)]
+    events = [record("write", rank, 0.01 * n, 0.005) for rank in range(130) for n in range(1_000)]
     bars = detail(figures_of(a_save(events)))["bars"]
     assert len(column(bars["rank"], "<u2")) <= 120_000
     assert bars["left_out"] == 0
-    assert set(column(bars["rank"], "<u2").tolist()) == set(range(200))
+    assert set(column(bars["rank"], "<u2").tolist()) == set(range(130))
 
 
 def test_a_picture_of_nothing_and_of_one_event_is_drawn() -> None:

@@ -1,1 +1,1 @@
-"""Pictures of a checkpoint: its writers, its files, the cuts of its tensors, the reads of another layout."""
+"""Pictures of a checkpoint: its writers, the cuts of its tensors, the reads of another layout."""

@@ -1,1 +1,1 @@
-"""Pages for a browser, each one file that needs no network: style, scripts, and the chart library."""
+"""Pages for a browser, each one file: style, scripts, and the chart library."""

@@ -27,12 +27,18 @@ function three(x) {
   return x === 0 ? "0" : Math.abs(x) >= 100 ? Math.round(x).toLocaleString("en") : Number(x.toPrecision(3)).toString();
 }
 function time(s) {
-  return s < 1e-3 ? `${three(s * 1e6)} µs` : s < 1 ? `${three(s * 1e3)} ms` : s < 120 ? `${three(s)} s` : `${three(s / 60)} min`;
+  return s === 0 ? "0 s" : s < 1e-3 ? `${three(s * 1e6)} µs` : s < 1 ? `${three(s * 1e3)} ms` : s < 120 ? `${three(s)} s` : `${three(s / 60)} min`;
 }
 function size(n) {
   let unit = 0;
   while (n >= 1023.95 && unit < 6) { n /= 1024; unit++; }
   return `${unit ? n.toFixed(1) : three(n)} ${["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"][unit]}`;
+}
+// The unit for numbers up to this one, so that an axis has round numbers: its size and its name.
+function unit(most) {
+  let power = 0;
+  while (most >= 1024 ** (power + 1) && power < 6) power++;
+  return [1024 ** power, ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"][power]];
 }
 function node(name, text, more) {
   return Object.assign(document.createElement(name), { textContent: text ?? "" }, more);

@@ -38,14 +38,14 @@ function drawHeat() {
   const rows = [];
   for (let row = 0; row < found.shares.length; row++) if (found.shares[row] !== FULL) rows.push(row);
   const { at, along, down } = grid(rows);
-  const across = Math.max(1, ...columnsOf(at, 0)) + 0, deep = Math.max(1, ...columnsOf(at, 1));
+  const across = reach(at, 0), deep = reach(at, 1);
   // The longer side lies along the page, and goes on below where the page ends.
   const turned = deep > across * 2, long = turned ? deep : across, wide = turned ? across : deep;
   const total = Math.max(200, $("heat").parentElement.clientWidth), left = 8 * fontSize(), room = total - left - 4;
   let edge = Math.max(2, Math.min(30, Math.floor(room / long)));
   const fits = Math.max(1, Math.floor(room / edge)), bands = Math.ceil(long / fits);
   const gap = edge > 5 ? 1 : 0, top = fontSize() * 1.6;
-  let high = edge;
+  let high = Math.max(edge, Math.min(12, (HEAT_HIGH / bands - top) / wide));
   if (bands * (wide * high + top) > HEAT_HIGH) high = Math.max(1, (HEAT_HIGH / bands - top) / wide);
   const band = wide * high + top;
   const [ink] = pen($("heat"), bands * band + 4);
@@ -72,13 +72,18 @@ function drawHeat() {
       ink.fillText(short(side, 14), 0, k * band + top + (b + .5) * high, left - 6);
     }
   }
+  // Single slow ranks among thousands are small: a ring shows where they are.
+  if (edge < 8) {
+    const slow = cells.filter((cell) => cell.seconds > 1.5 * found.median && cell.seconds > found.median + .02 * data_of.seconds);
+    ink.strokeStyle = colour("mark");
+    ink.lineWidth = 2;
+    for (const cell of slow.sort((a, b) => b.seconds - a.seconds).slice(0, 20)) { ink.beginPath(); ink.arc(cell.x + edge / 2, cell.y + high / 2, 9, 0, 7); ink.stroke(); }
+  }
   drawScale(found);
   if (pointedRow >= 0) ring();
 }
-function columnsOf(at, k) {
-  let most = 1;
-  for (const place of at) most = Math.max(most, place[k] + 1);
-  return [most];
+function reach(at, k) {
+  return at.reduce((most, place) => Math.max(most, place[k] + 1), 1);
 }
 function drawScale(found) {
   const [ink, wide] = pen($("scale"), 46), long = Math.min(420, wide - 90), left = 8;

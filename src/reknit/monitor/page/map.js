@@ -10,13 +10,13 @@ function drawWriters() {
   // Bars are drawn over each other: each is the sum of its item and those after it.
   const sums = items.map((_, n) => names.map((_, k) => nbytes.slice(n).reduce((sum, row) => sum + row[k], 0)));
   const bars = uPlot.paths.bars({ size: [per > 1 || names.length > 60 ? 1 : .8, 60], gap: 0 });
+  const most = Math.max(1, ...(sums[0] ?? [1])), [one, word] = unit(most);
   const series = [{ label: per > 1 ? "ranks" : "rank", value: (u, v) => names[v] ?? "" }, ...items.map((item, n) => ({
     label: short(item || "values", 30), fill: LANES[n % LANES.length], stroke: LANES[n % LANES.length], width: 0, paths: bars, points: { show: false },
     value: (u, v, s, k) => k === null || k === undefined ? "" : shown(u, nbytes[n][k]),
   }))];
-  const axes = [{ side: 2, values: (u, ticks) => ticks.map((n) => Number.isInteger(n) && names[n] ? names[n].replace(/^ranks? /, "") : ""), space: fontSize() * 6 }, { values: (u, ticks) => ticks.map(size), size: fontSize() * 5.5 }];
-  const most = Math.max(1, ...(sums[0] ?? [1]));
-  chart($("writers"), 260, series, axes, [names.map((_, k) => k), ...sums], { scales: { x: { time: false, range: () => [-.7, names.length - .3] }, y: { range: () => [0, most * 1.08] } } });
+  const axes = [{ side: 2, values: (u, ticks) => ticks.map((n) => Number.isInteger(n) && names[n] ? names[n].replace(/^ranks? /, "") : ""), space: fontSize() * 6 }, { values: (u, ticks) => ticks.map((v) => `${three(v)} ${word}`), size: fontSize() * 5 }];
+  chart($("writers"), 260, series, axes, [names.map((_, k) => k), ...sums.map((row) => row.map((v) => v / one))], { scales: { x: { time: false, range: () => [-.7, names.length - .3] }, y: { range: () => [0, most / one * 1.08] } } });
 }
 function drawInside() {
   const file = data.files[Number($("file").value)];

@@ -6,26 +6,26 @@ function drawThroughput() {
   const speeds = data_of.throughput, step = data_of.seconds / Math.max(1, speeds.length);
   const x = speeds.map((_, n) => (n + .5) * step), limit = data.limit?.bytes_per_s;
   const mean = chosen.seconds > 0 ? chosen.nbytes / chosen.seconds : 0;
+  const top = Math.max(limit ?? 0, ...speeds) * 1.08 || 1, [per, word] = unit(top), scaled = (v) => v / per;
   $("of-bytes").hidden = !chosen.nbytes;
   if (!chosen.nbytes) return;
   $("limit").textContent = limit
     ? `Dashed: ${data.limit.noun}, ${size(limit)}/s. On average ${size(mean)}/s, ${Math.round(100 * mean / limit)} % of it.`
     : `On average ${size(mean)}/s.`;
-  const speed = (u, v) => v === null || v === undefined ? "" : `${size(v)}/s`;
+  const speed = (u, v) => v === null || v === undefined ? "" : `${size(v * per)}/s`;
   const series = [
     { label: "at", value: (u, v) => v === null || v === undefined ? "" : time(v) },
     { label: "throughput", stroke: colour("bar"), fill: colour("bar") + "33", width: 2, value: speed, paths: uPlot.paths.stepped({ align: 1 }), points: { show: false } },
     { label: data.limit?.noun ?? "limit", stroke: colour("mark"), width: 2, dash: [8, 6], value: speed, points: { show: false } },
   ];
-  const axes = [{ side: 2, values: (u, all) => all.map(time) }, { values: (u, all) => all.map((v) => `${size(v)}/s`), size: fontSize() * 6.4 }];
-  const top = Math.max(limit ?? 0, ...speeds) * 1.08 || 1;
-  chart($("throughput"), 260, series, axes, [x, speeds, speeds.map(() => limit ?? null)], { scales: { x: { time: false }, y: { range: () => [0, top] } } });
+  const axes = [{ side: 2, values: (u, all) => all.map(time) }, { values: (u, all) => all.map((v) => `${three(v)} ${word}/s`), size: fontSize() * 6 }];
+  chart($("throughput"), 260, series, axes, [x, speeds.map(scaled), speeds.map(() => limit ? limit / per : null)], { scales: { x: { time: false, range: () => [0, data_of.seconds] }, y: { range: () => [0, top / per] } } });
   $("throughput").setAttribute("aria-label", `throughput of all ranks together: on average ${size(mean)} per second, at most ${size(Math.max(0, ...speeds))} per second`);
 }
 function drawSteps() {
   const all = data.operations, x = all.map((_, n) => n), at = all.indexOf(chosen), seconds = (u, v) => v === null || v === undefined ? "" : time(v);
   const name = (n) => all[n] ? all[n].step === null ? all[n].action : `${all[n].action} ${all[n].step}` : "";
-  const bars = uPlot.paths.bars({ size: [.72, 60], align: 0 });
+  const bars = uPlot.paths.bars({ size: [.72, 60], align: 0 }), bytes = Math.max(1, ...all.map((o) => o.nbytes)), [per, word] = unit(bytes);
   const dots = (label, stroke, width) => ({ label, stroke, width: 0, paths: () => null, points: { show: true, size: width, fill: stroke, stroke }, value: seconds });
   const series = [
     { label: "step", value: (u, v) => v === null || v === undefined ? "" : name(v) },
@@ -33,17 +33,17 @@ function drawSteps() {
     { label: "training blocked", fill: colour("mark"), stroke: colour("mark"), width: 0, paths: bars, value: seconds, points: { show: false } },
     dots("failed", colour("bad"), 11),
     dots("shown", colour("ink"), 7),
-    { label: "size", scale: "size", stroke: colour("bar2"), width: 2, value: (u, v) => v === null || v === undefined ? "" : size(v), points: { show: all.length < 3, fill: colour("bar2") } },
+    { label: "size", scale: "size", stroke: colour("bar2"), width: 2, value: (u, v) => v === null || v === undefined ? "" : size(v * per), points: { show: all.length < 3, fill: colour("bar2") } },
   ];
   const whole = all.map((o) => Math.max(0, o.seconds));
-  const rows = [x, whole, all.map((o) => Math.max(0, Math.min(o.blocked, o.seconds))), all.map((o) => o.failed ? o.seconds : null), all.map((o, n) => n === at ? o.seconds : null), all.map((o) => o.nbytes)];
-  const most = Math.max(1e-9, ...whole), bytes = Math.max(1, ...all.map((o) => o.nbytes));
+  const rows = [x, whole, all.map((o) => Math.max(0, Math.min(o.blocked, o.seconds))), all.map((o) => o.failed ? o.seconds : null), all.map((o, n) => n === at ? o.seconds : null), all.map((o) => o.nbytes / per)];
+  const most = Math.max(1e-9, ...whole);
   const axes = [
     { side: 2, values: (u, ticks) => ticks.map((n) => Number.isInteger(n) ? short(name(n), 14) : "") },
     { values: (u, ticks) => ticks.map(time) },
-    { side: 1, scale: "size", grid: { show: false }, values: (u, ticks) => ticks.map(size), size: fontSize() * 5 },
+    { side: 1, scale: "size", grid: { show: false }, values: (u, ticks) => ticks.map((v) => `${three(v)} ${word}`), size: fontSize() * 4.8 },
   ];
-  const scales = { x: { time: false, range: () => [-.7, all.length - .3] }, y: { range: () => [0, most * 1.1] }, size: { range: () => [0, bytes * 1.15] } };
+  const scales = { x: { time: false, range: () => [-.7, all.length - .3] }, y: { range: () => [0, most * 1.1] }, size: { range: () => [0, bytes / per * 1.15] } };
   const made = chart($("steps"), 260, series, axes, rows, { scales, cursor: { y: false, drag: { x: false, y: false } } });
   made.over.addEventListener("click", () => {
     if (made.cursor.idx !== null && made.cursor.idx !== undefined) { $("operation").value = made.cursor.idx; show(); }
