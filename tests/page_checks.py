@@ -1,4 +1,4 @@
-"""Checks of a page that a browser shows: what sticks out of it, and which texts are hard to read."""
+"""Checks of a page that a browser shows: its width, and the contrast of its texts."""
 
 from __future__ import annotations
 

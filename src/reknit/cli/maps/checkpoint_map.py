@@ -172,7 +172,7 @@ def _tensors(
 
 
 def _drawn(index: Index, rows: NDArray[np.int64], ndim: int) -> list[int]:
-    """Return the two dimensions that are drawn: those that are cut, else the first ones."""
+    """Return the two dimensions that are drawn: the first dimensions with a cut, else the first ones."""
     cut = [d for d in range(ndim) if len(np.unique(index.offsets[rows, d])) > 1]
     both = sorted([*cut, *(d for d in range(ndim) if d not in cut)][:2])
     return [*both, *([-1] * (2 - len(both)))]

@@ -41,7 +41,7 @@ function drawSteps() {
   const axes = [
     { side: 2, values: (u, ticks) => ticks.map((n) => Number.isInteger(n) ? short(name(n), 14) : "") },
     { values: (u, ticks) => ticks.map(time) },
-    { side: 1, scale: "size", grid: { show: false }, values: (u, ticks) => ticks.map((v) => `${three(v)} ${word}`), size: fontSize() * 4.8 },
+    { side: 1, scale: "size", grid: { show: false }, values: (u, ticks) => ticks.map((v) => `${three(v)} ${word}`), size: fontSize() * 5.6 },
   ];
   const scales = { x: { time: false, range: () => [-.7, all.length - .3] }, y: { range: () => [0, most * 1.1] }, size: { range: () => [0, bytes / per * 1.15] } };
   const made = chart($("steps"), 260, series, axes, rows, { scales, cursor: { y: false, drag: { x: false, y: false } } });
