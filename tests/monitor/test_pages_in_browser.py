@@ -54,6 +54,15 @@ def tab(browser: Any) -> Iterator[Any]:
     assert problems == []
 
 
+def test_the_checks_notice_a_wide_element_and_a_pale_text(tab: Any) -> None:
+    tab.set_viewport_size({"width": 390, "height": 900})
+    tab.set_content("<p id=wide>wide</p><p id=pale>pale</p><p id=fine>fine</p>")
+    tab.evaluate("document.getElementById('wide').style.width = '500px'")
+    tab.evaluate("document.getElementById('pale').style.color = '#999'")
+    assert [found.split(":")[0] for found in sticking_out(tab)] == ["page", "P wide"]
+    assert [found.split(":")[0] for found in bad_contrasts(tab)] == ["P pale"]
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280, 3840])
 def test_nothing_sticks_out_and_every_text_is_readable(

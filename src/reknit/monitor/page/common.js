@@ -23,6 +23,10 @@ function heat(x) {
   const at = Math.max(0, Math.min(1, x)) * (STOPS.length - 1), k = Math.min(Math.floor(at), STOPS.length - 2);
   return "rgb(" + STOPS[k].map((from, c) => Math.round(from + (STOPS[k + 1][c] - from) * (at - k))).join(",") + ")";
 }
+function dark(hex) {
+  const [r, g, b] = [1, 3, 5].map((k) => parseInt(hex.slice(k, k + 2), 16));
+  return .299 * r + .587 * g + .114 * b < 140;
+}
 function three(x) {
   return x === 0 ? "0" : Math.abs(x) >= 100 ? Math.round(x).toLocaleString("en") : Number(x.toPrecision(3)).toString();
 }
@@ -112,15 +116,15 @@ function redrawn(draw) {
     waiting = requestAnimationFrame(draw);
   }).observe(document.body);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-  let opened = [];
+  let folded = [];
   window.addEventListener("beforeprint", () => {
-    opened = [...document.querySelectorAll("details:not([open])")];
-    for (const each of opened) each.open = true;
+    folded = [...document.querySelectorAll("details:not([open])")];
+    for (const each of folded) each.open = true;
     document.documentElement.classList.add("printing");
     draw();
   });
   window.addEventListener("afterprint", () => {
-    for (const each of opened) each.open = false;
+    for (const each of folded) each.open = false;
     document.documentElement.classList.remove("printing");
     draw();
   });

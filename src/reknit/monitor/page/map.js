@@ -29,17 +29,13 @@ function drawInside() {
     const w = Math.max(1, nbytes * scale - (nbytes * scale > 4 ? 1 : 0));
     ink.fillStyle = LANES[n % LANES.length];
     ink.fillRect(1 + start * scale, 0, w, 38);
-    if (w > ink.measureText(name).width + 8) { ink.fillStyle = luminance(LANES[n % LANES.length]) < 140 ? "#fff" : "#000"; ink.fillText(name, 5 + start * scale, 19); }
+    if (w > ink.measureText(name).width + 8) { ink.fillStyle = dark(LANES[n % LANES.length]) ? "#fff" : "#000"; ink.fillText(name, 5 + start * scale, 19); }
     if (n === partAt) { ink.strokeStyle = colour("mark"); ink.lineWidth = 3; ink.strokeRect(1 + start * scale, 1.5, Math.max(3, w), 35); }
   });
   ink.fillStyle = colour("quiet");
   ink.fillText("0", 0, 38 + small);
   ink.textAlign = "right";
   ink.fillText(size(file.nbytes), wide, 38 + small);
-}
-function luminance(hex) {
-  const [r, g, b] = [1, 3, 5].map((k) => parseInt(hex.slice(k, k + 2), 16));
-  return .299 * r + .587 * g + .114 * b;
 }
 function describePart() {
   const file = data.files[Number($("file").value)], one = file.parts[partAt];

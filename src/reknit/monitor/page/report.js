@@ -121,7 +121,7 @@ function chooseLane() {
   $("columns").value = again ? again[1] : data_of.axes.length ? String(data_of.axes.length - 1) : ways[0][1];
 }
 async function show() {
-  const number = Number($("operation").value), other = data.operations[number] !== chosen;
+  const number = Number($("operation").value), other = data.operations[number].name !== chosen?.name, before = data_of;
   chosen = data.operations[number];
   if (!chosen.detail && !chosen.past && data.version !== undefined) {
     const answer = await fetch(`details/${data.version}/${number}`);
@@ -137,7 +137,9 @@ async function show() {
   fill($("path"), ["phase", "rank", "from", "seconds"], (picture?.path ?? []).map((part) => [
     data_of.lanes[part.lane]?.name ?? "between phases", part.name, time(part.start), (part.stop - part.start).toFixed(3)]));
   if (data_of) {
-    if (other) { [from_s, until_s] = [0, data_of.seconds]; pointed = null; pointedRow = -1; openHost = -1; }
+    // More events of the same save leave the zoom as it is.
+    if (other || !before || (from_s === 0 && until_s >= before.seconds)) [from_s, until_s] = [0, data_of.seconds];
+    if (other || before?.ranks.length !== data_of.ranks.length) { pointed = null; pointedRow = -1; opened = null; }
     chooseRows();
     arrange();
     chooseLane();

@@ -2,7 +2,7 @@
 // The timeline: bars of single ranks, or of many ranks together as density; the critical path above them.
 const MOST_LINES = 160, PAGE_LINES = 40;
 let data_of = null; // the picture of the chosen operation, with its numbers unpacked
-let lines = [], firstLine = 0, openHost = -1, from_s = 0, until_s = 1, pointed = null, shape = null, dragged = null;
+let lines = [], firstLine = 0, opened = null, from_s = 0, until_s = 1, pointed = null, shape = null, dragged = null;
 
 function unpacked(picture) {
   if (picture.host_rows) return picture;
@@ -51,14 +51,14 @@ function arrange() {
   else if (mode === "number" && all.length > PAGE_LINES) lines = bunched(all.map((row) => [row]), (rows) => `rank ${rankNumber(rows[0])}`);
   else if (mode === "number") lines = single(all);
   else if (mode === "last") lines = single(all.sort((a, b) => data_of.ends[b] - data_of.ends[a]));
-  else lines = single(data_of.host_rows[openHost] ?? []);
+  else lines = single(opened.rows);
   firstLine = 0;
 }
 function chooseRows() {
   const mode = $("rows").value, several = data_of.hosts.length > 1, names = [];
   if (several) names.push(["hosts", "hosts (density of their ranks)"]);
   names.push(["number", "all ranks by number"], ["last", "ranks that ended last, first"]);
-  if (openHost >= 0) names.push(["host", `ranks of ${data_of.hosts[openHost] || "a host"}`]);
+  if (opened) names.push(["opened", `ranks of ${opened.label}`]);
   $("rows").replaceChildren(...names.map(([value, name]) => new Option(name, value)));
   const usual = data_of.ranks.length <= PAGE_LINES ? "number" : several ? "hosts" : "number";
   $("rows").value = names.some((each) => each[0] === mode) && mode ? mode : usual;
@@ -123,10 +123,6 @@ function drawPath(ink, left, room, scale, small) {
     }
     ink.fillStyle = colour("ink");
   }
-}
-function dark(hex) {
-  const [r, g, b] = [1, 3, 5].map((k) => parseInt(hex.slice(k, k + 2), 16));
-  return .299 * r + .587 * g + .114 * b < 140;
 }
 // Trainer above, agent below; waiting is pale and thin, work in colour, short bars over long ones.
 function drawRank(ink, row, y, high, left, room, scale) {
@@ -206,9 +202,9 @@ function zoom(factor, middle) {
 function openLine() {
   const line = pointed && shape.shown[pointed.line];
   if (!line || line.rows.length < 2) return;
-  openHost = data_of.host[line.rows[0]];
+  opened = line;
   chooseRows();
-  $("rows").value = "host";
+  $("rows").value = "opened";
   arrange();
   pointed = null;
   drawTime();
