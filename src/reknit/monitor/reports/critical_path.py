@@ -15,6 +15,8 @@ COORDINATION = "between phases"
 _MOST_PARTS = 64
 _SAME_SHARE = 0.005
 """A phase continues the path on its rank if it ends within this share of the whole before the next part."""
+_SMALL_SHARE = 0.0005
+"""The path begins with the last part that leaves less than this share of the whole before it."""
 
 
 class PathPart(NamedTuple):
@@ -41,13 +43,13 @@ def critical_path(columns: EventColumns) -> list[PathPart]:
     if not len(columns.start):
         return []
     end = float(columns.stop.max())
-    margin = max(_SAME_SHARE * end, 1e-6)
+    margin, small = max(_SAME_SHARE * end, 1e-6), max(_SMALL_SHARE * end, 1e-9)
     rank, lane, start, stop = (
         column[work] for column in (columns.rank, columns.lane, columns.start, columns.stop)
     )
     parts: list[PathPart] = []
     at, own = end, -1
-    while at > margin and len(parts) < _MOST_PARTS:
+    while at > small and len(parts) < _MOST_PARTS:
         reach = np.where(start < at - 1e-9, np.minimum(stop, at), -1.0)
         best = float(reach.max()) if len(reach) else -1.0
         if best < 0:
