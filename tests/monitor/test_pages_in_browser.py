@@ -25,15 +25,15 @@ LIMIT_MS = 60_000
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The address of a report of two saves, the last of which failed on one rank, with storage and a run."""
-    folder = tmp_path_factory.mktemp("report")
-    sink = JsonLines(str(folder / "more.jsonl"))
+    folder, more = tmp_path_factory.mktemp("report"), tmp_path_factory.mktemp("more")
+    sink = JsonLines(str(more / "more.jsonl"))
     sink.take(
         [record("write", rank, -60, 1, step=6, path="run/step_6", nbytes=1 << 30) for rank in range(16)]
     )
     sink.take([storage_record("write", seconds=0.01 * n, rank=n) for n in range(9)])
     sink.take([record("remove", 0, 9, 0, action="remove", path="run/step_1")])
     sixteen_ranks(folder)
-    found = read_operations([str(folder)])
+    found = read_operations([str(folder), str(more)])
     shown = folder / "report.html"
     shown.write_text(page(found.operations, run=found.run))
     return shown.as_uri()
