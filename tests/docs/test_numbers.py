@@ -46,7 +46,7 @@ NUMBERS: dict[str, list[tuple[str, str, float]]] = {
         ("in its first thousand files", "engine/record/other_formats.py:MOST_FOREIGN", 1000),
         ("Of more than 64 ranks", "cli/maps/layout_reads.py:MOST_RANKS", 64),
         ("the 300 largest tensors", "cli/maps/checkpoint_map.py:_MOST_TENSORS", 300),
-        ("the 100\nlargest files", "cli/maps/checkpoint_map.py:_MOST_FILES", 100),
+        ("and the 100 largest files", "cli/maps/checkpoint_map.py:_MOST_FILES", 100),
         ("in more than 2,000 chunks", "cli/maps/checkpoint_map.py:_MOST_CHUNKS", 2000),
         ("keeps a million events", "monitor/dash/live_view.py:_MOST_EVENTS", 1_000_000),
         ("a summary of a thousand older", "monitor/dash/live_view.py:_MOST_PAST", 1000),
