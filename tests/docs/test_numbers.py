@@ -71,7 +71,7 @@ NUMBERS: dict[str, list[tuple[str, str, float]]] = {
         ("the last 2,000 saves and loads", "monitor/reports/report_page.py:_MOST_OPERATIONS", 2000),
         ("The last 300 have a summary", "monitor/reports/report_page.py:_MOST_FIGURED", 300),
         ("as fit into 3 MB", "monitor/reports/report_page.py:_DETAIL_LETTERS", 3_000_000),
-        ("at most 24 phases by name", "monitor/reports/event_columns.py:MOST_LANES", 24),
+        ("at most 24 phases by name", "monitor/figures/event_columns.py:MOST_LANES", 24),
         ("and 120,000 bars", "monitor/reports/operation_detail.py:_MOST_BARS", 120_000),
         ("50,000 divided by", "cli/reports/cost_options.py:_RANK_MTTF_H", 50_000),
         ("takes longer than two seconds", "monitor/progress.py:Intervals.quiet_s", 2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -13,6 +14,7 @@ from reknit.monitor.sinks.jsonl import JsonLines
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from reknit.monitor.records import Record
     from reknit.monitor.reports.recorded_operations import RecordedOperation
 
 SLOW, FAILED = 13, 6
@@ -65,6 +67,14 @@ def of_rank(name: str, rank: int, start: float, seconds: float, **more: Any) -> 
         "coordinate": {"dp": rank // 4, "tp": rank % 4},
     }
     return phase(name, rank=rank, **(known | more))
+
+
+def recorded(*records: Record) -> RecordedOperation:
+    """Return the save or load that these records are of, as a report reads it."""
+    with tempfile.TemporaryDirectory() as folder:
+        JsonLines(f"{folder}/events.jsonl").take(records)
+        (found,) = read_operations([folder]).operations
+    return found
 
 
 def sixteen_ranks(folder: Path) -> RecordedOperation:

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from reknit.monitor.reports.critical_path import critical_path
-from reknit.monitor.reports.event_columns import OTHER, event_columns
+from reknit.monitor.figures.critical_path import critical_path
+from reknit.monitor.figures.event_columns import OTHER, event_columns
+from reknit.monitor.figures.throughput import Limit, bytes_per_s, highest
 from reknit.monitor.reports.operation_summary import figures_of, summary
-from reknit.monitor.reports.recorded_operations import RecordedOperation
-from reknit.monitor.reports.storage_figures import StorageFigures
 from reknit.monitor.reports.terminal_summary import letters_of, sparkline, summary_lines
-from reknit.monitor.reports.throughput import Limit, bytes_per_s, highest
 from tests.monitor.records import of_rank as record
 from tests.monitor.records import operation as storage_record
+from tests.monitor.records import recorded
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from reknit.monitor.records import PhaseRecord
+    from reknit.monitor.reports.recorded_operations import RecordedOperation
 
 GIB = 1 << 30
-
-
-def a_save(*events: Any, **more: Any) -> RecordedOperation:
-    return RecordedOperation("save", "run/step_7", 7, list(events), **more)
 
 
 def of_ranks(
@@ -33,11 +34,11 @@ def of_ranks(
         seconds = (slow or {}).get(rank, 1.0)
         events += [record("collect", rank, 0.0, 0.1), record("commit", rank, 0.1, 5.0)]
         events += [record(phase, rank, 0.1, seconds, nbytes=(nbytes or {}).get(rank, GIB))]
-    return a_save(*events)
+    return recorded(*events)
 
 
-def path_of(operation: RecordedOperation) -> list[tuple[int, str, float, float]]:
-    columns = event_columns(operation)
+def path_of(events: Iterable[PhaseRecord]) -> list[tuple[int, str, float, float]]:
+    columns = event_columns(events)
     return [
         (
             columns.ranks[part.rank] if part.rank >= 0 else -1,
@@ -64,7 +65,7 @@ def test_the_critical_path_goes_from_rank_to_rank_where_one_waits_for_another() 
         record("commit", 0, 1.0, 4.0),
         record("commit", 1, 1.0, 4.0),
     ]
-    assert path_of(a_save(*events)) == [
+    assert path_of(events) == [
         (1, "collect", 0.0, 1.0),
         (0, "write", 1.0, 4.0),
         (-1, "between", 4.0, 5.0),
@@ -74,22 +75,22 @@ def test_the_critical_path_goes_from_rank_to_rank_where_one_waits_for_another() 
 def test_the_path_stays_on_its_rank_while_that_rank_works() -> None:
     events = [record("stage", rank, 0.0, 1.0 + 0.001 * rank) for rank in range(4)]
     events += [record("write", 1, 1.0, 2.0), record("write", 3, 1.003, 1.0)]
-    assert [part[:2] for part in path_of(a_save(*events))] == [(1, "stage"), (1, "write")]
+    assert [part[:2] for part in path_of(events)] == [(1, "stage"), (1, "write")]
 
 
 @pytest.mark.parametrize("events", [[record("commit", 0, 0, 1)], [record("write", 0, 0, 0)]])
 def test_a_path_without_work_or_time_has_no_rank(events: list[Any]) -> None:
-    assert all(rank == -1 for rank, *_ in path_of(a_save(*events)))
+    assert all(rank == -1 for rank, *_ in path_of(events))
 
 
 def test_a_path_of_very_many_phases_ends() -> None:
     events = [record("write", n % 7, 0.01 * n, 0.01) for n in range(3_000)]
-    assert len(path_of(a_save(*events))) <= 64
+    assert len(path_of(events)) <= 64
 
 
 def test_phases_beyond_the_most_are_one_lane_of_others() -> None:
     events = [record(f"own {n}", 0, n, 1 + n) for n in range(30)]
-    columns = event_columns(a_save(*events), most_lanes=4)
+    columns = event_columns(events, most_lanes=4)
     assert len(columns.lanes) == 4
     assert OTHER in columns.lanes
     assert "own 29" in columns.lanes
@@ -139,17 +140,15 @@ def test_time_between_phases_is_the_reason_if_no_rank_works() -> None:
     events = [
         record(name, rank, 0.0, s) for rank in range(2) for name, s in (("write", 0.1), ("commit", 3.0))
     ]
-    found = summary(figures_of(a_save(*events)), None)
+    found = summary(figures_of(recorded(*events)), None)
     assert found.reason == "97% of the time passes between phases, without work on any rank"
     assert found.advice[0].startswith("Most of the time passes between the phases")
 
 
 def test_a_failure_comes_first_and_an_overloaded_store_last() -> None:
-    figures = StorageFigures()
-    for _ in range(20):
-        figures.add(storage_record("write", retries=1))
+    repeated = [storage_record("write", retries=1)] * 20
     failed = record("write", 0, 0, 1, outcome="StorageFullError", detail="make room")
-    said = advice_of(a_save(failed, storage={("write", "s3://bucket"): figures}))
+    said = advice_of(recorded(failed, *repeated))
     assert said[0] == "Mend the failure first: make room."
     assert said[-1].startswith("s3://bucket makes clients repeat write: 20 repetitions of 20 operations")
 
@@ -160,13 +159,11 @@ def test_throughput_adds_up_to_the_bytes_and_is_where_they_moved() -> None:
         record("write", 1, 0.0, 4.0, nbytes=400),
         record("stage", 1, 0.0, 4.0, nbytes=999),
     ]
-    found = bytes_per_s(event_columns(a_save(*events)), bins=4)
+    found = bytes_per_s(event_columns(events), bins=4)
     assert found == pytest.approx([200, 100, 100, 100])
-    at_once = bytes_per_s(
-        event_columns(a_save(record("read", 0, 2, 0, nbytes=7), record("plan", 0, 0, 4))), 4
-    )
+    at_once = bytes_per_s(event_columns([record("read", 0, 2, 0, nbytes=7), record("plan", 0, 0, 4)]), 4)
     assert at_once.sum() == pytest.approx(7)
-    assert bytes_per_s(event_columns(a_save(record("plan", 0, 0, 1)))).sum() == 0
+    assert bytes_per_s(event_columns([record("plan", 0, 0, 1)])).sum() == 0
     assert highest([found, np.zeros(0)]) == pytest.approx(400 / 3)
 
 

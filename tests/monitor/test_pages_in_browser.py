@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from reknit.monitor.reports.recorded_operations import RecordedOperation, read_operations
+from reknit.monitor.reports.recorded_operations import read_operations
 from reknit.monitor.reports.report_page import page
 from reknit.monitor.sinks.jsonl import JsonLines
-from tests.monitor.records import SLOW, sixteen_ranks
+from tests.monitor.records import SLOW, recorded, sixteen_ranks
 from tests.monitor.records import of_rank as record
 from tests.monitor.records import operation as storage_record
 from tests.page_checks import bad_contrasts, sticking_out
@@ -144,7 +144,7 @@ def test_nine_thousand_ranks_are_shown_by_host_and_one_by_one(tab: Any, tmp_path
         for n, name in enumerate(names)
     ]
     shown = tmp_path / "report.html"
-    shown.write_text(page([RecordedOperation("save", "run/step_7", 7, events)]))
+    shown.write_text(page([recorded(*events)]))
     tab.set_viewport_size({"width": 1280, "height": 900})
     tab.goto(shown.as_uri())
     assert tab.locator("#rows").input_value() == "hosts"

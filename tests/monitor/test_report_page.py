@@ -13,10 +13,10 @@ import pytest
 from reknit.monitor.page.page_file import content_policy, page_file, with_data
 from reknit.monitor.reports.operation_detail import detail
 from reknit.monitor.reports.operation_summary import figures_of
-from reknit.monitor.reports.recorded_operations import RecordedOperation, read_operations
+from reknit.monitor.reports.recorded_operations import read_operations
 from reknit.monitor.reports.report_page import page
 from reknit.monitor.sinks.jsonl import JsonLines
-from tests.monitor.records import SLOW, sixteen_ranks
+from tests.monitor.records import SLOW, recorded, sixteen_ranks
 from tests.monitor.records import of_rank as record
 
 if TYPE_CHECKING:
@@ -49,10 +49,6 @@ def bars_of(picture: dict[str, Any]) -> set[tuple[int, str, float, float]]:
     }
 
 
-def a_save(events: list[Any]) -> RecordedOperation:
-    return RecordedOperation("save", "run/step_7", 7, events)
-
-
 def test_a_page_of_very_many_names_steps_and_axes_stays_small(tmp_path: Path) -> None:
     own: dict[str, Any] = {"action": "training", "path": ""}
     lines = [record(f"name {number}", 0, number, 1, step=7) for number in range(66_000)]
@@ -68,9 +64,8 @@ def test_a_page_of_very_many_names_steps_and_axes_stays_small(tmp_path: Path) ->
 
 def test_a_page_of_ten_thousand_ranks_in_many_phases_stays_small() -> None:
     events = [record(name, rank, n, 0.5) for n, name in enumerate("abcdefgh") for rank in range(10_000)]
-    before = [record("a", rank, 0, 1, step=step) for step in range(20) for rank in range(2_000)]
-    older = [a_save(before[step * 2_000 : (step + 1) * 2_000]) for step in range(20)]
-    text = page([*older, a_save(events)])
+    older = [recorded(*(record("a", rank, 0, 1) for rank in range(2_000)))] * 20
+    text = page([*older, recorded(*events)])
     assert len(text) < 3 * MIB
     operations = data_of(text)["operations"]
     last = operations[-1]["detail"]["bars"]
@@ -81,7 +76,7 @@ def test_a_page_of_ten_thousand_ranks_in_many_phases_stays_small() -> None:
 
 def test_pictures_are_for_the_last_operations_where_the_page_has_no_room_for_all() -> None:
     events = [record("write", rank, n % 7, 0.1) for n in range(7) for rank in range(3_000)]
-    text = page([a_save(events)] * 25)
+    text = page([recorded(*events)] * 25)
     assert len(text) < 4 * MIB
     has = ["detail" in each for each in data_of(text)["operations"]]
     assert has[-1]
@@ -97,7 +92,7 @@ def test_bars_that_touch_are_one_and_bars_apart_are_two() -> None:
         record("write", 1, 2.0, 1.0),
         record("plan", 0, 0.5, 0.5),
     ]
-    picture = detail(figures_of(a_save(events)))
+    picture = detail(figures_of(recorded(*events)))
     assert bars_of(picture) == {
         (0, "write", 0.0, 2.0),
         (0, "write", 5.0, 1.0),
@@ -108,14 +103,14 @@ def test_bars_that_touch_are_one_and_bars_apart_are_two() -> None:
 
 def test_very_many_bars_of_a_rank_are_joined_and_none_is_lost() -> None:
     events = [record("write", rank, 0.01 * n, 0.005) for rank in range(130) for n in range(1_000)]
-    bars = detail(figures_of(a_save(events)))["bars"]
+    bars = detail(figures_of(recorded(*events)))["bars"]
     assert len(column(bars["rank"], "<u2")) <= 120_000
     assert bars["left_out"] == 0
     assert set(column(bars["rank"], "<u2").tolist()) == set(range(130))
 
 
 def test_a_picture_of_nothing_and_of_one_event_is_drawn() -> None:
-    one = detail(figures_of(a_save([record("write", 0, 0.0, 0.0)])))
+    one = detail(figures_of(recorded(record("write", 0, 0.0, 0.0))))
     assert [lane["name"] for lane in one["lanes"]] == ["write"]
     assert len(one["path"]) <= 1
     assert '"operations":[]' in page([])

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reknit.monitor.reports.critical_path import PathPart
-    from reknit.monitor.reports.event_columns import EventColumns
+    from reknit.monitor.figures.critical_path import PathPart
+    from reknit.monitor.figures.event_columns import EventColumns
     from reknit.monitor.reports.recorded_operations import RecordedOperation
 
 _LARGE_RATIO = 1.3

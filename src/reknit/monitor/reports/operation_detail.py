@@ -12,7 +12,7 @@ from reknit.monitor.reports.report_text import place_text
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from reknit.monitor.reports.event_columns import EventColumns
+    from reknit.monitor.figures.event_columns import EventColumns
     from reknit.monitor.reports.operation_summary import OperationFigures
 
 _MOST_RANKS = 32_768

@@ -6,22 +6,22 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from reknit.monitor.figures.critical_path import COORDINATION, critical_path
+from reknit.monitor.figures.event_columns import event_columns
+from reknit.monitor.figures.throughput import Limit, bytes_per_s
 from reknit.monitor.progress_text import amount
 from reknit.monitor.reports.advice import advice, culprit
-from reknit.monitor.reports.critical_path import COORDINATION, critical_path
-from reknit.monitor.reports.event_columns import event_columns
 from reknit.monitor.reports.measured_saves import stall_s
 from reknit.monitor.reports.report_text import place_text
-from reknit.monitor.reports.throughput import Limit, bytes_per_s
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
+    from reknit.monitor.figures.critical_path import PathPart
+    from reknit.monitor.figures.event_columns import EventColumns
     from reknit.monitor.reports.advice import Culprit
-    from reknit.monitor.reports.critical_path import PathPart
-    from reknit.monitor.reports.event_columns import EventColumns
     from reknit.monitor.reports.recorded_operations import RecordedOperation
 
 _VERBS = {"save": "written", "load": "read", "read": "read", "promote": "copied", "cool": "copied"}
@@ -50,7 +50,7 @@ class OperationSummary(NamedTuple):
 
 def figures_of(operation: RecordedOperation) -> OperationFigures:
     """Return the figures of an operation."""
-    columns = event_columns(operation)
+    columns = event_columns(operation.events)
     path = critical_path(columns)
     return OperationFigures(operation, columns, path, bytes_per_s(columns), culprit(columns, path))
 

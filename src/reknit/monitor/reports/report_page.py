@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reknit.monitor.figures.throughput import Limit, highest
 from reknit.monitor.page.page_file import content_policy, page_file, with_data
 from reknit.monitor.reports.operation_detail import detail
 from reknit.monitor.reports.operation_summary import blocked_s, figures_of, summary
@@ -16,7 +17,6 @@ from reknit.monitor.reports.storage_figures import (
     storage_rows,
     time_text,
 )
-from reknit.monitor.reports.throughput import Limit, highest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from reknit.monitor.figures.throughput import Limit
     from reknit.monitor.reports.operation_summary import OperationFigures
     from reknit.monitor.reports.recorded_operations import RecordedOperation
-    from reknit.monitor.reports.throughput import Limit
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _ASCII = "_.-=+*%#"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from reknit.monitor.reports.event_columns import EventColumns
+    from reknit.monitor.figures.event_columns import EventColumns
 
 COORDINATION = "between phases"
 """The name of a part of the path in which no rank works: rounds, and time that no phase has."""

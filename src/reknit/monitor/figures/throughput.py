@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reknit.monitor.reports.event_columns import EventColumns
+    from reknit.monitor.figures.event_columns import EventColumns
 
 BINS = 120
 """The parts of a save or load of which each has a throughput of its own."""

@@ -9,9 +9,11 @@ import numpy as np
 from reknit.monitor.records import MOVING, WAITING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from numpy.typing import NDArray
 
-    from reknit.monitor.reports.recorded_operations import RecordedOperation
+    from reknit.monitor.records import PhaseRecord
 
 MOST_LANES = 24
 """The phases with names of their own, those with the most seconds; the user may have very many."""
@@ -61,10 +63,11 @@ class EventColumns(NamedTuple):
         return found.reshape(len(self.lanes), len(self.ranks))
 
 
-def event_columns(operation: RecordedOperation, most_lanes: int = MOST_LANES) -> EventColumns:
-    """Return the columns of an operation; phases beyond `most_lanes` are one lane, `OTHER`."""
-    events, begin = operation.events, operation.started
-    names = _lanes(operation, most_lanes)
+def event_columns(phases: Iterable[PhaseRecord], most_lanes: int = MOST_LANES) -> EventColumns:
+    """Return the columns of the phases of an operation; lanes beyond `most_lanes` are one, `OTHER`."""
+    events = list(phases)
+    begin = min((event.started for event in events), default=0.0)
+    names = _lanes(events, most_lanes)
     lanes = list(dict.fromkeys(names.values()))
     number = {name: lanes.index(lane) for name, lane in names.items()}
     host_of, place_of = dict[int, str](), dict[int, dict[str, int]]()
@@ -96,10 +99,10 @@ def event_columns(operation: RecordedOperation, most_lanes: int = MOST_LANES) ->
     )
 
 
-def _lanes(operation: RecordedOperation, most: int) -> dict[str, str]:
+def _lanes(events: Sequence[PhaseRecord], most: int) -> dict[str, str]:
     """Return the lane under which each phase is shown, in the order of the first starts."""
     begun, seconds = dict[str, float](), dict[str, float]()
-    for event in operation.events:
+    for event in events:
         lane = event.lane
         begun[lane] = min(event.started, begun.get(lane, event.started))
         seconds[lane] = seconds.get(lane, 0.0) + event.elapsed_s
