@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from reknit.monitor.records import MOVING, WAITING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from numpy.typing import NDArray
 
@@ -65,49 +66,64 @@ class EventColumns(NamedTuple):
 
 def event_columns(phases: Iterable[PhaseRecord], most_lanes: int = MOST_LANES) -> EventColumns:
     """Return the columns of the phases of an operation; lanes beyond `most_lanes` are one, `OTHER`."""
-    events = list(phases)
-    begin = min((event.started for event in events), default=0.0)
-    names = _lanes(events, most_lanes)
-    lanes = list(dict.fromkeys(names.values()))
-    number = {name: lanes.index(lane) for name, lane in names.items()}
+    names: dict[str, int] = {}
     host_of, place_of = dict[int, str](), dict[int, dict[str, int]]()
-    for event in events:
+    lane, rank, failed = array("q"), array("q"), bytearray()
+    started, ended, busy, nbytes = array("d"), array("d"), array("d"), array("d")
+    for event in phases:  # one at a time: a million records would take much memory
+        lane.append(names.setdefault(event.lane, len(names)))
+        rank.append(event.rank)
+        started.append(event.started)
+        ended.append(event.end)
+        busy.append(event.busy_s)
+        nbytes.append(event.nbytes)
+        failed.append(event.outcome != "ok")
         host_of[event.rank] = event.host or host_of.get(event.rank, "")
-        if event.coordinate:
+        if event.coordinate and event.rank not in place_of:
             place_of[event.rank] = event.coordinate
     ranks = sorted(host_of)
-    row = {rank: n for n, rank in enumerate(ranks)}
-    hosts = list(dict.fromkeys(host_of[rank] for rank in ranks))
+    hosts = list(dict.fromkeys(host_of[each] for each in ranks))
     host_row = {host: n for n, host in enumerate(hosts)}
-    plain = [lane.partition(" (")[0] for lane in lanes]
-    start = np.array([event.started for event in events], np.float64) - begin
+    start, stop = np.array(started), np.array(ended)
+    begin = float(start.min()) if len(start) else 0.0
+    lanes, number = _shown(list(names), np.array(lane), start, stop, most_lanes)
+    plain = [each.partition(" (")[0] for each in lanes]
     return EventColumns(
         lanes=lanes,
-        is_work=np.array([name not in WAITING for name in plain], np.bool_),
-        moves=np.array([name in MOVING for name in plain], np.bool_),
+        is_work=np.array([each not in WAITING for each in plain], np.bool_),
+        moves=np.array([each in MOVING for each in plain], np.bool_),
         ranks=ranks,
         hosts=hosts,
-        host_of=np.array([host_row[host_of[rank]] for rank in ranks], np.int64),
-        places=[place_of.get(rank, {}) for rank in ranks],
-        lane=np.array([number[event.lane] for event in events], np.int64),
-        rank=np.array([row[event.rank] for event in events], np.int64),
-        start=start,
-        stop=start + [event.elapsed_s for event in events],
-        busy=np.array([event.busy_s for event in events], np.float64),
-        nbytes=np.array([event.nbytes for event in events], np.float64),
-        failed=np.array([event.outcome != "ok" for event in events], np.bool_),
+        host_of=np.array([host_row[host_of[each]] for each in ranks], np.int64),
+        places=[place_of.get(each, {}) for each in ranks],
+        lane=number[np.array(lane, np.int64)],
+        rank=np.searchsorted(np.array(ranks, np.int64), np.array(rank, np.int64)),
+        start=start - begin,
+        stop=stop - begin,
+        busy=np.array(busy),
+        nbytes=np.array(nbytes),
+        failed=np.array(failed, np.bool_),
     )
 
 
-def _lanes(events: Sequence[PhaseRecord], most: int) -> dict[str, str]:
-    """Return the lane under which each phase is shown, in the order of the first starts."""
-    begun, seconds = dict[str, float](), dict[str, float]()
-    for event in events:
-        lane = event.lane
-        begun[lane] = min(event.started, begun.get(lane, event.started))
-        seconds[lane] = seconds.get(lane, 0.0) + event.elapsed_s
-    ordered = sorted(begun, key=lambda lane: begun[lane])
-    if len(ordered) <= most:
-        return {lane: lane for lane in ordered}
-    kept = set(sorted(ordered, key=lambda lane: -seconds[lane])[: most - 1])
-    return {lane: lane if lane in kept else OTHER for lane in ordered}
+def _shown(
+    names: list[str],
+    lane: NDArray[np.int64],
+    start: NDArray[np.float64],
+    stop: NDArray[np.float64],
+    most: int,
+) -> tuple[list[str], NDArray[np.int64]]:
+    """Return the lanes that are shown, in the order of their first starts, and the one of each name."""
+    begun = np.full(len(names), np.inf)
+    np.minimum.at(begun, lane, start)
+    seconds = np.bincount(lane, stop - start, len(names))
+    order = np.argsort(begun, kind="stable")
+    kept = np.ones(len(names), np.bool_)
+    if len(names) > most:
+        kept[np.argsort(-seconds, kind="stable")[most - 1 :]] = False
+    shown = [names[n] if kept[n] else OTHER for n in order.tolist()]
+    lanes = list(dict.fromkeys(shown))
+    row = {each: n for n, each in enumerate(lanes)}
+    number = np.zeros(len(names), np.int64)
+    number[order] = [row[each] for each in shown]
+    return lanes, number

@@ -43,12 +43,14 @@ def seconds_by_rank(operation: RecordedOperation) -> dict[str, dict[int, float]]
 
 def summaries(operation: RecordedOperation) -> list[PhaseSummary]:
     """Return the summary of each phase, in the order of their first start."""
-    nbytes: dict[str, int] = {}
-    for event in sorted(operation.events, key=lambda event: event.started):
+    nbytes, begun = dict[str, int](), dict[str, float]()
+    for event in operation.events:
         nbytes[event.lane] = nbytes.get(event.lane, 0) + event.nbytes
+        begun[event.lane] = min(event.started, begun.get(event.lane, event.started))
     seconds = seconds_by_rank(operation)
     least_excess_s = max(SLOW_S, SLOW_SHARE * operation.elapsed_s)
-    return [_summary(name, seconds[name], total, least_excess_s) for name, total in nbytes.items()]
+    ordered = sorted(nbytes.items(), key=lambda entry: begun[entry[0]])
+    return [_summary(name, seconds[name], total, least_excess_s) for name, total in ordered]
 
 
 def _summary(name: str, ranks: dict[int, float], nbytes: int, least_excess_s: float) -> PhaseSummary:
