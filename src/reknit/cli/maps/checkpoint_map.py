@@ -77,7 +77,7 @@ def _facts(checkpoint: OpenCheckpoint, writers: NDArray[np.int64]) -> list[tuple
         ("ranks that wrote tensors", f"{len(of_rank):,}"),
     ]
     if len(of_rank) > 1:
-        facts.append(("most bytes, by the median", f"{of_rank.max() / np.median(of_rank):.2f} times"))
+        facts.append(("most bytes of a rank", f"{of_rank.max() / np.median(of_rank):.2f} times the median"))
     return facts
 
 
