@@ -1,6 +1,6 @@
 "use strict";
 // The timeline: bars of single ranks, or of many ranks together as density; the critical path above them.
-const MOST_LINES = 160, PAGE_LINES = 40;
+const MOST_LINES = 160, PAGE_LINES = 40, LEVELS = 16, WAITS = -2;
 let data_of = null; // the picture of the chosen operation, with its numbers unpacked
 let lines = [], firstLine = 0, opened = null, from_s = 0, until_s = 1, pointed = null, shape = null, dragged = null;
 
@@ -162,20 +162,30 @@ function densities(rows, columns) {
   return { count, failed };
 }
 function drawDensity(ink, rows, y, high, left, room) {
-  const columns = Math.max(1, Math.min(600, Math.floor(room / 2))), step = room / columns, { lanes } = data_of;
+  const columns = Math.max(1, Math.min(600, Math.floor(room / 2))), step = room / columns, { lanes } = data_of, pale = colour("wait");
   const { count, failed } = densities(rows, columns), thick = high > 6 ? high - 1 : high;
-  for (let x = 0; x < columns; x++) {
-    let work = -1, most = 0, waiting = 0;
-    for (let lane = 0; lane < lanes.length; lane++) {
-      const here = count[lane * (columns + 1) + x];
-      if (!lanes[lane].work) waiting = Math.max(waiting, here);
-      else if (here > most) { most = here; work = lane; }
+  const draw = (from, until, lane, level) => {
+    const x = left + from * step, wide = (until - from) * step;
+    if (lane === WAITS) { ink.globalAlpha = .3; ink.fillStyle = pale; ink.fillRect(x, y + thick * .3, wide, Math.max(1, thick * .4)); }
+    else if (lane >= 0) { ink.globalAlpha = .25 + .75 * level / LEVELS; ink.fillStyle = lanes[lane].colour; ink.fillRect(x, y, wide, thick); }
+  };
+  // Neighbours that look alike are one rectangle.
+  let begin = 0, lane = -1, level = 0;
+  for (let x = 0; x <= columns; x++) {
+    let work = -1, most = 0, waits = false;
+    for (let k = 0; k < lanes.length && x < columns; k++) {
+      const here = count[k * (columns + 1) + x];
+      if (!lanes[k].work) waits ||= here > 0;
+      else if (here > most) { most = here; work = k; }
     }
-    if (waiting) { ink.globalAlpha = .3; ink.fillStyle = colour("wait"); ink.fillRect(left + x * step, y + thick * .3, step + .3, Math.max(1, thick * .4)); }
-    if (most) { ink.globalAlpha = .25 + .75 * Math.min(1, most / rows.length); ink.fillStyle = lanes[work].colour; ink.fillRect(left + x * step, y, step + .3, thick); }
-    if (failed[x]) { ink.globalAlpha = 1; ink.fillStyle = colour("bad"); ink.fillRect(left + x * step - 1, y, 4, thick); }
+    const shown = most ? work : waits ? WAITS : -1, high = Math.ceil(LEVELS * Math.min(1, most / rows.length));
+    if (shown === lane && high === level && x < columns) continue;
+    draw(begin, x, lane, level);
+    [begin, lane, level] = [x, shown, high];
   }
   ink.globalAlpha = 1;
+  ink.fillStyle = colour("bad");
+  for (let x = 0; x < columns; x++) if (failed[x]) ink.fillRect(left + x * step - 1, y, 4, thick);
 }
 function describe() {
   const line = shape.shown[pointed.line];
