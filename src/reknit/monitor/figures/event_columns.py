@@ -59,7 +59,7 @@ class EventColumns(NamedTuple):
     def _summed(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         cell = self.lane * len(self.ranks) + self.rank
         size = len(self.lanes) * len(self.ranks)
-        found = np.bincount(cell, values, size)
+        found: NDArray[np.float64] = np.bincount(cell, values, size).astype(np.float64)
         found[np.bincount(cell, minlength=size) == 0] = np.nan
         return found.reshape(len(self.lanes), len(self.ranks))
 
