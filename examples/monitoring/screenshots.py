@@ -27,7 +27,7 @@ def of_dash(tab: Page, folder: Path, suffix: str) -> None:
     tab.locator("#heat").hover(position={"x": 40, "y": 40})
     tab.screenshot(path=folder / f"dash-ranks{suffix}.png")
     tab.set_viewport_size({"width": 1200, "height": 1250})
-    tab.evaluate("document.getElementById('of-bytes').scrollIntoView()")
+    tab.evaluate("document.getElementById('of-bytes').scrollIntoView({behavior: 'instant'})")
     tab.screenshot(path=folder / f"dash-storage{suffix}.png")
 
 
@@ -39,7 +39,8 @@ def of_report(tab: Page, folder: Path, suffix: str) -> None:
 
 def of_map(tab: Page, folder: Path, suffix: str) -> None:
     """Write a picture of a checkpoint, with the reads of another layout."""
-    tab.locator("#matrix").hover(position={"x": 200, "y": 60})
+    tab.locator("#matrix").hover(position={"x": 170, "y": 45})
+    tab.evaluate("scrollTo({top: 0, behavior: 'instant'})")
     tab.screenshot(path=folder / f"map{suffix}.png")
 
 
@@ -66,14 +67,14 @@ def main() -> None:
                 raise SystemExit(f"reknit dash said {line!r}")
             browser = drivers.chromium.launch(executable_path=args.browser, args=["--no-sandbox"])
             for suffix, scheme in SCHEMES.items():
-                tab = browser.new_page(viewport={"width": 1200, "height": 1000}, color_scheme=scheme)
+                tab = browser.new_page(viewport={"width": 1200, "height": 1200}, color_scheme=scheme)
                 tab.goto(address[0])
                 of_dash(tab, args.folder, suffix)
                 tab.close()
                 tab = browser.new_page(viewport={"width": 1200, "height": 820}, color_scheme=scheme)
                 tab.goto(report.as_uri())
                 of_report(tab, args.folder, suffix)
-                tab.set_viewport_size({"width": 1200, "height": 1350})
+                tab.set_viewport_size({"width": 1200, "height": 1420})
                 tab.goto(drawn.as_uri())
                 of_map(tab, args.folder, suffix)
                 tab.close()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from reknit.monitor.figures.critical_path import critical_path
 from reknit.monitor.figures.event_columns import OTHER, event_columns
@@ -81,6 +82,11 @@ def test_the_path_stays_on_its_rank_while_that_rank_works() -> None:
 @pytest.mark.parametrize("events", [[record("commit", 0, 0, 1)], [record("write", 0, 0, 0)]])
 def test_a_path_without_work_or_time_has_no_rank(events: list[Any]) -> None:
     assert all(rank == -1 for rank, *_ in path_of(events))
+
+
+def test_of_phases_side_by_side_the_busiest_is_on_the_path() -> None:
+    digest = replace(record("digest", 0, 0.0, 4.001), seconds=0.01)
+    assert path_of([digest, record("write", 0, 0.0, 4.0)]) == [(0, "write", 0.0, 4.001)]
 
 
 def test_a_path_of_very_many_phases_ends() -> None:

@@ -44,7 +44,7 @@ def bars_of(picture: dict[str, Any]) -> set[tuple[int, str, float, float]]:
     columns = [column(bars[name], dtype) for name, dtype in
                (("rank", "<u2"), ("lane", "u1"), ("start", "<u2"), ("length", "<u2"))]  # fmt: skip
     return {
-        (int(rank), picture["lanes"][lane & 127]["name"], round(start * unit, 2), round(length * unit, 2))
+        (int(rank), picture["lanes"][lane & 63]["name"], round(start * unit, 2), round(length * unit, 2))
         for rank, lane, start, length in zip(*columns, strict=True)
     }
 

@@ -44,8 +44,8 @@ def critical_path(columns: EventColumns) -> list[PathPart]:
         return []
     end = float(columns.stop.max())
     margin, small = max(_SAME_SHARE * end, 1e-6), max(_SMALL_SHARE * end, 1e-9)
-    rank, lane, start, stop = (
-        column[work] for column in (columns.rank, columns.lane, columns.start, columns.stop)
+    rank, lane, start, stop, busy = (
+        column[work] for column in (columns.rank, columns.lane, columns.start, columns.stop, columns.busy)
     )
     parts: list[PathPart] = []
     at, own = end, -1
@@ -55,11 +55,12 @@ def critical_path(columns: EventColumns) -> list[PathPart]:
         if best < 0:
             parts.append(PathPart(-1, -1, 0.0, at))
             break
-        near = reach >= best - (margin if own >= 0 else 1e-9)
-        mine = near & (rank == own)
-        near = mine if mine.any() else reach >= best - 1e-9
-        # The longest of several phases is the one that the others are parts of.
-        one = int(np.flatnonzero(near)[np.argmin(start[near])])
+        near = reach >= best - margin
+        if not (near & (rank == own)).any():
+            own = int(rank[np.argmax(reach)])
+        # Of phases side by side, such as digest and write, the busiest one decides.
+        mine = np.flatnonzero(near & (rank == own))
+        one = int(mine[np.argmax(busy[mine])])
         until = float(reach[one])
         if at - until > margin:
             parts.append(PathPart(-1, -1, until, at))

@@ -96,7 +96,7 @@ function drawScale(found) {
   ink.fillRect(middle - 1, 0, 2, 22);
   ink.textAlign = "center";
   const text = `median ${time(found.median)}`, half = ink.measureText(text).width / 2;
-  const ends = ink.measureText(time(found.most)).width + 8;
+  const ends = Math.max(ink.measureText(time(found.least)).width, ink.measureText(time(found.most)).width) + 10;
   const at = Math.max(left + half + ends, Math.min(left + long - half - ends, middle));
   if (long > 2 * (half + ends)) ink.fillText(text, at, 34);
   $("scale").setAttribute("aria-label", `colour bar: dark is ${time(found.least)}, the median is ${time(found.median)}, bright is ${time(found.most)}`);

@@ -26,7 +26,7 @@ function unpacked(picture) {
   // The end of the work of each rank, to begin with the rank that was last.
   picture.ends = new Uint32Array(picture.ranks.length);
   for (let k = 0; k < bars.rank.length; k++) {
-    const lane = picture.lanes[bars.lane[k] & 127];
+    const lane = picture.lanes[bars.lane[k] & 63];
     if (lane.work) picture.ends[bars.rank[k]] = Math.max(picture.ends[bars.rank[k]], bars.start[k] + bars.length[k]);
   }
   return picture;
@@ -128,14 +128,17 @@ function drawPath(ink, left, room, scale, small) {
 function drawRank(ink, row, y, high, left, room, scale) {
   const { bars, lanes, first, seconds } = data_of, unit = seconds / FULL, all = [];
   for (let k = first[row]; k < first[row + 1]; k++) all.push(k);
-  all.sort((a, b) => Number(lanes[bars.lane[a] & 127].work) - Number(lanes[bars.lane[b] & 127].work) || bars.length[b] - bars.length[a]);
+  // Waiting first, then phases that work in little of their time, then work: the longest first.
+  const order = (k) => lanes[bars.lane[k] & 63].work ? bars.lane[k] & 64 ? 1 : 2 : 0;
+  all.sort((a, b) => order(a) - order(b) || bars.length[b] - bars.length[a]);
   const agents = lanes.some((lane) => lane.name.endsWith("(agent)")), half = agents ? (high - 3) / 2 : high - 3;
   for (const k of all) {
-    const lane = lanes[bars.lane[k] & 127], below = agents && lane.name.endsWith("(agent)");
+    const lane = lanes[bars.lane[k] & 63], below = agents && lane.name.endsWith("(agent)");
     const x = Math.max(left, left + (bars.start[k] * unit - from_s) * scale), end = Math.min(left + room, left + ((bars.start[k] + bars.length[k]) * unit - from_s) * scale);
     if (end < left || x > left + room) continue;
     const at = y + 1 + (below ? half + .5 : 0), w = Math.max(1, end - x);
-    if (lane.work) { ink.fillStyle = lane.colour; ink.fillRect(x, at, w, half); }
+    const thin = bars.lane[k] & 64 && half > 4 ? half * .3 : 0;
+    if (lane.work) { ink.fillStyle = lane.colour; ink.fillRect(x, at + thin, w, half - 2 * thin); }
     else { ink.globalAlpha = .3; ink.fillStyle = colour("wait"); ink.fillRect(x, at + half * .3, w, half * .4); ink.globalAlpha = 1; }
     if (bars.lane[k] & 128) { ink.fillStyle = colour("bad"); ink.fillRect(end - 3, y, 5, high - 1); }
   }
@@ -150,7 +153,8 @@ function densities(rows, columns) {
   const count = new Float32Array(num * (columns + 1)), failed = new Uint8Array(columns + 1);
   for (const row of rows)
     for (let k = first[row]; k < first[row + 1]; k++) {
-      const lane = bars.lane[k] & 127;
+      const lane = bars.lane[k] & 63;
+      if (bars.lane[k] & 64 && lanes[lane].work) continue;
       const a = Math.max(0, Math.floor((bars.start[k] * unit - from_s) * per)), b = Math.min(columns, Math.ceil(((bars.start[k] + bars.length[k]) * unit - from_s) * per));
       if (b <= a) continue;
       count[lane * (columns + 1) + a]++;
@@ -194,7 +198,7 @@ function describe() {
   for (const row of line.rows)
     for (let k = first[row]; k < first[row + 1]; k++) {
       const begin = bars.start[k] * unit, end = begin + bars.length[k] * unit;
-      if (begin <= at && at <= end + unit) found.set(bars.lane[k] & 127, [...(found.get(bars.lane[k] & 127) ?? []), end - begin]);
+      if (begin <= at && at <= end + unit) found.set(bars.lane[k] & 63, [...(found.get(bars.lane[k] & 63) ?? []), end - begin]);
     }
   const one = line.rows.length === 1;
   const texts = [...found].sort((a, b) => Number(lanes[b[0]].work) - Number(lanes[a[0]].work)).map(([lane, all]) =>

@@ -24,6 +24,9 @@ _FULL = 65_535
 _JOINED = (0, 16, 64, 256, 1024, 4096, _FULL)
 """Bars with gaps of at most so many of these units are joined, until few enough are left."""
 _FAILED = 128
+_SPARSE = 64
+"""Added to the lane of a bar: of a phase that failed, and of one that works in little of its time."""
+_SPARSE_SHARE = 0.2
 
 
 def detail(figures: OperationFigures) -> dict[str, Any]:
@@ -105,21 +108,22 @@ def _bars(columns: EventColumns, whole_s: float, num_ranks: int) -> dict[str, An
     start = np.clip(np.floor(columns.start[shown] * unit), 0, _FULL).astype(np.int64)
     stop = np.clip(np.ceil(columns.stop[shown] * unit), 0, _FULL).astype(np.int64)
     key = columns.rank[shown] * len(columns.lanes) + columns.lane[shown]
-    failed = columns.failed[shown]
+    elapsed = columns.stop[shown] - columns.start[shown]
+    marks = _FAILED * columns.failed[shown] + _SPARSE * (columns.busy[shown] < _SPARSE_SHARE * elapsed)
     order = np.lexsort((start, key))
-    key, start, stop, failed = key[order], start[order], stop[order], failed[order]
+    key, start, stop, marks = key[order], start[order], stop[order], marks[order]
     for gap in _JOINED:
-        key, start, stop, failed = _joined(key, start, stop, failed, gap)
+        key, start, stop, marks = _joined(key, start, stop, marks, gap)
         if len(key) <= _MOST_BARS:
             break
     left_out = max(len(key) - _MOST_BARS, 0)
     if left_out:  # the longest say most
         kept = np.sort(np.argsort(start - stop, kind="stable")[:_MOST_BARS])
-        key, start, stop, failed = key[kept], start[kept], stop[kept], failed[kept]
+        key, start, stop, marks = key[kept], start[kept], stop[kept], marks[kept]
     rank, lane = np.divmod(key, max(len(columns.lanes), 1))
     return {
         "rank": packed(rank, "<u2" if num_ranks <= _FULL else "<u4"),
-        "lane": packed(lane + _FAILED * failed, "u1"),
+        "lane": packed(lane + marks, "u1"),
         "start": packed(start, "<u2"),
         "length": packed(stop - start, "<u2"),
         "left_out": left_out,
@@ -130,14 +134,15 @@ def _joined(
     key: NDArray[np.int64],
     start: NDArray[np.int64],
     stop: NDArray[np.int64],
-    failed: NDArray[np.bool_],
+    marks: NDArray[np.int64],
     gap: int,
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Join bars of one rank and lane with at most this gap between them; they are sorted by start."""
     if not len(key):
-        return key, start, stop, failed
+        return key, start, stop, marks
     wide = 2 * _FULL + 2
     reach = np.maximum.accumulate(stop + key * wide)
     first = np.flatnonzero(np.concatenate(([True], start[1:] + key[1:] * wide > reach[:-1] + gap)))
     ends = np.maximum.reduceat(stop, first)
-    return key[first], start[first], ends, np.logical_or.reduceat(failed, first)
+    failed = np.bitwise_or.reduceat(marks, first) & _FAILED
+    return key[first], start[first], ends, failed | np.bitwise_and.reduceat(marks, first) & _SPARSE
