@@ -24,7 +24,7 @@ def of_dash(tab: Page, folder: Path, suffix: str) -> None:
     """Write pictures of the dashboard, as somebody uses it who looks for slow ranks."""
     tab.get_by_text("live", exact=True).wait_for()
     tab.locator("#lane").select_option(label=PHASE)
-    tab.locator("#heat").hover(position={"x": 40, "y": 40})
+    tab.locator("#heat").hover(position={"x": 150, "y": 65})
     tab.screenshot(path=folder / f"dash-ranks{suffix}.png")
     tab.set_viewport_size({"width": 1200, "height": 1250})
     tab.evaluate("document.getElementById('of-bytes').scrollIntoView({behavior: 'instant'})")
@@ -74,7 +74,7 @@ def main() -> None:
                 tab = browser.new_page(viewport={"width": 1200, "height": 820}, color_scheme=scheme)
                 tab.goto(report.as_uri())
                 of_report(tab, args.folder, suffix)
-                tab.set_viewport_size({"width": 1200, "height": 1420})
+                tab.set_viewport_size({"width": 1200, "height": 1560})
                 tab.goto(drawn.as_uri())
                 of_map(tab, args.folder, suffix)
                 tab.close()

@@ -70,14 +70,14 @@ def _facts(checkpoint: OpenCheckpoint, writers: NDArray[np.int64]) -> list[tuple
     facts = [
         ("size", amount(manifest.nbytes)),
         ("step", "-" if manifest.step is None else f"{manifest.step:,}"),
-        ("saved", f"{time_text(manifest.created)} UTC"),
+        ("saved (UTC)", time_text(manifest.created).rpartition(":")[0] or time_text(manifest.created)),
         ("tensors", f"{len(index.tensors):,}"),
         ("chunks", f"{len(index.tensor):,}"),
         ("files", f"{len(manifest.files):,}"),
         ("ranks that wrote tensors", f"{len(of_rank):,}"),
     ]
     if len(of_rank) > 1:
-        facts.append(("most bytes of a rank", f"{of_rank.max() / np.median(of_rank):.2f} times the median"))
+        facts.append(("largest rank, in medians", f"{of_rank.max() / np.median(of_rank):.2f}"))
     return facts
 
 
