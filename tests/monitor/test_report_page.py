@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from reknit.monitor.page.page_file import content_policy, page_file, with_data
+from reknit.monitor.reports import report_page
 from reknit.monitor.reports.operation_detail import detail
 from reknit.monitor.reports.operation_summary import figures_of
 from reknit.monitor.reports.recorded_operations import read_operations
@@ -74,14 +75,19 @@ def test_a_page_of_ten_thousand_ranks_in_many_phases_stays_small() -> None:
     assert "detail" in operations[-2]
 
 
-def test_pictures_are_for_the_last_operations_where_the_page_has_no_room_for_all() -> None:
-    events = [record("write", rank, n % 7, 0.1) for n in range(7) for rank in range(3_000)]
+def test_pictures_are_for_the_last_operations_where_the_page_has_no_room_for_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(report_page, "_DETAIL_LETTERS", 100_000)
+    events = [record("write", rank, n % 7, 0.1) for n in range(7) for rank in range(300)]
     text = page([recorded(*events)] * 25)
-    assert len(text) < 4 * MIB
     has = ["detail" in each for each in data_of(text)["operations"]]
     assert has[-1]
     assert not has[0]
     assert has == sorted(has)
+    monkeypatch.setattr(report_page, "_DETAIL_LETTERS", 0)
+    only_last = data_of(page([recorded(*events)] * 2))["operations"]
+    assert ["detail" in each for each in only_last] == [False, True]
 
 
 def test_bars_that_touch_are_one_and_bars_apart_are_two() -> None:
