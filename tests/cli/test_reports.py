@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,12 +32,18 @@ def events(tmp_path: Path) -> str:
 def test_phases_of_a_save_are_shown(command: Command, events: str) -> None:
     ran = command("report", events)
     assert ran.code == 0
-    first, second, _, title, columns, *rows = ran.out.splitlines()
+    first, second, _, *rest = ran.out.splitlines()
+    title, columns, rows = rest[0], rest[rest.index("") + 1], rest[rest.index("") + 2 :]
     assert first.startswith("save ")
     assert "step_1 (step 1): 1 ranks, 0.00 GiB in" in first
     assert "step_2 (step 2)" in second
-    assert "(step 2)" in title
-    assert columns.split() == ["phase", "ranks", "least", "s", "median", "s", "most", "s", "GiB"]
+    assert title.endswith("(step 2): saved")
+    assert rest[1].startswith("  written: ")
+    assert any(re.match(r"  saves         [▁▂▃▄▅▆▇█_.=+*%#-]{2}  up to ", line) for line in rest)
+    assert columns.split("  ")[0] == "phase"
+    assert [" ".join(each.split()) for each in columns.split("  ") if each.endswith(" s")] == [
+        "minimum s", "median s", "p99 s", "maximum s"
+    ]  # fmt: skip
     assert {"collect", "write", "commit"} <= {row.split()[0] for row in rows if row}
     assert "(step 1)" in command("report", events, "--step", "1").out.splitlines()[3]
 
@@ -60,6 +67,15 @@ def test_what_the_interval_costs_is_computed_from_what_was_measured(command: Com
     assert "a failure every 1041.7 d (assumed, 50,000 h for one rank" in page
     assert '"KEPT (ETTR)"' in page
     assert "costs" not in command("report", tmp_path, "--mttf", "0").out
+
+
+def test_a_given_limit_stands_in_the_summary(command: Command, tmp_path: Path) -> None:
+    sink = JsonLines(str(tmp_path / "events.jsonl"))
+    sink.take([record("write", rank, 0, 1, nbytes=1 << 30) for rank in range(2)])
+    assert ", share of the limit: 50%, " in command("report", tmp_path, "--limit", "4").out
+    assert "share of the highest throughput in these events: 100%" in command("report", tmp_path).out
+    assert command("report", tmp_path, "--limit", "4", "-o", tmp_path / "page.html").code == 0
+    assert '"noun":"the limit"' in (tmp_path / "page.html").read_text()
 
 
 def test_a_clock_that_was_set_back_ends_no_report(command: Command, tmp_path: Path) -> None:

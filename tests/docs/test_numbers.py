@@ -44,6 +44,10 @@ NUMBERS: dict[str, list[tuple[str, str, float]]] = {
     ],
     "howto/command-line.md": [
         ("in its first thousand files", "engine/record/other_formats.py:MOST_FOREIGN", 1000),
+        ("Of more than 64 ranks", "cli/maps/layout_reads.py:MOST_RANKS", 64),
+        ("the 300 largest tensors", "cli/maps/checkpoint_map.py:_MOST_TENSORS", 300),
+        ("and the 100 largest files", "cli/maps/checkpoint_map.py:_MOST_FILES", 100),
+        ("in more than 2,000 chunks", "cli/maps/checkpoint_map.py:_MOST_CHUNKS", 2000),
         ("keeps a million events", "monitor/dash/live_view.py:_MOST_EVENTS", 1_000_000),
         ("a summary of a thousand older", "monitor/dash/live_view.py:_MOST_PAST", 1000),
     ],
@@ -67,6 +71,11 @@ NUMBERS: dict[str, list[tuple[str, str, float]]] = {
         ("50,000 divided by", "cli/reports/cost_options.py:_RANK_MTTF_H", 50_000),
         ("takes longer than two seconds", "monitor/progress.py:Intervals.quiet_s", 2),
         ("every ten seconds;", "monitor/progress.py:Intervals.log_s", 10),
+        ("the last 2,000 saves and loads", "monitor/reports/report_page.py:_MOST_OPERATIONS", 2000),
+        ("The last 300 have a summary", "monitor/reports/report_page.py:_MOST_FIGURED", 300),
+        ("as fit into 3 MB", "monitor/reports/report_page.py:_DETAIL_LETTERS", 3_000_000),
+        ("at most 24 phases by name", "monitor/figures/event_columns.py:MOST_LANES", 24),
+        ("and 120,000 bars", "monitor/reports/operation_detail.py:_MOST_BARS", 120_000),
     ],
     "howto/export-to-hugging-face.md": [
         ("default 5 GB", "interop/safetensors_export.py:MAX_SHARD_NBYTES", 5e9),

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+import tempfile
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from reknit.monitor.records import PhaseRecord, StorageRecord
+from reknit.monitor.reports.recorded_operations import read_operations
+from reknit.monitor.sinks.jsonl import JsonLines
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from reknit.monitor.records import Record
+    from reknit.monitor.reports.recorded_operations import RecordedOperation
+
+SLOW, FAILED = 13, 6
+"""The slow rank and the failed one of `sixteen_ranks`."""
 
 BEGIN = 1_790_000_000.0
 _COMMON: dict[str, Any] = {"rank": 0, "step": 7, "outcome": "ok", "action": "save", "path": "run/step_7"}
@@ -55,3 +67,26 @@ def of_rank(name: str, rank: int, start: float, seconds: float, **more: Any) -> 
         "coordinate": {"dp": rank // 4, "tp": rank % 4},
     }
     return phase(name, rank=rank, **(known | more))
+
+
+def recorded(*records: Record) -> RecordedOperation:
+    """Return the save or load that these records are of, as a report reads it."""
+    with tempfile.TemporaryDirectory() as folder:
+        JsonLines(f"{folder}/events.jsonl").take(records)
+        (found,) = read_operations([folder]).operations
+    return found
+
+
+def sixteen_ranks(folder: Path) -> RecordedOperation:
+    """Write the events of a save in which one rank is slow and one fails, and return the read ones."""
+    for rank in range(16):
+        sink = JsonLines(str(folder / f"{rank // 8}.jsonl"))
+        sink.take([of_rank("collect", rank, 0, 0.1)])
+        sink.take([of_rank("write", rank, 0.1, 3 if rank == SLOW else 1, nbytes=1 << 30, process="agent")])
+        if rank == FAILED:
+            failed = {"outcome": "StorageFullError", "detail": "make room"}
+            sink.take([of_rank("commit", rank, 1.1, 0.1, **failed)])
+            sink.take([of_rank("assign", rank, 0, 1.2, **failed)])
+    operations, num_invalid, *_ = read_operations([str(folder)])
+    assert (len(operations), num_invalid) == (1, 0)
+    return operations[0]

@@ -89,7 +89,9 @@ def dash(folder: Path) -> Iterator[Dash]:
 
 
 def test_a_save_that_is_written_meanwhile_is_told_and_shown(folder: Path, dash: Dash) -> None:
-    assert b"EventSource" in dash.get("")
+    with urlopen(dash.url, timeout=LIMIT_S) as index:
+        assert b"EventSource" in index.read()
+        assert "unsafe" not in index.headers["Content-Security-Policy"]
     with urlopen(dash.url + "changes", timeout=LIMIT_S) as changes:
         assert changes.readline() == b"data: 1\n"
         before = json.loads(dash.get("data"))
@@ -103,13 +105,12 @@ def test_a_save_that_is_written_meanwhile_is_told_and_shown(folder: Path, dash: 
     ):
         threading.Event().wait(0.05)
     assert "rank 3" in after["operations"][1]["remarks"][0]
-    assert "lane" in after["operations"][1]
-    assert "lane" not in after["operations"][0], "hidden parts are sent when they are asked for"
-    columns = json.loads(dash.get(f"columns/{after['version']}/0"))
-    assert columns == {name: before["operations"][0][name] for name in columns}
-    assert set(columns) == {"lane", "rank", "start", "busy", "length", "failed"}
-    assert dash.status(f"columns/{after['version'] - 1}/0") == 409
-    assert dash.status(f"columns/{after['version']}/2") == 409
+    assert "detail" in after["operations"][1]
+    assert "detail" not in after["operations"][0], "hidden parts are sent when they are asked for"
+    picture = json.loads(dash.get(f"details/{after['version']}/0"))
+    assert picture == before["operations"][0]["detail"]
+    assert dash.status(f"details/{after['version'] - 1}/0") == 409
+    assert dash.status(f"details/{after['version']}/2") == 409
 
 
 @pytest.fixture
@@ -121,7 +122,7 @@ def one_save_in_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     try:
         for step in (2, 3):
             write(folder, step, slow_s=float(step))
-            wait_until(lambda n=step: len(events.view.columns) == n, LIMIT_S)  # type: ignore[misc,union-attr]
+            wait_until(lambda n=step: len(events.view.figures) == n, LIMIT_S)  # type: ignore[misc,union-attr]
         yield events
     finally:
         events.close()
@@ -136,11 +137,11 @@ def test_old_operations_stay_when_their_events_do_not_fit_any_more(
     assert [each["step"] for each in shown] == [1, 2, 3]
     assert [each.get("past", False) for each in shown] == [True, True, False]
     assert "rank 3 (dp 0, tp 3) 2.000 s" in shown[1]["remarks"][0]
-    assert shown[1]["phases"][0]["num_ranks"] == 4
-    assert "lane" not in shown[1]
-    assert view.columns[:2] == [None, None]
+    assert shown[1]["phases"][0][:2] == ["write", "4"]
+    assert "detail" not in shown[1]
+    assert view.figures[:2] == [None, None]
     version = view.version
-    assert [answer(one_save_in_memory, f"/columns/{version}/{n}") for n in range(4)] == [410, 410, 200, 409]
+    assert [answer(one_save_in_memory, f"/details/{version}/{n}") for n in range(4)] == [410, 410, 200, 409]
 
 
 def answer(events: live.LiveEvents, path: str, query: bytes = b"", token: str | None = None) -> int:
@@ -165,8 +166,8 @@ def answer(events: live.LiveEvents, path: str, query: bytes = b"", token: str | 
 def test_what_is_no_number_in_a_path_is_a_bad_request(folder: Path, wrong: str) -> None:
     events = live.LiveEvents([str(folder)], lambda _: None)
     events.close()
-    assert answer(events, "/columns/1/0") == 200
-    assert answer(events, f"/columns/{wrong}/0") == answer(events, f"/columns/1/{wrong}") == 400
+    assert answer(events, "/details/1/0") == 200
+    assert answer(events, f"/details/{wrong}/0") == answer(events, f"/details/1/{wrong}") == 400
     assert answer(events, f"/{wrong}") == 404
     query = f"token={wrong}&%ff=%zz".encode() + b"\xff&"
     assert answer(events, "/data", query) == 200
@@ -183,7 +184,7 @@ def test_it_goes_on_when_events_could_not_be_read_for_a_moment(
         wait_until(lambda: "the page may lack events: there is no file or folder" in caplog.text, LIMIT_S)
         away.rename(folder)
         write(folder, 2)
-        wait_until(lambda: events.view is not None and len(events.view.columns) == 2, LIMIT_S)
+        wait_until(lambda: events.view is not None and len(events.view.figures) == 2, LIMIT_S)
     finally:
         events.close()
 
@@ -204,11 +205,11 @@ def test_a_bad_file_hides_none_after_it_and_the_reader_goes_on_after_any_error(
         assert "00.duckdb cannot be read" in caplog.text
         wrong.append(ValueError("another"))
         write(folder, 2)
-        wait_until(lambda: events.view is not None and len(events.view.columns) == 2, LIMIT_S)
+        wait_until(lambda: events.view is not None and len(events.view.figures) == 2, LIMIT_S)
         assert not wrong[1:]
         (folder / "0.jsonl").rename(folder / "9.jsonl")
         write(folder, 3)
-        wait_until(lambda: events.view is not None and len(events.view.columns) == 3, LIMIT_S)
+        wait_until(lambda: events.view is not None and len(events.view.figures) == 3, LIMIT_S)
     finally:
         events.close()
 
@@ -231,7 +232,7 @@ def test_other_machines_need_the_token(folder: Path) -> None:
     dash = Dash(folder, "--host=0.0.0.0")
     try:
         assert len(dash.token) > 20
-        for path in ("", "data", "changes", "columns/1/0"):
+        for path in ("", "data", "changes", "details/1/0"):
             assert dash.status(path) == dash.status(f"{path}?token=wrong") == 401
         assert dash.status(f"data?token={dash.token}") == 200
         assert dash.status("data", Cookie=f"reknit_token_{dash.port}={dash.token}") == 200
@@ -333,24 +334,25 @@ def test_a_browser_goes_on_to_the_newest_save_and_stays_at_a_chosen_one(
     tab.goto(dash.url)
     tab.get_by_text("live").wait_for()
     headline, remarks = tab.locator("#headline"), tab.locator("#remarks")
-    tab.get_by_text(re.compile("^save run/1 .step 1.: 4 ranks")).wait_for()
+    tab.get_by_text("save run/1 (step 1): saved", exact=True).wait_for()
     write(folder, 2, slow_s=5.0)
     remarks.get_by_text("rank 3 (dp 0, tp 3) 5.000 s").wait_for()
     tab.get_by_label("Save or load").select_option("0")
-    tab.get_by_text(re.compile("^save run/1 .step 1.: 4 ranks")).wait_for()
+    tab.get_by_text("save run/1 (step 1): saved", exact=True).wait_for()
     write(folder, 3)
-    tab.locator("#history").get_by_text("save run/3 (step 3)").wait_for()
+    tab.locator("#history td", has_text="save run/3 (step 3)").wait_for(state="attached")
     assert "run/1" in headline.text_content()
 
-    # By keys alone: from the select box on to the heat map, and from rank to rank.
+    # By keys alone: from the select box on to the timeline and the heat map, and from rank to rank.
     tab.get_by_label("Save or load").press("End")
-    tab.get_by_text(re.compile("^save run/3 .step 3.: 4 ranks")).wait_for()
-    for label in ("Phase", "Columns"):
+    tab.get_by_text("save run/3 (step 3): saved", exact=True).wait_for()
+    reached = []
+    while "heat" not in reached:
         tab.keyboard.press("Tab")
-        assert tab.evaluate("document.activeElement.labels[0].textContent").startswith(label)
-    tab.keyboard.press("Tab")
+        reached.append(tab.evaluate("document.activeElement.id"))
+    assert reached == ["rows", "out", "in", "whole", "time", "lane", "columns", "heat"]
     for key in ("ArrowRight", "ArrowRight", "ArrowRight", "ArrowLeft", "ArrowUp"):
         tab.keyboard.press(key)
-    assert tab.locator("#tip").text_content() == "rank 1 (dp 0, tp 1) on host0: 1.000 s"
+    assert tab.locator("#tip").text_content().startswith("rank 1 (dp 0, tp 1) on host0: 1 s")
     assert errors == []
     tab.close()

@@ -2,48 +2,25 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import re
-import shutil
-import subprocess
 import tracemalloc
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 
 from reknit.errors import UsageError
 from reknit.monitor.reports.chrome_trace import trace
 from reknit.monitor.reports.phase_summary import summaries
 from reknit.monitor.reports.recorded_operations import EventFiles, read_operations
-from reknit.monitor.reports.report_page import page
 from reknit.monitor.reports.report_text import headline, phase_rows, remarks
 from reknit.monitor.sinks.jsonl import JsonLines
+from tests.monitor.records import FAILED, SLOW, sixteen_ranks
 from tests.monitor.records import of_rank as record
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from reknit.monitor.reports.recorded_operations import RecordedOperation
-
-SLOW, FAILED = 13, 6
-
-
-def sixteen_ranks(folder: Path) -> RecordedOperation:
-    """Write the events of a save in which one rank is slow and one fails, and return the read ones."""
-    for rank in range(16):
-        sink = JsonLines(str(folder / f"{rank // 8}.jsonl"))
-        sink.take([record("collect", rank, 0, 0.1)])
-        sink.take([record("write", rank, 0.1, 3 if rank == SLOW else 1, nbytes=1 << 30, process="agent")])
-        if rank == FAILED:
-            failed = {"outcome": "StorageFullError", "detail": "make room"}
-            sink.take([record("commit", rank, 1.1, 0.1, **failed)])
-            sink.take([record("assign", rank, 0, 1.2, **failed)])
-    operations, num_invalid, *_ = read_operations([str(folder)])
-    assert (len(operations), num_invalid) == (1, 0)
-    return operations[0]
 
 
 def test_a_slow_rank_and_a_failed_one_are_named_with_their_places(tmp_path: Path) -> None:
@@ -54,8 +31,8 @@ def test_a_slow_rank_and_a_failed_one_are_named_with_their_places(tmp_path: Path
         "slow in write (agent) (median 1.000 s): rank 13 (dp 3, tp 1) 3.000 s",
     ]
     assert phase_rows(operation)[1:3] == [
-        ("assign", "1", "1.200", "1.200", "1.200", "-"),
-        ("write (agent)", "16", "1.000", "1.000", "3.000", "16.00"),
+        ("assign", "1", "1.200", "1.200", "1.200", "1.200", "-"),
+        ("write (agent)", "16", "1.000", "1.000", "3.000", "3.000", "16.00"),
     ]
     slow = {each.name: each.stragglers for each in summaries(operation) if each.stragglers}
     assert [(rank, round(seconds, 3)) for rank, seconds in slow["write (agent)"]] == [(SLOW, 3.0)]
@@ -74,19 +51,6 @@ def test_loads_of_one_checkpoint_an_hour_apart_are_two(tmp_path: Path) -> None:
     files.read()
     assert len(files.forget(8)) == 2
     assert len(files.until_now().operations) == 1
-
-
-def test_a_page_of_very_many_names_steps_and_axes_stays_small(tmp_path: Path) -> None:
-    own: dict[str, Any] = {"action": "training", "path": ""}
-    lines = [record(f"name {number}", 0, number, 1, step=7) for number in range(70_000)]
-    lines += [record("eat", 0, number, 1, step=number, **own) for number in range(5_000)]
-    lines += [record("eat", 1, 0, 1, step=1, coordinate={f"axis {k}": k for k in range(9_000)}, **own)]
-    JsonLines(str(tmp_path / "e.jsonl")).take(lines)
-    operations, *_ = read_operations([str(tmp_path)])
-    assert len(operations) == 5_001
-    assert len(page(operations)) < 6 << 20
-    last = [each for each in operations if each.action == "save"]
-    assert len(page(last)) < 6 << 20
 
 
 def test_ranks_that_failed_alike_are_one_line(tmp_path: Path) -> None:
@@ -255,85 +219,3 @@ def test_what_is_written_later_is_read_later_and_a_half_line_when_it_is_whole(tm
     assert [each.step for each in files.until_now().operations] == [2]
     assert files.forget(1) == []
     assert [each.step for each in files.until_now().operations] == [2]
-
-
-def data_of(text: str) -> dict[str, Any]:
-    """Return the visible text of a page."""
-    (line,) = [line for line in text.splitlines() if line.startswith("const given = ")]
-    found: dict[str, Any] = json.loads(line.removeprefix("const given = ").removesuffix(";"))
-    return found
-
-
-SEEN: dict[str, Any] = {
-    "everybody": np.eye(3),
-    "without red": [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
-    "without green": [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
-    "without blue": [[1.256, -0.077, -0.179], [-0.078, 0.931, 0.148], [0.005, 0.691, 0.304]],
-}
-"""The human perception of linear red, green and blue (Machado, Oliveira and Fernandes, 2009)."""
-
-
-def lab(linear: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return colours as lightness and two axes, in which distances are the visible ones."""
-    xyz = linear @ np.array([[0.4339, 0.2127, 0.0178], [0.3762, 0.7152, 0.1095], [0.1899, 0.0722, 0.8730]])
-    x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116).T
-    return np.stack([116 * y - 16, 500 * (x - y), 200 * (y - z)], axis=1)
-
-
-@pytest.mark.parametrize("who", SEEN)
-def test_ten_phases_have_colours_that_people_tell_apart_and_see_on_white_and_on_black(who: str) -> None:
-    (line,) = re.findall(r"const LANES = \[(.*)\]", page([]))
-    colours = re.findall(r"#(\w{6})", line)
-    assert len(colours) == 10
-    shares = np.array([list(bytes.fromhex(colour)) for colour in colours]) / 255
-    linear = np.where(shares <= 0.04045, shares / 12.92, ((shares + 0.055) / 1.055) ** 2.4)
-    seen = lab(np.clip(linear @ np.transpose(SEEN[who]), 0, 1))
-    apart = np.linalg.norm(seen[:, None] - seen, axis=2)
-    assert apart[~np.eye(10, dtype=bool)].min() > 15
-    brightness = linear @ [0.2126, 0.7152, 0.0722]
-    assert (1.05 / (brightness + 0.05)).min() > 1.5, "on white"
-    assert ((brightness + 0.05) / 0.056).min() > 1.5, "on the black of a browser"
-
-
-def test_a_page_has_all_events_and_asks_nobody(tmp_path: Path) -> None:
-    text = page([sixteen_ranks(tmp_path)])
-    assert re.search(r"(src|href)=|://", text) is None
-    data = data_of(text)
-    assert data["axes"] == ["dp", "tp"]
-    assert data["coordinates"][SLOW] == [3, 1]
-    (operation,) = data["operations"]
-    lengths = np.frombuffer(base64.b64decode(operation["length"]), "<f4")
-    ranks = np.frombuffer(base64.b64decode(operation["rank"]), "<u4")
-    assert ranks[lengths.argmax()] == SLOW
-    assert lengths.max() == pytest.approx(3)
-    assert len(operation["remarks"]) == 2
-
-
-def test_a_name_cannot_break_out_of_a_page(tmp_path: Path) -> None:
-    bad = "</script><script>alert(1)</script>"
-    JsonLines(str(tmp_path / "e.jsonl")).take([record("write", 0, 0, 1, path=bad, host=bad)])
-    JsonLines(str(tmp_path / "e.jsonl")).take([record("remove", 0, 9, 0, action="remove", path=bad)])
-    operations, *_, run = read_operations([str(tmp_path)])
-    text = page(operations, run=run)
-    assert text.count("</script>") == 1
-    assert bad in data_of(text)["operations"][0]["name"]
-    assert bad in data_of(text)["run"][0][3]
-
-
-def test_a_browser_draws_the_page(tmp_path: Path) -> None:
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("needs Chromium")
-    shown = tmp_path / "report.html"
-    operation = sixteen_ranks(tmp_path)
-    JsonLines(str(tmp_path / "run.jsonl")).take(
-        [record("remove", 0, 9, 0, action="remove", path="run/step_1")]
-    )
-    shown.write_text(page([operation], run=read_operations([str(tmp_path)]).run))
-    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", shown.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
-    assert "rank 13 (dp 3, tp 1) 3.000 s</li>" in done.stdout
-    assert re.search(r"<td>write \(agent\)</td><td>16</td><td>1.000</td>", done.stdout)
-    assert "bright: 3.000 s" in done.stdout, "the heat map shows the phase that differs most"
-    assert "1 to 16 of 16" in done.stdout
-    assert "<td>remove</td><td>7</td><td>run/step_1</td><td>ok</td>" in done.stdout

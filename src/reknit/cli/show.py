@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from reknit.cli.maps.layout_reads import layout_reads
+from reknit.cli.maps.target_layout import target_layout
 from reknit.cli.output import (
     count_text,
     print_fields,
@@ -16,6 +18,7 @@ from reknit.cli.output import (
     printable,
     readable,
     time_text,
+    write_text,
 )
 from reknit.errors import UsageError, did_you_mean
 from reknit.format.paths import parse_path
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
 
+    from reknit.cli.maps.target_layout import TargetLayout
     from reknit.engine.stored.opening import OpenCheckpoint
     from reknit.types.manifest import TensorEntry
 
@@ -45,14 +49,34 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="PATTERN",
         help="list the tensors whose name, or item/name, matches a shell pattern such as '*.weight'",
     )
+    parser.add_argument(
+        "--layout",
+        metavar="LAYOUT",
+        help="show the reads of a load into another layout: 4 (ranks), or axes such as tp=2,dp=2",
+    )
+    parser.add_argument(
+        "--html", metavar="FILE", help="write a page with the writers, the cuts of tensors, and these reads"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Show, and return the exit code."""
+    layout = None if args.layout is None else target_layout(args.layout)
+    if args.tensors is not None and (args.html is not None or layout is not None):
+        raise UsageError(
+            "--tensors lists tensors as text", remedy="leave --html and --layout out, or --tensors"
+        )
     with tensors_of(args.path) as checkpoint:
-        if args.tensors is not None:
+        if args.html is not None:
+            from reknit.cli.maps.checkpoint_map import map_page
+
+            write_text(args.html, map_page(checkpoint, layout))
+            print(f"wrote {args.html}: {len(checkpoint.index.tensors)} tensors")
+        elif layout is not None:
+            _show_reads(read_rows(checkpoint, layout), layout, as_json=args.json)
+        elif args.tensors is not None:
             rows = tensor_rows(checkpoint, args.tensors)
             if not rows and (checkpoint.index.tensors or args.tensors != "*"):
                 raise _nothing(checkpoint, args.tensors)
@@ -62,6 +86,42 @@ def run(args: argparse.Namespace) -> int:
         else:
             _show_summary(summary(checkpoint))
     return 0
+
+
+def read_rows(checkpoint: OpenCheckpoint, layout: TargetLayout) -> list[dict[str, Any]]:
+    """Return the reads of the ranks of a layout as plain data."""
+    return [
+        {
+            "rank": each.rank,
+            "name": layout.name(each.rank),
+            "wanted_nbytes": each.wanted_nbytes,
+            "read_nbytes": each.read_nbytes,
+            "requests": each.num_reads,
+            "files": [checkpoint.index.files[file] for file in np.flatnonzero(each.by_file).tolist()],
+        }
+        for each in layout_reads(checkpoint, layout)
+    ]
+
+
+def _show_reads(rows: list[dict[str, Any]], layout: TargetLayout, *, as_json: bool) -> None:
+    if as_json:
+        print_json(rows)
+        return
+    print(f"{layout.num_ranks} ranks: {layout}")
+    heads = ("RANK", "WANTS", "READS", "REQUESTS", "FILES")
+    cells = [
+        (
+            row["name"],
+            amount(row["wanted_nbytes"]),
+            amount(row["read_nbytes"]),
+            row["requests"],
+            len(row["files"]),
+        )
+        for row in rows
+    ]
+    print_table(heads, cells, right=heads[1:])
+    if len(rows) < layout.num_ranks:
+        print(f"and {layout.num_ranks - len(rows)} ranks between these")
 
 
 def summary(checkpoint: OpenCheckpoint) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from reknit.cli.program.numbers import whole
 from reknit.cli.reports.cost_options import add_costs, cost_table
-from reknit.cli.reports.report import add_places
+from reknit.cli.reports.report import add_limit, add_places, limit_of
 
 if TYPE_CHECKING:
     import argparse
@@ -22,6 +22,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "Ctrl-C.  Other machines reach it only with --host, and by the printed address, which has a token.",
     )
     add_places(parser)
+    add_limit(parser)
     add_costs(parser)
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: this machine only)"
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     from reknit.monitor.dash.web_server import is_loopback, listen, server
 
     token = None if is_loopback(args.host) else secrets.token_urlsafe()
-    events = LiveEvents(args.events, lambda operations: cost_table(operations, args))
+    events = LiveEvents(args.events, lambda operations: cost_table(operations, args), limit_of(args))
     try:
         with listen(args.host, args.port) as bound:
             port = bound.getsockname()[1]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING
 
 from reknit.cli.output import print_table, printable, write_text
-from reknit.cli.program.numbers import whole
+from reknit.cli.program.numbers import amount_of, whole
 from reknit.cli.reports.cost_options import add_costs, cost_table
 from reknit.errors import UsageError
 
@@ -28,7 +29,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--step", type=whole(0), help="show the last save of this step (default: the last operation)"
     )
-    parser.add_argument("-o", "--output", metavar="FILE", help="write a page: heat map, timeline, throughput")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="write a page: summary, timeline, heat map, throughput"
+    )
+    add_limit(parser)
     add_costs(parser)
     parser.set_defaults(run=run)
     trace_parser = commands.add_parser(
@@ -49,17 +53,41 @@ def add_places(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("events", nargs="+", help="files of events, or folders of them")
 
 
+def add_limit(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the limit of the storage."""
+    parser.add_argument(
+        "--limit",
+        type=amount_of,
+        metavar="GIB/S",
+        help="throughput of the storage for all ranks together (default: the highest in the events)",
+    )
+
+
+def limit_of(args: argparse.Namespace) -> float | None:
+    """Return the limit of the storage in bytes per second, None without one."""
+    return None if args.limit is None else args.limit * 2**30
+
+
 def run(args: argparse.Namespace) -> int:
     """Print a report, or write a page."""
+    from reknit.monitor.reports import report_page
+    from reknit.monitor.reports.operation_summary import figures_of
     from reknit.monitor.reports.recorded_operations import read_operations
-    from reknit.monitor.reports.report_page import page
-    from reknit.monitor.reports.report_text import RUN_HEADS, headline, phase_rows, remarks, run_rows
+    from reknit.monitor.reports.report_text import (
+        PHASE_HEADS,
+        RUN_HEADS,
+        headline,
+        phase_rows,
+        remarks,
+        run_rows,
+    )
     from reknit.monitor.reports.storage_figures import (
         STORAGE_HEADS,
         error_texts,
         histogram_lines,
         storage_rows,
     )
+    from reknit.monitor.reports.terminal_summary import summary_lines
     from reknit.types.rank_text import named
 
     operations, num_invalid, num_dropped, done = read_operations(args.events)
@@ -69,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{num_invalid} lines are not events, and are left out")
     costs = cost_table(operations, args)
     if args.output is not None:
-        write_text(args.output, page(operations, costs, done))
+        write_text(args.output, report_page.page(operations, costs, done, limit_of(args)))
         print(f"wrote {args.output}: {len(operations)} saves and loads")
         return 0
     of_step = [operation for operation in operations if args.step in (None, operation.step)]
@@ -84,8 +112,15 @@ def run(args: argparse.Namespace) -> int:
     for operation in operations[-_MOST_LISTED:]:
         print(printable(headline(operation)))
     shown = of_step[-1]
-    print(f"\n{printable(shown)}")
-    print_table(("phase", "ranks", "least s", "median s", "most s", "GiB"), phase_rows(shown))
+    alike = [operation for operation in operations if operation.action == shown.action]
+    figures = [figures_of(operation) for operation in alike[-_MOST_LISTED:] if operation is not shown]
+    figures.append(figures_of(shown))
+    limit = report_page.limit_of(figures, limit_of(args))
+    print()
+    for line in summary_lines(figures[-1], limit, alike, encoding=sys.stdout.encoding):
+        print(printable(line))
+    print()
+    print_table(PHASE_HEADS, phase_rows(shown), right=PHASE_HEADS[1:])
     for remark in remarks(shown):
         print(printable(remark))
     if shown.storage:

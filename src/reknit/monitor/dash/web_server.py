@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from reknit.errors import UsageError
-from reknit.monitor.reports.report_page import live_page
+from reknit.monitor.reports.report_page import live_page, live_policy
 
 try:
     import uvicorn
@@ -46,8 +46,6 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "X-Frame-Options": "DENY",
-    "Content-Security-Policy": "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; "
-    "script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
 }
 
 
@@ -70,7 +68,7 @@ def app(
     cookie = f"{_COOKIE}_{port}"  # browsers send the cookies of a host to all its ports
 
     async def index(request: Request) -> Response:
-        answer = HTMLResponse(live_page(), headers=_HEADERS)
+        answer = HTMLResponse(live_page(), headers=_HEADERS | {"Content-Security-Policy": live_policy()})
         if token is not None:  # so that the browser sends it, and the address does not need it
             answer.set_cookie(cookie, token, httponly=True, samesite="strict")
         return answer
@@ -79,14 +77,14 @@ def app(
         view = events.view
         return JSONResponse(None if view is None else view.shown, 404 if view is None else 200, _HEADERS)
 
-    async def columns(request: Request) -> Response:
+    async def picture(request: Request) -> Response:
         view = events.view
         version, number = (_count(request.path_params[name]) for name in ("version", "number"))
         if version is None or number is None:
-            return PlainTextResponse("the path is /columns/VERSION/NUMBER", 400, _HEADERS)
-        if view is None or version != view.version or number >= len(view.columns):
+            return PlainTextResponse("the path is /details/VERSION/NUMBER", 400, _HEADERS)
+        if view is None or version != view.version or number >= len(view.figures):
             return PlainTextResponse("there is a newer view", 409, _HEADERS)
-        if (found := view.columns[number]) is None:
+        if (found := view.detail(number)) is None:
             return PlainTextResponse("these events are no longer in memory", 410, _HEADERS)
         return JSONResponse(found, headers=_HEADERS)
 
@@ -103,7 +101,7 @@ def app(
 
         return guard
 
-    pages = {"/": index, "/data": data, "/columns/{version}/{number}": columns, "/changes": changes}
+    pages = {"/": index, "/data": data, "/details/{version}/{number}": picture, "/changes": changes}
     middleware = [Middleware(GZipMiddleware)]
     if token is None:  # a page of another site must not read from here by a name of this machine
         hosts = ["localhost", "127.0.0.1", "[::1]", "::1", host, f"[{host}]"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,9 +24,10 @@ class PhaseSummary(NamedTuple):
 
     name: str
     num_ranks: int
-    least_s: float
+    minimum_s: float
     median_s: float
-    most_s: float
+    p99_s: float
+    maximum_s: float
     nbytes: int
     stragglers: tuple[tuple[int, float], ...]
 
@@ -41,12 +43,14 @@ def seconds_by_rank(operation: RecordedOperation) -> dict[str, dict[int, float]]
 
 def summaries(operation: RecordedOperation) -> list[PhaseSummary]:
     """Return the summary of each phase, in the order of their first start."""
-    nbytes: dict[str, int] = {}
-    for event in sorted(operation.events, key=lambda event: event.started):
+    nbytes, begun = dict[str, int](), dict[str, float]()
+    for event in operation.events:
         nbytes[event.lane] = nbytes.get(event.lane, 0) + event.nbytes
+        begun[event.lane] = min(event.started, begun.get(event.lane, event.started))
     seconds = seconds_by_rank(operation)
     least_excess_s = max(SLOW_S, SLOW_SHARE * operation.elapsed_s)
-    return [_summary(name, seconds[name], total, least_excess_s) for name, total in nbytes.items()]
+    ordered = sorted(nbytes.items(), key=lambda entry: begun[entry[0]])
+    return [_summary(name, seconds[name], total, least_excess_s) for name, total in ordered]
 
 
 def _summary(name: str, ranks: dict[int, float], nbytes: int, least_excess_s: float) -> PhaseSummary:
@@ -56,9 +60,15 @@ def _summary(name: str, ranks: dict[int, float], nbytes: int, least_excess_s: fl
     return PhaseSummary(
         name=name,
         num_ranks=len(ranks),
-        least_s=min(ranks.values()),
+        minimum_s=min(ranks.values()),
         median_s=middle,
-        most_s=max(ranks.values()),
+        p99_s=_share_below(sorted(ranks.values()), 0.99),
+        maximum_s=max(ranks.values()),
         nbytes=nbytes,
         stragglers=tuple(slow),
     )
+
+
+def _share_below(ordered: list[float], share: float) -> float:
+    """Return the value that this share of the ranks does not exceed."""
+    return ordered[min(ceil(share * len(ordered)), len(ordered)) - 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime, timezone
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from reknit.monitor.reports.phase_summary import summaries
@@ -16,16 +17,23 @@ if TYPE_CHECKING:
     from reknit.monitor.reports.recorded_operations import RecordedOperation
 
 _MOST_NAMED = 5
+_MOST_AXES = 8
+_MOST_LETTERS = 40
 _LATEST = 1e11  # the time of a wrong clock may not be a date
 
 RUN_HEADS = ("when (UTC)", "what", "step", "path", "outcome")
 """The heads of the rows of `run_rows`."""
 
+PHASE_HEADS = ("phase", "ranks", "minimum s", "median s", "p99 s", "maximum s", "GiB")
+"""The heads of the rows of `phase_rows`."""
+
 
 def place_text(coordinate: Mapping[str, int]) -> str:
     """Return a coordinate of the parallel grid, such as ``(pp 0, tp 1)``, or an empty text without one."""
-    inside = ", ".join(f"{axis} {number}" for axis, number in coordinate.items())
-    return f" ({inside})" if inside else ""
+    shown = islice(coordinate.items(), _MOST_AXES)
+    inside = ", ".join(f"{axis[:_MOST_LETTERS]} {number}" for axis, number in shown)
+    more = f" and {len(coordinate) - _MOST_AXES} more axes" if len(coordinate) > _MOST_AXES else ""
+    return f" ({inside}{more})" if inside else ""
 
 
 def speed_text(nbytes: float, seconds: float) -> str:
@@ -43,14 +51,15 @@ def headline(operation: RecordedOperation) -> str:
 
 
 def phase_rows(operation: RecordedOperation) -> list[tuple[str, ...]]:
-    """Return a row for each phase: its name, ranks, least, median and most seconds, and GiB."""
+    """Return a row for each phase, with the columns of `PHASE_HEADS`."""
     return [
         (
             each.name,
             str(each.num_ranks),
-            f"{each.least_s:.3f}",
+            f"{each.minimum_s:.3f}",
             f"{each.median_s:.3f}",
-            f"{each.most_s:.3f}",
+            f"{each.p99_s:.3f}",
+            f"{each.maximum_s:.3f}",
             f"{each.nbytes / 2**30:.2f}" if each.nbytes else "-",
         )
         for each in summaries(operation)
@@ -76,7 +85,7 @@ def remarks(operation: RecordedOperation) -> Iterator[str]:
     places = {event.rank: place_text(event.coordinate) for event in operation.events if event.coordinate}
     yield from _failures(operation, places)
     slow = [each for each in summaries(operation) if each.stragglers]
-    for each in sorted(slow, key=lambda each: each.median_s - each.most_s):
+    for each in sorted(slow, key=lambda each: each.median_s - each.maximum_s):
         yield _stragglers(each, places)
 
 

@@ -1,0 +1,1 @@
+"""Figures of one save or load: its phases as columns, its critical path, its throughput."""

@@ -1,0 +1,1 @@
+"""Pages for a browser, each one file: style, scripts, and the chart library."""
