@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 import runpy
@@ -18,8 +17,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import reknit
 from reknit.alerts import Alerts, Stragglers
 from reknit.monitor.alerts.alert_groups import GroupedAlert
+from reknit.monitor.figures.event_columns import event_columns
 from reknit.monitor.reports.recorded_operations import read_operations
-from reknit.monitor.reports.report_page import content
 from reknit.monitor.reports.report_text import remarks
 from reknit.types.rank_text import spelled
 from tests.ranks import run
@@ -44,16 +43,11 @@ def test_of_sixteen_ranks_all_views_and_an_alert_name_the_slow_disk_and_the_full
     found = re.findall(r"rank \d+ \([^)]*\)", slow)
     assert sorted(found[:2]) == ["rank 14 (dp 3, tp 2)", "rank 5 (dp 1, tp 1)"], slow
 
-    shown = content([operation])
-    columns = shown["operations"][0]
-    lane, rank, busy = (
-        np.frombuffer(base64.b64decode(columns[name]), kind)
-        for name, kind in (("lane", "<u2"), ("rank", "<u4"), ("busy", "<f4"))
-    )
-    seconds = np.bincount(rank, busy * (lane == shown["lanes"].index("write")), len(shown["ranks"]))
-    brightest = [shown["ranks"][row] for row in np.argsort(seconds)[-2:]]
+    columns = event_columns(operation.events)
+    seconds = np.nan_to_num(columns.seconds()[columns.lanes.index("write")])
+    brightest = [columns.ranks[row] for row in np.argsort(seconds)[-2:]]
     assert sorted(brightest) == [5, 14]
-    assert [shown["coordinates"][5], shown["coordinates"][14]] == [[1, 1], [3, 2]]
+    assert [columns.places[5], columns.places[14]] == [{"dp": 1, "tp": 1}, {"dp": 3, "tp": 2}]
 
     watching.look()
     watching.flush(60)

@@ -150,8 +150,8 @@ def test_reports_list_what_the_run_did_apart_from_saves_and_loads(
         f"save {tmp_path}/run/step_{step:08d} (step {step})" for step in (1, 2)
     ]
     assert [(each.action, each.step) for each in found.run] == [("resume", None), ("remove", 1)]
-    shown = content(found.operations, run=found.run)
-    assert [row[1:] for row in shown["run"]] == [
+    shown = content(found.operations, run=found.run).shown
+    assert [tuple(row[1:]) for row in shown["run"]] == [
         ("resume", "-", f"{tmp_path}/run", "there is no checkpoint yet"),
         ("remove", "1", f"{tmp_path}/run/step_00000001", "ok"),
     ]
