@@ -105,7 +105,7 @@ def measure_dcp(state: dict[str, Any], folder: str, repeat: int) -> dict[str, An
 
     import reknit
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}.store", rank=0, world_size=1)
     dcp.save({"model": state}, checkpoint_id=folder)
     out, theirs = target(state, 1), target(state, 1)
     report = reknit.load(folder, {"model": out})
@@ -135,7 +135,7 @@ def measure_eighth(state: dict[str, Any], folder: str, repeat: int) -> dict[str,
 
     part = target(state, PARTS)
 
-    class Planner(DefaultLoadPlanner):  # type: ignore[misc]
+    class Planner(DefaultLoadPlanner):
         def resolve_tensor(self, read_item: Any) -> Any:
             return part[read_item.dest_index.fqn.removeprefix("model.")]
 
@@ -170,7 +170,7 @@ def measure_hf(state: dict[str, Any], folder: str, repeat: int) -> dict[str, Any
 
     os.makedirs(folder)
     names = list(state)
-    where = {}
+    where: dict[str, str] = {}
     for number in range(4):
         file = f"model-{number}.safetensors"
         part = names[number::4]
@@ -209,7 +209,8 @@ def write_model(folder: str, mib: int) -> int:
     from safetensors.numpy import save_file
 
     os.makedirs(folder)
-    where, number = {}, 0
+    where: dict[str, str] = {}
+    number = 0
     data = np.random.default_rng(0).random((64 << 20) // 8)
     for number in range(max(mib // 512, 1)):
         file = f"model-{number}.safetensors"

@@ -32,6 +32,8 @@ WEIGHTS = {
     "layers.0.w": torch.arange(40, dtype=torch.float32).reshape(8, 5),
     "layers.0.b": torch.randn(3).to(torch.bfloat16),
     "f8": torch.randn(9).to(torch.float8_e4m3fn),
+    "scales": torch.ones(3).to(torch.float8_e8m0fnu),
+    "complex": torch.randn(2, dtype=torch.complex64),
     "numbers": torch.arange(-3, 3),
     "bits": torch.tensor([True, False, True]),
     "zero": torch.tensor(2.5, dtype=torch.float64),

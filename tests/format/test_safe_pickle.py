@@ -79,7 +79,7 @@ def hostile(canary: Path) -> dict[str, bytes]:
         "a new object": b"\x80\x02cos\nmkdir\n" + text + b"\x85\x81.",
         "a new object with names": b"\x80\x04cos\nmkdir\n" + text + b"\x85}\x92.",
         "an attribute of an allowed name": b"\x80\x04\x8c\x05torch\x8c\x0dSize.__init__\x93.",
-        "a state for a name": b"\x80\x02" + made + b"N}U\x01ab\x86b.",
+        "a state for a name": b"\x80\x02" + made + b"}X\x01\0\0\0aNsb.",
         "a call of a result": b"\x80\x02" + made + b")\x85R)R.",
         "a call of a dtype": b"\x80\x02ctorch\nfloat32\n)R.",
         "a name of getattr": b"\x80\x02cbuiltins\ngetattr\n.",

@@ -256,7 +256,8 @@ def saved_by_lightning(folder: str) -> None:
     trainer.save_checkpoint(f"{folder}/any.name")
 
 
-def test_what_lightning_itself_saved_is_called_by_its_name(tmp_path: Path) -> None:
+def test_what_lightning_itself_saved_is_opened_in_place(tmp_path: Path) -> None:
     run(1, saved_by_lightning, str(tmp_path), joined=False)
-    with pytest.raises(reknit.CheckpointNotFoundError, match="a checkpoint of Lightning"):
-        reknit.open(tmp_path / "any.name")
+    with reknit.open(tmp_path / "any.name") as checkpoint:
+        assert set(checkpoint.tensors["model"]) == {"layer.weight", "layer.bias"}
+        assert checkpoint.step == 0

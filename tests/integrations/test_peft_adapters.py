@@ -109,9 +109,15 @@ def saved_by_libraries(folder: str) -> None:
     with_lora(model).save_pretrained(f"{folder}/adapter")
 
 
-def test_what_hugging_face_libraries_saved_is_called_by_its_name(tmp_path: Path) -> None:
+def test_what_hugging_face_libraries_saved_is_opened_in_place(tmp_path: Path) -> None:
     run(1, saved_by_libraries, str(tmp_path))
     assert not (tmp_path / "sharded" / "model.safetensors").exists()
+    read = {}
     for name, what in (("one", "Hugging Face"), ("sharded", "Hugging Face"), ("adapter", "PEFT")):
-        with pytest.raises(reknit.CheckpointNotFoundError, match=what):
-            reknit.open(tmp_path / name)
+        with reknit.open(tmp_path / name) as checkpoint:
+            assert checkpoint.manifest.origin["format"] == what
+            assert checkpoint.values["config"]
+            read[name] = checkpoint.read_all(["model"])["model"]
+    assert read["one"].keys() == read["sharded"].keys()
+    assert all(read["one"][key].equal(read["sharded"][key]) for key in read["one"])
+    assert any("lora_A" in key for key in read["adapter"])

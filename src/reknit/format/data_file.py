@@ -173,11 +173,12 @@ def data_start(prefix: bytes, file_nbytes: int) -> int:
     return 8 + int(nbytes)
 
 
-def decode_header(data: bytes, file_nbytes: int) -> Header:
+def decode_header(data: bytes, file_nbytes: int, more: Mapping[str, str] | None = None) -> Header:
     """Return the header of a safetensors file of `file_nbytes` bytes, of which `data` are the first.
 
-    Reads any file that keeps the safetensors rules and uses the dtypes of `NATIVE`; entries come back in the
-    order of their bytes.  Raises `CorruptError`, or `FormatError` above a limit.
+    Reads any file that keeps the safetensors rules and uses the dtypes of `NATIVE`, or `more` of them by
+    their names there; entries come back in the order of their bytes.  Raises `CorruptError`, or
+    `FormatError` above a limit.
     """
     begin = data_start(data, file_nbytes)
     if len(data) < begin:
@@ -195,7 +196,7 @@ def decode_header(data: bytes, file_nbytes: int) -> Header:
     foreign = decode_texts(metadata, DTYPES_KEY)
     if not foreign.keys() <= members.keys():
         raise CorruptError(f"{DTYPES_KEY} names a key that the data file does not have")
-    entries = [_decode_entry(key, raw, foreign.get(key)) for key, raw in members.items()]
+    entries = [_decode_entry(key, raw, foreign.get(key), more or {}) for key, raw in members.items()]
     entries.sort(key=lambda entry: (entry.start, entry.nbytes, entry.key))
     end = 0
     for entry in entries:
@@ -237,12 +238,12 @@ def _check_entry(entry: HeaderEntry, end: int) -> None:
         )
 
 
-def _decode_entry(key: str, raw: msgspec.Raw, foreign: str | None) -> HeaderEntry:
+def _decode_entry(key: str, raw: msgspec.Raw, foreign: str | None, more: Mapping[str, str]) -> HeaderEntry:
     what = f"the entry {key[:200]!r}"
     fields = decode_member(_DECODE_ENTRY, raw, what)
     begin, end = fields.data_offsets
     lengths = tuple(fields.shape)
-    dtype = _FROM_NATIVE.get(fields.dtype)
+    dtype = _FROM_NATIVE.get(fields.dtype) or more.get(fields.dtype)
     if foreign is not None:
         itemsize = ITEMSIZE.get(foreign)
         if fields.dtype != "U8" or itemsize is None or foreign in NATIVE or lengths[-1:] != (itemsize,):

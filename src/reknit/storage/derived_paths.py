@@ -64,7 +64,12 @@ def cell_path(cell: Cell) -> str:
 
 
 def derived(path: str) -> StridedPart | Inflated | Cell | None:
-    """Return the meaning of a path, None for that of a file that exists."""
+    """Return the meaning of a path, None for that of a file that exists.
+
+    No file of reknit has a path that begins with ``~``.
+    """
+    if not path.startswith("~"):
+        return None
     if match := _STRIDED.fullmatch(path):
         return StridedPart(match[5], int(match[1]), int(match[2]), _numbers(match[3]), _numbers(match[4]))
     if match := _INFLATED.fullmatch(path):

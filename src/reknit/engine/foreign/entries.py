@@ -120,7 +120,9 @@ class ForeignEntries:
     def _plain(self, value: Any) -> Any:
         """Return a value without objects of other programs."""
         if isinstance(value, TensorView):
-            raise FormatError("a pickle has a tensor in a table whose keys are not texts")
+            raise FormatError(
+                "a pickle has a tensor in a value that is not divided, such as an optimizer's options"
+            )
         if type(value) is dict:
             return {key: self._plain(inner) for key, inner in value.items()}
         if type(value) in (list, tuple):

@@ -25,6 +25,13 @@ MAX_CONFIG_NBYTES = 1 << 20
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLE = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")
 _CONFIGS = ("config.json", "generation_config.json", "adapter_config.json")
+_MORE = {
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "C64": "complex64",
+}
+"""Dtypes of safetensors that reknit stores in another form."""
 CONFIG_ITEM = "config"
 """The item with the configuration files of a folder, each as a text."""
 
@@ -35,7 +42,7 @@ def add_safetensors(entries: ForeignEntries, path: str, item: str = MODEL) -> No
     if nbytes < 8:
         raise CorruptError(f"{path} has {nbytes} bytes, too few for a file of safetensors")
     begin = data_start(part_of(entries.storage, path, 0, 8), nbytes)
-    header = decode_header(part_of(entries.storage, path, 0, begin), nbytes)
+    header = decode_header(part_of(entries.storage, path, 0, begin), nbytes, _MORE)
     for entry in header.entries:
         spec = TensorSpec(entry.lengths, entry.dtype)
         extent = Extent(path, header.data_start + entry.start, entry.nbytes)

@@ -10,7 +10,7 @@ from reknit.engine.foreign.open_foreign import read_foreign, store_of
 from reknit.engine.foreign.small_reads import part_of
 from reknit.engine.foreign.zip_files import LOCAL_MARK, Archive, ZipMember
 from reknit.errors import FormatError, StorageError, shown
-from reknit.storage.derived_paths import derived
+from reknit.storage.derived_paths import Cell, derived
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,7 +40,7 @@ def verify_foreign(storage: Storage, level: str) -> VerifyReport | None:
     assert place is not None
     assert manifest.other is not None
     blobs = {blob.path for blob in manifest.blobs}
-    files = [f for f in manifest.files if f.nbytes and f.path not in blobs and derived(f.path) is None]
+    files = [f for f in manifest.files if f.nbytes and f.path not in blobs and _is_stored(f.path)]
     total = sum(file.nbytes for file in files)
     if level != "data":
         return VerifyReport(
@@ -66,6 +66,12 @@ def verify_foreign(storage: Storage, level: str) -> VerifyReport | None:
         except (FormatError, StorageError) as error:
             problems.append(error.message)
     return VerifyReport(url, level, len(files), total, tuple(problems), unchecked=said)
+
+
+def _is_stored(path: str) -> bool:
+    """Return whether a file has bytes of its own: it exists, or a library reads it."""
+    rule = derived(path)
+    return rule is None or isinstance(rule, Cell)
 
 
 def _pieces(storage: Storage, path: str, start: int, nbytes: int) -> Iterator[memoryview]:
