@@ -38,7 +38,7 @@ def add_npy(entries: ForeignEntries, path: str) -> None:
     """Add the array of a file of numpy.save, as ``array``."""
     nbytes = entries.size(path)
     header = _header(part_of(entries.storage, path, 0, min(nbytes, _HEAD_NBYTES)), path)
-    _add(entries, "array", header, nbytes, path, 0)
+    _add(entries, "array", header, nbytes, path=path, start=0)
 
 
 def add_npz(entries: ForeignEntries, path: str) -> None:
@@ -64,10 +64,10 @@ def add_npz(entries: ForeignEntries, path: str) -> None:
         inside, start = path, starts[name]
         if member.method == _DEFLATED:
             inside, start = inflated_path(path, start, member.packed_nbytes, member.nbytes), 0
-        _add(entries, name.removesuffix(".npy"), headers[name], member.nbytes, inside, start)
+        _add(entries, name.removesuffix(".npy"), headers[name], member.nbytes, path=inside, start=start)
 
 
-def _add(entries: ForeignEntries, name: str, header: _Header, nbytes: int, path: str, start: int) -> None:
+def _add(entries: ForeignEntries, name: str, header: _Header, nbytes: int, *, path: str, start: int) -> None:
     spec = header.spec
     if header.start + spec.nbytes != nbytes:
         raise CorruptError(f"{path} has {nbytes} bytes for {shown(name)}, its header describes {spec}")

@@ -121,7 +121,7 @@ def add_partitioned(
     groups = _options(partitions[0])
     for number, members in enumerate(shapes):
         for name, shape in members.items():
-            place = partial(_add_line, entries, partitions, shape, lines[name])
+            place = partial(_add_line, entries, partitions=partitions, shape=shape, line=lines[name])
             weights = [_groups(each.state) for each in partitions]
             if in_module.get(name) != "float32":
                 place(OPTIMIZER, ["state", name, "master"], weights)
@@ -144,12 +144,13 @@ def add_partitioned(
 
 def _add_line(
     entries: ForeignEntries,
-    partitions: list[RankPartition],
-    shape: tuple[int, ...],
-    line: FlatRanges,
     item: str,
     keys: list[Any],
     views: list[list[Any]],
+    *,
+    partitions: list[RankPartition],
+    shape: tuple[int, ...],
+    line: FlatRanges,
 ) -> None:
     """Add a tensor whose ranges lie in flat tensors of the ranks, which `views` has by rank."""
     chunks: Chunks = []

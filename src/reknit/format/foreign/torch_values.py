@@ -139,10 +139,10 @@ def dtype_of(value: Any) -> str:
 
 
 def _tensor_v2(
-    storage: Any, first: Any, shape: Any, strides: Any, _: Any = None, hooks: Any = None, more: Any = None
-) -> TensorView:
-    if more:
-        raise FormatError(f"a pickle has a tensor with {shown(more)}, which reknit does not read")
+    storage: Any, first: Any, shape: Any, strides: Any, *rest: Any
+) -> TensorView:  # of the rest: trained or not, hooks, properties
+    if any(rest[2:]):
+        raise FormatError(f"a pickle has a tensor with {shown(rest[2])}, which reknit does not read")
     return tensor_in(storage, first, shape, strides)
 
 

@@ -59,6 +59,7 @@ class RecordedOperation:
         path: str,
         step: int | None,
         events: EventRows,
+        *,
         storage: dict[tuple[str, str], StorageFigures],
         number: int = 0,
     ) -> None:
@@ -130,7 +131,9 @@ class _Recorded:
                 parts = repetitions(action, self.events, self.operations)
             parts = [part for part in parts if len(part[0])]
             shown = [
-                RecordedOperation(*self._of_all, in_step(events), storage_figures(operations), number=number)
+                RecordedOperation(
+                    *self._of_all, in_step(events), storage=storage_figures(operations), number=number
+                )
                 for number, (events, operations) in enumerate(parts, self._first)
             ]
             self._shown = self.weight, shown, parts
