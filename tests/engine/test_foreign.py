@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,7 +32,6 @@ from tests.storage.tiny_s3 import TinyS3
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 STATE: dict[str, Any] = {"model": {"w": np.ones(4)}}
 TENSORS = {"w": torch.ones(4)}
@@ -56,15 +57,14 @@ def saved_by_others(root: Path) -> dict[str, tuple[Path, str, str]]:
     (root / "model").write_bytes(GGUF)
     (root / "lit.ckpt").write_bytes(b"")
     torch.save({"epoch": 1, "pytorch-lightning_version": "2.6.0", "state_dict": TENSORS}, root / "lit.ckpt")
-    for name in ("hf", "sharded", "peft", "bytecheckpoint/model", "config"):
+    for name in ("hf", "sharded", "peft", "config"):
         (root / name).mkdir(parents=True)
     save_file(TENSORS, root / "hf" / "model.safetensors")
     index = {"metadata": {"total_size": 16}, "weight_map": {"w": "model-00001-of-00001.safetensors"}}
     (root / "sharded" / "model.safetensors.index.json").write_text(json.dumps(index))
     save_file(TENSORS, root / "sharded" / "model-00001-of-00001.safetensors")
     save_file(TENSORS, root / "peft" / "adapter_model.safetensors")
-    metadata = b"\x80\x04\x95\x80\0\0\0\0\0\0\0\x8c\x24bytecheckpoint.checkpointer.meta_type\x94"
-    (root / "bytecheckpoint" / "model" / ".metadata").write_bytes(metadata)
+    shutil.copytree(Path(__file__).parent / "bytecheckpoint" / "ddp", root / "bytecheckpoint")
     return {
         "dcp": (root / "dcp", r"torch\.distributed\.checkpoint \(DCP\)", IMPORT),
         "torch": (root / "new.pt", r"torch\.save writes", IMPORT),
@@ -79,7 +79,7 @@ def saved_by_others(root: Path) -> dict[str, tuple[Path, str, str]]:
         "hf": (root / "hf", "Hugging Face", IMPORT),
         "sharded": (root / "sharded", "Hugging Face", IMPORT),
         "peft": (root / "peft", "PEFT", IMPORT),
-        "bytecheckpoint": (root / "bytecheckpoint", "ByteCheckpoint", "reknit.compat.bytecheckpoint"),
+        "bytecheckpoint": (root / "bytecheckpoint", "ByteCheckpoint", IMPORT),
     }
 
 

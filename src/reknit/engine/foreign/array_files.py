@@ -1,9 +1,13 @@
-"""Files of NumPy in place: arrays as ranges of the file, packed members as files that the store unpacks."""
+"""Files of NumPy and of GGUF in place: arrays as ranges of the file, and metadata as values.
+
+Packed members are files that the store unpacks.
+"""
 
 from __future__ import annotations
 
 import io
 import zlib
+from functools import partial
 from math import prod
 from tokenize import TokenError
 from typing import NamedTuple
@@ -14,6 +18,7 @@ from reknit.engine.foreign.entries import MODEL, ForeignEntries, named
 from reknit.engine.foreign.small_reads import do_each, part_of
 from reknit.engine.foreign.zip_files import Archive, ZipMember
 from reknit.errors import CorruptError, FormatError, shown
+from reknit.format.foreign.gguf_header import read_gguf_header
 from reknit.storage.derived_paths import inflated_path, strided_path
 from reknit.types.box import Box
 from reknit.types.dtype import ITEMSIZE
@@ -24,6 +29,10 @@ _HEAD_NBYTES = 12 << 10
 """More than the header of an array of numbers can have."""
 _STORED, _DEFLATED = 0, 8
 _MAX_NBYTES = (1 << 63) - 1
+
+METADATA_ITEM = "gguf"
+BLOCKS_ITEM = "gguf_blocks"
+"""The item with the quantisation of each tensor whose bytes are blocks."""
 
 
 class _Header(NamedTuple):
@@ -95,3 +104,14 @@ def _header(head: bytes, path: str) -> _Header:
     if large or len(shape) > MAX_NDIM or min(shape, default=0) < 0:
         raise CorruptError(f"{path} has an array with an impossible shape")
     return _Header(TensorSpec(tuple(shape), dtype.name), stream.tell(), is_fortran and len(shape) > 1)
+
+
+def add_gguf(entries: ForeignEntries, path: str) -> None:
+    """Add the tensors of a file; quantised tensors come as the bytes of their blocks."""
+    header = read_gguf_header(partial(part_of, entries.storage, path), entries.size(path))
+    for key, value in header.metadata.items():
+        entries.value(METADATA_ITEM, named([key]), value)
+    for tensor in header.tensors:
+        entries.whole(MODEL, named([tensor.name]), tensor.spec, path, tensor.start)
+        if tensor.blocks is not None:
+            entries.value(BLOCKS_ITEM, named([tensor.name]), tensor.blocks)

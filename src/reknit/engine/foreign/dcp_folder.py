@@ -10,7 +10,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.engine.foreign.entries import MODEL, Chunks, ForeignEntries, named
-from reknit.engine.foreign.optimizer_states import named_states
+from reknit.engine.foreign.optimizer_states import ModelOrder, named_states
 from reknit.engine.foreign.small_reads import do_each, part_of
 from reknit.engine.foreign.torch_files import TorchFile, add_extent, extent_of, single_tensor, views_in
 from reknit.engine.foreign.zip_files import LOCAL_MARK
@@ -18,6 +18,7 @@ from reknit.errors import CorruptError, FormatError, shown
 from reknit.format.foreign.safe_pickle import MAX_PICKLE_NBYTES, PickledObject, Vocabulary, read_pickle
 from reknit.format.foreign.torch_values import TORCH, TensorView, dtype_of
 from reknit.types.box import Box
+from reknit.types.manifest import Extent
 from reknit.types.shard import TensorSpec
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ _FAMILIES = (
     "torch.distributed.checkpoint.",
     "torch.distributed._shard.",
     "megatron.core.dist_checkpointing.",
+    "bytecheckpoint.",
 )
 """Beginnings of the names of classes whose objects are data in this pickle."""
 _WORDS = Vocabulary(TORCH.builders, TORCH.classes, TORCH.names, _FAMILIES)
@@ -37,16 +39,30 @@ _WORDS = Vocabulary(TORCH.builders, TORCH.classes, TORCH.names, _FAMILIES)
 Path = tuple[Any, ...]
 
 
+class DcpFolder(NamedTuple):
+    """A folder with metadata, and the entries that it adds to.
+
+    `path` ends with a slash if the folder is a part of the checkpoint.  In a `raw` one, the bytes of tensors
+    have no archives around them.  `order` has the names of an optimizer's parameters, if it numbers them.
+    """
+
+    entries: ForeignEntries
+    path: str = ""
+    raw: bool = False
+    order: ModelOrder | None = None
+
+
 def read_folder(storage: Storage) -> ForeignEntries:
     """Return the entries of a checkpoint."""
     entries = ForeignEntries(storage)
-    add_folder(entries)
+    add_folder(DcpFolder(entries))
     return entries
 
 
-def add_folder(entries: ForeignEntries, renamed: Callable[[Path], Path] = lambda keys: keys) -> None:
+def add_folder(folder: DcpFolder, renamed: Callable[[Path], Path] = lambda keys: keys) -> None:
     """Add all entries of a folder with metadata; `renamed` returns the keys of an entry in reknit."""
-    metadata = read_pickle(entries.storage.get(METADATA, limit=MAX_PICKLE_NBYTES), _WORDS)
+    data = folder.entries.storage.get(folder.path + METADATA, limit=MAX_PICKLE_NBYTES)
+    metadata = read_pickle(data, _WORDS)
     if not isinstance(metadata, PickledObject):
         raise FormatError(f"{METADATA} is not the metadata of a checkpoint")
     specs, places = metadata.field("state_dict_metadata"), metadata.field("storage_data")
@@ -67,9 +83,9 @@ def add_folder(entries: ForeignEntries, renamed: Callable[[Path], Path] = lambda
         if _is_a(spec, "TensorStorageMetadata"):
             tensors.append((name, spec, where))
         elif where:
-            values[name] = _object(entries, where[0][1])
-    _add_tensors(entries, tensors, keys)
-    _add_values(entries, values, keys)
+            values[name] = _object(folder, where[0][1])
+    _add_tensors(folder, tensors, keys)
+    _add_values(folder, values, keys)
 
 
 def _is_a(value: Any, kind: str) -> bool:
@@ -93,7 +109,7 @@ def _paths(specs: dict[Any, Any], paths: dict[Any, Any], renamed: Callable[[Path
 
 
 def _add_tensors(
-    entries: ForeignEntries,
+    folder: DcpFolder,
     tensors: list[tuple[str, PickledObject, list[tuple[Path, PickledObject]]]],
     keys: dict[str, Path],
 ) -> None:
@@ -113,18 +129,18 @@ def _add_tensors(
             if at not in lengths:
                 raise FormatError(f"a place of {name[:200]!r} is not that of a chunk")
             jobs.append((name, spec, Box(at, lengths[at]), place))
-            entries.size(_path(place))
+            folder.entries.size(_path(folder, place))
         if not spec.numel:
             made[name] = spec, []
 
     def locate(job: tuple[str, TensorSpec, Box, PickledObject]) -> None:
         name, spec, box, place = job
-        made[name][1].extend(_chunk(entries, spec, box, place))
+        made[name][1].extend(_chunk(folder, spec, box, place))
 
     do_each(jobs, locate)
     for name, (spec, chunks) in made.items():
         item, *rest = keys[name]
-        entries.tensor(str(item), named(_state_keys(rest)), spec, chunks)
+        folder.entries.tensor(str(item), named(_state_keys(rest)), spec, chunks)
 
 
 def _state_keys(keys: list[Any]) -> list[Any]:
@@ -142,18 +158,23 @@ def _properties(made: Any) -> Any:
     return made.field("dtype") if isinstance(made, PickledObject) else None
 
 
-def _path(place: PickledObject) -> str:
+def _path(folder: DcpFolder, place: PickledObject) -> str:
     path = place.field("relative_path")
     if not isinstance(path, str):
         raise FormatError("a place in the metadata has no path")
     if (place.state or {}).get("transform_descriptors"):
         raise FormatError(f"{shown(path)} was written through transforms, which reknit does not undo")
-    return path
+    return folder.path + path
 
 
-def _chunk(entries: ForeignEntries, spec: TensorSpec, box: Box, place: PickledObject) -> Chunks:
+def _chunk(folder: DcpFolder, spec: TensorSpec, box: Box, place: PickledObject) -> Chunks:
     """Return the chunk of a box, with the range of its bytes."""
-    path, start, nbytes = _bounds(entries, place)
+    path, start, nbytes = _bounds(folder, place)
+    if folder.raw:
+        if nbytes != box.numel * spec.itemsize:
+            raise CorruptError(f"{path} has {nbytes} bytes at {start}, the metadata says {spec.dtype}{box}")
+        return [(box, Extent(path, start, nbytes))]
+    entries = folder.entries
     found = single_tensor(entries.storage, path, start, nbytes)
     if found is not None:
         view, extent = found.view, extent_of(found.view, path, start + found.start)
@@ -169,13 +190,13 @@ def _chunk(entries: ForeignEntries, spec: TensorSpec, box: Box, place: PickledOb
     return [(box, extent)]
 
 
-def _bounds(entries: ForeignEntries, place: PickledObject) -> tuple[str, int, int]:
+def _bounds(folder: DcpFolder, place: PickledObject) -> tuple[str, int, int]:
     """Return the path, the start and the size in bytes of a place."""
-    path = _path(place)
+    path = _path(folder, place)
     start, nbytes = place.field("offset"), place.field("length")
     if type(start) is not int or type(nbytes) is not int or start < 0 or nbytes < 0:
         raise FormatError(f"{shown(path)} has a place without a range")
-    if start + nbytes > entries.size(path):
+    if start + nbytes > folder.entries.size(path):
         raise CorruptError(f"{path} ends before byte {start + nbytes}, where the metadata has an entry")
     return path, start, nbytes
 
@@ -187,8 +208,9 @@ class _PickledEntry(NamedTuple):
     file: TorchFile | None
 
 
-def _object(entries: ForeignEntries, place: PickledObject) -> _PickledEntry:
-    path, start, nbytes = _bounds(entries, place)
+def _object(folder: DcpFolder, place: PickledObject) -> _PickledEntry:
+    path, start, nbytes = _bounds(folder, place)
+    entries = folder.entries
     if part_of(entries.storage, path, start, min(len(LOCAL_MARK), nbytes)) != LOCAL_MARK:
         if nbytes > MAX_PICKLE_NBYTES:
             raise FormatError(f"{path} has a value of {nbytes} bytes")
@@ -198,8 +220,9 @@ def _object(entries: ForeignEntries, place: PickledObject) -> _PickledEntry:
     return _PickledEntry(file.value, file)
 
 
-def _add_values(entries: ForeignEntries, values: dict[str, _PickledEntry], keys: dict[str, Path]) -> None:
+def _add_values(folder: DcpFolder, values: dict[str, _PickledEntry], keys: dict[str, Path]) -> None:
     """Add the values, those of an optimizer under the names of its parameters."""
+    entries = folder.entries
     groups: dict[Path, dict[Any, Any]] = {}
     for name, held in values.items():
         path = keys[name]
@@ -215,10 +238,10 @@ def _add_values(entries: ForeignEntries, values: dict[str, _PickledEntry], keys:
         if path in (("step",), ("train_state", "step")) and type(held.value) is int:
             entries.step = max(held.value, 0)
     for (item,), parts in groups.items():
-        _add_options(entries, str(item), parts)
+        _add_options(folder, str(item), parts)
 
 
-def _add_options(entries: ForeignEntries, item: str, parts: dict[Path, Any]) -> None:
+def _add_options(folder: DcpFolder, item: str, parts: dict[Path, Any]) -> None:
     """Add the options of the groups of an optimizer; each parameter has those of its group."""
     nested: dict[Any, Any] = {}
     for path, value in parts.items():
@@ -229,10 +252,10 @@ def _add_options(entries: ForeignEntries, item: str, parts: dict[Path, Any]) -> 
                 raise FormatError("the options of an optimizer have two values at one place")
         at[path[-1]] = value
     flat = all(isinstance(key, str) and key.startswith("param_groups.") for key in nested)
-    made = named_states(nested if flat else {"state": {}, **nested})
+    made = named_states(nested if flat else {"state": {}, **nested}, folder.order)
     made.pop("state", None)
 
     def refuse(*_: Any) -> None:
         raise FormatError("the options of an optimizer hold a tensor, which reknit does not read")
 
-    entries.nested(item, (), made, refuse)
+    folder.entries.nested(item, (), made, refuse)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from reknit.engine.foreign.dcp_folder import add_folder
+from reknit.engine.foreign.dcp_folder import DcpFolder, add_folder
 from reknit.engine.foreign.entries import ForeignEntries
 from reknit.engine.foreign.torch_files import TorchFile, add_extent, views_in
 from reknit.errors import StorageNotFoundError
@@ -25,7 +25,7 @@ _WORDS = TORCH._replace(families=("megatron.",))
 def read_folder(storage: Storage) -> ForeignEntries:
     """Return the entries of a checkpoint; the common state of all ranks is the item ``common``."""
     entries = ForeignEntries(storage)
-    add_folder(entries, _renamed)
+    add_folder(DcpFolder(entries), _renamed)
     try:
         nbytes = entries.size(_COMMON)
     except StorageNotFoundError:

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from reknit.engine.foreign import (
     array_files,
+    bytecheckpoint_folder,
     dcp_folder,
     deepspeed_folder,
-    gguf_files,
     megatron_folder,
     orbax_folder,
     safetensors_files,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 NOTHING = "it has no digests: names, shapes and sizes were checked, the bytes of tensors were not"
 
 _FOLDERS: dict[str, Callable[[Storage], ForeignEntries]] = {
+    "ByteCheckpoint": bytecheckpoint_folder.read_folder,
     "DCP": dcp_folder.read_folder,
     "Hugging Face": safetensors_files.read_folder,
     "DeepSpeed": deepspeed_folder.read_folder,
@@ -40,7 +41,7 @@ _FILES: dict[str, Callable[[ForeignEntries, str], None]] = {
     "torch.save": torch_files.add_file,
     "Lightning": torch_files.add_file,
     "safetensors": safetensors_files.add_safetensors,
-    "GGUF": gguf_files.add_gguf,
+    "GGUF": array_files.add_gguf,
     "npz": array_files.add_npz,
     "npy": array_files.add_npy,
 }

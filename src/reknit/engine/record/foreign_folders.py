@@ -35,12 +35,7 @@ class _Mark(NamedTuple):
     remedy: str
 
 
-_BYTECHECKPOINT = (
-    "ByteCheckpoint",
-    "a checkpoint of ByteCheckpoint",
-    "load it with bytecheckpoint, then save it with reknit.compat.bytecheckpoint, which has the same calls "
-    "(docs/howto/bytecheckpoint.md)",
-)
+_BYTECHECKPOINT = ("ByteCheckpoint", "a checkpoint of ByteCheckpoint", OPENS)
 _INSIDE = "pass one of the folders in it: reknit.open and reknit.load read many of these as they are"
 _ZERO = ("DeepSpeed", "a checkpoint of DeepSpeed (ZeRO)", OPENS)
 _MEGATRON = (
