@@ -12,15 +12,20 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 from unittest.mock import patch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "trainers" / "ray_train.py"
 PLANTED = "step_00000090"
 """The folder that looks like a newer step, but has no manifest."""
 
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "RAY_AUTH_MODE": "disabled",
     # Without a cluster of several hosts, all addresses are those of loopback.
@@ -38,7 +43,7 @@ def run_all(folder: Path, *runs: str) -> list[str]:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", __name__, str(folder), *runs],
         cwd=ROOT,
-        env={**os.environ, **_ENVIRONMENT},
+        env={**os.environ, **ENVIRONMENT},
         capture_output=True,
         text=True,
         timeout=280,
@@ -50,9 +55,10 @@ def run_all(folder: Path, *runs: str) -> list[str]:
     return lines
 
 
-def _main(folder: Path, *runs: str) -> None:
+@contextmanager
+def cluster() -> Iterator[None]:
+    """Have a cluster of three cores within the block."""
     import ray
-    import ray.train
 
     # Names of sockets are short, and pytest's folders are not.
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as scratch:
@@ -65,10 +71,15 @@ def _main(folder: Path, *runs: str) -> None:
             _temp_dir=scratch,
         )
         try:
-            for run in runs:
-                _run(folder, run.split())
+            yield
         finally:
             ray.shutdown()
+
+
+def _main(folder: Path, *runs: str) -> None:
+    with cluster():
+        for run in runs:
+            _run(folder, run.split())
 
 
 def _run(folder: Path, arguments: list[str]) -> None:

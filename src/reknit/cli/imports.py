@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reknit.cli.output import print_json, printable
 from reknit.interop.import_foreign import import_checkpoint
@@ -21,12 +21,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Copy a checkpoint of another program, and commit it as a checkpoint of reknit.  Memory "
         "stays bounded, no code of the checkpoint runs, and every file is read back and compared with its "
         "digests.  You can repeat this after any failure: whole files of an earlier try are kept.  Under "
-        "torchrun each rank copies a share.",
+        "torchrun each rank copies a share, and so does each process of a Ray cluster with --ray.",
     )
     parser.add_argument("path", metavar="SRC", help="a checkpoint of another program: a file, folder or URL")
     parser.add_argument("to", metavar="DST", help="the destination: a folder or URL")
     parser.add_argument("--step", type=int, metavar="N", help="the training step, if SRC does not record it")
     parser.add_argument("--workers", type=int, metavar="N", help="threads that copy at once")
+    parser.add_argument("--ray", type=int, metavar="N", help="copy with N processes of a Ray cluster")
     parser.add_argument("--overwrite", action="store_true", help="replace another checkpoint at DST")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -34,17 +35,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Import, and return the exit code."""
-    with launched() as group:
-        report = import_checkpoint(
-            args.path,
-            args.to,
-            step=args.step,
-            overwrite=args.overwrite,
-            workers=args.workers,
-            group=group,
-        )
-        if group.rank:
-            return 0
+    options: dict[str, Any] = {"step": args.step, "overwrite": args.overwrite, "workers": args.workers}
+    if args.ray is not None:
+        from reknit.interop.ray_ranks import import_on_ray  # few imports need it
+
+        report = import_on_ray(args.path, args.to, args.ray, **options)
+    else:
+        with launched() as group:
+            report = import_checkpoint(args.path, args.to, **options, group=group)
+            if group.rank:
+                return 0
     if args.json:
         print_json(report._asdict())
         return 0
