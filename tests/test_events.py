@@ -181,14 +181,12 @@ def test_a_report_shows_what_was_asked_of_the_store(
     assert reknit.sinks.flush(LIMIT_S)
     assert main(["report", folder]) == 0
     shown = capsys.readouterr().out
-    assert "99 % <" in shown
+    assert "p99" in shown
     assert any(line.split()[:3] == ["create", "file", "2"] for line in shown.splitlines())
     assert "latencies of " in shown
     assert "####" in shown
     operations, *_ = read_operations([folder])
-    text = page(operations)
-    assert '"busiest":' in text
-    assert '"create","file","2"' in text
+    assert '"create","file","2"' in page(operations)
 
 
 class SkewedClock:

@@ -61,7 +61,7 @@ def test_a_misspelt_option_is_answered_with_the_right_one(
     ran = command(*words, f"{wrong}=1")
     assert (ran.code, ran.out) == (2, "")
     assert f"did you mean {option!r}?" in ran.err
-    assert f"usage: {' '.join(('reknit', *words))} " in ran.err
+    assert f"usage: {COMMANDS[words].prog} " in ran.err
 
 
 def test_a_misspelt_choice_is_answered_with_the_right_one(command: Command) -> None:

@@ -26,7 +26,7 @@ _VOLATILE = [
         r"\{'reknit': .*\}",  # versions
         r"(?<=origin.python )\S+",
         r"\b\d{4}-\d\d-\d\d \d\d:\d\d:\d\d",
-        r"\b[0-9a-f]{32}\b|(?<=\.)[0-9a-f]{8}(?=\.)",  # write ids
+        r"\b[0-9a-f]{32}\b|(?<=\.)[0-9a-f]{8}(?=\.)|(?<=pending\.)[0-9a-f.]+",  # write ids, unfinished files
         r"\b[\d.]+ (?:[KMG]i)?B\b(?:/s)?|\b\d+(?= bytes)",
         r"-?\b\d+(?:\.\d+)?(?:e[+-]\d+)?(?= s\b)|-?\b\d+\.\d{4,}",
     )

@@ -32,7 +32,9 @@ NAMES = sorted(
     + [page.relative_to(ROOT).as_posix() for page in ROOT.glob("docs/howto/*.md")]
 )
 # The commands on these pages are examples only: they name checkpoints that do not exist.
-ILLUSTRATED = {f"docs/howto/{name}.md" for name in ("command-line", "export", "export-to-hugging-face")}
+ILLUSTRATED = {
+    f"docs/howto/{name}.md" for name in ("command-line", "export", "export-to-hugging-face", "other-formats")
+}
 # Scripts of this repository set up, measure, or run these very tests.
 NOT_FOLLOWED = "scripts/"
 

@@ -164,6 +164,14 @@ class HasMoved(Protocol):
 
 
 @runtime_checkable
+class HasDerivedFiles(Protocol):
+    """A store that can also have files which it makes of those of another program."""
+
+    def with_derived(self) -> Storage:
+        """Return the store with these files; it is closed with this one."""
+
+
+@runtime_checkable
 class HasFolderAbove(Protocol):
     """A store that can open the folder that holds its root, so that a root may prove to be a file."""
 

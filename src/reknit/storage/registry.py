@@ -19,7 +19,6 @@ from reknit.storage.base import Storage
 from reknit.storage.local.memory import MemoryStorage
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.paths import check_readable
-from reknit.storage.wrappers.derived import DerivedStorage
 from reknit.storage.wrappers.moved import MovedStorage
 from reknit.storage.wrappers.recording import RecordingStorage
 from reknit.storage.wrappers.retrying import with_retries
@@ -65,11 +64,8 @@ def recorded(storage: Storage, recorder: Recorder) -> Storage:
 
 
 def following(storage: Storage) -> Storage:
-    """Return the store of a checkpoint, with access to the place to which its files may have moved.
-
-    It also has the files that it makes of those of other programs.
-    """
-    return MovedStorage(DerivedStorage(storage), open_storage)
+    """Return the store of a checkpoint, with access to the place to which its files may have moved."""
+    return MovedStorage(storage, open_storage)
 
 
 class StoreRecipe(NamedTuple):

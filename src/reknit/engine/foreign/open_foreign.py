@@ -17,7 +17,7 @@ from reknit.engine.foreign import (
 from reknit.engine.foreign.entries import ForeignCheckpoint, ForeignEntries
 from reknit.engine.record.other_formats import foreign
 from reknit.errors import CheckpointNotFoundError, FormatError
-from reknit.storage.base import HasFolderAbove
+from reknit.storage.base import HasDerivedFiles, HasFolderAbove
 from reknit.types.manifest import OtherFormat
 
 if TYPE_CHECKING:
@@ -62,10 +62,10 @@ def read_foreign(storage: Storage) -> ForeignCheckpoint | None:
             assert isinstance(storage, HasFolderAbove)
             above = storage.above()
             assert above is not None
-            entries = ForeignEntries(above[0])
+            entries = ForeignEntries(_with_derived(above[0]))
             _FILES[found.kind](entries, above[1])
         else:
-            entries = _FOLDERS[found.kind](storage)
+            entries = _FOLDERS[found.kind](_with_derived(storage))
         return entries.checkpoint(other)
     except FormatError as error:
         error.sign(path=storage.url)
@@ -79,8 +79,12 @@ def store_of(storage: Storage, manifest: Manifest) -> Storage | None:
     if manifest.other is None:
         return None
     if not manifest.other.is_file:
-        return storage
+        return _with_derived(storage)
     above = storage.above() if isinstance(storage, HasFolderAbove) else None
     if above is None:
         raise CheckpointNotFoundError(f"{storage.url} has moved while it was opened", path=storage.url)
-    return above[0]
+    return _with_derived(above[0])
+
+
+def _with_derived(storage: Storage) -> Storage:
+    return storage.with_derived() if isinstance(storage, HasDerivedFiles) else storage

@@ -71,12 +71,16 @@ class DerivedStorage(ForwardingStorage):
 
             ranges.read_runs(self.read_into, path, starts, nbytes, buffer)
 
-    def close(self) -> None:
-        """Close the inner store, and forget the derived files."""
+    def forget(self) -> None:
+        """Remove the derived files."""
         with self._making:
             for file in self._made.values():
                 file.close()
             self._made.clear()
+
+    def close(self) -> None:
+        """Close the inner store, and remove the derived files."""
+        self.forget()
         super().close()
 
     def _arrays_below(self) -> ZarrArrays:

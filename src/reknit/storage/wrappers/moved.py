@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from reknit.storage.wrappers.derived import DerivedStorage
 from reknit.storage.wrappers.forwarding import ForwardingStorage
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ class MovedStorage(ForwardingStorage):
         super().__init__(inner)
         self._open_at = open_at
         self._places: dict[str, Storage] = {}
+        self._derived: DerivedStorage | None = None
         self._opening = threading.Lock()
 
     def around(self, inner: Storage, path: str) -> MovedStorage:
@@ -35,8 +37,17 @@ class MovedStorage(ForwardingStorage):
                 self._places[place] = self._open_at(place)
             return self._places[place]
 
+    def with_derived(self) -> Storage:
+        """Return the inner store with the files that it makes of those of other programs."""
+        with self._opening:
+            if self._derived is None:
+                self._derived = DerivedStorage(self.inner)
+            return self._derived
+
     def close(self) -> None:
         """Close all stores."""
+        if self._derived is not None:
+            self._derived.forget()
         super().close()
         for storage in self._places.values():
             storage.close()
