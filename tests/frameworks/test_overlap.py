@@ -313,9 +313,9 @@ def test_tensors_that_rules_make_are_one_here_when_they_are_made_of_one(tmp_path
         reasons = list(report.mismatched.values())
         assert [reason.startswith(why or "?") for reason in reasons] == ([True] if why else [])
         assert tied.tolist() == [1, 1]
-    rules = [transforms.rename("b", "e"), transforms.drop("c"), transforms.drop("d")]
+    rules = [transforms.rename("c", "e"), transforms.drop("b"), transforms.drop("d")]
     options = reknit.LoadOptions(transforms=rules)
-    with pytest.raises(MismatchError, match=r"m/e: it is the same tensor as m/a"):
+    with pytest.raises(MismatchError, match="it differs from m/a in the checkpoint"):
         reknit.load(tmp_path / "x", {"m": {"a": tied, "e": tied}}, options=options)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from reknit import ranks
@@ -19,9 +20,8 @@ class _ImportRank:
 
     def address(self) -> str:
         """Return an address of this host at which the ranks can meet."""
-        import ray
-
-        host: str = ray.util.get_node_ip_address()
+        ray: Any = import_module("ray")
+        host = ray.util.get_node_ip_address()
         with socket.socket() as probe:
             probe.bind((host, 0))
             return f"{host}:{probe.getsockname()[1]}"
@@ -53,7 +53,7 @@ def import_on_ray(
     if type(num_ranks) is not int or num_ranks < 1:
         raise UsageError(f"the number of ranks on Ray is a whole number from 1 on, not {num_ranks!r}")
     try:
-        import ray
+        ray: Any = import_module("ray")
     except ImportError as error:
         raise MissingExtraError("Ray is not installed", remedy="pip install 'reknit[ray]'") from error
     started = not ray.is_initialized()
@@ -61,7 +61,7 @@ def import_on_ray(
         ray.init(log_to_driver=False)
     try:
         return _imported(
-            num_ranks, {"path": path, "to": to, "step": step, "overwrite": overwrite, "workers": workers}
+            ray, num_ranks, {"path": path, "to": to, "step": step, "overwrite": overwrite, "workers": workers}
         )
     except ray.exceptions.RayTaskError as error:
         raise (error.cause if isinstance(error.cause, ReknitError) else typed(error)) from None
@@ -72,9 +72,7 @@ def import_on_ray(
             ray.shutdown()
 
 
-def _imported(num_ranks: int, arguments: dict[str, Any]) -> ImportReport:
-    import ray
-
+def _imported(ray: Any, num_ranks: int, arguments: dict[str, Any]) -> ImportReport:
     if num_ranks > (cores := int(ray.cluster_resources().get("CPU", 0))):
         raise UsageError(f"the Ray cluster has {cores} cores for {num_ranks} ranks", remedy="ask for fewer")
     actor: Any = ray.remote(num_cpus=1, scheduling_strategy="SPREAD")(_ImportRank)
