@@ -226,7 +226,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--drop-caches", action="store_true", help="empty the page cache first (as root)")
     args = parser.parse_args(arguments)
     with scratch(args.dir) as folder:
-        result = measured(args, folder)
+        result = measured(args, os.path.abspath(folder))  # Orbax takes no other paths
     result["rows"] = judged(rows(result))
     show(result["rows"])
     deliver(result, args.out)
