@@ -46,7 +46,7 @@ def run_all(folder: Path, *runs: str) -> list[str]:
         env={**os.environ, **ENVIRONMENT},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=430,
         check=False,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith(("step_", "failed"))]

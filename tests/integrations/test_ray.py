@@ -57,6 +57,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 @with_ray
+@pytest.mark.timeout(500)
 def test_one_worker_resumes_bit_for_bit_from_the_newest_step_of_two_of_which_one_was_killed(
     tmp_path: Path,
 ) -> None:
