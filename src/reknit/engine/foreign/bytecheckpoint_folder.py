@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from reknit.engine.foreign.dcp_folder import METADATA, DcpFolder, add_folder
-from reknit.engine.foreign.entries import MODEL, ForeignEntries
-from reknit.engine.foreign.optimizer_states import ModelOrder
+from reknit.engine.foreign.entries import MODEL, ForeignEntries, named
+from reknit.engine.foreign.optimizer_states import (
+    ModelOrder,
+    listed_groups,
+    options_of,
+    parameter_names,
+)
 from reknit.errors import StorageNotFoundError
 
 if TYPE_CHECKING:
     from reknit.storage.base import Storage
 
 _OPTIMIZER, _WRAPPER = "optimizer", "module."
+_STATE, _GROUPS = "state", "param_groups"
 
 
 def read_folder(storage: Storage) -> ForeignEntries:
@@ -23,13 +28,12 @@ def read_folder(storage: Storage) -> ForeignEntries:
         add_folder(DcpFolder(entries, raw=True))
         _unwrap(entries)
         return entries
-    for item in (MODEL, _OPTIMIZER):
-        path = f"{item}/"
-        if _has(storage, path):
-            folder = DcpFolder(entries, path, raw=True, order=_order(entries) if item == _OPTIMIZER else None)
-            add_folder(folder, partial(_renamed, item, folder.order))
-        if item == MODEL:
-            _unwrap(entries)
+    if _has(storage, f"{MODEL}/"):
+        add_folder(DcpFolder(entries, f"{MODEL}/", raw=True), lambda keys: (MODEL, *keys))
+        _unwrap(entries)
+    if _has(storage, f"{_OPTIMIZER}/"):
+        add_folder(DcpFolder(entries, f"{_OPTIMIZER}/", raw=True), _of_optimizer)
+        _name_parameters(entries)
     return entries
 
 
@@ -50,16 +54,37 @@ def _unwrap(entries: ForeignEntries) -> None:
         }
 
 
-def _order(entries: ForeignEntries) -> ModelOrder:
-    """Return the tensors of the model in their saved order, which is that of its parameters."""
+def _of_optimizer(keys: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the keys of an entry below its item, with the numbers of parameters as numbers."""
+    return _OPTIMIZER, *(int(key) if str(key).isdecimal() else key for key in keys)
+
+
+def _name_parameters(entries: ForeignEntries) -> None:
+    """Give the states and options of an optimizer the names of its parameters, if these are known."""
+    values = entries.values.get(_OPTIMIZER, {})
+    groups = listed_groups(values.get(_GROUPS))
+    if groups is None:
+        return
     model = {fqn: spec.shape for (item, fqn), (spec, _) in entries.tensors.items() if item == MODEL}
-    return ModelOrder(tuple(model), tuple(model.values()))
-
-
-def _renamed(item: str, order: ModelOrder | None, keys: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the keys of an entry below its item, with the name of a parameter in place of its number."""
-    if order is not None and len(keys) == 3 and keys[0] == "state" and str(keys[1]).isdigit():
-        number = int(keys[1])
-        if number < len(order.names):
-            keys = (keys[0], order.names[number], keys[2])
-    return item, *keys
+    shapes: dict[Any, set[tuple[int, ...]]] = {}
+    numbered: dict[tuple[str, str], tuple[int, str]] = {}
+    for (item, fqn), (spec, _) in entries.tensors.items():
+        kind, *rest = fqn.split("/")
+        if item == _OPTIMIZER and kind == _STATE and len(rest) == 2 and rest[0].isdecimal():
+            numbered[item, fqn] = int(rest[0]), rest[1]
+            shapes.setdefault(int(rest[0]), set()).add(spec.shape)
+    names = parameter_names(groups, shapes, ModelOrder(tuple(model), tuple(model.values())))
+    if names is None:
+        return
+    by_number = {int(key): name for key, name in names.items() if str(key).isdecimal()}
+    if not shapes.keys() <= by_number.keys():
+        return
+    entries.tensors = {
+        (item, named([_STATE, by_number[numbered[item, fqn][0]], numbered[item, fqn][1]]))
+        if (item, fqn) in numbered
+        else (item, fqn): found
+        for (item, fqn), found in entries.tensors.items()
+    }
+    del values[_GROUPS]
+    for name, options in options_of(groups, names).items():
+        entries.value(_OPTIMIZER, named([_GROUPS, name]), options)

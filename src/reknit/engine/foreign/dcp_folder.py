@@ -10,7 +10,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.engine.foreign.entries import MODEL, Chunks, ForeignEntries, named
-from reknit.engine.foreign.optimizer_states import ModelOrder, named_states
+from reknit.engine.foreign.optimizer_states import named_states
 from reknit.engine.foreign.small_reads import do_each, part_of
 from reknit.engine.foreign.torch_files import TorchFile, add_extent, extent_of, single_tensor, views_in
 from reknit.engine.foreign.zip_files import LOCAL_MARK
@@ -43,13 +43,12 @@ class DcpFolder(NamedTuple):
     """A folder with metadata, and the entries that it adds to.
 
     `path` ends with a slash if the folder is a part of the checkpoint.  In a `raw` one, the bytes of tensors
-    have no archives around them.  `order` has the names of an optimizer's parameters, if it numbers them.
+    have no archives around them.
     """
 
     entries: ForeignEntries
     path: str = ""
     raw: bool = False
-    order: ModelOrder | None = None
 
 
 def read_folder(storage: Storage) -> ForeignEntries:
@@ -252,7 +251,7 @@ def _add_options(folder: DcpFolder, item: str, parts: dict[Path, Any]) -> None:
                 raise FormatError("the options of an optimizer have two values at one place")
         at[path[-1]] = value
     flat = all(isinstance(key, str) and key.startswith("param_groups.") for key in nested)
-    made = named_states(nested if flat else {"state": {}, **nested}, folder.order)
+    made = named_states(nested if flat else {"state": {}, **nested})
     made.pop("state", None)
 
     def refuse(*_: Any) -> None:

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.format.foreign.torch_values import TensorView, Whole
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _NOT_OPTIONS = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 """Entries of a group that name parameters, or that depend on the devices of a job."""
@@ -39,25 +42,36 @@ def named_states(value: Any, order: ModelOrder | None = None) -> Any:
         return _flattened(value)
     if not (isinstance(value, dict) and value.keys() == {"state", "param_groups"}):
         return value
-    state, groups = value["state"], _listed(value["param_groups"])
+    state, groups = value["state"], listed_groups(value["param_groups"])
     if not isinstance(state, dict) or groups is None:
         return value
-    names = _names(state, groups, order)
+    shapes = {
+        key: {view.spec.shape for view in one.values() if isinstance(view, TensorView)}
+        for key, one in state.items()
+        if isinstance(one, dict)
+    }
+    names = parameter_names(groups, shapes, order)
     if names is None:
         return value
-    options: dict[str, Any] = {}
+    states = {names.get(key, key): one for key, one in state.items()}
+    options = options_of(groups, names)
+    return {"state": states, "param_groups": {name: Whole(one) for name, one in options.items()}}
+
+
+def options_of(groups: list[dict[str, Any]], names: Mapping[Any, str]) -> dict[str, dict[str, Any]]:
+    """Return the options of each parameter, which are those of its group."""
+    options: dict[str, dict[str, Any]] = {}
     for group in groups:
         kept = {key: one for key, one in group.items() if key not in _NOT_OPTIONS}
         options.update({names[one]: kept for one in group["params"]})
-    states = {names.get(key, key): one for key, one in state.items()}
-    return {"state": states, "param_groups": {name: Whole(one) for name, one in options.items()}}
+    return options
 
 
 def _is_flat(key: Any) -> bool:
     return isinstance(key, str) and key.startswith((_STATE, _GROUPS))
 
 
-def _listed(groups: Any) -> list[dict[str, Any]] | None:
+def listed_groups(groups: Any) -> list[dict[str, Any]] | None:
     """Return the groups of an optimizer, None for something else."""
     if isinstance(groups, dict) and list(groups) == list(range(len(groups))):
         groups = list(groups.values())
@@ -67,8 +81,15 @@ def _listed(groups: Any) -> list[dict[str, Any]] | None:
     return groups if good else None
 
 
-def _names(state: dict[Any, Any], groups: list[dict[str, Any]], order: ModelOrder | None) -> Any:
-    """Return the name of each parameter in the groups; None if they are unknown."""
+def parameter_names(
+    groups: list[dict[str, Any]],
+    shapes: Mapping[Any, set[tuple[int, ...]]],
+    order: ModelOrder | None,
+) -> dict[Any, str] | None:
+    """Return the name of each parameter in the groups; None if they are unknown.
+
+    `shapes` are those of the states of each parameter.
+    """
     keys = [key for group in groups for key in group["params"]]
     if all(isinstance(key, str) for key in keys):
         return {key: key for key in keys}
@@ -78,9 +99,7 @@ def _names(state: dict[Any, Any], groups: list[dict[str, Any]], order: ModelOrde
     if order is None or len(order.names) != len(keys) or not all(type(key) is int for key in keys):
         return None
     for key, shape in zip(keys, order.shapes, strict=True):
-        states = state.get(key, {})
-        shapes = {one.spec.shape for one in states.values() if isinstance(one, TensorView)}
-        if not shapes <= {shape, (), (1,)}:
+        if not shapes.get(key, set()) <= {shape, (), (1,)}:
             return None
     return dict(zip(keys, order.names, strict=True))
 

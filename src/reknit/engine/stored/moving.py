@@ -157,7 +157,7 @@ def delete_moved(
 
 
 def remove_noted(hot: Storage, path: str, open_at: Callable[[str], Storage]) -> None:
-    """Remove the copy that a note is about, of a checkpoint that is no more.
+    """Remove the copy that a note names, of a checkpoint that was removed.
 
     Raises `UsageError` where somebody reads the copy, `StorageError`.
     """

@@ -295,7 +295,7 @@ class EventFiles:
 
 
 def read_operations(places: Sequence[str]) -> ReadEvents:
-    """Return the operations in files of events, or in folders of them.
+    """Return the operations in files or folders of events.
 
     Invalid lines are counted, such as the last line of a process that was killed.  Raises `UsageError` if
     there are no events.
