@@ -14,6 +14,8 @@ from reknit.errors import UsageError
 if TYPE_CHECKING:
     import argparse
 
+    from reknit.monitor.reports.recorded_operations import RecordedOperation
+
 _MOST_LISTED = 20
 
 
@@ -73,20 +75,7 @@ def run(args: argparse.Namespace) -> int:
     from reknit.monitor.reports import report_page
     from reknit.monitor.reports.operation_summary import figures_of
     from reknit.monitor.reports.recorded_operations import read_operations
-    from reknit.monitor.reports.report_text import (
-        PHASE_HEADS,
-        RUN_HEADS,
-        headline,
-        phase_rows,
-        remarks,
-        run_rows,
-    )
-    from reknit.monitor.reports.storage_figures import (
-        STORAGE_HEADS,
-        error_texts,
-        histogram_lines,
-        storage_rows,
-    )
+    from reknit.monitor.reports.report_text import RUN_HEADS, headline, run_rows
     from reknit.monitor.reports.terminal_summary import summary_lines
     from reknit.types.rank_text import named
 
@@ -119,6 +108,26 @@ def run(args: argparse.Namespace) -> int:
     print()
     for line in summary_lines(figures[-1], limit, alike, encoding=sys.stdout.encoding):
         print(printable(line))
+    _print_details(shown)
+    if rows := run_rows(event for event in done if args.step in (None, event.step)):
+        print("\nthe acts of the run beside saves and loads:")
+        print_table(RUN_HEADS, rows[-_MOST_LISTED:])
+    if costs is not None:
+        print("\n".join(("", "the costs of the interval (ETTR):", *costs.remarks, "")))
+        print_table(costs.heads, costs.rows, right=costs.heads)
+    return 0
+
+
+def _print_details(shown: RecordedOperation) -> None:
+    """Print the phases of a save or load, remarks about them, and the operations of its stores."""
+    from reknit.monitor.reports.report_text import PHASE_HEADS, phase_rows, remarks
+    from reknit.monitor.reports.storage_figures import (
+        STORAGE_HEADS,
+        error_texts,
+        histogram_lines,
+        storage_rows,
+    )
+
     print()
     print_table(PHASE_HEADS, phase_rows(shown), right=PHASE_HEADS[1:])
     for remark in remarks(shown):
@@ -128,13 +137,6 @@ def run(args: argparse.Namespace) -> int:
         print_table(STORAGE_HEADS, storage_rows(shown.storage, shown.elapsed_s))
         for line in (*error_texts(shown.storage), "", *histogram_lines(shown.storage)):
             print(printable(line))
-    if rows := run_rows(event for event in done if args.step in (None, event.step)):
-        print("\nthe acts of the run beside saves and loads:")
-        print_table(RUN_HEADS, rows[-_MOST_LISTED:])
-    if costs is not None:
-        print("\n".join(("", "the costs of the interval (ETTR):", *costs.remarks, "")))
-        print_table(costs.heads, costs.rows, right=costs.heads)
-    return 0
 
 
 def run_trace(args: argparse.Namespace) -> int:
