@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import zipfile
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,21 @@ def test_torch_reads_every_dtype_bit_for_bit(tmp_path: Path) -> None:
     assert (report.num_tensors, report.verified, report.left_out) == (3 * len(state), True, {})
     assert zipfile.ZipFile(tmp_path / "out.pt").testzip() is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "out.pt"]
+
+
+def test_a_fresh_process_exports_experimental_dtypes_without_a_warning(tmp_path: Path) -> None:
+    # torch warns once a process, so only a fresh one shows whether an export does
+    halves = torch.ones(12, dtype=torch.uint8).view(torch.complex32)
+    reknit.save(tmp_path / "c", {"model": {"half": halves}})
+    code = (
+        "import sys, warnings\n"
+        "from reknit.interop.states import dcp_export, torch_export\n"
+        "warnings.filterwarnings('error', message='ComplexHalf')\n"
+        "torch_export.export_torch(sys.argv[1], sys.argv[2], verify=True)\n"
+        "dcp_export.export_dcp(sys.argv[1], sys.argv[3], verify=True)\n"
+    )
+    command = [sys.executable, "-c", code, tmp_path / "c", tmp_path / "out.pt", tmp_path / "dcp"]
+    subprocess.run(command, check=True, timeout=60)
 
 
 def test_a_tensor_of_several_pieces_has_its_bits_and_its_checksum(tmp_path: Path) -> None:

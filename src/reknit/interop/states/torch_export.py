@@ -22,7 +22,7 @@ from reknit.interop.compare import (
 from reknit.interop.data_headers import tied_names
 from reknit.interop.export_folder import new_file, require_room
 from reknit.interop.states.state_tree import Stub, dotted, leaves, mapped, state_of
-from reknit.interop.states.torch_tensors import for_torch, stub_tensors, torch_dtype
+from reknit.interop.states.torch_tensors import empty_tensor, for_torch, stub_tensors
 from reknit.interop.tensor_stream import stream
 from reknit.storage.local.os_errors import translated
 
@@ -88,7 +88,7 @@ def _write_frame(state: Mapping[str, Any], tied: Mapping[int, int], path: str) -
         number = tied.get(leaf.number, leaf.number)
         if number not in made:
             with FakeTensorMode():
-                made[number] = torch.empty(leaf.spec.shape, dtype=torch_dtype(dotted(place), leaf.spec))
+                made[number] = empty_tensor(dotted(place), leaf.spec)
         return made[number]
 
     frame = mapped(dict(state), tensor)
