@@ -18,6 +18,8 @@ from reknit.engine.saving.root import begin, commit
 from reknit.errors import CommitError, ProtocolError, StateError, UsageError
 from reknit.format import paths
 from reknit.format.index.checks import check_index
+from reknit.format.index.file import encode_index
+from reknit.format.index.plain_file import MAX_ROWS
 from reknit.planner.assemble import assemble, chunk_files
 from reknit.planner.columns import merged
 from reknit.planner.copies import differing
@@ -78,6 +80,7 @@ class Coordinator:
         self._owners: dict[bytes, Blocks] = {}
         self.indexes: dict[bytes, Assembled] = {}
         self._ahead: _EncodedIndex | None = None
+        self._num_shards = 0
 
     def assign(self, job: SaveJob | None, requests: Sequence[bytes]) -> list[bytes]:
         """Answer the `claims` of all ranks, merged or not; without a `job`, no save begins.
@@ -93,6 +96,7 @@ class Coordinator:
         if job is not None:
             self._begun = job.storage, begin(job, write_id)
         owners = self._shard_owners(claims, shards)
+        self._num_shards = int(owners.counts.sum())
         blobs = blob_owners(claims.lists["blob_keys"], claims.lists["blob_digests"])
         copies: list[tuple[int, list[int]]] = [*differing(claims)]
         pairs = owners.number * len(blobs.sizes) + blobs.number
@@ -132,8 +136,9 @@ class Coordinator:
         return [round_messages.encode(outcome)] * len(receipts.ranks)
 
     def import_ahead(self) -> None:
-        """Import the encoder of the index, while the root of several ranks writes its files."""
-        import reknit.format.index.file  # noqa: F401
+        """Import the encoder of a large index, while the root of several ranks writes its files."""
+        if self._num_shards > MAX_ROWS:
+            import reknit.format.index.arrow_file  # noqa: F401
 
     def encode_ahead(self, columns: round_messages.ArrayColumns) -> None:
         """Encode the index of a group of one rank while that rank writes its files.
@@ -190,8 +195,6 @@ def _assembled(chunks: RankColumns) -> Assembled:
 
 def _encoded(assembled: Assembled, mine: Marker, kept: Collection[tuple[str, str]] = ()) -> _EncodedIndex:
     """Return the index of one save, without the tensors that ranks keep as values of their own."""
-    from reknit.format.index.file import encode_index  # Arrow is imported only on the rank with an index
-
     index = assembled.named(mine.write_id).without(kept)
     return _EncodedIndex(encode_index(index, checked=not kept), assembled.warnings)
 
