@@ -35,7 +35,12 @@ NONE, PIPELINE, WORST_FIT, BALANCED = (
 )
 NEW, SAME = "new plans", "kept plans"
 LADDER = {PIPELINE: (1.45, 1.81), WORST_FIT: (2.46, 2.48), BALANCED: (2.46, 2.48)}
-DIVISIONS = {NONE: "first replica", PIPELINE: "first replica", WORST_FIT: "worst fit", BALANCED: "one cut line"}
+DIVISIONS = {
+    NONE: "first replica",
+    PIPELINE: "first replica",
+    WORST_FIT: "worst fit",
+    BALANCED: "one cut line",
+}
 WHY = {
     "disk": "4 ranks share 2 cores and one disk, which is busy whoever writes; the paper has a network "
     "connection for each rank",
