@@ -25,8 +25,8 @@ ABOUT = About(
 
 FULL = "full state"
 WHY = (
-    "2 ranks on one host gather through shared memory, and the file is on a local disk; the paper has 32 to 256 "
-    "GPUs, and an upload to HDFS before training goes on"
+    "2 ranks on one host gather through shared memory, and the file is on a local disk; the paper has 32 to "
+    "256 GPUs, and an upload to HDFS before training goes on"
 )
 
 

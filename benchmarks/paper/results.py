@@ -57,16 +57,16 @@ class Measured(NamedTuple):
 
 
 def factors(row: Row) -> list[float]:
-    """Return the factors of a row by round, or the one of the medians; none without both contestants."""
+    """Return the factors of a row by round, or the one of the medians; none without both, or with a zero."""
     ours, others = row.figures.get(row.ours, ()), row.figures.get(row.over, ())
-    if not ours or not others:
+    if not ours or not others or 0 in (*ours, *others):
         return []
     pairs = (
         list(zip(others, ours, strict=True))
         if len(ours) == len(others)
         else [(statistics.median(others), statistics.median(ours))]
     )
-    return [(b / a if row.more else a / b) if a and b else float(a == b) for a, b in pairs]
+    return [b / a if row.more else a / b for a, b in pairs]
 
 
 def as_json(about: About, measured: Measured, run: Mapping[str, Any]) -> dict[str, Any]:
