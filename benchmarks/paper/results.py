@@ -124,6 +124,36 @@ def summary(abouts: Iterable[About], folder: Path) -> str:
     return text
 
 
+OVERVIEW = """\
+| table | repeats | the paper's factors | factors here | rows in which reknit is ahead | skipped |
+|---|---|---|---|---|---|
+"""
+
+
+def overview(abouts: Iterable[About], folder: Path) -> str:
+    """Return one row for each table: its factors in the paper and here."""
+    rows = (_cells(about, kept(folder, about.name)) for about in abouts)
+    return OVERVIEW + "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+
+
+def _cells(about: About, table: Mapping[str, Any] | None) -> list[str]:
+    repeats = f"{about.source}: {about.title}"
+    if table is None:
+        return [f"`{about.name}`", repeats, "-", "not measured yet", "-", "-"]
+    compared = [row for row in table["rows"] if row["factor"]]
+    paper = [factor for row in compared for factor in row["paper"]]
+    here = [row["factor"] for row in compared]
+    ahead = sum(factor >= 1 for factor in here)
+    return [
+        f"`{about.name}`",
+        repeats,
+        _span(paper, "x") if paper else "-",
+        _span(here, "x") if here else "exact figures",
+        f"{ahead} of {len(here)}" if here else "-",
+        str(len(table["skipped"]) or "-"),
+    ]
+
+
 def _section(table: Mapping[str, Any] | None) -> str:
     if table is None:
         return "Not measured yet.\n"

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.paper import run
 from benchmarks.paper.jobs import ablations
 from benchmarks.paper.jobs.picture import draw_factors
-from benchmarks.paper.results import About, Measured, Row, as_json, keep, line_of, summary
+from benchmarks.paper.results import About, Measured, Row, as_json, keep, line_of, overview, summary
 from reknit.types.box import Box
 from reknit.types.shard import Shard, TensorSpec
 
@@ -52,6 +52,13 @@ def test_every_table_says_what_it_repeats_and_the_summary_has_a_section_for_each
         assert callable(run.table(name).measure)
     page = summary(run.abouts(), tmp_path)
     assert page.count("Not measured yet.") == len(run.names())
+    rows = overview(run.abouts(), tmp_path).splitlines()[2:]
+    assert [row.split("`")[1] for row in rows] == run.names()
+
+
+def test_the_pages_that_are_kept_are_those_of_the_results_that_are_kept() -> None:
+    assert (run.RESULTS / "summary.md").read_text() == summary(run.abouts(), run.RESULTS)
+    assert (run.RESULTS / "overview.md").read_text() == overview(run.abouts(), run.RESULTS)
 
 
 def test_a_name_that_is_no_table_is_refused_with_the_names_of_all() -> None:
