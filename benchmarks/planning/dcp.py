@@ -58,6 +58,7 @@ def local_load_plan(job: Job, index: Index, rank: int) -> LoadPlan:
     from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
     data = pickle.dumps(_metadata(index))
+    pickle.loads(data)  # imports the modules of its classes
     begin = time.process_time()
     metadata = pickle.loads(data)
     read_s = time.process_time() - begin

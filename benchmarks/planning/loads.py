@@ -7,10 +7,9 @@ offers them; the code is that of a load.  Hosts have 8 ranks, and a process grou
 from __future__ import annotations
 
 import multiprocessing
-import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -45,23 +44,28 @@ AT_ONCE = 16
 
 
 class Saved(NamedTuple):
-    """The index of a save, and the size of each of its files."""
+    """The index of a save, the size of each of its files, and the bytes that each rank wrote."""
 
     index: Index
     file_nbytes: dict[str, int]
+    written_nbytes: list[int]
 
 
 class Offered(NamedTuple):
-    """The offer of a rank, the CPU seconds of its plan, its rows of the index, and the bytes that it reads."""
+    """The offer of a rank, the CPU seconds of its plan, its rows of the index, and the bytes that it reads.
+
+    `first_nbytes` are the bytes of its shards of which it is the first replica.
+    """
 
     offer: Offer
     plan_s: float
     num_rows: int
     nbytes: int
+    first_nbytes: int
 
 
 class Loading(NamedTuple):
-    """The planning of a load: bytes that each rank reads alone and shared, and CPU seconds."""
+    """The planning of a load: the bytes that each rank reads alone and shared, CPU seconds, and counts."""
 
     alone_nbytes: list[int]
     shared_nbytes: list[int]
@@ -70,23 +74,7 @@ class Loading(NamedTuple):
     share_out_s: float
     unique_nbytes: int
     num_reads: int
-
-    def reported(self) -> dict[str, Any]:
-        """Return the costs, and the balance of the reads: the most of a rank over the mean."""
-        alone, shared = np.array(self.alone_nbytes, float), np.array(self.shared_nbytes, float)
-        return {
-            "ranks": len(alone),
-            "share_out_s": round(self.share_out_s, 3),
-            "plan_per_rank_s": round(statistics.median(self.plan_s), 4),
-            "rows_per_rank": int(statistics.median(self.num_rows)),
-            "reads_offered": self.num_reads,
-            "alone_nbytes": int(alone.sum()),
-            "shared_nbytes": int(shared.sum()),
-            "unique_nbytes": self.unique_nbytes,
-            "alone_per_rank_nbytes": [int(alone.min()), int(alone.max())],
-            "shared_per_rank_nbytes": [int(shared.min()), int(shared.max())],
-            "shared_most_over_mean": round(float(shared.max() / shared.mean()), 4),
-        }
+    first_nbytes: list[int]
 
 
 def saved(climbed: Climbed) -> Saved:
@@ -95,8 +83,10 @@ def saved(climbed: Climbed) -> Saved:
     coordinator.assign(None, [merge_claims(climbed.claims.at_root)])
     reported, chunks = unpack(merge_receipts(climbed.receipts.at_root))
     index = coordinator.assembled(reported, chunks).named(WRITE_ID)
-    files = receipts_to_manifest(reported, WRITE_ID).files
-    return Saved(index, dict(zip(files.paths, files.nbytes.tolist(), strict=True)))
+    content = receipts_to_manifest(reported, WRITE_ID)
+    written = np.bincount(content.ranks, content.files.nbytes).astype(np.int64)
+    sizes = dict(zip(content.files.paths, content.files.nbytes.tolist(), strict=True))
+    return Saved(index, sizes, written.tolist())
 
 
 def load(job: Job, source: Saved, *, workers: int) -> Loading:
@@ -114,6 +104,7 @@ def load(job: Job, source: Saved, *, workers: int) -> Loading:
         num_rows=[rank.num_rows for rank in ranks],
         share_out_s=share_out_s,
         unique_nbytes=_unique(offers),
+        first_nbytes=[rank.first_nbytes for rank in ranks],
         num_reads=sum(len(unpacked(offer.columns[0], "i8")) for offer in offers),
     )
 
@@ -121,9 +112,10 @@ def load(job: Job, source: Saved, *, workers: int) -> Loading:
 def offered(job: Job, source: Saved, rank: int) -> Offered:
     """Return the offer of a rank that wants the same boxes as it would save."""
     index = source.index
+    shards = job.shards(rank)
     fills = [
         Fill(f"{each.item}/{each.fqn}", index.ids[each.item, each.fqn], each.box, None, cast=False)
-        for each in job.shards(rank)
+        for each in shards
     ]
     begin = time.process_time()
     rows = kept(index, Reach.of(index, fills, _NOTHING))
@@ -141,7 +133,8 @@ def offered(job: Job, source: Saved, rank: int) -> Offered:
         columns=[packed(column, "i8") for column in columns],
     )
     plan_s = time.process_time() - begin
-    return Offered(offer, plan_s, len(rows.tensor), int(plan.read_nbytes.sum()))
+    first = sum(each.box.numel * each.spec.itemsize for each in shards if each.replicas[0] == rank)
+    return Offered(offer, plan_s, len(rows.tensor), int(plan.read_nbytes.sum()), first)
 
 
 _NOTHING = Wanted(())

@@ -98,3 +98,11 @@ class Model:
         at = self._busy(rank, 0.0) + self._travel_s
         self._sent += 1
         heapq.heappush(self._events, _Event(at, self._sent, to, content))
+
+
+def star(size: int, *, message_s: float, travel_s: float) -> Held:
+    """Return the round of a star, in which rank 0 handles a report and an answer for each other rank.
+
+    The model has the same result, but takes minutes for ten thousand ranks below one.
+    """
+    return Held(2 * size * message_s + 2 * travel_s, 2 * (size - 1), 1)
