@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
-from corpus import Varied
+from benchmarks.dataloader.corpus import Varied
 
 import reknit
 from benchmarks.pictures import draw_both
