@@ -1,0 +1,120 @@
+"""reknit and Orbax in its several modes, with the same calls."""
+
+# mypy: disallow-untyped-calls=False
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Arrays = dict[str, Any]
+
+
+class Mode(NamedTuple):
+    """A contestant: reknit (`share`: reads are shared), or Orbax with these options.
+
+    `chunk_nbytes` cuts shards into smaller chunks when they are saved.  `broadcast` reads one replica only.
+    """
+
+    name: str
+    reknit: bool = False
+    share: str = "auto"
+    ocdbt: bool = True
+    replica_parallel: bool = True
+    chunk_nbytes: int | None = None
+    broadcast: bool = False
+
+
+class Contestant:
+    """One mode; `save` returns when training may go on, and what it returns waits for the end of the save.
+
+    With `counting`, reknit's operations in the storage are counted, and saves wait, since others are carried
+    out by another process.
+    """
+
+    def __init__(self, mode: Mode, *, counting: bool = False) -> None:
+        self.mode, self._counting = mode, counting
+        self._operations = 0
+        self._orbax = None if mode.reknit else _orbax(mode)
+
+    def save(self, path: str, arrays: Arrays) -> Callable[[], object]:
+        """Begin to save."""
+        if self._orbax is None:
+            import reknit
+
+            options = reknit.SaveOptions(events=self._count if self._counting else None)
+            pending = reknit.save(path, {"model": arrays}, wait=self._counting, options=options)
+            return (lambda: pending) if self._counting else pending.result
+        import jax
+        import orbax.checkpoint as ocp
+
+        chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=self.mode.chunk_nbytes), arrays)
+        self._orbax.save(path, args=ocp.args.PyTreeSave(arrays, save_args=chunks))
+        waiting: Callable[[], object] = self._orbax.wait_until_finished
+        return waiting
+
+    def load(self, path: str, arrays: Arrays) -> Arrays:
+        """Return the saved arrays in the shardings of `arrays`."""
+        import jax
+
+        if self._orbax is None:
+            import reknit
+            events = self._count if self._counting else None
+            state = {"model": dict(arrays)}
+            reknit.load(path, state, options=reknit.LoadOptions(share=self.mode.share, events=events))  # type: ignore[arg-type]
+            loaded: Arrays = state["model"]
+        else:
+            import orbax.checkpoint as ocp
+
+            kind = (
+                ocp.type_handlers.SingleReplicaArrayRestoreArgs
+                if self.mode.broadcast
+                else ocp.ArrayRestoreArgs
+            )
+            options = {
+                name: kind(sharding=each.sharding, global_shape=each.shape, dtype=each.dtype)
+                for name, each in arrays.items()
+            }
+            loaded = self._orbax.restore(
+                path, args=ocp.args.PyTreeRestore(item=arrays, restore_args=options)
+            )
+        jax.block_until_ready(loaded)
+        return loaded
+
+    def counted(self) -> int:
+        """Return the number of operations since the last call."""
+        import reknit
+
+        reknit.sinks.flush()
+        number, self._operations = self._operations, 0
+        return number
+
+    def _count(self, record: Any) -> None:
+        if hasattr(record, "operation"):
+            self._operations += 1
+
+    def close(self) -> None:
+        """End its threads and processes."""
+        if self._orbax is None:
+            import reknit
+
+            reknit.close()
+        else:
+            self._orbax.close()
+
+
+def _orbax(mode: Mode) -> Any:
+    import jax
+    import orbax.checkpoint as ocp
+    from orbax.checkpoint import type_handlers
+
+    if mode.broadcast:
+        handler: Any = type_handlers.SingleReplicaArrayHandler(use_replica_parallel=mode.replica_parallel)
+    else:
+        handler = type_handlers.ArrayHandler(use_replica_parallel=mode.replica_parallel)
+    registry = type_handlers.create_type_handler_registry((jax.Array, handler))
+    return ocp.AsyncCheckpointer(
+        ocp.PyTreeCheckpointHandler(use_ocdbt=mode.ocdbt, type_handler_registry=registry)
+    )
