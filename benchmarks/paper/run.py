@@ -1,10 +1,10 @@
 """Do the tables of the papers come out the same way here?  Each is repeated at the size of this machine.
 
 A table is a module of this folder with `ABOUT`, and with `measure`, which returns its rows.  Rivals run in
-the same run and take turns with reknit, in fresh folders; a rival that is not installed is skipped in the open.
-Each table has a fresh process and a deadline.  A module imports torch only in its functions, starts its ranks
-by `tests.ranks.run`, and takes its least sizes if `small()`.  The results are kept in benchmarks/results/paper:
-NAME.json for each table, and summary.md for all.
+the same run and take turns with reknit, in fresh folders.  A rival that is not installed is skipped in the
+open.  Each table has a fresh process and a deadline.  A module imports torch only in its functions, starts its
+ranks by `tests.ranks.run`, and takes its least sizes if `small()`.  The results are kept in
+benchmarks/results/paper: NAME.json for each table, and summary.md for all.
 
 Run: scripts/bench paper [TABLE ...] [--list] [--small] [--out FOLDER]
 """

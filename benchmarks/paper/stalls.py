@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.paper.jobs import places
 from benchmarks.paper.jobs.bench import PaperBench, Taken, in_turn, remove
-from benchmarks.paper.jobs.contestants import DCP, MCP, OURS, DcpJob, McpJob, ReknitJob, with_hdfs
+from benchmarks.paper.jobs.contestants import DCP, MCP, OURS, DcpJob, McpJob, ReknitJob
 from benchmarks.paper.jobs.workloads import Shape, fsdp, gpt_layout, megatron, nbytes
 from benchmarks.paper.results import About, Measured, Row, small
 from tests import ranks
@@ -59,17 +59,18 @@ WHY = {
 
 
 class Workload(NamedTuple):
-    """A training: its name, the name of its rival, and whether Megatron-Core builds it."""
+    """A training, its rival, and the places of its checkpoints."""
 
     name: str
     rival: str
+    places: tuple[str, ...] = ("disk", "HDFS")
 
     @property
     def warm(self) -> str:
         return "megatron" if self.rival == MCP else "plain"
 
 
-WORKLOADS = (Workload("FSDP1", DCP), Workload("FSDP2", DCP), Workload("Megatron", MCP))
+WORKLOADS = (Workload("FSDP1", DCP, ("disk",)), Workload("FSDP2", DCP), Workload("Megatron", MCP))
 
 
 def shape() -> Shape:
@@ -87,7 +88,7 @@ def measure(scratch: Path) -> Measured:
     notes = ["No GPU: tensors are on the CPU, so that a stall has no copy from a device."]
     for workload in WORKLOADS:
         for place, above in (("disk", str(scratch)), ("HDFS", on_hdfs)):
-            if not above:
+            if not above or place not in workload.places:
                 continue
             folder = f"{above}/{workload.name}"
             try:
@@ -130,7 +131,6 @@ def _jobs(workload: Workload, folder: str, size: Shape, state: Any) -> dict[str,
         if not folder.startswith("hdfs://"):
             jobs[MCP] = McpJob(state)
         return jobs
-    with_hdfs()
     return {OURS: ReknitJob(state), DCP: DcpJob(state)}
 
 

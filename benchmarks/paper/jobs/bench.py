@@ -1,4 +1,4 @@
-"""How do ranks measure for a table?  Contestants take turns, and all ranks begin each measurement together."""
+"""How do ranks measure for a table?  Contestants take turns, and all ranks begin a measurement together."""
 
 from __future__ import annotations
 

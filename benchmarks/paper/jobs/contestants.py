@@ -105,19 +105,14 @@ class DcpJob:
         return {"model": model, "optimizer": optimizer}
 
 
-def with_hdfs() -> None:
-    """Let fsspec reach HDFS by the client that reknit uses too, instead of one that needs Java."""
-    import fsspec
-    from hdfs_native.fsspec import HdfsFileSystem
-
-    fsspec.register_implementation("hdfs", HdfsFileSystem, clobber=True)
-
-
 def _writer(path: str) -> Any:
     from torch.distributed.checkpoint import FileSystemWriter
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
     if path.startswith("hdfs://"):
+        from benchmarks.paper.jobs import dcp_hdfs
+
+        dcp_hdfs.register()
         return FsspecWriter(path, thread_count=WRITERS, sync_files=False)  # fsync is not in fsspec
     return FileSystemWriter(path, thread_count=WRITERS)
 
@@ -126,7 +121,12 @@ def _reader(path: str) -> Any:
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
-    return FsspecReader(path) if path.startswith("hdfs://") else FileSystemReader(path)
+    if path.startswith("hdfs://"):
+        from benchmarks.paper.jobs import dcp_hdfs
+
+        dcp_hdfs.register()
+        return FsspecReader(path)
+    return FileSystemReader(path)
 
 
 class McpJob:

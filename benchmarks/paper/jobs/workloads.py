@@ -42,7 +42,7 @@ def _wrapped(kind: str, model: Any) -> Any:
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     if kind == "FSDP1":
-        # With a mesh its state is in DTensors, without one in ShardedTensors, which DCP's stager does not take.
+        # With a mesh its state is in DTensors, else in ShardedTensors, which DCP's stager does not take.
         return FullyShardedDataParallel(
             model,
             auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}),
