@@ -1,4 +1,4 @@
-"""DeepSpeed on other ranks, and from ZeRO-2 to ZeRO-3 and back: the loss goes on as if nothing had happened."""
+"""DeepSpeed on other ranks, and from ZeRO-2 to ZeRO-3 and back: the loss goes on as it was."""
 
 from __future__ import annotations
 

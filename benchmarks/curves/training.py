@@ -6,7 +6,6 @@ Every rank takes its share of the same batches, so that two layouts differ in th
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from tests import ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     Training = tuple[dict[str, Any], Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
     Build = Callable[[int], Training]

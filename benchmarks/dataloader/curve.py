@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
-from benchmarks.dataloader.corpus import Varied
 
 import reknit
+from benchmarks.dataloader.corpus import Varied
 from benchmarks.pictures import draw_both
 from reknit.dataloader import ReaderPlace, TokenLoader, TokenSet
 

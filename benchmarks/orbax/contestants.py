@@ -61,6 +61,7 @@ class Contestant:
 
         if self._orbax is None:
             import reknit
+
             events = self._count if self._counting else None
             state = {"model": dict(arrays)}
             reknit.load(path, state, options=reknit.LoadOptions(share=self.mode.share, events=events))  # type: ignore[arg-type]
@@ -77,9 +78,7 @@ class Contestant:
                 name: kind(sharding=each.sharding, global_shape=each.shape, dtype=each.dtype)
                 for name, each in arrays.items()
             }
-            loaded = self._orbax.restore(
-                path, args=ocp.args.PyTreeRestore(item=arrays, restore_args=options)
-            )
+            loaded = self._orbax.restore(path, args=ocp.args.PyTreeRestore(item=arrays, restore_args=options))
         jax.block_until_ready(loaded)
         return loaded
 

@@ -96,11 +96,10 @@ def measure(scratch: Path) -> Measured:
 
 def _factors() -> tuple[dict[str, Times], str, dict[str, str]]:
     """Return the factors of reknit over each rival, their source, and what is missing."""
-    for folder in (RESULTS / "paper",):
-        stalls = kept(folder, "stalls")
-        if stalls is not None and (found := _of_stalls(stalls["rows"])):
-            missing = {r: "no row in the table `stalls`; DCP's factors" for r in ("MCP",) if r not in found}
-            return {"DCP": found["DCP"], "MCP": found.get("MCP", found["DCP"])}, "the table `stalls`", missing
+    stalls = kept(RESULTS / "paper", "stalls")
+    if stalls is not None and "DCP" in (found := _of_stalls(stalls["rows"])):
+        missing = {} if "MCP" in found else {"MCP beside reknit": "no row in the table `stalls`"}
+        return {"DCP": found["DCP"], "MCP": found.get("MCP", found["DCP"])}, "the table `stalls`", missing
     rows = {row["row"]: row for row in json.loads((RESULTS / "table.json").read_text())["rows"]}
 
     def factor(name: str) -> float:
@@ -123,11 +122,10 @@ def _of_stalls(rows: Sequence[Mapping[str, Any]]) -> dict[str, Times]:
         _, _, what = row["what"].partition(": ")
         kind = ends.get(what, "load" if what.startswith("a load") else "")
         if kind and row["factor"]:
-            rival = next((name for name in ("DCP", "MCP") if name in row["over"]), "MCP")
-            found.setdefault(rival, {}).setdefault(kind, []).append(row["factor"])
+            found.setdefault(row["over"], {}).setdefault(kind, []).append(row["factor"])
     whole = {rival: each for rival, each in found.items() if len(each) == 3}
-    times = {r: Times(*(median(each[kind]) for kind in ("stall", "save", "load"))) for r, each in whole.items()}
-    return times if "DCP" in times else {}
+    kinds = ("stall", "save", "load")
+    return {rival: Times(*(median(each[kind]) for kind in kinds)) for rival, each in whole.items()}
 
 
 def _rows(scale: Scale, factors: Times) -> list[Row]:
@@ -164,5 +162,7 @@ def _on_a_trace(factors: Times) -> list[Row]:
     for who, (stall_s, write_s, load_s) in systems.items():
         costs = RunCosts(stall_s=stall_s, write_s=write_s, restart_s=300.0 + load_s, mttf_s=MTTF_S)
         ratios[who] = [ettr_of_trace(costs, auto(mttf_hours=MTTF_S / 3600), gaps, days, 20.0)]
-    name = f"405B, a failure every 3.1 hours for {days:g} days, `auto`: effective training time ratio"
-    return [Row(name, "share", ratios, other, OURS, more=True) for other in ("DCP", "Orbax")]
+    name = f"405B, a failure every 3.1 hours, days: {days:g}, `auto`: effective training time ratio"
+    return [
+        Row(f"{name}, against {other}", "share", ratios, other, OURS, more=True) for other in ("DCP", "Orbax")
+    ]

@@ -144,7 +144,7 @@ def _mean(values: Sequence[float]) -> str:
 
 
 def _tables_4_and_5(scratch: str) -> tuple[list[Row], dict[str, str]]:
-    """Return the times of saves and loads of replicated arrays, and the bytes that processes write and read."""
+    """Return the times of saves and loads of replicated arrays, and the bytes written and read."""
     mib, rounds = (8, 1) if small() else (64, 5)
     rows: list[Row] = []
     failed: dict[str, str] = {}

@@ -46,7 +46,7 @@ def measure(scratch: Path) -> Measured:
         rows,
         skipped,
         [
-            "CPU seconds of one core. The messages of all ranks are made and merged as a job would make them.",
+            "CPU seconds of one core. The messages of all ranks are made and merged as in a job.",
             "A load wants what each rank saved: 8 ranks on a host, and a process group between the hosts.",
             "The stages of the first and the last ranks hold the embedding and the output besides, so that "
             "no division within a stage is more even over all ranks.",
@@ -80,7 +80,7 @@ def _rows(job: Megatron, scratch: Path) -> list[Row]:
         ),
         Row(
             f"save, {ranks}: bytes of the busiest rank over the mean",
-            "×",
+            "ratio",
             {
                 "reknit": [_most(source.written_nbytes)],
                 "first replica writes": [_most(loading.first_nbytes)],
@@ -111,7 +111,7 @@ def _rows(job: Megatron, scratch: Path) -> list[Row]:
         ),
         Row(
             f"load, {ranks}: bytes read over bytes that are wanted",
-            "×",
+            "ratio",
             {"reknit": [round(sum(loading.shared_nbytes) / loading.unique_nbytes, 4)]},
         ),
         Row(
@@ -122,7 +122,7 @@ def _rows(job: Megatron, scratch: Path) -> list[Row]:
         ),
         Row(
             f"load, {ranks}: bytes of the busiest rank over the mean",
-            "×",
+            "ratio",
             {"reknit": [_most(loading.shared_nbytes)]},
         ),
     ]

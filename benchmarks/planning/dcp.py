@@ -64,7 +64,9 @@ def local_load_plan(job: Job, index: Index, rank: int) -> LoadPlan:
     read_s = time.process_time() - begin
     wanted: dict[str, list[Any]] = {}
     for shard in job.shards(rank):
-        wanted.setdefault(f"{shard.item}.{shard.fqn}", []).append(_chunk(shard.box.offsets, shard.box.lengths))
+        wanted.setdefault(f"{shard.item}.{shard.fqn}", []).append(
+            _chunk(shard.box.offsets, shard.box.lengths)
+        )
     begin = time.process_time()
     for fqn, chunks in wanted.items():
         create_read_items_for_chunk_list(fqn, metadata.state_dict_metadata[fqn], chunks)

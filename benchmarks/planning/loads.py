@@ -96,7 +96,9 @@ def load(job: Job, source: Saved, *, workers: int) -> Loading:
     begin = time.process_time()
     plans = share_out(offers, OPTIONS)
     share_out_s = time.process_time() - begin
-    shared = [_after(rank, plan, number) for number, (rank, plan) in enumerate(zip(ranks, plans, strict=True))]
+    shared = [
+        _after(rank, plan, number) for number, (rank, plan) in enumerate(zip(ranks, plans, strict=True))
+    ]
     return Loading(
         alone_nbytes=[rank.nbytes for rank in ranks],
         shared_nbytes=shared,

@@ -25,7 +25,7 @@ LONGEST_S = 3600.0
 
 
 class Held(NamedTuple):
-    """A round: the time until the last rank has its answer, and the messages that the busiest rank handles."""
+    """A round: the time until all ranks have their answers, and the messages of the busiest rank."""
 
     seconds: float
     most_messages: int
