@@ -28,15 +28,10 @@ class Mode(NamedTuple):
 
 
 class Contestant:
-    """One mode; `save` returns when training may go on, and what it returns waits for the end of the save.
+    """One mode; `save` returns when training may go on, and what it returns waits for the end of the save."""
 
-    With `counting`, reknit's operations in the storage are counted, and saves wait, since others are carried
-    out by another process.
-    """
-
-    def __init__(self, mode: Mode, *, counting: bool = False) -> None:
-        self.mode, self._counting = mode, counting
-        self._operations = 0
+    def __init__(self, mode: Mode) -> None:
+        self.mode = mode
         self._orbax = None if mode.reknit else _orbax(mode)
 
     def save(self, path: str, arrays: Arrays) -> Callable[[], object]:
@@ -44,9 +39,7 @@ class Contestant:
         if self._orbax is None:
             import reknit
 
-            options = reknit.SaveOptions(events=self._count if self._counting else None)
-            pending = reknit.save(path, {"model": arrays}, wait=self._counting, options=options)
-            return (lambda: pending) if self._counting else pending.result
+            return reknit.save(path, {"model": arrays}, wait=False).result
         import jax
         import orbax.checkpoint as ocp
 
@@ -62,9 +55,9 @@ class Contestant:
         if self._orbax is None:
             import reknit
 
-            events = self._count if self._counting else None
+            options = reknit.LoadOptions(share=self.mode.share)  # type: ignore[arg-type]
             state = {"model": dict(arrays)}
-            reknit.load(path, state, options=reknit.LoadOptions(share=self.mode.share, events=events))  # type: ignore[arg-type]
+            reknit.load(path, state, options=options)
             loaded: Arrays = state["model"]
         else:
             import orbax.checkpoint as ocp
@@ -74,25 +67,15 @@ class Contestant:
                 if self.mode.broadcast
                 else ocp.ArrayRestoreArgs
             )
-            options = {
+            restored = {
                 name: kind(sharding=each.sharding, global_shape=each.shape, dtype=each.dtype)
                 for name, each in arrays.items()
             }
-            loaded = self._orbax.restore(path, args=ocp.args.PyTreeRestore(item=arrays, restore_args=options))
+            loaded = self._orbax.restore(
+                path, args=ocp.args.PyTreeRestore(item=arrays, restore_args=restored)
+            )
         jax.block_until_ready(loaded)
         return loaded
-
-    def counted(self) -> int:
-        """Return the number of operations since the last call."""
-        import reknit
-
-        reknit.sinks.flush()
-        number, self._operations = self._operations, 0
-        return number
-
-    def _count(self, record: Any) -> None:
-        if hasattr(record, "operation"):
-            self._operations += 1
 
     def close(self) -> None:
         """End its threads and processes."""

@@ -35,9 +35,8 @@ def run(
 
     The sizes of a mesh are those of the axes data, fsdp and tensor; its devices are spread over processes.
     """
-    if "://" not in folder:
-        folder = os.path.abspath(folder)  # Orbax takes no other paths
-        os.makedirs(folder, exist_ok=True)
+    folder = os.path.abspath(folder)  # Orbax takes no other paths
+    os.makedirs(folder, exist_ok=True)
     devices = max(mesh[0] * mesh[1] * mesh[2], *(a * b * c for a, b, c in meshes.values())) // processes
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",

@@ -1,8 +1,7 @@
 """One process of a JAX job that saves and loads with each contestant by turns; the result is a line of JSON.
 
 The specification is JSON: `processes`, `rank`, `port`, `folder`, `mib`, `arrays`, `mesh` (the sizes of the
-axes data, fsdp and tensor in the save), `meshes` (those of each load, by name), `rounds`, and `modes`.  A
-`folder` with a scheme is an object store, in which reknit's operations are counted.
+axes data, fsdp and tensor in the save), `meshes` (those of each load, by name), `rounds`, and `modes`.
 """
 
 # mypy: disallow-untyped-calls=False
@@ -69,7 +68,7 @@ class Worker:
         state = self.arrays(self.spec["mesh"], 1)
         targets = {name: self.arrays(sizes, 2) for name, sizes in self.spec["meshes"].items()}
         modes = [Mode(**mode) for mode in self.spec["modes"]]
-        contestants = {mode.name: Contestant(mode, counting="://" in self.spec["folder"]) for mode in modes}
+        contestants = {mode.name: Contestant(mode) for mode in modes}
         for number in range(self.spec["rounds"] + 1):
             for name, contestant in list(contestants.items()):
                 try:
@@ -102,35 +101,20 @@ class Worker:
         }
         # A save of reknit in the background is written by another process, which reports its bytes.
         figures["most_wrote_nbytes"] = getattr(report, "nbytes", _io()["wchar"] - wrote)
-        figures["sum_save_operations"] = contestant.counted()
         self.together(f"{name} saved")
         files = [file for file in Path(path).rglob("*") if file.is_file()]
         figures |= {"files": len(files), "nbytes": sum(file.stat().st_size for file in files)}
         for layout, target in targets.items():
-            contestant.counted()
             self.together(f"{name} load {layout}")
             begin, read = time.perf_counter(), _io()["rchar"]
             loaded = contestant.load(path, target)
             figures[f"load_s {layout}"] = time.perf_counter() - begin
             figures[f"sum_read_nbytes {layout}"] = _io()["rchar"] - read
-            figures[f"sum_load_operations {layout}"] = contestant.counted()
             _require_equal(state, loaded)
         self.together(f"{name} loaded")
         if self.rank == 0:
-            _remove(path)
+            shutil.rmtree(path)
         return figures
-
-
-def _remove(path: str) -> None:
-    """Remove a checkpoint from a disk or from an object store."""
-    if "://" not in path:
-        shutil.rmtree(path)
-        return
-    from reknit.storage.registry import open_storage
-
-    store = open_storage(path)
-    for file in list(store.list()):
-        store.delete(file.path)
 
 
 def _require_equal(saved: dict[str, Any], loaded: dict[str, Any]) -> None:
