@@ -26,14 +26,16 @@ ABOUT = About(
 FULL = "full state"
 WHY = (
     "2 ranks on one host gather through shared memory, and the file is on a local disk; the paper has 32 to "
+    "256 GPUs, and an upload to HDFS before training goes on"
 )
-WHY += "256 GPUs, and an upload to HDFS before training goes on"
 
 
 def measure(scratch: Path) -> Measured:
     """Measure FSDP of both generations on 2 and on 4 ranks."""
     rounds, shape = (1, Shape(32, 1)) if small() else (5, Shape(1024, 2))
-    rows, failed, notes = [], {}, []
+    rows: list[Row] = []
+    failed: dict[str, str] = {}
+    notes = []
     for kind, world in (("FSDP2", 2),) if small() else (("FSDP1", 2), ("FSDP1", 4), ("FSDP2", 2)):
         found, *_ = ranks.run(world, measured_by_rank, str(scratch), kind, shape, rounds, timeout=150.0)
         what = f"{kind}, {world} ranks"

@@ -16,7 +16,7 @@ ABOUT = About(
     name="irregular",
     source="NSDI, Table 7",
     title="irregular shards: decomposed, or gathered",
-    paper="decomposition takes 0.19 to 0.21 s, 19.8 to 30.5 times less than all-gather and the copy to the host.",
+    paper="decomposition takes 0.19 to 0.21 s, 19.8 to 30.5 times less than an all-gather and a copy.",
 )
 
 GATHER = "all-gather"
@@ -44,7 +44,10 @@ def measure(scratch: Path) -> Measured:
     return Measured(
         rows,
         {},
-        ["FSDP1 on 2 ranks, AdamW with amsgrad: 4 tensors for each parameter.", "No copy to a host."],
+        [
+            "FSDP1 on 2 ranks, AdamW with amsgrad: 4 tensors for each parameter.",
+            "There is no copy from a GPU.",
+        ],
     )
 
 

@@ -1,4 +1,4 @@
-"""What does each optimization of a load bring?  Overlapping its work, and reading each byte once for all ranks."""
+"""What does each optimization of a load bring?  Its work overlaps, and a byte is read once for all ranks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ABOUT = About(
     name="loading",
     source="NSDI, Table 6",
     title="a load with its optimizations one after another",
-    paper="the asynchronous pipeline makes a load 1.03 to 1.31 times faster, and with the overlap of reading and "
-    "communication 1.53 to 1.58 times.",
+    paper="the asynchronous pipeline makes a load 1.03 to 1.31 times faster, and with the overlap of "
+    "reading and communication 1.53 to 1.58 times.",
 )
 
 WORLD, RATE = 4, 150_000_000
@@ -33,14 +33,14 @@ WAYS: dict[str, tuple[int, str]] = {
     SHARING: (1, "always"),
     BOTH: (3, "always"),
 }
-"""The threads of a load, and whether the ranks share what they read."""
+"""The threads of a load, and whether the ranks share their reads."""
 
 PAPER = {OVERLAP: (1.03, 1.31), SHARING: (), BOTH: (1.53, 1.58)}
 WHY = {
-    "the disk": "4 ranks share 2 cores, so that more threads win little, and the page cache is faster than an "
-    "exchange between processes",
-    "a limited store": "the store is the limit, which more threads cannot raise; only the model is held by more "
-    "than one rank, 2 of 14 bytes for a parameter",
+    "the disk": "4 ranks share 2 cores, so that more threads win little, and the page cache is faster than "
+    "an exchange between processes",
+    "a limited store": "the store is the limit, which more threads cannot raise; only the model is held by "
+    "more than one rank, 2 of 14 bytes for a parameter",
 }
 
 
@@ -68,9 +68,10 @@ def measure(scratch: Path) -> Measured:
         rows,
         found["failed"],
         [
-            f"Megatron-Core, {WORLD} ranks with DP={WORLD} and a distributed optimizer; every byte is checked.",
+            f"Megatron-Core, DP={WORLD} with a distributed optimizer; every byte is checked.",
             "Without overlap one thread of each rank reads, checks and copies one piece after another.",
-            f"The limited store sends {RATE / 1e6:.0f} MB/s to all ranks together; loads from the disk are cold.",
+            f"The limited store sends {RATE / 1e6:.0f} MB/s to all ranks together.",
+            "Loads from the disk are cold.",
         ],
     )
 
@@ -85,7 +86,9 @@ def measured_by_rank(folder: str, shape: Shape, rounds: int) -> dict[str, Any]:
     state = megatron(gpt_layout(WORLD, shape)).state()
     reknit.save(path, state).result()
     meter()  # registers the scheme of the URLs
-    seconds, nbytes, failed = {}, {}, {}
+    seconds: dict[str, dict[str, list[float]]] = {}
+    nbytes: dict[str, list[int]] = {}
+    failed: dict[str, str] = {}
     for place, limit in (("the disk", "none"), ("a limited store", f"{RATE}-host")):
         ways = {way: partial(_loaded, bench, state, (path, metered(path, limit)), way) for way in WAYS}
         taken = in_turn(bench, ways, rounds)

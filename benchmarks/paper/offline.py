@@ -1,7 +1,7 @@
 """Is it quicker to rewrite a checkpoint for another layout, or to load it there as it is?
 
-The offline job is a script as the paper's Fig. 3 has it: it loads the files of all old ranks, merges the
-parts of each tensor, cuts them anew, and writes one file for each new rank, which the new ranks then load.
+The offline job is a script like that of the paper: it loads the files of all old ranks, merges the parts of
+each tensor, and cuts the tensors anew.  It writes one file for each new rank, and the new ranks load these.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ ABOUT = About(
     name="offline",
     source="NSDI, Table 1, and v1, Fig. 10",
     title="resharding by an offline job, or while loading",
-    paper="an offline job takes 593 to 1,870 s (NSDI). Loading with resharding is 3.37 to 3.51 times faster than "
-    "the offline script of Megatron-LM with the load after it, and 1.55 to 1.62 times faster than FSDP's load of "
-    "a full state on each rank (v1).",
+    paper="an offline job takes 593 to 1,870 s (NSDI). A load that reshards is 3.37 to 3.51 times "
+    "faster than Megatron-LM's offline script and the load after it. It is 1.55 to 1.62 times faster than "
+    "FSDP's load of a full state on each rank (v1).",
 )
 
 ONLINE, OFFLINE, FULL = "reknit", "offline job", "full state"
@@ -49,8 +49,8 @@ SCENARIOS = (
 )
 WHY = {
     OFFLINE: "the job starts at once, in a process that runs already, and transfers nothing over a network",
-    FULL: "the ranks of one host read the file of the full state once, into a common page cache; in the paper "
-    "each rank fetches it from HDFS. reknit checks every byte, torch.load none",
+    FULL: "the ranks of one host read the file of the full state once, into a common page cache; in the "
+    "paper each rank fetches it from HDFS. reknit checks every byte, torch.load none",
 }
 
 
@@ -59,7 +59,8 @@ def measure(scratch: Path) -> Measured:
     gib, rounds = (0.004, 1) if small() else (0.5, 5)
     folder = str(scratch)
     ranks.run(OLD_WORLD, saved, folder, gib, timeout=200.0)
-    rows, failed = [], {}
+    rows: list[Row] = []
+    failed: dict[str, str] = {}
     for scenario in SCENARIOS:
         taken, *_ = ranks.run(scenario.world, loaded, folder, gib, scenario, rounds, timeout=200.0)
         failed |= {f"{who}, {scenario.name}": why for who, why in taken.failed.items()}
@@ -75,9 +76,9 @@ def measure(scratch: Path) -> Measured:
         rows,
         failed,
         [
-            f"{gib} GiB of a model in bfloat16 and an optimizer with three float32 states, sharded as by FSDP2.",
-            "The start of the offline job's process, its queue and its transfers are not counted; in the paper they "
-            "are. All files are cold before a load.",
+            f"{gib} GiB: a model in bfloat16, an optimizer with three float32 states, sharded as by FSDP2.",
+            "Start, queue and transfers of the offline job are not counted; in the paper they are.",
+            "All files are cold before a load.",
         ],
     )
 

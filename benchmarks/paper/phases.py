@@ -20,8 +20,8 @@ ABOUT = About(
     name="phases",
     source="NSDI, appendix, Table 9",
     title="a save in the background by its phases on rank 0",
-    paper="planning is paid once for a training, since plans are kept; the copy from the device hardly blocks; "
-    "serialising, dumping and uploading overlap. The numbers of the table are not in the text at hand.",
+    paper="planning is paid once for a training, since plans are kept, and the copy from the device hardly "
+    "blocks. Serialising, dumping and uploading overlap. (No numbers: the text at hand has none.)",
 )
 
 FIRST, LATER = "first save", "later saves"
@@ -34,7 +34,8 @@ def measure(scratch: Path) -> Measured:
     rows: list[Row] = []
     notes = [
         "Seconds of a phase are those of all its threads together. The stall is the time of the call.",
-        "`overlap` is the sum of the phases of the agent divided by the time from the call to the checkpoint.",
+        "`overlap` is the sum of all phases divided by the time from the call to the checkpoint.",
+        "The first save starts the agents.",
     ]
     for workload, world in WORKLOADS.items():
         run = partial(ranks.run, world, timeout=200.0)

@@ -57,16 +57,16 @@ class Measured(NamedTuple):
 
 
 def factors(row: Row) -> list[float]:
-    """Return the factors of a row by round, or the one of the medians; none without both contestants."""
+    """Return the factors of a row by round, or the one of the medians; none without both, or with a zero."""
     ours, others = row.figures.get(row.ours, ()), row.figures.get(row.over, ())
-    if not ours or not others:
+    if not ours or not others or 0 in (*ours, *others):
         return []
     pairs = (
         list(zip(others, ours, strict=True))
         if len(ours) == len(others)
         else [(statistics.median(others), statistics.median(ours))]
     )
-    return [(b / a if row.more else a / b) if a and b else float(a == b) for a, b in pairs]
+    return [b / a if row.more else a / b for a, b in pairs]
 
 
 def as_json(about: About, measured: Measured, run: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,6 +122,36 @@ def summary(abouts: Iterable[About], folder: Path) -> str:
         text += f"\n## {about.name}: {about.title}\n\n{about.source}. In the paper: {about.paper}\n\n"
         text += _section(kept(folder, about.name))
     return text
+
+
+OVERVIEW = """\
+| table | repeats | the paper's factors | factors here | rows in which reknit is ahead | skipped |
+|---|---|---|---|---|---|
+"""
+
+
+def overview(abouts: Iterable[About], folder: Path) -> str:
+    """Return one row for each table: its factors in the paper and here."""
+    rows = (_cells(about, kept(folder, about.name)) for about in abouts)
+    return OVERVIEW + "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+
+
+def _cells(about: About, table: Mapping[str, Any] | None) -> list[str]:
+    repeats = f"{about.source}: {about.title}"
+    if table is None:
+        return [f"`{about.name}`", repeats, "-", "not measured yet", "-", "-"]
+    compared = [row for row in table["rows"] if row["factor"]]
+    paper = [factor for row in compared for factor in row["paper"]]
+    here = [row["factor"] for row in compared]
+    ahead = sum(factor >= 1 for factor in here)
+    return [
+        f"`{about.name}`",
+        repeats,
+        _span(paper, "x") if paper else "-",
+        _span(here, "x") if here else "exact figures",
+        f"{ahead} of {len(here)}" if here else "-",
+        str(len(table["skipped"]) or "-"),
+    ]
 
 
 def _section(table: Mapping[str, Any] | None) -> str:

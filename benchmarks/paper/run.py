@@ -2,11 +2,12 @@
 
 A table is a module of this folder with `ABOUT`, and with `measure`, which returns its rows.  Rivals run in
 the same run and take turns with reknit, in fresh folders.  A rival that is not installed is skipped in the
-open.  Each table has a fresh process and a deadline.  A module imports torch only in its functions, starts its
-ranks by `tests.ranks.run`, and takes its least sizes if `small()`.  The results are kept in
-benchmarks/results/paper: NAME.json for each table, and summary.md for all.
+open.  Each table has a fresh process and a deadline.  A module imports torch only in its functions, starts
+its ranks by `tests.ranks.run`, and takes its least sizes if `small()`.  With a function `figure`, a picture
+is drawn of its results.  The results are kept in benchmarks/results/paper: NAME.json for each table, and
+summary.md, overview.md and factors.png for all.
 
-Run: scripts/bench paper [TABLE ...] [--list] [--small] [--out FOLDER]
+Run: scripts/bench paper [TABLE ...] [--list] [--small] [--summary] [--out FOLDER]
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.machine import machine, software
-from benchmarks.paper.results import SMALL, as_json, keep, kept, line_of, small, summary
+from benchmarks.paper.jobs.picture import draw_factors
+from benchmarks.paper.results import SMALL, as_json, keep, kept, line_of, overview, small, summary
+from benchmarks.pictures import draw_both
 from benchmarks.ranks import scratch
 
 if TYPE_CHECKING:
@@ -70,6 +73,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("tables", nargs="*", metavar="TABLE", help="all without a name")
     parser.add_argument("--list", action="store_true", help="print the names of the tables and their sources")
+    parser.add_argument("--summary", action="store_true", help="only write the pages anew from the results")
     parser.add_argument("--small", action="store_true", help="the least sizes: does it run?")
     parser.add_argument("--dir", default=".", help="folder on the disk to measure")
     parser.add_argument("--out", type=Path, help="folder for the results instead of benchmarks/results/paper")
@@ -94,6 +98,8 @@ def measured_here(name: str, folder: Path, out: Path) -> None:
     }
     result = as_json(module.ABOUT, found, run)
     keep(result, out)
+    if hasattr(module, "figure"):
+        draw_both(lambda: module.figure(kept(out, name)), out / f"{name}.png", dpi=100)
 
 
 def measured(name: str, args: argparse.Namespace, out: Path) -> str:
@@ -133,6 +139,14 @@ def show(name: str, out: Path) -> None:
         print(f"   skipped: {what}: {why}", flush=True)
 
 
+def summarise(out: Path) -> None:
+    """Write the summary of all tables that are kept in a folder, as a page and as a picture."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "summary.md").write_text(summary(abouts(), out))
+    (out / "overview.md").write_text(overview(abouts(), out))
+    draw_factors([found for name in names() if (found := kept(out, name))], out / "factors.png")
+
+
 def main() -> int:
     args = arguments()
     wanted = chosen(args.tables)
@@ -140,6 +154,9 @@ def main() -> int:
     if args.list:
         for about in abouts():
             print(f"{about.name:12s} {about.source}: {about.title}")
+        return 0
+    if args.summary:
+        summarise(out)
         return 0
     if args.here:
         measured_here(wanted[0], Path(args.dir), out)
@@ -151,8 +168,7 @@ def main() -> int:
             print(f"{name}: {why}", file=sys.stderr, flush=True)
         else:
             show(name, out)
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "summary.md").write_text(summary(abouts(), out))
+        summarise(out)
     return 1 if failed else 0
 
 

@@ -1,4 +1,4 @@
-"""What does each optimization of a save bring?  The pipeline, the balance between replicas, and kept plans."""
+"""What does each optimization of a save bring?  The pipeline, the balance of replicas, and kept plans."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ABOUT = About(
     name="saving",
     source="NSDI, Table 5",
     title="a save with its optimizations one after another",
-    paper="the pipeline makes a save 1.45 to 1.81 times faster, with the balance between replicas 2.46 to 2.48 "
+    paper="the pipeline makes a save 1.45 to 1.81 times faster, with the balance of replicas 2.46 to 2.48 "
     "times, with the plan cache 2.50 to 2.52 times.",
 )
 
@@ -42,8 +42,7 @@ DIVISIONS = {
     BALANCED: "one cut line",
 }
 WHY = {
-    "disk": "4 ranks share 2 cores and one disk, which is busy whoever writes; the paper has a network "
-    "connection for each rank",
+    "disk": "4 ranks share 2 cores and one disk; in the paper each rank has a network connection",
     "limited": "at 4 replicas a rank saves less than at the paper's 8",
 }
 
@@ -90,8 +89,8 @@ def measure(scratch: Path) -> Measured:
         found["failed"],
         [
             f"Megatron-Core, {WORLD} ranks with DP={WORLD} and a distributed optimizer, {mb:.0f} MB.",
-            "Without optimizations one thread copies all bytes, and then digests and writes them one piece after "
-            "another; the first replica writes all replicated bytes.",
+            "Without optimizations one thread copies all bytes, and then digests and writes them in turn; "
+            "the first replica writes all replicated bytes.",
             f"The limited store takes {RATE / 1e6:.0f} MB/s from each rank, as a network connection would.",
         ],
     )

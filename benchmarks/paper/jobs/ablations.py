@@ -5,6 +5,7 @@ The switches replace functions of reknit within this process, for saves that wai
 
 from __future__ import annotations
 
+import importlib
 import mmap
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reknit.engine.memory.transfer import queue
-from reknit.engine.saving import save as saving
-from reknit.planner import save as planning
 from reknit.planner.ownership import Owned, owned_parts
 
 if TYPE_CHECKING:
@@ -80,23 +79,25 @@ def _name(shard: Shard) -> tuple[Any, ...]:
 @contextmanager
 def dividing(owners: Owners) -> Iterator[None]:
     """Let the replicas of a shard divide it by another rule."""
-    before = planning.owned_parts
-    planning.owned_parts = owners
-    try:
+    with _replaced("reknit.planner.save", "owned_parts", owners):
         yield
-    finally:
-        planning.owned_parts = before
 
 
 @contextmanager
 def one_after_another() -> Iterator[None]:
     """Let a save copy everything before it writes anything."""
-    before = saving.staged
-    saving.staged = _all_staged
+    with _replaced("reknit.engine.saving.save", "staged", _all_staged):
+        yield
+
+
+@contextmanager
+def _replaced(module: str, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    names = vars(importlib.import_module(module))
+    before, names[name] = names[name], function
     try:
         yield
     finally:
-        saving.staged = before
+        names[name] = before
 
 
 def _all_staged(images: Sequence[Image], transfer: Transfer) -> Fetch:

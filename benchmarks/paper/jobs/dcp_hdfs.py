@@ -14,11 +14,11 @@ from hdfs_native.fsspec import HdfsFileSystem
 BUFFER_NBYTES = 4 << 20
 
 
-class CountedHdfs(HdfsFileSystem):  # type: ignore[misc]
+class CountedHdfs(HdfsFileSystem):
     """HDFS, whose streams are buffered and have a position."""
 
-    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
-        stream = super()._open(path, mode, **options)
+    def _open(self, path: str, mode: Any = "rb", *args: Any, **options: Any) -> Any:
+        stream = super()._open(path, mode, *args, **options)
         if mode == "wb":
             return io.BufferedWriter(_Counted(stream), BUFFER_NBYTES)
         return io.BufferedReader(_Filling(stream), BUFFER_NBYTES)
@@ -39,7 +39,10 @@ class _Counted(io.RawIOBase):
         self._position += written
         return written
 
-    def tell(self) -> int:
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Return the position, which `tell` asks for; there is no way to another one."""
+        if (offset, whence) != (0, 1):
+            raise io.UnsupportedOperation("seek")
         return self._position
 
     def close(self) -> None:
@@ -67,9 +70,6 @@ class _Filling(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = 0) -> int:
         self._stream.seek(offset, whence)
-        return self.tell()
-
-    def tell(self) -> int:
         return int(self._stream.tell())
 
 

@@ -14,7 +14,7 @@ UP_S = 120.0
 
 
 def hdfs() -> tuple[str, str]:
-    """Return the URL of a new folder on HDFS and "", or "" and the reason that there is none.
+    """Return the URL of a new folder on HDFS, or "" and the reason.
 
     The server is started if it is not up, and stays up.
     """

@@ -62,7 +62,7 @@ def megatron(layout: Layout) -> Any:
     return gpt.build(layout, steps=1)
 
 
-def gpt_layout(world: int, shape: Shape, **sizes: int) -> Layout:
+def gpt_layout(world: int, shape: Shape, tp: int = 1) -> Layout:
     """Return the layout of a GPT in mixed precision with a distributed optimizer."""
     from tests.megatron.layouts import Layout
 
@@ -72,8 +72,8 @@ def gpt_layout(world: int, shape: Shape, **sizes: int) -> Layout:
         ffn=4 * shape.hidden,
         layers=shape.layers,
         bf16=True,
-        multiple=4 // sizes.get("tp", 1),
-        **sizes,
+        multiple=4 // tp,
+        tp=tp,
     )
 
 
