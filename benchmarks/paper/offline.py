@@ -12,12 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.paper.jobs.bench import PaperBench, Taken, in_turn
+from benchmarks.load.measure import tensors
+from benchmarks.paper.jobs.bench import PaperBench, Restored, Taken, in_turn
 from benchmarks.paper.results import About, Measured, Row, small
 from tests import ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from matplotlib.figure import Figure
 
@@ -78,7 +79,7 @@ def measure(scratch: Path) -> Measured:
         [
             f"{gib} GiB: a model in bfloat16, an optimizer with three float32 states, sharded as by FSDP2.",
             "Start, queue and transfers of the offline job are not counted; in the paper they are.",
-            "All files are cold before a load.",
+            "All files are cold before a load, and every load is checked to restore the same contents.",
         ],
     )
 
@@ -124,12 +125,16 @@ def loaded(folder: str, gib: float, scenario: Scenario, rounds: int) -> Taken:
     state = _state(gib, bench.world)
     if not scenario.optimizer:
         del state["optimizer"]
-    ways = {
-        ONLINE: partial(_online, bench, state),
-        OFFLINE: partial(_offline, bench, state),
-        FULL: partial(_from_full, bench, state),
-    }
-    return in_turn(bench, ways, rounds)
+    restored = Restored(bench, tensors(state), known=False)
+
+    def checked(way: Callable[..., Mapping[str, float]], number: int) -> Mapping[str, float]:
+        restored.wipe()
+        found = way(bench, state, number)
+        restored.check()
+        return found
+
+    ways = {ONLINE: _online, OFFLINE: _offline, FULL: _from_full}
+    return in_turn(bench, {name: partial(checked, way) for name, way in ways.items()}, rounds)
 
 
 def _online(bench: PaperBench, state: dict[str, Any], number: int) -> Mapping[str, float]:

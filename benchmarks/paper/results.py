@@ -148,7 +148,7 @@ def _cells(about: About, table: Mapping[str, Any] | None) -> list[str]:
         f"`{about.name}`",
         repeats,
         _span(paper, "x") if paper else "-",
-        _span(here, "x") if here else "exact figures",
+        _span(here, "x") if here else "-",
         f"{ahead} of {len(here)}" if here else "-",
         str(len(table["skipped"]) or "-"),
     ]

@@ -6,10 +6,11 @@ import shutil
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.load.measure import LoadBench
+from benchmarks.load.measure import LoadBench, fingerprint
+from benchmarks.load.measure import tensors as tensors_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     Way = Callable[[int], Mapping[str, float]]
 
@@ -40,6 +41,29 @@ class PaperBench(LoadBench):
         """Return the seconds of the slowest rank, after dirty pages were written back."""
         self.settle()
         return self.together(action)
+
+
+class Restored:
+    """Checks that loads restore the same contents: those at the beginning, or those of the first load."""
+
+    def __init__(self, bench: PaperBench, tensors: Sequence[Any], *, known: bool) -> None:
+        self._bench, self._tensors = bench, {str(n): tensor for n, tensor in enumerate(tensors)}
+        self._expected = fingerprint(self._tensors) if known else ""
+
+    def wipe(self) -> None:
+        """Replace all contents by zeros."""
+        import torch
+
+        with torch.no_grad():
+            for tensor in tensors_of(self._tensors):
+                tensor.zero_()
+
+    def check(self) -> None:
+        """Raise `ValueError` on every rank if the contents differ on any."""
+        found = fingerprint(self._tensors)
+        self._expected = self._expected or found
+        if self._bench.slowest(float(found != self._expected))[0]:
+            raise ValueError("the loaded contents differ from the saved ones")
 
 
 def remove(url: str) -> None:
