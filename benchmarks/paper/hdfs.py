@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from benchmarks.paper.jobs import places
 from benchmarks.paper.results import About, Measured, Row, small
 from benchmarks.storage.ours import write
-from benchmarks.storage.places import folder
 from reknit.storage.hdfs.store import open_hdfs
 
 if TYPE_CHECKING:
@@ -42,9 +42,10 @@ WHY = "one DataNode on the disk of this machine, whose speed one stream already 
 
 
 def measure(scratch: Path) -> Measured:
-    """Measure on the HDFS that is up, or skip all."""
-    if (url := folder("hdfs")) is None:
-        return Measured([], {"HDFS": "no server is up: scripts/servers up hdfs"})
+    """Measure on HDFS, or skip all if it cannot be started."""
+    url, reason = places.hdfs()
+    if reason:
+        return Measured([], {"HDFS": reason})
     mib, each, rounds = (8, 1, 1) if small() else (64, 8, 5)
     data = np.random.default_rng(0).integers(0, 256, mib * MIB, np.uint8)
     rows = [*_sub_files(url, data, rounds), *_writers(url, data[: each * MIB], rounds)]
