@@ -46,7 +46,7 @@ def measure(scratch: Path) -> Measured:
     url, reason = places.hdfs()
     if reason:
         return Measured([], {"HDFS": reason})
-    mib, each, rounds = (8, 1, 1) if small() else (64, 8, 5)
+    mib, each, rounds = (8, 1, 1) if small() else (64, 8, 3)
     data = np.random.default_rng(0).integers(0, 256, mib * MIB, np.uint8)
     rows = [*_sub_files(url, data, rounds), *_writers(url, data[: each * MIB], rounds)]
     rows += _joins(url, 4 if small() else JOINED_FILES, rounds)
