@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from benchmarks.orbax.contestants import Mode
 
@@ -27,7 +27,7 @@ def run(
     mib: int,
     arrays: int,
     mesh: Sequence[int],
-    meshes: dict[str, Sequence[int]],
+    meshes: Mapping[str, Sequence[int]],
     rounds: int,
     processes: int = 1,
 ) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -43,7 +44,8 @@ AT_ONCE = 16
 """Ranks that a worker plans at once."""
 
 
-class Saved(NamedTuple):
+@dataclass(frozen=True)
+class Saved:
     """The index of a save, the size of each of its files, and the bytes that each rank wrote."""
 
     index: Index
@@ -135,7 +137,11 @@ def offered(job: Job, source: Saved, rank: int) -> Offered:
         columns=[packed(column, "i8") for column in columns],
     )
     plan_s = time.process_time() - begin
-    first = sum(each.box.numel * each.spec.itemsize for each in shards if each.replicas[0] == rank)
+    first = sum(
+        each.box.numel * each.spec.itemsize
+        for each in shards
+        if each.replicas is None or each.replicas[0] == rank
+    )
     return Offered(offer, plan_s, len(rows.tensor), int(plan.read_nbytes.sum()), first)
 
 
