@@ -162,7 +162,7 @@ def _section(table: Mapping[str, Any] | None) -> str:
     run = table["run"]
     said = [*table["notes"], *(f"Skipped: {what}: {why}" for what, why in table["skipped"].items())]
     said.append(
-        f"Measured on {run['date']} in {run['seconds']:g} s; "
+        f"Measured on {run['date']} with {run['sizes']} sizes in {run['seconds']:g} s; "
         f"load average {run['load_before']:g} before and {run['load_after']:g} after."
     )
     return text + "\n" + "".join(f"- {each}\n" for each in said)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ABOUT = About("one", "a paper, Table 1", "a title", "twice as fast.")
-RUN = {"date": "2026-01-01", "seconds": 1.0, "load_before": 0.1, "load_after": 0.2}
+RUN = {"date": "2026-01-01", "seconds": 1.0, "sizes": "small", "load_before": 0.1, "load_after": 0.2}
 
 
 def test_the_cheapest_table_runs_in_a_fresh_process_and_is_kept(tmp_path: Path) -> None:
