@@ -83,7 +83,7 @@ def measure(scratch: Path) -> Measured:
         skipped,
         [
             "P50 and P90 are of 20 rounds; Orbax's time is divided by reknit's.",
-            "reknit syncs and verifies; Orbax does not sync files and has no digests.",
+            "reknit syncs and verifies; Orbax compresses, does not sync files, and has no digests.",
         ],
     )
 
