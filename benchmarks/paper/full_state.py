@@ -72,7 +72,7 @@ def _sharded(bench: PaperBench, state: dict[str, Any], number: int) -> Mapping[s
     bench.settle()
     bench.dist.barrier()
     begin = time.perf_counter()
-    pending = reknit.save(path, state, wait=False)
+    pending = reknit.save(path, state, wait=False, options=reknit.SaveOptions(reuse=False))
     stall = time.perf_counter() - begin
     report = pending.result()
     save, stalled, most = bench.slowest(time.perf_counter() - begin, stall, report.nbytes)
@@ -94,7 +94,8 @@ def _gathered_and_written(state: dict[str, Any], path: str, rank: int) -> None:
     import torch
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-    how = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    # Not with `cpu_offload`: FSDP1 on the CPU then returns tensors whose memory it has freed.
+    how = StateDictOptions(full_state_dict=True)
     model, optimizer = get_state_dict(state["model"], state["optimizer"], options=how)
     if rank == 0:
         with open(path, "wb") as file:

@@ -69,7 +69,7 @@ def measured_by_rank(folder: str, workload: str, shape: Shape, saves: int) -> li
         bench.settle()
         bench.dist.barrier()
         begin = time.perf_counter()
-        pending = reknit.save(path, state, wait=False)
+        pending = reknit.save(path, state, wait=False, options=reknit.SaveOptions(reuse=False))
         stall = time.perf_counter() - begin
         report = pending.result()
         whole = time.perf_counter() - begin

@@ -149,8 +149,9 @@ def _plans(bench: PaperBench, state: dict[str, Any]) -> dict[str, Any]:
 
     def saved(number: int, *, new: bool) -> Mapping[str, float]:
         path = f"{bench.folder}/planned"
+        options = reknit.SaveOptions(reuse=False)
         named = {f"{name}{number}" if new else name: value for name, value in state.items()}
-        taken = bench.timed_once(lambda: reknit.save(path, named, wait=False).result())
+        taken = bench.timed_once(lambda: reknit.save(path, named, wait=False, options=options).result())
         bench.remove(path)
         return {"s": taken}
 

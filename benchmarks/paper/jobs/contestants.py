@@ -37,7 +37,9 @@ class ReknitJob:
         self._state = state
 
     def save(self, path: str) -> UnderWay:
-        return _Pending(reknit.save(path, self._state, wait=False))
+        # No step of the optimizer lies between two saves, so that nothing must be taken from the last one.
+        options = reknit.SaveOptions(reuse=False)
+        return _Pending(reknit.save(path, self._state, wait=False, options=options))
 
     def load(self, path: str) -> None:
         reknit.load(path, self._state)
