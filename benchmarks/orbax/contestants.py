@@ -28,7 +28,7 @@ class Mode(NamedTuple):
 
 
 class Contestant:
-    """One mode; `save` returns when training may go on, and what it returns waits for the end of the save."""
+    """One mode; `save` returns when training may go on; its result, a function, waits for the end."""
 
     def __init__(self, mode: Mode) -> None:
         self.mode = mode

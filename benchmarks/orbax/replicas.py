@@ -18,7 +18,7 @@ TIMEOUT_S = 200.0
 
 
 class Operations:
-    """A sink that counts the operations of all ranks, and the bytes of those that read data."""
+    """A sink that counts the operations of all ranks, and the bytes of the reads."""
 
     def __init__(self) -> None:
         self.number = self.read_nbytes = 0

@@ -1,7 +1,7 @@
 """One process of a JAX job that saves and loads with each contestant by turns; the result is a line of JSON.
 
-The specification is JSON: `processes`, `rank`, `port`, `folder`, `mib`, `arrays`, `mesh` (the sizes of the
-axes data, fsdp and tensor in the save), `meshes` (those of each load, by name), `rounds`, and `modes`.
+The specification is JSON: `processes`, `rank`, `port`, `folder`, `mib`, `arrays`, `rounds` and `modes`.
+`mesh` has the sizes of the axes data, fsdp and tensor in the save, `meshes` those of each load by name.
 """
 
 # mypy: disallow-untyped-calls=False
@@ -54,7 +54,7 @@ class Worker:
         cut = NamedSharding(mesh, PartitionSpec("fsdp", "tensor"))
         rows = (self.spec["mib"] << 20) // 4 // self.spec["arrays"] // 1024
         random = np.random.default_rng(seed)
-        # Random, since Orbax compresses what it writes.
+        # Random numbers, since Orbax compresses its files.
         wholes = [random.integers(0, 1 << 31, (rows, 1024), np.int32) for _ in range(self.spec["arrays"])]
 
         def made(whole: Any) -> Any:

@@ -2,8 +2,8 @@
 
 The appendix spreads failures evenly over the interval between two saves.  Half an interval and half a save
 are then lost on average, and a load.  The times of DCP and MCP are the paper's, at the paper's scales.  Those
-of reknit are a projection: the rival's times over the factors that were measured side by side on this
-machine, in the table `stalls` if it was kept, else in benchmarks/results/table.json.
+of reknit are a projection: the rival's times over factors that were measured side by side on this machine.
+The factors are those of the table `stalls` if it was kept, else of benchmarks/results/table.json.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def measure(scratch: Path) -> Measured:
 
 
 def _factors() -> tuple[dict[str, Times], str, dict[str, str]]:
-    """Return the factors of reknit over each rival, their source, and what is missing."""
+    """Return the factors of reknit over each rival, their source, and the missing rivals."""
     stalls = kept(RESULTS / "paper", "stalls")
     if stalls is not None and "DCP" in (found := _of_stalls(stalls["rows"])):
         missing = {} if "MCP" in found else {"MCP beside reknit": "no row in the table `stalls`"}

@@ -47,7 +47,7 @@ def measure(scratch: Path) -> Measured:
         skipped,
         [
             "CPU seconds of one core. The messages of all ranks are made and merged as in a job.",
-            "A load wants what each rank saved: 8 ranks on a host, and a process group between the hosts.",
+            "Each rank loads the boxes that it saved: 8 ranks on a host, a process group between hosts.",
             "The stages of the first and the last ranks hold the embedding and the output besides, so that "
             "no division within a stage is more even over all ranks.",
         ],
