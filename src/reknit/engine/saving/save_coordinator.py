@@ -70,10 +70,12 @@ class _EncodedIndex(NamedTuple):
 class Coordinator:
     """The part of rank 0 in the saves of a group.
 
-    Ranks that save a layout again send only its digest; the root has the rest in its cache.
+    Ranks that save a layout again send only its digest; the root has the rest in its cache.  With
+    `plans_follow`, ranks plan after the root has answered, so that a known layout may get other owners.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, plans_follow: bool = False) -> None:
+        self._plans_follow = plans_follow
         self._begun: tuple[Storage, Marker] | None = None
         self._claims = PlanCache(PLANS_KEPT)
         self.chunks = PlanCache(PLANS_KEPT, merged_chunks)
@@ -177,7 +179,8 @@ class Coordinator:
         before = self._claims.latest(ranks[silent], slots)
         both = merged([fresh, before.without("owners")])
         owners = shard_owners(both.lists["keys"], both.lists["nbytes"])
-        _refuse_stale(before, owners.select(np.flatnonzero(silent)), fresh.ranks)
+        if not self._plans_follow:
+            _refuse_stale(before, owners.select(np.flatnonzero(silent)), fresh.ranks)
         if version:
             keep_latest(self._owners, version, owners, PLANS_KEPT)
         if (new := planned & ~silent).any():
