@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("sphinx", reason="needs Sphinx")
 
 from docs import serve
+from reknit.cli.program.error_catalog import CATALOG
 from tests.docs.pages import ROOT
 
 if TYPE_CHECKING:
@@ -134,6 +135,36 @@ def test_the_pages_are_in_groups_and_the_front_page_does_not_list_them(site: Pat
     assert list(groups.pages) == captions
     assert {caption for caption, found in groups.pages.items() if not 3 <= len(found) <= 30} == set()
     assert article.partition("</article")[0].count('class="reference internal"') < 30
+
+
+class Texts(HTMLParser):
+    """The text of each section of a page, by the anchor of the section."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: dict[str, str] = {}
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "section":
+            self.open.append(str(dict(attrs).get("id")))
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "section":
+            self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self.open:
+            self.texts[self.open[-1]] = self.texts.get(self.open[-1], "") + data
+
+
+def test_the_page_of_errors_shows_each_with_the_texts_of_the_command(site: Path) -> None:
+    page = Texts()
+    page.feed((site / "reference/errors.html").read_text())
+    for code, explanation in CATALOG.items():
+        section = " ".join(page.texts[code.lower()].split())
+        for text in (*explanation.causes, *explanation.remedies):
+            assert " ".join(text.replace("`", "").split()) in section, (code, text)
 
 
 def test_no_page_offers_an_edit_that_leads_nowhere(site: Path) -> None:
