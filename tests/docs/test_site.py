@@ -86,7 +86,7 @@ def test_a_page_shows_the_pictures_that_suit_it(theme: str, site: Path, browser:
     tab.set_default_timeout(1000 * LIMIT_S)
     tab.goto((site / "architecture.html").as_uri())
     suffix = "-dark" if theme == "dark" else ""
-    names = ("save", "save-in-background", "load")
+    names = ("processes", "layers", "save", "save-in-background", "load")
     assert tab.evaluate(PICTURES) == [[f"{name}{suffix}.svg", True] for name in names]
     tab.close()
 
