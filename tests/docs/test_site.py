@@ -106,6 +106,19 @@ def test_a_command_is_copied_without_its_prompt_and_its_output(site: Path, brows
     context.close()
 
 
+def test_the_search_finds_pages_without_a_network(site: Path, browser: Any) -> None:
+    context = browser.new_context(offline=True)
+    tab = context.new_page()
+    tab.set_default_timeout(1000 * LIMIT_S)
+    asked: list[str] = []
+    tab.on("request", lambda request: asked.append(request.url))
+    tab.goto(f"{(site / 'search.html').as_uri()}?q=generation+marker")
+    tab.locator("#search-results li").first.wait_for()
+    assert any("0007" in name for name in tab.locator("#search-results li a").all_text_contents())
+    assert [url for url in asked if not url.startswith("file:")] == []
+    context.close()
+
+
 class Groups(HTMLParser):
     """The captions of the sidebar with the pages under each."""
 
