@@ -18,6 +18,7 @@ pytest.importorskip("sphinx", reason="needs Sphinx")
 from docs import serve
 from reknit.cli.program.error_catalog import CATALOG
 from tests.docs.pages import ROOT
+from tests.page_checks import bad_contrasts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,6 +39,21 @@ WIDE = """
     return found;
 }
 """
+# One page of each kind, and what only a few pages have: pictures, tables, lists of parameters, long code.
+KINDS = (
+    "index",
+    "search",
+    "genindex",
+    "tutorial",
+    "howto/command-line",
+    "reference/api",
+    "reference/errors",
+    "architecture",
+    "comparison",
+    "glossary",
+    "decisions/0007-fencing",
+    "format",
+)
 # The pictures that are shown, and the pictures that could not be read.
 PICTURES = """
 () => {
@@ -78,6 +94,25 @@ def test_no_page_is_wider_than_a_desktop_or_a_telephone(site: Path, browser: Any
             found += [f"{name} at {width} px: {wide[:100]}" for wide in tab.evaluate(WIDE)]
     tab.close()
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_every_text_of_each_kind_of_page_has_enough_contrast(theme: str, site: Path, browser: Any) -> None:
+    tab = browser.new_page(color_scheme=theme)
+    tab.set_default_timeout(1000 * LIMIT_S)
+    found = []
+    for name in KINDS:
+        tab.goto((site / f"{name}.html").as_uri())
+        for width in WIDTHS:
+            tab.set_viewport_size({"width": width, "height": HEIGHT})
+            found += [f"{name} at {width} px: {pale}" for pale in bad_contrasts(tab)]
+    ground = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (ground == "rgb(255, 255, 255)") == (theme == "light")
+    assert found == []
+    tab.add_style_tag(content="article p { color: rgb(120, 120, 120) }")
+    tab.set_viewport_size({"width": WIDTHS[0], "height": HEIGHT})
+    assert bad_contrasts(tab) != [], "the check sees the texts"
+    tab.close()
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
