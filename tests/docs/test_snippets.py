@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 NAMES = sorted(
-    ["docs/index.md", "docs/tutorial.md", "docs/troubleshooting.md"]
+    ["docs/index.md", "docs/tutorial.md", "docs/troubleshooting.md", "docs/reference/api.md"]
     + [page.relative_to(ROOT).as_posix() for page in ROOT.glob("docs/howto/*.md")]
 )
 # The commands on these pages are examples only: they name checkpoints that do not exist.
