@@ -43,8 +43,21 @@ os.environ["REKNIT_MEMORY"] = _MEMORY
 register("process", lambda url, durability: open_process_memory(url))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect the tests without searches for garbage, of which an import leaves little.
+
+    All imported and collected objects are excluded from later searches, which would cost every test.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
-    """Exclude all imported and collected objects from searches for garbage, which would cost every test."""
+    """Exclude all that was imported and collected from searches for garbage."""
     gc.collect()
     gc.freeze()
 

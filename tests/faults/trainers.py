@@ -227,11 +227,11 @@ def train_on(log: str, root: str, rank: int, size: int) -> None:
 
 
 def meet_faults(
-    log: str, root: str, rank: int, size: int, kind: FaultKind, operation: str, victim: int
+    log: str, root: str, rank: int, size: int, kind: FaultKind, operation: str, victim: int, every: int = 1
 ) -> None:
-    """Save again and again; the k-th operation fails on one rank, until there is no k-th."""
+    """Save again and again; the k-th operation, of so many, fails on one rank, until there is no k-th."""
     me = Trainer(log, root, rank, size, 1 << 20)
-    for k in range(1, 60):
+    for k in range(1, 60, every):
         me.meet()
         me.update(k)
         faults = [Fault(kind, k, operation or None)] if rank == victim else []
