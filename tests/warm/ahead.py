@@ -1,6 +1,6 @@
-"""The modules that saves and loads import when they are first called, imported once for all forks of a process.
+"""The modules that saves and loads import when they are first called, imported once for all forks.
 
-There are hundreds of them.  A rank that has to import them itself takes five times as long for its first save.
+There are hundreds of them.  A rank that imports them itself takes five times as long for its first save.
 """
 
 from __future__ import annotations
