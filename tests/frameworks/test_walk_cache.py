@@ -101,7 +101,7 @@ def test_what_one_change_changes_is_found_as_by_a_new_walk(number: int) -> None:
 orders = st.lists(st.integers(0, len(changes.ALL) - 1), min_size=1, max_size=8)
 
 
-@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(24), suppress_health_check=[HealthCheck.too_slow])
 @example(seed=202, order=[0, 0, 0, 1, 2])  # a slice of a parameter that has no dimension by then
 @given(seed=st.integers(0, 1 << 30), order=orders)
 def test_whatever_changes_between_saves_is_found_as_by_a_new_walk(seed: int, order: list[int]) -> None:

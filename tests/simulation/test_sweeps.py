@@ -37,11 +37,11 @@ SOON_S, LONG_S = 1.0, 60.0
 def sweep(fault: Callable[[int], SimFault], *more: SimFault, saves: int = 2, first: int = 1) -> list[Result]:
     """Run a chain of root, inner node and leaf with a fault at `first`, and at later steps up to the end.
 
-    At night it happens at every step, else at every other.
+    At night it happens at every step, else at every third.
     """
     results: list[Result] = []
     while not results or results[-1].fired:
-        at = first + len(results) * (1 if is_night() else 2)
+        at = first + len(results) * (1 if is_night() else 3)
         results.append(
             simulate(
                 7,
