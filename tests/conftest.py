@@ -21,7 +21,12 @@ from tests.storage.process_memory import open_process_memory
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytest_plugins = ["tests.running.budget", "tests.running.lanes", "tests.running.elsewhere", "tests.running.files"]
+pytest_plugins = [
+    "tests.running.budget",
+    "tests.running.lanes",
+    "tests.running.elsewhere",
+    "tests.running.files",
+]
 
 # The number of examples of a property, unless `examples` of tests.running.examples sets another.  By day the
 # examples are always the same, so that chance alone never refuses a change; at night they are new.

@@ -1,4 +1,4 @@
-"""Where are the files of a test?  On a disk, or in shared memory for folders that make thousands of small saves.
+"""Where are the files of a test?  On a disk, or in shared memory for folders with thousands of small saves.
 
 By default a save waits for the disk a dozen times.  That is right for tests of stores and of faults, and for
 one test of each kind.  In others these waits would be half of their time.
