@@ -5,16 +5,20 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 
 from docutils import nodes
+from docutils.statemachine import StringList
 from sphinx.application import Sphinx
 from sphinx.transforms import SphinxTransform
 from sphinx.transforms.post_transforms import SphinxPostTransform
+from sphinx.util.docutils import SphinxDirective
+
+from reknit.cli.program import error_catalog, explain
 
 project = "reknit"
 author = "The reknit authors"
 version = release = installed_version("reknit")
 language = "en"
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton", "docs.parameters"]
 exclude_patterns = ["_build"]
 
 myst_enable_extensions = ["colon_fence", "deflist"]
@@ -79,7 +83,32 @@ class BrokenNames(SphinxPostTransform):
                     text.parent.replace(text, parts)
 
 
+class ErrorCatalog(SphinxDirective):
+    """A section for each public error, from the texts that `reknit explain` prints."""
+
+    def run(self) -> list[nodes.Node]:
+        """Parse the sections as Markdown."""
+        self.env.note_dependency(error_catalog.__file__)
+        lines = [line for code in explain.codes() for line in error_lines(code)]
+        section = nodes.section()
+        self.state.nested_parse(StringList(lines, error_catalog.__file__), 0, section, match_titles=True)
+        return section.children
+
+
+def error_lines(code: str) -> list[str]:
+    """Return the section of an error in Markdown."""
+    found = error_catalog.CATALOG[code]
+    lines = [f"## {code}", "", *explain.meaning_of(code).split("\n"), ""]
+    if parents := explain.parents_of(code):
+        lines += [f"Also caught as {', '.join(f'`{parent}`' for parent in parents)}.", ""]
+    for title, texts in (("Usual causes", found.causes), ("What to do", found.remedies)):
+        lines += [f"*{title}.*", "", *(f"- {text}" for text in texts), ""]
+    pages = ", ".join(f"[](../{page})" for page in found.pages)
+    return [*lines, f"*More.* {pages}", ""]
+
+
 def setup(app: Sphinx) -> None:
     """Add what these pages need beyond extensions."""
+    app.add_directive("error-catalog", ErrorCatalog)
     app.add_transform(DarkPictures)
     app.add_post_transform(BrokenNames)

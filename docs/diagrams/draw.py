@@ -1,7 +1,7 @@
-"""Draw the sequence diagrams of these pages: `NAME.mmd` becomes `NAME.svg` and `NAME-dark.svg`.
+"""Draw the diagrams of these pages: `NAME.mmd` and `NAME.boxes` become `NAME.svg` and `NAME-dark.svg`.
 
-The sources are in a part of Mermaid's language: participants, messages, notes over two, `loop` and `rect`.
-Run: python docs/diagrams/draw.py
+Sequences are in a part of Mermaid's language: participants, messages, notes over two, `loop` and `rect`.
+`boxes.py` has the language of the others.  Run: python -m docs.diagrams.draw
 """
 
 from __future__ import annotations
@@ -10,36 +10,20 @@ import re
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 from xml.sax.saxutils import escape
+
+from docs.diagrams import boxes
+from docs.diagrams.canvas import BOLD, LETTER, LINE, MARGIN, PALETTES, Palette, picture
 
 HERE = Path(__file__).resolve().parent
 
-# Lengths are pixels.  A letter is a little wider here than in most fonts, so that texts fit with any.
-LETTER, BOLD, LINE, MARGIN, HEAD, HOOK = 6.3, 7.0, 15, 12, 42, 26
-LEAST_GAP = 96
+# Lengths are pixels.
+HEAD, HOOK, LEAST_GAP = 42, 26, 96
 
 MESSAGE = re.compile(r"(?P<source>\w+)(?P<arrow>-->>|->>)(?P<target>\w+): (?P<text>.+)")
 PARTICIPANT = re.compile(r"participant (?P<name>\w+) as (?P<text>.+)")
 NOTE = re.compile(r"note over (?P<source>\w+),(?P<target>\w+): (?P<text>.+)")
 FRAME = re.compile(r"(?P<kind>loop|rect) (?P<text>.+)")
-
-
-class Palette(NamedTuple):
-    """The colours of a drawing."""
-
-    ground: str
-    ink: str
-    line: str
-    accent: str
-    head: str
-    frame: str
-
-
-PALETTES = {
-    "": Palette("#ffffff", "#1f2328", "#8c959f", "#2757b8", "#eef2fb", "#f3f4f6"),
-    "-dark": Palette("#131416", "#e2e5e9", "#6e7681", "#8ab0ff", "#1f2636", "#1d1f23"),
-}
 
 
 @dataclass(frozen=True)
@@ -258,25 +242,21 @@ class _Drawing:
             for x in self.xs
         ]
         self.heads()
-        height = self.y + MARGIN
-        opening = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width:g}" height="{height:g}" '
-            f'viewBox="0 0 {self.width:g} {height:g}" font-family="system-ui, Segoe UI, Roboto, Helvetica, '
-            f'Arial, sans-serif" font-size="12" fill="{self.palette.ink}">'
-        )
-        ground = f'<rect width="100%" height="100%" rx="8" fill="{self.palette.ground}"/>'
-        return "\n".join([opening, ground, *self.behind, *lines, *self.elements, "</svg>", ""])
+        return picture(self.width, self.y + MARGIN, self.palette, [*self.behind, *lines, *self.elements])
 
 
 def drawings() -> dict[Path, str]:
     """Return what each picture of this folder holds."""
-    return {
-        source.with_name(f"{source.stem}{suffix}.svg"): _Drawing(parse(source.read_text()), palette).svg()
-        for source in sorted(HERE.glob("*.mmd"))
-        for suffix, palette in PALETTES.items()
-    }
+    found = {}
+    for suffix, palette in PALETTES.items():
+        for source in sorted(HERE.glob("*.mmd")):
+            drawn = _Drawing(parse(source.read_text()), palette).svg()
+            found[source.with_name(f"{source.stem}{suffix}.svg")] = drawn
+        for source in sorted(HERE.glob("*.boxes")):
+            found[source.with_name(f"{source.stem}{suffix}.svg")] = boxes.drawn(source.read_text(), palette)
+    return found
 
 
 if __name__ == "__main__":
-    for picture, content in drawings().items():
-        picture.write_text(content)
+    for path, content in drawings().items():
+        path.write_text(content)

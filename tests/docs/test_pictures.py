@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from docs.diagrams import boxes
 from docs.diagrams.draw import HERE, Frame, Message, columns, drawings, parse
 from tests.docs.links import links
 from tests.docs.pages import ROOT, blocks
@@ -18,9 +19,9 @@ HEAD = "sequenceDiagram\nparticipant A as one\nparticipant B as two<br/>lines\n"
 def test_the_pictures_of_the_pages_are_those_that_the_code_draws() -> None:
     drawn = {path.name: content for path, content in drawings().items()}
     kept = {path.name: path.read_text() for path in HERE.glob("*.svg")}
-    assert kept.keys() == drawn.keys(), "python docs/diagrams/draw.py draws them"
+    assert kept.keys() == drawn.keys(), "python -m docs.diagrams.draw draws them"
     assert [name for name in drawn if kept[name] != drawn[name]] == [], (
-        "python docs/diagrams/draw.py draws them"
+        "python -m docs.diagrams.draw draws them"
     )
 
 
@@ -48,10 +49,61 @@ def test_every_picture_of_the_pages_has_a_variant_for_dark_pages() -> None:
 
 
 def test_every_diagram_is_on_a_page_as_a_picture() -> None:
-    page = (ROOT / "docs/architecture.md").read_text()
-    assert {path.stem for path in HERE.glob("*.mmd")} == set(
-        re.findall(r"\]\(diagrams/([\w-]+)\.svg\)", page)
+    pages = "".join((ROOT / "docs" / name).read_text() for name in ("architecture.md", "format.md"))
+    sources = {path.stem for kind in ("mmd", "boxes") for path in HERE.glob(f"*.{kind}")}
+    assert sources == set(re.findall(r"\]\(diagrams/([\w-]+)\.svg\)", pages))
+
+
+@pytest.mark.parametrize("source", sorted(path.name for path in HERE.glob("*.boxes")))
+def test_texts_of_a_map_fit_into_their_boxes_and_boxes_into_the_picture(source: str) -> None:
+    found = boxes.parse((HERE / source).read_text())
+    assert found.width < 736, "the pages have a column of 46 em"
+    assert [box.text for box in found.boxes if box.room() < 0] == []
+    assert all(
+        b.x >= 0 and b.x + b.width <= found.width and b.y + b.height <= found.height for b in found.boxes
     )
+    picture = ElementTree.fromstring((HERE / source).with_suffix(".svg").read_text())
+    shown = {str(each.text) for each in picture.iter(TEXT)}
+    texts = [each.text for each in (*found.boxes, *found.arrows)]
+    assert {line.strip() for text in texts for line in text if line.strip()} == shown
+
+
+def test_the_layers_are_those_of_the_table_of_rows() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    table = re.findall(r"^\| (\d+) \| (.*?) \|", page, re.MULTILINE)
+    rows = {number: [] for number, _ in table}  # type: dict[str, list[str]]
+    for number, cell in table:
+        rows[number] += re.findall(r"`(\w+)`", cell)
+    drawn = re.findall(r"^row \d+ \d+ (\d+): (.+)$", (HERE / "layers.boxes").read_text(), re.MULTILINE)
+    assert {number: texts.split(" | ") for number, texts in drawn} == rows
+
+
+def test_the_byte_map_has_the_numbers_of_the_example_byte_by_byte() -> None:
+    page = (ROOT / "docs/format.md").read_text()
+    header = re.search(r"^0008  (\{.*\})$", page, re.MULTILINE)
+    assert header is not None
+    *_, manifest = re.finditer(r"^(\{.*)(,\"digest\":\"\w{16}\"\})$", page, re.MULTILINE)
+    found = {box.text[0]: box.text for box in boxes.parse((HERE / "format-map.boxes").read_text()).boxes}
+    assert found[str(8 + len(header[1]))][1].startswith("spaces")
+    assert found[f"{0x1000:,}"][1].startswith("the entries")
+    assert found[str(len(manifest[1]))][1].startswith(',"digest"')
+    assert found["manifest.json"][1] == f"{len(manifest[0])} bytes"
+    assert found["index…parquet"][1] == "1,477 bytes"
+
+
+@pytest.mark.parametrize("wrong", ["box a 1 2 3 4 round: x", "arrow a b: x", "row 1 2: a"])
+def test_a_map_in_another_language_names_the_line(wrong: str) -> None:
+    with pytest.raises(ValueError, match=r"line 2: .* is not part"):
+        boxes.parse(f"boxes 100 100\n{wrong}\n")
+    with pytest.raises(ValueError, match="line 1: expected boxes"):
+        boxes.parse(wrong)
+
+
+def test_arrows_join_the_sides_that_face_each_other() -> None:
+    source = "boxes 99 99\nbox a 0 0 10 10 part: a\nbox b 30 0 10 10 part:\nbox c 0 50 10 10 part:\n"
+    right, up = boxes.parse(source + "arrow a b:\nboth c a: back\n").arrows
+    assert (right.ends(), right.both) == (((10, 5), (30, 5)), False)
+    assert (up.ends(), up.both, up.text) == (((5, 50), (5, 10)), True, ("back",))
 
 
 def test_no_page_has_a_diagram_that_a_forge_or_the_site_would_show_as_its_source() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import reknit
-from reknit import errors
+from docs.parameters import MEANINGS, RECORDS, lines_for, meaning_of, parameters_of, unit_of
+from reknit.cli.program.error_catalog import CATALOG
 from reknit.errors import MissingExtraError
 from reknit.options import LoadOptions, SaveOptions
 from reknit.options.fields import scopes_of
@@ -41,7 +42,9 @@ def documented() -> set[str]:
     names = set(re.findall(r"auto(?:class|function):: reknit\.([\w.]+)", text))
     for module, members in re.findall(r"automodule:: reknit\.(\w+)\n +:members:([^`:]*)", text):
         names |= {module} | {f"{module}.{name.strip()}" for name in members.split(",")}
-    return names | vars(errors).keys()  # all members of which are there
+    return (
+        names | CATALOG.keys() | {f"errors.{code}" for code in CATALOG} | {"errors"}
+    )  # the page has all of them
 
 
 def public() -> list[str]:
@@ -63,6 +66,47 @@ def found(name: str) -> Any:
         except AttributeError:
             here = import_module("reknit." + ".".join(parts[: number + 1]))
     return here
+
+
+def called() -> list[str]:
+    """Return the public names that a user calls: no results, records, options or base classes."""
+    results = set(re.findall(r"autoclass:: reknit\.(\w+)\(\)", (ROOT / "docs/reference/api.md").read_text()))
+    options = set(re.findall(r"autoclass:: reknit\.(\w+)", (ROOT / "docs/reference/options.md").read_text()))
+    others = results | options | RECORDS | {name for name in public() if name.endswith("Error")}
+    return [name for name in public() if name not in others]
+
+
+def test_every_parameter_of_a_public_call_has_a_meaning() -> None:
+    lost = []
+    for name in called():
+        try:
+            kind = found(name)
+        except MissingExtraError:  # a package is not installed here
+            continue
+        lost += [f"{name}.{each.name}" for each in parameters_of(kind) if not meaning_of(name, each.name)]
+    assert lost == []
+
+
+def test_every_meaning_is_of_a_parameter_that_exists() -> None:
+    names = {*called(), "storage.registry.register", "storage.registry.open_storage", "register_framework"}
+    pairs = {(name, each.name) for name in names for each in parameters_of(found(name))}
+    shown = {parameter for _, parameter in pairs} | {f"{name}.{parameter}" for name, parameter in pairs}
+    assert sorted(MEANINGS.keys() - shown - {"config"}) == []
+
+
+def test_a_parameter_is_listed_with_type_default_unit_and_meaning() -> None:
+    def call(path: str, *, poll_s: float = 1.5, size_nbytes: int = 8) -> None: ...
+
+    assert lines_for("reknit.call", call)[2:-1] == [
+        "- ``path`` (``str``, required): folder or URL of a checkpoint",
+        "- ``poll_s`` (``float``, default ``1.5``, in seconds): pause between two looks",
+        "- ``size_nbytes`` (``int``, default ``8``, in bytes)",
+    ]
+    assert [unit_of(name) for name in ("bytes_per_s", "hours", "steps")] == [
+        "bytes per second",
+        "hours",
+        None,
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -16,7 +16,9 @@ import pytest
 pytest.importorskip("sphinx", reason="needs Sphinx")
 
 from docs import serve
+from reknit.cli.program.error_catalog import CATALOG
 from tests.docs.pages import ROOT
+from tests.page_checks import bad_contrasts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,6 +39,21 @@ WIDE = """
     return found;
 }
 """
+# One page of each kind, and what only a few pages have: pictures, tables, lists of parameters, long code.
+KINDS = (
+    "index",
+    "search",
+    "genindex",
+    "tutorial",
+    "howto/command-line",
+    "reference/api",
+    "reference/errors",
+    "architecture",
+    "comparison",
+    "glossary",
+    "decisions/0007-fencing",
+    "format",
+)
 # The pictures that are shown, and the pictures that could not be read.
 PICTURES = """
 () => {
@@ -80,12 +97,31 @@ def test_no_page_is_wider_than_a_desktop_or_a_telephone(site: Path, browser: Any
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
+def test_every_text_of_each_kind_of_page_has_enough_contrast(theme: str, site: Path, browser: Any) -> None:
+    tab = browser.new_page(color_scheme=theme)
+    tab.set_default_timeout(1000 * LIMIT_S)
+    found = []
+    for name in KINDS:
+        tab.goto((site / f"{name}.html").as_uri())
+        for width in WIDTHS:
+            tab.set_viewport_size({"width": width, "height": HEIGHT})
+            found += [f"{name} at {width} px: {pale}" for pale in bad_contrasts(tab)]
+    ground = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (ground == "rgb(255, 255, 255)") == (theme == "light")
+    assert found == []
+    tab.add_style_tag(content="article p { color: rgb(120, 120, 120) }")
+    tab.set_viewport_size({"width": WIDTHS[0], "height": HEIGHT})
+    assert bad_contrasts(tab) != [], "the check sees the texts"
+    tab.close()
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
 def test_a_page_shows_the_pictures_that_suit_it(theme: str, site: Path, browser: Any) -> None:
     tab = browser.new_page(color_scheme=theme)
     tab.set_default_timeout(1000 * LIMIT_S)
     tab.goto((site / "architecture.html").as_uri())
     suffix = "-dark" if theme == "dark" else ""
-    names = ("save", "save-in-background", "load")
+    names = ("processes", "layers", "save", "save-in-background", "load")
     assert tab.evaluate(PICTURES) == [[f"{name}{suffix}.svg", True] for name in names]
     tab.close()
 
@@ -102,6 +138,19 @@ def test_a_command_is_copied_without_its_prompt_and_its_output(site: Path, brows
     block.locator("button.copybtn.success").wait_for()
     copied = tab.evaluate("navigator.clipboard.readText()")
     assert copied.splitlines() == [line[2:] for line in shown.splitlines() if line.startswith("$ ")]
+    context.close()
+
+
+def test_the_search_finds_pages_without_a_network(site: Path, browser: Any) -> None:
+    context = browser.new_context(offline=True)
+    tab = context.new_page()
+    tab.set_default_timeout(1000 * LIMIT_S)
+    asked: list[str] = []
+    tab.on("request", lambda request: asked.append(request.url))
+    tab.goto(f"{(site / 'search.html').as_uri()}?q=generation+marker")
+    tab.locator("#search-results li").first.wait_for()
+    assert any("0007" in name for name in tab.locator("#search-results li a").all_text_contents())
+    assert [url for url in asked if not url.startswith("file:")] == []
     context.close()
 
 
@@ -134,6 +183,36 @@ def test_the_pages_are_in_groups_and_the_front_page_does_not_list_them(site: Pat
     assert list(groups.pages) == captions
     assert {caption for caption, found in groups.pages.items() if not 3 <= len(found) <= 30} == set()
     assert article.partition("</article")[0].count('class="reference internal"') < 30
+
+
+class Texts(HTMLParser):
+    """The text of each section of a page, by the anchor of the section."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: dict[str, str] = {}
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "section":
+            self.open.append(str(dict(attrs).get("id")))
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "section":
+            self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self.open:
+            self.texts[self.open[-1]] = self.texts.get(self.open[-1], "") + data
+
+
+def test_the_page_of_errors_shows_each_with_the_texts_of_the_command(site: Path) -> None:
+    page = Texts()
+    page.feed((site / "reference/errors.html").read_text())
+    for code, explanation in CATALOG.items():
+        section = " ".join(page.texts[code.lower()].split())
+        for text in (*explanation.causes, *explanation.remedies):
+            assert " ".join(text.replace("`", "").split()) in section, (code, text)
 
 
 def test_no_page_offers_an_edit_that_leads_nowhere(site: Path) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from contextlib import ExitStack, suppress
+from itertools import product
 from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -28,6 +29,7 @@ from reknit.monitor.dash.web_server import app
 from reknit.monitor.sinks.jsonl import JsonLines
 from tests.faults.nursery import wait_until
 from tests.monitor.records import of_rank as record
+from tests.page_checks import bad_contrasts, sticking_out
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -335,6 +337,11 @@ def test_a_browser_goes_on_to_the_newest_save_and_stays_at_a_chosen_one(
     tab.get_by_text("live").wait_for()
     headline, remarks = tab.locator("#headline"), tab.locator("#remarks")
     tab.get_by_text("save run/1 (step 1): saved", exact=True).wait_for()
+    for scheme, width in product(("dark", "light"), (390, 1280)):
+        tab.emulate_media(color_scheme=scheme)
+        tab.set_viewport_size({"width": width, "height": 900})
+        tab.wait_for_function("document.documentElement.scrollWidth <= innerWidth")  # charts follow later
+        assert (sticking_out(tab), bad_contrasts(tab)) == ([], []), (scheme, width)
     write(folder, 2, slow_s=5.0)
     remarks.get_by_text("rank 3 (dp 0, tp 3) 5.000 s").wait_for()
     tab.get_by_label("Save or load").select_option("0")

@@ -272,7 +272,7 @@ def link(place: Path) -> None:
     place.symlink_to(place.parent / "target")
 
 
-def anothers(place: Path) -> None:
+def of_another_user(place: Path) -> None:
     place.mkdir(0o700)
     try:
         os.chown(place, 65534, -1)
@@ -290,7 +290,7 @@ def open_to_its_group(place: Path) -> None:
     place.chmod(0o770)
 
 
-@pytest.mark.parametrize("make", [link, anothers, open_to_all, open_to_its_group, Path.touch])
+@pytest.mark.parametrize("make", [link, of_another_user, open_to_all, open_to_its_group, Path.touch])
 def test_a_folder_that_others_may_have_had_their_hands_in_is_not_used(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,1 +1,1 @@
-"""The program as a whole: its command line, its versions, its output."""
+"""The program as a whole: its command line, its versions, its errors explained."""

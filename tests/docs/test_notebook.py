@@ -1,0 +1,61 @@
+"""The notebook is the tutorial, and a kernel of Jupyter runs its cells, with the outputs that it shows."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from docs.notebook import NOTEBOOK, PAGE, notebook_of, outputs_of, written
+from tests.docs.outputs import HERE, normalised
+from tests.docs.pages import ROOT
+
+FILE_WRITTEN = "Writing train.py"
+"""The output of the cell that writes the script, which the page shows as a file."""
+
+
+def test_the_notebook_is_made_from_the_tutorial() -> None:
+    assert written(notebook_of(PAGE.read_text())) == NOTEBOOK.read_text(), "python -m docs.notebook writes it"
+
+
+def test_the_notebook_names_no_folder_of_the_machine_that_made_it() -> None:
+    outputs = outputs_of(notebook_of(PAGE.read_text()))
+    assert HERE in outputs
+    assert [path for path in (str(ROOT), str(Path.home()), "/tmp/") if path in outputs] == []
+
+
+def test_snippets_files_and_commands_become_cells_with_the_outputs_shown() -> None:
+    page = "# A\n\n```python\nprint(1)\n```\n\n```text\n1\n```\n\nThen:\n\n```bash\npip\n```\n\n"
+    page += "```{code-block} python\n:caption: a.py\n\nx = 1\n```\n\n```console\n$ true\n$ echo 2\n2\n```\n"
+    found = [(cell["cell_type"], "".join(cell["source"])) for cell in notebook_of(page)["cells"][1:]]
+    assert found == [
+        ("markdown", "# A"),
+        ("code", "print(1)"),
+        ("markdown", "Then:\n\n```bash\npip\n```"),
+        ("code", "%%writefile a.py\nx = 1"),
+        ("code", "%%bash\ntrue"),
+        ("code", "%%bash\necho 2"),
+    ]
+    assert outputs_of(notebook_of(page)) == "1\n2\n"
+
+
+def test_a_kernel_runs_the_notebook_with_the_outputs_that_it_shows(tmp_path: Path) -> None:
+    pytest.importorskip("nbclient", reason="needs nbclient")
+    pytest.importorskip("ipykernel", reason="needs ipykernel")
+    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    variables = {"PATH": programs, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "docs.notebook", "run", str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    real = done.stdout.replace(str(tmp_path), HERE).replace(f"{FILE_WRITTEN}\n", "")
+    assert normalised(real) == normalised(outputs_of(notebook_of(PAGE.read_text())))
