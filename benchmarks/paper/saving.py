@@ -104,10 +104,10 @@ def measured_by_rank(folder: str, shape: Shape, rounds: int) -> dict[str, Any]:
     bench = PaperBench(folder)
     state = megatron(gpt_layout(WORLD, shape)).state()
     nbytes: dict[str, list[int]] = {}
-    ways = {step: partial(_saved, bench, state, step, nbytes) for step in DIVISIONS}
     seconds, failed = {}, {}
     for place, url in (("the disk", folder), ("a limited store", limited(folder, RATE))):
-        taken = in_turn(bench, {step: partial(way, url) for step, way in ways.items()}, rounds)
+        ways = {step: partial(_saved, bench, state, nbytes, (step, url)) for step in DIVISIONS}
+        taken = in_turn(bench, ways, rounds)
         seconds[place], failed[place] = taken.of("s"), taken.failed
     plans = in_turn(bench, _plans(bench, state), rounds)
     reasons = {f"{who} on {place}": why for place, each in failed.items() for who, why in each.items()}
@@ -120,12 +120,13 @@ def measured_by_rank(folder: str, shape: Shape, rounds: int) -> dict[str, Any]:
 
 
 def _saved(
-    bench: PaperBench, state: dict[str, Any], step: str, nbytes: dict[str, list[int]], above: str, number: int
+    bench: PaperBench, state: dict[str, Any], nbytes: dict[str, list[int]], way: tuple[str, str], number: int
 ) -> Mapping[str, float]:
     """Save with some optimizations, and return the seconds."""
     import reknit
     from benchmarks.paper.jobs import ablations
 
+    step, above = way
     name = f"saved-{list(DIVISIONS).index(step)}"
     options = reknit.SaveOptions(threads=1 if step == NONE else 2, reuse=False)
     reports: list[Any] = []

@@ -50,17 +50,18 @@ WHAT = {
     "reshard": "a load, 2 ranks to 4",
 }
 WHY = {
-    "stall": "without a GPU there is no copy from a device, and FSDP2 needs no communication; both contestants "
-    "copy the same bytes, and reknit also passes them to a process",
+    "stall": "without a GPU there is no copy from a device, and FSDP2 needs no communication; both "
+    "contestants copy the same bytes, and reknit also passes them to a process",
     "save": "2 ranks share 2 cores and one disk, whose speed limits all",
     "load": "every byte is checked against its digest, and one disk limits all",
     "reshard": "4 ranks share 2 cores, and every byte is checked against its digest",
 }
+"""The reasons of smaller factors."""
 WHY_HDFS = {
-    "save": "a fixed cost of about a second: files are synced, concatenated and renamed, and the checkpoint is "
-    "committed; DCP syncs nothing",
+    "save": "a fixed cost of about a second: files are synced, concatenated and renamed, and the "
+    "checkpoint is committed; DCP syncs nothing",
 }
-"""The reasons of smaller factors, and those that are others on HDFS."""
+"""The reasons that differ on HDFS."""
 
 
 class Workload(NamedTuple):
