@@ -21,7 +21,12 @@ from tests.storage.process_memory import open_process_memory
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytest_plugins = ["tests.running.budget", "tests.running.lanes", "tests.running.elsewhere"]
+pytest_plugins = [
+    "tests.running.budget",
+    "tests.running.lanes",
+    "tests.running.elsewhere",
+    "tests.running.files",
+]
 
 # The number of examples of a property, unless `examples` of tests.running.examples sets another.  By day the
 # examples are always the same, so that chance alone never refuses a change; at night they are new.
@@ -43,8 +48,21 @@ os.environ["REKNIT_MEMORY"] = _MEMORY
 register("process", lambda url, durability: open_process_memory(url))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect the tests without searches for garbage, of which an import leaves little.
+
+    All imported and collected objects are excluded from later searches, which would cost every test.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
-    """Exclude all imported and collected objects from searches for garbage, which would cost every test."""
+    """Exclude all that was imported and collected from searches for garbage."""
     gc.collect()
     gc.freeze()
 

@@ -25,20 +25,26 @@ import tempfile
 import traceback
 import warnings
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from reknit.monitor.phase import Deadline
+from tests.shared_servers import FOLDER, connected, serve_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tests.shared_servers import ForkedServer
+
 _GRACE_S = 10.0
 _PR_SET_PDEATHSIG = 1
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONHASHSEED": "0"}
 _LEAVES_A_CORE = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
-_servers: dict[tuple[str, Path | None], subprocess.Popen[bytes]] = {}
+_servers: dict[tuple[str, Path | None], subprocess.Popen[bytes] | ForkedServer] = {}
+os.register_at_fork(after_in_child=_servers.clear)  # their streams are those of the parent
 
 
 class RankFailed(AssertionError):
@@ -104,30 +110,48 @@ def run(
     return [answers[rank] for rank in range(world)]
 
 
-def _server(warm: str, path: Path | None) -> subprocess.Popen[bytes]:
+def _server(warm: str, path: Path | None) -> subprocess.Popen[bytes] | ForkedServer:
     """Return the process that forks ranks with these imports."""
     server = _servers.get((warm, path))
     if server is None or server.poll() is not None:
-        known = filter(None, [str(path) if path else "", os.environ.get("PYTHONPATH")])
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "PYTHONHASHSEED": "0",
-            "PYTHONPATH": os.pathsep.join(known),
-        }
-        server = _servers[warm, path] = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.ranks", warm],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            cwd=Path(__file__).parents[1],
-        )
+        folder = os.environ.get(FOLDER)
+        if folder is None:
+            server = _started(warm, path)
+        else:
+            server, first = connected(folder, (warm, path), _variables(path), partial(_started, warm, path))
+            if first is not None:
+                atexit.register(_end, first)
+        _servers[warm, path] = server
         atexit.register(_end, server)
     return server
 
 
-def _end(server: subprocess.Popen[bytes]) -> None:
+def _started(warm: str, path: Path | None, listener: int | None = None) -> subprocess.Popen[bytes]:
+    """Start a process that imports, and then takes jobs from its stdin, or connections from a listener."""
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "tests.ranks",
+            warm,
+            *([] if listener is None else [str(listener)]),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=_variables(path),
+        cwd=Path(__file__).parents[1],
+        pass_fds=[] if listener is None else [listener],
+    )
+
+
+def _variables(path: Path | None) -> dict[str, str]:
+    known = filter(None, [str(path) if path else "", os.environ.get("PYTHONPATH")])
+    return {**os.environ, **_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(known)}
+
+
+def _end(server: subprocess.Popen[bytes] | ForkedServer) -> None:
     server.kill()
     server.communicate()
 
@@ -170,10 +194,19 @@ def _received(source: BinaryIO | Any) -> Any:
 # In the process that forks ranks, and in the ranks.
 
 
-def serve(warm: str) -> None:
+def serve(warm: str, listener: int | None) -> None:
     """Fork ranks until the tests end."""
+    if listener is not None:
+        serve_all(listener, partial(_import, warm), _serve)
+        return
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # prints of ranks must not mix with the answers
+    _import(warm)
+    _serve(sys.stdin.buffer, answers)
+
+
+def _import(warm: str) -> None:
+    """Import what ranks need."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which end this process
     # Torch's own warnings have nothing to do with a test, and would hide the warnings of reknit.
     warnings.simplefilter("ignore")
@@ -182,9 +215,13 @@ def serve(warm: str) -> None:
     _one_gloo_worker()
     gc.collect()
     gc.freeze()  # no rank goes through all that again
+
+
+def _serve(source: BinaryIO, answers: BinaryIO) -> None:
+    """Fork the ranks of each job."""
     while True:
         try:
-            job = _Job(*_received(sys.stdin.buffer))
+            job = _Job(*_received(source))
         except EOFError:
             return
         _send(answers, _forked(job))
@@ -282,4 +319,4 @@ def _be(rank: int, job: _Job) -> None:
 if __name__ == "__main__":
     from tests import ranks
 
-    ranks.serve(sys.argv[1])
+    ranks.serve(sys.argv[1], int(sys.argv[2]) if sys.argv[2:] else None)

@@ -26,8 +26,9 @@ HEAVY = (
 )
 NEVER = (*HEAVY, "reknit.runs", "reknit.cli", "reknit.monitor.reports", "reknit.monitor.alerts")
 AT_IMPORT = (*NEVER, "email", "numpy", "pyarrow", "msgspec", "torch", "reknit.engine", "reknit.frameworks")
-AT_SAVE = (*NEVER, "torch", "reknit.engine.loading", "reknit.engine.sharing", "reknit.engine.background")
-AT_LOAD = (*NEVER, "torch", "reknit.engine.saving", "reknit.engine.background")
+AT_BOTH = (*NEVER, "torch", "pyarrow", "numpy.random", "reknit.engine.background", "reknit.engine.foreign")
+AT_SAVE = (*AT_BOTH, "reknit.engine.loading", "reknit.engine.sharing")
+AT_LOAD = (*AT_BOTH, "reknit.engine.saving", "reknit.transforms")
 IN_AGENT = (
     *NEVER,
     "email",

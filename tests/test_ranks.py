@@ -6,14 +6,19 @@ import resource
 import signal
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.forks import in_fork
 from tests.ranks import Died, RankFailed, run
+from tests.shared_servers import FOLDER
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def add_up(number: int) -> Any:
@@ -60,6 +65,12 @@ def imported() -> set[str]:
     return {name.partition(".")[0] for name in sys.modules}
 
 
+def variable_and_server() -> tuple[str, int]:
+    server = psutil.Process().parent()
+    assert server is not None
+    return os.environ["REKNIT_TEST_WHOSE"], server.ppid()
+
+
 def hang() -> None:
     if dist.get_rank() == 0:
         time.sleep(60)
@@ -69,7 +80,7 @@ def crash() -> None:
     if dist.get_rank() == 1:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.kill(os.getpid(), signal.SIGSEGV)
-    dist.barrier()
+    time.sleep(60)  # in a barrier it could fail before the end of the other is seen
 
 
 def test_every_rank_answers_in_its_place() -> None:
@@ -123,3 +134,22 @@ def test_when_a_rank_fails_all_say_where_they_were() -> None:
     with pytest.raises(RankFailed, match="rank 1 raised") as error:
         run(2, fail_while_another_waits)
     assert re.search("rank 0 was here.*in fail_while_another_waits", str(error.value), re.DOTALL)
+
+
+def test_processes_side_by_side_share_the_imports_and_keep_their_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setenv("REKNIT_TEST_WHOSE", "the first")
+    ((whose, server),) = run(1, variable_and_server, path=tmp_path)
+    assert whose == "the first"
+
+    def another() -> bool:
+        os.environ["REKNIT_TEST_WHOSE"] = "the second"
+        return run(1, variable_and_server, path=tmp_path) == [("the second", server)]
+
+    assert in_fork(another)
+    assert run(1, variable_and_server, path=tmp_path) == [("the first", server)]
+    os.kill(server, signal.SIGKILL)  # it has nothing to do with those that are there
+    assert run(1, variable_and_server, path=tmp_path)[0][0] == "the first"
+    assert in_fork(lambda: run(1, variable_and_server, path=tmp_path)[0][1] != server)

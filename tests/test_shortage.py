@@ -19,7 +19,9 @@ from reknit.engine.background.background import Background
 from reknit.engine.background.trainer import agent_supervisor, stage_for_agent
 from reknit.engine.sharing import shared_read
 from reknit.errors import ShortageError, StorageError, from_wire, shortage, typed
+from reknit.format.index import arrow_file
 from reknit.format.index import file as index_file
+from reknit.format.index.arrow_file import write_with_arrow
 from reknit.format.values import blob_codec
 from reknit.format.values.blob_codec import decode_blobs, encode_blobs
 from reknit.monitor.phase import Recorder
@@ -139,7 +141,7 @@ def test_too_little_where_the_root_decides_is_too_little_on_all() -> None:
 
 @pytest.mark.parametrize("error", [pa.ArrowMemoryError("malloc"), OSError("... : not enough memory")])
 def test_an_index_is_not_damaged_where_memory_ends(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = index_file.encode_index(sample_index())
+    data = write_with_arrow(sample_index())
 
     def read(self: object, **options: object) -> None:
         raise error
@@ -152,13 +154,13 @@ def test_an_index_is_not_damaged_where_memory_ends(error: Exception, monkeypatch
 def test_memory_for_an_index_is_asked_for_before_a_library_that_might_end_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    data, asked = index_file.encode_index(sample_index()), []
+    data, asked = write_with_arrow(sample_index()), []
 
     def none_left(nbytes: int) -> None:
         asked.append(nbytes)
         raise ShortageError("none left")
 
-    monkeypatch.setattr(index_file, "require_memory", none_left)
+    monkeypatch.setattr(arrow_file, "require_memory", none_left)
     monkeypatch.setattr(pq, "ParquetFile", None)
     with pytest.raises(ShortageError, match="none left"):
         index_file.decode_index(data)
@@ -209,7 +211,7 @@ def test_the_program_has_an_exit_code_for_it(
     def read(self: object, **options: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(pq.ParquetFile, "read", read)
+    monkeypatch.setattr(index_file, "read_plain", read)
     for command in ("show", "verify"):
         assert main([command, str(tmp_path / "step_1")]) == 5
         assert "too little memory" in capsys.readouterr().err
@@ -241,7 +243,7 @@ def test_ranks_of_a_system_without_proc_are_not_taken_for_those_of_one_host(
 
 
 def threads_after_reading() -> int:
-    data = index_file.encode_index(sample_index())
+    data = write_with_arrow(sample_index())
     before = len(os.listdir("/proc/self/task"))
     index_file.decode_index(data)
     return len(os.listdir("/proc/self/task")) - before

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[2]
-FRAMEWORKS = ("fsdp1", "megatron", "deepspeed", "jax")
+FRAMEWORKS = ("megatron", "fsdp1", "fsdp2", "deepspeed", "vescale", "jax")
 TOLERANCE = 1e-3
 """The largest relative difference of two losses after some steps with different orders of additions."""
 RESULTS = ROOT / "benchmarks" / "results"
@@ -103,9 +103,14 @@ def main() -> None:
     reported: dict[str, Any] = {"curves": every, "aims": judgements}
     print(json.dumps(reported))
     if wanted.plot:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "curves.json").write_text(json.dumps(reported, indent=1) + "\n")
-        draw_both(lambda: figure_of(every), RESULTS / "curves.png", dpi=110)
+        keep(reported, RESULTS)
+
+
+def keep(reported: dict[str, Any], folder: Path) -> None:
+    """Write the curves as data and as a picture."""
+    folder.mkdir(exist_ok=True)
+    (folder / "curves.json").write_text(json.dumps(reported, indent=1) + "\n")
+    draw_both(lambda: figure_of(reported["curves"]), folder / "curves.png", dpi=110)
 
 
 if __name__ == "__main__":

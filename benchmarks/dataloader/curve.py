@@ -11,14 +11,14 @@ import sys
 import tempfile
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
-from corpus import Varied
 
 import reknit
+from benchmarks.dataloader.corpus import Varied
 from benchmarks.pictures import draw_both
 from reknit.dataloader import ReaderPlace, TokenLoader, TokenSet
 
@@ -104,7 +104,7 @@ def figure_of(curves: dict[str, list[float]], steps: int) -> Figure:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(9, 4), constrained_layout=True)
-    styles = ({"lw": 4, "alpha": 0.35}, {"lw": 1}, {"lw": 1, "ls": ":"})
+    styles: tuple[dict[str, Any], ...] = ({"lw": 4, "alpha": 0.35}, {"lw": 1}, {"lw": 1, "ls": ":"})
     for (name, values), style in zip(curves.items(), styles, strict=True):
         axes.plot(range(1, len(values) + 1), values, label=name, **style)
     for k in range(1, 4):

@@ -45,7 +45,9 @@ MINUTES = (2.0, 5.0, 10.0, 30.0, 60.0, 180.0)
 
 def trace(days: float, seed: int) -> list[float]:
     """Return the times between failures."""
-    return np.random.default_rng(seed).exponential(MTTF_S, int(2 * days * DAY_S / MTTF_S) + 10).tolist()
+    number = int(2 * days * DAY_S / MTTF_S) + 10
+    gaps: list[float] = np.random.default_rng(seed).exponential(MTTF_S, number).tolist()
+    return gaps
 
 
 def ettr(costs: RunCosts, policy: Policy, gaps: list[float], days: float, step_s: float) -> float:

@@ -63,31 +63,48 @@ class _Parameter(NamedTuple):
 
 
 TP, PP = 8, 16
-HIDDEN, FFN, VOCABULARY = 16384, 53248, 128256
 
 
-def _stage(stage: int) -> Iterator[_Parameter]:
-    """Yield the parameters of a stage of Llama 3.1 405B: 8 layers, or 7 with the embedding or the output."""
+class Model(NamedTuple):
+    """The sizes of a transformer; the query and key-value projections are one matrix."""
+
+    layers: int
+    hidden: int
+    kv: int
+    ffn: int
+    words: int
+
+
+LLAMA_405B = Model(layers=126, hidden=16384, kv=2048, ffn=53248, words=128256)
+TGPT_70B = Model(layers=80, hidden=8192, kv=2048, ffn=28672, words=128256)
+"""The sizes that the paper gives: hidden 8192, 80 layers; the others are those of Llama 3.1 70B."""
+
+
+def _stage(model: Model, stage: int, stages: int) -> Iterator[_Parameter]:
+    """Yield the parameters of a stage: an equal share of the layers, one less where that is not possible."""
+    hidden, ffn = model.hidden, model.ffn
     if stage == 0:
-        yield _Parameter("embedding.word_embeddings.weight", (VOCABULARY, HIDDEN), 0)
-    ends = (0, PP - 1)
-    low = 8 * stage - (stage > 0)
-    for layer in range(low, low + (7 if stage in ends else 8)):
+        yield _Parameter("embedding.word_embeddings.weight", (model.words, hidden), 0)
+    # Two layers less than a multiple: the stages with the embedding and the output have one less.
+    short = int(model.layers % stages != 0)
+    share = (model.layers + 2 * short) // stages
+    low = share * stage - short * (stage > 0)
+    for layer in range(low, low + share - short * (stage in (0, stages - 1))):
         prefix = f"decoder.layers.{layer}"
-        yield _Parameter(f"{prefix}.self_attention.linear_qkv.layer_norm_weight", (HIDDEN,), None)
-        yield _Parameter(f"{prefix}.self_attention.linear_qkv.weight", (HIDDEN + 2048, HIDDEN), 0)
-        yield _Parameter(f"{prefix}.self_attention.linear_proj.weight", (HIDDEN, HIDDEN), 1)
-        yield _Parameter(f"{prefix}.mlp.linear_fc1.layer_norm_weight", (HIDDEN,), None)
-        yield _Parameter(f"{prefix}.mlp.linear_fc1.weight", (2 * FFN, HIDDEN), 0)
-        yield _Parameter(f"{prefix}.mlp.linear_fc2.weight", (HIDDEN, FFN), 1)
-    if stage == PP - 1:
-        yield _Parameter("decoder.final_layernorm.weight", (HIDDEN,), None)
-        yield _Parameter("output_layer.weight", (VOCABULARY, HIDDEN), 0)
+        yield _Parameter(f"{prefix}.self_attention.linear_qkv.layer_norm_weight", (hidden,), None)
+        yield _Parameter(f"{prefix}.self_attention.linear_qkv.weight", (hidden + model.kv, hidden), 0)
+        yield _Parameter(f"{prefix}.self_attention.linear_proj.weight", (hidden, hidden), 1)
+        yield _Parameter(f"{prefix}.mlp.linear_fc1.layer_norm_weight", (hidden,), None)
+        yield _Parameter(f"{prefix}.mlp.linear_fc1.weight", (2 * ffn, hidden), 0)
+        yield _Parameter(f"{prefix}.mlp.linear_fc2.weight", (hidden, ffn), 1)
+    if stage == stages - 1:
+        yield _Parameter("decoder.final_layernorm.weight", (hidden,), None)
+        yield _Parameter("output_layer.weight", (model.words, hidden), 0)
 
 
 @dataclass(frozen=True)
 class Megatron:
-    """405B parameters with TP 8, PP 16 and a distributed optimizer over `dp` ranks.
+    """A transformer with tensor and pipeline parallelism, and a distributed optimizer over `dp` ranks.
 
     Ranks count tensor parallelism first, then data, then pipeline.  The parameters of a stage lie end to end
     in one buffer.  Each data-parallel rank has the optimizer's state for an equal part of it: flat ranges of
@@ -95,26 +112,29 @@ class Megatron:
     """
 
     dp: int
+    tp: int = TP
+    pp: int = PP
+    model: Model = LLAMA_405B
 
     @property
     def ranks(self) -> int:
-        return TP * PP * self.dp
+        return self.tp * self.pp * self.dp
 
     @cached_property
     def _stages(self) -> list[list[_Parameter]]:
-        return [list(_stage(stage)) for stage in range(PP)]
+        return [list(_stage(self.model, stage, self.pp)) for stage in range(self.pp)]
 
     def shards(self, rank: int) -> list[Shard]:
         """Return the parameters of a rank's stage, which data-parallel ranks share, and its own states."""
-        tp, stage = rank % TP, rank // (TP * self.dp)
-        base = TP * self.dp * stage
-        mine, all_tp = _replicas(base, tp, self.dp)
-        row = tuple(range(rank - tp, rank - tp + TP))
+        tp, stage = rank % self.tp, rank // (self.tp * self.dp)
+        base = self.tp * self.dp * stage
+        mine, all_tp = _replicas(base, tp, self.dp, self.tp)
+        row = tuple(range(rank - tp, rank - tp + self.tp))
         shards, pieces = [], []
         parameters = self._stages[stage]
-        boxes = [_local(parameter, tp) for parameter in parameters]
+        boxes = [_local(parameter, tp, self.tp) for parameter in parameters]
         total = sum(box.numel for box in boxes)
-        turn = rank // TP % self.dp
+        turn = rank // self.tp % self.dp
         low, high = total * turn // self.dp, total * (turn + 1) // self.dp
         at = 0
         for parameter, box in zip(parameters, boxes, strict=True):
@@ -135,17 +155,17 @@ class Megatron:
 
 
 @lru_cache
-def _replicas(base: int, tp: int, dp: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _replicas(base: int, tp: int, dp: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the replicas of a tensor-parallel rank of a stage, and all ranks of the stage."""
-    return tuple(range(base + tp, base + TP * dp, TP)), tuple(range(base, base + TP * dp))
+    return tuple(range(base + tp, base + width * dp, width)), tuple(range(base, base + width * dp))
 
 
 @cache
-def _local(parameter: _Parameter, tp: int) -> Box:
-    """Return a tensor-parallel rank's box of a parameter."""
+def _local(parameter: _Parameter, tp: int, width: int) -> Box:
+    """Return the box of a parameter of one of `width` tensor-parallel ranks."""
     if parameter.axis is None:
         return Box.whole(parameter.shape)
-    part = parameter.shape[parameter.axis] // TP
+    part = parameter.shape[parameter.axis] // width
     offsets = tuple(part * tp if d == parameter.axis else 0 for d in range(len(parameter.shape)))
     lengths = tuple(part if d == parameter.axis else n for d, n in enumerate(parameter.shape))
     return Box(offsets, lengths)

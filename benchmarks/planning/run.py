@@ -37,7 +37,7 @@ from benchmarks.pictures import draw_both
 from benchmarks.planning import growth
 from benchmarks.planning.dcp import global_plan_s
 from benchmarks.planning.jobs import PP, TP, Fsdp2, Job, Megatron
-from benchmarks.planning.tree import climb
+from benchmarks.planning.tree import Climbed, climb
 
 MIB = 1 << 20
 SILENT_UP_TO = 40_000
@@ -49,7 +49,11 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 def measure(job: Job, folder: str, workers: int) -> dict[str, Any]:
     """Return the costs of the planning of one job."""
-    reported = climb(job, silent=job.ranks <= SILENT_UP_TO, workers=workers)
+    return costs(job, climb(job, silent=job.ranks <= SILENT_UP_TO, workers=workers), folder)
+
+
+def costs(job: Job, reported: Climbed, folder: str) -> dict[str, Any]:
+    """Return the costs of a job whose messages have reached the root."""
     path = Path(folder, "at_root.msgpack")
     path.write_bytes(
         msgspec.msgpack.encode([reported.claims.at_root, reported.receipts.at_root, reported.silent.at_root])

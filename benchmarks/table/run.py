@@ -18,17 +18,16 @@ should have nothing else to do; the load average is kept with the figures.
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import importlib.util
 import json
 import os
-import platform
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.machine import machine, software
 from benchmarks.ranks import RanksFailedError, launch, options, rank_main, scratch
 from benchmarks.table import picture, root, sizes
 from benchmarks.table.rounds import Row
@@ -126,16 +125,10 @@ class Run:
 
 def facts(args: argparse.Namespace) -> dict[str, Any]:
     """Return the circumstances of a run."""
-    import torch
-
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-        "machine": f"{os.cpu_count()} cores, {model or platform.machine()}, {memory:.0f} GiB",
-        "software": f"{platform.system()} {platform.release()}, Python {platform.python_version()}, "
-        f"torch {torch.__version__}, reknit {importlib.metadata.version('reknit')}",
+        "machine": machine(),
+        "software": software("torch", "reknit"),
         "sizes": "quick" if args.quick else "default",
         "load average before": round(os.getloadavg()[0], 1),
     }

@@ -25,6 +25,7 @@ from reknit.engine.stored.newest import newest
 from reknit.engine.stored.pending import fence_off, wait_for_saves
 from reknit.engine.stored.places import Replicas
 from reknit.engine.stored.promote import promote_alone
+from reknit.engine.stored.renaming import split_transforms
 from reknit.engine.stored.steps import steps_below
 from reknit.engine.stored.verify import verify as verify_story
 from reknit.errors import UsageError, shown, typed_shortage
@@ -34,7 +35,6 @@ from reknit.monitor.phase import Recorder
 from reknit.monitor.sinks.choosing import outlets_for
 from reknit.options import LoadOptions, SaveOptions, check_rate
 from reknit.storage.registry import open_storage, recipe, recorded
-from reknit.transforms.names import split_rules
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -52,7 +52,7 @@ def open(path: str | PathLike[str], *, options: LoadOptions | None = None) -> Ch
     Raises `CheckpointNotFoundError`, `CorruptError`, `VersionError`, `StorageError`.
     """
     options = options_of(options, LoadOptions, "open")
-    if split_rules(options.transforms)[1]:
+    if split_transforms(options)[1]:
         raise UsageError(
             "reknit.open shows tensors as they were saved, so of transforms it takes names only",
             remedy="leave the others out, or use reknit.load",

@@ -9,7 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from reknit.format.index import columns as index_columns
-from reknit.format.index.file import encode_index
+from reknit.format.index.arrow_file import write_with_arrow
+from reknit.format.index.plain_file import write_plain
 from tests.attacks.thrift import BINARY, I32, I64, LIST, STRUCT, Reader, Struct, write
 from tests.format.samples import sample_index
 
@@ -22,12 +23,9 @@ HUGE = 1 << 40
 def attacks() -> Iterator[tuple[str, bytes]]:
     """Yield name and bytes of every hostile index."""
     yield from _broken_frames()
-    for name, change in _FOOTERS.items():
-        yield name, _with_footer(change)
-    for name, column, changes in _PAGES:
-        yield name, _with_page(column, changes)
-    yield "everything_claims_a_trillion_rows", _with_page(7, {5: {1: HUGE}}, _everywhere(HUGE))
-    yield "everything_claims_a_million_rows", _with_page(7, {5: {1: 1 << 20}}, _everywhere(1 << 20))
+    yield from _changed("", _good())
+    yield from _changed("plain_", plain_index())
+    yield from _wrong_pages()
     yield "many_rows_in_few_bytes", _parquet(400_000)
     yield "as_many_rows_as_are_read", _parquet(290_000)
     yield "zstd_bomb_in_a_string", _parquet(1, fqn="a" * (70 << 20))
@@ -55,7 +53,49 @@ def attacks() -> Iterator[tuple[str, bytes]]:
 
 
 def _good() -> bytes:
-    return encode_index(sample_index())
+    return write_with_arrow(sample_index())
+
+
+def plain_index() -> bytes:
+    """Return a good index that was written without Arrow."""
+    data = write_plain(sample_index())
+    assert data is not None
+    return data
+
+
+def _changed(prefix: str, good: bytes) -> Iterator[tuple[str, bytes]]:
+    """Yield a good index with other footers and page headers."""
+    for name, change in _FOOTERS.items():
+        yield prefix + name, _with_footer(good, change)
+    for name, column, changes in _PAGES:
+        if not prefix or name not in _COMPRESSED:
+            yield prefix + name, _with_page(good, column, changes)
+    for name, rows in (("trillion", HUGE), ("million", 1 << 20)):
+        page = _with_page(good, 7, {5: {1: rows}}, _everywhere(rows))
+        yield f"{prefix}everything_claims_a_{name}_rows", page
+
+
+def _wrong_pages() -> Iterator[tuple[str, bytes]]:
+    """Yield plain indexes whose headers are true and whose pages are not."""
+    yield "plain_column_of_fewer_rows", _with_page(plain_index(), 7, {5: {1: 4}}, _set_meta(7, 5, 4))
+    for name, column, at, change in (
+        ("text_longer_than_its_page", 1, 0, b"\xff\xff\xff\xff"),
+        ("texts_shorter_than_their_page", 2, 0, b"\x00"),
+        ("text_that_is_not_utf8", 1, 4, b"\xff"),
+        ("levels_of_gigabytes", 3, 0, b"\xff\xff\xff\x7f"),
+        ("levels_of_a_billion_groups", 3, 4, b"\xff"),
+        ("levels_of_one_repeated_value", 3, 4, b"\xfe"),
+        ("first_number_goes_on_with_a_list_before", 3, 5, b"\xff"),
+        ("numbers_that_are_absent_and_have_values", 3, 12, b"\x00"),
+    ):
+        good = bytearray(plain_index())
+        end = len(good) - 8 - int.from_bytes(good[-8:-4], "little")
+        meta = _meta(Reader(bytes(good), end).struct(), column)
+        reader = Reader(bytes(good), meta[9][1])
+        reader.struct()
+        place = reader.position + at
+        good[place : place + len(change)] = change
+        yield f"plain_{name}", bytes(good)
 
 
 def _broken_frames() -> Iterator[tuple[str, bytes]]:
@@ -78,9 +118,8 @@ def _broken_frames() -> Iterator[tuple[str, bytes]]:
         yield name, b"PAR1" + footer + len(footer).to_bytes(4, "little") + b"PAR1"
 
 
-def _with_footer(change: Callable[[Struct], None]) -> bytes:
+def _with_footer(good: bytes, change: Callable[[Struct], None]) -> bytes:
     """Return a good index with another footer."""
-    good = _good()
     start = len(good) - 8 - int.from_bytes(good[-8:-4], "little")
     footer = Reader(good, start).struct()
     change(footer)
@@ -208,10 +247,15 @@ _PAGES: list[tuple[str, int, Any]] = [
     ("dictionary_is_a_data_page_to_its_header", 1, {1: 0}),
 ]
 
+_COMPRESSED = {name for name, *_ in _PAGES if "dictionary" in name} | {
+    "page_claims_sixty_megabytes",
+    "page_claims_nothing",
+}
+"""Changes that mean nothing in a file without dictionaries and without compression."""
 
-def _with_page(column: int, changes: Any, more: Callable[[Struct], None] | None = None) -> bytes:
+
+def _with_page(good: bytes, column: int, changes: Any, more: Callable[[Struct], None] | None = None) -> bytes:
     """Return a good index in which the first page header of a column is another, and the footer agrees."""
-    good = _good()
     end = len(good) - 8 - int.from_bytes(good[-8:-4], "little")
     footer = Reader(good, end).struct()
     meta = _meta(footer, column)

@@ -25,8 +25,9 @@ def test_what_the_attacks_start_from_is_accepted() -> None:
         decode_manifest(hostile_documents.signed(encode_manifest(sample_manifest())[:-29]))
         == sample_manifest()
     )
-    decode_index(hostile_index._with_footer(lambda footer: None))
-    decode_index(hostile_index._with_page(7, {}))
+    for good in (hostile_index._good(), hostile_index.plain_index()):
+        decode_index(hostile_index._with_footer(good, lambda footer: None))
+        decode_index(hostile_index._with_page(good, 7, {}))
     decode_index(encode_index(sample_index()))
     decode_index(hostile_index._parquet(1))
     refuse(

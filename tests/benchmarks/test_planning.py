@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks.planning import growth, root
-from benchmarks.planning.jobs import Fsdp2, Megatron
+from benchmarks.planning import growth, loads, root
+from benchmarks.planning.jobs import Fsdp2, Megatron, Model
 from benchmarks.planning.tree import climb, rank_of
 from reknit.engine.saving.save_coordinator import Coordinator
 
@@ -54,3 +54,15 @@ def test_growth_is_measured_against_n_log_n(power: float) -> None:
     ranks = [128, 1024, 8960, 100_096]
     assert growth.exponent(ranks, [1e-6 * (n * log(n)) ** power for n in ranks]) == pytest.approx(power)
     assert growth.exponent(ranks[:2], [1.0, 2.0]) is None
+
+
+def test_ranks_of_a_load_read_every_byte_that_is_wanted_once_and_only_with_sharing() -> None:
+    job = Megatron(2, 2, 2, Model(layers=4, hidden=4096, kv=512, ffn=8192, words=32_000))
+    source = loads.saved(climb(job, silent=False))
+    loading = loads.load(job, source, workers=1)
+    wanted = sum(source.file_nbytes.values())
+    assert sum(source.written_nbytes) == wanted
+    assert loading.unique_nbytes == sum(loading.shared_nbytes) == pytest.approx(wanted, rel=0.01)
+    assert sum(loading.alone_nbytes) > 1.1 * wanted  # both data-parallel ranks want all parameters
+    assert max(loading.shared_nbytes) < max(loading.alone_nbytes)
+    assert sum(loading.first_nbytes) == pytest.approx(wanted, rel=0.001)

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from benchmarks.tree import model
 from benchmarks.tree.run import TIMEOUT_S, hosts
 from benchmarks.tree.wire import why_not
+from reknit.comm.topology import Topology
 from tests.running.examples import is_night
 
 if TYPE_CHECKING:
@@ -29,3 +31,13 @@ def test_saves_over_bad_wires_are_whole_and_a_cut_one_is_a_typed_error_in_time(t
     assert found["saved_after_mending"]
     assert found["committed"] >= 4
     assert found["all_sound"]
+
+
+def test_the_model_of_a_round_counts_what_the_formula_of_a_star_counts_and_a_tree_needs_less() -> None:
+    times = {"message_s": 1e-4, "travel_s": 1e-3}
+    modelled = model.Model(Topology.flat(100, 100), **times).round()
+    assert modelled == pytest.approx(model.star(100, **times))
+    tree = model.Model(Topology([rank // 8 for rank in range(100)], 16), **times).round()
+    assert tree.height == 2
+    assert tree.most_messages == 2 * (7 + 12)  # the other ranks of the first host, and the other hosts
+    assert tree.seconds < modelled.seconds

@@ -9,7 +9,10 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
 import re
+import sys
+import warnings
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -91,3 +94,18 @@ def captured() -> Iterator[io.StringIO]:
     finally:
         root.handlers = handlers
         root.setLevel(level)
+
+
+@contextlib.contextmanager
+def shown_in(path: str) -> Iterator[None]:
+    """Add the output of this forked process to a file, with the logs and warnings of a new process."""
+    logging.disable(logging.NOTSET)
+    warnings.resetwarnings()
+    for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", category)
+    file = os.open(path, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    yield
+    sys.stdout.flush()
+    sys.stderr.flush()

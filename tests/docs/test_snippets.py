@@ -8,6 +8,8 @@ import runpy
 import shlex
 import subprocess
 import sys
+import tempfile
+from contextlib import nullcontext
 from functools import partial
 from importlib.metadata import metadata
 from itertools import pairwise
@@ -19,7 +21,15 @@ import pytest
 import yaml
 
 from reknit.cli.main import parser
-from tests.docs.outputs import HERE, Printed, after_commands, captured, normalised, with_real_outputs
+from tests.docs.outputs import (
+    HERE,
+    Printed,
+    after_commands,
+    captured,
+    normalised,
+    shown_in,
+    with_real_outputs,
+)
 from tests.docs.pages import ROOT, Block, blocks, commands
 from tests.ranks import run
 
@@ -40,6 +50,8 @@ NOT_FOLLOWED = "scripts/"
 
 # Elsewhere its processes are forked, which takes a tenth of the time.
 TORCHRUN = "torchrun --nproc-per-node "
+# Without redirections and other things of a shell.
+FORKED = re.compile(rf"{TORCHRUN}\d+ [\w.]+")
 # Pages that show the output of their snippets and commands.
 WITH_OUTPUTS = ["docs/tutorial.md", "docs/howto/drills.md"]
 
@@ -84,7 +96,9 @@ def test_a_page_shows_the_output_of_its_snippets_and_commands(
                 outputs.append(Printed(line, shown, at_home(stream.getvalue())))
             elif block.language == "console":
                 for command, line, shown in after_commands(block):
-                    outputs.append(Printed(line, shown, at_home(printed_by(command, block, page))))
+                    forked = FORKED.fullmatch(command)
+                    printed = ranks_printed(command) if forked else printed_by(command, block, page)
+                    outputs.append(Printed(line, shown, at_home(printed)))
     if os.environ.get(WRITE):
         (ROOT / page).write_text(with_real_outputs(text, outputs))
         return
@@ -145,11 +159,25 @@ def test_commands_that_are_only_shown_are_spelled_right(page: str) -> None:
         parser().parse_args(arguments)
 
 
-def run_script(folder: str, script: str, *arguments: str) -> None:
-    """Run a script in this process, which is one of a job."""
+def run_script(folder: str, output: str | None, script: str, *arguments: str) -> None:
+    """Run a script in this process, which is one of a job; on demand its output is added to a file."""
     os.chdir(folder)
     sys.argv = [script, *arguments]
-    runpy.run_path(script, run_name="__main__")
+    with shown_in(output) if output else nullcontext():
+        runpy.run_path(script, run_name="__main__")
+
+
+def by_ranks(command: str, output: str | None = None) -> None:
+    """Run a command of torchrun in forked processes."""
+    world, *script = shlex.split(command.removeprefix(TORCHRUN))
+    run(int(world), run_script, os.getcwd(), output, *script, joined=False)
+
+
+def ranks_printed(command: str) -> str:
+    """Run a command of torchrun in forked processes; return their output on both streams."""
+    with tempfile.NamedTemporaryFile("r") as output:
+        by_ranks(command, output.name)
+        return output.read()
 
 
 def follow(block: Block, page: str) -> None:
@@ -157,10 +185,9 @@ def follow(block: Block, page: str) -> None:
         if command.startswith(NOT_FOLLOWED):
             continue
         if command.startswith(TORCHRUN):
-            world, *script = shlex.split(command.removeprefix(TORCHRUN))
-            run(int(world), run_script, os.getcwd(), *script, joined=False)
-            continue
-        printed_by(command, block, page)
+            by_ranks(command)
+        else:
+            printed_by(command, block, page)
 
 
 def printed_by(command: str, block: Block, page: str) -> str:

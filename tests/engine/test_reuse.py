@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 import reknit
 from reknit.engine.loading.load import load
 from reknit.engine.loading.load_job import LoadJob
-from reknit.engine.saving.reuse import Committed
-from reknit.engine.saving.save import save
+from reknit.engine.saving.save import EarlierSaves, save
 from reknit.engine.saving.save_job import SaveJob
 from reknit.engine.stored.verify import verify
 from reknit.errors import ReknitError, StorageError
@@ -58,7 +57,7 @@ class Run:
 
     def __init__(self, store: Callable[[str], Storage], frozen: np.ndarray[Any, Any] = BASE) -> None:
         self.store, self.frozen = store, frozen
-        self.committed = [Committed() for _ in range(SIZE)]
+        self.earlier = [EarlierSaves() for _ in range(SIZE)]
 
     def shards(self, rank: int, frozen: Any, trained: Any) -> list[Shard]:
         rows = Box((ROWS * rank, 0), (ROWS, 1024))
@@ -79,7 +78,7 @@ class Run:
                 step=step,
                 overwrite=True,
             )
-            return save(job, self.committed[group.rank])[0]
+            return save(job, self.earlier[group.rank])[0]
 
         return run_ranks(SIZE, rank)
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def nursery() -> Iterator[Nursery]:
     """Return a process that forks others."""
     with Nursery() as one:

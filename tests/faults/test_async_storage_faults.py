@@ -9,6 +9,7 @@ import pytest
 from tests.faults.async_kills import GONE_S, MIB
 from tests.faults.nursery import wait_for_ends
 from tests.faults.trainers import found, step_path
+from tests.running.examples import is_night
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,14 +20,17 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize(
     ("kind", "operation", "victim", "expected"),
     [
-        ("full", "create", 1, "StorageFullError"),
         ("full", "write", 1, "StorageFullError"),
+        ("full", "put", 0, "StorageFullError"),
+        ("error", "", 1, "StorageError"),  # at every operation
+        ("short", "write", 1, "StorageError"),
+    ]
+    + [
+        ("full", "create", 1, "StorageFullError"),
         ("full", "finish", 1, "StorageFullError"),
         ("full", "write", 0, "StorageFullError"),
-        ("full", "put", 0, "StorageFullError"),
-        ("error", "", 1, "StorageError"),
-        ("short", "write", 1, "StorageError"),
-    ],
+    ]
+    * is_night(),
 )
 def test_an_error_in_one_agents_storage_is_the_same_on_all_ranks_and_leaves_nothing(
     nursery: Nursery, tmp_path: Path, kind: str, operation: str, victim: int, expected: str

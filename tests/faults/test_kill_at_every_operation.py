@@ -20,17 +20,19 @@ if TYPE_CHECKING:
 SWEEP = """
 import json, os, shutil, sys
 import numpy as np
-import pyarrow.compute, pyarrow.parquet  # once here, and not in every fork
 import reknit
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import register
 from reknit.testing.faulty_storage import Fault, FaultyStorage
+from tests.warm.ahead import WITH_TORCH, WITHOUT_TORCH, import_all
 
 root, durability, mode = sys.argv[1:]
 overwrite = mode == "overwrites"
 kept, kill_at = [], [0]
+import_all(*WITHOUT_TORCH)  # once here, and not in every fork
 if mode == "links":
     import torch
+    import_all(*WITH_TORCH)
 
 def faulty(url, durability):
     plan = [Fault("kill", kill_at[0])] if kill_at[0] else []

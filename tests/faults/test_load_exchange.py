@@ -6,6 +6,7 @@ No test here asserts a time, but the run of a test ends long before a rank gives
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import re
 import signal
@@ -31,6 +32,7 @@ from reknit.storage.registry import register
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 from tests.faults.test_ranks import RUN_S, Answer, attempt, place
 from tests.ranks import Died, run
+from tests.running.examples import is_night, thinned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,6 +43,8 @@ BLOCK = 4 << 10
 WORLD = 4
 NUMEL = 40_000
 HOSTS = {"one host": "aaaa", "two hosts": "aabb", "four hosts": "abcd"}
+KILLED = [(1, 1), (2, 3), (3, 6), (0, 5)]
+"""Ranks, and the reads in which they are killed."""
 some_hosts = pytest.mark.parametrize("hosts", [HOSTS["one host"], HOSTS["two hosts"]], ids=["one", "two"])
 
 
@@ -144,8 +148,7 @@ def fail_at_each_read(path: str, hosts: str, bad: int) -> tuple[list[Answer], li
     return answers, threads()
 
 
-@pytest.mark.parametrize("bad", [1, 2])
-@some_hosts
+@pytest.mark.parametrize(("hosts", "bad"), thinned(itertools.product(("aaaa", "aabb"), (1, 2)), 3))
 def test_a_read_that_fails_on_one_rank_is_the_same_error_on_all_whichever_it_is(
     checkpoint: str, hosts: str, bad: int
 ) -> None:
@@ -204,8 +207,10 @@ def die_reading(path: str, hosts: str, rank: int, at: int) -> Answer:
     return attempt(lambda: loaded(path))
 
 
-@pytest.mark.parametrize(("rank", "at"), [(1, 1), (2, 3), (3, 6), (0, 5)])
-@some_hosts
+@pytest.mark.parametrize(
+    ("rank", "at", "hosts"),
+    thinned([(*moment, hosts) for moment in KILLED for hosts in ("aaaa", "aabb")], 3),
+)
 def test_a_rank_killed_while_it_reads_for_others_is_an_error_that_names_it(
     checkpoint: str, hosts: str, rank: int, at: int
 ) -> None:
@@ -300,8 +305,7 @@ def interrupt(path: str, hosts: str, at: int) -> tuple[Answer, list[str], Answer
     return answer, left, attempt(lambda: loaded(path))
 
 
-@pytest.mark.parametrize("at", [1, 4])
-@some_hosts
+@pytest.mark.parametrize(("hosts", "at"), thinned(itertools.product(("aaaa", "aabb"), (1, 4)), 3))
 def test_an_interrupt_ends_the_load_on_all_ranks_and_leaves_no_thread(
     checkpoint: str, hosts: str, at: int
 ) -> None:
@@ -339,7 +343,7 @@ def load_often(path: str, hosts: str) -> Any:
     return counts, outcomes
 
 
-@pytest.mark.parametrize("hosts", HOSTS.values(), ids=["one", "two", "four"])
+@pytest.mark.parametrize("hosts", ["aabb", *["aaaa", "abcd"] * is_night()])
 def test_thirty_loads_that_go_well_or_fail_leave_nothing_behind(checkpoint: str, hosts: str) -> None:
     for (early, late), outcomes in run(WORLD, load_often, checkpoint, hosts, timeout=RUN_S):
         assert late[0] == []

@@ -18,12 +18,16 @@ CASES = [f"{store}-{wait}" for store in STORES for wait in ("wait", "no-wait")]
 
 RARE = (
     "thread",
+    "daemonic fork",
     "daemonic spawn",
     "daemonic forkserver",
     "terminated spawn",
     "pool of spawn",
     "os.fork",
+    "os.fork after saves",
+    "running loop",
     "loop of a thread",
+    "handler during nothing",
     "handler during write",
     "at exit",
 )

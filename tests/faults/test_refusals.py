@@ -58,7 +58,7 @@ def in_a_sandbox(folder: str, error: int) -> None:
 @needs_filters
 @pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS])
 def test_what_a_sandbox_refuses_is_done_without(tmp_path: Path, error: int) -> None:
-    ranks.run(1, in_a_sandbox, str(tmp_path), error, joined=False)
+    ranks.run(1, in_a_sandbox, str(tmp_path), error, joined=False, warm="lean")
 
 
 def as_a_daemon(folder: str) -> None:
@@ -82,7 +82,7 @@ def as_a_daemon(folder: str) -> None:
 
 
 def test_a_process_with_closed_standard_streams_saves_in_the_background(tmp_path: Path) -> None:
-    ranks.run(1, as_a_daemon, str(tmp_path), joined=False)
+    ranks.run(1, as_a_daemon, str(tmp_path), joined=False, warm="lean")
 
 
 needs_mounts = pytest.mark.skipif(not sandbox.may_mount(), reason="only root can mount something here")
@@ -98,7 +98,7 @@ def in_a_bare_container(folder: str) -> None:
 
 @needs_mounts
 def test_a_system_without_proc_shared_memory_home_and_temporary_files_will_do(tmp_path: Path) -> None:
-    ranks.run(1, in_a_bare_container, str(tmp_path), joined=False)
+    ranks.run(1, in_a_bare_container, str(tmp_path), joined=False, warm="lean")
 
 
 def with_nothing_but_temporary_files(folder: str) -> None:
@@ -116,7 +116,7 @@ def with_nothing_but_temporary_files(folder: str) -> None:
 @needs_mounts
 @needs_filters
 def test_memory_that_processes_share_may_be_temporary_files(tmp_path: Path) -> None:
-    ranks.run(1, with_nothing_but_temporary_files, str(tmp_path), joined=False)
+    ranks.run(1, with_nothing_but_temporary_files, str(tmp_path), joined=False, warm="lean")
 
 
 def without_proc(folder: str) -> None:
@@ -132,4 +132,4 @@ def without_proc(folder: str) -> None:
 
 @needs_mounts
 def test_ranks_of_a_system_without_proc_find_each_other(tmp_path: Path) -> None:
-    ranks.run(2, without_proc, str(tmp_path))
+    ranks.run(2, without_proc, str(tmp_path), warm="lean")

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from tests.faults.nursery import Child, Nursery
 
 LIMIT_S = 60.0
+DAY = (1, 4, 5)
+"""Runs in which the agents wake at each of the three moments."""
 
 
 @pytest.fixture(params=["local", "s3"])
@@ -60,7 +62,7 @@ def committed(url: str) -> dict[int, int]:
 def test_agents_of_a_killed_run_that_wake_later_commit_nothing_into_the_next_run(
     nursery: Nursery, tmp_path: Path, place: dict[str, str] | None
 ) -> None:
-    for number in range(100 if is_night() else 5):
+    for number in range(100) if is_night() else DAY:
         folder = tmp_path / str(number)
         folder.mkdir()
         url = str(folder / "steps") if place is None else f"s3://bucket/{number}"

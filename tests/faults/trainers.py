@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import pyarrow.compute
-import pyarrow.parquet  # noqa: F401 - once here, and not in every fork
 
 import reknit
 from reknit.comm import group as comm
@@ -26,12 +24,15 @@ from reknit.options import CommOptions
 from reknit.testing.faulty_storage import Fault
 from tests.faults.nursery import agents_of, wait_until
 from tests.storage.killpoint import faulty_url, register_faulty
+from tests.warm.ahead import WITHOUT_TORCH, import_all
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reknit.comm.group import Group
     from reknit.testing.faulty_storage import FaultKind
+
+import_all(*WITHOUT_TORCH)  # once here, and not in every fork
 
 COMM = CommOptions(bind="127.0.0.1", connect_timeout_s=30)
 LEAKS_COMM = dataclasses.replace(COMM, fan_out=1)
@@ -226,11 +227,11 @@ def train_on(log: str, root: str, rank: int, size: int) -> None:
 
 
 def meet_faults(
-    log: str, root: str, rank: int, size: int, kind: FaultKind, operation: str, victim: int
+    log: str, root: str, rank: int, size: int, kind: FaultKind, operation: str, victim: int, every: int = 1
 ) -> None:
-    """Save again and again; the k-th operation fails on one rank, until there is no k-th."""
+    """Save again and again; the k-th operation, of so many, fails on one rank, until there is no k-th."""
     me = Trainer(log, root, rank, size, 1 << 20)
-    for k in range(1, 60):
+    for k in range(1, 60, every):
         me.meet()
         me.update(k)
         faults = [Fault(kind, k, operation or None)] if rank == victim else []

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reknit.errors import CorruptError, FormatError
+from reknit.format.index import arrow_file, parquet_bounds, plain_file
 from reknit.format.index import checks as index_checks
 from reknit.format.index import file as index_file
-from reknit.format.index import parquet_bounds
 from reknit.format.index.checks import check_extents
 from reknit.format.index.file import decode_index, encode_index
 from reknit.format.paths import MAX_NAME_NBYTES
@@ -28,16 +28,58 @@ from tests.running.examples import examples
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from reknit.format.index.row_columns import RowColumns
+
 
 @given(indexes())
 def test_an_index_comes_back_as_it_was(index: Index) -> None:
     assert same_index(decode_index(encode_index(index)), index)
+    assert same_index(decode_index(arrow_file.write_with_arrow(index)), index)
+
+
+@given(indexes())
+def test_a_small_index_is_written_without_arrow_which_reads_it(index: Index) -> None:
+    data = plain_file.write_plain(index)
+    assert data is not None
+    assert same_index(checked(plain_file.read_plain(data)), index)
+    work = parquet_bounds.check_parquet(data, num_columns=9, num_nodes=16)
+    assert same_index(arrow_file.read_with_arrow(data, work).to_index(), index)
+
+
+def checked(columns: RowColumns | None) -> Index:
+    assert columns is not None
+    return columns.to_index()
+
+
+@pytest.mark.parametrize(
+    ("number", "length"), [(plain_file.MAX_ROWS, 1), (plain_file.MAX_ROWS + 1, 1), (300, 1000)]
+)
+def test_an_index_of_many_rows_or_long_names_is_compressed(number: int, length: int) -> None:
+    spec = TensorSpec((1,), "int8")
+    rows = [("m", f"{i:0{length}}", spec, Box.whole((1,)), "f", i) for i in range(number)]
+    index = index_of(sorted(rows))
+    data = encode_index(index)
+    assert (plain_file.read_plain(data) is not None) == ((number, length) == (plain_file.MAX_ROWS, 1))
+    assert same_index(decode_index(data), index)
+
+
+def test_scalars_and_matrices_mix_in_a_small_index() -> None:
+    shapes: list[tuple[int, ...]] = [(), (0, 4), (2, 3), (), (5,), (1, 1, 1)]
+    rows = [
+        ("m", f"t{i}", TensorSpec(shape, "int8"), Box.whole(shape), "f", 8 * i)
+        for i, shape in enumerate(shapes)
+    ]
+    data = encode_index(index_of(rows))
+    assert same_index(checked(plain_file.read_plain(data)), index_of(rows))
+    assert [row["shape"] for row in pq.ParquetFile(io.BytesIO(data)).read().to_pylist()] == list(
+        map(list, shapes)
+    )
 
 
 def test_an_index_is_read_without_functions_of_arrow_which_end_the_process_where_memory_is_short(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    data = encode_index(sample_index())
+    data = arrow_file.write_with_arrow(sample_index())
     for name in ("pyarrow.compute", "pyarrow._compute"):
         monkeypatch.setitem(sys.modules, name, None)
     assert same_index(decode_index(data), sample_index())
@@ -50,7 +92,7 @@ def test_memory_is_asked_for_by_the_names_and_numbers_that_an_index_unfolds_to(
     spec, box = TensorSpec((1,) * ndim, "int8"), Box((0,) * ndim, (1,) * ndim)
     rows = [("m", f"{i:0{length}}", spec, box, "m/00000.01234567.safetensors", i) for i in range(number)]
     asked: list[int] = []
-    monkeypatch.setattr(index_file, "require_memory", asked.append)
+    monkeypatch.setattr(arrow_file, "require_memory", asked.append)
     decode_index(encode_index(index_of(rows)))
     assert asked[0] >= 10 * number * length + 8 * 3 * number * ndim
 
@@ -89,7 +131,7 @@ def test_an_index_of_many_row_groups_comes_back_within_its_own_limits(
     num_tensors: int, per_tensor: int
 ) -> None:
     index = many_chunks(num_tensors, per_tensor)
-    assert len(index.tensor) > 2 * index_file.GROUP_ROWS
+    assert len(index.tensor) > 2 * arrow_file.GROUP_ROWS
     assert same_index(decode_index(encode_index(index)), index)
 
 
@@ -128,7 +170,7 @@ def test_each_row_group_says_which_tensors_it_has() -> None:
 def row_groups(index: Index) -> list[range]:
     rows = range(len(index.tensor))
     return [
-        rows[first : first + index_file.GROUP_ROWS] for first in range(0, len(rows), index_file.GROUP_ROWS)
+        rows[first : first + arrow_file.GROUP_ROWS] for first in range(0, len(rows), arrow_file.GROUP_ROWS)
     ]
 
 
@@ -136,10 +178,10 @@ def test_names_too_long_to_be_repeated_in_the_footer_are_left_out_of_it() -> Non
     index = many_chunks(3000, 64)
     entries = [entry._replace(fqn="a" * 4000 + entry.fqn) for entry in index.tensors]
     long = replace(index, tensors=tuple(entries))
-    groups = 1 + (len(index.tensor) - 1) // index_file.GROUP_ROWS
+    groups = 1 + (len(index.tensor) - 1) // arrow_file.GROUP_ROWS
     assert None not in ranges(encode_index(long), "item"), "three groups can afford it"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index_file, "_STATISTICS_NBYTES", groups * 4 * 4000)
+        patch.setattr(arrow_file, "_STATISTICS_NBYTES", groups * 4 * 4000)
         data = encode_index(long)
     assert set(ranges(data, "fqn")) == {None}
     assert same_index(decode_index(data), long)

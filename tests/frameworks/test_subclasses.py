@@ -293,16 +293,16 @@ def _joined(parts: list[dict[str, list[bytes]]], name: str) -> tuple[bytes, byte
 
 
 def test_low_bit_states_of_fsdp2_come_back_on_another_number_of_ranks(tmp_path: Path) -> None:
-    saved = run(2, _save_sharded, str(tmp_path / "c"), 256, 64)
+    saved = run(2, _save_sharded, str(tmp_path / "c"), 256, 64, warm="torchao")
     for after in (4, 1):
-        loaded = run(after, _load_sharded, str(tmp_path / "c"), 256, 64)
+        loaded = run(after, _load_sharded, str(tmp_path / "c"), 256, 64, warm="torchao")
         for name in ("exp_avg", "exp_avg_sq"):
             assert _joined(loaded, name) == _joined(saved, name)
 
 
 def test_rows_that_are_no_whole_blocks_are_refused_with_rank_and_block(tmp_path: Path) -> None:
-    run(1, _save_sharded, str(tmp_path / "c"), 128, 66)
-    for said, num_states in run(2, _load_sharded, str(tmp_path / "c"), 128, 66):
+    run(1, _save_sharded, str(tmp_path / "c"), 128, 66, warm="torchao")
+    for said, num_states in run(2, _load_sharded, str(tmp_path / "c"), 128, 66, warm="torchao"):
         assert "0.weight/exp_avg" in said
         assert "has the rows" in said
         assert "a block of 256 elements" in said
@@ -315,7 +315,7 @@ def _one_row(path: str) -> Any:
 
 
 def test_a_rank_without_rows_leaves_low_bit_states_to_the_others(tmp_path: Path) -> None:
-    assert run(2, _one_row, str(tmp_path / "c")) == [True, True]
+    assert run(2, _one_row, str(tmp_path / "c"), warm="torchao") == [True, True]
 
 
 def _three_rows(path: str) -> str:
@@ -329,7 +329,7 @@ def _three_rows(path: str) -> str:
 def test_a_state_that_is_low_bit_on_one_rank_and_plain_on_another_is_refused_with_the_ranks(
     tmp_path: Path,
 ) -> None:
-    for said in run(2, _three_rows, str(tmp_path / "c")):
+    for said in run(2, _three_rows, str(tmp_path / "c"), warm="torchao"):
         assert "0.weight/exp_avg float32[3, 2048]: a hole, 2048 of 6144 elements written" in said
         assert "(by rank 1), and it is made of other tensors on rank 0" in said
         assert "shard it over fewer ranks" in said

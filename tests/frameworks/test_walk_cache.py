@@ -94,14 +94,14 @@ def _compare(mesh: Any, rank: int, size: int, seed: int, order: list[int]) -> No
 
 @pytest.mark.parametrize("number", range(len(changes.ALL)), ids=[one.__name__ for one in changes.ALL])
 def test_what_one_change_changes_is_found_as_by_a_new_walk(number: int) -> None:
-    for seed in range(8):
+    for seed in range(examples(6)):
         _compare(None, 0, 1, seed, [number])
 
 
 orders = st.lists(st.integers(0, len(changes.ALL) - 1), min_size=1, max_size=8)
 
 
-@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(24), suppress_health_check=[HealthCheck.too_slow])
 @example(seed=202, order=[0, 0, 0, 1, 2])  # a slice of a parameter that has no dimension by then
 @given(seed=st.integers(0, 1 << 30), order=orders)
 def test_whatever_changes_between_saves_is_found_as_by_a_new_walk(seed: int, order: list[int]) -> None:
@@ -160,7 +160,7 @@ def _with_dtensors() -> int:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     rank = torch.distributed.get_rank()
     chosen = random.Random(5)
-    for _ in range(25):
+    for _ in range(examples(24)):
         order = [chosen.randrange(len(changes.ALL)) for _ in range(chosen.randrange(1, 10))]
         _compare(mesh, rank, 2, chosen.randrange(1 << 30), order)
     state = {"model": changes.make(mesh)["model"]}

@@ -1,8 +1,8 @@
-"""A Ray cluster of this host, on loopback, that ends with this process: `run_all` trains there.
+"""A Ray cluster of this host, on loopback, that ends with this process: `run_all` trains and imports there.
 
-python -m tests.integrations.ray_cluster FOLDER "ARGUMENTS OF THE EXAMPLE" ...
+python -m tests.integrations.ray_cluster FOLDER "ARGUMENTS OF THE EXAMPLE" "import ARGUMENTS OF REKNIT" ...
 
-One cluster takes all runs, as it takes seconds to start.
+One cluster takes all runs and commands, as it takes seconds to start.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import sys
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from unittest.mock import patch
+
+from reknit.cli.main import main
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,24 +37,33 @@ ENVIRONMENT = {
 }
 
 
-def run_all(folder: Path, *runs: str) -> list[str]:
-    """Run the example with each of these arguments, and return the last lines of its outputs.
+class Output(NamedTuple):
+    """The last line of each run, and the errors of all."""
 
-    The line of a run that fails begins with ``failed``.  An unfinished step is planted after each run.
+    lines: list[str]
+    errors: str
+
+
+def run_all(folder: Path, *runs: str) -> Output:
+    """Run the example with each of these arguments, or a command of reknit that imports.
+
+    The line of a run that fails begins with ``failed``, and that of a command has its exit code.  Beside the
+    steps of the runs is an unfinished one, which looks newer.
     """
+    search = filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH")])
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", __name__, str(folder), *runs],
         cwd=ROOT,
-        env={**os.environ, **ENVIRONMENT},
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(search)},
         capture_output=True,
         text=True,
         timeout=430,
         check=False,
     )
-    lines = [line for line in done.stdout.splitlines() if line.startswith(("step_", "failed"))]
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("step_", "failed", "exit code"))]
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
     assert len(lines) == len(runs), f"{done.stdout}\n{done.stderr[-4000:]}"
-    return lines
+    return Output(lines, done.stderr)
 
 
 @contextmanager
@@ -77,9 +88,15 @@ def cluster() -> Iterator[None]:
 
 
 def _main(folder: Path, *runs: str) -> None:
+    planted = folder / "steps" / PLANTED
+    planted.mkdir(parents=True)
+    (planted / "0123456789abcdef.0.0.bin").write_bytes(b"unfinished")
     with cluster():
         for run in runs:
-            _run(folder, run.split())
+            if run.startswith("import "):
+                print("exit code", main(run.split()), flush=True)
+            else:
+                _run(folder, run.split())
 
 
 def _run(folder: Path, arguments: list[str]) -> None:
@@ -90,9 +107,6 @@ def _run(folder: Path, arguments: list[str]) -> None:
             runpy.run_path(str(EXAMPLE), run_name="__main__")
         except ray.train.TrainingFailedError as error:
             print(f"failed: {error!r}".partition("\n")[0], flush=True)
-    planted = folder / "steps" / PLANTED
-    planted.mkdir(exist_ok=True)
-    (planted / "0123456789abcdef.0.0.bin").write_bytes(b"unfinished")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,24 @@
-"""Ray Train: workers save together, one dies, and others resume from the newest committed step."""
+"""Ray Train: workers save together, one dies, and others resume from the newest committed step.
+
+The processes of a cluster also import one checkpoint together.
+"""
 
 from __future__ import annotations
 
 import random
 import sys
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 import reknit
 from reknit.errors import MissingExtraError, UsageError
 from reknit.integrations import ray as integration
-from tests.integrations.ray_cluster import PLANTED, run_all
+from tests.integrations.ray_cluster import PLANTED, Output, run_all
 from tests.optional import needs
 from tests.running.examples import is_night
 
@@ -56,36 +61,78 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def weights() -> dict[str, np.ndarray[Any, Any]]:
+    """Return the arrays that the processes of a cluster import."""
+    return {f"w{n}": np.full(50_000, n, np.float32) for n in range(6)}
+
+
+class Used(NamedTuple):
+    """A cluster that has trained and imported: its folder, and its output."""
+
+    folder: Path
+    output: Output
+
+
+@pytest.fixture(scope="module")
+def used(tmp_path_factory: pytest.TempPathFactory) -> Used:
+    """Return a cluster whose workers died once, and whose processes imported twice, and once too many."""
+    folder = tmp_path_factory.mktemp("ray")
+    save_file(weights(), folder / "model.safetensors")
+    imports = f"import {folder}/model.safetensors {folder}/own"
+    output = run_all(
+        folder,
+        f"--steps {STEPS} --workers 2 --die-at {moment(3)}",
+        *[f"{imports} --ray 2"] * 2,
+        f"{imports}-more --ray 9",
+    )
+    return Used(folder, output)
+
+
+@with_ray
+@pytest.mark.timeout(500)
+def test_ray_itself_starts_the_workers_again(used: Used) -> None:
+    assert_went_on(used.folder, used.output.lines[0])
+    assert [step.step for step in reknit.steps(used.folder / "steps")] == [STEPS - 2, STEPS - 1]
+    assert (used.folder / "steps" / PLANTED).is_dir()
+
+
+def assert_went_on(folder: Path, line: str) -> None:
+    name, first = line.split(":")[0], int(line.split("step ")[1].split(",")[0])
+    assert name == f"step_{STEPS - 1:08}"
+    assert 2 < first < STEPS  # the first step after a committed one, not after the planted one
+    assert first % 2 == 1
+    assert_same(loaded(folder, STEPS - 1), trained(STEPS))
+
+
+@with_ray
+@pytest.mark.timeout(500)
+def test_processes_of_a_cluster_import_together_and_their_error_is_that_of_the_import(used: Used) -> None:
+    assert used.output.lines[1:] == ["exit code 0", "exit code 2", "exit code 2"]
+    assert "there is a committed checkpoint" in used.output.errors
+    assert "the Ray cluster has 3 cores for 9 ranks" in used.output.errors
+    with reknit.open(used.folder / "own") as checkpoint:
+        for name, array in weights().items():
+            assert np.array_equal(checkpoint.read("model", name), array)
+
+
 @with_ray
 @pytest.mark.timeout(500)
 def test_one_worker_resumes_bit_for_bit_from_the_newest_step_of_two_of_which_one_was_killed(
     tmp_path: Path,
 ) -> None:
-    died, resumed = run_all(
-        tmp_path,
-        f"--steps {STEPS} --workers 2 --restarts 0 --die-at {moment(3)}",
-        f"--steps {STEPS} --workers 1",
-    )
-    assert died.startswith("failed")
-    name, first = resumed.split(":")[0], int(resumed.split("step ")[1].split(",")[0])
-    assert name == f"step_{STEPS - 1:08}"
-    assert 2 < first < STEPS  # the first step after a committed one, not after the planted one
-    assert first % 2 == 1
-    assert_same(loaded(tmp_path, STEPS - 1), trained(STEPS))
-    assert [step.step for step in reknit.steps(tmp_path / "steps")] == [STEPS - 2, STEPS - 1]
-    assert (tmp_path / "steps" / PLANTED).is_dir()
-
-
-@with_ray
-def test_ray_itself_starts_the_workers_again(tmp_path: Path) -> None:
     if not is_night():
-        pytest.skip("starting six workers takes half a minute; the test above has the rest")
+        pytest.skip("six more processes of Ray take too long by day; above, Ray starts two workers again")
     for seed in range(3):
         folder = tmp_path / str(seed)
-        (line,) = run_all(folder, f"--steps {STEPS} --workers 2 --die-at {moment(seed)}")
-        assert line.startswith(f"step_{STEPS - 1:08}: began with step ")
-        assert "began with step 0" not in line
-        assert_same(loaded(folder, STEPS - 1), trained(STEPS))
+        died, resumed = run_all(
+            folder,
+            f"--steps {STEPS} --workers 2 --restarts 0 --die-at {moment(seed)}",
+            f"--steps {STEPS} --workers 1",
+        ).lines
+        assert died.startswith("failed")
+        assert_went_on(folder, resumed)
+        assert [step.step for step in reknit.steps(folder / "steps")] == [STEPS - 2, STEPS - 1]
+        assert (folder / "steps" / PLANTED).is_dir()
 
 
 def test_a_checkpoint_that_reknit_did_not_report_is_refused() -> None:

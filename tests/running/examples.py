@@ -34,6 +34,14 @@ def some(cases: Iterable[T]) -> list[T]:
     return list(cases)[:: 3 if settings().max_examples < _FEW else 1]
 
 
+def thinned(cases: Iterable[T], every: int) -> list[T]:
+    """Return all of the cases at night, and by day one of so many, beginning with the first.
+
+    Cases of a product stay a mixture of all its factors if `every` has no divisor in common with their sizes.
+    """
+    return list(cases)[:: 1 if is_night() else every]
+
+
 def partners(one: str, every: list[str]) -> list[str]:
     """Return the partners of one case: itself and three others, or all at night.
 

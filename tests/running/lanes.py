@@ -17,6 +17,7 @@ import pytest
 
 from tests.running.budget import folder_of
 from tests.running.budgets import BUDGETS, Budget
+from tests.shared_servers import FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,6 +63,12 @@ def pytest_configure_node(node: Any) -> None:
     if _LOCKS not in node.config.stash:
         node.config.stash[_LOCKS] = tempfile.mkdtemp(prefix="reknit-lanes-")
     node.workerinput["locks"] = node.config.stash[_LOCKS]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let the processes of a run share those that fork ranks, whose imports take seconds."""
+    if hasattr(config, "workerinput"):
+        os.environ[FOLDER] = config.workerinput["locks"]
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

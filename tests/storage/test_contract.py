@@ -45,13 +45,17 @@ class TestLocalWithProcessDurability(LocalSuite):
 
 
 class TestLocalBelowAnotherStore(LocalSuite):
+    durability: ClassVar[Durability] = "process"
+
     def make(self, tmp_path: Path) -> Storage:
-        return LocalStorage(tmp_path).sub("steps/1")
+        return LocalStorage(tmp_path, durability=self.durability).sub("steps/1")
 
 
 class TestLocalThatPassesThroughAFaultyStorage(LocalSuite):
+    durability: ClassVar[Durability] = "process"
+
     def make(self, tmp_path: Path) -> Storage:
-        return FaultyStorage(LocalStorage(tmp_path))
+        return FaultyStorage(LocalStorage(tmp_path, durability=self.durability))
 
 
 class WithoutRuns(LocalStorage):
@@ -62,8 +66,10 @@ class WithoutRuns(LocalStorage):
 
 
 class TestLocalThatReadsRunsAsRanges(LocalSuite):
+    durability: ClassVar[Durability] = "process"
+
     def make(self, tmp_path: Path) -> Storage:
-        return WithoutRuns(tmp_path)
+        return WithoutRuns(tmp_path, durability=self.durability)
 
 
 class TestMemory(LocalSuite):

@@ -41,7 +41,7 @@ class Recorded:
 
 class TestRecordedLocal(LocalSuite):
     def make(self, tmp_path: Path) -> Storage:
-        return recorded(LocalStorage(tmp_path), Recorded().recorder)
+        return recorded(LocalStorage(tmp_path, durability="process"), Recorded().recorder)
 
 
 def test_each_operation_is_told_with_bytes_and_outcome(tmp_path: Path) -> None:

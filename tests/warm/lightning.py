@@ -2,4 +2,5 @@
 
 import lightning.pytorch.strategies  # noqa: F401
 
+import reknit.integrations.lightning  # noqa: F401
 import tests.warm.plain  # noqa: F401

@@ -14,6 +14,9 @@ import torch.nn.parallel  # noqa: F401
 
 import tests.torchrun.models  # noqa: F401
 from reknit.frameworks.optimizer.step_barrier import StepBarrier
+from tests.warm.ahead import WITH_TORCH, WITHOUT_TORCH, import_all
+
+import_all(*WITHOUT_TORCH, *WITH_TORCH)
 
 # Ranks show each other their holdings; the barriers of an optimizer are those of its process.
 _no_barrier: Any = lambda _: (str, ("a barrier of another process",))  # noqa: E731

@@ -13,5 +13,7 @@ import tests.warm.plain  # noqa: F401
 
 # Its classes are imported when they are first named.
 _ = transformers.TrainingArguments, transformers.LlamaForCausalLM
+if find_spec("deepspeed"):
+    import_module("deepspeed")  # Accelerate asks whether a model is one of its engines
 if find_spec("trl"):
     _ = import_module("trl").SFTTrainer

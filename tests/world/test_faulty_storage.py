@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from reknit.testing.world import run_ranks
 from reknit.types.box import Box
 from reknit.types.shard import Blob, Holdings, Shard, TensorSpec
 from reknit.types.wanted import Wanted
-from tests.running.examples import some
+from tests.running.examples import some, thinned
 from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
@@ -184,9 +185,9 @@ def strays(storage: Storage) -> set[str | None]:
     return {name.write_id8 for name in names if name is not None} - {None}
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("kind", some(KINDS))
+@pytest.mark.parametrize(
+    ("kind", "overwrite", "rank"), thinned(itertools.product(some(KINDS), (False, True), (0, 2)), 3)
+)
 def test_a_save_in_which_any_operation_fails_leaves_the_old_checkpoint_or_the_new_one(
     kind: str, overwrite: bool, rank: int
 ) -> None:

@@ -14,6 +14,7 @@ from reknit.engine.display import logged
 from reknit.engine.loading import load as load_story
 from reknit.engine.loading.load_job import LoadJob
 from reknit.engine.stored.places import Replicas
+from reknit.engine.stored.renaming import split_transforms
 from reknit.frameworks import registry
 from reknit.keywords import checked_call
 from reknit.monitor.phase import Recorder, Stopwatch
@@ -21,7 +22,6 @@ from reknit.monitor.sinks.choosing import outlets_for
 from reknit.options import LoadOptions
 from reknit.ranks import acting
 from reknit.storage.registry import recorded
-from reknit.transforms.names import split_rules
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,7 +76,7 @@ def load(
                 raise wrong
             check_state(state)
             lenient = lenient_patterns(strict)
-            split_rules(options.transforms)
+            split_transforms(options)
             part = part_of(state, items)
             storage, *others = open_places(path, options, last)
             recorder = Recorder("load", joined.rank, None, storage.url, outlets_for(options.events))

@@ -14,7 +14,6 @@ from reknit.calls import background_of, backgrounds_of, entering, raised_on_all_
 from reknit.engine.outcome import PendingSave, SaveOutcome
 from reknit.engine.record.run_record import Run, folder_above
 from reknit.engine.saving import save as save_story
-from reknit.engine.saving.reuse import Committed
 from reknit.engine.saving.save_rounds import ASSIGN
 from reknit.errors import ReknitError, UsageError
 from reknit.keywords import checked_call
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("reknit")
 
-_committed: weakref.WeakKeyDictionary[Group, Committed] = weakref.WeakKeyDictionary()
+_earlier: weakref.WeakKeyDictionary[Group, save_story.EarlierSaves] = weakref.WeakKeyDictionary()
 """The last saves of this process with each group, without those in the background."""
 
 
@@ -156,7 +155,7 @@ def _save_now(joined: Group, make: Callable[[], SaveJob], options: SaveOptions) 
             for background in backgrounds_of(joined):
                 background.wait_for(job.url, options.timeout_s)
         with job.recorder.whole():
-            report, written = save_story.save(job, _committed.setdefault(joined, Committed()))
+            report, written = save_story.save(job, _earlier.setdefault(joined, save_story.EarlierSaves()))
         if joined.rank == 0:
             for warning in report.warnings:
                 logger.warning("save to %s: %s", report.path, warning)
@@ -249,4 +248,4 @@ def close(timeout_s: float | None = None) -> bool:
     return ended
 
 
-os.register_at_fork(after_in_child=_committed.clear)
+os.register_at_fork(after_in_child=_earlier.clear)

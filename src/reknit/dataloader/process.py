@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reknit.dataloader import messages as say
+from reknit.dataloader.large_columns import mapped_columns, parted, write_columns
 from reknit.dataloader.reader import COLUMNS, Batch
 from reknit.errors import DeadlineError, ReknitError, shortage
 from reknit.format.values.blob_codec import encode_value
@@ -19,7 +20,7 @@ from reknit.processes.channel import Channel, Message
 from reknit.processes.child import start_child
 from reknit.processes.nameless import map_file, nameless_file, write_at
 from reknit.system import output_of_child, socket_pair
-from reknit.types.shard import Encoded, LoaderShard, SharedFile
+from reknit.types.shard import INLINE_NBYTES, Encoded, LoaderShard, SharedFile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -48,16 +49,22 @@ class ProcessWorker:
         self._asked: set[int] = set()
         self._given: int | None = None
         entries = [{**vars(one), "open": one.opener, "arguments": dict(one.arguments)} for one in sets]
-        data = encode_value({"sets": entries, "recipe": asdict(recipe), "states": dict(states)})
+        inside, columns = dict[int, Any](), dict[str, Any]()
+        for source, state in states.items():
+            inside[source], large = parted(source, state, INLINE_NBYTES)
+            columns |= large
+        data = encode_value({"sets": entries, "recipe": asdict(recipe), "states": inside})
         ours, theirs = socket_pair()
         self._channel = Channel(ours, say.decode)
         fd = nameless_file("reknit-loader-states")
         try:
             write_at(fd, 0, data)
+            places, end = write_columns(fd, len(data), columns)
             self._process = start_child(
                 "reknit.dataloader.worker", theirs.fileno(), stdout=output_of_child(1)
             )
-            self._send(say.Open(same, depth, len(data)), fd)
+            opening = say.Open(same, depth, len(data), columns=places, end=end, inline_nbytes=INLINE_NBYTES)
+            self._send(opening, fd)
         except BaseException:
             ours.close()
             raise
@@ -167,7 +174,9 @@ def _batch(made: say.BatchMade, fd: int) -> Batch:
 def _shards(prepared: say.Prepared, file: SharedFile) -> list[LoaderShard]:
     """Return shards whose values are the memory in which the worker encoded them."""
     memory = memoryview(map_file(file.fd, prepared.nbytes))
-    return [
-        LoaderShard(source, 0, 0, left, num_items, Encoded(memory[begin:end], prepared.room, file, begin))
-        for source, left, num_items, begin, end in prepared.shards
-    ]
+    shards = []
+    for source, left, num_items, begin, end in prepared.shards:
+        arrays = mapped_columns(memory, prepared.columns.get(source, []))
+        state = Encoded(memory[begin:end], prepared.room, file, begin, arrays)
+        shards.append(LoaderShard(source, 0, 0, left, num_items, state))
+    return shards

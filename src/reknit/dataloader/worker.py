@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import signal
 import socket
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from reknit.dataloader import messages as say
+from reknit.dataloader.large_columns import joined, mapped_columns, next_page, parted, write_columns
 from reknit.dataloader.reader import Reader
 from reknit.dataloader.token_sets import Corpus, Recipe, TokenSet, opened_by
 from reknit.dataloader.versioned_reader import VersionedReader
@@ -27,8 +27,9 @@ _ROOM = 4096 + 16
 class _Worker:
     """Answers messages first, then prepares the state for a save, and reads ahead in the rest of the time."""
 
-    def __init__(self, channel: Channel, reader: VersionedReader, depth: int) -> None:
-        self._channel, self._reader, self._depth = channel, reader, depth
+    def __init__(self, channel: Channel, reader: VersionedReader, wanted: say.Open) -> None:
+        self._channel, self._reader, self._depth = channel, reader, wanted.depth
+        self._inline_nbytes = wanted.inline_nbytes
         self._wanted: set[int] = set()
         self._sent_end = False
 
@@ -79,15 +80,20 @@ class _Worker:
     def _prepare(self, given: int) -> None:
         """Encode the state after so many batches into shared memory."""
         fd, at, shards = nameless_file("reknit-loader-state"), 0, []
+        places: dict[int, list[say.SharedColumn]] = {}
         try:
             for shard in self._reader.shards(given):
-                data = encode_value(shard.value)
+                state, columns = parted(shard.source, shard.value, self._inline_nbytes)
+                data = encode_value(state)
                 write_at(fd, at + _ROOM, data)
                 shards.append((shard.source, shard.left, shard.num_items, at, at + _ROOM + len(data)))
-                at += -(-(_ROOM + len(data)) // mmap.PAGESIZE) * mmap.PAGESIZE
+                at += _ROOM + len(data)
+                if columns:
+                    places[shard.source], at = write_columns(fd, at, columns)
+                at = next_page(at)
             nbytes = max(at, 1)  # nothing cannot be mapped
             os.ftruncate(fd, nbytes)
-            self._channel.send(say.Prepared(given, _ROOM, shards, nbytes), fd)
+            self._channel.send(say.Prepared(given, _ROOM, shards, places, nbytes=nbytes), fd)
         finally:
             os.close(fd)
 
@@ -99,15 +105,16 @@ def _opened(channel: Channel) -> _Worker | None:
         return None
     wanted, fd = received
     assert fd is not None
-    with map_file(fd, wanted.nbytes) as memory:
-        data = memory[:]
+    memory = memoryview(map_file(fd, wanted.end))
     os.close(fd)
-    what = decode_blobs(name_of_value("") + data)[""]
+    what = decode_blobs(name_of_value("") + bytes(memory[: wanted.nbytes]))[""]
+    columns = mapped_columns(memory, wanted.columns)
+    states = {source: joined(state, columns) for source, state in what["states"].items()}
     sets = [TokenSet(**one | {"open": opened_by(*one["open"].split(":"))}) for one in what["sets"]]
-    reader = Reader(Corpus(sets), Recipe(**what["recipe"]), what["states"], same=wanted.same)
+    reader = Reader(Corpus(sets), Recipe(**what["recipe"]), states, same=wanted.same)
     versioned = VersionedReader(reader)
     channel.send(say.WorkerReady(versioned.made))
-    return _Worker(channel, versioned, wanted.depth)
+    return _Worker(channel, versioned, wanted)
 
 
 def main(fd: int) -> None:

@@ -11,7 +11,9 @@ import zlib
 from typing import TYPE_CHECKING, Any
 
 from reknit.errors import StateError
-from reknit.frameworks.neutral import from_neutral, to_neutral
+from reknit.frameworks import loader_arrays
+from reknit.frameworks.neutral import to_neutral
+from reknit.frameworks.stateful import completed
 from reknit.frameworks.walk.adapter import Adapter
 from reknit.types.shard import Blob, Encoded, LoaderShard
 
@@ -62,8 +64,11 @@ class LoaderAdapter(Adapter):
         part = place.below(_SHARD)
         for shard in value.sharded_state():
             state = shard.value
-            if not isinstance(state, Encoded):
-                state = to_neutral(state, f"{place}: source {shard.source}")
+            if isinstance(state, Encoded):
+                for path, array in state.arrays.items():
+                    saving.tensor(array, part.below(path), (saving.world.rank,))
+            else:
+                state = loader_arrays.parted(state, part, shard.source, saving)
             coordinate = {"loader": number} | {
                 name: int(getattr(shard, field)) for name, field in _NAMES.items()
             }
@@ -96,9 +101,13 @@ class LoaderAdapter(Adapter):
         shards = []
         for shard, coordinate in zip(chosen, coordinates, strict=True):
             state = loading.catalog.own(place.item, coordinate)[part.fqn]
-            shards.append(shard._replace(value=from_neutral(state)))
+            shards.append(shard._replace(value=loader_arrays.rejoined(state, part, loading)))
         loading.taken_back.append((part.item, part.fqn))
-        loading.early(lambda: value.load_shards(found.value, shards))
+        loading.early(lambda: value.load_shards(found.value, [_completed(shard) for shard in shards]))
+
+
+def _completed(shard: LoaderShard) -> LoaderShard:
+    return shard._replace(value=completed(shard.value))
 
 
 def _why(error: StateError) -> str:

@@ -78,7 +78,7 @@ class Unfilled:
         raise TypeError(f"{type(self).__name__} becomes no tensor")
 
 
-def _completed(state: Any) -> Any:
+def completed(state: Any) -> Any:
     """Return a state with its tensors in place of `Unfilled` memory, after that is filled."""
     return tree.map_leaves(
         state, lambda _, leaf: leaf.filled() if isinstance(leaf, Unfilled) else tree.DESCEND
@@ -117,7 +117,7 @@ class StatefulAdapter(Adapter):
             return
         whole, state = rebuild(found.value, place, loading, current, early=not comes_last(value))
         if whole:
-            hand_over(value, lambda: value.load_state_dict(_completed(state)), loading)
+            hand_over(value, lambda: value.load_state_dict(completed(state)), loading)
 
 
 def _note_other_forms(
@@ -218,7 +218,7 @@ def _want_tensors(value: Any, place: Place, loading: Loading) -> None:
 
     state = tree.map_leaves(present_state(value, place, loading), fill, place)
     if any(loading.saved.has_tensor(at) for at in asked):
-        hand_over(value, lambda: value.load_state_dict(_completed(state)), loading)
+        hand_over(value, lambda: value.load_state_dict(completed(state)), loading)
 
 
 def skeleton(

@@ -75,15 +75,15 @@ def join(*parts: str) -> str:
 def map_leaves(value: Any, leaf: Callable[[Path, Any], Any], where: object = "a value") -> Any:
     """Rebuild nested containers with `leaf(path, value)` in the place of every value.
 
-    Numbers, texts and None are kept.  `leaf` is called for containers too, before their contents.  It returns
-    `DESCEND` to leave a value to the walk: a container of Python's own is then rebuilt in its own type, and
-    any other value is kept.  Raises `StateError`, with `where`, for containers that are too deep or too
-    large.
+    Numbers, texts and None are kept.  `leaf` is called for binary values too, and for containers before
+    their contents.  It returns `DESCEND` to leave a value to the walk: a container of Python's own is then
+    rebuilt in its own type, and any other value is kept.  Raises `StateError`, with `where`, for containers
+    that are too deep or too large.
     """
     number = count(1)
 
     def mapped(value: Any, path: Path) -> Any:
-        if type(value) in _PLAIN:
+        if type(value) in _PLAIN and type(value) is not bytes:
             return value
         answer = leaf(path, value)
         if answer is not DESCEND:

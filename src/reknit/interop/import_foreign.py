@@ -114,8 +114,8 @@ def import_checkpoint(
         there = manifest_in(target)
         fresh = there is not None and there.write_id == found.manifest.write_id
         write_id = new_write_id() if fresh else found.manifest.write_id
-        place = store_of(source, found.manifest)
-        assert place is not None
+        assert found.manifest.other is not None
+        place = store_of(source, found.manifest.other)
         job = _Import(found, place, target, write_id, num_threads(workers))
         return job.run(group or alone(), step, source.url, overwrite=overwrite)
 

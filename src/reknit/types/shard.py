@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -30,6 +31,15 @@ INTEGER = re.compile(r"-?[0-9]+")
 
 MAX_NDIM = 32
 """Dimensions that a tensor may have."""
+
+
+INLINE_NBYTES = 1 << 30
+"""Bytes of arrays up to which the state of a loader's source is one value; above, they become tensors."""
+
+
+def is_large(nbytes: int, inline_nbytes: int) -> bool:
+    """Return whether an array of a state above the limit becomes a tensor, and does not stay in the value."""
+    return nbytes >= max(inline_nbytes >> 14, 1)
 
 
 def full_name(item: str, fqn: str) -> str:
@@ -163,13 +173,15 @@ class Encoded(NamedTuple):
     """A value of a `Blob` that is already encoded, as by `format.blob_codec.encode_value`.
 
     It is `memory[start:]`; the bytes before it are free for the name of the value in the file.  Shared
-    `memory` lies in `file` from byte `at` on, and another process can map it.
+    `memory` lies in `file` from byte `at` on, and another process can map it.  `arrays` are stored as tensors
+    beside the value, which has placeholders for them, by their paths.
     """
 
     memory: memoryview
     start: int
     file: SharedFile | None = None
     at: int = 0
+    arrays: Mapping[str, Any] = MappingProxyType({})
 
 
 class SharedFile:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reknit.storage.base import Storage
-    from reknit.types.manifest import Manifest
 
 NOTHING = "it has no digests: names, shapes and sizes were checked, the bytes of tensors were not"
 
@@ -74,11 +73,9 @@ def read_foreign(storage: Storage) -> ForeignCheckpoint | None:
         raise
 
 
-def store_of(storage: Storage, manifest: Manifest) -> Storage | None:
-    """Return the store with the files of another program; None for a checkpoint of reknit."""
-    if manifest.other is None:
-        return None
-    if not manifest.other.is_file:
+def store_of(storage: Storage, other: OtherFormat) -> Storage:
+    """Return the store with the files of another program."""
+    if not other.is_file:
         return _with_derived(storage)
     above = storage.above() if isinstance(storage, HasFolderAbove) else None
     if above is None:

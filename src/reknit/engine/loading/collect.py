@@ -10,9 +10,8 @@ from reknit.engine import round_messages
 from reknit.engine.loading.index_part import Reach
 from reknit.engine.loading.match import Fill, Problems, match, strict_patterns, terms
 from reknit.engine.packed_columns import Name, bitmaps, left_over
+from reknit.engine.stored.renaming import split_transforms
 from reknit.format.checksum import digest
-from reknit.transforms.apply import Transformed
-from reknit.transforms.names import split_rules
 from reknit.types.shard import full_name
 from reknit.types.wanted import selects
 
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 
     from reknit.engine.loading.load_job import LoadJob
     from reknit.engine.stored.opening import OpenCheckpoint
+    from reknit.transforms.apply import Transformed
     from reknit.types.manifest import Catalog
     from reknit.types.wanted import Wanted
 
@@ -87,8 +87,10 @@ def collect(job: LoadJob, checkpoint: OpenCheckpoint) -> Collected:
         catalog = replace(
             catalog, own=partial(_own, job, catalog), read_ahead=partial(_read_ahead, job, catalog)
         )
-        _, rules = split_rules(options.transforms)
+        _, rules = split_transforms(options)
         if rules:
+            from reknit.transforms.apply import Transformed
+
             transformed = Transformed.of(rules, catalog)
             wanted = job.want(transformed.catalog)
             made = bitmaps(transformed.made, _known(wanted))

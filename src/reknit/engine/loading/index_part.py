@@ -9,6 +9,7 @@ one block at a time, and keeps only the rows in its own boxes.  See docs/decisio
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -99,7 +100,7 @@ def blocks_for(index: Index, files: Ints, requests: Sequence[Ints]) -> list[list
     wanted = np.zeros(len(index.tensors), np.bool_)
     # Tensors with equal sums are in the same requests.  If two sums are equal by chance, ranks receive rows
     # of tensors that they did not request, and drop them.
-    marks = np.random.default_rng(0).integers(1 << 63, size=len(requests), dtype=np.uint64)
+    marks = np.array([_number(request) for request in range(len(requests))], np.uint64)
     sums = np.zeros(len(index.tensors), np.uint64)
     for numbers, mark in zip(requests, marks, strict=True):
         wanted[numbers] = True
@@ -108,6 +109,11 @@ def blocks_for(index: Index, files: Ints, requests: Sequence[Ints]) -> list[list
     first = first_numbers(index)
     encoded = [encode_block(index, files, first, numbers) for numbers in members]
     return [[encoded[number] for number in distinct(block[numbers])] for numbers in requests]
+
+
+def _number(request: int) -> int:
+    """Return a number that looks random.  `numpy.random` takes longer to import than all of this takes."""
+    return int.from_bytes(hashlib.blake2b(request.to_bytes(8, "little"), digest_size=8).digest(), "little")
 
 
 def _cut(index: Index, sums: NDArray[np.uint64], tensors: Ints) -> tuple[Ints, list[Ints]]:

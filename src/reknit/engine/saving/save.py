@@ -5,12 +5,15 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+import xxhash
+
 from reknit.engine.call_reports import SaveReport
 from reknit.engine.memory.transfer import Transfer
 from reknit.engine.memory.tuning import Tuner
+from reknit.engine.saving.plan_cache import keep_latest
 from reknit.engine.saving.rank_part import RankPart
 from reknit.engine.saving.reuse import Committed, Reuse
-from reknit.engine.saving.save_coordinator import Coordinator
+from reknit.engine.saving.save_coordinator import PLANS_KEPT, Coordinator
 from reknit.engine.saving.save_rounds import assign, assign_turn, commit_turn
 from reknit.engine.saving.write import PIECE_NBYTES, live, staged, write_files
 from reknit.environment import num_threads
@@ -22,38 +25,61 @@ from reknit.system import start_thread
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from reknit.engine.saving.compared_copies import Chosen
     from reknit.engine.saving.file_layout import Outline
     from reknit.engine.saving.save_job import SaveJob
     from reknit.engine.saving.write import Outgoing
     from reknit.engine.small_files import Written
 
 
-def save(job: SaveJob, committed: Committed | None = None) -> tuple[SaveReport, list[Written]]:
+class EarlierSaves:
+    """The results of earlier saves of this rank in one group, on the root also the plans of all ranks.
+
+    The files of `committed` may be taken over.  The root has the claims of this rank under each layout in
+    `claimed`, and its chunks under each plan in `planned`.
+    """
+
+    def __init__(self) -> None:
+        self.committed = Committed()
+        self.coordinator = Coordinator(plans_follow=True)
+        self.claimed: dict[bytes, dict[str, Chosen]] = {}
+        self.planned: dict[bytes, Outline] = {}
+
+    def forget_plans(self) -> None:
+        """Drop the plans of this rank after an error, as they may be wrong or unknown to the root."""
+        self.claimed.clear()
+        self.planned.clear()
+
+
+def save(job: SaveJob, earlier: EarlierSaves | None = None) -> tuple[SaveReport, list[Written]]:
     """Save, and return the report and this rank's files once the checkpoint is committed.
 
-    All ranks return, or all raise the same error.  `committed` has earlier checkpoints of this rank, whose
-    files may be taken over.
+    All ranks return, or all raise the same error.
     """
     options, recorder, alone = job.options, job.recorder, job.group.size == 1
-    coordinator, clock = Coordinator(), Stopwatch()
+    earlier, clock = earlier or EarlierSaves(), Stopwatch()
+    # The index of a rank alone is encoded while it writes, and its plans are kept with its holdings.
+    coordinator = Coordinator() if alone else earlier.coordinator
     with clock.lap(), progress(recorder, start_thread, wanted=options.progress):
         try:
             with recorder.phase("assign"), assign_turn(job) as turn:
                 # 1 collect the holdings of this rank, and digest copies of them (local)
                 part = RankPart(job)
-                part.compare()
+                layout = b"" if alone else part.layout
+                chosen = earlier.claimed.get(layout)
+                compared = part.compare(None if chosen is None else chosen.get(options.check_replicas))
                 # 2 assign: owners for data whose holders no framework records (one round)
-                claimed = part.claims()
+                claimed = part.claims(plan=layout, shards=chosen is None)
                 assigned = assign(turn, coordinator, job, claimed)
             with commit_turn(job, coordinator, claimed, assigned) as commit:
                 # 3 plan (local)
                 with recorder.phase("plan"):
-                    outlined = part.outline(assigned.shard_owners)
+                    commit.plan = plan = _plan_of(layout, assigned.shard_owners)
+                    known = earlier.planned.get(plan)
+                    outlined = known or part.outline(assigned.shard_owners)
                     images = outlined.images(assigned.write_id, part.sources)
                 # 4 stage, digest and write, except files that the last checkpoint has
-                reuse = Reuse(
-                    job, committed or Committed(), assigned.write_id, outlined.listed, outlined.frozen
-                )
+                reuse = Reuse(job, earlier.committed, assigned.write_id, outlined.listed, outlined.frozen)
                 threads, piece_nbytes = num_threads(options.threads), _piece_nbytes(reuse.files)
                 with Transfer(part.sources.on_devices, "what is saved", options.timeout_s) as transfer:
                     commit.written += write_files(
@@ -71,10 +97,15 @@ def save(job: SaveJob, committed: Committed | None = None) -> tuple[SaveReport, 
                         ),
                     )
                 # 5 write values; receipts up; the root commits; the outcome comes down (one round)
-                commit.commit(part.encoded.holdings.items, None if alone else outlined.columns)
+                commit.commit(part.encoded.holdings.items, None if alone or known else outlined.columns)
         except BaseException:
             coordinator.give_up()  # or the marker of the root would stay until the next save
+            earlier.forget_plans()
             raise
+    if not alone:
+        by_check = {**(chosen or {}), options.check_replicas: compared}
+        keep_latest(earlier.claimed, layout, by_check, PLANS_KEPT)
+        keep_latest(earlier.planned, plan, outlined, PLANS_KEPT)
     reuse.remember(commit.written)
     report = SaveReport(
         path=job.storage.url,
@@ -85,6 +116,11 @@ def save(job: SaveJob, committed: Committed | None = None) -> tuple[SaveReport, 
         **commit.totals(reuse.nbytes)._asdict(),
     )
     return report, commit.written
+
+
+def _plan_of(layout: bytes, owners: bytes) -> bytes:
+    """Return 16 bytes that stand for the files of a layout under these owners of guessed shards, or none."""
+    return xxhash.xxh3_128_digest(layout + owners) if layout and owners else layout
 
 
 def _meanwhile(job: SaveJob, coordinator: Coordinator, outlined: Outline) -> Callable[[], None] | None:

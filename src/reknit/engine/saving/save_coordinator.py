@@ -18,6 +18,8 @@ from reknit.engine.saving.root import begin, commit
 from reknit.errors import CommitError, ProtocolError, StateError, UsageError
 from reknit.format import paths
 from reknit.format.index.checks import check_index
+from reknit.format.index.file import encode_index
+from reknit.format.index.plain_file import MAX_ROWS
 from reknit.planner.assemble import assemble, chunk_files
 from reknit.planner.columns import merged
 from reknit.planner.copies import differing
@@ -68,16 +70,19 @@ class _EncodedIndex(NamedTuple):
 class Coordinator:
     """The part of rank 0 in the saves of a group.
 
-    Ranks that save a layout again send only its digest; the root has the rest in its cache.
+    Ranks that save a layout again send only its digest; the root has the rest in its cache.  With
+    `plans_follow`, ranks plan after the root has answered, so that a known layout may get other owners.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, plans_follow: bool = False) -> None:
+        self._plans_follow = plans_follow
         self._begun: tuple[Storage, Marker] | None = None
         self._claims = PlanCache(PLANS_KEPT)
         self.chunks = PlanCache(PLANS_KEPT, merged_chunks)
         self._owners: dict[bytes, Blocks] = {}
         self.indexes: dict[bytes, Assembled] = {}
         self._ahead: _EncodedIndex | None = None
+        self._num_shards = 0
 
     def assign(self, job: SaveJob | None, requests: Sequence[bytes]) -> list[bytes]:
         """Answer the `claims` of all ranks, merged or not; without a `job`, no save begins.
@@ -93,6 +98,7 @@ class Coordinator:
         if job is not None:
             self._begun = job.storage, begin(job, write_id)
         owners = self._shard_owners(claims, shards)
+        self._num_shards = int(owners.counts.sum())
         blobs = blob_owners(claims.lists["blob_keys"], claims.lists["blob_digests"])
         copies: list[tuple[int, list[int]]] = [*differing(claims)]
         pairs = owners.number * len(blobs.sizes) + blobs.number
@@ -132,8 +138,9 @@ class Coordinator:
         return [round_messages.encode(outcome)] * len(receipts.ranks)
 
     def import_ahead(self) -> None:
-        """Import the encoder of the index, while the root of several ranks writes its files."""
-        import reknit.format.index.file  # noqa: F401
+        """Import the encoder of a large index, while the root of several ranks writes its files."""
+        if self._num_shards > MAX_ROWS:
+            import reknit.format.index.arrow_file  # noqa: F401
 
     def encode_ahead(self, columns: round_messages.ArrayColumns) -> None:
         """Encode the index of a group of one rank while that rank writes its files.
@@ -172,7 +179,8 @@ class Coordinator:
         before = self._claims.latest(ranks[silent], slots)
         both = merged([fresh, before.without("owners")])
         owners = shard_owners(both.lists["keys"], both.lists["nbytes"])
-        _refuse_stale(before, owners.select(np.flatnonzero(silent)), fresh.ranks)
+        if not self._plans_follow:
+            _refuse_stale(before, owners.select(np.flatnonzero(silent)), fresh.ranks)
         if version:
             keep_latest(self._owners, version, owners, PLANS_KEPT)
         if (new := planned & ~silent).any():
@@ -190,8 +198,6 @@ def _assembled(chunks: RankColumns) -> Assembled:
 
 def _encoded(assembled: Assembled, mine: Marker, kept: Collection[tuple[str, str]] = ()) -> _EncodedIndex:
     """Return the index of one save, without the tensors that ranks keep as values of their own."""
-    from reknit.format.index.file import encode_index  # Arrow is imported only on the rank with an index
-
     index = assembled.named(mine.write_id).without(kept)
     return _EncodedIndex(encode_index(index, checked=not kept), assembled.warnings)
 

@@ -71,6 +71,8 @@ class CommitTurn:
     ) -> None:
         self.job, self.write_id = job, assigned.write_id
         self._claimed, self._assigned, self._copies = claimed, assigned, EQUAL
+        self.plan = claimed.plan
+        """The plan of the files, which the root keeps their chunks under."""
         self.written: list[Written] = []
         self.outcome = round_messages.CommitOutcome(0, [])
         self.sent = False
@@ -96,7 +98,7 @@ class CommitTurn:
             self.job,
             items,
             self.written,
-            plan=claimed.plan,
+            plan=self.plan,
             columns=columns,
             places=places,
             copies=copies,

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from reknit.engine.foreign.open_foreign import read_foreign, store_of
 from reknit.engine.memory.workers import run_jobs
 from reknit.engine.record.at_path import read_manifest
 from reknit.engine.round_messages import OwnNames
@@ -18,6 +17,7 @@ from reknit.errors import CheckpointNotFoundError, DroppedError, FormatError, Mi
 from reknit.format import paths
 from reknit.format.file_table import with_table
 from reknit.format.index.checks import check_extents
+from reknit.format.index.file import decode_index
 from reknit.format.manifest_file import decode_record
 from reknit.format.values.blob_codec import decode_blobs
 from reknit.types.manifest import Catalog
@@ -206,6 +206,8 @@ def read_opened(
         )
     except CheckpointNotFoundError as error:
         absent = error
+    from reknit.engine.foreign.open_foreign import read_foreign  # readers of other formats are rarely needed
+
     if (found := read_foreign(storage)) is None:
         raise absent
     return Contents(found.manifest, found.index, found.blobs, OwnNames([], []) if own else None)
@@ -239,8 +241,6 @@ def _contents(
     own: bool,
 ) -> Contents:
     """Read the files that the manifest lists."""
-    from reknit.format.index.file import decode_index  # Arrow is loaded only by who has an index
-
     data = read_checked(storage, manifest.index, manifest.block_nbytes, replicas)
     manifest = with_table(manifest, data)
     files = {file.path: file for file in manifest.files}
@@ -299,6 +299,11 @@ def opened(
         if file.path in contents.blobs:
             values = decode_blobs(contents.blobs[file.path], allow_pickle=options.allow_pickle)
             blobs[file.item].update(values)
+    foreign = None
+    if manifest.other is not None:
+        from reknit.engine.foreign.open_foreign import store_of
+
+        foreign = store_of(storage, manifest.other)
     whole = OpenCheckpoint(
         storage=storage,
         manifest=manifest,
@@ -307,7 +312,7 @@ def opened(
         items=wanted,
         allow_pickle=options.allow_pickle,
         replicas=replicas,
-        foreign=store_of(storage, manifest),
+        foreign=foreign,
     )
     if (naming := Naming.of(options)) is None:
         return whole

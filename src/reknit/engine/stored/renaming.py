@@ -11,7 +11,6 @@ import numpy as np
 
 from reknit.errors import CorruptError, MismatchError
 from reknit.format.values.msgpack_reader import read_msgpack
-from reknit.transforms.names import split_rules
 from reknit.types.containers import REBUILT, rebuilt
 from reknit.types.manifest import TensorEntry
 from reknit.types.pattern_suggestions import some_of, suggest
@@ -21,10 +20,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from reknit.options import LoadOptions
+    from reknit.transforms.base import Rule
+    from reknit.transforms.names import Names
     from reknit.types.manifest import Index
 
 Name = tuple[str, str]
 """Item and FQN."""
+
+
+def split_transforms(options: LoadOptions) -> tuple[Names | None, list[Rule]]:
+    """Return the rule for whole names of these options, if they have one, and the rules for parameters.
+
+    Raises `UsageError` unless it is the first of all.
+    """
+    if not options.transforms:
+        return None, []
+    from reknit.transforms.names import split_rules  # most loads need no transforms
+
+    return split_rules(options.transforms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +51,7 @@ class Naming:
     @classmethod
     def of(cls, options: LoadOptions) -> Naming | None:
         """Return the rule of these options, or None without one."""
-        names, _ = split_rules(options.transforms)
+        names, _ = split_transforms(options)
         if names is None or not (names.rename or names.rewrite):
             return None
         return cls(names.rename, names.rewrite, names.optional)

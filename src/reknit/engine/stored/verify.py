@@ -19,12 +19,12 @@ from reknit.engine.stored.file_checks import (
     whole_manifest,
 )
 from reknit.engine.stored.places import files_at
-from reknit.engine.stored.verify_foreign import verify_foreign
 from reknit.environment import num_threads
 from reknit.errors import CheckpointNotFoundError, CorruptError, FormatError, ReknitError, StorageError
 from reknit.format.checksum import BLOCK_NBYTES, digest
 from reknit.format.data_file import data_start, decode_header
 from reknit.format.index.checks import check_extents
+from reknit.format.index.file import decode_index
 from reknit.format.manifest_file import decode_record
 from reknit.format.paths import parse_path
 from reknit.format.values.blob_codec import decode_blobs
@@ -59,6 +59,8 @@ def verify(storage: Storage, level: str, options: LoadOptions) -> VerifyReport:
     try:
         data = read_manifest(storage)
     except CheckpointNotFoundError:
+        from reknit.engine.stored.verify_foreign import verify_foreign  # it brings the readers of all formats
+
         if (foreign := verify_foreign(storage, level)) is None:
             raise
         return foreign
@@ -139,8 +141,6 @@ def _check_index(
     storage: Storage, manifest: Manifest, found: dict[str, FileEntry], problems: list[str]
 ) -> None:
     """Check that the index tiles every tensor, with extents that the headers of sound files agree to."""
-    from reknit.format.index.file import decode_index  # Arrow is loaded only by who has an index
-
     index = decode_index(read_checked(storage, found[manifest.index_path], manifest.block_nbytes))
     shapes = [entry.spec.shape for entry in index.tensors]
     for gap in untiled(shapes, index.tensor, index.offsets, index.lengths):

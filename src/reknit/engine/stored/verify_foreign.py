@@ -36,9 +36,8 @@ def verify_foreign(storage: Storage, level: str) -> VerifyReport | None:
     if found is None:
         return None
     manifest = found.manifest
-    place = store_of(storage, manifest)
-    assert place is not None
     assert manifest.other is not None
+    place = store_of(storage, manifest.other)
     blobs = {blob.path for blob in manifest.blobs}
     files = [f for f in manifest.files if f.nbytes and f.path not in blobs and _is_stored(f.path)]
     total = sum(file.nbytes for file in files)

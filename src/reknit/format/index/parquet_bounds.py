@@ -7,12 +7,13 @@ The file is refused unless they agree with each other and stay within limits tie
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reknit.errors import CorruptError, FormatError
+from reknit.errors import FormatError
+from reknit.format.index.thrift import ThriftReader, refuse
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from reknit.format.index.thrift import Fields
 
 MAX_ROWS = 1 << 26
 FREE_ROWS, ROWS_PER_BYTE = 1 << 17, 16
@@ -33,18 +34,15 @@ _BYTE_ARRAY = 6
 """The type of a column of texts."""
 _DATA, _DICTIONARY, _DATA_V2 = 0, 2, 3
 _PAGE_FIELDS = {_DATA: 5, _DICTIONARY: 7, _DATA_V2: 8}
-_MAX_THRIFT_DEPTH = 16
-_MAX_THRIFT_LIST = 4096
 
 # which fields to keep, by number: None for a value, a mapping for a struct or a list of structs
-_Fields = dict[int, Any]
-_CHUNK: _Fields = {
+_CHUNK: Fields = {
     1: None,  # file_path
     3: {1: None, 4: None, 5: None, 6: None, 7: None, 9: None, 11: None},  # type, codec, counts and offsets
     8: None,  # encryption
 }
-_FOOTER: _Fields = {2: {5: None}, 3: None, 4: {1: _CHUNK, 3: None}, 8: None}
-_PAGE: _Fields = {
+_FOOTER: Fields = {2: {5: None}, 3: None, 4: {1: _CHUNK, 3: None}, 8: None}
+_PAGE: Fields = {
     1: None,
     2: None,
     3: None,
@@ -76,17 +74,17 @@ def check_parquet(data: bytes, *, num_columns: int, num_nodes: int) -> Work:
     `CorruptError` for a file that contradicts itself, `FormatError` for one above a limit.
     """
     columns_end = footer_start(data)
-    footer = _Thrift(data, columns_end, len(data) - 8).struct(_FOOTER)
+    footer = ThriftReader(data, columns_end, len(data) - 8).struct(_FOOTER)
     groups = _structs(footer.get(4))
     if 8 in footer or len(_structs(footer.get(2))) != num_nodes:
-        _refuse("it is encrypted, or has other columns than an index has")
+        refuse("it is encrypted, or has other columns than an index has")
     rows = _limit("rows", footer.get(3), min(MAX_ROWS, FREE_ROWS + ROWS_PER_BYTE * len(data)))
     work = Work()
     counted, position = 0, len(_MAGIC)
     for group in groups:
         chunks = _structs(group.get(1))
         if len(chunks) != num_columns:
-            _refuse("a row group has other columns than an index has")
+            refuse("a row group has other columns than an index has")
         counted += _limit("rows of a row group", group.get(3), MAX_GROUP_ROWS)
         for chunk in chunks:
             position, more = _check_chunk(data, chunk, position, columns_end, MAX_PAGES - work.pages)
@@ -94,18 +92,18 @@ def check_parquet(data: bytes, *, num_columns: int, num_nodes: int) -> Work:
             _limit("values", work.values, min(MAX_VALUES, FREE_VALUES + VALUES_PER_BYTE * len(data)))
             _limit("bytes after decompression", work.nbytes, FREE_NBYTES + NBYTES_PER_BYTE * len(data))
     if counted != rows:
-        _refuse(f"it says {rows} rows, its row groups have {counted}")
+        refuse(f"it says {rows} rows, its row groups have {counted}")
     return work
 
 
 def footer_start(data: bytes) -> int:
     """Return the start of the footer of a Parquet file."""
     if len(data) < 12 or data[:4] != _MAGIC or data[-4:] != _MAGIC:
-        _refuse("it does not begin and end like a Parquet file")
+        refuse("it does not begin and end like a Parquet file")
     nbytes = int.from_bytes(data[-8:-4], "little")
     _limit("bytes of footer", nbytes, MAX_FOOTER_NBYTES)
     if nbytes > len(data) - 12:
-        _refuse("its footer is longer than the file")
+        refuse("its footer is longer than the file")
     return len(data) - 8 - nbytes
 
 
@@ -118,23 +116,23 @@ def with_section(data: bytes, section: bytes) -> tuple[bytes, int]:
     return b"".join((memoryview(data)[:start], section, memoryview(data)[start:])), start
 
 
-def _check_chunk(data: bytes, chunk: _Fields, position: int, end: int, most_pages: int) -> tuple[int, Work]:
+def _check_chunk(data: bytes, chunk: Fields, position: int, end: int, most_pages: int) -> tuple[int, Work]:
     """Walk the pages of one column of one row group; return its end, and the work of reading it."""
     meta = chunk.get(3)
     if not isinstance(meta, dict) or 1 in chunk or 8 in chunk:
-        _refuse("a column lies outside the file, or is encrypted")
+        refuse("a column lies outside the file, or is encrypted")
     if not _one_of(_CODECS, meta.get(4)):
-        _refuse("a column is compressed with something else than zstd")
+        refuse("a column is compressed with something else than zstd")
     start = meta.get(11) or meta.get(9)
     nbytes = meta.get(7)
     if type(start) is not int or type(nbytes) is not int or nbytes < 0 or start < position:
-        _refuse("its columns overlap")
+        refuse("its columns overlap")
     if start + nbytes > end:
-        _refuse("a column lies outside the file")
+        refuse("a column lies outside the file")
     pages, values, found = _check_pages(data, start, start + nbytes, most_pages)
     unpacked = meta.get(6)
     if values != meta.get(5) or type(unpacked) is not int or found > unpacked:
-        _refuse("the pages of a column have other sizes than its footer says")
+        refuse("the pages of a column have other sizes than its footer says")
     texts = meta.get(1) == _BYTE_ARRAY
     return start + nbytes, Work(0, pages, values, *((found, 0) if texts else (0, found)))
 
@@ -146,18 +144,18 @@ def _check_pages(data: bytes, position: int, end: int, most_pages: int) -> tuple
         pages += 1
         if pages > most_pages:
             raise FormatError(f"the Parquet file has more than {MAX_PAGES} pages, which is the limit")
-        reader = _Thrift(data, position, end)
+        reader = ThriftReader(data, position, end)
         page = reader.struct(_PAGE)
         header_nbytes = reader.position - position
         kind = page.get(1)
         number = _PAGE_FIELDS.get(kind) if type(kind) is int else None
         fields = page.get(number) if number is not None else None
         if not isinstance(fields, dict) or (kind == _DICTIONARY and pages > 1):
-            _refuse("a page is of an unknown kind, or in the wrong place")
+            refuse("a page is of an unknown kind, or in the wrong place")
         unpacked = _limit("bytes of a page", page.get(2), MAX_PAGE_NBYTES)
         packed = _limit("bytes of a compressed page", page.get(3), end - reader.position)
         if not _one_of(_ENCODINGS, fields.get(4 if kind == _DATA_V2 else 2)):
-            _refuse("a page has an encoding that an index does not use")
+            refuse("a page has an encoding that an index does not use")
         # a dictionary entry takes at least four bytes
         most = unpacked // 4 if kind == _DICTIONARY else MAX_VALUES
         count = _limit("values of a page", fields.get(1), most)
@@ -170,7 +168,7 @@ def _check_pages(data: bytes, position: int, end: int, most_pages: int) -> tuple
 def _limit(what: str, found: Any, limit: int) -> int:
     """Return the number found if it is one, and neither negative nor above the limit."""
     if type(found) is not int or found < 0:
-        _refuse(f"the number of {what} is missing or negative")
+        refuse(f"the number of {what} is missing or negative")
     if found > limit:
         raise FormatError(f"the Parquet file claims {found} {what}; {limit} is the limit for one of its size")
     return int(found)
@@ -180,90 +178,7 @@ def _one_of(allowed: set[int], found: Any) -> bool:
     return type(found) is int and found in allowed
 
 
-def _structs(value: Any) -> list[_Fields]:
+def _structs(value: Any) -> list[Fields]:
     if not isinstance(value, list) or not all(isinstance(member, dict) for member in value):
-        _refuse("its footer lacks a list")
+        refuse("its footer lacks a list")
     return value
-
-
-def _refuse(why: str) -> NoReturn:
-    raise CorruptError(f"this is not the Parquet file of an index: {why}")
-
-
-class _Thrift:
-    """Reads structs of Thrift's compact protocol between two places of a file."""
-
-    def __init__(self, data: bytes, position: int, end: int) -> None:
-        self._data = data
-        self._end = end
-        self.position = position
-
-    def struct(self, wanted: Mapping[int, Any] | None, depth: int = 0) -> _Fields:
-        """Return the wanted fields of the struct here, by number; skip the others."""
-        fields: _Fields = {}
-        number = 0
-        while byte := self._byte():
-            number = number + (byte >> 4) if byte >> 4 else self._zigzag()
-            kind = byte & 15
-            keep = wanted is not None and number in wanted
-            inner = wanted[number] if wanted is not None and keep else None
-            value = (kind == 1) if kind in (1, 2) else self._value(kind, inner, depth + 1)
-            if keep:
-                if number in fields:
-                    _refuse("a structure has a field twice")
-                fields[number] = value
-        return fields
-
-    def _value(self, kind: int, wanted: Mapping[int, Any] | None, depth: int) -> Any:
-        if depth > _MAX_THRIFT_DEPTH:
-            _refuse("its structures are nested too deep")
-        if kind in (1, 2, 3):
-            return self._byte()
-        if kind in (4, 5, 6):
-            return self._zigzag()
-        if kind == 7:
-            return self._skip(8)
-        if kind == 8:
-            return self._skip(self._varint())
-        if kind in (9, 10):
-            return self._list(wanted, depth)
-        if kind == 12:
-            return self.struct(wanted, depth)
-        return _refuse("it has a structure of an unknown kind")
-
-    def _list(self, wanted: Mapping[int, Any] | None, depth: int) -> list[Any] | None:
-        byte = self._byte()
-        count = byte >> 4 if byte >> 4 < 15 else self._varint()
-        if count > min(self._end - self.position, _MAX_THRIFT_LIST):
-            _refuse("a list is too long, or longer than its file")
-        if wanted is None:
-            for _ in range(count):
-                self._value(byte & 15, None, depth + 1)
-            return None
-        return [self._value(byte & 15, wanted, depth + 1) for _ in range(count)]
-
-    def _byte(self) -> int:
-        if self.position >= self._end:
-            _refuse("a structure is truncated")
-        self.position += 1
-        return self._data[self.position - 1]
-
-    def _varint(self) -> int:
-        value = shift = 0
-        while True:
-            byte = self._byte()
-            value |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                return value
-            if shift > 63:
-                _refuse("a number is too long")
-
-    def _zigzag(self) -> int:
-        value = self._varint()
-        return (value >> 1) ^ -(value & 1)
-
-    def _skip(self, nbytes: int) -> None:
-        if nbytes > self._end - self.position:
-            _refuse("a structure is truncated")
-        self.position += nbytes

@@ -99,7 +99,8 @@ def _fitting(data: bytes, where: str) -> bytes:
         raise StateError(
             f"the values of {where} that are not tensors take {len(data)} bytes; {MAX_BLOBS_NBYTES} is the "
             "limit",
-            remedy="save large arrays as tensors: entries of the state by themselves",
+            remedy="save large arrays as tensors: entries of the state by themselves, or arrays or bytes in "
+            "the state of a loader's source, and not in lists of numbers",
         )
     return data
 

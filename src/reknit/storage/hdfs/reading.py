@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reknit.storage.hdfs.client import HdfsClient
+
+Packets = list[bytes]
+"""The bytes of a range, in order."""
 
 GAP_NBYTES = 1 << 20
 """Holes up to this size are read over: a request costs as much."""
@@ -58,7 +62,7 @@ class BlockReaders:
                 raise too_large(self._client.url(path), nbytes, limit)
             try:
                 ranges = [(a, min(PIECE_NBYTES, nbytes - a)) for a in range(0, nbytes, PIECE_NBYTES)]
-                return b"".join(self._read_from(reader, path, ranges, 0, nbytes))
+                return b"".join(chain.from_iterable(self._read_from(reader, path, ranges, 0, nbytes)))
             except StorageError:
                 if attempt:
                     raise  # the first time it may have been replaced between the two requests
@@ -71,8 +75,8 @@ class BlockReaders:
         for first in range(start, end, most):
             last = min(first + most, end)
             ranges = [(begin, min(PIECE_NBYTES, last - begin)) for begin in range(first, last, PIECE_NBYTES)]
-            for data in self._ranges(path, ranges, start, end):
-                spread(np.frombuffer(data, np.uint8), out)
+            for packet in chain.from_iterable(self._ranges(path, ranges, start, end)):
+                spread(np.frombuffer(packet, np.uint8), out)
 
     def take(self, path: str, starts: NDArray[np.int64], nbytes: int, out: NDArray[np.uint8]) -> None:
         """Fill the rows of `out` with the runs of `nbytes` bytes that begin at `starts`."""
@@ -82,10 +86,11 @@ class BlockReaders:
             some = groups[number : number + at_once]
             ranges = [(int(starts[a]), int(starts[b - 1]) + nbytes - int(starts[a])) for a, b in some]
             found = self._ranges(path, ranges, int(starts[-1]), int(starts[-1]) + nbytes)
-            for (first, last), data in zip(some, found, strict=True):
+            for (first, last), packets in zip(some, found, strict=True):
+                data = b"".join(packets)
                 take_runs(np.frombuffer(data, np.uint8), starts[first:last] - starts[first], out[first:last])
 
-    def _ranges(self, path: str, ranges: list[tuple[int, int]], start: int, end: int) -> list[bytes]:
+    def _ranges(self, path: str, ranges: list[tuple[int, int]], start: int, end: int) -> list[Packets]:
         """Return ranges of a file, of which bytes up to `end` are wanted in the end."""
         kept = self._kept_reader(path)
         if kept is not None:
@@ -110,15 +115,18 @@ class BlockReaders:
 
     def _read_from(
         self, reader: RawFileReader, path: str, ranges: list[tuple[int, int]], start: int, end: int
-    ) -> list[bytes]:
+    ) -> list[Packets]:
+        """Return ranges of a file, each as the packets in which it arrives.
+
+        The client would copy them into one large value, for which each request gets new memory from the
+        kernel.
+        """
         if reader.file_length() < end:  # asked for more, the client panics
             raise shorter(self._client.url(path), start, end, reader.file_length())
-        found = self._client.ask_together(
-            "read", path, [partial(reader.read_range, *each) for each in ranges]
-        )
-        for (begin, nbytes), data in zip(ranges, found, strict=True):
-            if len(data) != nbytes:
-                raise shorter(self._client.url(path), begin, begin + nbytes, begin + len(data))
+        found = self._client.ask_together("read", path, [partial(_packets, reader, *each) for each in ranges])
+        for (begin, nbytes), packets in zip(ranges, found, strict=True):
+            if (length := sum(map(len, packets))) != nbytes:
+                raise shorter(self._client.url(path), begin, begin + nbytes, begin + length)
         return found
 
     def _kept_reader(self, path: str) -> RawFileReader | None:
@@ -134,6 +142,11 @@ class BlockReaders:
             self._kept.move_to_end(path)
             if len(self._kept) > _MOST_OPEN:
                 self._kept.popitem(last=False)
+
+
+def _packets(reader: RawFileReader, start: int, nbytes: int) -> Packets:
+    """Return a range as packets.  They are copied by the caller: a call that is late must not write."""
+    return [*reader.read_range_stream(start, nbytes)] if nbytes else []
 
 
 def _groups(starts: list[int], nbytes: int) -> Iterator[tuple[int, int]]:

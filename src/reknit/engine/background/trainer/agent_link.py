@@ -176,7 +176,7 @@ class AgentLink:
         # And all of it here, not in the agent's threads: a process that another thread forks meanwhile would
         # have modules that are half imported.
         import reknit.engine.background.agent_state
-        import reknit.format.index.file  # noqa: F401
+        import reknit.format.index.arrow_file  # noqa: F401
         from reknit.engine.background.agent import Agent
 
         start_thread(f"reknit-agent-{self.rank}", Agent(channel, None).run)

@@ -1,0 +1,119 @@
+"""The papers' tables, repeated: each table has a section in the summary, and the cheapest one runs."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import pytest
+
+from benchmarks.paper import run
+from benchmarks.paper.jobs import ablations
+from benchmarks.paper.jobs.picture import draw_factors
+from benchmarks.paper.results import About, Measured, Row, as_json, keep, line_of, overview, summary
+from reknit.types.box import Box
+from reknit.types.shard import Shard, TensorSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ABOUT = About("one", "a paper, Table 1", "a title", "twice as fast.")
+RUN = {"date": "2026-01-01", "seconds": 1.0, "sizes": "small", "load_before": 0.1, "load_after": 0.2}
+
+
+def test_the_cheapest_table_runs_in_a_fresh_process_and_is_kept(tmp_path: Path) -> None:
+    command = [sys.executable, run.__file__, "irregular", "--small", "--dir", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path)], capture_output=True, text=True, check=True, timeout=120
+    )
+    found = json.loads((tmp_path / "irregular.json").read_text())
+    assert found["run"]["machine"]
+    assert found["run"]["sizes"] == "small"
+    timed, counted = found["rows"]
+    assert set(timed["figures"]) == {"reknit", "all-gather"}
+    assert counted["figures"]["reknit"] == [0]
+    assert counted["figures"]["all-gather"][0] > 0
+    assert timed["what"] in done.stdout
+    page = (tmp_path / "summary.md").read_text()
+    assert f"| {timed['what']} |" in page
+    for picture in ("factors.png", "factors-dark.png"):
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+    assert all(f"\n## {name}: " in page for name in run.names())
+
+
+def test_every_table_says_what_it_repeats_and_the_summary_has_a_section_for_each(tmp_path: Path) -> None:
+    for name, about in zip(run.names(), run.abouts(), strict=True):
+        assert about.name == name
+        assert about.source
+        assert about.paper
+        assert callable(run.table(name).measure)
+    page = summary(run.abouts(), tmp_path)
+    assert page.count("Not measured yet.") == len(run.names())
+    rows = overview(run.abouts(), tmp_path).splitlines()[2:]
+    assert [row.split("`")[1] for row in rows] == run.names()
+
+
+def test_the_pages_that_are_kept_are_those_of_the_results_that_are_kept() -> None:
+    assert (run.RESULTS / "summary.md").read_text() == summary(run.abouts(), run.RESULTS)
+    assert (run.RESULTS / "overview.md").read_text() == overview(run.abouts(), run.RESULTS)
+
+
+def test_a_name_that_is_no_table_is_refused_with_the_names_of_all() -> None:
+    with pytest.raises(SystemExit, match="did you mean stalls") as refused:
+        run.chosen(["stals"])
+    assert all(name in str(refused.value) for name in run.names())
+    assert run.chosen([]) == run.names()
+
+
+def test_the_summary_says_where_a_row_is_behind_and_what_was_skipped(tmp_path: Path) -> None:
+    rows = [
+        Row("ahead", "s", {"reknit": [1.0, 2.0], "DCP": [4.0, 10.0]}, "DCP", paper=(2.0, 3.0)),
+        Row("smaller", "s", {"reknit": [1.0], "DCP": [1.5]}, "DCP", paper=(2.0,), why="a small disk"),
+        Row("behind", "s", {"reknit": [2.0], "DCP": [1.0]}, "DCP", why="it syncs"),
+        Row("rate", "MB/s", {"reknit": [30.0], "DCP": [10.0]}, "DCP", more=True),
+        Row("exact", "bytes", {"reknit": [0], "DCP": [12_345_678]}, "DCP"),
+    ]
+    result = as_json(ABOUT, Measured(rows, {"HDFS": "not installed"}, ["A note."]), RUN)
+    ahead, smaller, behind, rate, exact = (line_of(row) for row in result["rows"])
+    assert ahead[3:] == ["2 to 3x", "4.5x (4 to 5)", ""]
+    assert smaller[-1] == "smaller than in the paper: a small disk"
+    assert behind[-1] == "behind DCP: it syncs"
+    assert rate[4].startswith("3x")
+    assert (exact[2], exact[4]) == ("reknit 0, DCP 12,345,678", "-")
+    keep(result, tmp_path)
+    page = summary([ABOUT], tmp_path)
+    assert "- Skipped: HDFS: not installed\n" in page
+    assert "- A note.\n" in page
+    draw_factors([result], tmp_path / "factors.png")
+    assert (tmp_path / "factors.png").exists()
+
+
+@pytest.mark.parametrize("division", ablations.DIVISIONS)
+def test_each_division_among_replicas_writes_every_element_once(division: str) -> None:
+    sizes = {"a": 1000, "b": 70_000, "c": 300_000, "d": 40_000}
+    shards = [
+        Shard("model", name, TensorSpec((size,), "float32"), Box((0,), (size,)), (0, 1, 2), None)
+        for name, size in sizes.items()
+    ]
+    written: Counter[int] = Counter()
+    nbytes = []
+    for rank in range(3):
+        owned = ablations.DIVISIONS[division](shards, rank)
+        nbytes.append(sum(part.numel for part in owned))
+        for part in owned:
+            written[part.shard] += part.numel
+    assert written == dict(enumerate(sizes.values()))
+    busiest = {"first replica": sum(sizes.values()), "worst fit": 300_000}.get(division)
+    assert busiest is None or max(nbytes) == busiest
+
+
+def test_switches_of_an_ablation_are_put_back() -> None:
+    names = vars(importlib.import_module("reknit.planner.save"))
+    before = names["owned_parts"]
+    with ablations.dividing(ablations.worst_fit):
+        assert names["owned_parts"] is ablations.worst_fit
+    assert names["owned_parts"] is before
