@@ -89,7 +89,7 @@ def run(folder: str) -> str:
     import nbformat
     from nbclient import NotebookClient
 
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    notebook = nbformat.read(NOTEBOOK, as_version=4)  # type: ignore[no-untyped-call]
     place = {"metadata": {"path": folder}}
     NotebookClient(notebook, timeout=LIMIT_S, resources=place).execute()
     return outputs_of(notebook)

@@ -1,7 +1,7 @@
 """Compare the archives of a release with the files that git has: contents.py ARCHIVE ...
 
-A wheel has the package and no tests, and a source archive has what pyproject.toml includes.  Neither has
-another file, nor the path of the machine that built it.
+A wheel has the package and no tests, and a source archive has the files that pyproject.toml includes.
+Neither has another file, nor the path of the machine that built it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("benchmarks", "docs", "examples", "scripts", "src", "tests")
-# What the build adds: each archive has its metadata, and a source archive the rules of what git ignores.
+# The build adds the metadata to each archive, and git's list of ignored files to a source archive.
 ADDED_TO_SOURCES = {"PKG-INFO", ".gitignore"}
 METADATA = {"METADATA", "WHEEL", "RECORD", "entry_points.txt"}
 NEEDED = ("Name", "Version", "Summary", "License-Expression", "Requires-Python", "Description-Content-Type")

@@ -1,4 +1,4 @@
-"""Do what a user does first with an installed reknit, in an empty folder: python first_steps.py VERSION."""
+"""Take the first steps of a user with an installed reknit, in an empty folder: first_steps.py VERSION."""
 
 from __future__ import annotations
 

@@ -64,14 +64,14 @@ def test_texts_of_a_map_fit_into_their_boxes_and_boxes_into_the_picture(source: 
     )
     picture = ElementTree.fromstring((HERE / source).with_suffix(".svg").read_text())
     shown = {str(each.text) for each in picture.iter(TEXT)}
-    texts = [each.text for each in (*found.boxes, *found.arrows)]
+    texts = [*(box.text for box in found.boxes), *(arrow.text for arrow in found.arrows)]
     assert {line.strip() for text in texts for line in text if line.strip()} == shown
 
 
 def test_the_layers_are_those_of_the_table_of_rows() -> None:
     page = (ROOT / "docs/architecture.md").read_text()
     table = re.findall(r"^\| (\d+) \| (.*?) \|", page, re.MULTILINE)
-    rows = {number: [] for number, _ in table}  # type: dict[str, list[str]]
+    rows: dict[str, list[str]] = {number: [] for number, _ in table}
     for number, cell in table:
         rows[number] += re.findall(r"`(\w+)`", cell)
     drawn = re.findall(r"^row \d+ \d+ (\d+): (.+)$", (HERE / "layers.boxes").read_text(), re.MULTILINE)

@@ -1,4 +1,4 @@
-"""A release: its archives hold what belongs there and no more, and its files agree about the project."""
+"""A release: its archives hold the right files and no others, and its files agree about the project."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ WIDE = """
     return found;
 }
 """
-# One page of each kind, and what only a few pages have: pictures, tables, lists of parameters, long code.
+# One page of each kind, among them pages with pictures, tables, lists of parameters and long code.
 KINDS = (
     "index",
     "search",
