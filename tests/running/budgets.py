@@ -17,7 +17,7 @@ class Budget(NamedTuple):
 
 
 BUDGETS: dict[str, Budget] = {
-    ".": Budget(60, 118),
+    ".": Budget(50, 118),
     "attacks": Budget(20),
     "benchmarks": Budget(50, 24),
     "cli": Budget(50, 30, ("s3", "gcs", "azure", "hdfs")),
@@ -26,9 +26,9 @@ BUDGETS: dict[str, Budget] = {
     "dataloader": Budget(40, 60),
     "deepspeed": Budget(110, 46),
     "docs": Budget(120, 50),
-    "engine": Budget(100, 110),
+    "engine": Budget(100, 100),
     "examples": Budget(60, 57),
-    "faults": Budget(300, 860),
+    "faults": Budget(190, 720),
     "format": Budget(20),
     "frameworks": Budget(80, 320),
     "integrations": Budget(210, 380),
@@ -41,13 +41,13 @@ BUDGETS: dict[str, Budget] = {
     "processes": Budget(20, 8),
     "prose": Budget(5),
     "running": Budget(20),
-    "runs": Budget(60, 75, ("azure", "gcs", "hdfs", "s3")),
-    "simulation": Budget(60, 4),
+    "runs": Budget(50, 75, ("azure", "gcs", "hdfs", "s3")),
+    "simulation": Budget(45, 4),
     "storage": Budget(250, 46, ("s3", "gcs", "azure", "hdfs", "rclone")),
     "testing": Budget(60, 60),
     "torchrun": Budget(150, 354, ("s3", "gcs", "azure", "hdfs")),
     "transforms": Budget(35, 5),
     "types": Budget(10, 8),
     "vescale": Budget(20, 30),
-    "world": Budget(60),
+    "world": Budget(45),
 }
