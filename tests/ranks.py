@@ -206,7 +206,7 @@ def serve(warm: str, listener: int | None) -> None:
 
 
 def _import(warm: str) -> None:
-    """Import what ranks need."""
+    """Import the modules that ranks need."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which end this process
     # Torch's own warnings have nothing to do with a test, and would hide the warnings of reknit.
     warnings.simplefilter("ignore")

@@ -41,7 +41,8 @@ def test_a_fresh_process_exports_experimental_dtypes_without_a_warning(tmp_path:
         "torch_export.export_torch(sys.argv[1], sys.argv[2], verify=True)\n"
         "dcp_export.export_dcp(sys.argv[1], sys.argv[3], verify=True)\n"
     )
-    command = [sys.executable, "-c", code, tmp_path / "c", tmp_path / "out.pt", tmp_path / "dcp"]
+    places = [str(tmp_path / name) for name in ("c", "out.pt", "dcp")]
+    command = [sys.executable, "-c", code, *places]
     subprocess.run(command, check=True, timeout=60)
 
 

@@ -66,7 +66,7 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let the processes of a run share those that fork ranks, whose imports take seconds."""
+    """Let the processes of a run share the processes that fork ranks: their imports take seconds."""
     if hasattr(config, "workerinput"):
         os.environ[FOLDER] = config.workerinput["locks"]
 
