@@ -150,6 +150,6 @@ def test_processes_side_by_side_share_the_imports_and_keep_their_variables(
 
     assert in_fork(another)
     assert run(1, variable_and_server, path=tmp_path) == [("the first", server)]
-    os.kill(server, signal.SIGKILL)  # it has nothing to do with those that are there
+    os.kill(server, signal.SIGKILL)  # a rank server that other tests do not use
     assert run(1, variable_and_server, path=tmp_path)[0][0] == "the first"
     assert in_fork(lambda: run(1, variable_and_server, path=tmp_path)[0][1] != server)

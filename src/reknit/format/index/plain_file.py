@@ -1,7 +1,7 @@
 """A small index file without Arrow: one row group, one page a column, plain values, not compressed.
 
-Any Parquet reader reads such a file.  The reader here reads only such files: for others it returns None, and
-Arrow reads the file, or says what is wrong with it.
+Any Parquet reader reads such a file.  The reader here reads such files only.  For any other file it returns
+None; Arrow then reads that file, or raises the error.
 """
 
 from __future__ import annotations
