@@ -94,7 +94,7 @@ def _compare(mesh: Any, rank: int, size: int, seed: int, order: list[int]) -> No
 
 @pytest.mark.parametrize("number", range(len(changes.ALL)), ids=[one.__name__ for one in changes.ALL])
 def test_what_one_change_changes_is_found_as_by_a_new_walk(number: int) -> None:
-    for seed in range(examples(6)):
+    for seed in range(8):  # some changes have as many forms
         _compare(None, 0, 1, seed, [number])
 
 
