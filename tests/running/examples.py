@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 USUAL = 100
-_STEPS = (0, 1, 4, 6)
+_STEPS = (0, 1, 4)
 _FEW = 20
 
 
@@ -43,7 +43,7 @@ def thinned(cases: Iterable[T], every: int) -> list[T]:
 
 
 def partners(one: str, every: list[str]) -> list[str]:
-    """Return the partners of one case: itself and three others, or all at night.
+    """Return the partners of one case: itself and two others, or all at night.
 
     A few pairs suffice, since saves and loads are independent, and random layouts test their combination.
     """

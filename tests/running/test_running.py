@@ -105,14 +105,14 @@ def test_folders_are_those_below_tests() -> None:
     assert folder_of("tests/test_api.py::test_x") == "."
 
 
-def test_by_day_each_case_has_four_partners_and_is_the_partner_of_four() -> None:
+def test_by_day_each_case_has_three_partners_and_is_the_partner_of_three() -> None:
     every = [str(number) for number in range(15)]
     chosen = {one: partners(one, every) for one in every}
     if is_night():
         assert all(found == every for found in chosen.values())
         return
-    assert all(len(found) == 4 and one in found for one, found in chosen.items())
-    assert all(sum(one in found for found in chosen.values()) == 4 for one in every)
+    assert all(len(found) == 3 and one in found for one, found in chosen.items())
+    assert all(sum(one in found for found in chosen.values()) == 3 for one in every)
     assert set(partners("0", ["0", "1", "2"])) <= {"0", "1", "2"}
 
 
