@@ -79,6 +79,31 @@ def test_the_readme_is_short_enough_to_be_read() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
+def swallowed(text: str) -> list[str]:
+    """Return the lines that Markdown shows as a list item, or as text, though they are text, or a table."""
+    found, before, in_code = [], "", False
+    for line in text.splitlines():
+        in_code ^= line.lstrip().startswith("```")
+        item = re.match(r"(\d+[.)]|[-+*]) ", line) and not re.match(
+            r"\s*(\d+[.)]|[-+*]) |\s{2,}|#|\||:::|```", before
+        )
+        table = line.startswith("|") and not before.startswith("|")
+        if not in_code and before.strip() and (item or table):
+            found.append(line)
+        before = line
+    return found
+
+
+def test_text_that_wraps_into_a_list_is_noticed() -> None:
+    assert swallowed("a byte, 0 or\n1. The next\n| a | b |\n") == ["1. The next", "| a | b |"]
+    assert swallowed("text\n\n1. one\n2. two\n\n| a |\n|---|\n```\nx\n- y\n```\n") == []
+
+
+@pytest.mark.parametrize("page", MARKDOWN)
+def test_no_text_is_shown_as_a_list_and_no_table_as_text(page: str) -> None:
+    assert swallowed((ROOT / page).read_text()) == []
+
+
 @pytest.mark.parametrize("page", MARKDOWN)
 def test_every_file_that_a_page_names_exists(page: str) -> None:
     text = (ROOT / page).read_text()
