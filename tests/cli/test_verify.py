@@ -175,7 +175,7 @@ def test_an_index_that_places_tensors_elsewhere_is_told(
         return encode_index(Index(index.tensors, index.files, *columns), checked=checked)
 
     with monkeypatch.context() as patch:
-        patch.setattr("reknit.format.index.file.encode_index", swapped)
+        patch.setattr("reknit.engine.saving.save_coordinator.encode_index", swapped)
         reknit.save(tmp_path / "c", {"model": {"a": np.zeros(4), "b": np.ones(4), "c": np.ones(4)}})
     assert decode_index(index_of(tmp_path / "c").read_bytes()).start[0] > 4096
     assert command("verify", tmp_path / "c", "--data").code == 0

@@ -8,6 +8,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 from reknit.alerts import Alerts
@@ -137,6 +138,16 @@ def test_there_are_never_more_than_so_many_sinks(caplog: pytest.LogCaptureFixtur
     assert outlet_of(("test", 0), lambda: Outlet(hanging, "another")) is first
     del first, found
     assert outlet_of(("test", -1), lambda: Outlet(hanging, "after them")) is not None
+
+
+def test_any_number_of_sinks_is_served_one_after_another() -> None:
+    for number in range(2 * MOST_OUTLETS):
+        kept = Kept()
+        outlet = outlet_of(("one after another", number), partial(Outlet, kept, "quick"))
+        assert outlet is not None
+        outlet.put(numbered(number))
+        assert outlet.flush(WAIT_S)
+        assert kept.ranks() == [number]
 
 
 def test_sinks_are_flushed_while_other_threads_add_more() -> None:

@@ -17,9 +17,9 @@ class Budget(NamedTuple):
 
 
 BUDGETS: dict[str, Budget] = {
-    ".": Budget(50, 118),
-    "attacks": Budget(20),
-    "benchmarks": Budget(50, 24),
+    ".": Budget(50, 130),
+    "attacks": Budget(20, 4),
+    "benchmarks": Budget(50, 30),
     "cli": Budget(50, 32, ("s3", "gcs", "azure", "hdfs")),
     "comm": Budget(80, 100),
     "compat": Budget(35, 80),
@@ -40,8 +40,8 @@ BUDGETS: dict[str, Budget] = {
     "planner": Budget(15),
     "processes": Budget(20, 8),
     "prose": Budget(5),
-    "running": Budget(20),
-    "runs": Budget(50, 75, ("azure", "gcs", "hdfs", "s3")),
+    "running": Budget(20, 8),
+    "runs": Budget(50, 80, ("azure", "gcs", "hdfs", "s3")),
     "simulation": Budget(45, 4),
     "storage": Budget(250, 46, ("s3", "gcs", "azure", "hdfs", "rclone")),
     "testing": Budget(60, 60),

@@ -38,6 +38,7 @@ _IDLE_S = 60.0
 _FLUSH_S = 1.0
 _EXIT_S = 3.0
 _LEAVE_S = 0.3
+_ROOM_S = 0.05
 
 ending = threading.Event()
 """Set when this process ends: a sink must not wait any longer, least of all in code other than Python."""
@@ -98,6 +99,7 @@ class Outlet:
         self._dropped = 0
         self._warned = False
         self._late: threading.Event | None = None
+        self._idle = False
 
     def put(self, record: Any) -> None:
         """Take one record; from any thread, without waiting."""
@@ -129,6 +131,13 @@ class Outlet:
         self._ring.clear()
         if self._late is not None:
             self._late.wait(_LEAVE_S)
+
+    def retire(self) -> None:
+        """End the thread soon, if it only waits for more records; a later record starts another one."""
+        if self._idle:
+            self._idle_s = 0.0
+            self._hurry.set()
+            self._more.set()
 
     @property
     def busy(self) -> bool:
@@ -173,7 +182,10 @@ class Outlet:
         if self._called is None:
             self._called = f"the sink {shown(self.sink)}"  # code of a user: no save must wait for it
         while True:
-            if not self._more.wait(self._idle_s):
+            self._idle = True
+            woken = self._more.wait(self._idle_s)
+            self._idle = False
+            if not woken:
                 with self._lock:
                     self._served = False
                     if not self._ring:
@@ -261,6 +273,8 @@ def outlet_of(key: object, make: Callable[[], Outlet]) -> Outlet | None:
     """
     with _finding:
         found = _by_key.get(key)
+        if found is None and len(_by_key) >= MOST_OUTLETS:
+            _retire_idle()
         if found is None and len(_by_key) < MOST_OUTLETS:
             found = _by_key.setdefault(key, make())  # the handler of a signal may have made one meanwhile
     if found is None and not _refused.is_set():
@@ -269,6 +283,17 @@ def outlet_of(key: object, make: Callable[[], Outlet]) -> Outlet | None:
             "events are lost: there are %d sinks already, and none of them has ended", MOST_OUTLETS
         )
     return found
+
+
+def _retire_idle() -> None:
+    """End the threads that have nothing to do, with which outlets end that no save uses."""
+    for key in list(_by_key):
+        if (outlet := _by_key.get(key)) is not None:
+            outlet.retire()
+        del outlet
+    end = time.monotonic() + _ROOM_S
+    while len(_by_key) >= MOST_OUTLETS and time.monotonic() < end:
+        time.sleep(0.001)
 
 
 def flush(outlets: Sequence[Outlet], timeout_s: float = _FLUSH_S) -> None:
