@@ -192,7 +192,7 @@ def load_sharded(path: str, hosts: str, shape: tuple[int, ...]) -> list[tuple[li
 MESHES = {"fsdp2": (4,), "hsdp": (2, 2)}
 SPREAD = [(hosts, mesh) for hosts in ("aaaa", "aabb", "abab") for mesh in MESHES]
 BY_DAY = [("aaaa", "fsdp2"), ("aabb", "hsdp"), ("abab", "fsdp2")]
-"""Each kind of hosts, and each mesh: meshes decide the boxes that ranks want, hosts the ranks that read them."""
+"""Each kind of hosts, and each mesh: meshes decide the boxes that ranks want, hosts their readers."""
 
 
 @pytest.mark.parametrize(("hosts", "mesh"), SPREAD if is_night() else BY_DAY)
