@@ -84,13 +84,17 @@ def main() -> None:
         ),
     )
     result = trainer.fit()
-    path = saved_path(result.checkpoint)
+    # The step that Ray has registered may be older, and removed by now, if all workers died at the end.
+    path = reknit.latest(folder / "steps")
+    if path is None:
+        raise SystemExit("no step is committed")
     model = new_model()
     reknit.load(path, {"model": model})
     weights = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
     print(
         f"{Path(path).name}: began with step {result.metrics['first']}, "
-        f"weights {hashlib.sha256(weights).hexdigest()[:16]}",
+        f"weights {hashlib.sha256(weights).hexdigest()[:16]}, "
+        f"registered by Ray: {Path(saved_path(result.checkpoint)).name}",
         flush=True,
     )
 

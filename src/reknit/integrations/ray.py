@@ -61,6 +61,8 @@ def report(
 def saved_path(checkpoint: Any) -> str:
     """Return the path or URL at which `report` saved a checkpoint of Ray, for `reknit.load`.
 
+    The policy of the Checkpointer may have removed that step since; `reknit.latest` names the newest one.
+
     Raises `UsageError` for a checkpoint that `report` did not make.
     """
     found = checkpoint.get_metadata().get(_PATH)
