@@ -328,7 +328,7 @@ def test_wrong_arguments_say_what_is_wrong(arguments: list[str], text: str, fold
 
 
 def looks_wrong(tab: Any) -> list[str]:
-    """Return what is wider than the window, and texts that are hard to read.
+    """Return the elements that are wider than the window, and the texts that are hard to read.
 
     The policy of the page keeps a browser from evaluating a condition by itself, so a test asks again.
     """
