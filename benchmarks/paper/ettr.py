@@ -3,7 +3,8 @@
 The appendix spreads failures evenly over the interval between two saves.  Half an interval and half a save
 are then lost on average, and a load.  The times of DCP and MCP are the paper's, at the paper's scales.  Those
 of reknit are a projection: the rival's times over factors that were measured side by side on this machine.
-The factors are those of the table `stalls` if it was kept, else of benchmarks/results/table.json.
+The factors are those of the most similar workload in the table `stalls` if it was kept, else of
+benchmarks/results/table.json.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ INTERVAL_S = 200.0
 """100 steps of 2 s between two saves; the paper gives neither number."""
 DAYS = 54.0
 OURS = "reknit, projected"
+OF_THE_TRACE = "FSDP2"
+"""The workload whose factors the trace takes."""
 
 
 class Times(NamedTuple):
@@ -57,37 +60,55 @@ class Times(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """A workload of the paper's Table 4: its GPUs, and the times of the rival and of ByteCheckpoint."""
+    """A workload of the paper's Table 4: its GPUs, ours that is most like it, and the times of the others."""
 
     name: str
     gpus: int
+    like: str
     rival: str
     theirs: Times
     bytecheckpoint: Times
 
 
 SCALES = (
-    Scale("vDiT 4B", 32, "DCP", Times(16.25, 86.82, (50.12 + 74.89) / 2), Times(0.54, 27.47, 13.85)),
-    Scale("vDiT 4B", 128, "DCP", Times(61.37, 236.34, (105.74 + 91.01) / 2), Times(0.38, 23.74, 12.825)),
-    Scale("tGPT 70B", 2400, "MCP", Times(4.73, 28.97, (69.87 + 126.30) / 2), Times(0.39, 13.11, 55.79)),
-    Scale("tGPT 70B", 4800, "MCP", Times(4.70, 76.21, (123.80 + 64.62) / 2), Times(0.36, 8.59, 59.35)),
+    Scale("vDiT 4B", 32, "FSDP1", "DCP", Times(16.25, 86.82, (50.12 + 74.89) / 2), Times(0.54, 27.47, 13.85)),
+    Scale(
+        "vDiT 4B", 128, "FSDP1", "DCP", Times(61.37, 236.34, (105.74 + 91.01) / 2), Times(0.38, 23.74, 12.825)
+    ),
+    Scale(
+        "tGPT 70B",
+        2400,
+        "Megatron",
+        "MCP",
+        Times(4.73, 28.97, (69.87 + 126.30) / 2),
+        Times(0.39, 13.11, 55.79),
+    ),
+    Scale(
+        "tGPT 70B",
+        4800,
+        "Megatron",
+        "MCP",
+        Times(4.70, 76.21, (123.80 + 64.62) / 2),
+        Times(0.36, 8.59, 59.35),
+    ),
 )
 
 
 def measure(scratch: Path) -> Measured:
     """Compute the ratios for each scale of the paper, and on a trace of failures."""
     factors, source, skipped = _factors()
-    rows = [row for scale in SCALES for row in _rows(scale, factors[scale.rival])]
-    rows += _on_a_trace(factors["DCP"])
+    rows = [row for scale in SCALES for row in _rows(scale, factors[scale.like])]
+    rows += _on_a_trace(factors[OF_THE_TRACE])
     said = ", ".join(
-        f"{rival}: stall {each.stall_s:.2f}, save {each.save_s:.2f}, load {each.load_s:.2f}"
-        for rival, each in factors.items()
+        f"{workload}: stall {each.stall_s:.2f}, save {each.save_s:.2f}, load {each.load_s:.2f}"
+        for workload, each in factors.items()
     )
     return Measured(
         rows,
         skipped,
         [
             f"Factors of reknit from {source}. {said}.",
+            "vDiT trains with FSDP and ZeRO-2, as FSDP1 here; the trace takes the factors of FSDP2.",
             f"{INTERVAL_S:g} s between two saves; a load is the mean of both layouts.",
             "A projection: on GPUs and networks both factors and times will differ.",
         ],
@@ -95,37 +116,47 @@ def measure(scratch: Path) -> Measured:
 
 
 def _factors() -> tuple[dict[str, Times], str, dict[str, str]]:
-    """Return the factors of reknit over each rival, their source, and the missing rivals."""
+    """Return the factors of reknit by workload, their source, and the workloads without rows of their own."""
     stalls = kept(RESULTS / "paper", "stalls")
-    if stalls is not None and "DCP" in (found := _of_stalls(stalls["rows"])):
-        missing = {} if "MCP" in found else {"MCP beside reknit": "no row in the table `stalls`"}
-        return {"DCP": found["DCP"], "MCP": found.get("MCP", found["DCP"])}, "the table `stalls`", missing
+    found = {} if stalls is None else _of_stalls(stalls["rows"])
+    source = "the table `stalls`"
+    if OF_THE_TRACE not in found:
+        found, source = {OF_THE_TRACE: _of_the_readme()}, "benchmarks/results/table.json"
+    missing = {
+        f"{name} beside reknit": f"no row in the table `stalls`; factors of {OF_THE_TRACE} stand for it"
+        for name in (OF_THE_TRACE, *dict.fromkeys(scale.like for scale in SCALES))
+        if name not in found
+    }
+    return {scale.like: found[OF_THE_TRACE] for scale in SCALES} | found, source, missing
+
+
+def _of_the_readme() -> Times:
+    """Return the factors over DCP of the README's table."""
     rows = {row["row"]: row for row in json.loads((RESULTS / "table.json").read_text())["rows"]}
 
     def factor(name: str) -> float:
         return float(rows[name]["rival"]["median"] / rows[name]["ours"]["median"])
 
-    times = Times(
+    return Times(
         factor("later saves, blocked (1 GiB a rank)"),
         factor("later saves, end to end (1 GiB a rank)"),
         factor("load, 2 ranks, cold"),
     )
-    why = "the table `stalls` was not kept; factors over DCP stand for it"
-    return {"DCP": times, "MCP": times}, "benchmarks/results/table.json", {"MCP beside reknit": why}
 
 
 def _of_stalls(rows: Sequence[Mapping[str, Any]]) -> dict[str, Times]:
-    """Return the median factors of the table `stalls` for each rival that has all of them."""
+    """Return the median factors of the table `stalls` for each workload that has all of them."""
     ends = {"training stops": "stall", "a save from end to end": "save"}
     found: dict[str, dict[str, list[float]]] = {}
     for row in rows:
-        _, _, what = row["what"].partition(": ")
+        where, _, what = row["what"].partition(": ")
         kind = ends.get(what, "load" if what.startswith("a load") else "")
         if kind and row["factor"]:
-            found.setdefault(row["over"], {}).setdefault(kind, []).append(row["factor"])
-    whole = {rival: each for rival, each in found.items() if len(each) == 3}
+            workload = where.partition(" on ")[0]
+            found.setdefault(workload, {}).setdefault(kind, []).append(row["factor"])
+    whole = {workload: each for workload, each in found.items() if len(each) == 3}
     kinds = ("stall", "save", "load")
-    return {rival: Times(*(median(each[kind]) for kind in kinds)) for rival, each in whole.items()}
+    return {workload: Times(*(median(each[kind]) for kind in kinds)) for workload, each in whole.items()}
 
 
 def _rows(scale: Scale, factors: Times) -> list[Row]:
