@@ -97,7 +97,7 @@ def test_no_page_is_wider_than_a_desktop_or_a_telephone(site: Path, browser: Any
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_every_text_of_each_kind_of_page_has_enough_contrast(theme: str, site: Path, browser: Any) -> None:
+def test_each_kind_of_page_fits_into_the_window_and_has_enough_contrast(theme: str, site: Path, browser: Any) -> None:
     tab = browser.new_page(color_scheme=theme)
     tab.set_default_timeout(1000 * LIMIT_S)
     found = []
@@ -105,7 +105,7 @@ def test_every_text_of_each_kind_of_page_has_enough_contrast(theme: str, site: P
         tab.goto((site / f"{name}.html").as_uri())
         for width in WIDTHS:
             tab.set_viewport_size({"width": width, "height": HEIGHT})
-            found += [f"{name} at {width} px: {pale}" for pale in bad_contrasts(tab)]
+            found += [f"{name} at {width} px: {bad}" for bad in bad_contrasts(tab) + tab.evaluate(WIDE)]
     ground = tab.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (ground == "rgb(255, 255, 255)") == (theme == "light")
     assert found == []
