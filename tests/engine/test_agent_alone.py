@@ -20,6 +20,7 @@ from reknit.engine.background.agent import Agent
 from reknit.engine.background.agent_save import AgentSave
 from reknit.engine.background.trainer import agent_link
 from reknit.engine.background.trainer.agent_session import AgentStart
+from reknit.engine.memory.arena import Arena
 from reknit.engine.memory.tuning import Tuner
 from reknit.engine.round_messages import RankClaims
 from reknit.engine.saving.reuse import Committed
@@ -29,6 +30,7 @@ from reknit.errors import AgentError, ShortageError
 from reknit.monitor.phase import Recorder
 from reknit.options import SaveOptions
 from reknit.processes.channel import Channel, Message
+from reknit.processes.shared_memory import SharedMemory
 from reknit.system import socket_pair, start_thread
 from tests.engine.runs import nothing_held
 from tests.faults.nursery import wait_until
@@ -148,6 +150,24 @@ def test_a_save_tells_what_made_it_fail_first() -> None:
         agent_save.fail(AgentError("the trainer is gone"))
     assert agent_save.error is not None
     assert agent_save.error.message == "the disk is full"
+
+
+def test_the_bytes_of_a_file_are_written_when_the_trainer_has_staged_them() -> None:
+    ours, theirs = socket_pair()
+    memory, fetched = SharedMemory.create(4096), []
+    with ours, theirs:
+        save = AgentSave(*begun(0), Channel(theirs, say.decode), Committed())
+        planned = say.Planned(
+            number=0, items=["model"], files=[("model", 0, 5)], frozen=[], columns=None, arena=0, ring=4096
+        )
+        save.plan(planned, memory)
+        writer = start_thread("writer", lambda: fetched.append(bytes(save.fetch(0, 0, 5, Arena(5)))))
+        writer.join(0.3)
+        assert not fetched
+        memory.bytes[:5] = list(b"bytes")
+        save.fill(0)
+        writer.join(LIMIT_S)
+    assert fetched == [b"bytes"]
 
 
 def test_an_agent_lives_through_the_signals_that_are_meant_for_its_trainer() -> None:
