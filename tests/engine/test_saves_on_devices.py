@@ -315,6 +315,8 @@ def test_copies_that_come_after_the_deadline_of_their_save_are_not_in_the_next_o
         held.enter_context(accelerator.held(stream))
         with pytest.raises(reknit.DeadlineError, match=f"{device_type}:1 had not copied"):
             reknit.save(tmp_path / "late", {"x": late}, wait=False, options=hasty).result(LIMIT_S)
+        # By the end of another save, the agent has given back the memory of the late one.
+        reknit.save(tmp_path / "between", {"x": torch.ones(1)}, wait=False, options=options).result(LIMIT_S)
         with stopped(agents_of(os.getpid())):
             pending = reknit.save(tmp_path / "next", {"x": live}, wait=False, options=options)
             held.close()
