@@ -11,8 +11,10 @@ import pyarrow.parquet as pq
 from reknit.format.index import columns as index_columns
 from reknit.format.index.arrow_file import write_with_arrow
 from reknit.format.index.plain_file import write_plain
+from reknit.types.box import Box
+from reknit.types.shard import TensorSpec
 from tests.attacks.thrift import BINARY, I32, I64, LIST, STRUCT, Reader, Struct, write
-from tests.format.samples import sample_index
+from tests.format.samples import index_of, sample_index
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -88,14 +90,41 @@ def _wrong_pages() -> Iterator[tuple[str, bytes]]:
         ("first_number_goes_on_with_a_list_before", 3, 5, b"\xff"),
         ("numbers_that_are_absent_and_have_values", 3, 12, b"\x00"),
     ):
-        good = bytearray(plain_index())
-        end = len(good) - 8 - int.from_bytes(good[-8:-4], "little")
-        meta = _meta(Reader(bytes(good), end).struct(), column)
-        reader = Reader(bytes(good), meta[9][1])
-        reader.struct()
-        place = reader.position + at
-        good[place : place + len(change)] = change
-        yield f"plain_{name}", bytes(good)
+        yield f"plain_{name}", _patched(plain_index(), column, at, change)
+    for column in (0, 1, 2, 6):
+        yield f"plain_text_{column}_that_swallows_the_last_one", _with_fewer_texts(column)
+    one = write_plain(index_of([("model", "w", TensorSpec((1, 1), "int64"), Box((0, 0), (1, 1)), "f", 0)]))
+    assert one is not None
+    for column in (3, 4, 5):
+        one = _patched(one, column, 5, b"\x01")
+    yield "plain_lists_that_begin_with_their_second_number", one
+
+
+def _body(index: bytes, column: int) -> int:
+    """Return the place of the values of a column, after the header of its page."""
+    end = len(index) - 8 - int.from_bytes(index[-8:-4], "little")
+    reader = Reader(index, _meta(Reader(index, end).struct(), column)[9][1])
+    reader.struct()
+    return reader.position
+
+
+def _patched(index: bytes, column: int, at: int, change: bytes) -> bytes:
+    """Return an index with other bytes at a place among the values of a column."""
+    place = _body(index, column) + at
+    return index[:place] + change + index[place + len(change) :]
+
+
+def _with_fewer_texts(column: int) -> bytes:
+    """Return an index in which the last text but one of a column has the last one in it."""
+    index = plain_index()
+    rows = len(sample_index().tensor)
+    at, sizes, begin = 0, list[int](), _body(index, column)
+    for _ in range(rows):
+        sizes.append(int.from_bytes(index[begin + at : begin + at + 4], "little"))
+        at += 4 + sizes[-1]
+    longer = sizes[-2] + 4 + sizes[-1]
+    index = _patched(index, column, at - longer - 4, longer.to_bytes(4, "little"))
+    return _with_page(index, column, {5: {1: rows - 1}}, _set_meta(column, 5, rows - 1))
 
 
 def _broken_frames() -> Iterator[tuple[str, bytes]]:
