@@ -189,6 +189,17 @@ def test_a_newest_step_that_somebody_has_removed_since_it_was_seen_is_not_what_s
     assert reknit.verify(root / "step_00000003", "data").ok
 
 
+def test_a_newest_step_that_the_policy_does_not_keep_and_somebody_has_removed_is_not_what_stays(
+    root: Path,
+) -> None:
+    retention = Retention(open_storage(root), at(1))
+    assert [each.step for each in retention.surplus()] == [2, 3]
+    (root / "step_00000004" / "notes.txt").write_text("mine")  # so that its folder stays
+    reknit.delete(root / "step_00000004")
+    assert [each.step for each in retention.prune()] == [2]
+    assert reknit.verify(root / "step_00000003", "data").ok
+
+
 def test_leftovers_that_cannot_be_removed_hold_nothing_else_up(
     root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
