@@ -184,12 +184,30 @@ def test_a_folder_of_events_that_is_gone_is_made_again(tmp_path: Path) -> None:
         events.parent.rmdir()
 
 
-def test_the_current_folder_may_be_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_current_folder_may_be_gone_and_no_later_one_takes_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     options = reknit.SaveOptions(events="events.jsonl")
     reknit.save(tmp_path / "x", STATE, options=options).result(LIMIT_S)
+    monkeypatch.chdir(tmp_path)
+    assert sinks.flush(LIMIT_S)
+    assert not (tmp_path / "events.jsonl").exists()
+    assert "the current folder of the save was gone" in caplog.text
+
+
+def test_all_lines_go_to_the_folder_that_was_the_current_one_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = sinks.JsonLines("events.jsonl")
+    (tmp_path / "later").mkdir()
+    monkeypatch.chdir(tmp_path / "later")
+    lines.take([phase("write")])
+    assert not any((tmp_path / "later").iterdir())
+    assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 1
 
 
 # One record that cannot be written

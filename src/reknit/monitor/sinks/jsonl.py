@@ -12,7 +12,7 @@ from reknit.errors import StorageError
 from reknit.keywords import checked_call
 from reknit.locations import local_path
 from reknit.monitor.record_losses import take_writable
-from reknit.monitor.sinks.event_paths import file_of_process
+from reknit.monitor.sinks.event_paths import absolute, file_of_process
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +35,7 @@ class JsonLines:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._lock = threading.Lock()
         self._torn = False
-        path = local_path(path, "events go to")
+        path = absolute(local_path(path, "events go to"))  # the current folder may be another one later
         try:
             self.path = file_of_process(path, "jsonl")
             self._append(b"")
@@ -85,6 +85,8 @@ class LinesOfEvents:
 
     def take(self, records: Sequence[Record]) -> None:
         """Append records.  Raises `StorageError`, `OSError`, `LostRecords`."""
+        if not os.path.isabs(self._path):  # another folder that is current by now is not meant
+            raise StorageError("the current folder of the save was gone", path=self._path)
         if self._lines is None:
             self._lines = JsonLines(self._path)
         try:
