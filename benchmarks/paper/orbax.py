@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.orbax import job, replicas
 from benchmarks.orbax.contestants import Mode
+from benchmarks.paper.jobs.places import started
 from benchmarks.paper.results import About, Measured, Row, small
 from benchmarks.storage.places import folder, prepare
 
@@ -223,8 +224,8 @@ def _server() -> str | None:
     """Return the reason why no object store is there, or None."""
     if find_spec("obstore") is None:
         return "obstore is not installed"
-    if folder("s3") is None:
-        return "no server is up: scripts/servers up s3"
+    if why := started("s3"):
+        return why
     prepare("s3")
     return None
 

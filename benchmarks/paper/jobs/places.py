@@ -1,4 +1,4 @@
-"""Where do the checkpoints of a table lie?  In a folder of the disk, and on HDFS if it is up or can be."""
+"""Where do the checkpoints of a table lie?  In a folder of the disk, and on a server if it is up or can be."""
 
 from __future__ import annotations
 
@@ -9,24 +9,27 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-STATE = ROOT / ".servers" / "hdfs.json"
+SERVERS = ROOT / ".servers"
 UP_S = 120.0
 
 
 def hdfs() -> tuple[str, str]:
-    """Return the URL of a new folder on HDFS, or "" and the reason.
-
-    The server is started if it is not up, and stays up.
-    """
+    """Return the URL of a new folder on HDFS, or "" and the reason."""
     if find_spec("hdfs_native") is None:
         return "", "hdfs-native is not installed"
-    if not STATE.exists():
+    if why := started("hdfs"):
+        return "", why
+    endpoint = json.loads((SERVERS / "hdfs.json").read_text())["endpoint"]
+    return f"{endpoint}/paper-{uuid.uuid4().hex[:12]}", ""
+
+
+def started(server: str) -> str:
+    """Start a server if it is not up, and leave it up; return the reason why there is none, or ""."""
+    state = SERVERS / f"{server}.json"
+    if not state.exists():
+        command = [ROOT / "scripts" / "servers", "up", server]
         try:
-            subprocess.run(
-                [ROOT / "scripts" / "servers", "up", "hdfs"], check=True, timeout=UP_S, capture_output=True
-            )
+            subprocess.run(command, check=True, timeout=UP_S, capture_output=True)
         except (OSError, subprocess.SubprocessError) as error:
-            return "", f"scripts/servers up hdfs: {error}"
-    if not STATE.exists():
-        return "", "scripts/servers up hdfs started no server"
-    return f"{json.loads(STATE.read_text())['endpoint']}/paper-{uuid.uuid4().hex[:12]}", ""
+            return f"scripts/servers up {server}: {error}"
+    return "" if state.exists() else f"scripts/servers up {server} started no server"
