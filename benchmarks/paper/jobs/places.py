@@ -1,4 +1,4 @@
-"""Where do the checkpoints of a table lie?  In a folder of the disk, and on a server if it is up or can be."""
+"""Where do the checkpoints of a table lie?  In a folder of the disk, or on a server, which is started."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def hdfs() -> tuple[str, str]:
 
 
 def started(server: str) -> str:
-    """Start a server if it is not up, and leave it up; return the reason why there is none, or ""."""
+    """Start a server if it is not up, and leave it up; return the reason if that fails, else ""."""
     state = SERVERS / f"{server}.json"
     if not state.exists():
-        command = [ROOT / "scripts" / "servers", "up", server]
+        command = [str(ROOT / "scripts" / "servers"), "up", server]
         try:
             subprocess.run(command, check=True, timeout=UP_S, capture_output=True)
         except (OSError, subprocess.SubprocessError) as error:
