@@ -97,7 +97,9 @@ def test_no_page_is_wider_than_a_desktop_or_a_telephone(site: Path, browser: Any
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_each_kind_of_page_fits_into_the_window_and_has_enough_contrast(theme: str, site: Path, browser: Any) -> None:
+def test_each_kind_of_page_fits_into_the_window_and_has_enough_contrast(
+    theme: str, site: Path, browser: Any
+) -> None:
     tab = browser.new_page(color_scheme=theme)
     tab.set_default_timeout(1000 * LIMIT_S)
     found = []
