@@ -74,6 +74,14 @@ def test_a_folder_that_starts_more_processes_than_its_budget_fails_the_run(
     assert "2 passed" in done.stdout
 
 
+def test_a_run_at_night_has_no_budgets(tmp_path: Path) -> None:
+    profile = "from hypothesis import settings; settings.register_profile('long', max_examples=1000)"
+    (tmp_path / "conftest.py").write_text(profile)
+    done = pytest_in(tmp_path, "--hypothesis-profile=long", dear=STARTS_ONE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout
+
+
 def test_a_run_within_its_budgets_is_green(tmp_path: Path) -> None:
     assert pytest_in(tmp_path, cheap="def test_nothing(): pass").returncode == 0
 
