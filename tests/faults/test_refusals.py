@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 import reknit
 from tests import ranks, sandbox
+from tests.faults.nursery import agents_of
 
 needs_filters = pytest.mark.skipif(
     not sandbox.KNOWN, reason="this machine's calls have numbers not known here"
@@ -71,10 +71,10 @@ def as_a_daemon(folder: str) -> None:
         return write(fd, *rest)
 
     vars(os)["pwrite"] = noted
-    before = psutil.Process().children()
+    before = agents_of(os.getpid())
     reknit.save(Path(folder, "step_0"), state(0), wait=False).result(60)
-    (agent,) = set(psutil.Process().children()) - set(before)
-    assert {os.readlink(f"/proc/{agent.pid}/fd/{fd}") for fd in (0, 1, 2)} == {"/dev/null"}
+    (agent,) = set(agents_of(os.getpid())) - set(before)
+    assert {os.readlink(f"/proc/{agent}/fd/{fd}") for fd in (0, 1, 2)} == {"/dev/null"}
     reknit.save(Path(folder, "step_9"), state(9))
     assert written
     assert min(written) > 2, "prints of any code would be in the checkpoint"
