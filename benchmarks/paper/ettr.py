@@ -65,32 +65,19 @@ class Scale(NamedTuple):
     name: str
     gpus: int
     like: str
-    rival: str
     theirs: Times
     bytecheckpoint: Times
 
+    @property
+    def rival(self) -> str:
+        return "MCP" if self.like == "Megatron" else "DCP"
+
 
 SCALES = (
-    Scale("vDiT 4B", 32, "FSDP1", "DCP", Times(16.25, 86.82, (50.12 + 74.89) / 2), Times(0.54, 27.47, 13.85)),
-    Scale(
-        "vDiT 4B", 128, "FSDP1", "DCP", Times(61.37, 236.34, (105.74 + 91.01) / 2), Times(0.38, 23.74, 12.825)
-    ),
-    Scale(
-        "tGPT 70B",
-        2400,
-        "Megatron",
-        "MCP",
-        Times(4.73, 28.97, (69.87 + 126.30) / 2),
-        Times(0.39, 13.11, 55.79),
-    ),
-    Scale(
-        "tGPT 70B",
-        4800,
-        "Megatron",
-        "MCP",
-        Times(4.70, 76.21, (123.80 + 64.62) / 2),
-        Times(0.36, 8.59, 59.35),
-    ),
+    Scale("vDiT 4B", 32, "FSDP1", Times(16.25, 86.82, (50.12 + 74.89) / 2), Times(0.54, 27.47, 13.85)),
+    Scale("vDiT 4B", 128, "FSDP1", Times(61.37, 236.34, (105.74 + 91.01) / 2), Times(0.38, 23.74, 12.825)),
+    Scale("tGPT 70B", 2400, "Megatron", Times(4.73, 28.97, (69.87 + 126.30) / 2), Times(0.39, 13.11, 55.79)),
+    Scale("tGPT 70B", 4800, "Megatron", Times(4.70, 76.21, (123.80 + 64.62) / 2), Times(0.36, 8.59, 59.35)),
 )
 
 
