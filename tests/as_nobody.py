@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import pickle
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from tests.forks import fork
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,9 +26,7 @@ def as_nobody(fn: Callable[[], Any]) -> Any:
     The process is forked from one with threads, so `fn` may only make system calls.
     """
     reads, writes = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python warns of forks where there are threads; the child needs none
-        child = os.fork()
+    child = fork()
     if child == 0:
         try:
             os.setgroups([])

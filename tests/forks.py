@@ -1,7 +1,8 @@
-"""Checks in a process that is forked now."""
+"""Processes that are forked from one that runs tests."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tempfile
@@ -16,6 +17,22 @@ if TYPE_CHECKING:
 WAIT_S = 60
 
 
+def fork() -> int:
+    """Fork this process, as `os.fork` does, and keep its garbage from the collector of the child.
+
+    An object of C++ that joins its threads when it is freed, such as a process group, aborts or hangs a
+    child: it has no such threads.
+    """
+    gc.collect()  # here, where the threads are
+    gc.freeze()  # what came since then, from other threads
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python warns of forks where there are threads
+        pid = os.fork()
+    if pid:
+        gc.unfreeze()
+    return pid
+
+
 def in_fork(check: Callable[[], bool]) -> bool:
     """Return the result of `check` in a process that is forked now.
 
@@ -23,10 +40,9 @@ def in_fork(check: Callable[[], bool]) -> bool:
     """
     with tempfile.TemporaryDirectory(prefix="reknit-fork-") as folder:
         reason = Path(folder, "reason")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python warns of forks where there are threads
-            pid = os.fork()
+        pid = fork()
         if not pid:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a handler in Python waits for calls of C and Rust
             signal.alarm(WAIT_S)
             try:
                 os._exit(0 if check() else 1)

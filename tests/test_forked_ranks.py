@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 import reknit
+from tests.forks import fork
 from tests.ranks import run
 
 
@@ -19,7 +20,7 @@ def fork_and_save(root: str, joined: bool) -> list[str]:
     if joined:
         reknit.save(f"{root}/all", state)
     said = Path(root) / f"said-{dist.get_rank()}"
-    child = os.fork()
+    child = fork()
     if child == 0:
         try:
             for how in ({}, {"group": reknit.alone()}):
@@ -55,7 +56,7 @@ def fork_often(root: str, times: int) -> list[int]:
     reknit.save(f"{root}/step", {"model": {"w": np.arange(3.0)}})
     ends = []
     for _ in range(times):
-        child = os.fork()
+        child = fork()
         if child == 0:
             os._exit(len(os.listdir("/proc/self/task")) - 1)
         ends.append(os.waitpid(child, 0)[1])

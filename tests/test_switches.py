@@ -28,7 +28,7 @@ from reknit.policies import at, on_preemption
 from reknit.storage.wrappers.retrying import RetryingStorage, RetryPolicy
 from reknit.system import Switch, without_collections
 from reknit.testing.faulty_storage import Fault, FaultyStorage
-from tests.forks import in_fork
+from tests.forks import fork, in_fork
 from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
@@ -240,14 +240,13 @@ class Forking(Loaded):
         self.parent, self.child = os.getpid(), 0
 
     def state_dict(self) -> dict[str, int]:
-        self.child = os.fork()
+        self.child = fork()
         if not self.child:
             signal.alarm(WAIT_S)
             raise ValueError("the child does not save")
         return {"x": 1}
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_process_that_is_forked_inside_of_a_save_has_its_switches_back_at_its_end(tmp_path: Path) -> None:
     before, forking = switches()["collector"], Forking()
     try:

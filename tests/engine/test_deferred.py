@@ -27,6 +27,7 @@ from reknit.engine.background.trainer.snapshot import Snapshot
 from reknit.engine.memory import file_image
 from reknit.errors import DeadlineError, StateError
 from reknit.storage.registry import register
+from tests.forks import fork
 from tests.running.examples import examples
 from tests.storage.process_memory import ProcessMemory
 
@@ -331,7 +332,7 @@ def test_a_forked_process_waits_for_no_copies(gate: Gate) -> None:
     proven(state)
     pending = save("lazy://run/second", state)
     assert not is_staged(pending)
-    child = os.fork()
+    child = fork()
     if child == 0:
         try:
             state["optimizer"].step()

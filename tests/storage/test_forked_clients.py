@@ -86,3 +86,21 @@ def test_a_forked_process_does_not_wait_for_threads_of_its_parents_hdfs_client()
     assert unreached()
     assert in_fork(unreached)
     assert unreached()
+
+
+@needs("hdfs_native", "hdfs-native")
+@pytest.mark.parametrize("clients", [0, 1, 3])
+def test_a_forked_process_may_drop_its_parents_hdfs_clients(clients: int) -> None:
+    from reknit.storage.hdfs.client import HdfsClient
+    from reknit.storage.hdfs.config import parse_url
+
+    place = parse_url(f"hdfs://127.0.0.1:{free_port()}/x?timeout_s=5")
+    made = [HdfsClient(place) for _ in range(clients)]
+
+    def drop() -> bool:
+        made.clear()  # as the collector does in a worker of a data loader
+        return True
+
+    assert in_fork(drop)
+    assert in_fork(lambda: in_fork(drop))
+    assert len(made) == clients

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TypeVar
 
@@ -28,6 +29,19 @@ PIECE_NBYTES = 4 << 20
 """Bytes that are handed to the client at once: each has to get through within the deadline."""
 
 
+_all: weakref.WeakSet[HdfsClient] = weakref.WeakSet()
+_of_parents: list[list[RawClient]] = []
+"""The clients that a process has while it is forked.  A child keeps them: the end of a client waits for its
+threads, which the child does not have."""
+
+
+def _before_fork() -> None:
+    _of_parents.append([client.raw for client in list(_all)])
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=lambda: _of_parents.pop())
+
+
 class HdfsClient:
     """A cluster, as seen by all stores of this process that begin at one.  Paths are absolute."""
 
@@ -37,8 +51,8 @@ class HdfsClient:
         self._lock = threading.Lock()
         self._first = 0
         """The NameNode that is asked first."""
-        self._client, self._process = self._connect(), os.getpid()
-        self._of_parent: list[RawClient] = []
+        self.raw, self._process = self._connect(), os.getpid()
+        _all.add(self)
 
     def url(self, path: str) -> str:
         """Return the URL of a path, as a user would write it."""
@@ -129,7 +143,7 @@ class HdfsClient:
         """Yield the client, and translate its errors to a `StorageError` about `path`."""
         if self._process != os.getpid():
             self._connect_anew()
-        client = self._client
+        client = self.raw
         try:
             yield client
         except (OSError, RuntimeError, ValueError, OverdueError) as error:
@@ -151,15 +165,14 @@ class HdfsClient:
         next.
         """
         with self._lock:
-            if self._client is client:
+            if self.raw is client:
                 self._first = (self._first + 1) % len(self.cluster.namenodes)
-                self._client = self._connect()
+                self.raw = self._connect()
 
     def _connect_anew(self) -> None:
         """Replace the client in a forked process, where the threads of its parent's client are missing."""
-        self._of_parent.append(self._client)  # its end would wait for those threads
         self._lock = threading.Lock()
-        self._client, self._process = self._connect(), os.getpid()
+        self.raw, self._process = self._connect(), os.getpid()
 
     def _connect(self) -> RawClient:
         # It asks all NameNodes once, instead of for a minute: whether to ask again is for others to say.
