@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import platform
 import sys
-from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib import metadata as distributions
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct, field
 
 from reknit.arguments import (
     check_flag,
@@ -38,8 +39,7 @@ if TYPE_CHECKING:
     from reknit.types.shard import Holdings
 
 
-@dataclass(frozen=True, kw_only=True)
-class SaveRequest:
+class SaveRequest(Struct, frozen=True, kw_only=True, dict=True):
     """The arguments of a call, as the user passed them; `wrong` is the error of its options.
 
     `records` are the records of the run that the save is a step of, by the URLs of their folders.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import base64
 import json
 import struct
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import xxhash
 from msgspec.msgpack import Ext
+from msgspec.structs import replace
 
 from reknit.format.manifest_file import encode_manifest
 from reknit.types.manifest import FileEntry

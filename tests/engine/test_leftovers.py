@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 import reknit
 from reknit.engine.stored.leftovers import Leftover, leftovers, remove

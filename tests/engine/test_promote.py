@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 import reknit
 from reknit.comm.group import SoloGroup
@@ -427,7 +427,7 @@ def test_one_rank_that_is_alone_promotes_files_of_any_size(source: Saved, tmp_pa
     ]
     entries = tuple(FileEntry(f.path, f.nbytes, tuple(f.digests.tolist())) for f in files)
     manifest = manifest_of(source.root)
-    manifest = dataclasses.replace(manifest, files=(*manifest.files, *entries))
+    manifest = structs.replace(manifest, files=(*manifest.files, *entries))
     source.storage.put(MANIFEST_PATH, encode_manifest(manifest), if_absent=False)
     written = [file for files in source.written for file in files] + files
     job = Promotion(source.storage, local(tmp_path / "slow"), False, OPTIONS, Recorder("promote"))
@@ -450,7 +450,7 @@ def test_blocks_of_another_size_are_compared_as_they_are(
         FileEntry(f.path, f.nbytes, tuple(block_digests((source.root / f.path).read_bytes(), block_nbytes)))
         for f in manifest.files
     )
-    manifest = dataclasses.replace(manifest, files=entries, block_nbytes=block_nbytes)
+    manifest = structs.replace(manifest, files=entries, block_nbytes=block_nbytes)
     source.storage.put(MANIFEST_PATH, encode_manifest(manifest), if_absent=False)
     alone(source.storage, local(tmp_path / "slow"))
     assert content(tmp_path / "slow") == content(source.root)
@@ -462,9 +462,9 @@ def test_blocks_of_another_size_are_compared_as_they_are(
 
 
 def test_blocks_larger_than_any_piece_are_refused(source: Saved, tmp_path: Path) -> None:
-    manifest = dataclasses.replace(manifest_of(source.root), block_nbytes=64 << 20)
-    entries = tuple(dataclasses.replace(f, digests=f.digests[:1]) for f in manifest.files)
-    manifest = dataclasses.replace(manifest, files=entries)
+    manifest = structs.replace(manifest_of(source.root), block_nbytes=64 << 20)
+    entries = tuple(structs.replace(f, digests=f.digests[:1]) for f in manifest.files)
+    manifest = structs.replace(manifest, files=entries)
     source.storage.put(MANIFEST_PATH, encode_manifest(manifest), if_absent=False)
     with pytest.raises(FormatError, match="67108864"):
         alone(source.storage, local(tmp_path / "slow"))

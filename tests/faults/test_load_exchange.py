@@ -20,6 +20,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch.distributed as dist
+from msgspec import structs
 
 import reknit
 from reknit.engine.sharing import share_out
@@ -65,10 +66,12 @@ def reblock(path: Path) -> None:
     """Give the checkpoint the smallest blocks that the format allows."""
     manifest = decode_manifest((path / "manifest.json").read_bytes())
     files = tuple(
-        replace(file, digests=tuple(block_digests((path / file.path).read_bytes(), BLOCK)))
+        structs.replace(file, digests=tuple(block_digests((path / file.path).read_bytes(), BLOCK)))
         for file in manifest.files
     )
-    (path / "manifest.json").write_bytes(encode_manifest(replace(manifest, files=files, block_nbytes=BLOCK)))
+    (path / "manifest.json").write_bytes(
+        encode_manifest(structs.replace(manifest, files=files, block_nbytes=BLOCK))
+    )
 
 
 # Functions that run in a rank.

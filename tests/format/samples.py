@@ -9,7 +9,6 @@ import pathlib
 import struct
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from dataclasses import replace
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -18,6 +17,7 @@ import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from msgspec.structs import replace
 
 from reknit.format.checksum import block_digests, num_blocks
 from reknit.format.file_table import encode_table, table_of

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
+from msgspec.structs import replace
 
 from reknit.errors import FormatError, VersionError
 from reknit.format.file_table import entries, with_table

@@ -3,7 +3,6 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from reknit.errors import CorruptError, FormatError
 from reknit.format.index import arrow_file, parquet_bounds, plain_file

@@ -3,13 +3,13 @@ from __future__ import annotations
 import base64
 import json
 import tracemalloc
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from reknit.errors import CorruptError, FormatError, ReknitError, StateError, VersionError
 from reknit.format import manifest_file, strict_json

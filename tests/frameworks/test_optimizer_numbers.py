@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 import reknit
 from reknit.errors import MismatchError, StateError

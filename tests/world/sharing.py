@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 import threading
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import numpy as np
+from msgspec.structs import replace
 
 from reknit.engine.loading.load import load
 from reknit.engine.loading.load_job import LoadJob

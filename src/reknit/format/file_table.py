@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, NoReturn, cast
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from reknit.errors import CorruptError, FormatError
 from reknit.format.checksum import num_blocks

@@ -89,7 +89,7 @@ class _Document(msgspec.Struct, kw_only=True):
 
 
 _CONVERTED = {"step", "created", "items", "files", "blobs", "dropped", "origin", "metadata"}
-_PLAIN = sorted(Manifest.__dataclass_fields__.keys() & {*_Document.__struct_fields__} - _CONVERTED)
+_PLAIN = sorted({*Manifest.__struct_fields__} & {*_Document.__struct_fields__} - _CONVERTED)
 """The members with the name and the value of a field of `Manifest`; they are left out if that is None."""
 
 _DECODE_HEAD = msgspec.json.Decoder(_Head).decode

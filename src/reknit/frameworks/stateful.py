@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct, field
 
 from reknit.errors import FormatError, StateError
 from reknit.frameworks import tree
@@ -44,16 +45,14 @@ _CALLED = (
 )
 
 
-@dataclass(frozen=True)
-class Accessors:
+class Accessors(Struct, frozen=True):
     """An object with two functions that return and take its state."""
 
     state_dict: Callable[[], Any]
     load_state_dict: Callable[[Any], None]
 
 
-@dataclass
-class Kept:
+class Kept(Struct):
     """Values in the form that the load gives them."""
 
     values: Any = field(default_factory=dict)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 if TYPE_CHECKING:
     from reknit.comm.meeting.rendezvous import Store
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingJob:
+class TrainingJob(Struct, frozen=True):
     """The ranks that save and load together, of torch or of JAX.
 
     `rank` and `size` count inside the job or subgroup, `ranks` are the job-wide numbers of its ranks.

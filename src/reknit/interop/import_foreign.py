@@ -8,11 +8,12 @@ compared with its source.  With several ranks each writes a share of the files, 
 from __future__ import annotations
 
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from reknit.arguments import open_checkpoint
 from reknit.comm import group as comm

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from reknit.engine.loading.match import require_covered
 from reknit.engine.stored.file_checks import read_checked
 from reknit.engine.stored.renaming import names_in
@@ -141,7 +143,7 @@ def _transformed(
     """Return the weights that rules make of some tensors of an item."""
     before = checkpoint.of_items([item]).catalog()
     kept = {fqn: spec for fqn, spec in before.tensors[item].items() if fqn in numbers}
-    catalog = replace(before, tensors={item: kept}, blobs={item: {}})
+    catalog = structs.replace(before, tensors={item: kept}, blobs={item: {}})
     transformed = Transformed.of(rules, catalog)
     if transformed.idle:
         raise next(iter(transformed.idle.values()))

@@ -7,11 +7,12 @@ memory.  So only the needed bytes are read, and the rest of a load does not depe
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from msgspec import structs
+from msgspec.structs import replace
 
 from reknit.transforms.base import Made
 from reknit.transforms.geometry import aligned, resized

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from reknit.types.box import Box
 from reknit.types.lazy_property import lazy_property
@@ -42,8 +43,7 @@ class TensorEntry(NamedTuple):
     spec: TensorSpec
 
 
-@dataclass(frozen=True)
-class Index:
+class Index(Struct, frozen=True, dict=True):
     """All chunks of a checkpoint as columns; the chunks of each tensor tile it exactly.
 
     `tensors` is sorted by (item, fqn).  Chunk `i` belongs to tensor `tensor[i]` (ascending), and covers the
@@ -130,8 +130,7 @@ class Index:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class FileEntry:
+class FileEntry(Struct, frozen=True):
     """A file of a checkpoint: `digests[k]` is the xxh3-64 of its k-th block of `block_nbytes` bytes."""
 
     path: str
@@ -139,8 +138,7 @@ class FileEntry:
     digests: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class BlobFile:
+class BlobFile(Struct, frozen=True):
     """A file of blobs of one item: shared by all ranks, or (with a coordinate) one rank's own."""
 
     item: str
@@ -148,8 +146,7 @@ class BlobFile:
     coordinate: Mapping[str, int] | None
 
 
-@dataclass(frozen=True, slots=True)
-class FileTable:
+class FileTable(Struct, frozen=True):
     """Files as columns: many ranks write hundreds of thousands, and each has digests of its own.
 
     `digests` has the digests of the blocks of all files, one file after another.  File `k` holds values of
@@ -167,8 +164,7 @@ class FileTable:
     coordinates: NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class TablePlace:
+class TablePlace(Struct, frozen=True):
     """The bytes of the table of files in the index, the number of these files, and their total size."""
 
     start: int
@@ -189,8 +185,7 @@ class OtherFormat(NamedTuple):
     unchecked: str
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(Struct, frozen=True):
     """The commit record: a checkpoint exists if, and only if, its manifest exists.
 
     `files` lists every file but the manifest itself, the index included (`index_path`).  With a `table`, it
@@ -243,8 +238,7 @@ class Manifest:
         return sum(file.nbytes for file in self.files) + (self.table.files_nbytes if self.table else 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Catalog:
+class Catalog(Struct, frozen=True):
     """The content of a checkpoint that a loading rank can request, by item and fqn.
 
     `tensors[item][fqn]` is a spec and `blobs[item][fqn]` a value that all ranks shared.  `coordinates[item]`

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec import Struct
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,8 +41,7 @@ class FilePlan(NamedTuple):
     frozen: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class SavePlan:
+class SavePlan(Struct, frozen=True):
     """All data files that a rank writes."""
 
     files: tuple[FilePlan, ...]
@@ -71,8 +71,7 @@ class StridedReads(NamedTuple):
     nbytes: NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class LoadPlan:
+class LoadPlan(Struct, frozen=True):
     """The reads of a rank, as columns.
 
     Piece `p` is the part of chunk `chunk[p]` (a row of the index) that wanted box `wanted[p]` needs.  It is a

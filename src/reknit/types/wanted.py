@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
+
+from msgspec import Struct, field
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -27,8 +28,7 @@ def selects(name: str, patterns: Sequence[str]) -> bool:
     return not last.startswith("!")
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
+class Terms(Struct, frozen=True):
     """The options of a load that decide which entries are wanted.
 
     `only` are patterns of the names to load; empty for all.  `resizable` are patterns of tensors that may
@@ -46,8 +46,7 @@ class Terms:
         return not self.only or matches(name, self.only)
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(Struct, frozen=True):
     """The parts of a checkpoint that a rank requests, and the functions that deliver them.
 
     `shards`: as in `Holdings`, but `data` is the writable memory to fill, and `replicas` is not used.

@@ -10,11 +10,11 @@ one block at a time, and keeps only the rows in its own boxes.  See docs/decisio
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from reknit.planner.columns import distinct, spread
 from reknit.planner.pieces import box_columns

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from msgspec import Struct
+
 from reknit.engine.loading.read import RangeReader
 from reknit.engine.memory.workers import within
 from reknit.engine.sharing.shared_read import SharedRead
@@ -51,8 +53,7 @@ class LoadJob:
         return within(self.options.timeout_s, lambda: f"{what} {self.storage.url}", work)
 
 
-@dataclass
-class LoadPart:
+class LoadPart(Struct):
     """Boxes that are filled together, their reader, and the number of bytes from other ranks."""
 
     fills: Sequence[Fill]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from msgspec import Struct, structs
 
 from reknit.engine import round_messages
 from reknit.engine.loading import index_part
@@ -46,8 +47,7 @@ class RootMetadata(NamedTuple):
         return replace(checkpoint, index=index_part.kept(checkpoint.index, reach))
 
 
-@dataclass(frozen=True, slots=True)
-class ReceivedMetadata:
+class ReceivedMetadata(Struct, frozen=True):
     """On another rank: the items that it requested, without the rows of the index."""
 
     checkpoint: OpenCheckpoint
@@ -59,7 +59,7 @@ class ReceivedMetadata:
         message = round_messages.decode(data, round_messages.ItemContents)
         tensors = [TensorEntry(i, fqn, TensorSpec(shape, dtype)) for i, fqn, dtype, shape in message.tensors]
         other = None if message.other is None else OtherFormat(*message.other)
-        manifest = replace(decode_manifest(message.manifest), other=other)
+        manifest = structs.replace(decode_manifest(message.manifest), other=other)
         contents = Contents(manifest, names_only(tensors), message.blobs, message.own)
         checkpoint = opened(job.storage, contents, job.items, job.options, job.replicas)
         return cls(checkpoint, message.files)
@@ -73,7 +73,9 @@ class ReceivedMetadata:
         entries = _entries(self.files, set(distinct(rows.file)), manifest.block_nbytes)
         index = index_part.with_rows(checkpoint.index, rows, {n: file.path for n, file in entries.items()})
         new = [file for file in entries.values() if file.path not in checkpoint.files]
-        return replace(checkpoint, index=index, manifest=replace(manifest, files=(*manifest.files, *new)))
+        return replace(
+            checkpoint, index=index, manifest=structs.replace(manifest, files=(*manifest.files, *new))
+        )
 
 
 def read_for_all(job: LoadJob, wanted: Sequence[round_messages.Items]) -> RootMetadata:
@@ -116,10 +118,10 @@ def _part(
     manifest = contents.manifest
     blobs = tuple(blob for blob in manifest.blobs if blob.item in items)
     named = {manifest.index_path, *(blob.path for blob in blobs)}
-    part = replace(manifest, files=tuple(f for f in manifest.files if f.path in named), blobs=blobs)
+    part = structs.replace(manifest, files=tuple(f for f in manifest.files if f.path in named), blobs=blobs)
     index = contents.index.of_items(items)
     return round_messages.ItemContents(
-        manifest=encode_manifest(replace(manifest if whole_manifest else part, other=None)),
+        manifest=encode_manifest(structs.replace(manifest if whole_manifest else part, other=None)),
         tensors=[(e.item, e.fqn, e.spec.dtype, e.spec.shape) for e in index.tensors],
         files=_columns(manifest, frozenset(index.files)),
         blobs={path: data for path, data in contents.blobs.items() if path in named},

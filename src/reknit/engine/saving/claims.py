@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
-from msgspec import structs
+from msgspec import Struct, structs
 
 from reknit.engine import round_messages
 from reknit.engine.packed_columns import packed, unpacked
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from reknit.types.shard import Blob, Holdings, Witness
 
 
-@dataclass(frozen=True)
-class EncodedHoldings:
+class EncodedHoldings(Struct, frozen=True, dict=True):
     """The holdings of a rank; `guessed` are the shards whose other holders no framework records."""
 
     holdings: Holdings

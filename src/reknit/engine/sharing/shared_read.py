@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import secrets
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec import Struct
 
 from reknit.engine import round_messages
 from reknit.engine.memory.workers import within
@@ -35,8 +35,7 @@ _MOST_SLOTS = 8
 """Fetches that a rank reads before others have taken them."""
 
 
-@dataclass(frozen=True, slots=True)
-class SharedRead:
+class SharedRead(Struct, frozen=True):
     """One rank's side of a shared read; `files` are the paths of the files that the reader's plan numbers."""
 
     group: Group

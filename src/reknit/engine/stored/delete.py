@@ -23,8 +23,9 @@ from __future__ import annotations
 import logging
 import os
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from reknit.engine.record.at_path import check_same, committed, read_manifest
 from reknit.engine.record.checkpoint_notes import Removal, notes_of, refuse_held

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from reknit.engine.record.at_path import committed, is_committed, manifest_in
 from reknit.engine.record.checkpoint_notes import LEASE_S, RenewedHold, noted, pin, put_note

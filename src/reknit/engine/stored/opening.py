@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from msgspec import Struct, structs
+
 from reknit.engine.memory.workers import run_jobs
 from reknit.engine.record.at_path import read_manifest
 from reknit.engine.round_messages import OwnNames
@@ -80,7 +82,7 @@ class OpenCheckpoint:
         if now.write_id != self.manifest.write_id:
             error.remedy = "another checkpoint has replaced it meanwhile: open it again"
             return False
-        self.manifest = replace(self.manifest, moved_to=now.moved_to)
+        self.manifest = structs.replace(self.manifest, moved_to=now.moved_to)
         self.source = files_at(self.storage, now.moved_to)
         return True
 
@@ -175,8 +177,7 @@ def _place(file: BlobFile) -> tuple[tuple[str, int], ...]:
     return tuple(sorted((file.coordinate or {}).items()))
 
 
-@dataclass(frozen=True, slots=True)
-class Contents:
+class Contents(Struct, frozen=True):
     """The checked metadata of a checkpoint; `blobs` are files of shared values, by path."""
 
     manifest: Manifest

@@ -6,6 +6,8 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
+from msgspec import structs
+
 from reknit.comm import group as comm
 from reknit.engine.memory.pace import Pace
 from reknit.engine.record.at_path import is_committed, read_manifest, size_of
@@ -110,7 +112,7 @@ class _Commit:
 def _unmoved(data: bytes) -> bytes:
     """Return the manifest of the files themselves, wherever they have moved."""
     manifest = decode_record(data)
-    return data if manifest.moved_to is None else encode_manifest(replace(manifest, moved_to=None))
+    return data if manifest.moved_to is None else encode_manifest(structs.replace(manifest, moved_to=None))
 
 
 def _whole(job: Promotion, manifest: Manifest) -> Manifest:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import Struct
 
 from reknit.errors import CorruptError, MismatchError
 from reknit.format.values.msgpack_reader import read_msgpack
@@ -40,8 +40,7 @@ def split_transforms(options: LoadOptions) -> tuple[Names | None, list[Rule]]:
     return split_rules(options.transforms)
 
 
-@dataclass(frozen=True, slots=True)
-class Naming:
+class Naming(Struct, frozen=True):
     """The rule `reknit.transforms.names` of a load."""
 
     rename: Mapping[str, str]
@@ -109,8 +108,7 @@ class Naming:
         return item, name.removeprefix(item).removeprefix("/")
 
 
-@dataclass(frozen=True, slots=True)
-class Renamed:
+class Renamed(Struct, frozen=True):
     """The contents of a checkpoint under the state's names.
 
     `stored` maps those names that differ to the names in the checkpoint.  `sources` maps items of the state

@@ -11,9 +11,11 @@ import datetime
 import pathlib
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from reknit.errors import CorruptError, shown
 from reknit.format.values import numpy_values
@@ -39,8 +41,7 @@ _FACTORIES: dict[str, type] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
+class Kind(Struct, frozen=True):
     """How values of one type are stored: `take` gives the payload, `build` turns a payload into the value.
 
     The members of a list payload are stored by the same rules.  Error messages name them from number `first`

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec import Struct, field
 
 from reknit.errors import StateError
 from reknit.frameworks import tree
@@ -32,8 +33,7 @@ Asked = dict[str, "TensorSpec | None"]
 """Requested states by their path elements: the spec of each here, None for a value."""
 
 
-@dataclass
-class _JointValue:
+class _JointValue(Struct):
     """A saved value of parameters that share one flat tensor.
 
     Its `tensors` are as long as the flat one, but each parameter has `counters` of its own, to be compared.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec import Struct, field
 
 from reknit.frameworks.neutral import to_neutral
 from reknit.frameworks.optimizer import optimizer_protocol
@@ -58,8 +58,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
 
 
-@dataclass(frozen=True, slots=True)
-class OptionNotes:
+class OptionNotes(Struct, frozen=True):
     """Facts about states in saved options: `foreign` are reasons by the names of parameters.
 
     The states of such a parameter are for another optimizer.  `plain` are the paths of states that were plain

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
+from msgspec import Struct
 
 from reknit.errors import StateError
 from reknit.frameworks import tree
@@ -76,8 +76,7 @@ class ParamSlot(msgspec.Struct, frozen=True, eq=False):
         return not self.kept or (self.flat is not None and not self.flat.numel and not self.joint)
 
 
-@dataclass(frozen=True, slots=True)
-class Slots:
+class Slots(Struct, frozen=True):
     """An optimizer, or its raw state dict, as its parameters.
 
     `deliver` runs when `state` and `groups` are filled, if the optimizer keeps them in another form.  `more`

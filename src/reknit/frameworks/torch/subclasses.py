@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from msgspec import structs
+from msgspec import Struct, structs
 
 from reknit.errors import ReknitError, StateError
 from reknit.frameworks.torch import dtensor, inner_cuts, ragged, torch_private
@@ -112,8 +112,7 @@ def opened(tensor: Any, arrays: Arrays, place: Place, world: World, *, fill: boo
     return Composite(record, tuple(looked.views(local, cut, place, "")), renew)
 
 
-@dataclasses.dataclass(frozen=True)
-class _InnerViews:
+class _InnerViews(Struct, frozen=True):
     """The views of the tensors inside a composite one."""
 
     arrays: Arrays

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
+
+from msgspec import Struct, field
 
 from reknit.frameworks.neutral import COMPOSITE
 from reknit.frameworks.same_value import same_value
@@ -107,8 +108,7 @@ REMEDY = (
 )
 
 
-@dataclass(slots=True)
-class _CompositeRequest:
+class _CompositeRequest(Struct):
     """A composite tensor to fill, with all its names in the target; `early` before live memory."""
 
     made: Composite
@@ -117,8 +117,7 @@ class _CompositeRequest:
     places: dict[Place, None] = field(default_factory=dict)
 
 
-@dataclass
-class CompositeRequests:
+class CompositeRequests(Struct):
     """The composite tensors of a target, each with all its names."""
 
     _asked: dict[Hashable, _CompositeRequest] = field(default_factory=dict)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from msgspec import Struct, field
 
 from reknit.errors import ReknitError, StateError, shortage
 from reknit.frameworks.walk.own_code import cause
@@ -43,8 +44,7 @@ class Delivery(NamedTuple):
             ) from error
 
 
-@dataclass(slots=True)
-class DeliveryPart:
+class DeliveryPart(Struct):
     """The memory to fill, its checks and settling actions, and the deliveries; `names` if it is early."""
 
     names: list[str] = field(default_factory=list)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from msgspec import Struct, field
 
 from reknit.frameworks.neutral import put_array
 from reknit.frameworks.numbers import is_number, misfit
@@ -31,8 +31,7 @@ class FoundNumber(NamedTuple):
     why: str | None
 
 
-@dataclass(slots=True)
-class FillRequest:
+class FillRequest(Struct):
     """Memory to fill, with all its names in the target; with `resize`, also from another shape.
 
     If the checkpoint has none of these names, the load uses the first in `instead` that it has.  `early`

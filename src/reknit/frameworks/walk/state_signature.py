@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+from msgspec import Struct, field
 
 from reknit.errors import ReknitError
 from reknit.frameworks import tree
@@ -34,8 +35,7 @@ class SignedPart(NamedTuple):
     first: int | None = None
 
 
-@dataclass(slots=True)
-class Signature:
+class Signature(Struct):
     """All facts that decide how the tensors of a state are stored, in the order of the walk.
 
     `facts` are equal, and `objects` the same, as long as no fact has changed.  They keep no tensor alive.

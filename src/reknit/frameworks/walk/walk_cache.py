@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import islice
 from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from msgspec import Struct
 
 from reknit.frameworks.walk.state_signature import sign
 from reknit.types.shard import Shard
@@ -64,8 +65,7 @@ class _FoundPart(NamedTuple):
         )
 
 
-@dataclass(frozen=True)
-class _PastWalk:
+class _PastWalk(Struct, frozen=True):
     """A walk that is over: the signature of its state, and its results.
 
     `found` has None for a part that is walked anew, and `items` are the items with a part that is not.

@@ -8,8 +8,10 @@ import math
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
+
+from msgspec import Struct, field
 
 from reknit.errors import StorageError, StorageNotFoundError, StorageUnavailableError, UsageError
 from reknit.monitor.phase import monotonic, retries
@@ -95,8 +97,7 @@ def _without_option(url: str) -> tuple[str, float]:
     return (f"{head}?{rest}" if rest else head), seconds
 
 
-@dataclass
-class _Record:
+class _Record(Struct):
     """Retries and failures of a store and those below it."""
 
     retries: Counter[str] = field(default_factory=Counter)

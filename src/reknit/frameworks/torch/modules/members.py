@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 import torch
+from msgspec import Struct
 from torch import nn
 
 from reknit.errors import StateError
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 Kind = Literal["parameter", "buffer", "extra", "other"]
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(Struct, frozen=True):
     """One entry of a state dict: its key there, its name without wrappers, and its kind.
 
     `live` is set if the value is the module's own memory, and `frozen` if it is a parameter that is not

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct
 from torch import nn
 
 from reknit.errors import StateError
@@ -24,8 +24,7 @@ EXTRA = "_extra_state"
 """Name of the entry that torch's modules have for values other than tensors."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleState:
+class ModuleState(Struct, frozen=True):
     """A module, its prefix in the tree (empty, or ending in a dot), and the entries of its own state dict.
 
     `metadata` are the versions in it.  `whole` is set if it contains the entries of all modules below, too.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from msgspec import Struct, field
 from torch import nn
 
 from reknit.errors import ReknitError, StateError
@@ -34,8 +34,7 @@ class OwnCode(NamedTuple):
     before: bool
 
 
-@dataclass
-class OwnLoad:
+class OwnLoad(Struct):
     """The entries that go back into a module through its own method.
 
     `copies` are entries of its state dict that are not its own memory, and extra state that has arrived.
