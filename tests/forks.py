@@ -8,29 +8,39 @@ import signal
 import tempfile
 import traceback
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 WAIT_S = 60
 
 
-def fork() -> int:
-    """Fork this process, as `os.fork` does, and keep its garbage from the collector of the child.
+@contextmanager
+def forking() -> Iterator[None]:
+    """Keep the garbage of this process from the collectors of the children that it forks in the block.
 
     An object of C++ that joins its threads when it is freed, such as a process group, aborts or hangs a
     child: it has no such threads.
     """
+    parent = os.getpid()
     gc.collect()  # here, where the threads are
     gc.freeze()  # what came since then, from other threads
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python warns of forks where there are threads
-        pid = os.fork()
-    if pid:
-        gc.unfreeze()
-    return pid
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python warns of forks where there are threads
+            yield
+    finally:
+        if os.getpid() == parent:
+            gc.unfreeze()
+
+
+def fork() -> int:
+    """Fork this process, as `os.fork` does; see `forking`."""
+    with forking():
+        return os.fork()
 
 
 def in_fork(check: Callable[[], bool]) -> bool:

@@ -14,6 +14,7 @@ from torch.utils import cpp_extension
 from reknit.errors import UsageError
 from reknit.testing.accelerator import why_not
 from reknit.testing.accelerator.build import build
+from tests.forks import forking
 
 
 @pytest.fixture(autouse=True)
@@ -63,8 +64,9 @@ def test_of_two_builders_at_once_one_compiles(root: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("reknit.testing.accelerator.build._imported", lambda path: path.read_text())
     context: Any = multiprocessing.get_context("fork")
     builders = [context.Process(target=build) for _ in range(4)]
-    for builder in builders:
-        builder.start()
+    with forking():
+        for builder in builders:
+            builder.start()
     for builder in builders:
         builder.join()
     assert [builder.exitcode for builder in builders] == [0] * 4
