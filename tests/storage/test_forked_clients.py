@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 import reknit
-from reknit.errors import StorageUnavailableError, UsageError
+from reknit.errors import UsageError
 from reknit.storage.registry import open_storage
 from tests.forks import in_fork
 from tests.optional import needs
@@ -18,6 +21,7 @@ from tests.storage.tiny_s3 import TinyS3
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+ROOT = Path(__file__).parents[2]
 STATE = {"model": {"weight": np.arange(100.0)}}
 
 
@@ -71,21 +75,42 @@ def test_the_agent_of_a_forked_process_saves_to_an_object_store(bucket: str) -> 
     assert reknit.latest(bucket) == f"{bucket}/step_2"
 
 
-@needs("hdfs_native", "hdfs-native")
-def test_a_forked_process_does_not_wait_for_threads_of_its_parents_hdfs_client() -> None:
-    from reknit.storage.hdfs.client import HdfsClient
-    from reknit.storage.hdfs.config import parse_url
+HDFS = """
+import sys
+from reknit.errors import ReknitError
+from reknit.storage.hdfs.client import HdfsClient
+from reknit.storage.hdfs.config import parse_url
+from tests.forks import in_fork
 
-    client = HdfsClient(parse_url(f"hdfs://127.0.0.1:{free_port()}/x?timeout_s=5"))
+client = HdfsClient(parse_url(sys.argv[1]))
 
-    def unreached() -> bool:
-        with pytest.raises(StorageUnavailableError, match="Connection refused"):
+def ask(*clients):
+    for client in clients:
+        try:
             client.stat("/x")
-        return True
+        except ReknitError as error:
+            print(type(error).__name__, str(error).splitlines()[0], flush=True)
+    return True
 
-    assert unreached()
-    assert in_fork(unreached)
-    assert unreached()
+in_fork(lambda: ask(client, HdfsClient(client.place)))
+ask(client)
+in_fork(lambda: ask(client, HdfsClient(client.place)))
+ask(client)
+"""
+
+
+@needs("hdfs_native", "hdfs-native")
+def test_a_process_forked_before_a_request_to_hdfs_connects_anew_and_after_it_is_refused_at_once() -> None:
+    url = f"hdfs://127.0.0.1:{free_port()}/x?timeout_s=5"
+    done = subprocess.run(
+        [sys.executable, "-c", HDFS, url], capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    unreached, refused = "StorageUnavailableError", "UsageError"
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == [*[unreached] * 3, *[refused] * 2, unreached]
+    assert all("Connection refused" in line for line in lines if unreached in line)
+    assert all("was forked from process" in line for line in lines if refused in line)
 
 
 @needs("hdfs_native", "hdfs-native")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from reknit.errors import StorageError, StorageNotFoundError
+import os
+
+from reknit.errors import StorageError, StorageNotFoundError, UsageError
 
 
 class FaultError(OSError):
@@ -11,6 +13,30 @@ class FaultError(OSError):
     def __init__(self, number: int, fault: str, full: str, remedy: str) -> None:
         super().__init__(number, fault, full)
         self.remedy = remedy
+
+
+class ForkGuard:
+    """Refuses processes that were forked after a request, whose client has threads in their parent alone."""
+
+    def __init__(self, what: str) -> None:
+        """Guard the requests to `what`, such as "an object store"."""
+        self._what = what
+        self._used_by: list[int] = []
+        """The process that sent the first request, if any."""
+
+    def check(self, url: str) -> None:
+        """Raise `UsageError` in a forked process, where a request would hang."""
+        this = os.getpid()
+        if not self._used_by:
+            self._used_by.append(this)
+        if self._used_by[0] != this:
+            raise UsageError(
+                f"{url} cannot be reached from this process: it was forked from process {self._used_by[0]}, "
+                f"which has used {self._what} before, and the threads of its client are missing here",
+                remedy="start this process with the method spawn or forkserver of multiprocessing (DataLoader("
+                "multiprocessing_context='forkserver')), or fork it before the first save or load",
+                path=url,
+            )
 
 
 class ExistingError(StorageError):

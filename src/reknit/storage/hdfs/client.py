@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from hdfs_native import Client, WriteOptions
 
 from reknit.errors import StorageError, StorageNotFoundError, UsageError
+from reknit.storage.errors import ForkGuard
 from reknit.storage.hdfs.config import cluster
 from reknit.storage.hdfs.errors import as_ours, plain
 from reknit.storage.hdfs.threads import OverdueError, together, within
@@ -29,6 +30,7 @@ PIECE_NBYTES = 4 << 20
 """Bytes that are handed to the client at once: each has to get through within the deadline."""
 
 
+_forks = ForkGuard("HDFS")
 _all: weakref.WeakSet[HdfsClient] = weakref.WeakSet()
 _of_parents: list[list[RawClient]] = []
 """The clients that a process has while it is forked.  A child keeps them: the end of a client waits for its
@@ -141,6 +143,7 @@ class HdfsClient:
     @contextmanager
     def _answering(self, action: str, path: str) -> Iterator[RawClient]:
         """Yield the client, and translate its errors to a `StorageError` about `path`."""
+        _forks.check(self.url(path))
         if self._process != os.getpid():
             self._connect_anew()
         client = self.raw

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 from contextlib import contextmanager
@@ -17,10 +16,9 @@ from reknit.errors import (
     StorageFullError,
     StoragePermissionError,
     StorageUnavailableError,
-    UsageError,
     shortage,
 )
-from reknit.storage.errors import missing
+from reknit.storage.errors import ForkGuard, missing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,29 +37,13 @@ _NO_RANGES = re.compile(r"non-partial response", re.IGNORECASE)
 _UNREACHED = re.compile(r"HTTP error|error sending request|connect|timed? ?out|connection", re.IGNORECASE)
 
 
-_used_by: list[int] = []
-"""The process that sent the first request, if any: the threads of the client are in it alone."""
-
-
-def refuse_fork(url: str) -> None:
-    """Raise `UsageError` in a process that was forked after a request: each request would hang for ever."""
-    this = os.getpid()
-    if not _used_by:
-        _used_by.append(this)
-    if _used_by[0] != this:
-        raise UsageError(
-            f"{url} cannot be reached from this process: it was forked from process {_used_by[0]}, which has "
-            "used an object store before, and the threads of its client are missing here",
-            remedy="start this process with the method spawn or forkserver of multiprocessing "
-            "(DataLoader(multiprocessing_context='forkserver')), or fork it before the first save or load",
-            path=url,
-        )
+forks = ForkGuard("an object store")
 
 
 @contextmanager
 def translated(action: str, url: str) -> Iterator[None]:
     """Translate the errors of the client to a `StorageError` about `url`."""
-    refuse_fork(url)
+    forks.check(url)
     try:
         yield
     except (exceptions.BaseError, OSError, ValueError) as error:

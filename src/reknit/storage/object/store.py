@@ -17,7 +17,7 @@ from reknit.storage.errors import existing, missing, shorter, too_large
 from reknit.storage.object import incomplete_uploads
 from reknit.storage.object.client import Bucket, ObjectOptions, connect, parse_url
 from reknit.storage.object.conditions import Conditions, look
-from reknit.storage.object.errors import as_ours, refuse_fork, translated
+from reknit.storage.object.errors import as_ours, forks, translated
 from reknit.storage.object.writer import ObjectWriter, copied
 from reknit.storage.paths import check_path
 from reknit.storage.ranges import checked_runs, filled, near, read_runs, spread
@@ -266,7 +266,7 @@ class ObjectStorage:
 
     def _full(self, path: str) -> tuple[str, str]:
         """Return the name of an object in the bucket, and its URL."""
-        refuse_fork(self.url)
+        forks.check(self.url)
         key = self.place.prefix + check_path(path, self.url)
         return key, f"{self.place.scheme}://{self.place.bucket}/{key}"
 
