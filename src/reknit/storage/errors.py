@@ -33,8 +33,9 @@ class ForkGuard:
             raise UsageError(
                 f"{url} cannot be reached from this process: it was forked from process {self._used_by[0]}, "
                 f"which has used {self._what} before, and the threads of its client are missing here",
-                remedy="start this process with the method spawn or forkserver of multiprocessing (DataLoader("
-                "multiprocessing_context='forkserver')), or fork it before the first save or load",
+                remedy="start this process with the method spawn or forkserver of multiprocessing, as "
+                "DataLoader(multiprocessing_context='forkserver') does, or fork it before the first save "
+                "or load",
                 path=url,
             )
 
