@@ -13,7 +13,7 @@ import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import distributions
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
@@ -127,7 +127,10 @@ def adapters() -> tuple[Adapter, ...]:
 @cache
 def installed_frameworks() -> tuple[CustomFramework, ...]:
     """Return the frameworks of installed distributions, loaded once per process."""
-    return tuple(_loaded(entry) for entry in entry_points(group=GROUP))
+    # `entry_points` parses those of every distribution, which takes twice as long.
+    having = (one for one in distributions() if GROUP in (one.read_text("entry_points.txt") or ""))
+    found = dict.fromkeys(entry for one in having for entry in one.entry_points.select(group=GROUP))
+    return tuple(map(_loaded, found))
 
 
 def _loaded(entry: EntryPoint) -> CustomFramework:
