@@ -75,6 +75,20 @@ def test_the_agent_of_a_forked_process_saves_to_an_object_store(bucket: str) -> 
     assert reknit.latest(bucket) == f"{bucket}/step_2"
 
 
+@needs("tensorstore", "tensorstore")
+def test_a_process_forked_after_arrays_of_zarr_were_read_is_refused_and_not_ended(tmp_path: Path) -> None:
+    import tensorstore
+
+    from reknit.storage.tensor_store import ZarrArrays
+
+    place = {"driver": "file", "path": f"{tmp_path}/a/"}
+    tensorstore.open({"driver": "zarr", "kvstore": place}, create=True, dtype="int8", shape=[4]).result()
+    arrays = ZarrArrays(str(tmp_path))
+    assert arrays.facts("file-zarr", "", ["a"])[0].shape == (4,)
+    assert in_fork(lambda: refused(lambda: arrays.facts("file-zarr", "", ["a"])))
+    assert arrays.facts("file-zarr", "", ["a"])[0].shape == (4,)
+
+
 HDFS = """
 import sys
 from reknit.errors import ReknitError

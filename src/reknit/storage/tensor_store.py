@@ -7,6 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.errors import CorruptError, MissingExtraError, UsageError
+from reknit.storage.errors import ForkGuard
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 _CACHE_NBYTES = 256 << 20
 """Decoded chunks that stay in memory: a chunk may be read in several pieces."""
 _WAIT_S = 300.0
+_forks = ForkGuard("tensorstore")
+"""It ends a process that was forked after it was used."""
 
 
 class ArrayFacts(NamedTuple):
@@ -80,6 +83,7 @@ class ZarrArrays:
             at += len(buffer)
 
     def _array(self, kind: str, folder: str, name: str) -> Any:
+        _forks.check(self._url)
         with self._lock:
             if (kind, folder, name) not in self._open:
                 self._open[kind, folder, name] = self._opened(kind, folder, name)
