@@ -303,8 +303,9 @@ def test_a_third_save_waits_until_an_arena_is_free_and_says_so() -> None:
     threading.Thread(target=open_once_waited_for, args=(threading.get_ident(),)).start()
     third = background("gated://wait/2", {"model": weights(2)})
     assert GATE.open.is_set()
-    reports = [save.result(LIMIT_S) for save in (*saves, third)]
-    assert [report.waited_s > 0.1 for report in reports] == [False, False, True]
+    for save in saves:
+        save.result(LIMIT_S)
+    assert third.result(LIMIT_S).waited_s > 0.2
     for k in range(3):
         target = {"model": weights(-1)}
         reknit.load(f"gated://wait/{k}", target)

@@ -20,6 +20,7 @@ import pytest
 import reknit
 import reknit.integrations.orbax as ocp
 from reknit.errors import CheckpointExistsError, CheckpointNotFoundError, FencedError, UsageError
+from tests.faults.nursery import wait_until
 from tests.jax.trees import raises
 
 LOSSES = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0]
@@ -59,10 +60,22 @@ def check_options_decide_as_those_of_orbax(folder: str) -> None:
         (saved, kept, _, best), (ours, ours_kept, latest, ours_best) = answers
         newest = max(step for step, is_saved in enumerate(saved) if is_saved)
         # The newest step is never removed here, under any policy.
-        assert (ours, ours_kept) == (saved, sorted({*kept, newest})), rules
+        assert (ours, ours_kept) == (saved, sorted({*kept, newest})), (rules, answers)
         assert latest == newest
         if "best_fn" in rules:
             assert ours_best == best, rules
+
+
+def check_a_step_that_was_removed_meanwhile_is_not_listed_after_the_wait(folder: str) -> None:
+    options = ocp.CheckpointManagerOptions(max_to_keep=1)
+    with ocp.CheckpointManager(folder, options=options) as manager:
+        manager.save(0, args=ocp.args.StandardSave(tree(0)))
+        manager.wait_until_finished()
+        manager.save(1, args=ocp.args.StandardSave(tree(1)))
+        wait_until(lambda: not manager.is_saving_in_progress(), 60)
+        assert manager.all_steps() == [0, 1]
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1]
 
 
 def check_steps_and_metrics_are_those_of_the_folder(folder: str) -> None:

@@ -235,6 +235,7 @@ class CheckpointManager:
     def wait_until_finished(self) -> None:
         """Wait until all saves are committed and the steps that are surplus then are removed."""
         self._run.wait()
+        self._steps.reload()  # the last list may be older than the removals
 
     def close(self) -> None:
         """Wait for all saves.  Every process calls it."""
