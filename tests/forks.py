@@ -27,7 +27,7 @@ def forking() -> Iterator[None]:
     """
     parent = os.getpid()
     gc.collect()  # here, where the threads are
-    gc.freeze()  # what came since then, from other threads
+    gc.freeze()  # keeps the garbage of other threads since then
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Python warns of forks where there are threads
