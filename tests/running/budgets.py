@@ -44,7 +44,7 @@ BUDGETS: dict[str, Budget] = {
     "running": Budget(20, 16),
     "runs": Budget(50, 88, ("azure", "gcs", "hdfs", "s3")),
     "simulation": Budget(45, 12),
-    "storage": Budget(250, 54, ("s3", "gcs", "azure", "hdfs", "rclone")),
+    "storage": Budget(250, 60, ("s3", "gcs", "azure", "hdfs", "rclone")),
     "testing": Budget(60, 68),
     "torchrun": Budget(140, 362, ("s3", "gcs", "azure", "hdfs")),
     "transforms": Budget(35, 13),
