@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,7 +46,7 @@ def state() -> dict[str, Any]:
 
 
 def save(path: Path, *to: object, wait: bool = False, **more: Any) -> reknit.PendingSave:
-    options = reknit.SaveOptions(promote_to=to, durability="process", timeout_s=LIMIT_S)  # type: ignore[arg-type]
+    options = reknit.SaveOptions(promote_to=to or None, durability="process", timeout_s=LIMIT_S)  # type: ignore[arg-type]
     return reknit.save(path, state(), wait=wait, options=options, **more)
 
 
@@ -70,6 +73,45 @@ def test_a_place_that_fails_does_not_keep_a_checkpoint_from_the_others(tmp_path:
     assert reknit.verify(tmp_path / "c", "data").ok
     with pytest.raises(reknit.CheckpointNotFoundError):
         reknit.verify(tmp_path / "b")
+
+
+@pytest.mark.parametrize("case", ["committed", "failed", "not promoted"])
+def test_the_log_has_an_outcome_before_any_waiting_thread_continues(
+    tmp_path: Path, case: str, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[tuple[str, bool]] = []
+    has_begun = threading.Event()
+
+    class Watch(logging.Handler):
+        """Records the outcomes in the log, and whether those who wait for them may already have gone on."""
+
+        def emit(self, record: logging.LogRecord) -> None:
+            ended = False
+            if threading.current_thread() is not threading.main_thread():  # which is still in `save`
+                assert has_begun.wait(LIMIT_S)
+                ended = pending.promotion_done(0) if "promotion" in record.msg else pending.done()
+            seen.append((record.getMessage(), ended))
+
+    save(tmp_path / "taken").result(LIMIT_S)
+    caplog.set_level(logging.INFO, "reknit")
+    watch, logger = Watch(), logging.getLogger("reknit")
+    logger.addHandler(watch)
+    request.addfinalizer(partial(logger.removeHandler, watch))
+    to = [faulty_url(tmp_path / "b", Fault("full", 1, "create"))] if case == "not promoted" else ()
+    pending = save(tmp_path / ("taken" if case == "failed" else "a"), *to)
+    has_begun.set()
+    pending.wait_promoted(LIMIT_S)
+    for ask, error in ((pending.result, pending.error), (pending.promoted, pending.promotion_error)):
+        if error is not None:  # or the next save raises it
+            with pytest.raises(type(error)):
+                ask()
+    outcomes = {"committed": ["saved "], "failed": ["save to"], "not promoted": ["saved ", "promotion of"]}[
+        case
+    ]
+    assert len(seen) == len(outcomes)
+    for (message, ended), begin in zip(seen, outcomes, strict=True):
+        assert message.startswith(begin)
+        assert not ended
 
 
 def test_a_slow_place_does_not_delay_another_and_each_gets_the_steps_in_order(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from reknit.monitor.progress_text import amount
 from reknit.types.entry import refuse_inside
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from reknit.monitor.records import PhaseRecord
     from reknit.options import PromotionTarget
@@ -37,8 +37,11 @@ class Awaited(Generic[_Report]):
         self._ended = threading.Event()
         self._ending = threading.Lock()
 
-    def end(self, outcome: _Report | BaseException) -> bool:
-        """Set the outcome, and return whether there was none before."""
+    def end(self, outcome: _Report | BaseException, log: Callable[[], object] | None = None) -> bool:
+        """Set the outcome, and return whether there was none before.
+
+        Only then `log` is called, before any waiting thread continues: the process may end at once after it.
+        """
         with self._ending:
             if self._ended.is_set():
                 return False
@@ -46,7 +49,11 @@ class Awaited(Generic[_Report]):
                 self.error = outcome
             else:
                 self.report = outcome
-            self._ended.set()
+            try:
+                if log is not None:
+                    log()
+            finally:
+                self._ended.set()
             return True
 
     def disown(self, error: ReknitError) -> None:
@@ -144,22 +151,24 @@ class SaveOutcome(Awaited[SaveReport]):
         if not self._staged.wait(timeout):
             raise DeadlineError(f"the state was not staged within {timeout:g} s")
 
-    def end(self, outcome: SaveReport | BaseException) -> bool:
+    def end(self, outcome: SaveReport | BaseException, log: Callable[[], object] | None = None) -> bool:
         """Set the outcome, and return whether there was none before; a save that failed is never promoted."""
-        first = super().end(outcome)
+        first = super().end(outcome, log if self.logged else None)
         if first and self.error is not None:
             for number in range(len(self.promotions)):
                 self.end_promotion(number, self.error)
         self._staged.set()
         return first
 
-    def end_promotion(self, number: int, outcome: PromotionReport | BaseException) -> None:
+    def end_promotion(
+        self, number: int, outcome: PromotionReport | BaseException, log: Callable[[], object] | None = None
+    ) -> None:
         """Set the outcome of a promotion; the last one ends them all.
 
         Their report is that of the last place, with all bytes, and their error the first that there is.
         """
         assert self.promotion is not None
-        self.promotions[number].end(outcome)
+        self.promotions[number].end(outcome, log)
         if not all(each.done() for each in self.promotions):
             return
         if error := next((each.error for each in self.promotions if each.error is not None), None):

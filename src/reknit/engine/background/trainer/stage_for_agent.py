@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from reknit.engine.background.trainer.agent_session import Plan
@@ -81,8 +82,7 @@ def begin_at_agent(
         else:
             prepared.arena.release()
             supervisor.give_up(number)
-        if pending.end(error) and pending.logged:
-            log_failure(pending, error)
+        pending.end(error, partial(log_failure, pending, error))
         if not isinstance(error, Exception):
             pending.asked = True  # it is raised here, so the next save need not raise it
             raise error from (None if error is caught else caught)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from reknit.engine.background import agent_messages as say
@@ -176,9 +177,12 @@ class TrainerSave:
             pending.end_promotion(target, PromotionReport(*done, records))
             return
         error = from_wire(message.error)
-        pending.end_promotion(target, error)
-        if self.link.rank in (0, error.rank):
-            logger.error("promotion of %s to %s failed: %s", pending.path, pending.places[target], error)
+
+        def log() -> None:
+            if self.link.rank in (0, error.rank):
+                logger.error("promotion of %s to %s failed: %s", pending.path, pending.places[target], error)
+
+        pending.end_promotion(target, error, log)
 
     def _record_end(self, outcome: SaveReport | BaseException) -> None:
         """Record the end of the save once, before any waiting thread continues."""
@@ -194,8 +198,9 @@ class TrainerSave:
     def _end(self, outcome: SaveReport | BaseException) -> None:
         """End the save, and log its outcome once, since the user may never request it."""
         self._record_end(outcome)
-        if not self.pending.end(outcome) or not self.pending.logged:
-            return
+        self.pending.end(outcome, partial(self._log, outcome))
+
+    def _log(self, outcome: SaveReport | BaseException) -> None:
         rank = self.link.rank
         if isinstance(outcome, SaveReport):
             if rank == 0:
