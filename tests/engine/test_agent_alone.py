@@ -267,7 +267,8 @@ def test_nobody_is_at_work_when_a_save_and_its_promotions_are_over(num_targets: 
         saved = reknit.save(tmp_path / f"step_{step}", {"x": np.zeros(9)}, wait=False, options=options)
         saved.result(LIMIT_S)
         saved.wait_promoted(LIMIT_S)
-        assert at_work(str(tmp_path)) == []
+        # Idle agents of other tests, whose trainers are gone, are listed without a path.
+        assert [agent for agent in at_work(str(tmp_path)) if agent.path is not None] == []
 
 
 def lost_by(link: agent_link.AgentLink) -> ReknitError:
