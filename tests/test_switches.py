@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import warnings
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -277,6 +278,37 @@ def test_what_others_do_with_the_collector_meanwhile_stays() -> None:
         gc.set_threshold(123, 4, 5)
     assert gc.isenabled()
     assert gc.get_threshold() == (123, 4, 5)
+
+
+class Circle:
+    """An object that only the collector frees."""
+
+    def __init__(self) -> None:
+        self.same = self
+
+
+def searches() -> list[int]:
+    return [generation["collections"] for generation in gc.get_stats()]
+
+
+@pytest.mark.usefixtures("collector")
+@pytest.mark.parametrize("made", [0, 1, 10_000])
+def test_the_end_of_a_pause_searches_only_what_was_made_in_it(made: int) -> None:
+    gc.collect()
+    older: list[Any] = [[] for _ in gc.get_objects()]  # so many that a search of all objects is due
+    gc.collect(1)
+    gc.set_threshold(700, 1, 0)
+    before = searches()
+    with without_collections():
+        with without_collections():
+            circles = [Circle() for _ in range(made)]
+        freed = [weakref.ref(circle) for circle in circles]
+        circles.clear()
+        assert searches() == before
+    few = [[] for _ in range(100)]  # an allocation is where the collector begins by itself
+    assert searches() == [before[0] + (made > 700), *before[1:]]
+    assert all((circle() is None) == (made > 700) for circle in freed)
+    del older, few
 
 
 @pytest.mark.parametrize(("name", "ours"), [("GRPC_VERBOSITY", "ERROR"), ("GRPC_ENABLE_FORK_SUPPORT", "0")])
