@@ -157,17 +157,19 @@ def test_the_search_finds_pages_without_a_network(site: Path, browser: Any) -> N
 
 
 class Groups(HTMLParser):
-    """The captions of the sidebar with the pages under each."""
+    """The captions of the sidebar with the pages under each, without those that are folded below a page."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pages: dict[str, list[str]] = {}
-        self.in_caption = False
+        self.in_caption = self.in_page = False
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = dict(attrs)
         self.in_caption = given.get("class") == "caption-text"
-        if tag == "a" and self.pages and given.get("class") == "reference internal":
+        if tag == "li":
+            self.in_page = "toctree-l1" in str(given.get("class"))
+        if tag == "a" and self.pages and self.in_page and given.get("class") == "reference internal":
             self.pages[list(self.pages)[-1]].append(str(given["href"]))
 
     def handle_data(self, data: str) -> None:
