@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from functools import partial
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 import reknit
+from reknit.engine import outcome
 from reknit.engine.memory.pace import Pace
 from reknit.engine.stored import promote
 from reknit.engine.stored.running_agents import at_work
@@ -26,7 +27,7 @@ from tests.faults.nursery import wait_until
 from tests.storage.killpoint import faulty_url, register_faulty
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from reknit.comm.group import Group
@@ -75,43 +76,101 @@ def test_a_place_that_fails_does_not_keep_a_checkpoint_from_the_others(tmp_path:
         reknit.verify(tmp_path / "b")
 
 
-@pytest.mark.parametrize("case", ["committed", "failed", "not promoted"])
-def test_the_log_has_an_outcome_before_any_waiting_thread_continues(
-    tmp_path: Path, case: str, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+class Handler(logging.Handler):
+    """Passes each line of the log to a function, without the lock that handlers hold for `emit`."""
+
+    def __init__(self, take: Callable[[str], object]) -> None:
+        super().__init__()
+        self._take = take
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        self._take(record.getMessage())
+        return True
+
+
+@pytest.fixture
+def handled(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[Callable[[str], object]], None]]:
+    """Takes a function to which each line of the log is passed until the end of the test."""
+    caplog.set_level(logging.INFO, "reknit")
+    logger, handlers = logging.getLogger("reknit"), []
+
+    def add(take: Callable[[str], object]) -> None:
+        handlers.append(Handler(take))
+        logger.addHandler(handlers[-1])
+
+    yield add
+    for handler in handlers:
+        logger.removeHandler(handler)
+
+
+OUTCOMES = {"committed": ["saved "], "failed": ["save to"], "not promoted": ["saved ", "promotion of"]}
+
+
+def begin(tmp_path: Path, case: str) -> reknit.PendingSave:
+    """Begin a save with one of the `OUTCOMES`."""
+    full = [faulty_url(tmp_path / "b", Fault("full", 1, "create"))] if case == "not promoted" else ()
+    return save(tmp_path / ("taken" if case == "failed" else "a"), *full)
+
+
+def ask(pending: reknit.PendingSave) -> None:
+    """Wait for all outcomes of a save, and request them, so that the next save raises none of them."""
+    pending.wait_promoted(LIMIT_S)
+    for request, error in ((pending.result, pending.error), (pending.promoted, pending.promotion_error)):
+        if error is not None:
+            with pytest.raises(type(error)):
+                request()
+
+
+@pytest.mark.parametrize("case", OUTCOMES)
+def test_the_log_has_an_outcome_before_a_thread_that_waits_continues(
+    tmp_path: Path,
+    case: str,
+    handled: Callable[[Callable[[str], object]], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seen: list[tuple[str, bool]] = []
+    lines: list[str] = []
+
+    def late(line: str) -> None:
+        time.sleep(0.1)
+        lines.append(line)
+
+    monkeypatch.setattr(outcome, "LOG_S", LIMIT_S)
+    save(tmp_path / "taken").result(LIMIT_S)
+    handled(late)
+    ask(begin(tmp_path, case))
+    assert [line.startswith(word) for line, word in zip(lines, OUTCOMES[case], strict=True)]
+
+
+@pytest.mark.parametrize("case", OUTCOMES)
+@pytest.mark.parametrize("how", ["raises", "waits for the save"])
+def test_a_handler_of_the_log_keeps_nobody_waiting(
+    tmp_path: Path,
+    case: str,
+    how: str,
+    handled: Callable[[Callable[[str], object]], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    met: list[BaseException] = []
     has_begun = threading.Event()
 
-    class Watch(logging.Handler):
-        """Records the outcomes in the log, and whether those who wait for them may already have gone on."""
+    def take(line: str) -> None:
+        if threading.current_thread() is threading.main_thread():
+            return
+        if how == "raises":
+            raise OSError(line)
+        assert has_begun.wait(LIMIT_S)
+        try:
+            pending.wait_promoted(LIMIT_S) if line.startswith("promotion") else pending.wait(LIMIT_S)
+        except BaseException as error:
+            met.append(error)
 
-        def emit(self, record: logging.LogRecord) -> None:
-            ended = False
-            if threading.current_thread() is not threading.main_thread():  # which is still in `save`
-                assert has_begun.wait(LIMIT_S)
-                ended = pending.promotion_done(0) if "promotion" in record.msg else pending.done()
-            seen.append((record.getMessage(), ended))
-
+    monkeypatch.setattr(outcome, "LOG_S", 0.01)
     save(tmp_path / "taken").result(LIMIT_S)
-    caplog.set_level(logging.INFO, "reknit")
-    watch, logger = Watch(), logging.getLogger("reknit")
-    logger.addHandler(watch)
-    request.addfinalizer(partial(logger.removeHandler, watch))
-    to = [faulty_url(tmp_path / "b", Fault("full", 1, "create"))] if case == "not promoted" else ()
-    pending = save(tmp_path / ("taken" if case == "failed" else "a"), *to)
+    handled(take)
+    pending = begin(tmp_path, case)
     has_begun.set()
-    pending.wait_promoted(LIMIT_S)
-    for ask, error in ((pending.result, pending.error), (pending.promoted, pending.promotion_error)):
-        if error is not None:  # or the next save raises it
-            with pytest.raises(type(error)):
-                ask()
-    outcomes = {"committed": ["saved "], "failed": ["save to"], "not promoted": ["saved ", "promotion of"]}[
-        case
-    ]
-    assert len(seen) == len(outcomes)
-    for (message, ended), begin in zip(seen, outcomes, strict=True):
-        assert message.startswith(begin)
-        assert not ended
+    ask(pending)
+    assert met == []
 
 
 def test_a_slow_place_does_not_delay_another_and_each_gets_the_steps_in_order(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import mmap
 import os
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 from collections import deque
@@ -98,6 +99,7 @@ def _resume_collector(before: tuple[int, int, int]) -> None:
         gc.set_threshold(*before)
 
 
+_HAS_GIL: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
 _collector = Switch(_pause_collector, _resume_collector)
 
 
@@ -110,15 +112,16 @@ def without_collections() -> Iterator[None]:
     each other in a circle stay until the end.  The collector stays enabled, since other code may change that
     meanwhile: its threshold is changed instead.
 
-    At the end the collector searches the objects of the block.  Else their number would start a search at
-    once, often one of all objects: with torch 50 ms, a third of a first save.
+    At the end the collector searches the youngest objects.  Else their number would start a search at once,
+    often one of all objects: with torch half of the time of a first save.  A Python without the GIL only has
+    searches of all objects, and there this starts none.
     """
     with _collector.turned() as before:
         try:
             yield
         finally:
             paused = _collector.is_last() and gc.isenabled() and gc.get_threshold()[0] == 0
-            if paused and before is not None and 0 < before[0] < gc.get_count()[0]:
+            if paused and _HAS_GIL and before is not None and 0 < before[0] < gc.get_count()[0]:
                 gc.collect(0)
 
 

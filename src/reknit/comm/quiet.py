@@ -16,7 +16,7 @@ _log = logging.getLogger("reknit.comm")
 _quiet = Switch(set_grpc_variables, remove_grpc_variables)
 
 
-def quietly() -> AbstractContextManager[None]:
+def quietly() -> AbstractContextManager[object]:
     """Let gRPC, if it is imported meanwhile, report only errors, and do nothing in forked processes."""
     if "reknit.comm.serving" not in sys.modules and grpc_handles_forks():
         _log.warning(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -24,24 +25,50 @@ if TYPE_CHECKING:
 
 _Report = TypeVar("_Report", SaveReport, PromotionReport)
 
+LOG_S = 1.0
+"""Longest wait for the line of an outcome in the log: its handler may need a lock of the waiting thread."""
+
+
+def _write(log: Callable[[], object] | None) -> None:
+    """Write a line of the log; the thread that does so has more to do than to fail with a handler."""
+    with suppress(Exception):
+        if log is not None:
+            log()
+
 
 class Awaited(Generic[_Report]):
     """A report or an error, set once by the engine and waited for by anyone."""
 
     def __init__(self, what: str) -> None:
         self._what = what
+        self.logged = True
+        """Whether its end is also logged, because nobody may ask for it."""
         self.asked = False
         """Whether somebody asked for the outcome; if not, the next save raises a failure."""
         self.report: _Report | None = None
         self.error: BaseException | None = None
-        self._ended = threading.Event()
+        self._ended, self._in_log = threading.Event(), threading.Event()
         self._ending = threading.Lock()
 
     def end(self, outcome: _Report | BaseException, log: Callable[[], object] | None = None) -> bool:
-        """Set the outcome, and return whether there was none before.
+        """Set the outcome, and return whether there was none before; only then `log` is called.
 
-        Only then `log` is called, before any waiting thread continues: the process may end at once after it.
+        Threads that wait for the outcome continue after `log`, since the process may end at once after them.
         """
+        log = log if self.logged else None
+        if not self._set(outcome, log):
+            return False
+        self._settle()
+        try:
+            _write(log)
+        finally:
+            self._in_log.set()
+        return True
+
+    def _settle(self) -> None:
+        """End what depends on the outcome, which is set."""
+
+    def _set(self, outcome: _Report | BaseException, log: Callable[[], object] | None) -> bool:
         with self._ending:
             if self._ended.is_set():
                 return False
@@ -49,11 +76,9 @@ class Awaited(Generic[_Report]):
                 self.error = outcome
             else:
                 self.report = outcome
-            try:
-                if log is not None:
-                    log()
-            finally:
-                self._ended.set()
+            if log is None:
+                self._in_log.set()
+            self._ended.set()
             return True
 
     def disown(self, error: ReknitError) -> None:
@@ -62,12 +87,13 @@ class Awaited(Generic[_Report]):
         A thread that the child does not have may have held the locks.
         """
         ended = self._ended.is_set()
-        self._ended, self._ending = threading.Event(), threading.Lock()
+        self._ended, self._in_log, self._ending = threading.Event(), threading.Event(), threading.Lock()
+        self._in_log.set()
         if ended:
             self._ended.set()
         else:
             self.asked = True  # by no later save
-            Awaited.end(self, error)
+            self._set(error, None)
 
     def done(self) -> bool:
         """Return whether there is an outcome, good or bad."""
@@ -77,6 +103,7 @@ class Awaited(Generic[_Report]):
         """Wait for the outcome.  Raises `DeadlineError` after `timeout` seconds."""
         if not self._ended.wait(timeout):
             raise DeadlineError(f"the {self._what} has not ended within {timeout:g} s")
+        self._in_log.wait(LOG_S)
 
     def result(self, timeout: float | None = None) -> _Report:
         """Return the report or raise the error.  Raises `DeadlineError` after `timeout` seconds."""
@@ -103,7 +130,6 @@ class SaveOutcome(Awaited[SaveReport]):
         self.path = path
         self.step = step
         self.logged = logged
-        """Whether a failure is also logged, because nobody may ask for it."""
         self.place: tuple[str, object] | None = None
         """URL and writer: saves of one writer to one URL keep their order."""
         self.ranks = 1
@@ -151,14 +177,12 @@ class SaveOutcome(Awaited[SaveReport]):
         if not self._staged.wait(timeout):
             raise DeadlineError(f"the state was not staged within {timeout:g} s")
 
-    def end(self, outcome: SaveReport | BaseException, log: Callable[[], object] | None = None) -> bool:
-        """Set the outcome, and return whether there was none before; a save that failed is never promoted."""
-        first = super().end(outcome, log if self.logged else None)
-        if first and self.error is not None:
+    def _settle(self) -> None:
+        """End the staging, and promotions of a save that failed."""
+        if self.error is not None:
             for number in range(len(self.promotions)):
                 self.end_promotion(number, self.error)
         self._staged.set()
-        return first
 
     def end_promotion(
         self, number: int, outcome: PromotionReport | BaseException, log: Callable[[], object] | None = None
@@ -168,11 +192,13 @@ class SaveOutcome(Awaited[SaveReport]):
         Their report is that of the last place, with all bytes, and their error the first that there is.
         """
         assert self.promotion is not None
-        self.promotions[number].end(outcome, log)
+        log = log if self.promotions[number].end(outcome) else None
         if not all(each.done() for each in self.promotions):
+            _write(log)  # nobody waits for one place alone
             return
         if error := next((each.error for each in self.promotions if each.error is not None), None):
-            self.promotion.end(error)
+            if not self.promotion.end(error, log):
+                _write(log)
             return
         reports = [each.report for each in self.promotions if each.report is not None]
         whole = replace(
