@@ -305,7 +305,7 @@ def test_the_end_of_a_pause_searches_only_what_was_made_in_it(made: int) -> None
         freed = [weakref.ref(circle) for circle in circles]
         circles.clear()
         assert searches() == before
-    few = [[] for _ in range(100)]  # an allocation is where the collector begins by itself
+    few: list[Any] = [[] for _ in range(100)]  # an allocation is where the collector begins by itself
     assert searches() == [before[0] + (made > 700), *before[1:]]
     assert all((circle() is None) == (made > 700) for circle in freed)
     del older, few

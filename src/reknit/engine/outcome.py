@@ -66,7 +66,7 @@ class Awaited(Generic[_Report]):
         return True
 
     def _settle(self) -> None:
-        """End what depends on the outcome, which is set."""
+        """End all parts that depend on the outcome, which is set."""
 
     def _set(self, outcome: _Report | BaseException, log: Callable[[], object] | None) -> bool:
         with self._ending:
