@@ -157,7 +157,7 @@ def test_the_search_finds_pages_without_a_network(site: Path, browser: Any) -> N
 
 
 class Groups(HTMLParser):
-    """The captions of the sidebar with the pages of each caption, without pages that are folded below another."""
+    """The captions of the sidebar with the pages of each, without pages that are folded below another."""
 
     def __init__(self) -> None:
         super().__init__()
