@@ -34,7 +34,9 @@ _VOLATILE = [
         r"-?\b\d+(?:\.\d+)?(?:e[+-]\d+)?(?= s\b)|-?\b\d+\.\d{4,}",
     )
 ]
-_PROGRESS = re.compile(r"^INFO:reknit:(?:save to|load from) .*\n", re.MULTILINE)
+_PROGRESS = re.compile(
+    r"^(?:INFO:reknit:(?:save to|load from) .*|reknit: waiting for \d+ agents?)\n", re.MULTILINE
+)
 """Lines that only a slow machine prints."""
 
 
