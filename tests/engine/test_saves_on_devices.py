@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import signal
 import threading
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from reknit.engine.memory import arena_pool
 from reknit.testing.accelerator import install, installed
 from reknit.types import devices
 from tests.devices import every_simulated_device, on_simulated_cuda, run_simulated
-from tests.faults.nursery import agents_of
+from tests.faults.nursery import agents_of, stopped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -324,19 +323,6 @@ def test_copies_that_come_after_the_deadline_of_their_save_are_not_in_the_next_o
         pending.result(LIMIT_S)
     reknit.load(tmp_path / "next", {"x": other})
     assert other.eq(2).all().item()
-
-
-@contextmanager
-def stopped(pids: list[int]) -> Iterator[None]:
-    """Suspend processes."""
-    assert pids
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
 
 
 def saved_from_device_1(device_type: Any, folder: str, chosen: bool) -> list[int]:

@@ -14,13 +14,14 @@ import subprocess
 import sys
 import time
 import traceback
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from reknit.monitor.phase import Deadline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 _ROOT = Path(__file__).parents[2]
 _POLL_S = 0.001
@@ -131,6 +132,19 @@ def agents_of(trainer: int) -> list[int]:
             ):
                 found.append(int(name))
     return found
+
+
+@contextmanager
+def stopped(pids: Sequence[int]) -> Iterator[None]:
+    """Suspend processes."""
+    assert pids
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
 
 
 def wait_for_ends(trainers: Sequence[Child], timeout_s: float) -> None:

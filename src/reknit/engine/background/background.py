@@ -50,7 +50,7 @@ class Background:
         self.arenas: Arenas | None = None
         self.pending: list[SaveOutcome] = []
         self._exit: AtExit | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the end of the group closes this, and may come in any line
         self._saving = OneAtATime("a save that does not wait")
         self._begun: SaveOutcome | None = None
 
@@ -183,19 +183,14 @@ class Background:
             with suppress(DeadlineError):
                 save.wait_over(deadline.remaining())
         self.supervisor.close(deadline, lambda: all(save.done() for save in pending))
-        if self.arenas is not None:
-            self.arenas.close()
-            self.arenas = None
-        if self._exit is not None:
-            self._exit.cancel()
-            self._exit = None
+        arenas, self.arenas = self.arenas, None
+        if arenas is not None:
+            arenas.close()
+        at_exit, self._exit = self._exit, None
+        if at_exit is not None:
+            at_exit.cancel()
         self.when_closed()
         return all(save.over() for save in pending)
-
-    def retire(self) -> None:
-        """Close after the group is gone; saves under way are waited for at exit."""
-        if not self._unfinished():
-            self.close(0.0)
 
     def at_exit(self) -> None:
         """Wait for the saves under way when the interpreter ends, and log their fate."""

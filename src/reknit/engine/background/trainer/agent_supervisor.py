@@ -157,8 +157,7 @@ class AgentSupervisor:
             except Exception as error:  # also a bug: saves wait for the outcome
                 self._fail(error)
             else:
-                logger.warning("agents were lost; new ones take their place from save %d on", session.first)
-                self._install(session)
+                self._install_instead(session, lost)
             finally:
                 if self._replacing is lost:  # else those are lost, too, and the next thread has begun
                     self._settled.set()
@@ -189,7 +188,8 @@ class AgentSupervisor:
         early, self._early = self._early, None
         if early is not None:
             early.give_up()
-        session, self.session = self.session, None
+        with self._lock:
+            session, self.session = self.session, None
         if session is not None:
             session.link.quit()
             if all_ended():
@@ -209,6 +209,15 @@ class AgentSupervisor:
         """Return the number of the first save in which new agents can take part."""
         with self._lock:
             return min(self._waiting, default=self.count)
+
+    def _install_instead(self, session: AgentSession, lost: AgentSession) -> None:
+        """Use new agents in place of lost ones, or end them if `close` has not waited for them."""
+        with self._lock:
+            if wanted := self.session is lost:
+                logger.warning("agents were lost; new ones take their place from save %d on", session.first)
+                self._install(session)
+        if not wanted:
+            session.link.end()
 
     def _install(self, session: AgentSession) -> None:
         """Use new agents for all later saves, and report to them the saves that this rank gave up."""

@@ -66,6 +66,7 @@ def begin_at_agent(
         session = supervisor.session_for(number, group, starting)
         save = session.new_save(number, pending)
         save.begun, save.unrecorded = prepared.begun, prepared.recorder
+        save.group = group
         prepared.arena.hand_over(save)
         supervisor.begun(number)
         wait_for_others(session)

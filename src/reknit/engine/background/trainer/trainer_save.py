@@ -17,6 +17,7 @@ from reknit.monitor.records import PhaseRecord, record_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from reknit.comm.group import Group
     from reknit.engine.background.trainer.agent_link import AgentLink
     from reknit.engine.memory.arena_pool import Arenas, Lease
     from reknit.engine.outcome import SaveOutcome
@@ -49,6 +50,8 @@ class TrainerSave:
         self._recorder: Recorder | None = None
         self.unrecorded: Recorder | None = None
         """The recorder, until it has recorded the end of the save."""
+        self.group: Group | None = None
+        """The group, kept until the save and its promotion are over, since its agents end with it."""
         self._owners: bytes | None = None
         self._freed: set[int] = set()
         self._done: say.SaveDone | None = None

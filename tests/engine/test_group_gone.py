@@ -1,0 +1,126 @@
+"""A group that nobody holds any more: the saves that it began end well, and its agents end after them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import reknit
+from reknit import calls
+from reknit.comm.group import SoloGroup
+from reknit.comm.tree.thread_group import thread_groups
+from reknit.engine.background.trainer.agent_session import AgentSession
+from reknit.testing.world import run_ranks
+from tests.faults.nursery import agents_of, stopped, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from reknit.comm.group import Group
+
+LIMIT_S = 60.0
+STATE = {"model": {"w": np.arange(1000.0)}}
+
+
+@pytest.fixture(autouse=True)
+def others() -> Iterator[set[int]]:
+    """Return the agents of earlier tests, none of which may still be starting, and expect no other."""
+    assert reknit.close(LIMIT_S)
+    gc.collect()
+    before = set(agents_of(os.getpid()))
+    yield before
+    wait_until(lambda: set(agents_of(os.getpid())) <= before, LIMIT_S)
+
+
+def agent_of(group: Group) -> int:
+    session = calls.backgrounds[group][True].supervisor.session
+    assert session is not None
+    assert session.link.pid is not None
+    return session.link.pid
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("stage", ["eager", "lazy"])
+def test_saves_under_way_end_well_and_then_the_agent_ends(tmp_path: Path, number: int, stage: Any) -> None:
+    group, options = SoloGroup(), reknit.SaveOptions(stage=stage)
+    reknit.save(tmp_path / "first", STATE, wait=False, group=group).result(LIMIT_S)
+    with stopped([agent_of(group)]):
+        saves = [
+            reknit.save(tmp_path / str(k), STATE, wait=False, group=group, options=options)
+            for k in range(number)
+        ]
+        del group
+        gc.collect()
+    for save in saves:
+        assert save.result(LIMIT_S).total_nbytes >= 8000
+
+
+def test_close_and_the_end_of_the_process_wait_for_its_saves(tmp_path: Path) -> None:
+    group = SoloGroup()
+    reknit.save(tmp_path / "first", STATE, wait=False, group=group).result(LIMIT_S)
+    with stopped([agent_of(group)]):
+        save = reknit.save(tmp_path / "it", STATE, wait=False, group=group)
+        del group
+        gc.collect()
+        assert not reknit.close(0.01)
+    save.result(LIMIT_S)
+
+
+def test_a_promotion_under_way_is_waited_for(tmp_path: Path) -> None:
+    group = SoloGroup()
+    reknit.save(tmp_path / "first", STATE, wait=False, group=group).result(LIMIT_S)
+    options = reknit.SaveOptions(promote_to=tmp_path / "copy")
+    with stopped([agent_of(group)]):
+        save = reknit.save(tmp_path / "second", STATE, wait=False, group=group, options=options)
+        del group
+        gc.collect()
+    save.promoted(LIMIT_S)
+    assert reknit.verify(tmp_path / "copy", "data").ok
+
+
+def test_a_save_that_fails_keeps_no_agent(tmp_path: Path) -> None:
+    reknit.save(tmp_path / "it", {"x": 1}, group=SoloGroup(7))
+    with pytest.raises(reknit.errors.FencedError):
+        reknit.save(tmp_path / "it", {"x": 2}, wait=False, overwrite=True, group=SoloGroup(6)).result(LIMIT_S)
+
+
+def test_the_agents_of_two_ranks_end_after_the_save(tmp_path: Path) -> None:
+    def rank(group: Group) -> reknit.PendingSave:
+        return reknit.save(tmp_path / "it", STATE, wait=False, overwrite=True, group=group)
+
+    groups = thread_groups(2)
+    for first in run_ranks(2, rank, groups=groups):
+        first.result(LIMIT_S)
+    with stopped([agent_of(group) for group in groups]):
+        saves = run_ranks(2, rank, groups=groups)
+        while groups:
+            groups.pop().close()
+        gc.collect()
+    for save in saves:
+        assert save.result(LIMIT_S).write_id == saves[0].result().write_id
+
+
+def test_agents_that_replace_lost_ones_end_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, free = threading.Event(), threading.Event()
+    form = AgentSession.form
+
+    def late(*args: Any) -> AgentSession:
+        session = form(*args)
+        begun.set()
+        assert free.wait(LIMIT_S)
+        return session
+
+    group = SoloGroup()
+    reknit.save(tmp_path / "it", {"x": 1}, wait=False, group=group).result(LIMIT_S)
+    monkeypatch.setattr(AgentSession, "form", late)
+    os.kill(agent_of(group), 9)
+    assert begun.wait(LIMIT_S)
+    del group
+    gc.collect()
+    free.set()
