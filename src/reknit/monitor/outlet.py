@@ -105,8 +105,10 @@ class Outlet:
         """Take one record; from any thread, without waiting."""
         if len(self._ring) >= self._capacity:
             self._drop(1, "it does not keep up")
-        else:
-            self._append(record)
+            return
+        self._ring.append(record)
+        if not (self._served and self._more.is_set()):
+            self._wake()
 
     def flush(self, timeout_s: float = _FLUSH_S) -> bool:
         """Wait until the sink has received all earlier records, and return whether it has.
@@ -119,7 +121,8 @@ class Outlet:
             return True
         reached = threading.Event()
         self._hurry.set()
-        self._append(reached)
+        self._ring.append(reached)
+        self._wake()
         if not reached.wait(timeout_s):
             self._late = reached
             return False
@@ -144,14 +147,9 @@ class Outlet:
         """Whether a thread serves the sink now."""
         return self._served
 
-    def _append(self, entry: Any) -> None:
-        self._ring.append(entry)
-        if not self._more.is_set():
-            self._more.set()
-        if not self._served:
-            self._start()
-
-    def _start(self) -> None:
+    def _wake(self) -> None:
+        """Let the thread hand over what waits, and start it if there is none."""
+        self._more.set()
         with self._lock:
             if self._served:
                 return

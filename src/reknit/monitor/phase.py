@@ -7,7 +7,7 @@ import time
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from reknit.errors import DeadlineError, ReknitError, shortage
@@ -152,9 +152,15 @@ class Recorder:
             outcome=outcome,
             retries=retries,
             at_once=at_once,
-            **self._origin(),
+            rank=self.rank,
+            step=self.step,
+            action=self.action,
+            path=self.path,
+            host=HOST,
+            process=self.process,
         )
-        self._put(record)
+        for sink in self.sinks:
+            sink.put(record)
 
     @contextmanager
     def whole(self) -> Iterator[Running]:
@@ -214,19 +220,13 @@ class Recorder:
             coordinate=self.coordinate,
             behind_s=_behind.get(CLOCK.get()),
             detail=detail,
-            **self._origin(),
+            rank=self.rank,
+            step=self.step,
+            action=self.action,
+            path=self.path,
+            host=HOST,
+            process=self.process,
         )
-
-    def _origin(self) -> dict[str, Any]:
-        """Return the fields that all records of this action share."""
-        return {
-            "rank": self.rank,
-            "step": self.step,
-            "action": self.action,
-            "path": self.path,
-            "host": HOST,
-            "process": self.process,
-        }
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds spent in each phase, summed by name, in order of first appearance."""

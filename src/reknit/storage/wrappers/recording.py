@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import TYPE_CHECKING, TypeVar
 
 from reknit.errors import StorageNotFoundError
-from reknit.monitor.phase import monotonic, retries
-from reknit.storage.base import PerHost
+from reknit.monitor.phase import CLOCK, retries
 from reknit.storage.wrappers.forwarding import KINDS, ForwardingStorage
 
 if TYPE_CHECKING:
@@ -21,28 +19,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class _UnderWay:
-    """The number of operations under way in a store and the stores below it."""
-
-    def __init__(self) -> None:
-        self._number = 0
-        self._lock = threading.Lock()
-
-    def change(self, by: int) -> int:
-        with self._lock:
-            self._number += by
-            return self._number
-
-
 class RecordingStorage(ForwardingStorage):
-    """A store that records every operation of any thread, with the retries inside it."""
+    """A store that records every operation of any thread, with the retries inside it.
 
-    def __init__(self, inner: Storage, recorder: Recorder, under_way: _UnderWay | None = None) -> None:
+    `under_way` has an entry for each operation under way in a store and the stores below it.
+    """
+
+    def __init__(self, inner: Storage, recorder: Recorder, under_way: list[None] | None = None) -> None:
         super().__init__(inner)
-        if isinstance(inner, PerHost):
+        if hasattr(inner, "folder"):
             self.folder = inner.folder
         self._recorder = recorder
-        self._under_way = under_way or _UnderWay()
+        self._under_way = [] if under_way is None else under_way
         self._store = _service(inner.url)
 
     def around(self, inner: Storage, path: str) -> Storage:
@@ -51,9 +39,10 @@ class RecordingStorage(ForwardingStorage):
 
     def intercept(self, name: str, path: str, nbytes: int, whole: Callable[[], T], half: Half = None) -> T:
         """Carry out an operation, and record it."""
-        at_once, outcome = self._under_way.change(1), "ok"
-        before = retries.set(0)
-        started, begin = time.time(), monotonic()
+        under_way, clock = self._under_way, CLOCK.get()
+        under_way.append(None)
+        at_once, outcome, before = len(under_way), "ok", retries.get()
+        started, begin = time.time(), clock.monotonic()
         try:
             result = whole()
             if isinstance(result, bytes):
@@ -67,10 +56,8 @@ class RecordingStorage(ForwardingStorage):
         else:
             return result
         finally:
-            seconds = monotonic() - begin
-            repeated = retries.get()
-            retries.reset(before)
-            self._under_way.change(-1)
+            seconds = clock.monotonic() - begin
+            under_way.pop()
             self._recorder.add_operation(
                 KINDS.get(name, name),
                 self._store,
@@ -78,7 +65,7 @@ class RecordingStorage(ForwardingStorage):
                 seconds=seconds,
                 nbytes=nbytes,
                 outcome=outcome,
-                retries=repeated,
+                retries=retries.get() - before,
                 at_once=at_once,
             )
 
