@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.engine import outcome
+from reknit.engine import awaited
 from reknit.engine.memory.pace import Pace
 from reknit.engine.stored import promote
 from reknit.engine.stored.running_agents import at_work
@@ -134,7 +134,7 @@ def test_the_log_has_an_outcome_before_a_thread_that_waits_continues(
         time.sleep(0.1)
         lines.append(line)
 
-    monkeypatch.setattr(outcome, "LOG_S", LIMIT_S)
+    monkeypatch.setattr(awaited, "LOG_S", LIMIT_S)
     save(tmp_path / "taken").result(LIMIT_S)
     handled(late)
     ask(begin(tmp_path, case))
@@ -149,28 +149,30 @@ def test_a_handler_of_the_log_keeps_nobody_waiting(
     how: str,
     handled: Callable[[Callable[[str], object]], None],
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     met: list[BaseException] = []
     has_begun = threading.Event()
 
     def take(line: str) -> None:
-        if threading.current_thread() is threading.main_thread():
-            return
         if how == "raises":
             raise OSError(line)
+        if threading.current_thread() is threading.main_thread():
+            return
         assert has_begun.wait(LIMIT_S)
         try:
             pending.wait_promoted(LIMIT_S) if line.startswith("promotion") else pending.wait(LIMIT_S)
         except BaseException as error:
             met.append(error)
 
-    monkeypatch.setattr(outcome, "LOG_S", 0.01)
+    monkeypatch.setattr(awaited, "LOG_S", LIMIT_S if how == "raises" else 0.01)
     save(tmp_path / "taken").result(LIMIT_S)
     handled(take)
     pending = begin(tmp_path, case)
     has_begun.set()
     ask(pending)
     assert met == []
+    assert ("OSError" in capsys.readouterr().err) == (how == "raises")
 
 
 def test_a_slow_place_does_not_delay_another_and_each_gets_the_steps_in_order(tmp_path: Path) -> None:
