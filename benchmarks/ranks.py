@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -14,7 +15,7 @@ import tempfile
 import threading
 import time
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,11 +27,17 @@ class RanksFailedError(SystemExit):
     """Ranks of a benchmark failed, or took too long.  Uncaught, it ends the process with the reason."""
 
 
+def free_port() -> int:
+    """Return an unused port of loopback, which the kernel gives to no other before rank 0 takes it."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 20_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
 def launch(script: str, role: str, world: int, folder: str, timeout_s: float) -> dict[str, Any]:
     """Start one process per rank, and return the results of rank 0.  Raises `RanksFailedError`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     common = dict(os.environ, WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     common.update(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", LOCAL_WORLD_SIZE=str(world))
     command = [sys.executable, script, *sys.argv[1:], "--role", role, "--dir", folder]

@@ -22,6 +22,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 import warnings
 from datetime import timedelta
@@ -262,7 +263,11 @@ def _forked(job: _Job) -> dict[int, int]:
             break
     for rank in running.values():
         os.kill(ranks[rank].pid or 0, signal.SIGUSR1)  # it writes where it is
-    wait(list(running), 0.5)
+    written = Deadline(_GRACE_S)
+    files = [Path(job.folder, f"stacks-{rank}") for rank in running.values()]
+    while not written.passed() and not all(file.exists() and file.stat().st_size for file in files):
+        time.sleep(0.01)
+    wait(list(running), 0.1)  # the rest of what they write
     for rank in running.values():
         ranks[rank].kill()
         ranks[rank].join()

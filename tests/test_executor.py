@@ -8,6 +8,7 @@ import pytest
 
 from reknit.errors import ShortageError
 from reknit.system import DaemonExecutor
+from tests.resources import threads
 
 
 def test_results_and_errors_come_back_through_the_futures() -> None:
@@ -20,23 +21,23 @@ def test_results_and_errors_come_back_through_the_futures() -> None:
 
 def test_as_many_jobs_run_at_once_as_there_may_be_threads_and_no_more() -> None:
     executor, barrier = DaemonExecutor("test", 3), threading.Barrier(4)
-    before = threading.active_count()
+    before = threads("test")
     waiting = [executor.submit(barrier.wait) for _ in range(3)]
-    queued = executor.submit(threading.active_count)
+    queued = executor.submit(threads, "test")
     assert not queued.done()
-    assert threading.active_count() == before + 3
+    assert len(threads("test") - before) == 3
     barrier.wait(30)
     assert sorted(future.result(30) for future in waiting) != []
-    assert queued.result(30) <= before + 3
+    assert len(queued.result(30) - before) <= 3
     executor.shutdown()
 
 
 def test_an_idle_thread_takes_the_next_job() -> None:
     executor = DaemonExecutor("test", 8)
-    before = threading.active_count()
+    before = threads("test")
     for _ in range(50):
         executor.submit(int).result(30)
-    assert threading.active_count() <= before + 3
+    assert len(threads("test") - before) <= 3
     executor.shutdown()
 
 
@@ -64,12 +65,12 @@ def test_no_job_waits_for_a_busy_thread_while_another_may_be_started() -> None:
 
 
 def test_no_thread_is_left_after_shutdown() -> None:
-    before = threading.active_count()
+    before = threads("test")
     executor = DaemonExecutor("test", 4)
     futures = [executor.submit(int) for _ in range(20)]
     executor.shutdown()
     assert all(future.done() for future in futures)
-    assert threading.active_count() == before
+    assert not threads("test") - before
 
 
 def test_a_thread_that_still_waits_does_not_keep_the_interpreter_from_ending() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -142,7 +144,7 @@ def test_the_log_has_an_outcome_before_a_thread_that_waits_continues(
 
 
 @pytest.mark.parametrize("case", OUTCOMES)
-@pytest.mark.parametrize("how", ["raises", "waits for the save"])
+@pytest.mark.parametrize("how", ["raises", "raises, and stderr is closed", "waits for the save"])
 def test_a_handler_of_the_log_keeps_nobody_waiting(
     tmp_path: Path,
     case: str,
@@ -155,7 +157,7 @@ def test_a_handler_of_the_log_keeps_nobody_waiting(
     has_begun = threading.Event()
 
     def take(line: str) -> None:
-        if how == "raises":
+        if how.startswith("raises"):
             raise OSError(line)
         if threading.current_thread() is threading.main_thread():
             return
@@ -165,7 +167,10 @@ def test_a_handler_of_the_log_keeps_nobody_waiting(
         except BaseException as error:
             met.append(error)
 
-    monkeypatch.setattr(awaited, "LOG_S", LIMIT_S if how == "raises" else 0.01)
+    monkeypatch.setattr(awaited, "LOG_S", LIMIT_S if how.startswith("raises") else 0.01)
+    if how.endswith("closed"):
+        monkeypatch.setattr(sys, "stderr", closed := io.StringIO())
+        closed.close()
     save(tmp_path / "taken").result(LIMIT_S)
     handled(take)
     pending = begin(tmp_path, case)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.aims import judged, ratio, show
-from benchmarks.ranks import RanksFailedError, deliver, options, scratch
+from benchmarks.ranks import RanksFailedError, deliver, free_port, options, scratch
 
 if TYPE_CHECKING:
     import argparse
@@ -61,9 +60,7 @@ def call(args: argparse.Namespace, library: str, what: str, folder: str, mib: in
     if args.drop_caches:
         os.sync()
         Path("/proc/sys/vm/drop_caches").write_text("3")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     common = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
     if ranks > 1:
         common.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))

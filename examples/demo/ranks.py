@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -146,11 +147,17 @@ def _kill_agent(pid: int) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def _free_port() -> int:
+    """Return an unused port of loopback, which the kernel gives to no other before rank 0 takes it."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 20_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
 def _environment(world: int) -> dict[str, str]:
     """Return what torch reads from the environment, for ranks that meet on this machine alone."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = _free_port()
     return {
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),

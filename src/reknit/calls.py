@@ -63,7 +63,7 @@ def background_of(group: Group, *, elsewhere: bool) -> Background:
             from reknit.engine.background.background import Background  # calls that wait need none of it
 
             background = kinds[elsewhere] = Background(in_process=not elsewhere)
-            gone = weakref.finalize(group, background.close, 0.0)  # no save is under way then
+            gone = weakref.finalize(group, background.retire)  # no save is under way then
             gone.atexit = False
             background.when_closed = gone.detach
         return kinds[elsewhere]

@@ -29,6 +29,7 @@ from reknit.comm.meeting.hosts import gather_shape
 from reknit.comm.rank_messages import Reply, decode, encode
 from reknit.errors import CommError, DeadlineError, ProtocolError, UsageError
 from reknit.options import CommOptions
+from tests.faults.nursery import wait_until
 from tests.ports import free_port
 
 if TYPE_CHECKING:
@@ -239,11 +240,7 @@ def test_when_the_store_ends_its_port_is_free_and_no_thread_is_left(point: Point
         served.close()
         served.close()
     socket.create_server((point.host, point.port)).close()
-    for _ in range(100):
-        if threading.active_count() <= before:
-            break
-        time.sleep(0.02)
-    assert threading.active_count() <= before
+    wait_until(lambda: threading.active_count() <= before, 30)
 
 
 def listeners(port: int) -> set[str]:
@@ -318,13 +315,16 @@ def test_ranks_find_their_shape_at_an_address_of_ipv6(last: ExitStack) -> None:
 def test_those_who_came_hear_from_rank_0_who_did_not(point: Point, last: ExitStack) -> None:
     remote = RemoteStore(point, SECRET, PLAIN)
     last.callback(remote.close)
+    is_served = threading.Event()
 
     def lead() -> None:
         with ServedStore(point, 3, SECRET, PLAIN) as served:
-            gather_shape(served, 0, 3, job="job", options=PLAIN, timeout_s=0.5)
+            is_served.set()
+            gather_shape(served, 0, 3, job="job", options=PLAIN, timeout_s=2)
 
     def follow() -> None:
-        gather_shape(remote, 1, 3, job="job", options=PLAIN, timeout_s=5)
+        assert is_served.wait(30)
+        gather_shape(remote, 1, 3, job="job", options=PLAIN, timeout_s=20)
 
     acts: list[Callable[[], None]] = [lead, follow]
     with ThreadPoolExecutor(2) as pool:

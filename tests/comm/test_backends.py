@@ -185,14 +185,13 @@ def test_closing_after_a_last_round_takes_no_answer_away(join: Join) -> None:
 
 def test_two_threads_in_one_group_are_refused_and_do_no_harm(join: Join) -> None:
     groups = join(2)
-    entered = threading.Event()
+    entered, intruded = threading.Event(), threading.Event()
 
     def run(group: Group) -> bytes:
         if group.rank == 1:
-            assert entered.wait(30)
-            time.sleep(0.1)
+            assert intruded.wait(30)
         else:
-            threading.Timer(0.05, entered.set).start()
+            threading.Timer(0.3, entered.set).start()
         return ask(group, "plan", b"x")
 
     def intrude() -> None:
@@ -201,7 +200,6 @@ def test_two_threads_in_one_group_are_refused_and_do_no_harm(join: Join) -> None
             ask(groups[0])
         intruded.set()
 
-    intruded = threading.Event()
     thread = threading.Thread(target=intrude)
     thread.start()
     assert endings(groups, run) == [b"x"] * 2

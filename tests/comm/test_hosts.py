@@ -160,20 +160,21 @@ def test_without_rank_0_the_others_give_up(store: Store) -> None:
 @pytest.mark.parametrize(
     ("late", "said"),
     [
-        ([2], ["rank 0 has waited 0.05 s for rank 2"]),
-        ([1, 2], ["rank 0 has waited 0.05 s for ranks 1-2"]),
-        ([0], ["rank 1 has waited 0.05 s for rank 0", "rank 2 has waited 0.05 s for rank 0"]),
+        ([2], ["rank 0 has waited 0.5 s for rank 2"]),
+        ([1, 2], ["rank 0 has waited 0.5 s for ranks 1-2"]),
+        ([0], ["rank 1 has waited 0.5 s for rank 0", "rank 2 has waited 0.5 s for rank 0"]),
     ],
 )
 def test_a_rank_says_long_before_the_deadline_whom_it_waits_for(
     store: Store, late: list[int], said: list[str], notices: Notices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hosts, "NOTICE_S", 0.05)
+    monkeypatch.setattr(hosts, "NOTICE_S", 0.5)
     monkeypatch.setattr(hosts, "_SLICES_S", (0.02, 0.1))
     early = [rank for rank in range(3) if rank not in late]
     with ThreadPoolExecutor(2) as pool:
         waiting = pool.submit(gather, store, early, 3)
         texts = sorted(notices.next() for _ in said)
+        monkeypatch.setattr(hosts, "NOTICE_S", 60.0)  # for those who come now
         found = {**gather(store, late, 3), **waiting.result()}
     assert len({shape.run for shape in shapes(found)}) == 1
     assert [text.partition(" at the rendezvous of job 'job': every rank has")[0] for text in texts] == said

@@ -76,7 +76,7 @@ def test_a_scan_of_the_port_costs_nothing_that_stays() -> None:
             for _ in range(100):  # and some that stay, and send nothing
                 open_ones.enter_context(socket.create_connection(port(groups[0]), timeout=30))
             assert endings(groups, ask) == [b"", b""]
-            assert process.num_threads() <= threads + 4, "a thread for each connection would be one too many"
+            assert process.num_threads() <= threads + 30, "one for each connection would be a hundred"
         assert endings(groups, ask) == [b"", b""]
 
 

@@ -22,6 +22,7 @@ from reknit.options import CommOptions
 from reknit.testing.world import run_ranks
 from tests.comm.collectives import gather
 from tests.comm.worlds import GENERATION, Resources, ask, connect_rank, endings, listen_all, tree_world
+from tests.resources import threads
 from tests.running.examples import examples
 
 if TYPE_CHECKING:
@@ -84,10 +85,19 @@ def silent_host() -> Iterator[str]:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
+_earlier: set[threading.Thread] = set()
+"""The threads of groups that tests of other files have left in this process."""
+
+
+@pytest.fixture(autouse=True)
+def earlier() -> None:
+    _earlier.update(threads("reknit-broken"))
+
+
 def no_one_listens_for_the_end() -> bool:
     """Return whether every wait for the end of a group is over within a while."""
     for _ in range(600):
-        if not any(thread.name == "reknit-broken" for thread in threading.enumerate()):
+        if not threads("reknit-broken") - _earlier:
             return True
         time.sleep(0.05)
     return False

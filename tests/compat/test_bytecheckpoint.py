@@ -7,7 +7,6 @@ import os
 import runpy
 import shutil
 import signal
-import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch.distributed as dist
 import reknit
 import reknit.compat.bytecheckpoint as bcp
 from reknit.errors import MismatchError, UsageError
+from tests.faults.nursery import wait_until
 from tests.integrations.random_death import death
 from tests.optional import needs
 from tests.ranks import Died, run
@@ -172,19 +172,13 @@ def test_each_rank_gets_its_extra_state_and_further_ranks_that_of_rank_0(tmp_pat
 def test_a_callback_comes_after_the_commit_and_only_then(tmp_path: Path) -> None:
     state = {"model": torch.nn.Linear(2, 2)}
     seen: list[str | None] = []
-    called = threading.Event()
 
     def callback() -> None:
         seen.append(bcp.find_latest_ckpt_path(tmp_path))
-        called.set()
 
     bcp.save(tmp_path, state, "ddp", global_steps=3, callback=callback)
     bcp.save(str(tmp_path), state, "ddp", True, 4, callback).result()
-    assert called.wait(10)
-    for _ in range(100):
-        if len(seen) == 2:
-            break
-        time.sleep(0.05)
+    wait_until(lambda: len(seen) == 2, 60)
     assert seen == [str(tmp_path / "global_step_3"), str(tmp_path / "global_step_4")]
     state["model"] = lambda: 0  # type: ignore[assignment]
     with pytest.raises(UsageError):

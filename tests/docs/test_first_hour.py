@@ -73,7 +73,7 @@ INIT = "import torch.distributed as dist; dist.init_process_group('gloo'); "
         ),
         (
             INIT + "dist.get_rank() == 0 and reknit.save('ckpt', state, options=reknit.SaveOptions("
-            "timeout_s=6, comm=reknit.CommOptions(connect_timeout_s=6)))\n"
+            "timeout_s=15, comm=reknit.CommOptions(connect_timeout_s=15)))\n"
             "dist.get_rank() == 1 and __import__('time').sleep(60)",  # torchrun ends it
             ("rank 0 has waited 5 s for rank 1", "not rank 0 alone as with torch.save", "did not come"),
         ),

@@ -426,7 +426,7 @@ def test_an_error_of_one_rank_reaches_all_and_the_next_save_is_well() -> None:
 
 
 def test_ranks_that_are_at_different_saves_are_told_so() -> None:
-    options = reknit.SaveOptions(timeout_s=3)
+    options = reknit.SaveOptions(timeout_s=8)
 
     def rank(group: Group) -> list[str]:
         reported = []
@@ -449,7 +449,7 @@ def test_ranks_that_save_different_steps_are_told_so_and_nothing_is_committed() 
         reported = []
         for k in range(2 - group.rank, 4):  # rank 1 makes one call more
             state = {"model": {f"own.{group.rank}": np.full(9, k)}}
-            options = reknit.SaveOptions(timeout_s=3)
+            options = reknit.SaveOptions(timeout_s=8)
             try:
                 save = background("gated://x", state, step=k, overwrite=True, group=group, options=options)
                 save.result(LIMIT_S)

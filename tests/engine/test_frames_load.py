@@ -37,7 +37,7 @@ def frames_of(thread: int) -> list[str]:
 def settled(thread: int) -> list[str]:
     """Return the frames of a thread once it has come to rest."""
     before, now = [""], frames_of(thread)
-    while before != now:
+    while before != now or now[-1].endswith(":start"):  # a thread that it waits for may begin later
         time.sleep(0.05)
         before, now = now, frames_of(thread)
     return now

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+import subprocess
+import sys
 import threading
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +25,6 @@ from tests.faults.nursery import agents_of, stopped, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from reknit.comm.group import Group
 
@@ -36,6 +40,16 @@ def others() -> Iterator[set[int]]:
     before = set(agents_of(os.getpid()))
     yield before
     wait_until(lambda: set(agents_of(os.getpid())) <= before, LIMIT_S)
+
+
+@contextmanager
+def closing() -> Iterator[threading.Thread]:
+    """Return a thread that calls `reknit.close`, and expect its success."""
+    answers: list[bool] = []
+    thread = threading.Thread(target=lambda: answers.append(reknit.close(LIMIT_S)))
+    yield thread
+    thread.join(LIMIT_S)
+    assert answers == [True]
 
 
 def agent_of(group: Group) -> int:
@@ -61,15 +75,47 @@ def test_saves_under_way_end_well_and_then_the_agent_ends(tmp_path: Path, number
         assert save.result(LIMIT_S).total_nbytes >= 8000
 
 
-def test_close_and_the_end_of_the_process_wait_for_its_saves(tmp_path: Path) -> None:
+def test_close_waits_for_its_saves_and_its_agent(tmp_path: Path) -> None:
     group = SoloGroup()
     reknit.save(tmp_path / "first", STATE, wait=False, group=group).result(LIMIT_S)
-    with stopped([agent_of(group)]):
+    agent = agent_of(group)
+    with closing() as closed, stopped([agent]):
         save = reknit.save(tmp_path / "it", STATE, wait=False, group=group)
         del group
         gc.collect()
-        assert not reknit.close(0.01)
-    save.result(LIMIT_S)
+        closed.start()
+        wait_until(lambda: not calls.all_backgrounds(), LIMIT_S)
+    assert save.done()
+    assert agent not in agents_of(os.getpid())
+
+
+LEAVES = """
+import gc, os, signal, sys
+import reknit
+from reknit.comm.group import SoloGroup
+from tests.engine.test_group_gone import LIMIT_S, STATE, agent_of
+
+group = SoloGroup()
+reknit.save(sys.argv[1] + "/first", STATE, wait=False, group=group).result(LIMIT_S)
+os.kill(agent_of(group), signal.SIGSTOP)
+save = reknit.save(sys.argv[1] + "/it", STATE, wait=False, group=group)
+print(agent_of(group), flush=True)
+del group
+gc.collect()
+"""
+
+
+def test_the_end_of_the_process_waits_for_its_saves_and_its_agent(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", LEAVES, str(tmp_path)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        agent = int(process.stdout.readline())
+        try:
+            wait_until(lambda: Path(f"/proc/{agent}/status").read_text().count("(stopped)"), LIMIT_S)
+        finally:
+            os.kill(agent, signal.SIGCONT)
+        assert process.wait(LIMIT_S) == 0
+        assert agent not in agents_of(process.pid)
+    assert reknit.verify(tmp_path / "it", "data").ok
 
 
 def test_a_promotion_under_way_is_waited_for(tmp_path: Path) -> None:
@@ -84,7 +130,7 @@ def test_a_promotion_under_way_is_waited_for(tmp_path: Path) -> None:
     assert reknit.verify(tmp_path / "copy", "data").ok
 
 
-def test_a_save_that_fails_keeps_no_agent(tmp_path: Path) -> None:
+def test_a_save_that_fails_at_its_agent_keeps_none(tmp_path: Path) -> None:
     reknit.save(tmp_path / "it", {"x": 1}, group=SoloGroup(7))
     with pytest.raises(reknit.errors.FencedError):
         reknit.save(tmp_path / "it", {"x": 2}, wait=False, overwrite=True, group=SoloGroup(6)).result(LIMIT_S)
@@ -119,7 +165,7 @@ def test_agents_that_replace_lost_ones_end_too(tmp_path: Path, monkeypatch: pyte
     group = SoloGroup()
     reknit.save(tmp_path / "it", {"x": 1}, wait=False, group=group).result(LIMIT_S)
     monkeypatch.setattr(AgentSession, "form", late)
-    os.kill(agent_of(group), 9)
+    os.kill(agent_of(group), signal.SIGKILL)
     assert begun.wait(LIMIT_S)
     del group
     gc.collect()

@@ -206,12 +206,16 @@ def fill(self, start, out, copy=None, fill=Image.fill):
 Image.fill = fill
 """
 
+ENDING_STAGING = SLOW_STAGING.replace("while True:", "while not os.path.exists(root + '/on'):")
+"""The same, which goes on when there is a file `on`."""
+
 
 def test_an_interrupt_during_staging_leaves_nothing(run: _Scripts) -> None:
     body = "save(1).result()\nagent = list(reknit.calls.backgrounds.values())\n"
-    script = run(body + SLOW_STAGING.replace("while True:", "for _ in range(20):") + "save(2)")
+    script = run(body + ENDING_STAGING + "save(2)")
     script.says("staging")
     os.killpg(script.process.pid, signal.SIGINT)
+    (script.root / "on").touch()
     code, errors = script.ends()
     assert code == -signal.SIGINT
     assert "KeyboardInterrupt" in errors
@@ -235,12 +239,13 @@ def test_a_kill_during_staging_leaves_nothing(run: _Scripts) -> None:
 def test_a_script_may_go_on_after_an_interrupt_during_staging(run: _Scripts) -> None:
     script = run(
         "real = __import__('reknit.engine.memory.file_image').engine.memory.file_image.Image.fill\n"
-        + SLOW_STAGING.replace("while True:", "for _ in range(20):")
+        + ENDING_STAGING
         + "try:\n    save(2)\nexcept KeyboardInterrupt:\n    say('interrupted')\n"
         "Image.fill = real\nsave(3).result(50)"
     )
     script.says("staging")
     os.kill(script.process.pid, signal.SIGINT)
+    (script.root / "on").touch()
     while (line := script.process.stdout.readline()) == "staging\n":
         pass
     assert line == "interrupted\n"
@@ -346,8 +351,12 @@ def test_a_save_in_a_signal_handler_is_refused_at_once_where_it_interrupts_anoth
     script = run(
         f"{HANDLER}pending = save(1, gated)\n"
         "me = os.getpid()\n"
-        "def kill():\n    os.kill(me, signal.SIGTERM); gate(0.1)\n"
-        "threading.Timer(0.3, kill).start()\n"
+        "def kill():\n"
+        "    while not os.path.isdir(f'{root}/2') or not os.listdir(f'{root}/2'):\n        time.sleep(0.01)\n"
+        "    os.kill(me, signal.SIGTERM)\n"
+        "    while len(refused) < 3:\n        time.sleep(0.01)\n"
+        "    gate()\n"
+        "threading.Thread(target=kill).start()\n"
         "url = faulty_url(f'{root}/2', gated, gate=root + '/gate')\n"
         "reknit.save(url, {'model': model}, step=2)\n"
         "say(len(refused)); say(all('inside reknit.save' in str(e) for e in refused))\n"
@@ -433,9 +442,12 @@ def test_a_child_of_multiprocessing_waits_for_its_own_saves_and_not_for_those_of
         "def work():\n"
         "    try:\n        first.result(50)\n"
         "    except reknit.ReknitError as error:\n        say(type(error).__name__)\n"
-        "    save(2, Fault('stall', 1, 'commit')); gate(0.3)\n"
+        "    save(2, Fault('stall', 1, 'commit'))\n"
+        "    opens = lambda record: 'waits for' not in record.getMessage() or (gate(), True)[1]\n"
+        "    logging.getLogger('reknit').addFilter(opens)\n"
         "child = multiprocessing.get_context('fork').Process(target=work)\n"
         "child.start(); child.join(); say(child.exitcode)\n"
+        "first.result(50)\n"
         "import pathlib; say(pathlib.Path(root, '2', 'manifest.json').exists())"
     )
     script.says("AgentError")

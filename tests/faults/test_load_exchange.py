@@ -272,7 +272,7 @@ def hang(path: str, hosts: str) -> tuple[Answer, bool, Answer]:
     if become(hosts, released.wait) == 2:
         PLAN[:] = [Fault("stall", 3, "read_into")]
     target = zeros()
-    answer = attempt(lambda: loaded(path, target, replace(LOAD, timeout_s=3)))
+    answer = attempt(lambda: loaded(path, target, replace(LOAD, timeout_s=10)))
     before = {name: array.copy() for name, array in target["model"].items()}
     released.set()
     while threads():
@@ -291,7 +291,7 @@ def test_storage_that_hangs_on_one_rank_is_an_error_on_all_in_time_and_a_later_l
     assert len({place(answer) for answer in answers}) == 1, answers
     assert answers[0]["type"] == "DeadlineError"
     assert re.search(r"rank 2|\.safetensors", answers[0]["message"]), answers[0]
-    assert "within 3 s" in answers[0]["message"] or "than 3 s" in answers[0]["message"]
+    assert "within 10 s" in answers[0]["message"] or "than 10 s" in answers[0]["message"]
     assert [untouched for _, untouched, _ in results] == [True] * WORLD
     assert [again["type"] for _, _, again in results] == ["ok"] * WORLD, results
 

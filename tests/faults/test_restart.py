@@ -185,6 +185,7 @@ def test_agents_of_a_dead_run_are_listed_by_the_folder_they_work_for_and_waited_
     command = Command(capsys)
     # The place as the agent has it: the folder after the scheme of a store that waits for the gate.
     root = f"faulty://stall@commit:1{dead.root}"
+    wait_until(lambda: len(at_work(root)) == 1, LIMIT_S)
     (found,) = at_work(root)
     assert (found.rank, found.path) == (0, f"{root}/step_2?gate={dead.root}.gate")
     assert found.since is not None
@@ -194,7 +195,7 @@ def test_agents_of_a_dead_run_are_listed_by_the_folder_they_work_for_and_waited_
     assert [str(found.pid), "0", found.path] == listed.out.splitlines()[1].split()[:3]
     assert command("agents", "--json", root).json == [found._asdict()]
     for elsewhere in (f"{root}/step_1", f"{root}/step", str(dead.root)):
-        assert at_work(elsewhere) == []
+        wait_until(lambda place=elsewhere: at_work(place) == [], LIMIT_S)  # type: ignore[misc]
     assert "no agent on this host is at work" in command("agents", "--wait", str(dead.root)).out
     threading.Timer(0.5, dead.open_gate).start()
     waited = command("agents", "--wait", root)

@@ -79,7 +79,7 @@ def meet(nursery: Nursery, folder: Path, url: str, environ: dict[str, str], dice
     def wait_for(child: Child, ready: Callable[[], object]) -> None:
         wait_until(lambda: ready() or not child.alive(), LIMIT_S, child.reported)
 
-    old = start("old", run=1, num_steps=50, pause_s=dice.random() * 0.05)
+    old = start("old", run=1, num_steps=100_000, pause_s=dice.random() * 0.05)
     at_least = dice.choice([1, 2, 4])
     wait_for(old, lambda: old.agents() and len(old.said("saved")) >= at_least)
     time.sleep(dice.random() * 0.1)

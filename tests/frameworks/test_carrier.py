@@ -103,8 +103,9 @@ def load_badly(path: str, hosts: str, fault: str) -> tuple[Answer, bool, Answer]
     """Load with a fault on rank 1, and once more without one."""
     accelerator, rank, _ = joined("{}:simccl", hosts)
     target = torch.full((NUMEL,), -1.0)
+    reload(path, torch.zeros(NUMEL))  # the ranks have met then, and have imported all that they need
     with FAULTS[fault](accelerator, rank):
-        answer = attempt(lambda: load(path, target, timeout_s=2))
+        answer = attempt(lambda: load(path, target, timeout_s=5 if fault == "hangs" else 60))
     untouched = bool((target == -1).all())
     wrong = (target != -1) & (target != torch.from_numpy(whole("a")))
     assert not wrong.any(), "a delivered value is the saved one"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,6 +31,7 @@ def saved_by_sixteen(folder: str) -> None:
     runpy.run_path(str(EXAMPLE))["saved"](folder, 1, wait=True)
 
 
+@pytest.mark.alone  # it measures which ranks are slow
 def test_of_sixteen_ranks_all_views_and_an_alert_name_the_slow_disk_and_the_full_buffer(
     tmp_path: Path,
 ) -> None:

@@ -57,7 +57,7 @@ def run_all(folder: Path, *runs: str) -> Output:
         env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(search)},
         capture_output=True,
         text=True,
-        timeout=430,
+        timeout=900,
         check=False,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith(("step_", "failed", "exit code"))]

@@ -79,6 +79,7 @@ def test_a_run_that_is_killed_resumes_on_another_number_of_processes(seed: int, 
     root = tmp_path / "killed"
     ends = run(2, killed, str(root), seed, some_die=True)
     assert ranks.Died(-signal.SIGKILL) in ends
+    assert reknit.latest(root, pending="wait", timeout_s=60) is not None
     (root / "step_00000099").mkdir()  # as of a save that was not committed
     (root / "step_00000099" / "model.0.bin").write_bytes(b"x")
     committed = max(step.step or 0 for step in reknit.steps(root))

@@ -479,6 +479,7 @@ def test_a_run_that_is_killed_resumes_from_the_newest_committed_step(tmp_path: P
     whole, root = str(tmp_path / "whole"), str(tmp_path / "root")
     expected = run(2, _train, whole, "fsdp2-2", 6, None)[0][1]
     run(2, _train, root, "fsdp2-2", 60, 3, some_die=True)
+    reknit.latest(root, pending="wait", timeout_s=60)
     committed = [step.step or 0 for step in reknit.steps(root)]
     assert committed
     newest, found = run(2, _train, root, "fsdp2-2", 6, None)[0]

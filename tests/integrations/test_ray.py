@@ -93,7 +93,7 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> Used:
 
 
 @with_ray
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(1000)
 def test_ray_itself_starts_the_workers_again(used: Used) -> None:
     assert_went_on(used.folder, used.output.lines[0])
     assert [step.step for step in reknit.steps(used.folder / "steps")] == [STEPS - 2, STEPS - 1]
@@ -110,7 +110,7 @@ def assert_went_on(folder: Path, line: str) -> None:
 
 
 @with_ray
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(1000)
 def test_processes_of_a_cluster_import_together_and_their_error_is_that_of_the_import(used: Used) -> None:
     assert used.output.lines[1:] == ["exit code 0", "exit code 2", "exit code 2"]
     assert "there is a committed checkpoint" in used.output.errors
@@ -121,7 +121,7 @@ def test_processes_of_a_cluster_import_together_and_their_error_is_that_of_the_i
 
 
 @with_ray
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(1000)
 def test_one_worker_resumes_bit_for_bit_from_the_newest_step_of_two_of_which_one_was_killed(
     tmp_path: Path,
 ) -> None:

@@ -52,6 +52,7 @@ def replica(root: Path, number: int, seed: int | None) -> tuple[list[int], dict[
     """Train as one replica; return its steps, and its weights in the end."""
     import torchft
 
+    rank = int(os.environ["RANK"])
     torch.manual_seed(number + os.getpid())  # only the recovery makes replicas equal
     model = torch.nn.Linear(6, 3)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -82,6 +83,9 @@ def replica(root: Path, number: int, seed: int | None) -> tuple[list[int], dict[
         hostname="127.0.0.1",
         checkpoint_transport=transport(str(root / "states")),
     )
+    written(root / f"ready-{rank}", "")
+    for other in {1, 2} - {rank} if rank < 3 else ():  # none may be done, or die, before the other has begun
+        waited(root / f"ready-{other}")
     optimizer = torchft.Optimizer(manager, inner)
     reached = (lambda _: None) if seed is None else death(seed, 4, 8)
     steps = []
@@ -93,7 +97,9 @@ def replica(root: Path, number: int, seed: int | None) -> tuple[list[int], dict[
             manager.allreduce(parameter.grad).wait()
         optimizer.step()
         steps.append(manager.current_step())
-        reached(manager.current_step())
+        reached(len(steps))
+        if rank == 1 and manager.current_step() == STEPS // 3:
+            waited(root / "ready-3")
         time.sleep(0.05)
     manager.shutdown(wait=False)
     return steps, {name: value.clone() for name, value in model.state_dict().items()}

@@ -89,6 +89,7 @@ def test_a_killed_run_resumes_bitwise_and_on_another_number_of_ranks(
     whole, root = str(tmp_path / "whole"), str(tmp_path / "root")
     expected = run_titan(ranks, _train, whole, 8, parallel)[0][1]
     run_titan(ranks, _train, root, 40, parallel, 2, some_die=True)
+    reknit.latest(f"{root}/checkpoint", pending="wait", timeout_s=60)
     committed = [step.step for step in reknit.steps(f"{root}/checkpoint")]
     assert committed
     newest = max(step for step in committed if step is not None)

@@ -13,6 +13,7 @@ import pytest
 
 import reknit
 from reknit import sinks
+from reknit.errors import shown
 from reknit.monitor.outlet import CallingSink, Outlet
 from reknit.monitor.record_files import RecordFiles
 from reknit.monitor.records import PhaseRecord
@@ -155,12 +156,12 @@ def test_a_save_beside_a_bad_sink_is_committed(
 
 @pytest.mark.parametrize("sink", [Failing, WrongAttributes, WrongRepr, Leaving])
 def test_the_thread_of_a_bad_sink_goes_on(sink: type[Plain], caplog: pytest.LogCaptureFixture) -> None:
-    outlet = Outlet(sink())
+    outlet = Outlet(bad := sink())
     for _ in range(3):
         outlet.put(phase("write"))
         assert outlet.flush(LIMIT_S)
     assert outlet.busy
-    assert ("events are lost" in caplog.text) == (sink in (Failing, Leaving))
+    assert (f"events are lost: the sink {shown(bad)}" in caplog.text) == (sink in (Failing, Leaving))
 
 
 def test_a_full_disk_takes_no_save(tmp_path: Path) -> None:

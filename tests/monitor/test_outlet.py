@@ -199,7 +199,7 @@ def ends(call: Callable[[], object]) -> bool:
     """Return whether a call ends, in a thread that it cannot keep."""
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(60)
     return not thread.is_alive()
 
 

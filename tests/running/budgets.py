@@ -27,7 +27,7 @@ BUDGETS: dict[str, Budget] = {
     "dataloader": Budget(40, 72),
     "deepspeed": Budget(110, 54),
     "docs": Budget(140, 74),
-    "engine": Budget(100, 112),
+    "engine": Budget(100, 132),
     "examples": Budget(60, 65),
     "faults": Budget(190, 728),
     "format": Budget(20, 8),

@@ -208,6 +208,7 @@ def test_agents_that_were_closed_during_a_resume_start_once_for_the_first_save(
     with reknit.Checkpointer(tmp_path, wait=True) as run:
         run.save(0, {"other": Closes()})
     both = threading.Barrier(size)
+    found: list[int] = []
 
     def rank(group: Group) -> None:
         with reknit.Checkpointer(tmp_path, group=group) as run:
@@ -216,9 +217,12 @@ def test_agents_that_were_closed_during_a_resume_start_once_for_the_first_save(
             assert session is not None
             run.save(1, {"other": Closes()})
             assert supervisor_of(group).session is session
+            both.wait(LIMIT_S)  # until all agents are there, as long as no group is gone
+            found.append(len(agents_of(os.getpid())))
+            both.wait(LIMIT_S)
 
     run_ranks(size, rank)
-    assert len(agents_of(os.getpid())) == size
+    assert found == [size] * size
 
 
 def test_a_resume_inside_a_save_leaves_the_start_of_agents_to_that_save(tmp_path: Path) -> None:

@@ -252,8 +252,8 @@ def test_a_namenode_that_is_silent_is_waited_for_once(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         url = nameservice(tmp_path, monkeypatch, silent=f"127.0.0.1:{port}", alive=address)
-        storage = open_hdfs(f"{url}?part_mib=1&block_mib=1&timeout_s=2")
-        with pytest.raises(StorageUnavailableError, match="within 2 s"):
+        storage = open_hdfs(f"{url}?part_mib=1&block_mib=1&timeout_s=6")
+        with pytest.raises(StorageUnavailableError, match="within 6 s"):
             storage.size("x")
         writer = storage.create("x", len(data))
         writer.write(0, memoryview(data))

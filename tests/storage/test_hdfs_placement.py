@@ -164,13 +164,14 @@ def test_where_no_other_nodes_are_left_those_have_to_do(
 
 
 def test_nodes_that_answer_are_not_avoided_whatever_failed(
-    cluster: Cluster, request: pytest.FixtureRequest
+    cluster: Cluster, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storage = store(cluster, request, "replication=3&timeout_s=2&tries=1")
+    monkeypatch.setattr(hdfs_placing, "_PATIENCE_S", 30.0)
+    storage = store(cluster, request, "replication=3&timeout_s=5&tries=1")
     writer = storage.client.begin(path := f"{place(storage)}/x")
     storage.client.feed(path, writer, b"1")
     cluster.send("namenode", signal.SIGSTOP)
-    timer = threading.Timer(3, cluster.send, ("namenode", signal.SIGCONT))
+    timer = threading.Timer(8, cluster.send, ("namenode", signal.SIGCONT))
     timer.start()
     try:
         with pytest.raises(StorageUnavailableError):
@@ -248,7 +249,9 @@ def test_what_fails_on_a_silent_node_is_written_elsewhere_at_the_second_try(
     silent: int,
     replication: int,
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(hdfs_placing, "_PATIENCE_S", 6.0)
     storage = store(cluster, request, f"replication={replication}&tries=2&concurrency=4")
     data = pattern(24 * MIB)
     with caplog.at_level(logging.WARNING, "reknit"):

@@ -21,6 +21,7 @@ from reknit.storage.wrappers.retrying import RetryingStorage, RetryPolicy, with_
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 from reknit.testing.storage_suite import listed, pattern, read, write
 from tests.faults.nursery import wait_until
+from tests.ports import free_port
 from tests.servers import environment, new_url, server
 from tests.storage.process_memory import ProcessMemory
 
@@ -220,7 +221,7 @@ class Gate:
         self._connected: set[socket.socket] = set()
         self._listener: socket.socket | None = None
         self._timer = threading.Timer(0, self.open)
-        self.port = 0
+        self.port = free_port()  # no connection takes it while this is shut
         self.puts = 0
         self.shut_after: int | None = None
         self.open()
@@ -228,7 +229,6 @@ class Gate:
     def open(self) -> None:
         """Take connections."""
         self._listener = socket.create_server(("127.0.0.1", self.port))
-        self.port = self._listener.getsockname()[1]
         threading.Thread(target=self._serve, args=(self._listener,), daemon=True).start()
 
     def shut(self) -> None:
@@ -308,10 +308,10 @@ def test_a_save_and_a_load_pass_through_a_server_that_is_away_for_three_seconds(
     """The client alone, which tries twice, would give up in a fraction of a second."""
     url = new_url("s3")
     state: dict[str, Any] = {"model": {"w": np.arange(200_000.0)}, "extra": {"n": 3}}
-    gate.shut_for(1.0)
+    gate.shut()
     with pytest.raises(StorageUnavailableError):
         reknit.save(f"{url}/alone?retries=1&retry_s=0", state)
-    time.sleep(1.1)
+    gate.open()
     gate.shut_after = None if shut_after is None else gate.puts + shut_after
     if shut_after is None:
         gate.shut_for(3.0)

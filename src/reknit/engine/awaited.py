@@ -6,6 +6,7 @@ import logging
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from reknit.engine.call_reports import PromotionReport, SaveReport
@@ -23,14 +24,16 @@ LOG_S = 1.0
 def write_line(log: Callable[[], object] | None) -> None:
     """Write a line of the log.
 
-    An error of a handler is printed as `logging` itself prints it: the thread that writes has more to do.
+    An error of a handler is printed where `logging` prints errors, since the thread that writes has more to
+    do.
     """
     try:
         if log is not None:
             log()
     except Exception:
         if logging.raiseExceptions and sys.stderr:
-            traceback.print_exc()
+            with suppress(Exception):  # of a stream that is closed
+                traceback.print_exc()
 
 
 class Awaited(Generic[_Report]):

@@ -149,7 +149,8 @@ class Outlet:
 
     def _wake(self) -> None:
         """Let the thread hand over what waits, and start it if there is none."""
-        self._more.set()
+        if not self._more.is_set():  # the handler of a signal may interrupt `set`, which has a lock
+            self._more.set()
         with self._lock:
             if self._served:
                 return

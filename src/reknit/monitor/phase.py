@@ -37,7 +37,7 @@ CLOCK: ContextVar[Clock] = ContextVar("reknit.clock", default=time)
 _behind: WeakKeyDictionary[Clock, float] = WeakKeyDictionary()
 
 retries: ContextVar[int] = ContextVar("reknit.retries", default=0)
-"""The number of repetitions of the operation of a store that is under way in this thread."""
+"""The number of repeated operations of stores in this thread so far."""
 
 
 @dataclass(slots=True)

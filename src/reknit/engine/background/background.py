@@ -7,6 +7,7 @@ import os
 import threading
 import weakref
 from contextlib import suppress
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from reknit.engine.background.trainer.agent_supervisor import AgentSupervisor
@@ -14,13 +15,14 @@ from reknit.engine.background.trainer.stage_for_agent import PreparedSave, begin
 from reknit.engine.background.trainer.warm_up import warm_up
 from reknit.engine.memory.arena_pool import Arenas
 from reknit.engine.outcome import SaveOutcome
-from reknit.errors import DeadlineError, ReknitError
+from reknit.engine.stored.running_agents import AtWork, of_this_process
+from reknit.errors import DeadlineError, ReknitError, ShortageError
 from reknit.monitor.phase import Deadline
-from reknit.system import AtExit
+from reknit.system import AtExit, start_thread
 from reknit.types.entry import OneAtATime
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from reknit.comm.group import Group
     from reknit.engine.background.trainer.stage_for_agent import Story, Until
@@ -50,7 +52,7 @@ class Background:
         self.arenas: Arenas | None = None
         self.pending: list[SaveOutcome] = []
         self._exit: AtExit | None = None
-        self._lock = threading.RLock()  # the end of the group closes this, and may come in any line
+        self._lock, self._closing = threading.Lock(), threading.Lock()
         self._saving = OneAtATime("a save that does not wait")
         self._begun: SaveOutcome | None = None
 
@@ -162,9 +164,24 @@ class Background:
 
     def wait_staged(self, timeout_s: float) -> None:
         """Wait until the states of all saves may change, except a save that this thread is inside of."""
-        for pending in self._unfinished():
-            if not (self._saving.mine and pending is self._begun):
-                pending.wait_staged(timeout_s)
+        for pending in self._others():
+            pending.wait_staged(timeout_s)
+
+    def at_work(self) -> Iterator[AtWork]:
+        """Yield the places of the saves that are under way, except a save that this thread is inside of.
+
+        They are those of the note of an agent: the checkpoint, and the remaining places of promotions.
+        """
+        for pending in self._others():
+            promotions = zip(pending.places, pending.promotions, strict=True)
+            left = [place for place, promotion in promotions if not promotion.done()]
+            for place in (pending.path, *left):
+                yield AtWork(os.getpid(), None, place, None)
+
+    def _others(self) -> list[SaveOutcome]:
+        """Return the saves that are under way, except one that this thread is inside of."""
+        mine = self._begun if self._saving.mine else None
+        return [pending for pending in self._unfinished() if pending is not mine]
 
     def _unfinished(self) -> list[SaveOutcome]:
         """Return the saves that are under way, including their promotions."""
@@ -178,19 +195,33 @@ class Background:
         then is still written and committed.
         """
         deadline = Deadline(self._exit_wait_s if timeout_s is None else timeout_s)
-        pending = self._unfinished()
-        for save in pending:
-            with suppress(DeadlineError):
-                save.wait_over(deadline.remaining())
-        self.supervisor.close(deadline, lambda: all(save.done() for save in pending))
-        arenas, self.arenas = self.arenas, None
-        if arenas is not None:
-            arenas.close()
-        at_exit, self._exit = self._exit, None
-        if at_exit is not None:
-            at_exit.cancel()
-        self.when_closed()
+        if not self._closing.acquire(timeout=min(deadline.remaining(), threading.TIMEOUT_MAX)):
+            return not self._unfinished()  # another thread waits for the agent
+        try:
+            pending = self._unfinished()
+            for save in pending:
+                with suppress(DeadlineError):
+                    save.wait_over(deadline.remaining())
+            self.supervisor.close(deadline, lambda: all(save.done() for save in pending))
+            if self.arenas is not None:
+                self.arenas.close()
+                self.arenas = None
+            if self._exit is not None:
+                self._exit.cancel()
+                self._exit = None
+            self.when_closed()
+        finally:
+            self._closing.release()
         return all(save.over() for save in pending)
+
+    def retire(self) -> None:
+        """Close in a thread of its own, after the group is gone.  Else the end of the process closes this.
+
+        The collector calls this in any line of any thread, under any lock.
+        """
+        if self._exit is not None:
+            with suppress(ShortageError):
+                start_thread("reknit-retires", self.close)
 
     def at_exit(self) -> None:
         """Wait for the saves under way when the interpreter ends, and log their fate."""
@@ -209,6 +240,7 @@ class Background:
 
 
 _all: weakref.WeakSet[Background] = weakref.WeakSet()
+of_this_process.append(lambda: chain.from_iterable(background.at_work() for background in list(_all)))
 
 
 def _after_fork() -> None:

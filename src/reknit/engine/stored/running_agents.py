@@ -11,11 +11,12 @@ import os
 import struct
 import threading
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 MODULE = "reknit.engine.background.agent"
 """The module that an agent's process runs."""
@@ -26,7 +27,7 @@ _LOOKS = 8
 
 
 class AtWork(NamedTuple):
-    """An agent that may yet commit a checkpoint at `path`.
+    """An agent that may yet commit a checkpoint at `path`, or this process, which has sent that to its agent.
 
     `path` and `since` are None for an agent without saves whose trainer is gone.  It is about to end, unless
     the trainer sent it a save that it has not read yet.
@@ -36,6 +37,10 @@ class AtWork(NamedTuple):
     rank: int | None
     path: str | None
     since: float | None
+
+
+of_this_process: list[Callable[[], Iterable[AtWork]]] = []
+"""Functions that return the saves of this process, of which the notes of its agents may lack the newest."""
 
 
 class NotedSave(Protocol):
@@ -78,10 +83,12 @@ class Note:
 def at_work(root: str) -> list[AtWork]:
     """Return the agents of this host that work for checkpoints at or below `root`, if this user can see them.
 
-    Agents that are threads of a trainer are not found: they end with it.
+    This process is among them while it has saves there in the background.  Agents that are threads of another
+    trainer are not found: they end with it.
     """
+    own = chain.from_iterable(saves() for saves in of_this_process)
     return sorted(
-        (agent for agent in _agents() if agent.path is None or is_below(agent.path, root)),
+        (agent for agent in chain(own, _agents()) if agent.path is None or is_below(agent.path, root)),
         key=lambda agent: (agent.pid, agent.path or ""),
     )
 

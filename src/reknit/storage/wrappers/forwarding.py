@@ -38,11 +38,11 @@ class ForwardingStorage(ABC):
         self.inner = inner
         # Stores are wrapped all the time, and `isinstance` with a protocol takes up to 7 us in Python 3.11.
         found: Any = inner
-        if hasattr(found, "copy_from"):
+        if getattr(found, "copy_from", None) is not None:
             self.copy_from = partial(self._copy_from, found)
-        if hasattr(found, "files_at"):
+        if getattr(found, "files_at", None) is not None:
             self.files_at = lambda place: self.around(found.files_at(place), "")
-        if hasattr(found, "above"):
+        if getattr(found, "above", None) is not None:
             self.above = partial(self._above, found)
 
     @abstractmethod

@@ -155,7 +155,8 @@ class AgentSupervisor:
                 starting = AgentStart(self._side, self._options, in_process=self._in_process)
                 session = AgentSession.form(self._side, self._options, self._first_waiting, starting)
             except Exception as error:  # also a bug: saves wait for the outcome
-                self._fail(error)
+                if self.session is lost:
+                    self._fail(error)
             else:
                 self._install_instead(session, lost)
             finally:
@@ -212,12 +213,13 @@ class AgentSupervisor:
 
     def _install_instead(self, session: AgentSession, lost: AgentSession) -> None:
         """Use new agents in place of lost ones, or end them if `close` has not waited for them."""
+        if self.session is lost:  # in the log before a waiting save continues, and without the lock
+            logger.warning("agents were lost; new ones take their place from save %d on", session.first)
         with self._lock:
             if wanted := self.session is lost:
-                logger.warning("agents were lost; new ones take their place from save %d on", session.first)
                 self._install(session)
         if not wanted:
-            session.link.end()
+            session.link.quit()
 
     def _install(self, session: AgentSession) -> None:
         """Use new agents for all later saves, and report to them the saves that this rank gave up."""
