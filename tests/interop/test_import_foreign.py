@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,6 +17,7 @@ import reknit
 from reknit.cli.main import main
 from reknit.engine.foreign.open_foreign import read_foreign
 from reknit.errors import FormatError
+from reknit.interop import import_foreign
 from reknit.interop.import_files import plan_import
 from reknit.interop.import_foreign import import_checkpoint
 from reknit.options import CommOptions
@@ -89,24 +90,33 @@ def test_files_of_an_earlier_try_are_kept_if_they_equal_their_source(tmp_path: P
 
 
 IMPORT = """
-import sys
+import functools, os, signal, sys
 from reknit.cli.main import main
-from reknit.interop import import_files
-import_files.MOST_FILE_NBYTES = 1 << 20
+from reknit.interop import import_foreign
+import_foreign.plan_import = functools.partial(import_foreign.plan_import, most_nbytes=1 << 20)
+sync, left = os.fsync, [12]
+
+def last(fd):
+    sync(fd)
+    left[0] -= 1
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+os.fsync = last
 sys.exit(main(["import", *sys.argv[1:]]))
 """
 
 
-def test_a_killed_import_goes_on_where_it_ended(tmp_path: Path) -> None:
+def test_a_killed_import_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = saved(tmp_path / "hf", num=20, numel=200_000)
     command = [sys.executable, "-c", IMPORT, str(tmp_path / "hf"), str(tmp_path / "own"), "--workers", "1"]
-    process = subprocess.Popen(command)
-    while not any((tmp_path / "own").rglob("*.safetensors")):
-        assert process.poll() is None
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert any((tmp_path / "own").rglob("*.safetensors"))
     assert not (tmp_path / "own" / "manifest.json").exists()
-    import_checkpoint(tmp_path / "hf", tmp_path / "own")
+    small = functools.partial(plan_import, most_nbytes=1 << 20)
+    monkeypatch.setattr(import_foreign, "plan_import", small)
+    report = import_checkpoint(tmp_path / "hf", tmp_path / "own")
+    assert 0 < report.num_kept < report.num_files
     check(tmp_path / "own", arrays)
 
 
