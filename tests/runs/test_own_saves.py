@@ -67,5 +67,5 @@ def test_a_checkpoint_that_an_agent_is_about_to_replace_is_not_deleted(tmp_path:
     with standing_still(tmp_path, 0):
         path = tmp_path / "step_00000000"
         reknit.save(path, state_of(1.0), wait=False, overwrite=True)
-        with pytest.raises(UsageError, match="at work"):
+        with pytest.raises(UsageError, match="a save of this process to"):
             reknit.delete(path)

@@ -148,7 +148,7 @@ class Outlet:
         return self._served
 
     def _wake(self) -> None:
-        """Let the thread hand over what waits, and start it if there is none."""
+        """Wake the thread that hands over the records, or start it."""
         if not self._more.is_set():  # the handler of a signal may interrupt `set`, which has a lock
             self._more.set()
         with self._lock:

@@ -52,7 +52,7 @@ class Background:
         self.arenas: Arenas | None = None
         self.pending: list[SaveOutcome] = []
         self._exit: AtExit | None = None
-        self._lock, self._closing = threading.Lock(), threading.Lock()
+        self._lock, self._closing = threading.RLock(), threading.Lock()  # a signal handler may look, too
         self._saving = OneAtATime("a save that does not wait")
         self._begun: SaveOutcome | None = None
 

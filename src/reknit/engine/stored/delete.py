@@ -237,6 +237,12 @@ def refuse_busy(storage: Storage) -> None:
             remedy="wait until it is over; `reknit gc` removes the files of killed saves",
         )
     if working := sorted({each.pid for each in at_work(storage.url) if each.path is not None}):
+        if os.getpid() in working:
+            raise UsageError(
+                f"a save of this process to {storage.url}, or its promotion, is under way",
+                path=storage.url,
+                remedy="wait until it is over: PendingSave.wait_promoted()",
+            )
         raise UsageError(
             f"agents of this host are at work for {storage.url}: processes {working}",
             path=storage.url,
