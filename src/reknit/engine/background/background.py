@@ -7,7 +7,6 @@ import os
 import threading
 import weakref
 from contextlib import suppress
-from itertools import chain
 from typing import TYPE_CHECKING
 
 from reknit.engine.background.trainer.agent_supervisor import AgentSupervisor
@@ -15,14 +14,13 @@ from reknit.engine.background.trainer.stage_for_agent import PreparedSave, begin
 from reknit.engine.background.trainer.warm_up import warm_up
 from reknit.engine.memory.arena_pool import Arenas
 from reknit.engine.outcome import SaveOutcome
-from reknit.engine.stored.running_agents import AtWork, of_this_process
 from reknit.errors import DeadlineError, ReknitError, ShortageError
 from reknit.monitor.phase import Deadline
 from reknit.system import AtExit, start_thread
 from reknit.types.entry import OneAtATime
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from reknit.comm.group import Group
     from reknit.engine.background.trainer.stage_for_agent import Story, Until
@@ -52,7 +50,7 @@ class Background:
         self.arenas: Arenas | None = None
         self.pending: list[SaveOutcome] = []
         self._exit: AtExit | None = None
-        self._lock, self._closing = threading.RLock(), threading.Lock()  # a signal handler may look, too
+        self._lock, self._closing = threading.Lock(), threading.RLock()  # a signal handler may close it, too
         self._saving = OneAtATime("a save that does not wait")
         self._begun: SaveOutcome | None = None
 
@@ -164,24 +162,9 @@ class Background:
 
     def wait_staged(self, timeout_s: float) -> None:
         """Wait until the states of all saves may change, except a save that this thread is inside of."""
-        for pending in self._others():
-            pending.wait_staged(timeout_s)
-
-    def at_work(self) -> Iterator[AtWork]:
-        """Yield the places of the saves that are under way, except a save that this thread is inside of.
-
-        They are those of the note of an agent: the checkpoint, and the remaining places of promotions.
-        """
-        for pending in self._others():
-            promotions = zip(pending.places, pending.promotions, strict=True)
-            left = [place for place, promotion in promotions if not promotion.done()]
-            for place in (pending.path, *left):
-                yield AtWork(os.getpid(), None, place, None)
-
-    def _others(self) -> list[SaveOutcome]:
-        """Return the saves that are under way, except one that this thread is inside of."""
-        mine = self._begun if self._saving.mine else None
-        return [pending for pending in self._unfinished() if pending is not mine]
+        for pending in self._unfinished():
+            if not (self._saving.mine and pending is self._begun):
+                pending.wait_staged(timeout_s)
 
     def _unfinished(self) -> list[SaveOutcome]:
         """Return the saves that are under way, including their promotions."""
@@ -203,12 +186,12 @@ class Background:
                 with suppress(DeadlineError):
                     save.wait_over(deadline.remaining())
             self.supervisor.close(deadline, lambda: all(save.done() for save in pending))
-            if self.arenas is not None:
-                self.arenas.close()
-                self.arenas = None
-            if self._exit is not None:
-                self._exit.cancel()
-                self._exit = None
+            arenas, self.arenas = self.arenas, None
+            if arenas is not None:
+                arenas.close()
+            at_exit, self._exit = self._exit, None
+            if at_exit is not None:
+                at_exit.cancel()
             self.when_closed()
         finally:
             self._closing.release()
@@ -240,7 +223,6 @@ class Background:
 
 
 _all: weakref.WeakSet[Background] = weakref.WeakSet()
-of_this_process.append(lambda: chain.from_iterable(background.at_work() for background in list(_all)))
 
 
 def _after_fork() -> None:

@@ -8,6 +8,7 @@ are not visible, so the two look the same from outside.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -74,7 +75,8 @@ def fence_off(root: Storage) -> None:
 
 
 def _processes(agents: Sequence[AtWork]) -> str:
-    return f"processes {sorted({agent.pid for agent in agents})}"
+    own, pids = os.getpid(), sorted({agent.pid for agent in agents})
+    return f"processes {', '.join(f'{pid} (this one)' if pid == own else str(pid) for pid in pids)}"
 
 
 def _begun_below(root: Storage) -> list[Begun]:

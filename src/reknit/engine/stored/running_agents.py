@@ -11,12 +11,11 @@ import os
 import struct
 import threading
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 MODULE = "reknit.engine.background.agent"
 """The module that an agent's process runs."""
@@ -27,7 +26,7 @@ _LOOKS = 8
 
 
 class AtWork(NamedTuple):
-    """An agent that may yet commit a checkpoint at `path`, or this process, which has sent that to its agent.
+    """An agent that may yet commit a checkpoint at `path`, or this process before its agent has read of it.
 
     `path` and `since` are None for an agent without saves whose trainer is gone.  It is about to end, unless
     the trainer sent it a save that it has not read yet.
@@ -39,8 +38,8 @@ class AtWork(NamedTuple):
     since: float | None
 
 
-of_this_process: list[Callable[[], Iterable[AtWork]]] = []
-"""Functions that return the saves of this process, of which the notes of its agents may lack the newest."""
+unread: dict[object, Sequence[str]] = {}
+"""The URLs of each save that this process has sent to an agent, whose note may lack it yet."""
 
 
 class NotedSave(Protocol):
@@ -83,12 +82,12 @@ class Note:
 def at_work(root: str) -> list[AtWork]:
     """Return the agents of this host that work for checkpoints at or below `root`, if this user can see them.
 
-    This process is among them while it has saves there in the background.  Agents that are threads of another
-    trainer are not found: they end with it.
+    This process is among them while its agent has not read of a save.  Agents that are threads of a trainer
+    are not found: they end with it.
     """
-    own = chain.from_iterable(saves() for saves in of_this_process)
+    own = [AtWork(os.getpid(), None, url, None) for urls in list(unread.values()) for url in urls]
     return sorted(
-        (agent for agent in chain(own, _agents()) if agent.path is None or is_below(agent.path, root)),
+        (agent for agent in (*own, *_agents()) if agent.path is None or is_below(agent.path, root)),
         key=lambda agent: (agent.pid, agent.path or ""),
     )
 
@@ -145,3 +144,6 @@ def is_below(path: str, root: str) -> bool:
     """Return whether a path is that of a folder or lies in it, with all links followed."""
     path, root = (place if "://" in place else os.path.realpath(place) for place in (path, root))
     return path == root or path.startswith(root.rstrip("/") + "/")
+
+
+os.register_at_fork(after_in_child=unread.clear)

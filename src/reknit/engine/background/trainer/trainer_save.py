@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from reknit.engine.background import agent_messages as say
 from reknit.engine.call_reports import PromotionReport, SaveReport
+from reknit.engine.stored.running_agents import unread
 from reknit.errors import DeadlineError, ReknitError, SkippedError, from_wire, typed
 from reknit.monitor.phase import monotonic, now
 from reknit.monitor.records import PhaseRecord, record_of
@@ -63,6 +64,8 @@ class TrainerSave:
         """Begin the save at the agent."""
         self.pending.step = recorder.step
         self.promotes = bool(begin.promote_to)
+        if not (begin.warm_up or self.link.in_process):
+            unread[self] = [begin.url, *(url for url, *_ in begin.promote_to)]
         self.link.send(begin)
         self._recorder = self.unrecorded = recorder
 
@@ -112,6 +115,7 @@ class TrainerSave:
             if self._recorder is not None:
                 self._recorder.pass_on(map(record_of, message.records))
             return
+        unread.pop(self, None)
         with self._changed:
             if isinstance(message, say.Assigned):
                 self._owners = message.shard_owners
@@ -200,6 +204,7 @@ class TrainerSave:
 
     def _end(self, outcome: SaveReport | BaseException) -> None:
         """End the save, and log its outcome once, since the user may never request it."""
+        unread.pop(self, None)
         self._record_end(outcome)
         self.pending.end(outcome, partial(self._log, outcome))
 
