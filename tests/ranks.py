@@ -267,7 +267,7 @@ def _forked(job: _Job) -> dict[int, int]:
     files = [Path(job.folder, f"stacks-{rank}") for rank in running.values()]
     while not written.passed() and not all(file.exists() and file.stat().st_size for file in files):
         time.sleep(0.01)
-    wait(list(running), 0.1)  # the rest of what they write
+    wait(list(running), 0.1)  # for the rest of their stacks
     for rank in running.values():
         ranks[rank].kill()
         ranks[rank].join()

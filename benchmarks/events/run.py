@@ -3,7 +3,7 @@
 Run: python benchmarks/events/run.py [--events 500000] [--mb 100] [--repeat 15] [--saves 300]
 
 Saves beside a sink that hangs, fails, is full or lies are compared with saves beside a good sink and without
-one.  Those of 1 MB take milliseconds, so that any wait shows, and what the records cost.  Each round has one
+one.  Saves of 1 MB take milliseconds, so that any wait and the cost of the records show.  Each round has one
 save beside each sink and two without a sink, in a random order.  A ratio is the median over the rounds: the
 time of a save by that of the save without a sink of its round.  The times are those until the save is
 committed, and of the processor, in the calling thread and in all threads.  ``more_us`` is the median of the

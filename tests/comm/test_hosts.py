@@ -174,7 +174,7 @@ def test_a_rank_says_long_before_the_deadline_whom_it_waits_for(
     with ThreadPoolExecutor(2) as pool:
         waiting = pool.submit(gather, store, early, 3)
         texts = sorted(notices.next() for _ in said)
-        monkeypatch.setattr(hosts, "NOTICE_S", 60.0)  # for those who come now
+        monkeypatch.setattr(hosts, "NOTICE_S", 60.0)  # ranks that come now do not log
         found = {**gather(store, late, 3), **waiting.result()}
     assert len({shape.run for shape in shapes(found)}) == 1
     assert [text.partition(" at the rendezvous of job 'job': every rank has")[0] for text in texts] == said
