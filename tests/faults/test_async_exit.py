@@ -407,6 +407,22 @@ def test_saves_go_on_whenever_signals_with_saving_handlers_come(run: _Scripts) -
     assert all((script.root / str(step) / "manifest.json").exists() for step in range(2, 30))
 
 
+def test_a_signal_handler_may_close_while_the_end_of_the_process_waits(run: _Scripts) -> None:
+    script = run(
+        "import logging, signal; logging.basicConfig(level=logging.INFO, format='%(message)s')\n"
+        "def handle(*_):\n    gate(); say(reknit.close())\n"
+        "signal.signal(signal.SIGTERM, handle)\n"
+        "shows = lambda record: 'waits for' not in record.getMessage() or (say('waits'), True)[1]\n"
+        "logging.getLogger('reknit').addFilter(shows)\n"
+        "save(1, gated)"
+    )
+    script.says("waits")
+    os.kill(script.process.pid, signal.SIGTERM)
+    script.says("True")
+    assert script.ends()[0] == 0
+    assert script.holds(1)
+
+
 # Forked children.
 
 
