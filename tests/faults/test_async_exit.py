@@ -417,6 +417,7 @@ def test_a_signal_handler_may_close_while_the_end_of_the_process_waits(run: _Scr
         "save(1, gated)"
     )
     script.says("waits")
+    time.sleep(0.5)  # the line comes just before the wait
     os.kill(script.process.pid, signal.SIGTERM)
     script.says("True")
     assert script.ends()[0] == 0
