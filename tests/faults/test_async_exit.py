@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
