@@ -411,7 +411,7 @@ def test_saves_go_on_whenever_signals_with_saving_handlers_come(run: _Scripts) -
 def test_a_signal_handler_may_close_while_the_end_of_the_process_waits(run: _Scripts) -> None:
     script = run(
         "import logging, signal; logging.basicConfig(level=logging.INFO, format='%(message)s')\n"
-        "def handle(*_):\n    gate(); say(reknit.close())\n"
+        "def handle(*_):\n    open(root + '/gate', 'w').close(); signal.alarm(20); say(reknit.close())\n"
         "signal.signal(signal.SIGTERM, handle)\n"
         "shows = lambda record: 'waits for' not in record.getMessage() or (say('waits'), True)[1]\n"
         "logging.getLogger('reknit').addFilter(shows)\n"
