@@ -162,6 +162,7 @@ def test_many_files_are_joined_at_once() -> None:
     assert [read(storage, f"f{i}", 0, len(data[i])) for i in range(4)] == data
 
 
+@pytest.mark.alone  # the NameNode counts the requests of all tests
 def test_few_requests_are_made_for_each_file() -> None:
     found, files = server("hdfs"), 5
     storage = open_hdfs(new_url("?part_mib=1&block_mib=1"))
