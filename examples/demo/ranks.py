@@ -112,11 +112,11 @@ class Job:
         return killed
 
     def said(self, rank: int) -> str:
-        """Return what a rank printed."""
+        """Return the output of a rank."""
         return self._logs[rank].read_text(errors="replace")
 
     def _note_agents(self) -> None:
-        """Remember the agents of the ranks that live: of those that died, nobody can tell any more."""
+        """Record the agents of the ranks that live; the parent of an agent is lost with its rank."""
         ranks = {process.pid: rank for rank, process in enumerate(self.processes)}
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):  # a process that has ended meanwhile
@@ -134,7 +134,7 @@ class Job:
 
 
 def _is_agent(pid: int) -> bool:
-    """Tell whether a process is there and an agent; one that is dead, reaped or not, has no command line."""
+    """Return whether a process is a living agent; a dead one, reaped or not, has an empty command line."""
     try:
         return b"reknit.engine.background.agent" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -156,7 +156,7 @@ def _free_port() -> int:
 
 
 def _environment(world: int) -> dict[str, str]:
-    """Return what torch reads from the environment, for ranks that meet on this machine alone."""
+    """Return the environment from which ranks of torch meet on this machine alone."""
     port = _free_port()
     return {
         "WORLD_SIZE": str(world),

@@ -29,7 +29,7 @@ from reknit.processes.channel import Channel
 from reknit.storage.registry import recipe, register
 from reknit.testing.world import run_ranks
 from tests.engine.watched import Watched
-from tests.faults.nursery import agents_of, wait_until
+from tests.faults.nursery import agent_of, agents_of, wait_until
 from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
@@ -530,10 +530,7 @@ def test_a_close_while_lost_agents_are_replaced_leaves_none_behind(tmp_path: Pat
 
 
 def kill_own_agent(group: Group) -> None:
-    agents = calls.backgrounds[group][True].supervisor.session
-    assert agents is not None
-    assert agents.link.pid is not None
-    os.kill(agents.link.pid, signal.SIGKILL)
+    os.kill(agent_of(group), signal.SIGKILL)
 
 
 def test_an_interrupt_while_agents_start_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from reknit.comm.group import SoloGroup
 from reknit.comm.tree.thread_group import thread_groups
 from reknit.engine.background.trainer.agent_session import AgentSession
 from reknit.testing.world import run_ranks
-from tests.faults.nursery import agents_of, stopped, wait_until
+from tests.faults.nursery import agent_of, agents_of, stopped, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,13 +50,6 @@ def closing() -> Iterator[threading.Thread]:
     yield thread
     thread.join(LIMIT_S)
     assert answers == [True]
-
-
-def agent_of(group: Group) -> int:
-    session = calls.backgrounds[group][True].supervisor.session
-    assert session is not None
-    assert session.link.pid is not None
-    return session.link.pid
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
@@ -93,7 +86,8 @@ LEAVES = """
 import gc, os, signal, sys
 import reknit
 from reknit.comm.group import SoloGroup
-from tests.engine.test_group_gone import LIMIT_S, STATE, agent_of
+from tests.engine.test_group_gone import LIMIT_S, STATE
+from tests.faults.nursery import agent_of
 
 group = SoloGroup()
 reknit.save(sys.argv[1] + "/first", STATE, wait=False, group=group).result(LIMIT_S)

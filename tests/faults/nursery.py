@@ -18,10 +18,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from reknit import calls
 from reknit.monitor.phase import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from reknit.comm.group import Group
 
 _ROOT = Path(__file__).parents[2]
 _POLL_S = 0.001
@@ -132,6 +135,14 @@ def agents_of(trainer: int) -> list[int]:
             ):
                 found.append(int(name))
     return found
+
+
+def agent_of(group: Group) -> int:
+    """Return the agent of this process in a group."""
+    session = calls.backgrounds[group][True].supervisor.session
+    assert session is not None
+    assert session.link.pid is not None
+    return session.link.pid
 
 
 @contextmanager

@@ -10,21 +10,15 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit import calls, ranks
+from reknit import ranks
 from reknit.errors import UsageError
-from tests.faults.nursery import stopped
+from tests.faults.nursery import agent_of, stopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
 LIMIT_S = 60.0
-
-
-@pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    yield
-    assert reknit.close(LIMIT_S)
 
 
 def state_of(value: float) -> dict[str, Any]:
@@ -37,10 +31,7 @@ def standing_still(root: Path, number: int) -> Iterator[None]:
     run = reknit.Checkpointer(root)
     run.save(0, state_of(0.0))
     run.wait()
-    session = calls.backgrounds[ranks.alone()][True].supervisor.session
-    assert session is not None
-    assert session.link.pid is not None
-    with stopped([session.link.pid]):
+    with stopped([agent_of(ranks.alone())]):
         for step in range(1, number + 1):
             run.save(step, state_of(float(step)))
         yield
