@@ -17,7 +17,7 @@ from reknit.engine import round_messages
 from reknit.engine.memory.sources import Sources
 from reknit.engine.saving.claims import EncodedHoldings, claims
 from reknit.engine.saving.compared_copies import EQUAL
-from reknit.engine.saving.file_layout import layout_digest, outline
+from reknit.engine.saving.file_layout import FileCut, layout_digest, outline
 from reknit.engine.saving.packing import merge_claims, merge_receipts
 from reknit.engine.saving.receipt import receipt
 from reknit.engine.small_files import Written
@@ -34,7 +34,7 @@ PER_HOST, FAN_OUT = 8, 16
 WRITE_ID = "0a1b2c3d" * 4
 SHARED_VALUES = 20
 """The number of values besides tensors that all ranks hold alike: step, learning rate, and so on."""
-MAX_FILE_NBYTES = 16 << 30
+CUT = FileCut(16 << 30)
 AT_ONCE = 64
 """Ranks that a worker makes at once."""
 
@@ -57,8 +57,8 @@ def rank_of(job: Job, rank: int, *, silent: bool) -> Rank:
     """Return the messages and times of one rank with its shards, some shared values, and its own RNG."""
     holdings = Holdings(("model", "optimizer", "rng", "extra"), tuple(job.shards(rank)), ())
     begin = time.process_time()
-    digest = layout_digest(holdings, MAX_FILE_NBYTES)
-    plan = outline(holdings, rank, MAX_FILE_NBYTES)
+    digest = layout_digest(holdings, CUT)
+    plan = outline(holdings, rank, CUT)
     planned = time.process_time()
     files = [(image.path, image.nbytes) for image in plan.images(WRITE_ID, Sources(()))]
     files += [(paths.blob_path("rng", rank, WRITE_ID, own=0), 5000)] + [

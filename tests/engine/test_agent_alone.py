@@ -158,7 +158,7 @@ def test_the_bytes_of_a_file_are_written_when_the_trainer_has_staged_them() -> N
     with ours, theirs:
         save = AgentSave(*begun(0), Channel(theirs, say.decode), Committed())
         planned = say.Planned(
-            number=0, items=["model"], files=[("model", 0, 5)], frozen=[], columns=None, arena=0, ring=4096
+            number=0, items=["model"], files=[("model", 0, 5)], columns=None, arena=0, ring=4096
         )
         save.plan(planned, memory)
         writer = start_thread("writer", lambda: fetched.append(bytes(save.fetch(0, 0, 5, Arena(5)))))

@@ -14,7 +14,7 @@ from reknit.engine.packed_columns import packed, unpacked
 from reknit.engine.saving import save_coordinator as module
 from reknit.engine.saving.claims import claims, encode_holdings
 from reknit.engine.saving.compared_copies import EQUAL, CopySplit
-from reknit.engine.saving.file_layout import layout_digest, outline
+from reknit.engine.saving.file_layout import FileCut, layout_digest, outline
 from reknit.engine.saving.manifest_content import receipts_to_manifest
 from reknit.engine.saving.packing import merge_claims, merge_receipts, unpack
 from reknit.engine.saving.receipt import receipt
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from reknit.types.manifest import FileEntry, Index, Manifest
 
 SIZE = 5
+CUT = FileCut(1 << 40)
 
 
 def rows(rank: int, name: str, length: int = 2) -> Shard:
@@ -78,7 +79,7 @@ class Rank:
 
     def claims(self, write_id: str, step: int, shards: Sequence[Shard]) -> bytes:
         self.encoded = encode_holdings(Holdings(("m",), tuple(shards), ()), SaveOptions())
-        self.plan = layout_digest(self.encoded.holdings, 1 << 40)
+        self.plan = layout_digest(self.encoded.holdings, CUT)
         self.known = self.silent and self.plan in self.plans
         reported = None if self.known else self.encoded.shard_claims()
         return claims(self.rank, round_messages.RankClaims(write_id, step, self.plan, reported, []))
@@ -86,7 +87,7 @@ class Rank:
     def receipt(self, write_id: str, answer: bytes) -> bytes:
         owners = unpacked(round_messages.decode(answer, round_messages.Assignment).shard_owners, "i8")
         if not self.known:
-            self.plans[self.plan] = outline(self.encoded.resolved(owners), self.rank, 1 << 40)
+            self.plans[self.plan] = outline(self.encoded.resolved(owners), self.rank, CUT)
         planned = self.plans[self.plan]
         written: list[Written] = []
         for file in planned.files:
@@ -395,13 +396,13 @@ def test_a_rank_that_reports_more_or_fewer_digests_than_blocks_is_named(num_dige
 
 def test_files_are_planned_once_for_a_layout_and_anew_for_other_limits_and_other_owners() -> None:
     alone = encode_holdings(Holdings(("m",), (rows(1, "a"), rows(1, "b")), ()), SaveOptions())
-    planned = outline(alone.resolved(np.zeros(0, np.int64)), 1, 1 << 40)
-    assert outline(replace(alone.holdings, blobs=()), 1, 1 << 40) is planned, "the copy keeps the plan"
-    assert len(outline(alone.holdings, 1, 5000).files) == len(planned.files) == 1
+    planned = outline(alone.resolved(np.zeros(0, np.int64)), 1, CUT)
+    assert outline(replace(alone.holdings, blobs=()), 1, CUT) is planned, "the copy keeps the plan"
+    assert len(outline(alone.holdings, 1, FileCut(5000)).files) == len(planned.files) == 1
     assert [image.path for image in planned.images("0" * 32, Sources(()))] == ["m/00001.00000000.safetensors"]
     shared = encode_holdings(Holdings(("m",), (copy("a"), copy("b")), ()), SaveOptions())
     for owners, nbytes in (([1, 0], 100), ([1, 1], 200), ([0, 0], 0)):
-        files = outline(shared.resolved(np.array(owners)), 1, 1 << 40).files
+        files = outline(shared.resolved(np.array(owners)), 1, CUT).files
         assert sum(file.plan.nbytes for file in files) == nbytes
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from reknit.engine.loading import deliver, read
 from reknit.engine.memory.arena import Arena
-from reknit.engine.stored.file_checks import check_size
+from reknit.engine.record.file_checks import check_size
 from reknit.errors import CorruptError, DeadlineError, ReknitError, StorageError, UsageError
 from reknit.format.checksum import digest
 from reknit.monitor.phase import Recorder

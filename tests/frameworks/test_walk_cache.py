@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from reknit.engine.saving.claims import encode_holdings
-from reknit.engine.saving.file_layout import layout_digest
+from reknit.engine.saving.file_layout import FileCut, layout_digest
 from reknit.errors import ReknitError
 from reknit.frameworks import registry
 from reknit.frameworks.walk.save_walk import Saving
@@ -51,7 +51,7 @@ def described(held: Holdings) -> Any:
         dict(held.coordinate),
         encoded.guessed,
         encoded.keys,
-        layout_digest(held, 1 << 30),
+        layout_digest(held, FileCut(1 << 30)),
     )
 
 

@@ -3,11 +3,12 @@ from __future__ import annotations
 from collections import defaultdict
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reknit.planner.ownership import TINY_NBYTES, owned_parts
-from reknit.planner.save import APART_NBYTES, FROZEN_FILE_NBYTES, plan_save
+from reknit.planner.save import APART_NBYTES, FROZEN_FILE_NBYTES, PART_NBYTES, plan_save
 from reknit.types.box import Box
 from reknit.types.shard import Shard, TensorSpec
 from tests.running.examples import examples
@@ -134,9 +135,10 @@ def test_planned_entries_are_aligned_without_holes_and_within_the_size_limit(
 
 
 def lying_in(shards: list[Shard], rank: int = 0) -> list[tuple[bool, list[str]]]:
-    """Return the files of a rank: whether they are frozen, and the names of their tensors."""
+    """Return the files of a rank: whether they hold only frozen tensors, and the names of their tensors."""
     files = plan_save(shards, rank, 1 << 40).files
-    return [(file.frozen, [shards[entry.shard].fqn for entry in file.entries]) for file in files]
+    held = [[shards[entry.shard] for entry in file.entries] for file in files]
+    return [(all(shard.frozen for shard in some), [shard.fqn for shard in some]) for some in held]
 
 
 def test_what_is_frozen_lies_in_files_of_its_own_before_the_others() -> None:
@@ -169,6 +171,21 @@ def test_frozen_files_are_small_and_others_as_large_as_they_may_be() -> None:
         (True, ["f2"]),
         (False, ["t0", "t1", "t2"]),
     ]
+
+
+@pytest.mark.parametrize(
+    ("num_parts", "names"), [(1, ["abcdef"]), (2, ["abc", "def"]), (64, ["ab", "cd", "ef"])]
+)
+def test_a_file_ends_when_it_has_its_share_of_the_bytes(num_parts: int, names: list[str]) -> None:
+    shards = [shard(name, (PART_NBYTES // 8,), (0,)) for name in "abcdef"]
+    files = plan_save(shards, 0, 1 << 40, num_parts).files
+    assert ["".join(shards[entry.shard].fqn for entry in file.entries) for file in files] == names
+    assert [file.part for file in files] == list(range(len(files)))
+
+
+def test_tensors_without_elements_need_no_file_of_their_own() -> None:
+    for num_parts in (1, 64):
+        assert len(plan_save([shard(name, (0,), (0,)) for name in "abc"], 0, 1 << 40, num_parts).files) <= 1
 
 
 @given(worlds(), st.sets(st.integers(0, 11)), st.sets(st.integers(0, 11)))

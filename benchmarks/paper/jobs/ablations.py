@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from reknit.engine.memory.arena import Arena
     from reknit.engine.memory.file_image import Image
+    from reknit.engine.memory.outgoing import Fetch
     from reknit.engine.memory.transfer import Transfer
-    from reknit.engine.saving.write import Fetch
     from reknit.types.shard import Shard
 
     Owners = Callable[[Sequence[Shard], int], list[Owned]]

@@ -13,7 +13,7 @@ from reknit import stored
 from reknit.arguments import open_checkpoint
 from reknit.cli.output import print_json, printable
 from reknit.engine.record.at_path import read_manifest
-from reknit.engine.stored.file_checks import read_checked, whole_manifest
+from reknit.engine.record.file_checks import read_checked, whole_manifest
 from reknit.engine.stored.places import files_at
 from reknit.engine.stored.renaming import names_in
 from reknit.errors import FormatError, StorageError, UsageError

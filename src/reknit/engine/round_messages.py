@@ -80,16 +80,30 @@ class RankClaims(msgspec.Struct, array_like=True):
     places: int = 0
 
 
+class EarlierFiles(msgspec.Struct, frozen=True, array_like=True):
+    """The data files of a rank in an earlier checkpoint, in a `folder` beside the new one.
+
+    `nbytes` and `digests` are columns; the digests are those of all blocks, one file after another.
+    """
+
+    folder: str
+    paths: list[str]
+    nbytes: bytes
+    digests: bytes
+
+
 class Assignment(msgspec.Struct, array_like=True):
     """The root's answer to `claims`: the owner of each of those shards and blobs, and the id of this save.
 
     `differing` are keys of shards of which ranks hold different values, each with the lowest of these ranks.
+    `earlier` are files that the rank may take over, in the first save of a process.
     """
 
     write_id: str
     shard_owners: bytes
     blob_owners: bytes
     differing: list[tuple[int, list[int]]]
+    earlier: EarlierFiles | None = None
 
 
 class ArrayColumns(msgspec.Struct, array_like=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from math import prod
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-_LABEL_NBYTES = 256
+LABEL_NBYTES = 256
 """The write id stands within the first bytes of a data file: nothing of unknown length comes before it."""
 ALIGNMENT = 4096
 """Tensor bytes begin at a multiple of this, so that a file can be written from an arena with direct I/O."""
@@ -38,6 +39,7 @@ RANK_KEY = "reknit.rank"
 ITEM_KEY = "reknit.item"
 DTYPES_KEY = "reknit.dtypes"
 ALIASES_KEY = "reknit.aliases"
+_WRITE_ID = re.compile(rf'"{re.escape(WRITE_ID_KEY)}":"([0-9a-f]{{32}})"'.encode())
 _MAX_DEPTH = 3
 _MAX_NBYTES = (1 << 63) - 1
 
@@ -110,9 +112,15 @@ def file_metadata(
 def relabelled(data: NDArray[np.uint8], write_id: str, other: str) -> NDArray[np.uint8]:
     """Return the first bytes of a data file of one write as those of another write of the same content."""
     data = data.copy()
-    label = data[:_LABEL_NBYTES]
+    label = data[:LABEL_NBYTES]
     label[:] = np.frombuffer(label.tobytes().replace(write_id.encode(), other.encode(), 1), np.uint8)
     return data
+
+
+def write_id_in(begin: bytes) -> str | None:
+    """Return the write id in the first `LABEL_NBYTES` bytes of a data file, None without one."""
+    match = _WRITE_ID.search(begin)
+    return None if match is None else match[1].decode()
 
 
 def encode_header(entries: Sequence[HeaderEntry], metadata: Mapping[str, str]) -> bytes:

@@ -18,12 +18,13 @@ from msgspec.structs import replace
 from reknit.arguments import open_checkpoint
 from reknit.comm import group as comm
 from reknit.engine.foreign.open_foreign import read_foreign, store_of
+from reknit.engine.memory.outgoing import Outgoing
 from reknit.engine.memory.tuning import Tuner
 from reknit.engine.record.at_path import check_absent, manifest_in, size_of
 from reknit.engine.record.commit import clear_out, put_manifest
 from reknit.engine.record.marker import Marker, remove_marker, take_marker
 from reknit.engine.record.other_formats import no_checkpoint
-from reknit.engine.saving.write import PIECE_NBYTES, Outgoing, write_files
+from reknit.engine.saving.write import PIECE_NBYTES, write_files
 from reknit.engine.small_files import discard, write_bytes
 from reknit.engine.stored.copy_files import is_sound
 from reknit.environment import num_threads

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from reknit.engine.loading.match import require_covered
-from reknit.engine.stored.file_checks import read_checked
+from reknit.engine.record.file_checks import read_checked
 from reknit.engine.stored.renaming import names_in
 from reknit.errors import MismatchError, UsageError
 from reknit.frameworks.tree import unescape

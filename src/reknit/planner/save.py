@@ -20,14 +20,17 @@ APART_NBYTES = 1 << 20
 FROZEN_FILE_NBYTES = 256 << 20
 """The largest file of frozen tensors.  If one did change, few are written anew with it, and a store that
 copies files can copy several at once."""
+PART_NBYTES = 16 << 20
+"""A file with fewer bytes is not ended, unless it is the last."""
 
 
-def plan_save(shards: Sequence[Shard], rank: int, max_file_nbytes: int) -> SavePlan:
+def plan_save(shards: Sequence[Shard], rank: int, max_file_nbytes: int, num_parts: int = 1) -> SavePlan:
     """Decide which parts of its shards `rank` writes, and where each lies in which file.
 
     Pure and local: every shard's `replicas` are known.  One line of files per item; a file rolls over to the
     next part before it would pass `max_file_nbytes` of tensor bytes (a single larger entry gets a file of its
-    own).
+    own).  The bytes of an item are divided into about `num_parts` files, each of which a later save can take
+    over if its bytes are the same.
     """
     by_item: dict[str, list[_Part]] = {}
     for number, first, numel in owned_parts(shards, rank):
@@ -41,7 +44,10 @@ def plan_save(shards: Sequence[Shard], rank: int, max_file_nbytes: int) -> SaveP
             first += box.numel
     files: list[FilePlan] = []
     for item in sorted(by_item):
-        files += _files(item, by_item[item], shards, max_file_nbytes)
+        nbytes = sum(part.numel * shards[part.shard].spec.itemsize for part in by_item[item])
+        enough = max(PART_NBYTES, nbytes // num_parts) if num_parts > 1 else max_file_nbytes
+        size = _FileSize(max_file_nbytes, enough)
+        files += _files(item, by_item[item], shards, size)
     return SavePlan(tuple(files))
 
 
@@ -60,7 +66,14 @@ class _Part(NamedTuple):
     box: Box
 
 
-def _files(item: str, parts: list[_Part], shards: Sequence[Shard], max_file_nbytes: int) -> list[FilePlan]:
+class _FileSize(NamedTuple):
+    """A file ends before it would pass `most` bytes, and after it has reached `enough` bytes."""
+
+    most: int
+    enough: int
+
+
+def _files(item: str, parts: list[_Part], shards: Sequence[Shard], size: _FileSize) -> list[FilePlan]:
     """Divide an item's parts into files.
 
     Frozen tensors come first, in files of their own, which need not be written again (docs/decisions/0016).
@@ -81,7 +94,8 @@ def _files(item: str, parts: list[_Part], shards: Sequence[Shard], max_file_nbyt
     files: list[FilePlan] = []
     for kind in get_args(_Kind):
         some = [part for part, k in zip(parts, kinds, strict=True) if k == kind]
-        files += _lay_out(item, len(files), some, shards, max_file_nbytes, frozen=kind == "frozen")
+        most = min(size.most, FROZEN_FILE_NBYTES) if kind == "frozen" else size.most
+        files += _lay_out(item, len(files), some, shards, size._replace(most=most))
     return files
 
 
@@ -93,27 +107,19 @@ def _kind(shard: Shard) -> _Kind:
 
 
 def _lay_out(
-    item: str,
-    part: int,
-    parts: Sequence[_Part],
-    shards: Sequence[Shard],
-    max_file_nbytes: int,
-    *,
-    frozen: bool,
+    item: str, part: int, parts: Sequence[_Part], shards: Sequence[Shard], size: _FileSize
 ) -> list[FilePlan]:
     """Lay parts end to end, the largest elements first so that each is aligned, and cut them into files."""
     files: list[FilePlan] = []
-    if frozen:
-        max_file_nbytes = min(max_file_nbytes, FROZEN_FILE_NBYTES)
     entries: list[WriteEntry] = []
     start = 0
     for number, first, numel, box in parts:
         nbytes = numel * shards[number].spec.itemsize
-        if entries and start + nbytes > max_file_nbytes:
-            files.append(FilePlan(item, part + len(files), tuple(entries), start, frozen))
+        if entries and (start >= size.enough or start + nbytes > size.most):
+            files.append(FilePlan(item, part + len(files), tuple(entries), start))
             entries, start = [], 0
         entries.append(WriteEntry(number, first, numel, box, start, nbytes))
         start += nbytes
     if entries:
-        files.append(FilePlan(item, part + len(files), tuple(entries), start, frozen))
+        files.append(FilePlan(item, part + len(files), tuple(entries), start))
     return files

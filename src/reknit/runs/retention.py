@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from reknit.engine.record.at_path import manifest_in, read_manifest, size_of
 from reknit.engine.record.checkpoint_notes import held_by, metrics_of
+from reknit.engine.record.file_checks import whole_manifest
 from reknit.engine.record.run_record import read_line
 from reknit.engine.stored.delete import drop
-from reknit.engine.stored.file_checks import whole_manifest
 from reknit.engine.stored.leftovers import leftovers, remove
 from reknit.engine.stored.moving import delete_moved
 from reknit.engine.stored.places import files_at

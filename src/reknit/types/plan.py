@@ -29,16 +29,12 @@ class WriteEntry(NamedTuple):
 
 
 class FilePlan(NamedTuple):
-    """A data file that a rank writes: entries end to end, largest elements first, then by name and place.
-
-    `frozen` is whether it holds only tensors that training does not change.
-    """
+    """A data file that a rank writes: entries end to end, largest elements first, then by name and place."""
 
     item: str
     part: int
     entries: tuple[WriteEntry, ...]
     nbytes: int
-    frozen: bool = False
 
 
 class SavePlan(Struct, frozen=True):

@@ -94,15 +94,13 @@ class Begin(AgentMessage):
 class Planned(AgentMessage):
     """To the agent: the files of a save, which the arena will hold.
 
-    `files` has the item, part and size of each file, and `frozen` the numbers of the files that hold only
-    frozen tensors.  `ring` is the used capacity of the arena.  `columns` is None if the root has the columns
-    of this plan.
+    `files` has the item, part and size of each file.  `ring` is the used capacity of the arena.  `columns` is
+    None if the root has the columns of this plan.
     """
 
     number: int
     items: list[str]
     files: list[tuple[str, int, int]]
-    frozen: list[int]
     columns: ArrayColumns | None
     arena: int
     ring: int

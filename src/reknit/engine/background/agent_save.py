@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING
 
 from reknit.engine import round_messages
@@ -85,12 +84,7 @@ class AgentSave(ReceivedSave):
                 )
                 image, error = self.image, self.error
             if error is None and image is not None:
-                # The bytes in a ring are overwritten once they were compared.
-                frozen = () if image.is_ring else image.planned.frozen
-                reuse = self._reuse = Reuse(job, self._committed, write_id, image.planned.files, frozen)
-                if frozen and not _CORES_FOR_BOTH:
-                    with self._changed:
-                        self._changed.wait_for(lambda: self.staged or self.error is not None)
+                reuse = self._reuse = Reuse(job, self._committed, write_id, image.planned.files)
                 written += write_files(
                     job.storage,
                     reuse.files,
@@ -100,7 +94,8 @@ class AgentSave(ReceivedSave):
                     written=self.free if image.is_ring else None,
                     failed=self.fail,
                     busy=None if image.is_ring or _CORES_FOR_BOTH else lambda: not self.staged,
-                    take_over=partial(reuse.take_over, self.fetch, "wait", stop=self.fail),
+                    # The bytes in a ring are overwritten once they were compared.
+                    earlier=None if image.is_ring else reuse,
                 )
         except BaseException as error:  # also a bug: the other ranks wait for this one's receipt
             self.fail(error)
@@ -149,7 +144,8 @@ class AgentSave(ReceivedSave):
         with assign_turn(self.job, subject=f"save {self.number}") as turn:
             if self.error is not None:
                 raise self.error
-            assigned = assign(turn, coordinator, self.job, begin.claims, begin=not begin.warm_up)
+            committed = None if begin.warm_up else self._committed
+            assigned = assign(turn, coordinator, self.job, begin.claims, committed)
         self._channel.try_send(say.Assigned(self.number, assigned.shard_owners))
         return assigned
 

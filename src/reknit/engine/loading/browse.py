@@ -10,7 +10,7 @@ from reknit.engine.display import Shown
 from reknit.engine.loading.match import require_covered
 from reknit.engine.loading.read import RangeReader
 from reknit.engine.memory.workers import within
-from reknit.engine.stored.file_checks import check_size
+from reknit.engine.record.file_checks import check_size
 from reknit.engine.stored.opening import OpenCheckpoint, opened, read_opened, unknown_items
 from reknit.engine.stored.renaming import Naming
 from reknit.errors import MismatchError, UsageError, did_you_mean

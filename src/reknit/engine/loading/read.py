@@ -13,7 +13,7 @@ from reknit.engine.loading.deliver import Deliverer, ReadSpan, put, spans_of
 from reknit.engine.loading.repair import UNREADABLE, Repairer
 from reknit.engine.memory.transfer import Transfer
 from reknit.engine.memory.workers import Gate, run_jobs
-from reknit.engine.stored.file_checks import corrupt_block
+from reknit.engine.record.file_checks import corrupt_block
 from reknit.environment import num_threads
 from reknit.errors import ReknitError, UsageError
 from reknit.format.checksum import digest

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from reknit.engine.record.file_checks import check_size
 from reknit.engine.record.other_formats import of_others
-from reknit.engine.stored.file_checks import check_size
 from reknit.errors import CorruptError, DeadlineError, ReknitError, StorageError
 from reknit.format.checksum import digest
 

@@ -9,13 +9,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from reknit.engine.memory.elements import contiguous_bytes, itemsize, stage
+from reknit.engine.memory.transfer import queue
+from reknit.errors import ReknitError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
+    from reknit.engine.memory.arena import Arena
+    from reknit.engine.memory.outgoing import Fetch
     from reknit.engine.memory.sources import Sources
+    from reknit.engine.memory.transfer import Transfer
     from reknit.types.plan import WriteEntry
 
     Copy = Callable[[Any, int, int, NDArray[np.uint8]], None]
@@ -105,6 +110,36 @@ class Image(NamedTuple):
             return None
         first = entry.first * itemsize(source) + start - entry.start
         return memory[first : first + nbytes]
+
+
+def staged(images: Sequence[Image], transfer: Transfer) -> Fetch:
+    """Return a fetch that copies a piece of these files from live memory, in the worker that writes it."""
+
+    def fetch(file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
+        piece, image = arena.view(nbytes), images[file]
+        try:
+            with transfer.copying(name=lambda: f"a part of {image.path}"):
+                image.fill(start, piece, queue)
+        except ReknitError as error:
+            error.sign(phase="stage", path=image.path)
+            raise
+        return piece
+
+    return fetch
+
+
+def live(images: Sequence[Image], transfer: Transfer) -> Fetch:
+    """Return a fetch that returns a view of live memory, or a copy of a piece that is not one run.
+
+    It is for comparing bytes, not for writing them: they may have any address, and may change.
+    """
+    copied = staged(images, transfer)
+
+    def fetch(file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
+        data = images[file].in_place(start, nbytes)
+        return copied(file, start, nbytes, arena) if data is None else data
+
+    return fetch
 
 
 def copy_runs(addresses: Ints, nbytes: Ints, out: NDArray[np.uint8], begin: Ints) -> None:

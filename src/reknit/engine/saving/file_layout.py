@@ -48,11 +48,6 @@ class Outline(NamedTuple):
         """Item, part and size of each file."""
         return [(file.plan.item, file.plan.part, file.nbytes) for file in self.files]
 
-    @property
-    def frozen(self) -> list[int]:
-        """The numbers of the files that hold only frozen tensors."""
-        return [number for number, file in enumerate(self.files) if file.plan.frozen]
-
     def images(self, write_id: str, sources: Sources) -> list[Image]:
         """Return the files of one save, to be filled from the `bits` of shards with this layout."""
         return [
@@ -67,18 +62,25 @@ class Outline(NamedTuple):
         ]
 
 
-def layout_digest(holdings: Holdings, max_file_nbytes: int) -> bytes:
+class FileCut(NamedTuple):
+    """The cut of a rank's data into files: see `planner.save.plan_save`."""
+
+    max_file_nbytes: int
+    num_parts: int = 1
+
+
+def layout_digest(holdings: Holdings, cut: FileCut) -> bytes:
     """Return a digest of 16 bytes of the inputs of an outline: holdings without their values."""
-    key = "layout", max_file_nbytes
+    key = "layout", cut
     known: bytes | None = holdings.known.get(key)
     if known is None:
-        known = holdings.known[key] = _layout_digest(holdings, max_file_nbytes)
+        known = holdings.known[key] = _layout_digest(holdings, cut)
     return known
 
 
-def _layout_digest(holdings: Holdings, max_file_nbytes: int) -> bytes:
+def _layout_digest(holdings: Holdings, cut: FileCut) -> bytes:
     layout = (
-        max_file_nbytes,
+        cut,
         holdings.items,
         [
             (s.item, s.fqn, s.spec.dtype, s.spec.shape, s.box.offsets, s.box.lengths, s.replicas, s.frozen)
@@ -89,17 +91,17 @@ def _layout_digest(holdings: Holdings, max_file_nbytes: int) -> bytes:
     return xxhash.xxh3_128_digest(msgspec.msgpack.encode(layout))
 
 
-def outline(holdings: Holdings, rank: int, max_file_nbytes: int) -> Outline:
+def outline(holdings: Holdings, rank: int, cut: FileCut) -> Outline:
     """Return the files of a rank whose shards all list their replicas; a layout is planned once."""
-    key = "outline", rank, max_file_nbytes
+    key = "outline", rank, cut
     known: Outline | None = holdings.known.get(key)
     if known is None:
-        known = holdings.known[key] = _outline(holdings, rank, max_file_nbytes)
+        known = holdings.known[key] = _outline(holdings, rank, cut)
     return known
 
 
-def _outline(holdings: Holdings, rank: int, max_file_nbytes: int) -> Outline:
-    plan = plan_save(holdings.shards, rank, max_file_nbytes)
+def _outline(holdings: Holdings, rank: int, cut: FileCut) -> Outline:
+    plan = plan_save(holdings.shards, rank, *cut)
     write_id = paths.new_write_id()
     files = tuple(
         OutlinedFile(file, _header(holdings, rank, file, write_id), write_id, Entries.of(file.entries))

@@ -9,13 +9,18 @@ from reknit.engine.memory.sources import Sources
 from reknit.engine.packed_columns import unpacked
 from reknit.engine.saving.claims import encode_holdings
 from reknit.engine.saving.compared_copies import choose
-from reknit.engine.saving.file_layout import layout_digest, outline
+from reknit.engine.saving.file_layout import FileCut, layout_digest, outline
 from reknit.types.lazy_property import lazy_property
 
 if TYPE_CHECKING:
     from reknit.engine.saving.compared_copies import Chosen
     from reknit.engine.saving.file_layout import Outline
     from reknit.engine.saving.save_job import SaveJob
+
+_MOST_PARTS = 64
+"""Files of an item on one rank: if one tensor changes, a hundredth of the bytes is written again."""
+_MOST_FILES = 1024
+"""Files of an item on all ranks that store parts: each file costs a request, and an entry in the index."""
 
 
 class RankPart:
@@ -37,7 +42,7 @@ class RankPart:
     @lazy_property
     def layout(self) -> bytes:
         """The `layout_digest` of the holdings."""
-        return layout_digest(self.encoded.holdings, self.job.options.max_file_nbytes)
+        return layout_digest(self.encoded.holdings, self._cut)
 
     def compare(self, chosen: Chosen | None = None) -> Chosen:
         """Digest the copies that other ranks may also hold, and return the chosen shards.
@@ -71,4 +76,12 @@ class RankPart:
     def outline(self, owners: bytes = b"") -> Outline:
         """Return the files that this rank writes; `owners` has the owners of the shards that it claimed."""
         holdings = self.encoded.resolved(unpacked(owners, "i8"))
-        return outline(holdings, self.job.group.rank, self.job.options.max_file_nbytes)
+        return outline(holdings, self.job.group.rank, self._cut)
+
+    @property
+    def _cut(self) -> FileCut:
+        """The cut into files: several for each item if the store can take over the unchanged ones."""
+        job = self.job
+        takes_over = job.options.reuse and getattr(job.storage, "copy_from", None) is not None
+        num_parts = max(1, min(_MOST_PARTS, _MOST_FILES // job.group.size)) if takes_over else 1
+        return FileCut(job.options.max_file_nbytes, num_parts)

@@ -1,6 +1,6 @@
-"""Take over the files of frozen tensors that did not change since the last save, instead of writing them.
+"""Take over the files whose bytes did not change since the last save, instead of writing them.
 
-Their bytes are digested in every save, and compared with the digests in the last committed checkpoint of the
+The bytes of every save are digested, and compared with the digests in the last committed checkpoint of the
 same folder.  Only if all digests are equal does the store link or copy the file (docs/decisions/0016).
 """
 
@@ -10,47 +10,56 @@ import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import xxhash
 
-from reknit.engine.memory.arena import borrowed
+from reknit.engine.memory.outgoing import Outgoing
 from reknit.engine.memory.workers import run_jobs
-from reknit.engine.saving.write import Outgoing
+from reknit.engine.packed_columns import unpacked
 from reknit.engine.small_files import Written, discard
-from reknit.environment import num_threads
 from reknit.errors import ReknitError
 from reknit.format import paths
-from reknit.format.checksum import BLOCK_NBYTES, block_digests
-from reknit.format.data_file import relabelled
-from reknit.monitor.phase import Stopwatch
-from reknit.storage.base import CopiesFiles
+from reknit.format.checksum import BLOCK_NBYTES, block_digests, num_blocks
+from reknit.format.data_file import LABEL_NBYTES, relabelled, write_id_in
+from reknit.storage.base import CopiesFiles, HasFolderAbove
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from reknit.engine.memory.arena import Arena, Arenas
+    from numpy.typing import NDArray
+
+    from reknit.engine import round_messages
+    from reknit.engine.memory.arena import Arena
     from reknit.engine.saving.save_job import SaveJob
-    from reknit.engine.saving.write import Fetch, FetchPhase
     from reknit.storage.base import Storage
 
 _MOST_COPIES = 16
 """Files that a store copies at once, as each request lasts until the copy is made."""
+_LEAST_NBYTES = 1 << 20
+"""Smaller files are written: a link or a copy costs as much."""
+_SAMPLE_NBYTES = 4096
+"""Bytes at the end of a first block that are compared before the block is digested."""
 
 
 class _KnownFile(NamedTuple):
-    """A file of a committed checkpoint, and the write id in its header."""
+    """A file of a committed checkpoint, the write id in its header, and the digest of its sample.
+
+    The last two are None for a file that another process wrote.
+    """
 
     file: Written
-    write_id: str
+    write_id: str | None
+    sample: int | None
 
 
 class _KnownCheckpoint(NamedTuple):
-    """The files of frozen tensors that a rank has in a committed checkpoint, by item and part."""
+    """The files that a rank has in a committed checkpoint, by item and part."""
 
     storage: Storage
-    files: dict[tuple[str, int], _KnownFile]
+    files: Mapping[tuple[str, int], _KnownFile]
 
 
 class Committed:
-    """The frozen files of the last checkpoint that a rank committed in each folder; thread-safe.
+    """The files of the last checkpoint that a rank committed in each folder; thread-safe.
 
     Each process has only its own files, which may have been deleted since.
     """
@@ -64,32 +73,34 @@ class Committed:
         with self._lock:
             return self._last.get(_folder(storage))
 
-    def keep(self, storage: Storage, files: dict[tuple[str, int], _KnownFile]) -> None:
+    def keep(self, storage: Storage, files: Mapping[tuple[str, int], _KnownFile]) -> None:
         """Keep a checkpoint that is committed."""
         with self._lock:
             self._last.pop(_folder(storage), None)
             if files:
                 self._last[_folder(storage)] = _KnownCheckpoint(storage, files)
 
-
-class _FilePiece(NamedTuple):
-    """A range of a file."""
-
-    file: int
-    start: int
-    nbytes: int
+    def keep_found(self, storage: Storage, found: round_messages.EarlierFiles | None) -> None:
+        """Keep the files that the root found beside `storage`, unless this process has committed there."""
+        if found is None or self.beside(storage) is not None or not isinstance(storage, HasFolderAbove):
+            return
+        if (above := storage.above()) is None:
+            return
+        nbytes, digests = unpacked(found.nbytes, "i8"), unpacked(found.digests, "u8")
+        ends = np.cumsum(num_blocks(nbytes))[:-1]
+        files = {}
+        for path, size, own in zip(found.paths, nbytes.tolist(), np.split(digests, ends), strict=True):
+            name = paths.parse_path(path)
+            if name is not None and name.item is not None:
+                files[name.item, name.part] = _KnownFile(Written(path, size, own), None, None)
+        self.keep(above[0].sub(found.folder), files)
 
 
 class Reuse:
-    """The data files of one rank in one save; files with numbers in `frozen` may be taken over."""
+    """The data files of one rank in one save, and the earlier files that may have their bytes."""
 
     def __init__(
-        self,
-        job: SaveJob,
-        committed: Committed,
-        write_id: str,
-        listed: Sequence[tuple[str, int, int]],
-        frozen: Collection[int],
+        self, job: SaveJob, committed: Committed, write_id: str, listed: Sequence[tuple[str, int, int]]
     ) -> None:
         """Name the files of this save; `listed` has the item, part and size of each."""
         self._job, self._committed, self._write_id = job, committed, write_id
@@ -97,130 +108,94 @@ class Reuse:
             Outgoing(paths.data_path(item, job.group.rank, write_id, part), nbytes)
             for item, part, nbytes in listed
         ]
-        self._frozen = {n: listed[n][:2] for n in frozen}
-        self._equal: dict[int, _KnownFile] = {}
+        self._places = [each[:2] for each in listed]
+        self._samples: dict[int, int] = {}
         self._taken: dict[int, _KnownFile] = {}
+        self._last = committed.beside(job.storage)
+        takes_over = job.options.reuse and isinstance(job.storage, CopiesFiles)
+        self._known: dict[int, _KnownFile] = {}
+        for number, (file, place) in enumerate(zip(self.files, self._places, strict=True)):
+            known = self._last.files.get(place) if takes_over and self._last is not None else None
+            if known is not None and known.file.nbytes == file.nbytes >= _LEAST_NBYTES:
+                self._known[number] = known
 
     @property
     def nbytes(self) -> int:
         """Bytes of the files that were taken over."""
         return sum(known.file.nbytes for known in self._taken.values())
 
-    def take_over(
-        self,
-        fetch: Fetch,
-        phase: FetchPhase,
-        written: list[Written],
-        *,
-        arenas: Arenas = borrowed,
-        stop: Callable[[BaseException], None] = lambda _: None,
-    ) -> list[int]:
-        """Take over the unchanged files, add them to `written`, and return the numbers of the others.
+    @property
+    def compares(self) -> bool:
+        """Whether there are earlier files that may have the bytes of this save."""
+        return bool(self._known)
 
-        `fetch`, `phase`, `arenas` and `stop` are as for `write_files` and `run_jobs`; bytes that are
-        fetched here may be fetched again.
-        """
-        storage, last = self._job.storage, self._committed.beside(self._job.storage)
-        if self._job.options.reuse and isinstance(storage, CopiesFiles) and last is not None:
-            for number, place in self._frozen.items():
-                known = last.files.get(place)
-                if known is not None and known.file.nbytes == self.files[number].nbytes:
-                    self._equal[number] = known
-            self._compare(fetch, phase, arenas, stop)
-            self._copy(storage, last.storage, written, stop)
-        return [n for n in range(len(self.files)) if n not in self._taken]
+    def may_equal(self, number: int) -> bool:
+        """Return whether there is an earlier file of this size."""
+        return number in self._known
 
-    def remember(self, written: Sequence[Written]) -> None:
-        """Keep the files that were written or taken over, after their commit."""
-        by_path = {file.path: file for file in written}
-        known = {
-            place: _KnownFile(
-                by_path[self.files[n].path], self._taken[n].write_id if n in self._taken else self._write_id
-            )
-            for n, place in self._frozen.items()
-        }
-        self._committed.keep(self._job.storage, known)
+    def note_begin(self, number: int, data: NDArray[np.uint8]) -> None:
+        """Keep a digest of a sample of the first block, with which the next save compares first."""
+        self._samples[number] = xxhash.xxh3_64_intdigest(data[:BLOCK_NBYTES][-_SAMPLE_NBYTES:])
 
-    def _compare(
-        self,
-        fetch: Fetch,
-        phase: FetchPhase,
-        arenas: Arenas,
-        stop: Callable[[BaseException], None],
-    ) -> None:
-        """Remove the files from `_equal` whose digests differ from those of the earlier files."""
-        recorder, threads = self._job.recorder, num_threads(self._job.options.threads)
-        clocks = {name: Stopwatch() for name in (phase, "digest")}
+    def equal(self, number: int, start: int, data: NDArray[np.uint8]) -> bool:
+        """Return whether the earlier file has these bytes, under its own write id."""
+        known, first = self._known[number], start // BLOCK_NBYTES
+        if start:
+            digests = np.asarray(block_digests(data))
+        else:
+            self.note_begin(number, data)
+            if known.sample not in (None, self._samples[number]):
+                return False
+            if (known := self._labelled(number)).write_id is None:
+                return False
+            begin = relabelled(data[:BLOCK_NBYTES], self._write_id, known.write_id or "")
+            digests = np.concatenate((block_digests(begin), block_digests(data[BLOCK_NBYTES:])))
+        return np.array_equal(digests, known.file.digests[first : first + len(digests)])
 
-        def compare(piece: _FilePiece, arena: Arena) -> None:
-            known = self._equal.get(piece.file)
-            if known is None:
-                return
-            recorder.expect(piece.nbytes)
-            with clocks[phase].lap(piece.nbytes):
-                data = fetch(*piece, arena)
-            with clocks["digest"].lap(piece.nbytes):
-                if not piece.start:
-                    data = relabelled(data, self._write_id, known.write_id)
-                digests, first = block_digests(data), piece.start // BLOCK_NBYTES
-            if not np.array_equal(digests, known.file.digests[first : first + len(digests)]):
-                self._equal.pop(piece.file, None)
-            recorder.advance(piece.nbytes)
-
-        try:
-            if self._equal:
-                run_jobs(
-                    self._pieces(),
-                    compare,
-                    threads=threads,
-                    arena_nbytes=BLOCK_NBYTES,
-                    budget_nbytes=self._job.options.inflight_nbytes,
-                    arenas=arenas,
-                    stop=stop,
-                )
-        finally:
-            for name, clock in clocks.items():
-                if clock.nbytes:
-                    recorder.add(name, clock.started, clock.seconds, clock.nbytes)
-
-    def _pieces(self) -> Iterator[_FilePiece]:
-        """Yield the files that may be equal, in order, in pieces."""
-        for number in list(self._equal):
-            nbytes = self.files[number].nbytes
-            for start in range(0, nbytes, BLOCK_NBYTES):
-                if number in self._equal:
-                    yield _FilePiece(number, start, min(BLOCK_NBYTES, nbytes - start))
-
-    def _copy(
-        self,
-        storage: CopiesFiles,
-        source: Storage,
-        written: list[Written],
-        stop: Callable[[BaseException], None],
-    ) -> None:
-        """Let the store copy the equal files from the earlier ones, unless it refuses a file."""
-        recorder = self._job.recorder
+    def take_over(self, numbers: Sequence[int], taken: dict[int, Written]) -> None:
+        """Let the store copy the earlier files of these numbers, unless it refuses a file."""
+        storage, last, recorder = self._job.storage, self._last, self._job.recorder
+        assert isinstance(storage, CopiesFiles)
+        assert last is not None
 
         def copy(number: int, _: Arena) -> None:
-            known, path = self._equal[number], self.files[number].path
+            known, path = self._known[number], self.files[number].path
             try:
-                if storage.copy_from(source, known.file.path, path, known.file.nbytes):
+                if storage.copy_from(last.storage, known.file.path, path, known.file.nbytes):
                     self._taken[number] = known
-                    written.append(known.file._replace(path=path))
+                    taken[number] = known.file._replace(path=path)
             except BaseException as error:
                 discard(self._job.storage, path)  # it is there perhaps, and only the answer was lost
                 if isinstance(error, ReknitError):
                     error.sign(rank=recorder.rank, phase="write", path=f"{self._job.storage.url}/{path}")
                 raise
 
-        if not self._equal:
-            return
         with recorder.phase("reuse") as running:
-            threads = min(_MOST_COPIES, len(self._equal))
-            run_jobs(
-                list(self._equal), copy, threads=threads, arena_nbytes=1, budget_nbytes=threads, stop=stop
-            )
+            threads = min(_MOST_COPIES, len(numbers))
+            run_jobs(numbers, copy, threads=threads, arena_nbytes=1, budget_nbytes=threads)
             running.nbytes = self.nbytes
+
+    def remember(self, written: Sequence[Written]) -> None:
+        """Keep the files that were written or taken over, after their commit."""
+        by_path = {file.path: file for file in written}
+        files = {}
+        for number, place in enumerate(self._places):
+            taken = self._taken.get(number)
+            write_id = self._write_id if taken is None else taken.write_id
+            files[place] = _KnownFile(by_path[self.files[number].path], write_id, self._samples.get(number))
+        self._committed.keep(self._job.storage, files)
+
+    def _labelled(self, number: int) -> _KnownFile:
+        """Return an earlier file with the write id of its header, which is read if it is unknown."""
+        known = self._known[number]
+        if known.write_id is None and self._last is not None:
+            begin = bytearray(min(LABEL_NBYTES, known.file.nbytes))
+            try:
+                self._last.storage.read_into(known.file.path, 0, [memoryview(begin)])
+            except ReknitError:  # deleted meanwhile: then the file is written
+                return known
+            known = self._known[number] = known._replace(write_id=write_id_in(bytes(begin)))
+        return known
 
 
 def _folder(storage: Storage) -> str:

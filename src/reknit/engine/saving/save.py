@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from reknit.engine.call_reports import SaveReport
+from reknit.engine.memory.file_image import live, staged
 from reknit.engine.memory.transfer import Transfer
 from reknit.engine.memory.tuning import Tuner
 from reknit.engine.saving.plan_cache import keep_latest
@@ -15,7 +16,7 @@ from reknit.engine.saving.rank_part import RankPart
 from reknit.engine.saving.reuse import Committed, Reuse
 from reknit.engine.saving.save_coordinator import PLANS_KEPT, Coordinator
 from reknit.engine.saving.save_rounds import assign, assign_turn, commit_turn
-from reknit.engine.saving.write import PIECE_NBYTES, live, staged, write_files
+from reknit.engine.saving.write import PIECE_NBYTES, write_files
 from reknit.environment import num_threads
 from reknit.format.checksum import BLOCK_NBYTES
 from reknit.monitor.phase import Stopwatch
@@ -25,10 +26,10 @@ from reknit.system import start_thread
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from reknit.engine.memory.outgoing import Outgoing
     from reknit.engine.saving.compared_copies import Chosen
     from reknit.engine.saving.file_layout import Outline
     from reknit.engine.saving.save_job import SaveJob
-    from reknit.engine.saving.write import Outgoing
     from reknit.engine.small_files import Written
 
 
@@ -70,7 +71,7 @@ def save(job: SaveJob, earlier: EarlierSaves | None = None) -> tuple[SaveReport,
                 compared = part.compare(None if chosen is None else chosen.get(options.check_replicas))
                 # 2 assign: owners for data whose holders no framework records (one round)
                 claimed = part.claims(plan=layout, shards=chosen is None)
-                assigned = assign(turn, coordinator, job, claimed)
+                assigned = assign(turn, coordinator, job, claimed, earlier.committed)
             with commit_turn(job, coordinator, claimed, assigned) as commit:
                 # 3 plan (local)
                 with recorder.phase("plan"):
@@ -79,7 +80,7 @@ def save(job: SaveJob, earlier: EarlierSaves | None = None) -> tuple[SaveReport,
                     outlined = known or part.outline(assigned.shard_owners)
                     images = outlined.images(assigned.write_id, part.sources)
                 # 4 stage, digest and write, except files that the last checkpoint has
-                reuse = Reuse(job, earlier.committed, assigned.write_id, outlined.listed, outlined.frozen)
+                reuse = Reuse(job, earlier.committed, assigned.write_id, outlined.listed)
                 threads, piece_nbytes = num_threads(options.threads), _piece_nbytes(reuse.files)
                 with Transfer(part.sources.on_devices, "what is saved", options.timeout_s) as transfer:
                     commit.written += write_files(
@@ -92,9 +93,8 @@ def save(job: SaveJob, earlier: EarlierSaves | None = None) -> tuple[SaveReport,
                         budget_nbytes=options.inflight_nbytes,
                         arenas=transfer.arenas,
                         meanwhile=_meanwhile(job, coordinator, outlined),
-                        take_over=partial(
-                            reuse.take_over, live(images, transfer), "stage", arenas=transfer.arenas
-                        ),
+                        earlier=reuse,
+                        look=live(images, transfer),
                     )
                 # 5 write values; receipts up; the root commits; the outcome comes down (one round)
                 commit.commit(part.encoded.holdings.items, None if alone or known else outlined.columns)

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from reknit.engine import round_messages
 from reknit.engine.packed_columns import packed
 from reknit.engine.record.marker import remove_marker
+from reknit.engine.round_messages import encode
 from reknit.engine.saving.manifest_content import receipts_to_manifest
 from reknit.engine.saving.packing import merge_claims, merge_receipts, merged_chunks, unpack
 from reknit.engine.saving.plan_cache import PlanCache, keep_latest
@@ -84,8 +85,11 @@ class Coordinator:
         self._ahead: _EncodedIndex | None = None
         self._num_shards = 0
 
-    def assign(self, job: SaveJob | None, requests: Sequence[bytes]) -> list[bytes]:
+    def assign(self, job: SaveJob | None, requests: Sequence[bytes], *, first: bool = False) -> list[bytes]:
         """Answer the `claims` of all ranks, merged or not; without a `job`, no save begins.
+
+        With `first` the answers have the files of the newest checkpoint of the same folder, since the root
+        has not committed there.
 
         Raises `CheckpointExistsError`, `FencedError`, and `StateError` for unfit metadata and for copies
         without a main copy on any rank.  Raises `UsageError` if ranks promote to different numbers of places.
@@ -104,15 +108,16 @@ class Coordinator:
         pairs = owners.number * len(blobs.sizes) + blobs.number
         _, leads, number = np.unique(pairs, return_index=True, return_inverse=True)
         # Ranks with equal answers share one object, which the tree sends once.
-        answers = [
-            round_messages.encode(
-                round_messages.Assignment(
-                    write_id, packed(owners.at(k), "i8"), packed(blobs.at(k), "i8"), copies
-                )
-            )
+        messages = [
+            round_messages.Assignment(write_id, packed(owners.at(k), "i8"), packed(blobs.at(k), "i8"), copies)
             for k in leads.tolist()
         ]
-        return [answers[k] for k in number.tolist()]
+        answers = [encode(message) for message in messages]
+        earlier = _earlier_files(job) if first and job is not None else {}
+        return [
+            answers[k] if rank not in earlier else encode(replace(messages[k], earlier=earlier[rank]))
+            for rank, k in zip(claims.ranks.tolist(), number.tolist(), strict=True)
+        ]
 
     def give_up(self) -> None:
         """Remove the marker of the last save, unless it is committed, so that it never can be."""
@@ -135,7 +140,7 @@ class Coordinator:
             ahead = _encoded(assembled, mine, collected.kept)
         outcome = commit(job, mine, ahead.data, collected, ahead.warnings)
         self._begun = None
-        return [round_messages.encode(outcome)] * len(receipts.ranks)
+        return [encode(outcome)] * len(receipts.ranks)
 
     def import_ahead(self) -> None:
         """Import the encoder of a large index, while the root of several ranks writes its files."""
@@ -187,6 +192,13 @@ class Coordinator:
             latest = fresh.with_list("owners", owners.select(np.flatnonzero(~silent)))
             self._claims.keep(plans[new], latest.select(np.flatnonzero(planned[~silent])))
         return owners
+
+
+def _earlier_files(job: SaveJob) -> dict[int, round_messages.EarlierFiles]:
+    """Return the files of each rank that a first save may take over."""
+    from reknit.engine.record.earlier_files import earlier_files
+
+    return earlier_files(job.storage) if job.options.reuse else {}
 
 
 def _assembled(chunks: RankColumns) -> Assembled:

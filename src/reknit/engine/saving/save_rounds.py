@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from reknit.engine.record.commit import Fate
+    from reknit.engine.saving.reuse import Committed
     from reknit.engine.saving.save_coordinator import Coordinator
     from reknit.engine.saving.save_job import SaveJob
 
@@ -43,17 +44,21 @@ def assign(
     coordinator: Coordinator,
     job: SaveJob,
     claimed: round_messages.RankClaims,
-    *,
-    begin: bool = True,
+    committed: Committed | None = None,
 ) -> round_messages.Assignment:
     """Send the claims of this rank to the root, and return its answer; see `Coordinator.assign`.
 
-    Without `begin`, only the assignment is made, and no save begins.
+    Without `committed`, only the assignment is made, and no save begins.
     """
-    begun = job if begin else None
     mine = claims(job.group.rank, claimed)
-    answer = turn.exchange(mine, lambda requests: coordinator.assign(begun, requests))
-    return round_messages.decode(answer, round_messages.Assignment)
+    if committed is None:
+        answer = turn.exchange(mine, lambda requests: coordinator.assign(None, requests))
+        return round_messages.decode(answer, round_messages.Assignment)
+    first = committed.beside(job.storage) is None
+    answer = turn.exchange(mine, lambda requests: coordinator.assign(job, requests, first=first))
+    assigned = round_messages.decode(answer, round_messages.Assignment)
+    committed.keep_found(job.storage, assigned.earlier)
+    return assigned
 
 
 class CommitTurn:

@@ -7,12 +7,10 @@ from collections import deque
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Literal
 
 from reknit.engine.memory.arena import borrowed
-from reknit.engine.memory.transfer import queue
+from reknit.engine.memory.outgoing import FileRange, OutgoingFile, pieces_of
 from reknit.engine.memory.tuning import PIECES, Tuner
 from reknit.engine.memory.workers import run_jobs
 from reknit.engine.small_files import Written, discard
@@ -23,16 +21,14 @@ from reknit.monitor.phase import Stopwatch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from reknit.engine.memory.arena import Arena, Arenas
-    from reknit.engine.memory.file_image import Image
-    from reknit.engine.memory.transfer import Transfer
+    from reknit.engine.memory.outgoing import EarlierFiles, Fetch, Outgoing
     from reknit.engine.memory.tuning import Settings
     from reknit.monitor.phase import Recorder
-    from reknit.storage.base import Storage, Writer
-
-    Copy = Callable[[Any, int, int, NDArray[np.uint8]], None]
+    from reknit.storage.base import Storage
 
 PIECE_NBYTES = 2 * BLOCK_NBYTES
 """Bytes that a worker stages, digests and writes at once in a synchronous save that is not small."""
@@ -46,61 +42,6 @@ _IDLE = 0.2
 FetchPhase = Literal["stage", "wait", "read"]
 
 
-class Fetch(Protocol):
-    """A source of the bytes of the files."""
-
-    def __call__(self, file: int, start: int, nbytes: int, arena: Arena, /) -> NDArray[np.uint8]:
-        """Return a piece of file number `file`.
-
-        The piece is copied to the worker's `arena`, or is in other memory, page-aligned for direct I/O.  That
-        memory does not change until the piece is written.
-        """
-
-
-class Outgoing(NamedTuple):
-    """A file to write."""
-
-    path: str
-    nbytes: int
-
-
-class _OpenFile:
-    """A file that several workers write; the worker that writes the last bytes finishes it."""
-
-    def __init__(self, number: int, file: Outgoing, writer: Writer) -> None:
-        self.number = number
-        self.path, self.nbytes = file
-        self.writer = writer
-        self.digests = np.zeros(num_blocks(file.nbytes), np.uint64)
-        self._left = file.nbytes
-        self._lock = threading.Lock()
-
-    def done_with(self, nbytes: int) -> bool:
-        """Count written bytes, and return whether they were the last."""
-        with self._lock:
-            self._left -= nbytes
-            return self._left == 0
-
-
-class _FileRange(NamedTuple):
-    """A range of a file."""
-
-    file: _OpenFile
-    start: int
-    nbytes: int
-
-    def cut(self, nbytes: int) -> Iterator[_FileRange]:
-        """Yield the range in parts of `nbytes` bytes; the last part may be shorter."""
-        stop = self.start + self.nbytes
-        for start in range(self.start, stop, nbytes):
-            yield _FileRange(self.file, start, min(nbytes, stop - start))
-
-
-def _pieces(spans: Iterable[_FileRange], nbytes: int) -> Iterator[_FileRange]:
-    """Yield all spans in pieces."""
-    return (piece for span in spans for piece in span.cut(nbytes))
-
-
 @dataclass
 class _Writing:
     """Files that are being written; most fields are arguments of `write_files`."""
@@ -109,80 +50,131 @@ class _Writing:
     fetch: Fetch
     recorder: Recorder
     phase: FetchPhase
+    look: Fetch
+    earlier: EarlierFiles | None
     written: Callable[[int, int, int], None] | None
     failed: Callable[[BaseException], None] | None
     busy: Callable[[], bool] | None
 
     def __post_init__(self) -> None:
-        self.files: list[_OpenFile] = []
+        self.files: list[OutgoingFile] = []
+        self.taken: dict[int, Written] = {}
+        self.left: deque[FileRange] = deque()
+        """Pieces that were equal to those of an earlier file, and have to be written all the same."""
         self._begun = threading.Event()
-        self._undigested: deque[tuple[_OpenFile, int, NDArray[np.uint8]]] = deque()
+        self._undigested: deque[tuple[OutgoingFile, int, NDArray[np.uint8]]] = deque()
         self._clocks = {name: Stopwatch() for name in (self.phase, "digest", "write")}
 
-    def open(self, files: Sequence[Outgoing], numbers: Sequence[int]) -> None:
-        """Create the files with these numbers, so that a file that does not fit fails before any write."""
-        for number in numbers:
-            file = files[number]
-            with self._clocks["write"].lap(), self._signed(file.path):
-                self.files.append(_OpenFile(number, file, self.storage.create(file.path, file.nbytes)))
-                if not file.nbytes:  # it has no last piece
-                    self.files[-1].writer.finish()
+    def open(self, files: Sequence[Outgoing]) -> None:
+        """Create the files, so that a file that does not fit fails before any write.
 
-    def windows(self, tuner: Tuner) -> Iterator[tuple[Iterable[_FileRange], Settings]]:
+        A file that an earlier file may equal is created once it differs.
+        """
+        for number, file in enumerate(files):
+            undecided = self.earlier is not None and self.earlier.may_equal(number)
+            self.files.append(OutgoingFile(number, file, undecided=undecided))
+            if not undecided:
+                self._create(self.files[-1])
+
+    def _create(self, file: OutgoingFile) -> None:
+        with self._clocks["write"].lap(), self._signed(file.path):
+            file.writer = self.storage.create(file.path, file.nbytes)
+            if not file.nbytes:  # it has no last piece
+                file.writer.finish()
+        self.left += file.equal
+        file.undecided = False
+
+    def take_over(self) -> None:
+        """Take over the files that are equal to earlier files, and create those that cannot be taken over."""
+        equal = [file for file in self.files if file.undecided]
+        if self.earlier is not None and equal:
+            self.earlier.take_over([file.number for file in equal], self.taken)
+        for file in equal:
+            if file.number not in self.taken:
+                self._create(file)
+
+    def windows(self, tuner: Tuner) -> Iterator[tuple[Iterable[FileRange], Settings]]:
         """Yield the ranges to write next, with their settings: windows to measure, then the rest.
 
         A window must be written before the next one is taken.
         """
         # Windows end between spans, so that the next window can have pieces of any size.
-        spans = deque(
-            span for file in self.files for span in _FileRange(file, 0, file.nbytes).cut(PIECES[-1])
-        )
+        spans = deque(span for file in self.files for span in FileRange(file, 0, file.nbytes).cut(PIECES[-1]))
         if sum(num_blocks(span.nbytes) for span in spans) <= _FEW_BLOCKS:
             yield spans, tuner.best._replace(threads=1)
             return
         left = sum(span.nbytes for span in spans)
         while tuner.measuring and left >= tuner.window_nbytes:
-            settings, window, nbytes = tuner.settings, list[_FileRange](), 0
+            settings, window, nbytes = tuner.settings, list[FileRange](), 0
             while nbytes < tuner.window_nbytes:
                 window.append(spans.popleft())
                 nbytes += window[-1].nbytes
             left -= nbytes
-            whole, fetching = Stopwatch(), self._clocks[self.phase].seconds
+            whole, fetching, written = (
+                Stopwatch(),
+                self._clocks[self.phase].seconds,
+                self._clocks["write"].nbytes,
+            )
             with whole.lap(nbytes):
                 yield window, settings
             fetching = self._clocks[self.phase].seconds - fetching
+            if self._clocks["write"].nbytes - written < nbytes:
+                continue  # the time of bytes that were not written does not show the speed of the store
             # If the bytes came slowly, the time does not show the speed of the settings.
             if self.phase != "wait" or fetching <= _IDLE * whole.seconds * settings.threads:
                 tuner.observe(settings, nbytes, whole.seconds)
         yield spans, tuner.best
 
-    def write(self, piece: _FileRange, arena: Arena) -> None:
-        """Fetch, digest and write one piece."""
-        file, start, nbytes = piece
+    def write(self, piece: FileRange, arena: Arena) -> None:
+        """Fetch, digest and write one piece, unless it is equal to that of an earlier file."""
         try:
-            with self._clocks[self.phase].lap(nbytes):
-                data = self.fetch(file.number, start, nbytes, arena)
-            if late := self.busy is not None and self.busy():
-                self._undigested.append((file, start, data))
-            else:
-                self._digest(file, start, data)
-            self._begun.set()
-            with self._clocks["write"].lap(nbytes), self._signed(file.path):
-                file.writer.write(start, data.data)
-            if not late:
-                self.digest_late()
-            self.recorder.advance(nbytes)
-            if self.written is not None:
-                self.written(file.number, start, nbytes)
-            if file.done_with(nbytes):
-                with self._clocks["write"].lap(), self._signed(file.path):
-                    file.writer.finish()
+            if not (piece.file.undecided and self._is_equal(piece, arena)):
+                self._write(piece, arena)
+            self.recorder.advance(piece.nbytes)
         except BaseException as error:
             if self.failed is not None:
                 self.failed(error)
             raise
 
-    def _digest(self, file: _OpenFile, start: int, data: NDArray[np.uint8]) -> None:
+    def _is_equal(self, piece: FileRange, arena: Arena) -> bool:
+        """Return whether an earlier file has the bytes of a piece; if not, create the file."""
+        file, start, nbytes = piece
+        with self._clocks[self.phase].lap():
+            data = self.look(file.number, start, nbytes, arena)
+        with self._clocks["digest"].lap():
+            assert self.earlier is not None
+            equal = self.earlier.equal(file.number, start, data)
+        with file.lock:
+            if file.undecided and equal:
+                file.equal.append(piece)
+                return True
+            if file.undecided:
+                self._create(file)
+            return False
+
+    def _write(self, piece: FileRange, arena: Arena) -> None:
+        file, start, nbytes = piece
+        assert file.writer is not None
+        with self._clocks[self.phase].lap(nbytes):
+            data = self.fetch(file.number, start, nbytes, arena)
+        if self.earlier is not None and not start:
+            self.earlier.note_begin(file.number, data)
+        if late := self.busy is not None and self.busy():
+            self._undigested.append((file, start, data))
+        else:
+            self._digest(file, start, data)
+        self._begun.set()
+        with self._clocks["write"].lap(nbytes), self._signed(file.path):
+            file.writer.write(start, data.data)
+        if not late:
+            self.digest_late()
+        if self.written is not None:
+            self.written(file.number, start, nbytes)
+        if file.done_with(nbytes):
+            with self._clocks["write"].lap(), self._signed(file.path):
+                file.writer.finish()
+
+    def _digest(self, file: OutgoingFile, start: int, data: NDArray[np.uint8]) -> None:
         with self._clocks["digest"].lap(len(data)):
             digests = block_digests(data)
             first = start // BLOCK_NBYTES
@@ -201,10 +193,13 @@ class _Writing:
 
     def undo(self, *, keep: bool) -> None:
         """Remove all files, or with `keep` only unfinished files."""
+        paths = [file.path for file in self.taken.values()]
         for file in self.files:
-            file.writer.abort()
-        for file in () if keep else self.files:
-            discard(self.storage, file.path)
+            if file.writer is not None:
+                file.writer.abort()
+                paths.append(file.path)
+        for path in [] if keep else paths:
+            discard(self.storage, path)
 
     def record(self) -> None:
         """Record the phases, each with the time of all workers together."""
@@ -235,13 +230,15 @@ def write_files(
     failed: Callable[[BaseException], None] | None = None,
     busy: Callable[[], bool] | None = None,
     meanwhile: Callable[[], None] | None = None,
-    take_over: Callable[[list[Written]], Sequence[int]] | None = None,
+    earlier: EarlierFiles | None = None,
+    look: Fetch | None = None,
     keep: bool = False,
 ) -> list[Written]:
     """Write all files, several pieces at once, and return the files in storage, in the order of `files`.
 
-    Files that `take_over` adds to its list come first, since they are already in storage.  It returns the
-    numbers of the other files.
+    A file of which all pieces are equal to those of an `earlier` file is taken over, and not written.  The
+    pieces are compared in the memory that `look` returns, by default `fetch`.  After the first difference,
+    the pieces that were equal are fetched again.
 
     Each piece is digested in the memory from which it is written.  So damage on the way to the disk shows
     when the bytes are read.  An error leaves no file of this call behind, or with `keep` only finished files.
@@ -259,75 +256,47 @@ def write_files(
     Then the memory that `fetch` returns must not change until this call returns.  The calling thread calls
     `meanwhile()` once while workers write.
     """
-    there: list[Written] = []
-    try:
-        left = range(len(files)) if take_over is None else take_over(there)
-    except BaseException:
-        _discard_all(storage, there)
-        raise
     writing = _Writing(
         storage=storage,
         fetch=fetch,
         recorder=recorder,
         phase=phase,
+        look=look or fetch,
+        earlier=earlier,
         written=written,
         failed=failed,
         busy=busy,
     )
-    recorder.expect(sum(files[number].nbytes for number in left))
+    recorder.expect(sum(file.nbytes for file in files))
+
+    def run(
+        spans: Iterable[FileRange], settings: Settings, meanwhile: Callable[[], None] | None = None
+    ) -> None:
+        threads, piece_nbytes = settings
+        run_jobs(
+            pieces_of(spans, piece_nbytes),
+            writing.write,
+            threads=threads,
+            arena_nbytes=piece_nbytes,
+            budget_nbytes=threads * piece_nbytes if budget_nbytes is None else budget_nbytes,
+            arenas=arenas,
+            meanwhile=partial(writing.once_begun, meanwhile) if meanwhile and threads > 1 else meanwhile,
+        )
+
     try:
-        writing.open(files, left)
-        for spans, (threads, piece_nbytes) in writing.windows(tuner):
-            run_jobs(
-                _pieces(spans, piece_nbytes),
-                writing.write,
-                threads=threads,
-                arena_nbytes=piece_nbytes,
-                budget_nbytes=threads * piece_nbytes if budget_nbytes is None else budget_nbytes,
-                arenas=arenas,
-                meanwhile=partial(writing.once_begun, meanwhile) if meanwhile and threads > 1 else meanwhile,
-            )
+        writing.open(files)
+        for spans, settings in writing.windows(tuner):
+            run(spans, settings, meanwhile)
             meanwhile = None
+        writing.take_over()
+        if writing.left:
+            recorder.expect(sum(piece.nbytes for piece in writing.left))
+            run(writing.left, tuner.best)
         writing.digest_late()
     except BaseException:
         writing.undo(keep=keep)
-        _discard_all(storage, there)
         raise
     finally:
         writing.record()
-    return [*there, *(Written(file.path, file.nbytes, file.digests) for file in writing.files)]
-
-
-def _discard_all(storage: Storage, files: Sequence[Written]) -> None:
-    for file in files:
-        discard(storage, file.path)
-
-
-def staged(images: Sequence[Image], transfer: Transfer) -> Fetch:
-    """Return a fetch that copies a piece of these files from live memory, in the worker that writes it."""
-
-    def fetch(file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
-        piece, image = arena.view(nbytes), images[file]
-        try:
-            with transfer.copying(name=lambda: f"a part of {image.path}"):
-                image.fill(start, piece, queue)
-        except ReknitError as error:
-            error.sign(phase="stage", path=image.path)
-            raise
-        return piece
-
-    return fetch
-
-
-def live(images: Sequence[Image], transfer: Transfer) -> Fetch:
-    """Return a fetch that returns a view of live memory, or a copy of a piece that is not one run.
-
-    It is for comparing bytes, not for writing them: they may have any address, and may change.
-    """
-    copied = staged(images, transfer)
-
-    def fetch(file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
-        data = images[file].in_place(start, nbytes)
-        return copied(file, start, nbytes, arena) if data is None else data
-
-    return fetch
+    files_there = (Written(file.path, file.nbytes, file.digests) for file in writing.files)
+    return [writing.taken.get(number, file) for number, file in enumerate(files_there)]

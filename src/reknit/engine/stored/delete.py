@@ -30,12 +30,12 @@ from msgspec.structs import replace
 from reknit.engine.record.at_path import check_same, committed, read_manifest
 from reknit.engine.record.checkpoint_notes import Removal, notes_of, refuse_held
 from reknit.engine.record.commit import replace_manifest
+from reknit.engine.record.file_checks import read_checked, whole_manifest
 from reknit.engine.record.marker import Marker, begun_in, named
 from reknit.engine.record.other_formats import absent
 from reknit.engine.record.recognising import manifest_exists
 from reknit.engine.saving.manifest_content import list_files
 from reknit.engine.small_files import discard, write_bytes
-from reknit.engine.stored.file_checks import read_checked, whole_manifest
 from reknit.engine.stored.opening import unknown_items
 from reknit.engine.stored.running_agents import at_work
 from reknit.errors import FormatError, StoragePermissionError, UsageError, VersionError

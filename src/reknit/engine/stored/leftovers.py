@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from reknit.engine.record.at_path import manifest_in
+from reknit.engine.record.file_checks import whole_manifest
 from reknit.engine.record.recognising import is_of_others
-from reknit.engine.stored.file_checks import whole_manifest
 from reknit.engine.stored.moving import remove_noted
 from reknit.engine.stored.newest import folder_in
 from reknit.errors import FormatError, StoragePermissionError

@@ -11,8 +11,8 @@ from msgspec import Struct, structs
 
 from reknit.engine.memory.workers import run_jobs
 from reknit.engine.record.at_path import read_manifest
+from reknit.engine.record.file_checks import first_sound, read_checked
 from reknit.engine.round_messages import OwnNames
-from reknit.engine.stored.file_checks import first_sound, read_checked
 from reknit.engine.stored.places import again, changed, files_at
 from reknit.engine.stored.renaming import Naming, Renamed, names_in, renamed
 from reknit.errors import CheckpointNotFoundError, DroppedError, FormatError, MismatchError, StorageError

@@ -13,11 +13,11 @@ from reknit.engine.memory.pace import Pace
 from reknit.engine.record.at_path import is_committed, read_manifest, size_of
 from reknit.engine.record.checkpoint_notes import LEASE_S, RenewedHold
 from reknit.engine.record.commit import clear_out, fate_of, put_manifest
+from reknit.engine.record.file_checks import whole_manifest
 from reknit.engine.record.marker import Marker, fenced_off, remove_marker, take_marker
 from reknit.engine.record.recognising import find_manifest
 from reknit.engine.small_files import discard
 from reknit.engine.stored.copy_files import Promotion, copy_files, unsound_files
-from reknit.engine.stored.file_checks import whole_manifest
 from reknit.engine.stored.places import again, changed, files_at, moved_to
 from reknit.errors import (
     CheckpointExistsError,

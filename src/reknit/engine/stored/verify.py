@@ -11,7 +11,7 @@ import numpy as np
 from reknit.engine.call_reports import VerifyReport
 from reknit.engine.memory.workers import run_jobs
 from reknit.engine.record.at_path import read_manifest
-from reknit.engine.stored.file_checks import (
+from reknit.engine.record.file_checks import (
     UNSOUND,
     check_size,
     read_blocks,

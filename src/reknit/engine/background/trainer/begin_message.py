@@ -58,7 +58,6 @@ def planned_message(part: RankPart, save: TrainerSave, plan: Plan, lease: Lease)
         number=save.number,
         items=list(part.encoded.holdings.items),
         files=plan.outline.listed,
-        frozen=plan.outline.frozen,
         columns=None if plan.committed else plan.outline.columns,
         arena=lease.number,
         ring=lease.nbytes,
