@@ -1,4 +1,4 @@
-"""Files of frozen tensors are taken over from the last checkpoint, if and only if they have its bytes."""
+"""Files are taken over from the last checkpoint, if and only if they have its bytes."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import reknit
 from reknit.engine.loading.load import load
 from reknit.engine.loading.load_job import LoadJob
+from reknit.engine.record.earlier_files import earlier_files
 from reknit.engine.saving.save import EarlierSaves, save
 from reknit.engine.saving.save_job import SaveJob
 from reknit.engine.stored.verify import verify
@@ -228,6 +229,127 @@ def test_another_cut_of_what_is_frozen_is_written(tmp_path: Path) -> None:
     run.check(2)
     assert sum(reused(run.save(3))) >= 2
     run.check(3)
+
+
+class Restarted(Run):
+    """A run of which every save is the first of its process."""
+
+    def save(self, step: int, **options: Any) -> list[SaveReport]:
+        self.earlier = [EarlierSaves() for _ in range(SIZE)]
+        return super().save(step, **options)
+
+
+def test_after_a_restart_the_files_of_the_newest_step_are_taken_over(tmp_path: Path) -> None:
+    run = Restarted(in_folder(tmp_path))
+    assert [reused(run.save(step)) for step in (1, 2, 10)] == [[0, 0, 0], [1, 1, 1], [1, 1, 1]]
+    shutil.rmtree(tmp_path / "step_1")  # the headers of all files have its write id
+    run.frozen = BASE + 1
+    assert reused(run.save(11)) == [0, 0, 0]
+    assert reused(run.save(12)) == [1, 1, 1]
+    shutil.rmtree(tmp_path / "step_11")
+    run.check(12)
+    run.check(10, BASE)
+
+
+def test_after_a_restart_an_overwritten_checkpoint_keeps_what_it_takes_over(tmp_path: Path) -> None:
+    run = Restarted(lambda _: LocalStorage(tmp_path / "last", durability="process"))
+    run.save(1)
+    assert reused(run.save(2)) == [1, 1, 1]
+    run.check(2)
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 4
+
+
+@pytest.mark.parametrize("spoil", [b"", b"{", b'{"format":"reknit","format_version":99,"requires":[],'])
+def test_after_a_restart_a_checkpoint_that_cannot_be_read_costs_only_writes(
+    spoil: bytes, tmp_path: Path
+) -> None:
+    run = Restarted(in_folder(tmp_path))
+    run.save(1)
+    (tmp_path / "step_1/manifest.json").write_bytes(spoil)
+    assert reused(run.save(2)) == [0, 0, 0]
+    run.check(2)
+
+
+def test_after_a_restart_files_that_are_gone_or_have_another_header_are_written(tmp_path: Path) -> None:
+    run = Restarted(in_folder(tmp_path))
+    run.save(1)
+    os.remove(next((tmp_path / "step_1" / "model").glob("00001.????????.safetensors")))
+    with next((tmp_path / "step_1" / "model").glob("00002.????????.safetensors")).open("r+b") as file:
+        file.write(bytes(512))
+    assert reused(run.save(2)) == [1, 0, 0]
+    run.check(2)
+
+
+@pytest.mark.parametrize(
+    ("name", "others", "found"),
+    [
+        ("step_7", ["step_9", "step_10", "note_11", "step_10.old", "steps"], ["step_10", "step_9"]),
+        ("run2-step8-x", ["run2-step5-x", "run2-step6-y", "run3-step7-x"], ["run2-step5-x"]),
+        ("last", ["last2", "step_1"], []),
+        ("3", ["1", "2", "003", "a4"], ["003", "2"]),
+    ],
+)
+def test_only_names_that_differ_in_their_last_number_are_looked_at(
+    name: str, others: list[str], found: list[str], tmp_path: Path
+) -> None:
+    class Noting(FaultyStorage):
+        def sub(self, path: str) -> Storage:
+            looked.append(path)
+            return super().sub(path)
+
+    looked: list[str] = []
+    for other in others:
+        (tmp_path / other).mkdir()
+    place = LocalStorage(tmp_path / name)
+    assert earlier_files(AboveOnly(place, Noting(LocalStorage(tmp_path)))) == {}
+    assert looked == [name, *found]
+
+
+class AboveOnly(FaultyStorage):
+    """A store whose folder above is another one."""
+
+    def __init__(self, inner: LocalStorage, holder: Storage) -> None:
+        super().__init__(inner)
+        self.above = lambda: (holder, os.path.basename(inner.url))
+
+
+class Layers:
+    """A model of large layers, all trained, that is saved step after step."""
+
+    def __init__(self, folder: Path, num: int = 3, nbytes: int = 64 * MIB) -> None:
+        self.folder = folder
+        self.tensors = {str(number): np.full(nbytes, number, np.uint8) for number in range(num)}
+        self.layer_nbytes = nbytes
+
+    def save(self, step: int, *, wait: bool) -> float:
+        """Save, and return the number of layers of which the bytes were written."""
+        options = SaveOptions(durability="process")
+        report = reknit.save(
+            self.folder / f"step_{step}", {"m": self.tensors}, wait=wait, options=options
+        ).result()
+        return round((report.nbytes - report.reused_nbytes) / self.layer_nbytes, 2)
+
+    def check(self, step: int) -> None:
+        found = {name: np.zeros_like(tensor) for name, tensor in self.tensors.items()}
+        reknit.load(self.folder / f"step_{step}", {"m": found})
+        assert all(np.array_equal(found[name], tensor) for name, tensor in self.tensors.items())
+        assert reknit.verify(self.folder / f"step_{step}", "data").ok
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_of_trained_layers_only_the_changed_ones_are_written(wait: bool, tmp_path: Path) -> None:
+    job = Layers(tmp_path)
+    assert [job.save(step, wait=wait) for step in (1, 2)] == [3, 0]
+    job.tensors["1"][-1] ^= 1  # all pieces but the last are equal
+    assert job.save(3, wait=wait) == 1
+    job.check(3)
+    reknit.close()
+    assert job.save(4, wait=wait) == 0, "a new agent is a restart"
+    for tensor in job.tensors.values():
+        tensor[0] ^= 1
+    assert job.save(5, wait=wait) == 3
+    job.check(5)
+    reknit.close()
 
 
 FAULTS = [

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 import reknit
 from reknit.engine.memory.arena import Arena
 from reknit.engine.memory.file_image import Entries, Image, live, staged
-from reknit.engine.memory.outgoing import Outgoing
 from reknit.engine.memory.sources import Sources
 from reknit.engine.memory.transfer import Transfer
 from reknit.engine.memory.tuning import PIECES, Settings, Tuner
+from reknit.engine.outgoing import Outgoing
 from reknit.engine.saving.write import write_files
 from reknit.engine.small_files import Written, discard, write_bytes
 from reknit.errors import ReknitError, StorageError, StorageFullError, UsageError

@@ -196,10 +196,10 @@ def test_a_save_in_the_background_tells_of_its_end_alone(
 
 def test_a_save_counts_every_byte_of_its_data_files() -> None:
     from reknit.engine.memory.file_image import Entries, Image, staged
-    from reknit.engine.memory.outgoing import Outgoing
     from reknit.engine.memory.sources import Sources
     from reknit.engine.memory.transfer import Transfer
     from reknit.engine.memory.tuning import Tuner
+    from reknit.engine.outgoing import Outgoing
     from reknit.engine.saving.write import write_files
 
     ProcessMemory.clear("counted")

@@ -139,6 +139,21 @@ def test_a_finished_file_and_every_folder_above_it_are_synced(
     assert ("mkdir", str(tmp_path / "made")) in trace.events
 
 
+def test_files_that_exist_before_a_sync_of_their_folder_share_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace, store = Trace(monkeypatch), LocalStorage(tmp_path)
+    early = [store.create(f"a/{number}", 0) for number in range(3)]
+    for writer in early:
+        writer.finish()
+    assert trace.events.count(("fsync", str(tmp_path / "a"))) == 1
+    late = [store.create(f"{folder}/late", 0) for folder in ("a", "b")]
+    for writer in late:
+        writer.finish()
+    assert trace.unsynced_entries() == set()
+    assert trace.events.count(("fsync", str(tmp_path / "a"))) == 2
+
+
 def test_a_put_file_is_synced_before_it_gets_its_name_and_its_folder_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

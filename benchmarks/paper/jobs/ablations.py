@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reknit.engine.memory.arena import Arena
-    from reknit.engine.memory.file_image import Image
-    from reknit.engine.memory.outgoing import Fetch
+    from reknit.engine.memory.file_image import Fetch, Image
     from reknit.engine.memory.transfer import Transfer
     from reknit.types.shard import Shard
 

@@ -18,8 +18,8 @@ from msgspec.structs import replace
 from reknit.arguments import open_checkpoint
 from reknit.comm import group as comm
 from reknit.engine.foreign.open_foreign import read_foreign, store_of
-from reknit.engine.memory.outgoing import Outgoing
 from reknit.engine.memory.tuning import Tuner
+from reknit.engine.outgoing import Outgoing
 from reknit.engine.record.at_path import check_absent, manifest_in, size_of
 from reknit.engine.record.commit import clear_out, put_manifest
 from reknit.engine.record.marker import Marker, remove_marker, take_marker

@@ -156,8 +156,8 @@ class SaveOptions:
     on_error: Literal["raise", "warn"] = option("raise", "save", "background")
     """``"warn"`` logs errors of storage or ranks instead of raising them from `save`."""
     reuse: bool = option(True, "save", "background", "agent")
-    """Take over unchanged files of frozen tensors from the save before in the same folder, as hard links or
-    copies that the store makes."""
+    """Take over unchanged files from the last checkpoint in the same folder, as hard links or copies that the
+    store makes."""
     promote_to: _Place | tuple[_Place, ...] | list[_Place] | None = option(None, "save", "background")
     """Second path or URL, to which the checkpoint is copied, and committed, once it is committed here; or
     several, each with its own order.  `reknit.options.PromotionTarget` is a place with a limited rate."""

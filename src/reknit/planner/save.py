@@ -20,8 +20,8 @@ APART_NBYTES = 1 << 20
 FROZEN_FILE_NBYTES = 256 << 20
 """The largest file of frozen tensors.  If one did change, few are written anew with it, and a store that
 copies files can copy several at once."""
-PART_NBYTES = 16 << 20
-"""A file with fewer bytes is not ended, unless it is the last."""
+PART_NBYTES = 64 << 20
+"""A file is not ended before it has as many bytes, since each file costs a sync of some milliseconds."""
 
 
 def plan_save(shards: Sequence[Shard], rank: int, max_file_nbytes: int, num_parts: int = 1) -> SavePlan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -18,13 +18,23 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reknit.engine.memory.arena import Arena
-    from reknit.engine.memory.outgoing import Fetch
     from reknit.engine.memory.sources import Sources
     from reknit.engine.memory.transfer import Transfer
     from reknit.types.plan import WriteEntry
 
     Copy = Callable[[Any, int, int, NDArray[np.uint8]], None]
     Ints = NDArray[np.int64]
+
+
+class Fetch(Protocol):
+    """A source of the bytes of the files."""
+
+    def __call__(self, file: int, start: int, nbytes: int, arena: Arena, /) -> NDArray[np.uint8]:
+        """Return a piece of file number `file`.
+
+        The piece is copied to the worker's `arena`, or is in other memory, page-aligned for direct I/O.  That
+        memory does not change until the piece is written.
+        """
 
 
 class EntryRow(NamedTuple):

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import xxhash
 
-from reknit.engine.memory.outgoing import Outgoing
 from reknit.engine.memory.workers import run_jobs
+from reknit.engine.outgoing import Outgoing
 from reknit.engine.packed_columns import unpacked
 from reknit.engine.small_files import Written, discard
 from reknit.errors import ReknitError

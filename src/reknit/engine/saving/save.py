@@ -26,7 +26,7 @@ from reknit.system import start_thread
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reknit.engine.memory.outgoing import Outgoing
+    from reknit.engine.outgoing import Outgoing
     from reknit.engine.saving.compared_copies import Chosen
     from reknit.engine.saving.file_layout import Outline
     from reknit.engine.saving.save_job import SaveJob

@@ -10,9 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from reknit.engine.memory.arena import borrowed
-from reknit.engine.memory.outgoing import FileRange, OutgoingFile, pieces_of
 from reknit.engine.memory.tuning import PIECES, Tuner
 from reknit.engine.memory.workers import run_jobs
+from reknit.engine.outgoing import FileRange, OutgoingFile, pieces_of
 from reknit.engine.small_files import Written, discard
 from reknit.errors import ReknitError
 from reknit.format.checksum import BLOCK_NBYTES, block_digests, num_blocks
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reknit.engine.memory.arena import Arena, Arenas
-    from reknit.engine.memory.outgoing import EarlierFiles, Fetch, Outgoing
+    from reknit.engine.memory.file_image import Fetch
     from reknit.engine.memory.tuning import Settings
+    from reknit.engine.outgoing import Outgoing, UnchangedFiles
     from reknit.monitor.phase import Recorder
     from reknit.storage.base import Storage
 
@@ -51,7 +52,7 @@ class _Writing:
     recorder: Recorder
     phase: FetchPhase
     look: Fetch
-    earlier: EarlierFiles | None
+    earlier: UnchangedFiles | None
     written: Callable[[int, int, int], None] | None
     failed: Callable[[BaseException], None] | None
     busy: Callable[[], bool] | None
@@ -84,8 +85,8 @@ class _Writing:
         self.left += file.equal
         file.undecided = False
 
-    def take_over(self) -> None:
-        """Take over the files that are equal to earlier files, and create those that cannot be taken over."""
+    def _take_over(self) -> None:
+        """Take over the files that are equal to earlier files, and create the files that the store refuses."""
         equal = [file for file in self.files if file.undecided]
         if self.earlier is not None and equal:
             self.earlier.take_over([file.number for file in equal], self.taken)
@@ -101,7 +102,7 @@ class _Writing:
         # Windows end between spans, so that the next window can have pieces of any size.
         spans = deque(span for file in self.files for span in FileRange(file, 0, file.nbytes).cut(PIECES[-1]))
         if sum(num_blocks(span.nbytes) for span in spans) <= _FEW_BLOCKS:
-            yield spans, tuner.best._replace(threads=1)
+            yield from self._and_the_rest(spans, tuner.best._replace(threads=1))
             return
         left = sum(span.nbytes for span in spans)
         while tuner.measuring and left >= tuner.window_nbytes:
@@ -110,11 +111,8 @@ class _Writing:
                 window.append(spans.popleft())
                 nbytes += window[-1].nbytes
             left -= nbytes
-            whole, fetching, written = (
-                Stopwatch(),
-                self._clocks[self.phase].seconds,
-                self._clocks["write"].nbytes,
-            )
+            whole, fetching = Stopwatch(), self._clocks[self.phase].seconds
+            written = self._clocks["write"].nbytes
             with whole.lap(nbytes):
                 yield window, settings
             fetching = self._clocks[self.phase].seconds - fetching
@@ -123,14 +121,45 @@ class _Writing:
             # If the bytes came slowly, the time does not show the speed of the settings.
             if self.phase != "wait" or fetching <= _IDLE * whole.seconds * settings.threads:
                 tuner.observe(settings, nbytes, whole.seconds)
-        yield spans, tuner.best
+        yield from self._and_the_rest(spans, tuner.best)
+
+    def _and_the_rest(
+        self, spans: Iterable[FileRange], settings: Settings
+    ) -> Iterator[tuple[Iterable[FileRange], Settings]]:
+        """Yield the last spans, then the pieces that were equal to an earlier file and are to be written."""
+        yield spans, settings
+        self._take_over()
+        if self.left:
+            self.recorder.expect(sum(piece.nbytes for piece in self.left))
+            yield self.left, settings
 
     def write(self, piece: FileRange, arena: Arena) -> None:
         """Fetch, digest and write one piece, unless it is equal to that of an earlier file."""
+        file, start, nbytes = piece
         try:
-            if not (piece.file.undecided and self._is_equal(piece, arena)):
-                self._write(piece, arena)
-            self.recorder.advance(piece.nbytes)
+            if file.undecided and self._is_equal(piece, arena):
+                self.recorder.advance(nbytes)
+                return
+            assert file.writer is not None
+            with self._clocks[self.phase].lap(nbytes):
+                data = self.fetch(file.number, start, nbytes, arena)
+            if self.earlier is not None and not start:
+                self.earlier.note_begin(file.number, data)
+            if late := self.busy is not None and self.busy():
+                self._undigested.append((file, start, data))
+            else:
+                self._digest(file, start, data)
+            self._begun.set()
+            with self._clocks["write"].lap(nbytes), self._signed(file.path):
+                file.writer.write(start, data.data)
+            if not late:
+                self.digest_late()
+            self.recorder.advance(nbytes)
+            if self.written is not None:
+                self.written(file.number, start, nbytes)
+            if file.done_with(nbytes):
+                with self._clocks["write"].lap(), self._signed(file.path):
+                    file.writer.finish()
         except BaseException as error:
             if self.failed is not None:
                 self.failed(error)
@@ -151,28 +180,6 @@ class _Writing:
             if file.undecided:
                 self._create(file)
             return False
-
-    def _write(self, piece: FileRange, arena: Arena) -> None:
-        file, start, nbytes = piece
-        assert file.writer is not None
-        with self._clocks[self.phase].lap(nbytes):
-            data = self.fetch(file.number, start, nbytes, arena)
-        if self.earlier is not None and not start:
-            self.earlier.note_begin(file.number, data)
-        if late := self.busy is not None and self.busy():
-            self._undigested.append((file, start, data))
-        else:
-            self._digest(file, start, data)
-        self._begun.set()
-        with self._clocks["write"].lap(nbytes), self._signed(file.path):
-            file.writer.write(start, data.data)
-        if not late:
-            self.digest_late()
-        if self.written is not None:
-            self.written(file.number, start, nbytes)
-        if file.done_with(nbytes):
-            with self._clocks["write"].lap(), self._signed(file.path):
-                file.writer.finish()
 
     def _digest(self, file: OutgoingFile, start: int, data: NDArray[np.uint8]) -> None:
         with self._clocks["digest"].lap(len(data)):
@@ -230,7 +237,7 @@ def write_files(
     failed: Callable[[BaseException], None] | None = None,
     busy: Callable[[], bool] | None = None,
     meanwhile: Callable[[], None] | None = None,
-    earlier: EarlierFiles | None = None,
+    earlier: UnchangedFiles | None = None,
     look: Fetch | None = None,
     keep: bool = False,
 ) -> list[Written]:
@@ -269,29 +276,19 @@ def write_files(
     )
     recorder.expect(sum(file.nbytes for file in files))
 
-    def run(
-        spans: Iterable[FileRange], settings: Settings, meanwhile: Callable[[], None] | None = None
-    ) -> None:
-        threads, piece_nbytes = settings
-        run_jobs(
-            pieces_of(spans, piece_nbytes),
-            writing.write,
-            threads=threads,
-            arena_nbytes=piece_nbytes,
-            budget_nbytes=threads * piece_nbytes if budget_nbytes is None else budget_nbytes,
-            arenas=arenas,
-            meanwhile=partial(writing.once_begun, meanwhile) if meanwhile and threads > 1 else meanwhile,
-        )
-
     try:
         writing.open(files)
-        for spans, settings in writing.windows(tuner):
-            run(spans, settings, meanwhile)
+        for spans, (threads, piece_nbytes) in writing.windows(tuner):
+            run_jobs(
+                pieces_of(spans, piece_nbytes),
+                writing.write,
+                threads=threads,
+                arena_nbytes=piece_nbytes,
+                budget_nbytes=threads * piece_nbytes if budget_nbytes is None else budget_nbytes,
+                arenas=arenas,
+                meanwhile=partial(writing.once_begun, meanwhile) if meanwhile and threads > 1 else meanwhile,
+            )
             meanwhile = None
-        writing.take_over()
-        if writing.left:
-            recorder.expect(sum(piece.nbytes for piece in writing.left))
-            run(writing.left, tuner.best)
         writing.digest_late()
     except BaseException:
         writing.undo(keep=keep)

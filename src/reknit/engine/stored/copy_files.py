@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from reknit.engine.call_reports import PromotionReport
-from reknit.engine.memory.outgoing import Outgoing
 from reknit.engine.memory.pace import Pace
 from reknit.engine.memory.tuning import PIECES, Tuner
 from reknit.engine.memory.workers import run_jobs
+from reknit.engine.outgoing import Outgoing
 from reknit.engine.record.file_checks import check_size, read_blocks, read_checked
 from reknit.engine.saving.write import PIECE_NBYTES, write_files
 from reknit.engine.small_files import write_bytes

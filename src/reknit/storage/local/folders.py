@@ -31,7 +31,16 @@ class Folders:
         self._absent = _missing(anchor)
         self.durable = durable
         self._unsynced_above: set[str] = set()
+        self._num_entries = 0
+        self._synced: dict[str, int] = {}
+        """The number of entries that were made when the last sync of a folder began."""
         self._lock = threading.Lock()
+
+    def note_entry(self) -> int:
+        """Return the number of a file that was just created, for its `sync`."""
+        with self._lock:
+            self._num_entries += 1
+            return self._num_entries
 
     def make(self, folder: str) -> None:
         """Make a folder with all missing folders above it."""
@@ -48,10 +57,18 @@ class Folders:
             else:
                 self._note(name)
 
-    def sync(self, folder: str) -> None:
-        """Make the entries of a folder durable, and the entries of the folders above that lead there."""
+    def sync(self, folder: str, entry: int | None = None) -> None:
+        """Make the entries of a folder durable, and the entries of the folders above that lead there.
+
+        That is done already for an `entry` if a sync of the folder began after the entry was made, as in a
+        save that creates all its files first.
+        """
         if not self.durable:
             return
+        with self._lock:
+            if entry is not None and entry <= self._synced.get(folder, 0):
+                return
+            begun, own = self._num_entries, folder
         while True:
             sync_folder(folder)
             if folder in (self._anchor, "/"):
@@ -63,6 +80,7 @@ class Folders:
             sync_folder(name)
         with self._lock:
             self._unsynced_above.difference_update(above)
+            self._synced[own] = max(begun, self._synced.get(own, 0))
 
     def prune(self, root: str, path: str) -> None:
         """Call `prune`, and then also remove the anchor and the folders above it that did not exist before.

@@ -30,6 +30,7 @@ class LocalWriter:
         self._path = os.path.join(root, path)
         self._nbytes = nbytes
         self._folders = folders
+        self._entry = folders.note_entry()
         self._descriptor = Descriptor(fd)
         self._direct = DirectFile(fd)
         self._identity = identity(fd)
@@ -64,7 +65,7 @@ class LocalWriter:
                 os.fsync(self._descriptor.fd)
         # Closed by now; on NFS it is the close that reports a failed write.
         with translated("finish", self._path):
-            self._folders.sync(os.path.dirname(self._path))
+            self._folders.sync(os.path.dirname(self._path), self._entry)
         self._whole = True
 
     def abort(self) -> None:

@@ -14,20 +14,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reknit.engine.memory.arena import Arena
     from reknit.engine.small_files import Written
     from reknit.storage.base import Writer
-
-
-class Fetch(Protocol):
-    """A source of the bytes of the files."""
-
-    def __call__(self, file: int, start: int, nbytes: int, arena: Arena, /) -> NDArray[np.uint8]:
-        """Return a piece of file number `file`.
-
-        The piece is copied to the worker's `arena`, or is in other memory, page-aligned for direct I/O.  That
-        memory does not change until the piece is written.
-        """
 
 
 class Outgoing(NamedTuple):
@@ -37,7 +25,7 @@ class Outgoing(NamedTuple):
     nbytes: int
 
 
-class EarlierFiles(Protocol):
+class UnchangedFiles(Protocol):
     """Files of an earlier checkpoint that may have the bytes of the files to write."""
 
     def may_equal(self, number: int) -> bool:
