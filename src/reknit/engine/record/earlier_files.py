@@ -41,7 +41,7 @@ def earlier_files(storage: Storage) -> dict[int, round_messages.EarlierFiles]:
     by_rank: dict[int, list[FileEntry]] = {}
     for file in manifest.files:
         name = paths.parse_path(file.path)
-        if name is not None and name.kind == "data":
+        if name is not None and name.kind == "data" and name.rank is not None:
             by_rank.setdefault(name.rank, []).append(file)
     return {
         rank: round_messages.EarlierFiles(

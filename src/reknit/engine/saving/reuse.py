@@ -135,7 +135,7 @@ class Reuse:
 
     def note_begin(self, number: int, data: NDArray[np.uint8]) -> None:
         """Keep a digest of a sample of the first block, with which the next save compares first."""
-        self._samples[number] = xxhash.xxh3_64_intdigest(data[:BLOCK_NBYTES][-_SAMPLE_NBYTES:])
+        self._samples[number] = xxhash.xxh3_64_intdigest(data[:BLOCK_NBYTES][-_SAMPLE_NBYTES:].data)
 
     def equal(self, number: int, start: int, data: NDArray[np.uint8]) -> bool:
         """Return whether the earlier file has these bytes, under its own write id."""

@@ -86,7 +86,7 @@ class _Writing:
         file.undecided = False
 
     def _take_over(self) -> None:
-        """Take over the files that are equal to earlier files, and create the files that the store refuses."""
+        """Take over the files that are equal to earlier files, and create the other files."""
         equal = [file for file in self.files if file.undecided]
         if self.earlier is not None and equal:
             self.earlier.take_over([file.number for file in equal], self.taken)
