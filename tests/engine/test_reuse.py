@@ -314,12 +314,14 @@ class AboveOnly(FaultyStorage):
 
 
 class Layers:
-    """A model of large layers, all trained, that is saved step after step."""
+    """A model of three layers, all trained, that is saved step after step; each has a file of its own."""
 
-    def __init__(self, folder: Path, num: int = 3, nbytes: int = 64 * MIB) -> None:
+    layer_nbytes = 18 * MIB
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("reknit.planner.save.PART_NBYTES", self.layer_nbytes)
         self.folder = folder
-        self.tensors = {str(number): np.full(nbytes, number, np.uint8) for number in range(num)}
-        self.layer_nbytes = nbytes
+        self.tensors = {name: np.full(self.layer_nbytes, ord(name), np.uint8) for name in "012"}
 
     def save(self, step: int, *, wait: bool) -> float:
         """Save, and return the number of layers of which the bytes were written."""
@@ -337,8 +339,10 @@ class Layers:
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_of_trained_layers_only_the_changed_ones_are_written(wait: bool, tmp_path: Path) -> None:
-    job = Layers(tmp_path)
+def test_of_trained_layers_only_the_changed_ones_are_written(
+    wait: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Layers(tmp_path, monkeypatch)
     assert [job.save(step, wait=wait) for step in (1, 2)] == [3, 0]
     job.tensors["1"][-1] ^= 1  # all pieces but the last are equal
     assert job.save(3, wait=wait) == 1
