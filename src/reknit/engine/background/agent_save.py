@@ -47,7 +47,8 @@ class AgentSave(ReceivedSave):
         self._written: list[Written] | None = None
         # A save that commits to this path removes the files of other saves without a marker.
         # This does not matter without `overwrite`: then the save fails anyway if another has committed.
-        self._may_write = not begin.overwrite
+        # In the first save to a folder, the assignment also has the files that may be taken over.
+        self._may_write = not begin.overwrite and committed.beside(job.storage) is not None
         self.over = threading.Event()
         """Set when the save and all its promotions have ended."""
 

@@ -82,9 +82,7 @@ class Committed:
 
     def keep_found(self, storage: Storage, found: round_messages.EarlierFiles | None) -> None:
         """Keep the files that the root found beside `storage`, unless this process has committed there."""
-        if found is None or self.beside(storage) is not None or not isinstance(storage, HasFolderAbove):
-            return
-        if (above := storage.above()) is None:
+        if found is None or not isinstance(storage, HasFolderAbove) or (above := storage.above()) is None:
             return
         nbytes, digests = unpacked(found.nbytes, "i8"), unpacked(found.digests, "u8")
         ends = np.cumsum(num_blocks(nbytes))[:-1]
@@ -93,7 +91,8 @@ class Committed:
             name = paths.parse_path(path)
             if name is not None and name.item is not None:
                 files[name.item, name.part] = _KnownFile(Written(path, size, own), None, None)
-        self.keep(above[0].sub(found.folder), files)
+        with self._lock:
+            self._last.setdefault(_folder(storage), _KnownCheckpoint(above[0].sub(found.folder), files))
 
 
 class Reuse:
