@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import reknit
 from reknit.errors import StateError
 from reknit.frameworks.registry import collect, wanted
-from reknit.frameworks.torch.ragged import Ragged, find, part
+from reknit.frameworks.torch.flat_part import Ragged, find_ragged, ragged_part
 from reknit.frameworks.walk.walk import Place
 from reknit.types.box import Box
 from tests.frameworks.checkpoint import Checkpoint, assemble, fill, portable
@@ -220,7 +220,7 @@ def test_the_ranges_of_all_ranks_are_the_box_in_storage_order(some: tuple[Any, R
     inner = prod(box.lengths[len(ragged.dims) :])
     for position, units in enumerate(ragged.units):
         memory, left = left[: units * inner].clone(), left[units * inner :]
-        found = part(ragged, position, shape, box, memory.numel(), place=PLACE).parts(memory)
+        found = ragged_part(ragged, position, shape, box, memory.numel(), place=PLACE).parts(memory)
         assert sum(each.numel for each, _ in found) == memory.numel()
         for each, data in found:
             assert torch.equal(numbers[each.slices()], data)
@@ -244,7 +244,7 @@ WRONG: dict[str, tuple[list[Any], str]] = {
 def test_a_placement_that_cannot_be_placed_exactly_is_refused(placements: str) -> None:
     wrong, message = WRONG[placements]
     with pytest.raises(StateError, match=message) as caught:
-        find(wrong, [2] * len(wrong), PLACE)
+        find_ragged(wrong, [2] * len(wrong), PLACE)
     assert "model/weight" in str(caught.value)
     assert caught.value.remedy
 
@@ -263,7 +263,7 @@ def test_units_that_do_not_fit_the_tensor_are_refused(
     units: tuple[int, ...], dims: tuple[int, ...], numel: int, message: str
 ) -> None:
     with pytest.raises(StateError, match=message) as caught:
-        part(Ragged(0, dims, units), 0, (4, 4), Box.whole((4, 4)), numel, place=PLACE)
+        ragged_part(Ragged(0, dims, units), 0, (4, 4), Box.whole((4, 4)), numel, place=PLACE)
     assert caught.value.remedy
 
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import reknit
@@ -401,6 +401,39 @@ def test_planners_of_users_decide_what_is_saved_and_loaded(tmp_path: Path) -> No
         dcp.load(nested, storage_reader=Reader(path), planner=dcp.DefaultLoadPlanner(flatten_state_dict=flat))
         assert nested["n"] == {"x": {"y": 1}}
         assert torch.equal(nested["m"][0]["a"], torch.ones(1))
+
+
+def _in_reverse_order(folder: str) -> list[str]:
+    """Save and load a tensor on a mesh whose ranks do not ascend; return the errors of planners of users."""
+    mesh = DeviceMesh("cpu", torch.tensor([1, 0]))
+    known = torch.arange(8.0).reshape(4, 2)
+    cut = distribute_tensor(known, mesh, [Shard(0)])
+    dcp.save({"a": {"w": cut}}, storage_writer=Writer(f"{folder}/a"))
+    found = {"a": {"w": torch.zeros(4, 2)}}
+    reknit.load(f"{folder}/a", found)
+    assert torch.equal(found["a"]["w"], known)
+    cut.to_local().zero_()
+    dcp.load({"a": {"w": cut}}, storage_reader=Reader(f"{folder}/a"))
+    half = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+    assert torch.equal(cut.to_local(), known[half])
+    texts = []
+    with pytest.raises(CheckpointException) as saved:
+        dcp.save({"a": {"w": cut}}, storage_writer=Writer(f"{folder}/b"), planner=Halves())
+    texts.append(str(saved.value))
+    with pytest.raises(CheckpointException) as loaded:
+        dcp.load({"a": {"w": cut}}, storage_reader=Reader(f"{folder}/a"), planner=Numbers())
+    texts.append(str(loaded.value))
+    assert torch.equal(cut.to_local(), known[half])
+    return texts
+
+
+def test_on_a_mesh_in_reverse_order_dcp_saves_and_loads_and_a_planner_of_the_user_is_refused(
+    tmp_path: Path,
+) -> None:
+    for texts in run(2, _in_reverse_order, str(tmp_path)):
+        for text in texts:
+            assert "a.w is a DTensor on a mesh whose ranks do not ascend" in text
+            assert "leave out the planner" in text
 
 
 def test_the_calls_of_reknit_read_what_torch_wrote(tmp_path: Path) -> None:

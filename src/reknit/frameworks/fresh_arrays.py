@@ -10,7 +10,7 @@ import numpy as np
 from reknit.errors import MissingExtraError, UsageError
 from reknit.frameworks import tree
 from reknit.frameworks.neutral import from_neutral
-from reknit.frameworks.walk.walk import Place
+from reknit.frameworks.walk.walk import Place, World
 from reknit.types.box import Box
 from reknit.types.dtype import numpy_dtype
 from reknit.types.shard import Tagged, TensorSpec, full_name
@@ -82,7 +82,7 @@ def _cut(place: Place, spec: TensorSpec, device: Any, mesh: Any, placements: Any
     dtype = getattr(torch, spec.dtype)
     tensor = empty_dtensor(spec.shape, dtype=dtype, device_mesh=mesh, placements=fitting)
     with torch.no_grad():
-        return Fresh(tensor, dtensor.parts(tensor, tensor.to_local(), place))
+        return Fresh(tensor, dtensor.parts(tensor, tensor.to_local(), place, World(0, 1, (0,))))
 
 
 def _fitting(placement: Any, ndim: int) -> Any:

@@ -123,7 +123,7 @@ def _slot(
             f"{start} to {share.end} of {local.numel()}",
             remedy="make the DistributedOptimizer after the last change of its model",
         )
-    held = dtensor.held(parameter, tuple(local.shape), at) if numel else None
+    held = dtensor.held(parameter, tuple(local.shape), at, walk.world) if numel else None
     part = FlatPart.range_of(
         tuple(parameter.shape), start, numel, 0, numel, local=tuple(local.shape), held=held
     )

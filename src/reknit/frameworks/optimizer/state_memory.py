@@ -203,7 +203,7 @@ def view(state: Any, slot: ParamSlot | None, place: Place, walk: Walk) -> View:
     if state.ndim and state.shape == torch_private.local_of(parameter).shape:
         # An optimizer that works on local tensors: the state has the boxes of the parameter's part.
         spec = type(view.spec)(tuple(parameter.shape), view.spec.dtype)
-        parts = dtensor.parts(parameter, view.parts[0][1], place)
+        parts = dtensor.parts(parameter, view.parts[0][1], place, walk.world)
         holders = dtensor.replicas(parameter, walk.world)
         return structs.replace(view, spec=spec, parts=parts, replicas=holders)
     # Every rank of the mesh advances a counter alike; other states may be one rank's own.

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.errors import StateError
 from reknit.frameworks.imported import imported
-from reknit.frameworks.torch import ragged, torch_private
+from reknit.frameworks.torch import mesh_places, torch_private
+from reknit.frameworks.torch.flat_part import Ragged, find_ragged, ragged_part
 from reknit.types.box import Box
 
 if TYPE_CHECKING:
@@ -148,21 +149,21 @@ def look(tensor: Any, local: Any, place: Place, world: World) -> tuple[tuple[Par
     """
     spec = torch_private.plain_spec(tensor, local)
     if spec is None:
-        return parts(tensor, local, place), replicas(tensor, world)
+        return parts(tensor, local, place, world), replicas(tensor, world)
     mesh, placements = spec
     kinds = tuple(map(type, placements))  # placements of different types can be equal
     key = ("cut", id(mesh), kinds, placements, tensor.shape, local.shape)
 
     def find() -> tuple[Box | None, Replicas]:
         holders = replicas(tensor, world)
-        found = parts(tensor, local, place)
+        found = parts(tensor, local, place, world)
         return found[0][0] if len(found) == 1 and found[0][1] is local else None, holders
 
     box, holders = world.once(key, find, mesh)
-    return parts(tensor, local, place) if box is None else ((box, local),), holders
+    return parts(tensor, local, place, world) if box is None else ((box, local),), holders
 
 
-def parts(tensor: Any, local: Any, place: Place) -> tuple[Part, ...]:
+def parts(tensor: Any, local: Any, place: Place, world: World) -> tuple[Part, ...]:
     """Return the boxes of a DTensor that `local` (its local tensor, or one like it) holds, and their memory.
 
     Raises `StateError` for partial sums, placements that reknit does not support, and placements that do not
@@ -175,27 +176,29 @@ def parts(tensor: Any, local: Any, place: Place) -> tuple[Part, ...]:
         return ((Box.whole(shape), local.new_empty(shape)),)
     if (chunks := torch_private.chunk_list(tensor)) is not None:
         return _hooked(chunks, local, place)
-    dealt = ragged.find(tensor.placements, tuple(tensor.device_mesh.shape), place)
+    dealt = find_ragged(tensor.placements, tuple(tensor.device_mesh.shape), place)
     if dealt is not None:
-        return _ragged(dealt, tensor, local, place)
-    found = held(tensor, tuple(local.shape), place)
+        return _ragged(dealt, tensor, local, place, world)
+    found = held(tensor, tuple(local.shape), place, world)
     if len(found) == 1:
         return ((found[0][0], local),)
     return tuple((box, _narrow(local, inside)) for box, inside in found)
 
 
-def held(tensor: Any, local: tuple[int, ...], place: Place) -> tuple[tuple[Box, Box], ...]:
+def held(tensor: Any, local: tuple[int, ...], place: Place, world: World) -> tuple[tuple[Box, Box], ...]:
     """Return the boxes that a local tensor of shape `local` holds of a DTensor, each with its place in it.
 
     Of the DTensor only `shape`, `device_mesh` and `placements` count.  Raises `StateError` as `parts` does.
     """
     shape = tuple(tensor.shape)
-    found = _held(shape, tuple(_cuts(tensor, place)), local)
+    found = _held(shape, tuple(_cuts(tensor, place, world)), local)
     if found is None:
         raise StateError(
             f"{place} is a DTensor of shape {list(shape)} placed as {tensor.placements} on a mesh of "
             f"{tuple(tensor.device_mesh.shape)}; its local shape {list(local)} does not fit that",
-            remedy="its placements are wrong: build it with fully_shard or distribute_tensor",
+            remedy="its placements are wrong: build it with fully_shard or distribute_tensor"
+            if not mesh_places.on_mesh(tensor.device_mesh, world).moved
+            else f"torch cuts uneven tensors wrongly on a mesh of this order: {mesh_places.ORDER_REMEDY}",
         )
     return found
 
@@ -215,10 +218,10 @@ def _narrow(local: Any, inside: Box) -> Any:
     return local
 
 
-def _ragged(dealt: ragged.Ragged, tensor: Any, local: Any, place: Place) -> tuple[Part, ...]:
+def _ragged(dealt: Ragged, tensor: Any, local: Any, place: Place, world: World) -> tuple[Part, ...]:
     """Return the boxes of a flat range: a ragged placement divides the elements that the later cuts leave."""
     shape = tuple(tensor.shape)
-    runs = applied(shape, _cuts(tensor, place, without=dealt.number))
+    runs = applied(shape, _cuts(tensor, place, world, without=dealt.number))
     lengths = tuple(sum(length for _, length in per_dim) for per_dim in runs)
     if not local.is_contiguous():
         raise StateError(
@@ -226,19 +229,20 @@ def _ragged(dealt: ragged.Ragged, tensor: Any, local: Any, place: Place) -> tupl
             remedy="make its local tensor contiguous",
         )
     offsets = tuple(per_dim[0][0] if per_dim else 0 for per_dim in runs)
-    position = tensor.device_mesh.get_coordinate()[dealt.number]
-    held_part = ragged.part(dealt, position, shape, Box(offsets, lengths), local.numel(), place=place)
+    position = mesh_places.on_mesh(tensor.device_mesh, world).place[dealt.number]
+    held_part = ragged_part(dealt, position, shape, Box(offsets, lengths), local.numel(), place=place)
     return held_part.parts(local.view(-1))
 
 
-def _cuts(tensor: Any, place: Place, without: int | None = None) -> list[MeshCut]:
+def _cuts(tensor: Any, place: Place, world: World, without: int | None = None) -> list[MeshCut]:
     if torch_private.is_reordered(tensor):
         raise StateError(
             f"{place} is a DTensor whose mesh dimensions cut it in another order than their own",
             remedy="redistribute it to Replicate, and from there to Shard placements",
         )
     mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()
+    places = mesh_places.on_mesh(mesh, world)
+    places.require_filled(cutting(tensor.placements), place)
     cuts = []
     for number, placement in enumerate(tensor.placements):
         if number == without:
@@ -247,7 +251,7 @@ def _cuts(tensor: Any, place: Place, without: int | None = None) -> list[MeshCut
         stride = getattr(placement, "interleaved_size", None) or torch_private.split_factor(placement)
         if stride is not None or placement.is_shard():
             at_once = stride is not None and torch_private.cuts_strides_at_once()
-            cuts.append(MeshCut(placement.dim, mesh.size(number), coordinate[number], stride or 0, at_once))
+            cuts.append(MeshCut(placement.dim, mesh.size(number), places.place[number], stride or 0, at_once))
         elif not placement.is_replicate():
             kind = (
                 "holds partial sums"
@@ -259,6 +263,11 @@ def _cuts(tensor: Any, place: Place, without: int | None = None) -> list[MeshCut
                 remedy="redistribute it to Shard or Replicate placements first",
             )
     return cuts
+
+
+def cutting(placements: Sequence[Any]) -> list[int]:
+    """Return the mesh dimensions along which ranks have different parts."""
+    return [number for number, placement in enumerate(placements) if not placement.is_replicate()]
 
 
 def _hooked(
@@ -295,6 +304,8 @@ def replicas(tensor: Any, world: World) -> Replicas:
         if names is not None:
             world.coordinate.update(zip(names, coordinate, strict=True))
         known = world.inside(ranks.flatten().tolist())
+        if cutting(tensor.placements) and mesh_places.on_mesh(tensor.device_mesh, world).by_rank is not None:
+            return None  # the ranks of other groups may have another order than those of this rank's groups
         return world.numbers(ranks[equal].flatten().tolist()) if known else None
 
     return world.once(key, find, tensor.device_mesh)

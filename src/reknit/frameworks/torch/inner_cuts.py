@@ -44,7 +44,7 @@ def of(tensor: Any, local: Any, place: Place, world: World) -> Cut:
     shape, replicas = tuple(tensor.shape), dtensor.replicas(tensor, world)
     if tensor.device_mesh.get_coordinate() is None or not prod(local.shape):
         return Cut(shape, Box((0,) * len(shape), (0,) * len(shape)), replicas, everyone, world.global_rank)
-    held = dtensor.held(tensor, tuple(local.shape), place)
+    held = dtensor.held(tensor, tuple(local.shape), place, world)
     if len(held) != 1:
         raise StateError(
             f"{place} is a {type(local).__name__} of which rank {world.global_rank} has {len(held)} boxes",

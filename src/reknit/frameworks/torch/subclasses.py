@@ -11,7 +11,8 @@ import torch
 from msgspec import Struct, structs
 
 from reknit.errors import ReknitError, StateError
-from reknit.frameworks.torch import dtensor, inner_cuts, ragged, torch_private
+from reknit.frameworks.torch import dtensor, inner_cuts, torch_private
+from reknit.frameworks.torch.flat_part import is_ragged
 from reknit.frameworks.walk.walk import Composite
 from reknit.types.devices import memory_remedy
 from reknit.types.shard import MAX_DEPTH, TensorSpec
@@ -227,7 +228,7 @@ def empty_like(tensor: Any, dtype: Any = None) -> Any:
 
     From torch 2.14 on, its `empty_like` would gather a placement that is not torch's own.
     """
-    if not any(map(ragged.is_ragged, getattr(tensor, "placements", ()))):
+    if not any(map(is_ragged, getattr(tensor, "placements", ()))):
         return torch.empty_like(tensor, dtype=dtype, requires_grad=False)
     local = torch_private.local_of(tensor)
     return wrapped_as(tensor, torch.empty_like(local, dtype=dtype, requires_grad=False))

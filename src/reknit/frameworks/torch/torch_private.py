@@ -50,6 +50,16 @@ def any_chunk_list(locals_: Iterable[Any]) -> bool:
     return any([getattr(local, "__create_chunk_list__", None) is not None for local in locals_])
 
 
+def has_groups(mesh: Any) -> bool:
+    """Return whether a mesh has process groups; torch before 2.7 and veScale have them under another name."""
+    return hasattr(mesh, "_dim_group_names") or hasattr(mesh, "_dim_group_infos")
+
+
+def keeps_order(mesh: Any) -> bool:
+    """Return whether the process groups of a mesh have the order of the mesh, by `preserve_rank_order`."""
+    return bool(getattr(mesh, "_preserve_rank_order", False))
+
+
 def quick_access() -> Any:
     """Return a `with` block in which a DTensor returns shape and dtype as quickly as a plain tensor."""
     import torch

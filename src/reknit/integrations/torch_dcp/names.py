@@ -23,7 +23,9 @@ from torch.distributed.checkpoint.metadata import (
 from reknit.errors import StateError
 from reknit.frameworks import tree
 from reknit.frameworks.custom import Held, Value
+from reknit.frameworks.torch import dtensor, mesh_places
 from reknit.frameworks.torch.tensor import torch_dtype
+from reknit.frameworks.walk.walk import World
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -200,14 +202,36 @@ def _metadata(spec: TensorSpec | None) -> Any:
 
 @dataclass(eq=False)
 class PlannedPieces:
-    """Boxes of one tensor, or one value, as an item of a plan of DCP names them."""
+    """Boxes of one tensor, or one value, as an item of a plan of DCP names them.
+
+    `refused` is the error for a tensor whose boxes in the plan are wrong; the walk raises it for all ranks.
+    """
 
     held: list[Held | Value] = field(default_factory=list)
+    refused: StateError | None = None
 
     def add(self, shape: Sequence[int], offsets: Sequence[int], memory: torch.Tensor) -> None:
         """Add a box, with its memory."""
         dtype = str(memory.dtype).removeprefix("torch.")
         self.held.append(Held("", tuple(shape), dtype, tuple(offsets), tuple(memory.shape), memory))
+
+
+def misplaced(planner: Any, name: str) -> StateError | None:
+    """Return the error for a tensor whose boxes in the plans of DCP are those of other ranks, or None.
+
+    DCP takes them from the coordinate in the mesh, and torch cuts by the place in the process group.
+    """
+    tensor = getattr(planner, "state_dict", {}).get(name)
+    if not dtensor.is_dtensor(tensor) or tensor.device_mesh.get_coordinate() is None:
+        return None
+    on_mesh = mesh_places.on_mesh(tensor.device_mesh, World(0, 1, (0,)))
+    if not any(on_mesh.place[dim] != on_mesh.coordinate[dim] for dim in dtensor.cutting(tensor.placements)):
+        return None
+    return StateError(
+        f"{name} is a DTensor on a mesh whose ranks do not ascend, for which the plans of DCP have the boxes "
+        "of other ranks",
+        remedy=f"leave out the planner, or {mesh_places.ORDER_REMEDY}",
+    )
 
 
 def encoded(key: str, stream: io.BytesIO) -> PlannedPieces:
@@ -224,6 +248,8 @@ class PieceFramework:
 
     def holdings(self, value: Any, rank: int, size: int) -> Iterable[Held | Value]:
         """Return the boxes and values."""
+        if value.refused is not None:
+            raise value.refused
         held: list[Held | Value] = value.held
         return held
 

@@ -130,6 +130,9 @@ class DcpReader(StorageReader):
                 continue
             name = read.storage_index.fqn
             spec = self._entries[name].spec
+            if (refused := names.misplaced(planner, read.dest_index.fqn)) is not None:
+                pieces[name] = names.PlannedPieces(refused=refused)
+                continue
             target = planner.resolve_tensor(read).detach()
             if spec is not None:
                 pieces.setdefault(name, names.PlannedPieces()).add(spec.shape, read.storage_offsets, target)

@@ -161,7 +161,7 @@ class DcpWriter(StorageWriter):
         for item in plan.items:
             name, resolved = item.index.fqn, planner.resolve_data(item)
             if item.tensor_data is not None:
-                piece = entries.setdefault(name, names.PlannedPieces())
+                piece = entries.setdefault(name, names.PlannedPieces(refused=names.misplaced(planner, name)))
                 piece.add(item.tensor_data.size, item.tensor_data.chunk.offsets, resolved.detach())
                 continue
             entries[name] = names.encoded(RAW, resolved)

@@ -54,7 +54,7 @@ def parameters(key: str, wrapper: Any, place: Place, world: World, *, fill: bool
     numel, settled = unit.live.numel(), partial(settle, unit)
     for number, member in enumerate(unit.members):
         names = tuple([f"{below}.{name}" for name in member.names])
-        part = _part(member, numel, place.child(names[0]) if member.spec is not None else place)
+        part = _part(member, numel, place.child(names[0]) if member.spec is not None else place, world)
         replicas, counter = ranks.of(member, unit, numel)
         yield FlatParameter(
             names,
@@ -128,12 +128,12 @@ def _require_in_place(unit: FlatUnit, key: str, place: Place) -> None:
             )
 
 
-def _part(member: FlatMember, total: int, place: Place) -> FlatPart:
+def _part(member: FlatMember, total: int, place: Place, world: World) -> FlatPart:
     """Return a rank's part of a parameter in its shard of `total` elements."""
     shape = member.shape if member.spec is None else tuple(member.spec.shape)
     if member.part is None:
         return FlatPart.nothing(shape, total)
-    held = None if member.spec is None else dtensor.held(member.spec, member.shape, place)
+    held = None if member.spec is None else dtensor.held(member.spec, member.shape, place, world)
     try:
         order = None if member.stride is None else _order(member.shape, member.stride)
         return _range(shape, *member.part, total, local=member.shape, held=held, order=order)
