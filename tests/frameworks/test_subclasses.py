@@ -13,6 +13,8 @@ from torch import nn
 
 import reknit
 from reknit.errors import CommitError, ReknitError, StateError
+from reknit.frameworks.registry import collect, wanted
+from tests.frameworks.checkpoint import save
 from tests.ranks import run
 
 if TYPE_CHECKING:
@@ -353,3 +355,25 @@ def test_fake_and_nested_tensors_are_refused_by_name(tmp_path: Path) -> None:
     for tensor in (fake, torch.nested.nested_tensor(rows, layout=torch.jagged)):
         with pytest.raises(StateError, match="the/name is a"):
             reknit.save(tmp_path / "c", {"the": {"name": tensor}})
+
+
+def _part_of_four_rows(tensor: Any) -> Any:
+    """Declare a tensor of two rows and three columns the first half of a larger one."""
+    tensor.global_shape, tensor.global_offsets = (4, 3), ((0, 0),)
+    tensor.local_offsets, tensor.local_sizes = ((0, 0),), ((2, 3),)
+    return tensor
+
+
+def test_a_tensor_made_of_others_is_neither_a_declared_part_nor_the_state_of_one() -> None:
+    value, catalog = _part_of_four_rows(pair(0)), save({"state": {"w": torch.zeros(4, 3)}}).catalog()
+    for walk in (
+        lambda: collect({"state": {"w": value}}, 0, 1),
+        lambda: wanted({"state": {"w": value}}, catalog, 0, 1),
+    ):
+        with pytest.raises(StateError, match="state/w is a Pair with the attributes global_shape"):
+            walk()
+    parameter = _part_of_four_rows(nn.Parameter(torch.zeros(2, 3)))
+    optimizer = torch.optim.SGD([("w", parameter)])
+    optimizer.state[parameter] = {"m": pair(0)}
+    with pytest.raises(StateError, match=r"o/state/w/m is a .*its parameter is cut between ranks"):
+        collect({"o": optimizer}, 0, 1)

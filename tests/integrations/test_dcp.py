@@ -436,6 +436,41 @@ def test_on_a_mesh_in_reverse_order_dcp_saves_and_loads_and_a_planner_of_the_use
             assert "leave out the planner" in text
 
 
+def _part(rank: int, whole: torch.Tensor, *, columns: bool) -> Any:
+    """Return half of a tensor of four rows and columns, as DCP's `CheckpointableTensor`."""
+    at = (0, 2 * rank) if columns else (2 * rank, 0)
+    part: Any = whole.chunk(2, int(columns))[rank].clone()
+    part.global_shape, part.global_offsets = (4, 4), (at,)
+    part.local_offsets, part.local_sizes = ((0, 0),), (tuple(part.shape),)
+    return part
+
+
+def _declared(folder: str) -> list[bool]:
+    """Save rows by each door; load columns by each."""
+    rank, whole = dist.get_rank(), torch.arange(16.0).reshape(4, 4)
+    state = {"a": {"w": _part(rank, whole, columns=False)}}
+    dcp.save(state, checkpoint_id=f"{folder}/torch")
+    dcp.save(state, storage_writer=Writer(f"{folder}/writer"))
+    reknit.save(f"{folder}/reknit", state)
+    right = []
+    for path in ("torch", "writer", "reknit"):
+        found = {"a": {"w": _part(rank, torch.zeros(4, 4), columns=True)}}
+        reknit.load(f"{folder}/{path}", found)
+        right.append(torch.equal(found["a"]["w"], whole.chunk(2, 1)[rank]))
+        if path != "torch":
+            found["a"]["w"].zero_()
+            dcp.load(found, storage_reader=Reader(f"{folder}/{path}"))
+            right.append(torch.equal(found["a"]["w"], whole.chunk(2, 1)[rank]))
+    return right
+
+
+@pytest.mark.skipif(
+    not hasattr(dcp, "CheckpointableTensor"), reason="DCP reads this declaration from torch 2.14 on"
+)
+def test_parts_that_a_plain_tensor_declares_pass_through_every_door(tmp_path: Path) -> None:
+    assert run(2, _declared, str(tmp_path)) == [[True] * 5] * 2
+
+
 def test_the_calls_of_reknit_read_what_torch_wrote(tmp_path: Path) -> None:
     dcp.save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "torch")
     reknit_dcp.load(found := {"a": torch.zeros(3)}, checkpoint_id=tmp_path / "torch")

@@ -174,6 +174,14 @@ def test_a_state_with_a_dtensor_is_refused(tmp_path: Path) -> None:
     run(1, _sends_a_dtensor, str(tmp_path))
 
 
+def test_a_state_with_a_part_of_a_larger_tensor_is_refused(tmp_path: Path) -> None:
+    part: Any = torch.zeros(1, 4)
+    part.global_shape, part.global_offsets = (2, 4), ((0, 0),)
+    part.local_offsets, part.local_sizes = ((0, 0),), ((1, 4),)
+    with pytest.raises(UsageError, match="has a part of a larger tensor"):
+        transport(str(tmp_path)).send_checkpoint([1], 1, {"w": part}, PATIENCE)
+
+
 def test_without_torchft_the_import_names_the_extra() -> None:
     code = (
         "import sys; sys.modules['torchft'] = None\n"

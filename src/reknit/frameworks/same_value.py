@@ -19,7 +19,7 @@ from reknit.types.shard import Tagged
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_LIBRARIES = {"torch": "reknit.frameworks.torch.same_tensors", "jax": "reknit.frameworks.jax.same_arrays"}
+_LIBRARIES = {"torch": "reknit.frameworks.torch.tensor_numbers", "jax": "reknit.frameworks.jax.same_arrays"}
 """Frameworks with arrays, each with the module that compares these once the framework is imported."""
 
 

@@ -15,7 +15,7 @@ from reknit.comm.group import SoloGroup
 from reknit.errors import CheckpointNotFoundError, MissingExtraError, UsageError
 from reknit.frameworks import tree
 from reknit.frameworks.stateful import Kept
-from reknit.frameworks.torch import dtensor
+from reknit.frameworks.torch import declared_parts, dtensor
 from reknit.locations import location_text
 from reknit.monitor.phase import Deadline
 from reknit.policies.keep_policies import latest
@@ -69,12 +69,18 @@ class ReknitTransport(CheckpointTransport[Any]):  # type: ignore[misc]
     ) -> None:
         """Save the state for all receivers; it may change as soon as this returns.
 
-        Raises `UsageError` for a DTensor, of which the receiver would need the other ranks' parts.
+        Raises `UsageError` for a DTensor, and for a declared part of a larger tensor: the receiver would need
+        the other ranks' parts.
         """
         if tree.any_leaf(state_dict, dtensor.is_dtensor):
             raise UsageError(
                 "the state that torchft sends has a DTensor",
                 remedy="use torchft's PGTransport, which receives in place, or send to_local() of it",
+            )
+        if tree.any_leaf(state_dict, declared_parts.is_declared):
+            raise UsageError(
+                "the state that torchft sends has a part of a larger tensor",
+                remedy="use torchft's PGTransport, which receives in place, or send detach() of it",
             )
         self._checkpointer.save(step, {_STATE: Kept(state_dict)})
 

@@ -12,7 +12,7 @@ from reknit.errors import StateError
 from reknit.frameworks.deepspeed import deepspeed_private
 from reknit.frameworks.torch.flat_part import FlatPart
 from reknit.frameworks.torch.modules.flat_parameter import FlatParameter
-from reknit.frameworks.torch.same_tensors import same
+from reknit.frameworks.torch.tensor_numbers import same
 from reknit.types.dtype import converts
 
 if TYPE_CHECKING:

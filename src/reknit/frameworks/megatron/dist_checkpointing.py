@@ -11,7 +11,7 @@ import torch
 from reknit.errors import StateError
 from reknit.frameworks.imported import imported
 from reknit.frameworks.torch.modules.own_load import called
-from reknit.frameworks.torch.same_tensors import bytes_of
+from reknit.frameworks.torch.tensor_numbers import bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,7 +10,7 @@ import torch
 from msgspec import structs
 
 from reknit.errors import StateError
-from reknit.frameworks.torch import dtensor, inner_cuts, subclasses, torch_private
+from reknit.frameworks.torch import declared_parts, dtensor, inner_cuts, subclasses, torch_private
 from reknit.frameworks.torch.tensor import torch_dtype
 from reknit.frameworks.walk.composites import misfit
 
@@ -33,7 +33,8 @@ def opened(state: Any, slot: ParamSlot | None, place: Place, walk: Walk) -> Comp
     made = walk.opened(state, place)
     if made is None or slot is None:
         return made
-    if slot.flat is not None or (dtensor.is_dtensor(slot.parameter) and not dtensor.is_dtensor(state)):
+    cut = dtensor.is_dtensor(slot.parameter) or declared_parts.is_declared(slot.parameter)
+    if slot.flat is not None or (cut and not dtensor.is_dtensor(state)):
         raise StateError(
             f"{place} is a {made.record['class']}, and its parameter is cut between ranks: its part of "
             "the whole cannot be determined",
@@ -59,7 +60,7 @@ def memory_for(
             return current, None
     name, parameter = record["class"].rpartition(".")[2], slot.parameter if slot else None
     module = sys.modules.get(_MODULES.get(name, ""))
-    if slot is None or parameter is None or slot.flat is not None:
+    if slot is None or parameter is None or slot.flat is not None or declared_parts.is_declared(parameter):
         return None, f"a {record['class']} was saved, and the state here is not one"
     if module is None or record["class"] != f"{module.__name__}.{name}":
         return None, (

@@ -13,7 +13,7 @@ from reknit.errors import StateError
 from reknit.frameworks import tree
 from reknit.frameworks.imported import imported
 from reknit.frameworks.optimizer import optimizer_protocol
-from reknit.frameworks.torch import torch_private
+from reknit.frameworks.torch import declared_parts, torch_private
 from reknit.frameworks.torch.modules.members import parameters
 from reknit.frameworks.torch.modules.module_names import without_wrappers
 
@@ -68,7 +68,7 @@ class ParamSlot(msgspec.Struct, frozen=True, eq=False):
         """Shape of the whole parameter, None if it is unknown."""
         if self.flat is not None:
             return self.flat.shape
-        return None if self.parameter is None else tuple(self.parameter.shape)
+        return None if self.parameter is None else declared_parts.whole_shape(self.parameter)
 
     @property
     def is_elsewhere(self) -> bool:

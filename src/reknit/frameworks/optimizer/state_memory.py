@@ -9,7 +9,7 @@ from msgspec import structs
 
 from reknit.frameworks import tree
 from reknit.frameworks.optimizer import flat_states as optimizer_flat
-from reknit.frameworks.torch import dtensor, meta, subclasses, torch_private
+from reknit.frameworks.torch import declared_parts, dtensor, meta, subclasses, torch_private
 from reknit.frameworks.torch.tensor import torch_dtype
 from reknit.types.dtype import converts
 
@@ -149,7 +149,7 @@ def _new_memory(
             device = parameter.device if on_device else "cpu"
             return torch.empty((), dtype=torch_dtype(spec.dtype), device=device)
         dtype = _dtype_for(spec, slot, loading)
-        if slot.joint:
+        if slot.joint or (declared_parts.is_declared(parameter) and spec.shape == slot.shape):
             # Optimizers begin with zeros: in the padding, and in elements that the checkpoint lacks.
             return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         if spec.shape == slot.shape:
@@ -181,13 +181,22 @@ def fits(current: torch.Tensor, slot: ParamSlot | None, spec: TensorSpec) -> boo
         return False
     if slot is not None and slot.flat is not None and current.ndim and spec.shape:
         return spec.shape == slot.shape and slot.flat.fits(current)
-    if tuple(current.shape) == spec.shape:
-        return True
     parameter: Any = slot.parameter if slot else None
+    if slot is not None and _follows(current, parameter):
+        return spec.shape == slot.shape
+    if declared_parts.whole_shape(current) == spec.shape:
+        return True
     if not dtensor.is_dtensor(parameter) or dtensor.is_dtensor(current):
         return False
     local = torch_private.local_of(parameter)
     return tuple(parameter.shape) == spec.shape and bool(current.shape == local.shape)
+
+
+def _follows(state: torch.Tensor, parameter: Any) -> bool:
+    """Return whether a state has the parts that its parameter declares, without a declaration of its own."""
+    if not declared_parts.is_declared(parameter) or declared_parts.is_declared(state):
+        return False
+    return bool(state.ndim) and state.shape == parameter.shape
 
 
 def view(state: Any, slot: ParamSlot | None, place: Place, walk: Walk) -> View:
@@ -198,6 +207,12 @@ def view(state: Any, slot: ParamSlot | None, place: Place, walk: Walk) -> View:
     if slot is None or dtensor.is_dtensor(state):
         return view
     parameter: Any = slot.parameter
+    if _follows(state, parameter):
+        declared = declared_parts.read(parameter, place)
+        parts = declared.of(view.parts[0][1])
+        return structs.replace(
+            view, spec=type(view.spec)(declared.shape, view.spec.dtype), parts=parts, replicas=slot.replicas
+        )
     if parameter is None or not dtensor.is_dtensor(parameter):
         return structs.replace(view, replicas=slot.replicas)
     if state.ndim and state.shape == torch_private.local_of(parameter).shape:

@@ -9,7 +9,7 @@ import torch
 from msgspec import structs
 
 from reknit.errors import StateError
-from reknit.frameworks.torch import dtensor
+from reknit.frameworks.torch import declared_parts, dtensor
 from reknit.types.devices import memory_remedy
 
 if TYPE_CHECKING:
@@ -71,7 +71,9 @@ def _memory(tensor: Any, *, on_host: bool) -> torch.Tensor:
     if on_host or torch.device(device).type == "meta":
         device = "cpu"
     with torch.no_grad():
-        return torch.empty_like(tensor.detach(), device=device)
+        memory = torch.empty_like(tensor.detach(), device=device)
+    declared_parts.carry(tensor, memory)
+    return memory
 
 
 def _become(tensor: Any, memory: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ import torch
 from msgspec import Struct, structs
 
 from reknit.errors import ReknitError, StateError
-from reknit.frameworks.torch import dtensor, inner_cuts, torch_private
+from reknit.frameworks.torch import declared_parts, dtensor, inner_cuts, torch_private
 from reknit.frameworks.torch.flat_part import is_ragged
 from reknit.frameworks.walk.walk import Composite
 from reknit.types.devices import memory_remedy
@@ -95,6 +95,7 @@ def opened(tensor: Any, arrays: Arrays, place: Place, world: World, *, fill: boo
     local = local_composite(tensor)
     if local is None:
         return None
+    declared_parts.require_none(tensor, place)
     if fill and local.is_meta:
         raise StateError(
             f"{place} is a {type(local).__name__} on the meta device and has no memory",

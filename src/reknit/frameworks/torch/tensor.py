@@ -8,7 +8,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from reknit.errors import StateError
-from reknit.frameworks.torch import dtensor, meta, subclasses, torch_private
+from reknit.frameworks.torch import declared_parts, dtensor, meta, subclasses, torch_private
 from reknit.frameworks.walk import overlap
 from reknit.frameworks.walk.walk import View
 from reknit.types.box import Box
@@ -51,8 +51,13 @@ class TorchArrays:
             return _of_shards(tensor, held, place, world, fill=fill)
         if fill and tensor.is_meta and not torch.nn.parameter.is_lazy(tensor):
             return meta.view(tensor, self, place, world)
+        declared = declared_parts.read(tensor, place) if declared_parts.is_declared(tensor) else None
         local, settle = local_memory(tensor, place, fill=fill)
         spec = spec_of(tensor, place)
+        if declared is not None:
+            memory = _memory(tensor, local, declared)
+            spec = TensorSpec(declared.shape, spec.dtype)
+            return View(spec, declared.of(local), world.alone, memory, settle)
         if dtensor.is_dtensor(tensor):
             memory = _memory(tensor, local, tuple(tensor.shape), tuple(tensor.placements))
             parts, holders = dtensor.look(tensor, local, place, world)
@@ -73,7 +78,8 @@ class TorchArrays:
         """Return shape and dtype of a tensor; None for a nested one, which has no shape."""
         if torch_private.local_shards(tensor) is None and tensor.is_nested:
             return None
-        return TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        shape = declared_parts.whole_shape(tensor)
+        return TensorSpec(shape, str(tensor.dtype).removeprefix("torch."))
 
     def fresh(self, spec: TensorSpec, like: Any = None) -> Any:
         """Return a new tensor: cut and placed like `like` if the shapes are equal, or whole on its device."""
@@ -83,8 +89,9 @@ class TorchArrays:
         with torch.no_grad():
             if (held := torch_private.local_shards(like)) is not None:
                 return _like_shards(like, held, spec)
-            if not like.is_nested and tuple(like.shape) == spec.shape:
-                return torch.empty_like(like, dtype=dtype, requires_grad=False)
+            if not like.is_nested and declared_parts.whole_shape(like) == spec.shape:
+                new = torch.empty_like(like, dtype=dtype, requires_grad=False)
+                return declared_parts.carry(like, new)
             return torch.empty(spec.shape, dtype=dtype, device=like.device)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reknit.frameworks.imported import imported
-from reknit.frameworks.torch import dtensor, torch_private
+from reknit.frameworks.torch import declared_parts, dtensor, torch_private
 from reknit.types.devices import memory_of
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class TorchSigner:
         """
         numbers, tensors = _different(signature.tensors)
         kinds = [*map(type, tensors)]
-        if not self.kinds.issuperset(kinds):
+        if not self.kinds.issuperset(kinds) or any(map(declared_parts.is_declared, tensors)):
             return None
         here, memories = self._dtensor, tensors
         placed = [tensor for tensor in tensors if type(tensor) is here]

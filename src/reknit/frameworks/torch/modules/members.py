@@ -10,7 +10,7 @@ from msgspec import Struct
 from torch import nn
 
 from reknit.errors import StateError
-from reknit.frameworks.torch import meta, subclasses, torch_private
+from reknit.frameworks.torch import declared_parts, meta, subclasses, torch_private
 from reknit.frameworks.torch.dtensor import is_dtensor
 from reknit.frameworks.torch.modules import ddp, fsdp
 from reknit.frameworks.torch.modules.module_names import ModuleNames
@@ -149,8 +149,11 @@ def _members(
 ) -> Iterator[Member]:
     trained = {_identity(parameter): parameter.requires_grad for _, parameter in parameters}
     own = set(trained)
-    is_buffer = {_identity(buffer) for _, buffer in module.named_buffers(remove_duplicate=False)} - own
+    buffers = tuple(module.named_buffers(remove_duplicate=False))
+    is_buffer = {_identity(buffer) for _, buffer in buffers} - own
     own |= is_buffer
+    # A state dict may show detached views, which lack the attributes of the module's own tensors.
+    declaring = {_identity(one): one for _, one in (*buffers, *parameters) if declared_parts.is_declared(one)}
     for state in states:
         for key, value in state.raw.items():
             whole_key = state.prefix + key
@@ -162,6 +165,7 @@ def _members(
             else:
                 identity = _identity(value)
                 kind: Kind = "buffer" if identity in is_buffer else "parameter"
+                value = declaring.get(identity, value)
                 claim = names.claim(whole_key, value, is_buffer=kind == "buffer", world=world)
                 frozen = not trained.get(identity, True)
                 yield Member(state, key, name, value, kind, live=identity in own, claim=claim, frozen=frozen)

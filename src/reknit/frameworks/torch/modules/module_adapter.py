@@ -8,6 +8,7 @@ from torch import nn
 
 from reknit.errors import StateError
 from reknit.frameworks.neutral import to_neutral
+from reknit.frameworks.torch import declared_parts
 from reknit.frameworks.torch.modules import module_signature, own_load
 from reknit.frameworks.torch.modules.members import read
 from reknit.frameworks.walk.adapter import Adapter
@@ -92,7 +93,7 @@ def _want(member: Member, back: OwnLoad, at: Place, loading: Loading) -> None:
         loading.tensor(member.value, at)
     else:
         _require_not_meta(member, at)
-        back.copies[member.key] = member.value.detach().clone()
+        back.copies[member.key] = declared_parts.carry(member.value, member.value.detach().clone())
         loading.tensor(back.copies[member.key], at)
         back.asked |= loading.takes(at)
 
