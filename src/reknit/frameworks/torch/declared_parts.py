@@ -49,7 +49,7 @@ def whole_shape(tensor: Any) -> Numbers:
 
 def carry(source: Any, target: Any) -> Any:
     """Return `target`, new memory in the form of `source`, with the declaration of `source`."""
-    if is_declared(source):
+    if is_declared(source) and not is_declared(target):  # a class may declare by properties
         for name in _NAMES:
             setattr(target, name, getattr(source, name))
     return target

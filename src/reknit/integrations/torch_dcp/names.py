@@ -221,7 +221,7 @@ def misplaced(planner: Any, name: str) -> StateError | None:
 
     DCP takes them from the coordinate in the mesh, and torch cuts by the place in the process group.
     """
-    tensor = getattr(planner, "state_dict", {}).get(name)
+    tensor: Any = getattr(planner, "state_dict", {}).get(name)
     if not dtensor.is_dtensor(tensor) or tensor.device_mesh.get_coordinate() is None:
         return None
     on_mesh = mesh_places.on_mesh(tensor.device_mesh, World(0, 1, (0,)))
