@@ -87,7 +87,10 @@ def of_two(folder: str) -> list[str]:
     wrong = through(folder, distribute_tensor(known(), mesh, [Shard(0)]), known())
     with reknit.open(f"{folder}/out") as checkpoint:
         read = checkpoint.read_all(["state"], sharding=(mesh, [Shard(0)]))["state"]["w"]
-    return wrong if torch.equal(joined(read), known()) else [*wrong, "read"]
+    reknit.save(f"{folder}/uneven", {"state": {"w": known(3)}})
+    with reknit.open(f"{folder}/uneven") as checkpoint:
+        uneven = checkpoint.read_all(["state"], sharding=(mesh, [Shard(0)]))["state"]["w"]
+    return wrong if torch.equal(joined(read), known()) and torch.equal(joined(uneven), known(3)) else ["read"]
 
 
 def test_two_ranks_in_reverse_order_save_and_load_what_torch_joins(tmp_path: Path) -> None:

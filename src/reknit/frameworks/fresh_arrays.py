@@ -75,14 +75,22 @@ def _cut(place: Place, spec: TensorSpec, device: Any, mesh: Any, placements: Any
     from torch.distributed.tensor import empty as empty_dtensor
 
     from reknit.frameworks.torch import dtensor
+    from reknit.frameworks.torch.subclasses import wrapped_as
 
     if device is not None and torch.device(device).type != mesh.device_type:
         raise UsageError(f"{place} is to be on {device}, and its mesh consists of {mesh.device_type} devices")
     fitting = [_fitting(placement, len(spec.shape)) for placement in placements]
     dtype = getattr(torch, spec.dtype)
     tensor = empty_dtensor(spec.shape, dtype=dtype, device_mesh=mesh, placements=fitting)
+    world = World(0, 1, (0,))
     with torch.no_grad():
-        return Fresh(tensor, dtensor.parts(tensor, tensor.to_local(), place, World(0, 1, (0,))))
+        local = tensor.to_local()
+        lengths = dtensor.local_lengths(tensor, place, world)
+        if lengths is not None and lengths != tuple(local.shape):
+            # Torch takes the coordinate in the mesh for the place in the process group.
+            local = local.new_empty(lengths)
+            tensor = wrapped_as(tensor, local)
+        return Fresh(tensor, dtensor.parts(tensor, local, place, world))
 
 
 def _fitting(placement: Any, ndim: int) -> Any:

@@ -203,6 +203,14 @@ def held(tensor: Any, local: tuple[int, ...], place: Place, world: World) -> tup
     return found
 
 
+def local_lengths(tensor: Any, place: Place, world: World) -> tuple[int, ...] | None:
+    """Return the shape that the local tensor of a DTensor has on this rank, None outside of its mesh."""
+    if tensor.device_mesh.get_coordinate() is None:
+        return None
+    runs = applied(tuple(tensor.shape), in_true_order(_cuts(tensor, place, world)))
+    return tuple(sum(length for _, length in per_dim) for per_dim in runs)
+
+
 @lru_cache(maxsize=1 << 16)
 def _held(
     shape: tuple[int, ...], cuts: tuple[MeshCut, ...], local: tuple[int, ...]
