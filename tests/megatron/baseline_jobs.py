@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 SAVED = {
     "fp32": Layout(3, layers=2, multiple=2),
     "bf16": Layout(3, layers=2, multiple=2, bf16=True),
+    "mixed": Layout(3, layers=2, multiple=2, bf16=True, mixed=True),
 }
 """Three ranks, so that ranges of the optimizer end in the middle of rows and of a gated layer's halves."""
 
@@ -27,6 +28,7 @@ LOADED = {
         "dp2": Layout(2, layers=2, multiple=2, bf16=True),
         "pp2": Layout(2, layers=2, multiple=2, pp=2, bf16=True),
     },
+    "mixed": {"dp2": Layout(2, layers=2, multiple=2, bf16=True, mixed=True)},
 }
 """The vocabulary is padded to the same length everywhere."""
 
@@ -35,7 +37,10 @@ MODEL_SPACE = {"distrib_optim_sharding_type": "fully_sharded_model_space", "non_
 
 
 def save_all(root: str, by_megatron: bool) -> str:
-    """Train and save each layout, by reknit and by Megatron itself, and return Megatron's version."""
+    """Train and save each layout, by reknit and by Megatron itself, and return Megatron's version.
+
+    Megatron's own states of a group of several dtypes are those of other parameters.
+    """
     import megatron.core
 
     from tests.megatron import gpt, truth
@@ -45,7 +50,7 @@ def save_all(root: str, by_megatron: bool) -> str:
         _change_options(trained)
         report = reknit.save(f"{root}/{name}", trained.state(), step=2, options=OPTIONS).result()
         assert report.warnings == (), report.warnings
-        if by_megatron:
+        if by_megatron and not layout.mixed:
             _save_by_megatron(f"{root}/{name}.megatron", trained)
         known = truth.truth(trained)
         if dist.get_rank() == 0:
@@ -61,6 +66,8 @@ def load_all(root: str, by_megatron: bool) -> dict[str, list[str]]:
     for name, layouts in LOADED.items():
         expected = torch.load(f"{root}/{name}.truth", weights_only=False)
         for into, layout in layouts.items():
+            if by_megatron and layout.mixed:
+                continue
             trained = gpt.build(layout, steps=0, seed=1)
             _forget(trained, keep_states=False)
             if by_megatron:

@@ -79,6 +79,10 @@ def build(layout: Layout, *, steps: int = 2, seed: int = 0) -> Trained:
     spec = get_gpt_layer_local_spec(num_experts=layout.experts)
     bare = [_chunk(layout, config, spec, number) for number in range(layout.vp or 1)]
     inner = [Float16Module(config, chunk) if layout.bf16 else chunk for chunk in bare]
+    for chunk in inner if layout.mixed else ():
+        for name, parameter in chunk.named_parameters():
+            if "input_layernorm" in name or "final_layernorm" in name:
+                parameter.data = parameter.data.float()
     how = DistributedDataParallelConfig(
         use_distributed_optimizer=layout.distributed,
         overlap_grad_reduce=layout.overlap,

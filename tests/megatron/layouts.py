@@ -9,7 +9,10 @@ WORDS = 13
 
 @dataclass(frozen=True)
 class Layout:
-    """The parallel sizes and the kind of a model; odd sizes cut flat ranges in the middle of rows."""
+    """The parallel sizes and the kind of a model; odd sizes cut flat ranges in the middle of rows.
+
+    Of a `mixed` model, some norms are in full precision, and equal ones in the same group are not.
+    """
 
     world: int
     tp: int = 1
@@ -26,6 +29,7 @@ class Layout:
     tied: bool = True
     swiglu: bool = True
     bf16: bool = False
+    mixed: bool = False
     distributed: bool = True
     bucket: int | None = None
     overlap: bool = False
@@ -61,6 +65,16 @@ FAMILIES: dict[str, dict[str, Layout]] = {
         "tp2": Layout(2, tp=2, bf16=True, layers=2),
         "dp2-float16-optimizer": Layout(2, bf16=True, distributed=False, layers=2),
         "pp2-float16-optimizer": Layout(2, pp=2, bf16=True, distributed=False, layers=2),
+    },
+    "mixed": {
+        "one": Layout(1, bf16=True, mixed=True, layers=2),
+        "dp3-irregular": Layout(3, bf16=True, mixed=True, layers=2),
+        "dp2-float16-optimizer": Layout(2, bf16=True, mixed=True, distributed=False, layers=2),
+        "tp2-dp2": Layout(4, tp=2, bf16=True, mixed=True, layers=2),
+    },
+    "mixed-moe": {
+        "one": Layout(1, experts=4, bf16=True, mixed=True, layers=2),
+        "ep2": Layout(2, experts=4, ep=2, bf16=True, mixed=True, layers=2),
     },
     "moe": {
         "one": Layout(1, experts=4, layers=2),

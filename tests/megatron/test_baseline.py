@@ -54,8 +54,9 @@ def test_irregular_layouts_load_into_others_with_the_older_version(older: str) -
 
 
 def test_what_megatron_itself_loads_from_its_model_space_is_what_reknit_loads(older: str) -> None:
+    ours = {pair: found for pair, found in EXACT.items() if not pair.startswith("mixed")}
     for differing in run(2, baseline_jobs.load_all, older, True, path=FOLDER):
-        assert differing == EXACT
+        assert differing == ours
 
 
 def test_a_checkpoint_of_the_older_version_loads_in_the_newer_one(older: str) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import reknit
 from reknit.errors import CommitError, StateError
-from reknit.frameworks.megatron import dist_checkpointing, megatron_model, megatron_private
+from reknit.frameworks.megatron import dist_checkpointing, main_parameters, megatron_model, megatron_private
 from reknit.frameworks.registry import collect
 from reknit.frameworks.walk.walk import Place, World
 from reknit.types.box import Box
@@ -40,11 +40,13 @@ def ranges(layout: Layout) -> None:
 
     trained = gpt.build(layout)
     covered: dict[int, int] = {}
+    precisions: set[bool] = set()
     for optimizer in megatron_private.chained(trained.optimizer, HERE):
-        for work in megatron_private.working(optimizer, HERE):
+        for work in main_parameters.working(optimizer, HERE):
             mine = work.parameter.detach().reshape(-1)[work.start : work.start + work.numel]
             assert torch.equal(work.main.detach().reshape(-1).to(mine.dtype), mine)
-            assert work.exact == layout.bf16
+            assert work.exact == (work.parameter.dtype == torch.bfloat16)
+            precisions.add(work.exact)
             assert work.main.numel() == work.numel
             states = work.inner.state[work.main]
             assert states.keys() == {"exp_avg", "exp_avg_sq"}
@@ -58,12 +60,15 @@ def ranges(layout: Layout) -> None:
     if layout.distributed:
         dist.all_reduce(held)
     assert held.tolist() == [p.numel() for p in parameters]
+    assert precisions == ({True, False} if layout.mixed else {layout.bf16})
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(("bf16", "mixed"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("distributed", [False, True])
-def test_ranges_of_optimizers_are_elements_of_the_parameters(bf16: bool, distributed: bool) -> None:
-    run(2, ranges, Layout(2, bf16=bf16, distributed=distributed, bucket=2000, layers=2))
+def test_ranges_of_optimizers_are_elements_of_the_parameters(
+    bf16: bool, mixed: bool, distributed: bool
+) -> None:
+    run(2, ranges, Layout(2, bf16=bf16, mixed=mixed, distributed=distributed, bucket=2000, layers=2))
 
 
 def groups(layout: Layout) -> None:
@@ -308,7 +313,7 @@ def take(layout: Layout, checkpoint: Checkpoint) -> tuple[Any, list[Any]]:
         held = portable(collect(trained.state(), rank, world))
     pairs = []
     for optimizer in trained.optimizer.chained_optimizers:
-        for work in megatron_private.working(optimizer, HERE):
+        for work in main_parameters.working(optimizer, HERE):
             part = work.parameter.detach().reshape(-1)[work.start : work.start + work.numel]
             pairs.append((part.clone(), work.main.detach().reshape(-1).clone()))
     return held, pairs
@@ -353,7 +358,7 @@ def change_precision(root: str) -> None:
 
 def works(trained: Any) -> list[Any]:
     chain = megatron_private.chained(trained.optimizer, HERE)
-    return [work for optimizer in chain for work in megatron_private.working(optimizer, HERE)]
+    return [work for optimizer in chain for work in main_parameters.working(optimizer, HERE)]
 
 
 def test_a_training_in_full_precision_and_one_with_masters_take_each_others_checkpoints(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import reknit
 from reknit.errors import StateError
-from reknit.frameworks.megatron import megatron_private
+from reknit.frameworks.megatron import main_parameters, megatron_private
 from reknit.frameworks.registry import collect
 from reknit.frameworks.walk.walk import Place
 from tests import ranks
@@ -76,7 +76,7 @@ def counted(layout: Layout, folder: str) -> list[Any]:
         works = [
             work
             for optimizer in megatron_private.chained(trained.optimizer, Place("o"))
-            for work in megatron_private.working(optimizer, Place("o"))
+            for work in main_parameters.working(optimizer, Place("o"))
         ]
         return [work.group for work in works]
 

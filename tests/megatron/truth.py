@@ -116,14 +116,18 @@ def _states(trained: Trained) -> Iterator[tuple[Any, int, int, dict[str, Any], d
     for optimizer in chain:
         torch_optimizer = optimizer.optimizer
         if hasattr(optimizer, "gbuf_ranges"):
+            groups = torch_optimizer.param_groups
+            groups = torch_optimizer.param_groups
+            found = {_key(main): (main, group) for group in groups for main in group["params"]}
             for parameter in optimizer.model_param_gbuf_map:
                 held = optimizer._get_model_param_range_map(parameter)["param"]
-                states = dict(optimizer._get_main_param_and_optimizer_states(parameter))
-                main = states.pop("param")
-                if trained.layout.bf16:
+                low = parameter.dtype != torch.float32
+                part = parameter.main_param if low else parameter.view(-1)[held.start : held.end]
+                main, group = found[_key(part)]
+                states = dict(torch_optimizer.state[main])
+                if low:
                     states["master"] = main
-                index, _ = optimizer.model_param_group_index_map[parameter]
-                yield parameter, held.start, held.end, states, torch_optimizer.param_groups[index]
+                yield parameter, held.start, held.end, states, group
             continue
         mains = {id(p): p for group in torch_optimizer.param_groups for p in group["params"]}
         for chunk in trained.chunks:
@@ -136,6 +140,11 @@ def _states(trained: Trained) -> Iterator[tuple[Any, int, int, dict[str, Any], d
                     states["master"] = main
                 group = next(g for g in torch_optimizer.param_groups if any(p is main for p in g["params"]))
                 yield parameter, 0, parameter.numel(), states, group
+
+
+def _key(main: torch.Tensor) -> tuple[int, int]:
+    """Return the memory of a tensor that an optimizer updates: Megatron's own numbers of it can be wrong."""
+    return main.data_ptr(), main.numel()
 
 
 def _options(trained: Trained) -> Iterator[tuple[str, Any]]:

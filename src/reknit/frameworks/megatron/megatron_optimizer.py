@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reknit.errors import StateError
-from reknit.frameworks.megatron import megatron_private
+from reknit.frameworks.megatron import main_parameters, megatron_private
 from reknit.frameworks.megatron.megatron_model import groups, tensors
 from reknit.frameworks.numbers import whole
 from reknit.frameworks.optimizer import optimizer_protocol
@@ -16,8 +16,8 @@ from reknit.frameworks.optimizer.slots import ParamSlot, Slots
 from reknit.frameworks.torch import tensor_numbers
 
 if TYPE_CHECKING:
+    from reknit.frameworks.megatron.main_parameters import Working
     from reknit.frameworks.megatron.megatron_model import HeldPart
-    from reknit.frameworks.megatron.megatron_private import Working
     from reknit.frameworks.torch.flat_part import FlatPart
     from reknit.frameworks.walk.walk import Place, Replicas, Walk
 
@@ -66,7 +66,7 @@ class _OptimizerReader:
             self.scalers.append(scaler)
             self.state.setdefault(_GRAD_SCALER, scaler.state_dict())
         inner = None
-        for work in megatron_private.working(optimizer, self.place):
+        for work in main_parameters.working(optimizer, self.place):
             if work.inner is not inner:
                 inner = work.inner
                 self.kind = optimizer_protocol.inner_kind(inner, self.place)

@@ -14,9 +14,11 @@ from reknit.frameworks.imported import imported
 from reknit.frameworks.megatron import dist_checkpointing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from typing import TypeAlias
 
     from reknit.frameworks.walk.walk import Place, World
+
+    Pairs: TypeAlias = tuple[list[list[Any]], list[list[Any]]]
 
 _METADATA = {"non_homogeneous_layers": True}
 """Makes Megatron give each layer its own key, even if all layers are alike."""
@@ -151,27 +153,6 @@ def is_synced_with_experts(parameter: Any) -> bool:
     return not getattr(parameter, "allreduce", True)
 
 
-class Working(NamedTuple):
-    """A parameter as an optimizer updates it.
-
-    `main` is the tensor that the inner optimizer updates: the whole parameter, or a flat range of `numel`
-    elements from `start` on.  `distributed` is set if each rank of the data parallel group has another range.
-    """
-
-    parameter: Any
-    main: torch.Tensor
-    start: int
-    numel: int
-    group: dict[str, Any]
-    inner: Any
-    distributed: bool
-
-    @property
-    def exact(self) -> bool:
-        """Whether `main` is a copy in higher precision."""
-        return bool(self.main.dtype != self.parameter.dtype)
-
-
 def chained(optimizer: Any, place: Place) -> list[Any]:
     """Return the optimizers in a chain.  Raises `StateError` for kinds that reknit does not support."""
     if type(optimizer).__name__ == "LayerWiseDistributedOptimizer":
@@ -188,62 +169,52 @@ def _unknown(optimizer: Any, place: Place) -> StateError:
     )
 
 
-def working(optimizer: Any, place: Place) -> Iterator[Working]:
-    """Yield the parameters whose states an optimizer (not a chain) has on this rank."""
-    config = optimizer.config
+class MainTensors(NamedTuple):
+    """The tensors that an optimizer (not a chain) updates on this rank.
+
+    `inner` is the optimizer of torch that does it.  `copies` and `views` are parameters of each group, and
+    the tensors that it updates in their place: copies in float32, or views of the parameters.  `ranges` are
+    the elements of parameters that this rank has, by the parameters' ids; None if it updates whole ones.
+    """
+
+    inner: Any
+    copies: Pairs
+    views: Pairs
+    ranges: dict[int, tuple[int, int]] | None
+
+
+def main_tensors(optimizer: Any, place: Place) -> MainTensors:
+    """Return the tensors that an optimizer updates.  Raises `StateError` for an unsupported kind.
+
+    Each step of Megatron copies along these lists.  Its map of places in the groups
+    (`model_param_group_index_map`) has another order than the groups if these have several dtypes.
+    """
     inner = optimizer.optimizer
-    scaled = getattr(config, "use_precision_aware_optimizer", False)
+    scaled = getattr(optimizer.config, "use_precision_aware_optimizer", False)
     if scaled or type(inner).__name__ == "HybridDeviceOptimizer":
         raise _unknown(inner if not scaled else optimizer, place)
+    nothing: list[list[Any]] = [[] for _ in inner.param_groups]
+    whole = nothing, nothing
     if hasattr(optimizer, "gbuf_ranges"):
-        yield from _distributed(optimizer)
-    elif hasattr(optimizer, "fp32_from_float16_groups"):
-        yield from _float16(optimizer)
-    elif type(optimizer).__name__ == "FP32Optimizer":
-        for group in inner.param_groups:
-            for parameter in group["params"]:
-                yield Working(
-                    parameter, parameter, 0, parameter.numel(), group, inner=inner, distributed=False
-                )
-    else:
-        raise _unknown(optimizer, place)
+        copies = optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups
+        views = optimizer.model_fp32_groups, optimizer.shard_fp32_groups
+        return MainTensors(inner, copies, views, _ranges(optimizer))
+    if hasattr(optimizer, "fp32_from_float16_groups"):
+        copies = optimizer.float16_groups, optimizer.fp32_from_float16_groups
+        return MainTensors(inner, copies, whole, None)
+    if type(optimizer).__name__ == "FP32Optimizer":
+        return MainTensors(inner, whole, whole, None)
+    raise _unknown(optimizer, place)
 
 
-def _distributed(optimizer: Any) -> Iterator[Working]:
-    inner = optimizer.optimizer
-    for buffer in optimizer.gbuf_ranges:
-        for buckets in buffer.values():
-            for bucket in buckets:
-                for parameter, ranges in bucket["param_map"].items():
-                    held = ranges["param"]
-                    number, place = optimizer.model_param_group_index_map[parameter]
-                    group = inner.param_groups[number]
-                    main = group["params"][place]
-                    yield Working(
-                        parameter,
-                        main,
-                        held.start,
-                        held.end - held.start,
-                        group,
-                        inner=inner,
-                        distributed=True,
-                    )
-
-
-def _float16(optimizer: Any) -> Iterator[Working]:
-    inner = optimizer.optimizer
-    pairs = zip(
-        inner.param_groups,
-        optimizer.float16_groups,
-        optimizer.fp32_from_float16_groups,
-        optimizer.fp32_from_fp32_groups,
-        strict=True,
-    )
-    for group, low, high, plain in pairs:
-        for parameter, main in zip(low, high, strict=True):
-            yield Working(parameter, main, 0, main.numel(), group, inner=inner, distributed=False)
-        for parameter in plain:
-            yield Working(parameter, parameter, 0, parameter.numel(), group, inner=inner, distributed=False)
+def _ranges(optimizer: Any) -> dict[int, tuple[int, int]]:
+    return {
+        id(parameter): (ranges["param"].start, ranges["param"].end)
+        for buffer in optimizer.gbuf_ranges
+        for buckets in buffer.values()
+        for bucket in buckets
+        for parameter, ranges in bucket["param_map"].items()
+    }
 
 
 def is_instance_of_several(optimizer: Any) -> bool:
