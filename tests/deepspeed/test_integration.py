@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import signal
 from functools import cache, partial
 from types import SimpleNamespace
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import reknit
-from reknit.errors import UsageError
+from reknit.errors import MismatchError, StateError, UsageError
 from reknit.frameworks.deepspeed import deepspeed_private
 from reknit.integrations import deepspeed as integration
 from tests import ranks
@@ -158,6 +160,35 @@ def train_as_before(root: str, layout: str, last: int, seed: int | None) -> tupl
         assert engine.save_checkpoint(root, client_state={"epoch": step})
         reached(step)
     return losses, path
+
+
+def follow_remedies(root: str) -> list[str]:
+    """Follow the remedies of errors of the calls of DeepSpeed, and return them."""
+    engine = engines.build("z1-fp32")
+    integration.take_over(engine, items={"average": torch.ones(2)}, options=SAVE)
+    engine.offload_states()
+    with pytest.raises(StateError, match="has offloaded its states") as offloaded:
+        engine.save_checkpoint(root)
+    (call,) = re.findall(r"call engine\.(\w+)\(\)", str(offloaded.value.remedy))
+    getattr(engine, call)()
+    engine.save_checkpoint(root)
+    other = engines.build("z1-fp32", seed=7)
+    integration.take_over(other, items={"average": torch.zeros(3)}, options=SAVE)
+    with pytest.raises(MismatchError, match="average") as misfit:
+        other.load_checkpoint(root)
+    snippets = re.findall(r"load_module_strict=(False|\[[^\]]*\])", str(misfit.value.remedy))
+    assert len(snippets) == 2
+    for snippet in snippets:
+        strict = ast.literal_eval(snippet.replace("model/head.*", "average*"))
+        assert other.load_checkpoint(root, load_module_strict=strict)[0] is not None
+    with pytest.raises(UsageError, match="leave exclude_frozen_parameters out"):
+        engine.save_checkpoint(root, exclude_frozen_parameters=True)
+    return [str(one.value.remedy) for one in (offloaded, misfit)]
+
+
+def test_what_an_error_of_the_calls_of_deepspeed_says_can_be_done(tmp_path: Path) -> None:
+    for remedies in run(2, follow_remedies, str(tmp_path / "run")):
+        assert not any(" strict=" in remedy for remedy in remedies)
 
 
 def until_one_dies(root: str, seed: int) -> None:

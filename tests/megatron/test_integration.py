@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 from argparse import Namespace
 from collections import OrderedDict
 from functools import partial
@@ -125,6 +127,19 @@ def test_markers_are_those_of_megatron_scripts(root: Path) -> None:
     assert reknit.open(root / "True" / "iter_0000007").step == 7
 
 
+def _follow(remedy: str, state: dict[str, Any], folder: str) -> None:
+    """Load with each `strict` that a remedy has, for the names that the checkpoint lacks."""
+    snippets = re.findall(r"strict=(False|\[[^\]]*\])", remedy)
+    assert snippets
+    for snippet in snippets:
+        strict = ast.literal_eval(snippet.replace("model/head", "model/output_layer"))
+        assert megatron.load(state, folder, strict=strict)["iteration"] == 7
+    with pytest.raises(MismatchError, match=r"output_layer\.weight"):
+        megatron.load(state, folder, strict=["!model/another.*"])
+    with pytest.raises(MismatchError, match=r"output_layer\.weight"):
+        megatron.load(state, folder, strict=True)
+
+
 def load_alone(root: str) -> None:
     """Check strict values, common values, and wrong calls, on one rank."""
     from tests.megatron import gpt
@@ -133,15 +148,17 @@ def load_alone(root: str) -> None:
     assert megatron.load_common_state_dict(folder)["iteration"] == 7
     trained = gpt.build(Layout(1, tied=False), steps=0)
     state = {"model": trained.chunks[0].module.sharded_state_dict()}
-    with pytest.raises(MismatchError, match=r"output_layer\.weight"):
+    with pytest.raises(MismatchError, match=r"output_layer\.weight") as raised:
         megatron.load(state, folder)
+    _follow(str(raised.value.remedy), state, folder)
     _, only_there, only_here = megatron.load(state, folder, strict="return_all")
     assert (only_there, only_here) == (set(), {"model/output_layer.weight"})
     assert megatron.load(state, folder, strict="log_all")["iteration"] == 7
     with pytest.raises(UsageError, match="no strategy"):
         megatron.load(state, folder, sharded_strategy=("torch_dist", 1))
-    with pytest.raises(UsageError, match="StrictHandling"):
+    with pytest.raises(UsageError, match="StrictHandling") as wrong:
         megatron.load(state, folder, strict="very")
+    _follow(str(wrong.value.remedy), state, folder)
     with pytest.raises(StateError, match="no Megatron model in the state"):
         reknit.save(f"{root}/alone", {"optimizer": trained.optimizer}).result()
 

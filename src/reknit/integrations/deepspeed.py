@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from reknit import stored
 from reknit.api import loads, saves
-from reknit.errors import UsageError
+from reknit.errors import MismatchError, UsageError
 from reknit.frameworks.deepspeed import deepspeed_private
 from reknit.frameworks.stateful import Accessors, Kept
 from reknit.locations import location_text
@@ -21,7 +21,7 @@ from reknit.ranks import acting
 from reknit.runs.agreement import ask_root
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from os import PathLike
 
     from reknit.engine.outcome import PendingSave
@@ -70,7 +70,7 @@ def load(
     load_optimizer_states: bool = True,
     load_lr_scheduler_states: bool = True,
     load_module_only: bool = False,
-    strict: bool = True,
+    strict: bool | Sequence[str] = True,
     options: LoadOptions | None = None,
     group: Any = None,
 ) -> tuple[str, dict[str, Any]]:
@@ -136,7 +136,7 @@ def take_over(
     def load_checkpoint(
         load_dir: str | PathLike[str],
         tag: Any = None,
-        load_module_strict: bool = True,
+        load_module_strict: bool | Sequence[str] = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
@@ -148,16 +148,20 @@ def take_over(
         path = _newest(load_dir) if tag is None else _tagged(load_dir, tag)
         if path is None:
             return None, {}
-        return load(
-            engine,
-            path,
-            items=items,
-            load_optimizer_states=load_optimizer_states,
-            load_lr_scheduler_states=load_lr_scheduler_states,
-            load_module_only=load_module_only,
-            strict=load_module_strict,
-            options=load_options,
-        )
+        try:
+            return load(
+                engine,
+                path,
+                items=items,
+                load_optimizer_states=load_optimizer_states,
+                load_lr_scheduler_states=load_lr_scheduler_states,
+                load_module_only=load_module_only,
+                strict=load_module_strict,
+                options=load_options,
+            )
+        except MismatchError as error:
+            error.remedy = (error.remedy or "").replace("strict=", "load_module_strict=")
+            raise
 
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
 

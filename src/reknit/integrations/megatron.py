@@ -125,16 +125,17 @@ def load(
     The tensors are filled where they are, models and optimizers themselves too.  Of `strict`, the values that
     log, return or ignore make the load lenient; with all others, every misfit raises `MismatchError` before
     anything changes.  The values that return give a triple: the state dict, the names that only the
-    checkpoint has, and the names that only the state dict has.  Sharded parts are found by their keys, also
-    where they have moved to another place of the state dict since.
+    checkpoint has, and the names that only the state dict has.  `strict` may also be that of `reknit.load`;
+    the log then has all that was left out.  Sharded parts are found by their keys, also where they have moved
+    to another place of the state dict since.
 
     Raises `UsageError` for a strategy: reknit has one of its own.  All else is as for `reknit.load`.
     """
     _require_no_strategy(sharded_strategy, common_strategy)
-    how = _strictness(strict)
+    how, ours = _strictness(strict)
     leaves, local, _ = _parted(sharded_state_dict)
     kept = Kept()
-    report = _load(checkpoint_dir, _items(leaves), kept, strict=how in _STRICT, options=options)
+    report = _load(checkpoint_dir, _items(leaves), kept, strict=ours, options=options)
     answer = dist_checkpointing.merged(kept.values, dist_checkpointing.unwrapped(leaves))
     answer = dist_checkpointing.merged(answer, dist_checkpointing.unwrapped(local))
     if how not in _STRICT | _QUIET:
@@ -150,7 +151,7 @@ def _load(
     items: dict[str, Any],
     kept: Kept,
     *,
-    strict: bool,
+    strict: Any,
     options: LoadOptions | None,
 ) -> LoadReport:
     """Load items, as they are if they fit, else as the checkpoint has their keys.
@@ -249,11 +250,17 @@ def _require_no_strategy(*strategies: Any) -> None:
         )
 
 
-def _strictness(strict: Any) -> str:
+def _strictness(strict: Any) -> tuple[str, Any]:
+    """Return Megatron's name of a strictness, and the value of it that `reknit.load` takes."""
+    if isinstance(strict, (bool, list, tuple)):
+        return "log_all", strict
     how = strict.value if isinstance(strict, Enum) else strict
     if how not in _STRICT | _QUIET | {"log_unexpected", "log_all"}:
-        raise UsageError(f"strict is a StrictHandling or the value of one, not {strict!r}")
-    return str(how)
+        raise UsageError(
+            f"strict is a StrictHandling, its value, a bool or a list of patterns, not {strict!r}",
+            remedy="to load the entries that fit, pass strict=False",
+        )
+    return str(how), how in _STRICT
 
 
 def _log(report: LoadReport, *, extra: bool) -> None:

@@ -148,7 +148,7 @@ def optimizer_flaw(optimizer: Any) -> str | None:
     if getattr(optimizer, "swap_optimizer", False) or getattr(optimizer, "params_in_nvme_and_cpu", False):
         return "is offloaded to NVMe"
     if getattr(optimizer, "offloaded_states", None):
-        return "has offloaded its states (offload_states); call reload_states first"
+        return "has offloaded its states (offload_states)"
     if getattr(optimizer, "has_moe_layers", False):
         return "has mixture-of-experts layers"
     return None

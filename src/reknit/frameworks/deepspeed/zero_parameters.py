@@ -48,14 +48,14 @@ class DeepSpeedModules:
             if flaw is not None:
                 raise StateError(
                     f"the module {path or 'at the root'} of {place} {flaw}",
-                    remedy="use DeepSpeed's own save_checkpoint, or turn that feature off",
+                    remedy="turn that feature off, or use DeepSpeed's own save_checkpoint, without take_over",
                 )
         for name, parameter in module.named_parameters():
             flaw = deepspeed_private.parameter_flaw(parameter)
             if flaw is not None:
                 raise StateError(
                     f"the parameter {name} of {place} {flaw}; reknit cannot determine this rank's part of it",
-                    remedy="use DeepSpeed's own save_checkpoint, or turn that feature off",
+                    remedy="turn that feature off, or use DeepSpeed's own save_checkpoint, without take_over",
                 )
 
     def is_partitioned(self, parameter: Any) -> bool:
@@ -129,7 +129,8 @@ def _groups(optimizer: Any, place: Place) -> tuple[FlatGroup, ...]:
     if flaw is not None:
         raise StateError(
             f"the optimizer {place} {flaw}; reknit cannot determine which parameters its states belong to",
-            remedy="use ZeRO stage 1, 2 or 3 with its states in memory",
+            remedy="use ZeRO stage 1, 2 or 3 with its states in memory; after offload_states, call "
+            "engine.reload_states()",
         )
     try:
         return deepspeed_private.flat_groups(optimizer)

@@ -165,7 +165,8 @@ def chained(optimizer: Any, place: Place) -> list[Any]:
 def _unknown(optimizer: Any, place: Place) -> StateError:
     return StateError(
         f"{place} has a {type(optimizer).__name__}, which reknit does not support",
-        remedy="save optimizer.sharded_state_dict(...) in its place",
+        remedy="pass optimizer.sharded_state_dict(model_state_dict) in its place to save and load of "
+        "reknit.integrations.megatron, and the loaded one to optimizer.load_state_dict",
     )
 
 
