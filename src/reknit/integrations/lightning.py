@@ -8,6 +8,7 @@ policies of a `Checkpointer`.  It works with DDP, FSDP, ModelParallel and one de
 from __future__ import annotations
 
 import sys
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ from weakref import proxy
 import torch
 
 from reknit.errors import MissingExtraError, UsageError
+from reknit.integrations.trainer_parts import lightning_folder, lightning_hooks
+from reknit.integrations.trainer_parts.lightning_step import FolderOfRun
 from reknit.integrations.trainer_parts.lightning_strategy import adopt
 from reknit.locations import location_text
 from reknit.policies import best, latest
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from os import PathLike
 
+    from reknit.engine.call_reports import LoadReport
     from reknit.options import LoadOptions, SaveOptions
     from reknit.policies.policy import KeepRule, Policy
     from reknit.runs.run_folder import LaterSteps
@@ -62,7 +66,11 @@ class ReknitCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
     `load_options` and `later_steps` are those of `Checkpointer`.
 
     To go on, ``trainer.fit(model, ckpt_path="last")`` loads the newest committed step.  Other values are
-    ``"best"``, `dirpath`, which means the same as ``"last"``, and the path of any step.
+    ``"best"``, `dirpath`, which means the same as ``"last"``, and the path of any step.  If the folder has
+    only a ``last.ckpt`` of Lightning, Lightning loads that.  A training that would begin at step 0 beside
+    other checkpoints is refused, unless `resume` is false, or `later_steps` says what happens to them.
+
+    `load_report` is the report of the last load, or None.
     """
 
     def __init__(
@@ -74,6 +82,7 @@ class ReknitCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
         options: SaveOptions | None = None,
         load_options: LoadOptions | None = None,
         later_steps: LaterSteps = "refuse",
+        resume: bool = True,
         **arguments: Any,
     ) -> None:
         for name in ("filename", "enable_version_counter", "auto_insert_metric_name"):
@@ -95,6 +104,8 @@ class ReknitCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
             "later_steps": later_steps,
         }
         self._run: Checkpointer | None = None
+        self._resume, self._is_due, self._waits_for_end = resume, False, False
+        self.load_report: LoadReport | None = None
 
     def _policy(self) -> Policy | None:
         """Return the policy for the arguments of `ModelCheckpoint`; None keeps all steps."""
@@ -112,15 +123,55 @@ class ReknitCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
                 remedy="import that package before reknit.integrations.lightning",
             )
         adopt(trainer.strategy)
+        if trainer.strategy.restore_checkpoint_after_setup:
+            lightning_hooks.refuse_averages(trainer)
         self._run = Checkpointer(self._root, **self._call) if stage == "fit" else None
-        trainer.strategy.runs = {**trainer.strategy.runs, self._root: self._run}
+        folder = FolderOfRun(self._run, self._call["load_options"], self._note_report)
+        trainer.strategy.runs = {**trainer.strategy.runs, self._root: folder}
+
+    def _note_report(self, report: LoadReport) -> None:
+        self.load_report = report
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Set the random generators of a loaded checkpoint, after the loaders have begun."""
+        """Refuse a used folder, and set the random generators of a loaded checkpoint after loaders began."""
         super().on_train_start(trainer, pl_module)
+        if not trainer.fast_dev_run:
+            self._refuse_used(trainer)
         trainer.strategy.restore_random()
+        lightning_hooks.begin_epoch(trainer)
         if trainer.ckpt_path is not None:  # a loaded step is not saved again
             self._last_global_step_saved = trainer.global_step
+
+    def _refuse_used(self, trainer: Any) -> None:
+        """Raise an error on all ranks if this training would begin beside other work in its folder."""
+        error, is_new = None, trainer.ckpt_path is None and trainer.global_step == 0
+        if trainer.is_global_zero and not trainer.strategy.goes_on_in(self._root):
+            later = partial(lightning_folder.refuse_later, self._root, trainer.global_step)
+            others = partial(lightning_folder.refuse_others, self._root, self._fs)
+            error = lightning_folder.first_error(
+                *[later] * (self._call["later_steps"] == "refuse"), *[others] * (is_new and self._resume)
+            )
+        if (error := trainer.strategy.broadcast(error)) is not None:
+            raise error
+
+    def on_train_batch_end(self, trainer: Any, *others: Any, **more: Any) -> None:
+        """Save if it is time; after the last batch of an epoch, its end comes first.
+
+        Lightning does not repeat the end of an epoch, nor begin the next, if it resumes between.
+        """
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        self._waits_for_end = progress.is_last_batch or progress.current.ready >= trainer.num_training_batches
+        try:
+            super().on_train_batch_end(trainer, *others, **more)
+        finally:
+            self._waits_for_end = False
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Save at the end of an epoch if it is time, or was after its last batch."""
+        super().on_train_epoch_end(trainer, pl_module)
+        is_due, self._is_due = self._is_due, False
+        if is_due:
+            self._save_step(trainer, self._monitor_candidates(trainer))
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Save if that is wanted; agents finish the saves that are staged."""
@@ -208,11 +259,21 @@ class ReknitCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
         self._save_step(trainer, self._monitor_candidates(trainer))
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
-        return {self._root}
+        found = lightning_folder.contents(self._root)
+        if found.steps:
+            return {self._root}
+        if files := super()._find_last_checkpoints(trainer):
+            return files  # type: ignore[no-any-return]
+        if self._resume:
+            lightning_folder.refuse_others(self._root, self._fs)
+        return {self._root} if found.is_opened else set()  # an agent may still commit a step
 
     def _save_step(self, trainer: Any, candidates: Mapping[str, Any]) -> None:
         step, run = trainer.global_step, self._run
         if run is None or self._last_global_step_saved == step:
+            return
+        if self._waits_for_end:
+            self._is_due = True
             return
         scalars = {name: torch.as_tensor(value) for name, value in candidates.items()}
         metrics = {name: float(value) for name, value in scalars.items() if value.numel() == 1}

@@ -8,26 +8,41 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import closing, contextmanager
-from functools import cache
+from contextlib import closing, contextmanager, nullcontext
+from functools import cache, partial
 from importlib import import_module
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from reknit import stored
-from reknit.api import loads
 from reknit.engine.record.recognising import manifest_exists
-from reknit.errors import CheckpointNotFoundError, UsageError
+from reknit.errors import UsageError
 from reknit.frameworks.per_rank import PerRank, RngState
 from reknit.frameworks.stateful import Accessors, Kept
-from reknit.integrations.trainer_parts.positioned_loader import PositionedLoader, is_plain
+from reknit.integrations.trainer_parts.lightning_hooks import (
+    OWN,
+    ShownStates,
+    add_groups,
+    freeze_as_saved,
+    marks,
+    owners,
+    require_whole,
+    shown_as,
+    trainable,
+)
+from reknit.integrations.trainer_parts.lightning_step import TRAINER, find, sound, tell
+from reknit.integrations.trainer_parts.positioned_loader import (
+    PositionedLoader,
+    begin_next_epoch,
+    is_plain,
+)
+from reknit.integrations.trainer_parts.private_hooks import private
 from reknit.storage.registry import open_storage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from reknit.runs.checkpointer import Checkpointer
+    from reknit.integrations.trainer_parts.lightning_step import FolderOfRun, StepOfRun
 
-_TRAINER = "trainer"
 _VERSION = "pytorch-lightning_version"
 _OF_A_CLASS = ("__dict__", "__weakref__", "__module__", "__doc__", "__annotations__")
 _PACKAGES = ("lightning", "pytorch_lightning")
@@ -57,8 +72,23 @@ def _adopted(kind: type) -> type:
     return made
 
 
+class _Nothing(dict[str, Any]):
+    """The checkpoint of a run without steps: Lightning calls no hooks with it."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class _Unread(list[Any]):
+    """Stands for the states of optimizers, which reknit fills itself."""
+
+
 class ReknitStrategy:
-    """The methods of a strategy about checkpoints; `original` has those of Lightning."""
+    """The methods of a strategy about checkpoints; `original` has those of Lightning.
+
+    Hooks are called in Lightning's order.  A strategy that loads before it is set up, as that of one device
+    and DDP, calls them then.  Its objects are filled at the end of `setup`, when the optimizers are there.
+    """
 
     original: Any
     model: Any
@@ -66,101 +96,199 @@ class ReknitStrategy:
     lightning_module: Any
     is_global_zero: bool
     broadcast: Any
-    runs: Mapping[str, Checkpointer | None] = {}
-    """The runs by their folders; they are open while the trainer trains."""
+    reduce_boolean_decision: Any
+    restore_checkpoint_after_setup: bool
+    runs: Mapping[str, FolderOfRun] = MappingProxyType({})
+    """The folders of the runs, by their paths."""
     _save: Callable[[dict[str, Any]], None] | None = None
-    _restored = False
+    _shown: ShownStates | None = None
+    _step: StepOfRun | None = None
+    _checkpoint: Mapping[str, Any] = MappingProxyType({})
+    _fills = False
+    _by_hooks = False
+    _marks: Any = None
     _random: Any = None
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Whether a checkpoint is loaded when the optimizers exist."""
-        return True
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """Whether the trainer loads the states of optimizers, if these are not loaded already."""
-        return not self._restored and bool(self.original.lightning_restore_optimizer)
 
     @contextmanager
     def saving(self, save: Callable[[dict[str, Any]], None]) -> Iterator[None]:
         """Let `Trainer.save_checkpoint` call `save` with the items of this rank."""
         self._save = save
+        self._shown = ShownStates() if owners(self.lightning_module.trainer, "on_save_checkpoint") else None
         try:
             yield
         finally:
-            self._save = None
+            self._save = self._shown = None
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the state of the model, or nothing in a save of reknit, which reads the model itself."""
-        return {} if self._save is not None else self.original.lightning_module_state_dict()
+        """Return the state of the model; a save of reknit reads the model itself, and only hooks want it."""
+        if self._save is not None and self._shown is None:
+            return {}
+        flat = any(kind.__name__ == "FSDPStrategy" for kind in type(self).__mro__)
+        if self._shown is None or flat:
+            states: dict[str, Any] = self.original.lightning_module_state_dict()
+        else:  # a strategy with parts of the model would copy them all
+            states = self.lightning_module.state_dict()
+        return states if self._shown is None else self._shown.model(states)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the state of an optimizer, or nothing in a save of reknit."""
-        return {} if self._save is not None else self.original.optimizer_state(optimizer)
+        """Return the state of an optimizer; a save of reknit reads it itself, and only hooks want it."""
+        if self._save is not None and self._shown is None:
+            return {}
+        if self._shown is None:
+            return self.original.optimizer_state(optimizer)
+        gathers = self.restore_checkpoint_after_setup
+        return self._shown.optimizer(
+            optimizer.state_dict() if gathers else self.original.optimizer_state(optimizer)
+        )
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save the live objects, and the rest of a checkpoint as rank 0 has it."""
         if self._save is None:
             self.original.save_checkpoint(checkpoint, filepath, storage_options)
             return
-        state = self._objects(with_optimizers="optimizer_states" in checkpoint)
+        trainer = self.lightning_module.trainer
+        rest = {key: _plain(value) for key, value in checkpoint.items()}
+        model, optimizers = rest.pop("state_dict", {}), rest.pop("optimizer_states", None)
+        edited, replaced = self._edits(model, optimizers)
+        if replaced:
+            rest["optimizer_states"] = optimizers
+        require_whole(rest, trainer)
+        if found := trainable(trainer):
+            rest[OWN] = found
+        state = self._objects(with_optimizers=optimizers is not None and not replaced)
         state["rng"] = PerRank(RngState())
-        elsewhere = ("state_dict", "optimizer_states")
-        rest = {key: _plain(value) for key, value in checkpoint.items() if key not in elsewhere}
         if self.is_global_zero:
-            state[_TRAINER] = Kept(rest)
-        self._save(state)
+            state[TRAINER] = Kept(rest)
+        with shown_as(self.lightning_module, model) if edited else nullcontext():
+            self._save(state)
+
+    def _edits(self, model: Any, optimizers: Any) -> tuple[bool, bool]:
+        """Return whether hooks have changed the states of the model, and those of the optimizers."""
+        if self._shown is None:
+            return False, False
+        ids = {id(one) for each in self.optimizers for group in each.param_groups for one in group["params"]}
+        named = self.lightning_module.named_parameters()
+        edits = self._shown.edits(model, optimizers, {name for name, one in named if id(one) in ids})
+        names = ", ".join(owners(self.lightning_module.trainer, "on_save_checkpoint"))
+        for edit in edits:
+            everywhere = self.reduce_boolean_decision(edit, all=True)
+            if not everywhere and not self.reduce_boolean_decision(not edit, all=True):
+                raise UsageError(
+                    f"the hook on_save_checkpoint of one of {names} changes the states on some ranks only",
+                    remedy="change state_dict and optimizer_states on all ranks alike",
+                )
+        if edits[1] and self.restore_checkpoint_after_setup:
+            raise UsageError(
+                f"the hook on_save_checkpoint of one of {names} changes the states of optimizers, or removes "
+                f"parameters that these train.  Each rank of a {self._kind} has a part of the states only",
+                remedy="leave optimizer_states as they are, and trained parameters in state_dict",
+            )
+        return edits
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load live objects in place, and return the rest; leave a file of Lightning to Lightning."""
+        """Return the state of the trainer, and fill its objects; leave a file of Lightning to Lightning."""
         path = str(self.broadcast(checkpoint_path))
-        self._restored = _is_ours(path, self.runs)
-        if not self._restored:
+        self._step, self._fills = None, False
+        if not _is_ours(path, self.runs):
             found: dict[str, Any] = self.original.load_checkpoint(path, *args, **kwargs)
             return found
-        module = self.lightning_module
-        rest = Kept()
-        fits = module.trainer.state.fn == "fit"
-        state: dict[str, Any] = {_TRAINER: rest, **self._objects(with_optimizers=fits)}
-        if fits:
-            state["rng"] = PerRank(Accessors(RngState().state_dict, self._keep_random))
-        self._load(path, state, strict=module.strict_loading)
-        version = _version_of(module.trainer)
-        return dict(rest.values) or {_VERSION: version, "lr_schedulers": []}
+        trainer = self.lightning_module.trainer
+        if (step := self._find(path)) is None:
+            trainer.ckpt_path = None  # Lightning would log that it has loaded the folder
+            return _Nothing({_VERSION: _version_of(trainer)})
+        sharded = self.restore_checkpoint_after_setup
+        self._by_hooks = not sharded and bool(owners(trainer, "on_load_checkpoint"))
+        if self._by_hooks:
+            step, states = sound(step, lambda step: (step, step.model_states()), self._find)
+        if sharded:
+            step = sound(step, self._fill, self._find)
+        checkpoint = {_VERSION: _version_of(trainer), **step.rest}
+        saved = checkpoint.pop(OWN, {})
+        if self._by_hooks:
+            checkpoint["state_dict"] = states
+        if self._fits and not sharded:
+            freeze_as_saved(trainer, saved)
+            if "lr_schedulers" in checkpoint:  # otherwise Lightning says that these are weights alone
+                checkpoint.setdefault("optimizer_states", _Unread())
+        self._step, self._checkpoint, self._fills = step, checkpoint, not sharded
+        return checkpoint
 
-    def _load(self, path: str, state: dict[str, Any], *, strict: bool) -> None:
-        """Load a step, or the newest one if the path is the folder of a run."""
-        for root, run in self.runs.items():
-            if run is None and path == root:
-                if (newest := self.broadcast(stored.latest(root))) is None:
-                    raise CheckpointNotFoundError(f"there is no committed step below {root}")
-                path = newest
-            elif run is not None and path == root:
-                run.resume(state)
-                return
-            elif run is not None and (
-                found := [each.step for each in run.steps() if each.path == path and each.step is not None]
-            ):
-                run.load(state, found[0])
-                return
-        loads.load(path, state, strict=strict)
+    def setup(self, trainer: Any) -> None:
+        """Set the strategy up, and fill the objects of the trainer if a step was found before."""
+        self.original.setup(trainer)
+        if self._fills and self._step is not None:
+            self._fills = False
+            sound(self._step, self._fill, partial(self._restore_again, trainer))
+
+    def _restore_again(self, trainer: Any, path: str) -> StepOfRun:
+        """Call the hooks of a load with another step."""
+        connector = trainer._checkpoint_connector
+        private("lightning", connector, "_restore_modules_and_callbacks")(path)
+        assert self._step is not None
+        self._fills = False
+        return self._step
+
+    def _find(self, path: str) -> StepOfRun | None:
+        return find(path, self.runs, self.broadcast, fits=self._fits)
+
+    @property
+    def _fits(self) -> bool:
+        return bool(self.lightning_module.trainer.state.fn == "fit")
+
+    @property
+    def _kind(self) -> str:
+        return type(self).__name__.removeprefix("Reknit")
+
+    def _fill(self, step: StepOfRun) -> StepOfRun:
+        """Fill the model, the optimizers, and the random generators; return the step."""
+        module, sharded = self.lightning_module, self.restore_checkpoint_after_setup
+        trainer, state = module.trainer, dict[str, Any]()
+        objects = self._objects(with_optimizers=False)
+        if self._fits:
+            if sharded:
+                freeze_as_saved(trainer, step.rest.get(OWN, {}))
+            add_groups(trainer, step.rest.get("callbacks", {}) if sharded else None)
+            has_own = sharded or isinstance(self._checkpoint.get("optimizer_states"), _Unread)
+            objects = self._objects(with_optimizers=has_own)
+            state["rng"] = PerRank(Accessors(RngState().state_dict, self._keep_random))
+        if not self._by_hooks:
+            state |= objects
+        if state:
+            report = step.load(state, lenient=not module.strict_loading)
+            if self.is_global_zero:
+                tell(report, trainer.world_size, fits=self._fits)
+            for folder in self.runs.values():
+                folder.note(report)
+        if self._by_hooks and len(objects) > 1:
+            step.load_optimizers(objects)
+        self._marks = marks(self.optimizers)
+        return step
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        """Load the model, unless that is done."""
-        if not self._restored:
+        """Load the model, unless it is filled in another way."""
+        if self._step is None or self._by_hooks:
             self.original.load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Load the optimizers, unless that is done."""
-        if not self._restored:
+        """Load the optimizers, unless they are filled already, and nobody has changed them since."""
+        if self._step is None or not isinstance(checkpoint["optimizer_states"], _Unread):
             self.original.load_optimizer_state_dict(checkpoint)
+        elif self._marks != marks(self.optimizers):
+            self._step.load_optimizers(self._objects(with_optimizers=True))
+
+    def goes_on_in(self, root: str) -> bool:
+        """Return whether the trainer goes on from a step of the run with this folder."""
+        return self._step is not None and self._step.run is self.runs[root].run
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Return a loader of the strategy; a plain one for training gets a position."""
         loader = self.original.process_dataloader(dataloader)
         trainer = self.lightning_module.trainer
-        return PositionedLoader(loader, trainer) if trainer.training and is_plain(loader) else loader
+        if not trainer.training:
+            return loader
+        loader = PositionedLoader(loader, trainer) if is_plain(loader) else loader
+        begin_next_epoch(trainer, loader)
+        return loader
 
     def restore_random(self) -> None:
         """Set the random generators as they were saved, once; loaders that begin have used them since."""

@@ -22,6 +22,26 @@ def is_plain(loader: Any) -> bool:
     return isinstance(loader, DataLoader) and not hasattr(loader, "state_dict")
 
 
+def begin_next_epoch(trainer: Any, loader: Any) -> None:
+    """Let a trainer that resumes after the end of an epoch begin the next, with its training loader.
+
+    Lightning leaves out the states of loaders then.  With `max_steps`, it trains one more batch of the ended
+    epoch, too.
+    """
+    loop, current = trainer.fit_loop, trainer.fit_loop.epoch_progress.current
+    if not loop._loaded_from_state_dict or not current.ready == current.started == current.processed:
+        return
+    base = next(kind for kind in type(loop).__mro__ if kind.__name__ == "_Loop")
+    base.restarting.fset(loop, False)  # type: ignore[attr-defined]
+    if not loop._combined_loader_states_to_load or not callable(getattr(loader, "load_state_dict", None)):
+        return
+    loader.load_state_dict(loop._combined_loader_states_to_load.pop(0))
+    if any(kind.__name__ == "StatefulDataLoader" for kind in type(loader).__mro__):
+        # torchdata's has given all batches, and ends when it is asked for one more.  Its next epoch draws.
+        next(iter(loader), None)
+        trainer.strategy.restore_random()
+
+
 class PositionedLoader:
     """A plain loader of one rank, with its position in the epoch as the trainer's loop counts it."""
 

@@ -1,0 +1,171 @@
+"""One step of a run as a trainer of Lightning loads it: first the trainer's own state, then its objects."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from reknit import stored
+from reknit.api import loads
+from reknit.engine.display import ranks
+from reknit.errors import CheckpointNotFoundError, VersionError
+from reknit.frameworks.stateful import Kept
+from reknit.integrations.trainer_parts.trainer_objects import newest_before
+from reknit.locations import location_text
+from reknit.options import LoadOptions
+from reknit.runs.load_step import UNSOUND
+from reknit.runs.tiers import below
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from reknit.engine.call_reports import LoadReport
+    from reknit.runs.checkpointer import Checkpointer
+
+logger = logging.getLogger("reknit")
+
+TRAINER = "trainer"
+"""The item with the state of a trainer that is not the state of its objects."""
+_OPTIMIZERS = ("optimizer*",)
+_MOST_NOTES = 4
+
+T = TypeVar("T")
+
+
+class FolderOfRun(NamedTuple):
+    """The folder of the steps of a `ReknitCheckpoint`, while its trainer runs.
+
+    `run` is open while the trainer trains, else None.  `note` takes the report of each load.
+    """
+
+    run: Checkpointer | None
+    load_options: LoadOptions | None
+    note: Callable[[LoadReport], None]
+
+
+@dataclass
+class StepOfRun:
+    """A committed step, with the trainer's own state in it.
+
+    `gives_way` is whether an older step of the run may take its place if it is damaged.
+    """
+
+    path: str
+    rest: dict[str, Any]
+    options: LoadOptions
+    run: Checkpointer | None = None
+    number: int = -1
+    gives_way: bool = False
+
+    def load(self, state: Mapping[str, Any], *, lenient: bool) -> LoadReport:
+        """Fill objects of a trainer; with `lenient`, the model may lack entries, and have others."""
+        if self.run is not None and not lenient:
+            return self.run.load(state, self.number)
+        strict = ["!model/*"] if lenient and "model" in state else True
+        return loads.load(self.path, state, strict=strict, options=self.options)
+
+    def load_optimizers(self, state: Mapping[str, Any]) -> LoadReport:
+        """Fill optimizers; `state` has the model, too, which names their parameters, and is not filled."""
+        return loads.load(self.path, state, options=replace(self.options, only=_OPTIMIZERS))
+
+    def model_states(self) -> dict[str, Any]:
+        """Return the saved model as a dict of new tensors, as Lightning gives it to hooks."""
+        plain = replace(
+            self.options, only=(), cast=False, allow_shape_mismatch=(), share="auto", progress=True
+        )
+        with stored.open(self.path, options=plain) as checkpoint:
+            return checkpoint.read_all(["model"])["model"] if "model" in checkpoint.items else {}
+
+    def before(self) -> str | None:
+        """Return the path of the step before this one that may take its place, or None."""
+        if self.run is None or not self.gives_way:
+            return None
+        older = newest_before(self.number, steps := self.run.steps())
+        return next((each.path for each in steps if older is not None and each.step == older), None)
+
+
+def find(path: str, folders: Mapping[str, FolderOfRun], broadcast: Any, *, fits: bool) -> StepOfRun | None:
+    """Return the step at a path, or the newest one of the run whose folder is the path.
+
+    None for the folder of a run that has no step yet.  A trainer that only evaluates takes a checkpoint that
+    no trainer saved, too.
+    """
+    rest = Kept()
+    for root, folder in folders.items():
+        run = folder.run
+        if path == root and run is not None:
+            if not (following := run.resume({TRAINER: rest})):
+                return None
+            number = following - 1
+            place = next((each.path for each in run.steps() if each.step == number), below(root, "?"))
+            return _step(place, rest, folder, number=number, gives_way=True)
+        if path == root:
+            if (newest := broadcast(stored.latest(root))) is None:
+                raise CheckpointNotFoundError(f"there is no committed step below {root}")
+            return _at(newest, rest, folder, fits=fits)
+        if run is not None and (numbers := [each.step for each in run.steps() if each.path == path]):
+            assert numbers[0] is not None
+            run.load({TRAINER: rest}, numbers[0])
+            return _step(path, rest, folder, number=numbers[0])
+    return _at(path, rest, None, fits=fits)
+
+
+def _at(path: str, rest: Kept, folder: FolderOfRun | None, *, fits: bool) -> StepOfRun:
+    step = _step(path, rest, folder)
+    with stored.open(path) as checkpoint:
+        has_trainer = TRAINER in checkpoint.items
+    if fits or has_trainer:
+        loads.load(path, {TRAINER: rest}, options=step.options)
+    step.rest = dict(rest.values)
+    return step
+
+
+def _step(
+    path: str, rest: Kept, folder: FolderOfRun | None, *, number: int = -1, gives_way: bool = False
+) -> StepOfRun:
+    given = None if folder is None else folder.load_options
+    options = given if isinstance(given, LoadOptions) else LoadOptions()
+    name = path.partition("?")[0].rstrip("/").rpartition("/")[2]
+    copies = tuple(below(location_text(root), name) for root in options.replicas)
+    run = None if folder is None else folder.run
+    return StepOfRun(path, dict(rest.values), replace(options, replicas=copies), run, number, gives_way)
+
+
+def sound(step: StepOfRun, use: Callable[[StepOfRun], T], find_again: Callable[[str], StepOfRun | None]) -> T:
+    """Return the result for a step; if the step is damaged, for the newest older one that is not.
+
+    `find_again` finds that by its path.  Raises the error of the last step.
+    """
+    while True:
+        try:
+            return use(step)
+        except VersionError:
+            raise
+        except UNSOUND as error:
+            if (path := step.before()) is None:
+                raise
+            logger.warning("passed over step %d: %s", step.number, error.message)
+            found = find_again(path)
+            assert found is not None
+            step = found
+            step.gives_way = True
+
+
+def tell(report: LoadReport, size: int, *, fits: bool) -> None:
+    """Log a line about a load of so many ranks: a warning if the trainer does not go on as it was saved."""
+    with stored.open(report.path) as checkpoint:
+        before = checkpoint.manifest.origin.get("world_size")
+    notes = [f"{name}: {why}" for name, why in report.notes.items()]
+    if more := len(notes) - _MOST_NOTES:
+        notes[_MOST_NOTES:] = [f"and {more} more"] * (more > 0)
+    logger.log(
+        logging.WARNING if notes else logging.INFO,
+        "%s step %s (%s), saved by %s, loaded by %s%s",
+        "resumed from" if fits else "loaded the model of",
+        report.step,
+        report.path,
+        ranks(before) if isinstance(before, int) else "an unknown number of ranks",
+        ranks(size),
+        ": " * bool(notes) + "; ".join(notes),
+    )
