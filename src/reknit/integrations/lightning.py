@@ -135,12 +135,24 @@ class ReknitCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Refuse a used folder, and set the random generators of a loaded checkpoint after loaders began."""
         super().on_train_start(trainer, pl_module)
+        self._require_place(trainer)
         if not trainer.fast_dev_run:
             self._refuse_used(trainer)
         trainer.strategy.restore_random()
         lightning_hooks.begin_epoch(trainer)
         if trainer.ckpt_path is not None:  # a loaded step is not saved again
             self._last_global_step_saved = trainer.global_step
+
+    @staticmethod
+    def _require_place(trainer: Any) -> None:
+        """Raise `UsageError` if the trainer has loaded a step, and then forgotten where it is."""
+        step, trainer.strategy.resumed_at = trainer.strategy.resumed_at, None
+        if step not in (None, trainer.global_step):
+            raise UsageError(
+                f"step {step} was loaded, and then a callback has restored another checkpoint: the trainer "
+                f"would go on after step {trainer.global_step}",
+                remedy="leave BatchSizeFinder and LearningRateFinder out of a trainer that resumes",
+            )
 
     def _refuse_used(self, trainer: Any) -> None:
         """Raise an error on all ranks if this training would begin beside other work in its folder."""

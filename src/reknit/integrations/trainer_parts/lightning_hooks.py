@@ -10,6 +10,7 @@ import torch
 
 from reknit.errors import UsageError
 from reknit.frameworks.torch.dtensor import is_dtensor
+from reknit.frameworks.torch.modules.module_names import without_wrappers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -141,6 +142,27 @@ def begin_epoch(trainer: Any) -> None:
                 callback.on_train_epoch_start(trainer, trainer.lightning_module)
 
 
+def groups_of(optimizers: Any, module: Any) -> list[Any]:
+    """Return the groups of optimizers in the order of their parameters, with the names of these.
+
+    None in the place of an optimizer with parameters of another module.
+    """
+    names = {id(one): without_wrappers(name) for name, one in module.named_parameters()}
+    found: list[Any] = []
+    for optimizer in optimizers:
+        order = [id(one) for group in optimizer.param_groups for one in group["params"]]
+        if not names.keys() >= set(order):
+            found.append(None)
+            continue
+        number = {one: place for place, one in enumerate(order)}
+        groups = [
+            {**group, "params": [number[id(one)] for one in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+        found.append({"names": [names[one] for one in order], "param_groups": groups})
+    return found
+
+
 def marks(optimizers: Any) -> list[Any]:
     """Return facts about optimizers that differ once somebody changes their groups or states."""
     found = []
@@ -148,14 +170,15 @@ def marks(optimizers: Any) -> list[Any]:
         for group in optimizer.param_groups:
             found.append({key: list(map(id, one)) if key == "params" else one for key, one in group.items()})
         found += [leaf for states in optimizer.state.values() for leaf in _leaves(states)]
-    return _marked(found)  # type: ignore[no-any-return]
+    return marked(found)  # type: ignore[no-any-return]
 
 
-def _marked(value: Any) -> Any:
+def marked(value: Any) -> Any:
+    """Return a value with facts in the place of each tensor, which differ once somebody changes it."""
     if isinstance(value, dict):
-        return {key: _marked(one) for key, one in value.items()}
+        return {key: marked(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return list(map(_marked, value))
+        return list(map(marked, value))
     return ("tensor", id(value), value._version) if isinstance(value, torch.Tensor) else value
 
 

@@ -10,7 +10,9 @@ from reknit import stored
 from reknit.api import loads
 from reknit.engine.display import ranks
 from reknit.errors import CheckpointNotFoundError, VersionError
+from reknit.frameworks import tree
 from reknit.frameworks.stateful import Kept
+from reknit.integrations.trainer_parts.lightning_hooks import copied
 from reknit.integrations.trainer_parts.trainer_objects import newest_before
 from reknit.locations import location_text
 from reknit.options import LoadOptions
@@ -18,7 +20,7 @@ from reknit.runs.load_step import UNSOUND
 from reknit.runs.tiers import below
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from reknit.engine.call_reports import LoadReport
     from reknit.runs.checkpointer import Checkpointer
@@ -69,13 +71,22 @@ class StepOfRun:
         """Fill optimizers; `state` has the model, too, which names their parameters, and is not filled."""
         return loads.load(self.path, state, options=replace(self.options, only=_OPTIMIZERS))
 
-    def model_states(self) -> dict[str, Any]:
-        """Return the saved model as a dict of new tensors, as Lightning gives it to hooks."""
+    def states(self, groups: Sequence[Any]) -> tuple[dict[str, Any], list[Any]]:
+        """Return the saved states of the model and of optimizers in new memory, as Lightning has them.
+
+        `groups` are those of the optimizers, as `groups_of` returns them.
+        """
         plain = replace(
             self.options, only=(), cast=False, allow_shape_mismatch=(), share="auto", progress=True
         )
         with stored.open(self.path, options=plain) as checkpoint:
-            return checkpoint.read_all(["model"])["model"] if "model" in checkpoint.items else {}
+            items = [optimizer_name(number) for number, one in enumerate(groups) if one is not None]
+            found = checkpoint.read_all(["model"] * ("model" in checkpoint.items) + items)
+        optimizers = [
+            {} if one is None else _numbered(found[optimizer_name(number)], one)
+            for number, one in enumerate(groups)
+        ]
+        return found.get("model", {}), optimizers
 
     def before(self) -> str | None:
         """Return the path of the step before this one that may take its place, or None."""
@@ -83,6 +94,25 @@ class StepOfRun:
             return None
         older = newest_before(self.number, steps := self.run.steps())
         return next((each.path for each in steps if older is not None and each.step == older), None)
+
+
+def optimizer_name(number: int) -> str:
+    """Return the name of the item of an optimizer."""
+    return f"optimizer_{number}" if number else "optimizer"
+
+
+def _numbered(saved: Mapping[str, Any], groups: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states of an optimizer by the numbers of its parameters, as its `state_dict` has them."""
+    numbers = {name: number for number, name in enumerate(groups["names"])}
+    state: dict[Any, Any] = {}
+    more: dict[Any, Any] = {}
+    for fqn, value in saved.items():
+        part, *names = (tree.unescape(element) for element in fqn.split("/"))
+        if part == "state" and len(names) == 2 and names[0] in numbers:
+            state.setdefault(numbers[names[0]], {})[names[1]] = value
+        elif part in ("shared", "more") and len(names) == 1:
+            (state if part == "shared" else more)[names[0]] = value
+    return {"state": state, "param_groups": copied(groups["param_groups"]), **more}
 
 
 def find(path: str, folders: Mapping[str, FolderOfRun], broadcast: Any, *, fits: bool) -> StepOfRun | None:

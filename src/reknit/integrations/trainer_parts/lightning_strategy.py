@@ -23,13 +23,15 @@ from reknit.integrations.trainer_parts.lightning_hooks import (
     ShownStates,
     add_groups,
     freeze_as_saved,
+    groups_of,
+    marked,
     marks,
     owners,
     require_whole,
     shown_as,
     trainable,
 )
-from reknit.integrations.trainer_parts.lightning_step import TRAINER, find, sound, tell
+from reknit.integrations.trainer_parts.lightning_step import TRAINER, find, optimizer_name, sound, tell
 from reknit.integrations.trainer_parts.positioned_loader import (
     PositionedLoader,
     begin_next_epoch,
@@ -79,10 +81,6 @@ class _Nothing(dict[str, Any]):
         return False
 
 
-class _Unread(list[Any]):
-    """Stands for the states of optimizers, which reknit fills itself."""
-
-
 class ReknitStrategy:
     """The methods of a strategy about checkpoints; `original` has those of Lightning.
 
@@ -106,7 +104,10 @@ class ReknitStrategy:
     _checkpoint: Mapping[str, Any] = MappingProxyType({})
     _fills = False
     _by_hooks = False
+    _given: Any = None
     _marks: Any = None
+    resumed_at: int | None = None
+    """The number of the loaded step, until the training begins."""
     _random: Any = None
 
     @contextmanager
@@ -153,8 +154,9 @@ class ReknitStrategy:
         if replaced:
             rest["optimizer_states"] = optimizers
         require_whole(rest, trainer)
-        if found := trainable(trainer):
-            rest[OWN] = found
+        rest[OWN] = trainable(trainer)
+        if optimizers is not None and not replaced and not self.restore_checkpoint_after_setup:
+            rest[OWN]["optimizers"] = groups_of(self.optimizers, self.lightning_module)
         state = self._objects(with_optimizers=optimizers is not None and not replaced)
         state["rng"] = PerRank(RngState())
         if self.is_global_zero:
@@ -192,26 +194,34 @@ class ReknitStrategy:
         if not _is_ours(path, self.runs):
             found: dict[str, Any] = self.original.load_checkpoint(path, *args, **kwargs)
             return found
-        trainer = self.lightning_module.trainer
+        trainer, optimizers = self.lightning_module.trainer, list[Any]()
         if (step := self._find(path)) is None:
             trainer.ckpt_path = None  # Lightning would log that it has loaded the folder
             return _Nothing({_VERSION: _version_of(trainer)})
         sharded = self.restore_checkpoint_after_setup
         self._by_hooks = not sharded and bool(owners(trainer, "on_load_checkpoint"))
         if self._by_hooks:
-            step, states = sound(step, lambda step: (step, step.model_states()), self._find)
+            step, (model, optimizers) = sound(step, self._states_of, self._find)
         if sharded:
             step = sound(step, self._fill, self._find)
         checkpoint = {_VERSION: _version_of(trainer), **step.rest}
         saved = checkpoint.pop(OWN, {})
         if self._by_hooks:
-            checkpoint["state_dict"] = states
+            checkpoint["state_dict"] = model
+        self._given = None
         if self._fits and not sharded:
             freeze_as_saved(trainer, saved)
-            if "lr_schedulers" in checkpoint:  # otherwise Lightning says that these are weights alone
-                checkpoint.setdefault("optimizer_states", _Unread())
+            # Without schedulers, Lightning says that these are weights alone.
+            if "lr_schedulers" in checkpoint and "optimizer_states" not in checkpoint:
+                checkpoint["optimizer_states"] = optimizers
+                self._given = marked(optimizers)
+            self.resumed_at = checkpoint.get("global_step")
         self._step, self._checkpoint, self._fills = step, checkpoint, not sharded
         return checkpoint
+
+    def _states_of(self, step: StepOfRun) -> tuple[StepOfRun, tuple[dict[str, Any], list[Any]]]:
+        """Return a step, and the states that hooks expect."""
+        return step, step.states(step.rest.get(OWN, {}).get("optimizers", []) if self._fits else [])
 
     def setup(self, trainer: Any) -> None:
         """Set the strategy up, and fill the objects of the trainer if a step was found before."""
@@ -248,8 +258,7 @@ class ReknitStrategy:
             if sharded:
                 freeze_as_saved(trainer, step.rest.get(OWN, {}))
             add_groups(trainer, step.rest.get("callbacks", {}) if sharded else None)
-            has_own = sharded or isinstance(self._checkpoint.get("optimizer_states"), _Unread)
-            objects = self._objects(with_optimizers=has_own)
+            objects = self._objects(with_optimizers=sharded or self._has_own(self._checkpoint))
             state["rng"] = PerRank(Accessors(RngState().state_dict, self._keep_random))
         if not self._by_hooks:
             state |= objects
@@ -264,6 +273,10 @@ class ReknitStrategy:
         self._marks = marks(self.optimizers)
         return step
 
+    def _has_own(self, checkpoint: Mapping[str, Any]) -> bool:
+        """Return whether hooks have left the states of optimizers as they were saved."""
+        return self._given is not None and marked(checkpoint.get("optimizer_states")) == self._given
+
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         """Load the model, unless it is filled in another way."""
         if self._step is None or self._by_hooks:
@@ -271,7 +284,7 @@ class ReknitStrategy:
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Load the optimizers, unless they are filled already, and nobody has changed them since."""
-        if self._step is None or not isinstance(checkpoint["optimizer_states"], _Unread):
+        if self._step is None or not self._has_own(checkpoint):
             self.original.load_optimizer_state_dict(checkpoint)
         elif self._marks != marks(self.optimizers):
             self._step.load_optimizers(self._objects(with_optimizers=True))
@@ -303,7 +316,7 @@ class ReknitStrategy:
         found: dict[str, Any] = {"model": self.model or self.lightning_module}
         if with_optimizers:
             for number, optimizer in enumerate(self.optimizers):
-                found[f"optimizer_{number}" if number else "optimizer"] = optimizer
+                found[optimizer_name(number)] = optimizer
         return found
 
 
