@@ -40,6 +40,7 @@ class Checkpoint:
     tensors: dict[Name, torch.Tensor] = field(default_factory=dict)
     shared: dict[Name, Any] = field(default_factory=dict)
     own: dict[tuple[str, tuple[tuple[str, int], ...]], dict[str, Any]] = field(default_factory=dict)
+    num_ranks: int | None = None
 
     def catalog(self) -> Catalog:
         """Return the catalog that a loading rank receives."""
@@ -50,7 +51,7 @@ class Checkpoint:
         for (item, fqn), value in self.shared.items():
             blobs[item][fqn] = value
         places = {item: tuple(dict(place) for of, place in self.own if of == item) for item in self.items}
-        return Catalog(self.items, tensors, blobs, places, self._own)
+        return Catalog(self.items, tensors, blobs, places, self._own, num_ranks=self.num_ranks)
 
     def _own(self, item: str, coordinate: Mapping[str, int]) -> dict[str, Any]:
         return self.own.get((item, tuple(sorted(coordinate.items()))), {})
@@ -61,7 +62,7 @@ def assemble(everyone: Sequence[Holdings]) -> Checkpoint:
 
     Every element of every tensor is there, copies are equal, the ranks in `replicas` hold exactly that box.
     """
-    checkpoint = Checkpoint(everyone[0].items)
+    checkpoint = Checkpoint(everyone[0].items, num_ranks=len(everyone))
     held = [{(s.item, s.fqn, s.box): s for s in holdings.shards} for holdings in everyone]
     covered: dict[Name, torch.Tensor] = {}
     for rank, holdings in enumerate(everyone):

@@ -13,12 +13,12 @@ import numpy as np
 
 from reknit.errors import StateError, UsageError, shortage, shown
 from reknit.frameworks import tree
-from reknit.frameworks.neutral import conflict, from_neutral, placed_as, put_array, record_of, to_neutral
+from reknit.frameworks.neutral import from_neutral, placed_as, put_array, to_neutral
 from reknit.frameworks.numbers import element, from_element, is_number, like, misfit, read_as
-from reknit.frameworks.stateful import fits, hand_over, is_stateful, present_state, tensors_of
+from reknit.frameworks.stateful import fits, hand_over, is_stateful, unlike_now
 from reknit.frameworks.walk.adapter import Adapter
 from reknit.frameworks.walk.own_code import cause
-from reknit.frameworks.walk.state_dict_effects import has_effects
+from reknit.frameworks.walk.state_dict_effects import SETTLED, collect_position, leave, taker_of
 from reknit.frameworks.walk.writable import may_fill
 from reknit.keywords import checked_call
 from reknit.types.devices import CUDA
@@ -196,6 +196,7 @@ class PerRankAdapter(Adapter):
         """Collect the value as a whole, with its tensors, under this rank's coordinate."""
         state = value.value.state_dict() if is_stateful(value.value) else value.value
         saving.blob(to_neutral(state, str(place)), place, value.place_of(saving.world))
+        collect_position(value.value, state, place, saving)
 
     def wanted(self, value: PerRank, place: Place, loading: Loading, assign: Assign) -> None:
         """Request the value if the ranks have the same coordinates as the saving ranks."""
@@ -211,18 +212,22 @@ class PerRankAdapter(Adapter):
         same = {_key(other) for other in saved} == places
         if places is None:
             same = mine in saved and len(saved) == loading.world.size
-        if same and place.fqn in (own := loading.saved.own(place.item, mine)):
+        own = loading.saved.own(place.item, mine) if same else {}
+        state = from_neutral(own[place.fqn]) if place.fqn in own else None
+        taker = taker_of(value.value, place, loading, state)
+        if taker is SETTLED:
+            return
+        if place.fqn in own:
             loading.taken_back.append((place.item, place.fqn))
-            state = from_neutral(own[place.fqn])
-            if fits(value.value, state, place, loading):
-                self._want(value, state, place, loading)
+            if fits(taker, state, place, loading):
+                self._want(value, taker, state, place, loading)
         elif not same and _was_saved(place, loading):
-            loading.note(place, _left(value, len(saved), loading))
+            leave(value.value, place, _left(value, len(saved), loading), loading)
         else:
             loading.report_missing(place, "the checkpoint does not have it")
 
-    def _want(self, value: PerRank, state: Any, place: Place, loading: Loading) -> None:
-        if why := _conflict(value.value, state, place, loading):
+    def _want(self, value: PerRank, taker: Any, state: Any, place: Place, loading: Loading) -> None:
+        if why := unlike_now(taker, state, place, loading):
             loading.report_mismatched(place, why)
             return
         if isinstance(value, RngState):
@@ -237,26 +242,14 @@ class PerRankAdapter(Adapter):
                 value._restore(state)
 
             loading.later(restore)  # last, since other objects may draw random numbers while they are loaded
-        elif is_stateful(value.value):
-            hand_over(value.value, lambda: value.value.load_state_dict(state), loading)
+        elif is_stateful(taker):
+            hand_over(taker, lambda: taker.load_state_dict(state), loading)
         else:
             made, why = _fitted(state, value.value, cast=loading.catalog.terms.cast)
             if why is not None:
                 loading.report_mismatched(place, why)
                 return
             loading.later(lambda: _refill(value, placed_as(made, value.value)))
-
-
-def _conflict(present: Any, state: Any, place: Place, loading: Loading) -> str | None:
-    """Return the reason why arrays in a saved value cannot become the present arrays, or None."""
-    records = {path: record_of(array) for path, array in tensors_of(state, place, loading).items()}
-    records = {path: record for path, record in records.items() if "keys" in record}
-    if not records or (is_stateful(present) and has_effects(present)):
-        return None
-    now = present_state(present, place, loading) if is_stateful(present) else present
-    held = tensors_of(now, place, loading)
-    whys = (conflict(record, record_of(held.get(path))) for path, record in records.items())
-    return next((why for why in whys if why is not None), None)
 
 
 def _fitted(state: Any, present: Any, *, cast: bool) -> tuple[Any, str | None]:

@@ -12,7 +12,14 @@ from reknit.errors import FormatError, StateError
 from reknit.frameworks import tree
 from reknit.frameworks.neutral import conflict, is_renewable, record_of, to_neutral, trained
 from reknit.frameworks.walk.adapter import Adapter
-from reknit.frameworks.walk.state_dict_effects import comes_last, has_effects, may_disturb
+from reknit.frameworks.walk.state_dict_effects import (
+    SETTLED,
+    collect_position,
+    comes_last,
+    has_effects,
+    may_disturb,
+    taker_of,
+)
 from reknit.types.entry import own_code
 from reknit.types.shard import Tagged
 
@@ -96,12 +103,16 @@ class StatefulAdapter(Adapter):
         with own_code():
             state = value.state_dict()
         saving.blob(skeleton(state, place, saving), place.below(tree.SKELETON))
+        collect_position(value, state, place, saving)
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
         """Request the object's state, which it receives as a whole, in new memory."""
         record = place.below(tree.SKELETON)
         if not loading.takes(record):
             _want_tensors(value, place, loading)
+            return
+        value = taker_of(value, place, loading, loading.saved.look_up(record).value)
+        if value is SETTLED:
             return
         found = loading.value(record)
         if found.why is not None or not fits(value, found.value, place, loading):
@@ -144,6 +155,18 @@ def present_state(value: Any, place: Place, loading: Loading) -> Any:
         loading.note(place, _CALLED)
     with own_code():
         return value.state_dict()
+
+
+def unlike_now(present: Any, state: Any, place: Place, loading: Loading) -> str | None:
+    """Return the reason why arrays in a saved value cannot become the present arrays, or None."""
+    records = {path: record_of(array) for path, array in tensors_of(state, place, loading).items()}
+    records = {path: record for path, record in records.items() if "keys" in record}
+    if not records or (is_stateful(present) and has_effects(present)):
+        return None
+    now = present_state(present, place, loading) if is_stateful(present) else present
+    held = tensors_of(now, place, loading)
+    whys = (conflict(record, record_of(held.get(path))) for path, record in records.items())
+    return next((why for why in whys if why is not None), None)
 
 
 def hand_over(value: Any, action: Callable[[], None], loading: Loading) -> None:

@@ -19,6 +19,9 @@ Path = tuple["str | int", ...]
 SKELETON: Final = "~s"
 """Path element of the record of a stateful object; it differs from all escaped keys."""
 
+POSITION: Final = "~position"
+"""Path element of the position that all readers of a data loader have; it differs from all escaped keys."""
+
 _PLAIN: Final = frozenset({int, float, complex, str, bytes, bool, type(None)})
 """Types of most leaves, which need no further checks, since lists can have millions of numbers."""
 

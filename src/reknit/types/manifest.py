@@ -190,7 +190,8 @@ class Manifest(Struct, frozen=True):
 
     `files` lists every file but the manifest itself, the index included (`index_path`).  With a `table`, it
     lists the index only, and the table lists all other files and all `blobs`.  `created` is in seconds since
-    the epoch.  `origin` (world size, versions) is information only; `metadata` comes from the user.
+    the epoch.  `origin` has the world size, by which a load judges the positions of data loaders, and
+    versions; `metadata` comes from the user.
     `generation` is higher in each run of a job, and None if the writer had no generation.  `dropped` has the
     items that were removed since, with the time.  After that, `saved_as` is the write id of the save, and
     `write_id` belongs to the manifest and its index.  `moved_to` is the place to which all files but the
@@ -244,7 +245,7 @@ class Catalog(Struct, frozen=True):
     `tensors[item][fqn]` is a spec and `blobs[item][fqn]` a value that all ranks shared.  `coordinates[item]`
     are the coordinates of ranks that saved values of their own.  `own(item, coordinate)` reads the values of
     one coordinate, by fqn; `read_ahead(item, coordinates)` reads those of several at once, for `own`.
-    `terms` are the terms of the load.
+    `terms` are the terms of the load.  `num_ranks` is the number of ranks that saved, None if it is unknown.
     """
 
     items: tuple[str, ...]
@@ -254,3 +255,4 @@ class Catalog(Struct, frozen=True):
     own: Callable[[str, Mapping[str, int]], Mapping[str, Any]]
     terms: Terms = field(default_factory=Terms)
     read_ahead: Callable[[str, Sequence[Mapping[str, int]]], None] = field(default=lambda *_: None)
+    num_ranks: int | None = None

@@ -112,6 +112,7 @@ class OpenCheckpoint:
             )
             for item in self.items
         }
+        num_ranks = self.manifest.origin.get("world_size")
         return Catalog(
             items=self.items,
             tensors=tensors,
@@ -120,6 +121,7 @@ class OpenCheckpoint:
             own=self.own,
             terms=terms or Terms(),
             read_ahead=self.read_ahead,
+            num_ranks=num_ranks if isinstance(num_ranks, int) else None,
         )
 
     def blob_names(self) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Can an object of torch or torchdata take a saved state?  Its class answers that before the load."""
+"""Can an object of torch take a saved state?  Its class answers that before the load."""
 
 from __future__ import annotations
 
@@ -8,13 +8,9 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler, swa_utils
 
-from reknit.frameworks.imported import imported
-
 
 def misfit(value: Any, saved: Any) -> str | None:
-    """Return the reason why a scaler, scheduler or loader cannot take a saved state, or None."""
-    if isinstance(value, imported("torchdata.stateful_dataloader", "StatefulDataLoader")):
-        return _other_workers(value.num_workers, saved)
+    """Return the reason why a scaler or scheduler cannot take a saved state, or None."""
     if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
         return _other_scaler(value, saved)
     if isinstance(value, lr_scheduler.LRScheduler):
@@ -71,28 +67,6 @@ def _other_scheduler(value: Any, saved: Any) -> str | None:
         if (why := misfit(mine, part)) is not None:
             return f"of its schedulers, number {number}: {why}"
     return None
-
-
-def _other_workers(here: int, state: Any) -> str | None:
-    """Return the reason why a StatefulDataLoader cannot take a state, since it would fail only at a batch."""
-    saved = _num_workers(state) if isinstance(state, Mapping) else None
-    if saved is None or saved == here:
-        return None
-    return (
-        f"a StatefulDataLoader with num_workers={saved} was saved, and this one has "
-        f"num_workers={here}.  Keep that number, or, before the next save, wrap the "
-        "loader for any number: in ConsumedSamples for a map-style dataset, in ShardedDataLoader for a "
-        "SourceDataset"
-    )
-
-
-def _num_workers(state: Mapping[str, Any]) -> int | None:
-    """Return the number of workers in the state of a loader, or None for an unknown form."""
-    try:
-        found = state["_snapshot"]["_main_snapshot"]["_num_workers"] if "_snapshot" in state else 0
-    except (KeyError, TypeError):
-        return None
-    return found if isinstance(found, int) and (found or "_num_yielded" in state) else None
 
 
 def _settings(state: Mapping[str, Any]) -> set[str]:

@@ -114,12 +114,11 @@ class Loading(Selecting):
         (self._early if early else self._late).filled.append(tensor)
 
     def pass_over(self, place: Place) -> None:
-        """Record that a name and those below it are not needed, as the name itself was reported."""
+        """Record that a name and those below it are not needed: it was reported, or comes in another way."""
         below = f"{place.fqn}/" if place.fqn else ""
-        names = self.catalog.tensors.get(place.item, {})
-        self._superseded += [
-            (place.item, fqn) for fqn in (place.fqn, *names) if fqn.startswith(below) or fqn == place.fqn
-        ]
+        item = place.item
+        names = (place.fqn, *self.catalog.tensors.get(item, {}), *self.catalog.blobs.get(item, {}))
+        self._superseded += [(item, fqn) for fqn in names if fqn.startswith(below) or fqn == place.fqn]
 
     def view(
         self,

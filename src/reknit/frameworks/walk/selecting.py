@@ -51,6 +51,10 @@ class Selecting(Walk):
         literal = [re.split(r"[*?\[]", pattern, maxsplit=1)[0] for pattern in self.catalog.terms.only]
         return any(below.startswith(start) or start.startswith(below) for start in literal)
 
+    def names(self, place: Place) -> bool:
+        """Return whether a pattern of `strict` names a place, so that the caller may want it left out."""
+        return matches(full_name(place.item, place.fqn), self.catalog.terms.watched)
+
     def may_resize(self, place: Place) -> bool:
         """Return whether a tensor with this name may have another shape in the checkpoint."""
         patterns = self.catalog.terms.resizable

@@ -1,15 +1,31 @@
-"""Objects with a `state_dict` that a load must not call, and objects that are loaded after the tensors."""
+"""Objects with a `state_dict` that a load must not call, objects that are loaded late, and data loaders."""
 
 from __future__ import annotations
 
 import sys
 from collections import deque
 from collections.abc import Container, Iterable, Iterator
+from importlib import import_module
 from itertools import chain
-from typing import Any
+from typing import Any, Final
+
+from reknit.frameworks.imported import imported
+from reknit.frameworks.tree import POSITION
 
 _DEPTH_OF_LOADERS = 2
 _DEPTH_OF_TENSORS = 3
+
+_OF_ONE_READER = (
+    ("torchdata.stateful_dataloader", "StatefulDataLoader"),
+    ("torchdata.stateful_dataloader.sampler", "StatefulDistributedSampler"),
+    ("torchdata.nodes.base_node", "BaseNode"),
+    ("torchdata.nodes.loader", "Loader"),
+    ("datasets.iterable_dataset", "IterableDataset"),
+)
+"""Classes of loaders and their sources.  A loader of Mosaic Streaming, for example, has a global position."""
+
+SETTLED: Final = object()
+"""The answer for a data loader that takes no state."""
 
 
 def has_effects(value: Any) -> bool:
@@ -34,6 +50,42 @@ def may_disturb(value: Any) -> bool:
 def comes_last(value: Any) -> bool:
     """Return whether an object declares that its `load_state_dict` reads tensors that the load fills."""
     return bool(getattr(value, "load_after_tensors", False))
+
+
+def is_loader(value: Any) -> bool:
+    """Return whether an object is a data loader, or a source of one, or holds one."""
+    return is_of_one_reader(value) or _is_loader(value) or _holds_loader(value)
+
+
+def is_of_one_reader(value: Any) -> bool:
+    """Return whether an object is of a library whose states count the samples of one reader only."""
+    return any(isinstance(value, imported(*name)) for name in _OF_ONE_READER)
+
+
+def collect_position(value: Any, state: Any, place: Any, saving: Any) -> None:
+    """Collect the position of all readers beside the state of a data loader, if that is one of torchdata."""
+    if isinstance(value, imported(*_OF_ONE_READER[0])):
+        import_module("reknit.frameworks.loaders.positions").collect_position(value, state, place, saving)
+
+
+def taker_of(value: Any, place: Any, loading: Any, state: Any) -> Any:
+    """Return the object that takes a saved state: the object itself, unless it is a data loader.
+
+    `SETTLED` is returned for a loader that continues without the state, or is refused.  `state` is the state
+    saved for this rank, or None.
+    """
+    loading.pass_over(place.below(POSITION))
+    if not is_of_one_reader(value) and loading.catalog.num_ranks in (None, loading.world.size):
+        return value
+    return import_module("reknit.frameworks.loaders.readers").taker_of(value, place, loading, state)
+
+
+def leave(value: Any, place: Any, why: str, loading: Any) -> None:
+    """Note that a value stays as it is.  Raises `MismatchError` for a data loader, which would begin anew."""
+    if is_loader(value):
+        import_module("reknit.frameworks.loaders.readers").refuse(place, why, loading)
+    else:
+        loading.note(place, why)
 
 
 def _declared(value: Any) -> bool | None:

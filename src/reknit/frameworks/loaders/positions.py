@@ -1,0 +1,147 @@
+"""The positions of torchdata's stateful loaders, which other readers continue.
+
+The state of a loader is that of one reader.  Beside it, a save stores the position of all readers, and how
+they read.  A load with the same readers gives the loader its own state.  Any others continue from the
+position if the sampler is known; otherwise the load is refused.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from reknit.frameworks.loaders import torchdata_state
+from reknit.frameworks.loaders.readers import other_ranks, refuse
+from reknit.frameworks.loaders.sample_order import EpochPosition
+from reknit.frameworks.loaders.samplers import give_position, reading_of
+from reknit.frameworks.tree import POSITION
+from reknit.frameworks.walk.state_dict_effects import SETTLED
+
+if TYPE_CHECKING:
+    from reknit.frameworks.loaders.samplers import KnownReading
+    from reknit.frameworks.walk.load_walk import Loading
+    from reknit.frameworks.walk.save_walk import Saving
+    from reknit.frameworks.walk.walk import Place
+
+
+def collect_position(loader: Any, state: Any, place: Place, saving: Saving) -> None:
+    """Collect the position of a loader, given its state."""
+    try:
+        position = torchdata_state.position_of(loader, state, saving.world.size)
+    except (KeyError, TypeError, AttributeError):  # a subclass or a version with another form
+        return
+    saving.blob(position.record(), place.below(POSITION))
+
+
+def taker_of(loader: Any, place: Place, loading: Loading, state: Any) -> Any:
+    """Return the object that takes the state saved for this rank.
+
+    `SETTLED` stands for a loader that continues from its position, or is refused.  `state` is None if the
+    checkpoint has no state for this rank.
+    """
+    at = place.below(POSITION)
+    agreed = at.fqn in loading.catalog.blobs.get(place.item, {})
+    record = (loading.value(at) if agreed else loading.saved.look_up(at)).value
+    saved = None if record is None else EpochPosition.of_record(record)
+    reading = reading_of(loader, loading.world.size)
+    if saved is None or saved.order is None or reading is None:
+        if (why := _other_readers(loader, saved, state, loading)) is not None:
+            refuse(place, why, loading)
+            return SETTLED
+        return loader
+    here = (reading.readers.number, reading.batch, loader.num_workers)
+    is_same = state is not None and here == (saved.readers, saved.batch, saved.workers)
+    if (why := _unfit(saved, reading, agreed=agreed or is_same)) is not None:
+        refuse(place, why, loading)
+        return SETTLED
+    if is_same:
+        return _OwnState(loader, reading, saved)
+    if state is not None and saved.order.drawn and reading.order.drawn:
+        return _DrawnOrder(loader, reading)
+    loading.pass_over(place)
+    loading.note(
+        place,
+        f"it continues after {saved.samples} samples of all readers: {saved.readers} then, {here[0]} here",
+    )
+    loading.early(lambda: _continue(loader, reading, saved))
+    return SETTLED
+
+
+def _unfit(saved: EpochPosition, reading: KnownReading, *, agreed: bool) -> str | None:
+    """Return the reason why the saved position has no meaning for a loader here, or None."""
+    if not agreed:
+        return "its ranks had taken different numbers of samples, which only the same readers can continue"
+    if saved.samples == 0 or saved.ended or (saved.order is not None and saved.order.fits(reading.order)):
+        return None
+    return f"it was saved within {saved.order}, and its sampler has {reading.order} here"
+
+
+def _other_readers(loader: Any, saved: EpochPosition | None, state: Any, loading: Loading) -> str | None:
+    """Return the reason why the state of a loader whose order is not known does not fit here, or None."""
+    workers = None if state is None else torchdata_state.num_workers(state)
+    if workers not in (None, loader.num_workers):
+        return (
+            f"a StatefulDataLoader with num_workers={workers} was saved, and this one has "
+            f"num_workers={loader.num_workers}"
+        )
+    size = torchdata_state.batch_size(loader)
+    if saved is not None and saved.counted and saved.batch != size:
+        return f"it was saved after batches of {saved.batch} samples, and has batches of {size} here"
+    return other_ranks(loading)
+
+
+class _OwnState:
+    """A loader that takes its own state, with the same readers."""
+
+    state_dict_has_effects = True
+
+    def __init__(self, loader: Any, reading: KnownReading, saved: EpochPosition) -> None:
+        self._loader, self._reading, self._saved = loader, reading, saved
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the present state of the loader."""
+        state: dict[str, Any] = self._loader.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the loader; one that had continued from a position has a sampler with a state of its own."""
+        has_position = torchdata_state.continued_from(state) is not None
+        if self._saved.ended and has_position:
+            _begin(self._loader)
+            return
+        if has_position:
+            give_position(self._reading)
+        _set_epoch(self._reading, self._saved)
+        self._loader.load_state_dict(state)
+
+
+class _DrawnOrder(_OwnState):
+    """A loader in the order that its sampler draws, with other workers or batches of another size."""
+
+    def __init__(self, loader: Any, reading: KnownReading) -> None:
+        self._loader, self._reading = loader, reading
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue in the same order."""
+        self._loader.load_state_dict(torchdata_state.redivided(self._loader, self._reading, state))
+
+
+def _continue(loader: Any, reading: KnownReading, saved: EpochPosition) -> None:
+    """Continue a loader from the position of all readers; after the end of an epoch, begin the next one."""
+    if saved.ended or not saved.samples:
+        _begin(loader)
+        return
+    give_position(reading)
+    _set_epoch(reading, saved)
+    loader.load_state_dict(torchdata_state.state_at(loader, reading, saved))
+
+
+def _begin(loader: Any) -> None:
+    """Let a loader begin an epoch."""
+    loader.load_state_dict({})
+    loader.next_iter_state = None
+
+
+def _set_epoch(reading: KnownReading, saved: EpochPosition) -> None:
+    """Set the epoch within which a loader continues; the next one is for the training loop to set."""
+    if reading.order.seed is not None and saved.samples and not saved.ended:
+        reading.sampler.set_epoch(saved.epoch)
