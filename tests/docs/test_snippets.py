@@ -59,6 +59,7 @@ WRITE = "REKNIT_WRITE_OUTPUTS"
 """With this environment variable, pages with outputs get the real ones."""
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
 @pytest.mark.parametrize("page", [name for name in NAMES if name not in WITH_OUTPUTS])
 def test_a_reader_can_follow_the_page(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

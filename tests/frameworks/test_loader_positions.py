@@ -13,6 +13,7 @@ pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not in
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from torch.distributed.elastic.utils.data import ElasticDistributedSampler
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler
 from torchdata.nodes import IterableWrapper
@@ -26,6 +27,7 @@ from reknit.errors import MismatchError, StateError
 from reknit.frameworks.loaders.sample_order import SampleOrder, SampleReaders
 from reknit.frameworks.per_rank import PerRank
 from reknit.frameworks.registry import collect, wanted
+from reknit.types.wanted import Terms
 from tests.frameworks.checkpoint import assemble, load
 from tests.ranks import run
 
@@ -372,6 +374,19 @@ def test_a_loader_that_is_not_known_is_refused_on_other_ranks_and_goes_on_with_t
     assert "strict=['!data*']" in str(refused.value)
     if "object" not in name:
         load({"data": make(1, 2) if wrap is None else wrap(make(1, 2))}, checkpoint, 1, 2)
+
+
+def test_the_bare_state_of_a_loader_is_refused_on_other_ranks_unless_it_is_not_selected() -> None:
+    job = begun(shared_out(24, 4), 2)
+    taken(job, 2)
+    states = [{"data": {"loader": one.state_dict()}, "step": 1} for one in job]
+    checkpoint = assemble([collect(state, rank, 2) for rank, state in enumerate(states)])
+    target = {"data": {"loader": shared_out(24, 4)(0, 1).state_dict()}, "step": 0}
+    with pytest.raises(MismatchError, match=r"data/loader cannot continue .* of 2 ranks"):
+        wanted(target, checkpoint.catalog(), 0, 1)
+    only = structs.replace(checkpoint.catalog(), terms=Terms(only=("step/*",)))
+    assert wanted(target, only, 0, 1).mismatched == ()
+    wanted(states[0], checkpoint.catalog(), 0, 2).deliver()
 
 
 def test_another_order_in_the_middle_of_an_epoch_is_refused() -> None:

@@ -15,6 +15,7 @@ from reknit.frameworks.neutral import to_neutral
 from reknit.frameworks.numbers import from_element, is_number, like, read_as
 from reknit.frameworks.walk import overlap
 from reknit.frameworks.walk.adapter import Adapter
+from reknit.frameworks.walk.state_dict_effects import SETTLED, is_loader_state, taker_of
 from reknit.frameworks.walk.walk import View, first_match
 from reknit.types.box import Box
 from reknit.types.containers import REBUILT
@@ -146,6 +147,8 @@ class ContainerAdapter(Adapter):
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
         """Request the contents, or the whole container as one value."""
+        if is_loader_state(value) and taker_of(value, place, loading, value) is SETTLED:
+            return
         if _is_value(value, loading):
             want_value(value, place, loading, assign)
             return

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 from reknit.errors import MismatchError
 from reknit.frameworks import tree
 from reknit.frameworks.imported import imported
-from reknit.frameworks.walk.state_dict_effects import SETTLED, is_loader, is_of_one_reader
+from reknit.frameworks.walk.state_dict_effects import (
+    SETTLED,
+    is_loader,
+    is_loader_state,
+    is_of_one_reader,
+)
 
 if TYPE_CHECKING:
     from reknit.frameworks.walk.load_walk import Loading
@@ -45,8 +50,10 @@ def taker_of(value: Any, place: Place, loading: Loading, state: Any) -> Any:
     if isinstance(value, imported("torchdata.stateful_dataloader", "StatefulDataLoader")):
         return import_module("reknit.frameworks.loaders.positions").taker_of(value, place, loading, state)
     why = other_ranks(loading)
+    if why is None or (loading.catalog.terms.only and not loading.may_take_below(place)):
+        return value
     differed = state is None and is_loader(value) and loading.saved.differed(place.below(tree.SKELETON))
-    if why is not None and (is_of_one_reader(value) or differed or _holds_position(state)):
+    if differed or is_of_one_reader(value) or _holds_position(state):
         refuse(place, why, loading)
         return SETTLED
     return value
@@ -57,7 +64,7 @@ def _holds_position(state: Any) -> bool:
     held: list[bool] = []
 
     def look(path: tree.Path, leaf: Any) -> Any:
-        if isinstance(leaf, dict) and "_sampler_iter_yielded" in leaf:
+        if is_loader_state(leaf):
             held.append(True)
         return tree.DESCEND
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from importlib import import_module
 from itertools import chain
 from typing import Any, Final
@@ -60,6 +60,15 @@ def is_loader(value: Any) -> bool:
 def is_of_one_reader(value: Any) -> bool:
     """Return whether an object is of a library whose states count the samples of one reader only."""
     return any(isinstance(value, imported(*name)) for name in _OF_ONE_READER)
+
+
+def is_loader_state(value: Any) -> bool:
+    """Return whether a value is the state of a StatefulDataLoader."""
+    return (
+        isinstance(value, Mapping)
+        and "_iterator_finished" in value
+        and ("_snapshot" in value or "_sampler_iter_yielded" in value)
+    )
 
 
 def collect_position(value: Any, state: Any, place: Any, saving: Any) -> None:
