@@ -59,11 +59,15 @@ def cores_per_rank() -> int:
 
 
 class Launch(NamedTuple):
-    """A launcher that started this process, with others: `variable` says that they are `size`."""
+    """A launcher that started this process, with others: `variable` says that they are `size`.
+
+    `rank` is the number of this process, None if it is not known.
+    """
 
     launcher: str
     variable: str
     size: int
+    rank: int | None = None
 
 
 def launch() -> Launch | None:
@@ -78,7 +82,9 @@ def launch() -> Launch | None:
     size = int(os.environ[variable])
     if size < 2 or (variable == "SLURM_NTASKS" and in_shell):
         return None
-    return Launch(_LAUNCHED[variable], variable, size)
+    rank = os.environ.get("RANK", "") if variable == "WORLD_SIZE" else ""
+    known = rank.isdecimal() and int(rank) < size
+    return Launch(_LAUNCHED[variable], variable, size, int(rank) if known else None)
 
 
 def host_name() -> str | None:

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from torch.distributed.elastic.utils.data import ElasticDistributedSampler
+from torch.distributed.elastic.utils.data.elastic_distributed_sampler import ElasticDistributedSampler
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler
 from torchdata.nodes import IterableWrapper
 from torchdata.nodes import Loader as NodesLoader
@@ -44,7 +44,7 @@ multiprocessing.set_forkserver_preload(["torchdata.stateful_dataloader"])  # onc
 
 
 def numbers(found: Any) -> list[int]:
-    return torch.as_tensor(found).reshape(-1).tolist()  # type: ignore[no-any-return]
+    return torch.as_tensor(found).reshape(-1).tolist()
 
 
 def loader_of(samples: Any, *, sampler: Any = None, workers: int = 0, **more: Any) -> Any:
@@ -63,7 +63,7 @@ def shared_out(length: int, batch: int | None, workers: int = 0, **more: Any) ->
     """Return a function that makes the loader of one reader."""
 
     def make(rank: int, size: int) -> Any:
-        sampler = DistributedSampler(range(length), size, rank, **more)  # type: ignore[arg-type]
+        sampler: Any = DistributedSampler(range(length), size, rank, **more)  # type: ignore[arg-type]
         return loader_of(range(length), batch_size=batch, sampler=sampler, workers=workers)
 
     return make
@@ -144,9 +144,9 @@ def in_batches(kind: type) -> Callable[[Any], dict[str, Any]]:
 
 
 SAMPLERS: dict[str, Callable[[Any], Any]] = {
-    "DistributedSampler": lambda of: DistributedSampler(*of, seed=2),
+    "DistributedSampler": lambda of: DistributedSampler(of[0], of[1], of[2], seed=2),
     "StatefulDistributedSampler": lambda of: StatefulDistributedSampler(*of, seed=2),
-    "ElasticDistributedSampler": lambda of: ElasticDistributedSampler(*of, start_index=0),
+    "ElasticDistributedSampler": lambda of: ElasticDistributedSampler(of[0], of[1], of[2], start_index=0),
 }
 BATCHES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "sampler": lambda sampler: {"sampler": sampler, "batch_size": 3},
@@ -248,7 +248,7 @@ def test_an_order_that_one_rank_draws_goes_on_in_batches_of_another_size(batch: 
 @pytest.mark.parametrize("before", [{"workers": 2}, {"workers": 2, "snapshot_every_n_steps": 3}], ids=str)
 def test_batches_that_workers_have_read_ahead_are_not_taken(before: dict[str, Any]) -> None:
     def make(rank: int, size: int, **more: Any) -> Any:
-        sampler = DistributedSampler(range(40), size, rank, seed=4)  # type: ignore[arg-type]
+        sampler: Any = DistributedSampler(range(40), size, rank, seed=4)  # type: ignore[arg-type]
         return loader_of(range(40), batch_size=2, sampler=sampler, **more)
 
     job = [make(rank, 2, **before) for rank in range(2)]
@@ -311,7 +311,7 @@ class Growing(list[int]):
         """Do nothing."""
 
 
-class Relabelled(StatefulDataLoader[Any]):
+class Relabelled(StatefulDataLoader[Any]):  # type: ignore[misc]
     """A loader whose state has a form of its own."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -430,13 +430,16 @@ def test_a_lenient_load_begins_the_data_anew_only_if_it_names_the_loader(tmp_pat
     assert sorted(number for one in seen[1:] for number in one[0]) == list(range(8, 24))
 
 
+WRAPS: tuple[Callable[[Any], Any], ...] = (lambda one: one, PerRank)
+
+
 def job_loader() -> Any:
     sampler: Any = DistributedSampler(range(24), shuffle=False)  # type: ignore[arg-type]
     return loader_of(range(24), sampler=sampler, batch_size=2)
 
 
 def save_all(paths: Sequence[str]) -> None:
-    for path, wrap in zip(paths, (lambda one: one, PerRank), strict=True):
+    for path, wrap in zip(paths, WRAPS, strict=True):
         one = job_loader()
         batches = iter(one)
         next(batches)
@@ -447,7 +450,7 @@ def save_all(paths: Sequence[str]) -> None:
 
 def continued(paths: Sequence[str]) -> list[list[int]]:
     found = []
-    for path, wrap in zip(paths, (lambda one: one, PerRank), strict=True):
+    for path, wrap in zip(paths, WRAPS, strict=True):
         one = job_loader()
         report = reknit.load(path, {"data": wrap(one), "weight": torch.ones(1)})
         assert "continues after 8 samples" in report.notes["data"]

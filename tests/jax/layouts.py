@@ -4,18 +4,21 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import reknit
+from reknit.dataloader import SourceLoader
 from reknit.errors import StateError, UsageError
 from reknit.frameworks import registry
+from reknit.frameworks.jax.same_arrays import same as same_arrays
+from reknit.frameworks.per_rank import PerRank
 from reknit.types.manifest import Catalog
 from tests.jax import training
 
@@ -117,6 +120,73 @@ def look_without_others(rows: int, columns: int) -> int:
     assert not want.mismatched
     assert {shard.replicas for shard in held.shards if shard.fqn == "up/b"} == {(0, 1)}
     return len(held.shards)
+
+
+def load_under_a_mesh(folder: str) -> list[str]:
+    """Load arrays of a mesh, set or not, of all processes; return the names of arrays that differ."""
+    wrong: list[str] = []
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(kind,))
+        for is_set in (False, True):
+            path = f"{folder}/{kind}-{is_set}"
+            with jax.set_mesh(mesh) if is_set else nullcontext():
+                want = _on_all_devices(mesh)
+                reknit.save(path, {"w": want, "own": PerRank({"key": want["key"], "rep": [want["rep"]]})})
+                state: dict[str, Any] = {
+                    "w": dict(want),
+                    "own": PerRank({"key": want["key"], "rep": [want["rep"]]}),
+                }
+                reknit.load(path, state)
+                own = state["own"].value
+                pairs = [(name, array, want[name]) for name, array in state["w"].items()]
+                pairs += [("own key", own["key"], want["key"]), ("own rep", own["rep"][0], want["rep"])]
+                wrong += [f"{path} {name}" for name, *two in pairs if not _same_everywhere(*two)]
+                assert all(array is not other for _, array, other in pairs)
+    return wrong
+
+
+def _on_all_devices(mesh: Any) -> dict[str, Any]:
+    rep, cut = NamedSharding(mesh, P()), NamedSharding(mesh, P("x"))
+    count = mesh.size
+    return {
+        "key": jax.jit(lambda: jax.random.key(7), out_shardings=rep)(),
+        "keys": jax.jit(lambda: jax.random.split(jax.random.key(7), count), out_shardings=cut)(),
+        "rep": jax.jit(lambda: jnp.arange(8.0), out_shardings=rep)(),
+        "cut": jax.jit(lambda: jnp.arange(8.0 * count), out_shardings=cut)(),
+        "number": jax.device_put(1.5),
+        "own key": jax.random.wrap_key_data(jax.device_put(np.arange(2, dtype=np.uint32))),
+    }
+
+
+def _same_everywhere(array: Any, want: Any) -> bool:
+    alike = (array.aval, array.sharding, array.committed) == (want.aval, want.sharding, want.committed)
+    return alike and same_arrays(array, want)
+
+
+def read_without_a_place() -> list[int]:
+    """Return the numbers that this process reads."""
+    return list(SourceLoader(_Source, 5))
+
+
+class _Source:
+    """A source of one number."""
+
+    def __init__(self, number: int) -> None:
+        self.left = [number]
+
+    def __iter__(self) -> _Source:
+        return self
+
+    def __next__(self) -> int:
+        if not self.left:
+            raise StopIteration
+        return self.left.pop()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"left": list(self.left)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.left = state["left"]
 
 
 def refuse_on_one(folder: str) -> str:

@@ -57,6 +57,18 @@ def test_a_process_that_collects_and_wants_needs_no_other(pair: Job) -> None:
     assert pair.call_one(0, "layouts.look_without_others", 2, 2) > 0
 
 
+def test_arrays_of_a_mesh_of_all_processes_come_back_whether_that_mesh_is_set_or_not(
+    pair: Job, tmp_path: Path
+) -> None:
+    assert pair.call("layouts.load_under_a_mesh", tmp_path / "a") == [[], []]
+
+
+def test_processes_read_the_data_once_together_without_being_given_a_place(pair: Job) -> None:
+    parts = pair.call("layouts.read_without_a_place")
+    assert sorted(number for part in parts for number in part) == list(range(5))
+    assert all(parts)
+
+
 def test_what_one_process_cannot_save_is_told_to_all(pair: Job, tmp_path: Path) -> None:
     reported = pair.call("layouts.refuse_on_one", tmp_path / "a")
     assert all("donated" in text for text in reported)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tests.jax.job import Job
 
 
-MODULES = ("trees", "arrays", "records", "memory", "optional", "beside_torch", "exact")
+MODULES = ("trees", "arrays", "records", "memory", "optional", "refusals", "beside_torch", "exact")
 WITH_TORCH = ("beside_torch", "exact")
 
 

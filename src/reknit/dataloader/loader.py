@@ -35,7 +35,8 @@ class TokenLoader:
     epoch and source.  `epochs` is the number of passes, None for endless.  Tokens have `dtype`; batches are
     padded with `padding`.
 
-    `place` says which part of the data this rank reads.  With `num_workers`, that many processes read and
+    `place` says which part of the data this rank reads; without it, all ranks of the job are data-parallel
+    (`ReaderPlace.of_job`).  With `num_workers`, that many processes read and
     pack, `prefetch` batches ahead; batches of the workers come round robin, always in the same order.  With
     `in_process` the workers run in this process.  With `save_every`, workers have their state ready whenever
     that many batches were taken since the last save or load, so that a save does not wait (`expect_save`).
@@ -64,7 +65,7 @@ class TokenLoader:
         in_process: bool = False,
         timeout_s: float = 300.0,
     ) -> None:
-        self.place = place or ReaderPlace()
+        self.place = ReaderPlace.of_job() if place is None else place
         rank, size, replica = self.place
         _check(token_budget >= 1, "token_budget is at least 1")
         _check(epochs is None or epochs >= 1, "epochs is at least 1, or None for ever")

@@ -23,7 +23,7 @@ class SourceLoader:
     streaming Hugging Face dataset, a node of torchdata, and a Grain dataset.  It must give its values in the
     same order each time, each as a new object.  Its state must be as of the last value that it gave, with all
     values that wait in buffers of its own.  `sizes` are the approximate numbers of values of the sources, to
-    balance the ranks.
+    balance the ranks.  Without a `place`, all ranks of the job are data-parallel (`ReaderPlace.of_job`).
 
     A save reads the next value of each source that is open, and keeps it.  So the end of a source is known,
     and a source that begins anew when it is loaded at its end is not read twice.  A ``for`` after the end is
@@ -40,7 +40,7 @@ class SourceLoader:
     ) -> None:
         if num_sources < 1 or (sizes is not None and len(sizes) != num_sources):
             raise UsageError(f"there are {num_sources} sources, and sizes of {sizes and len(sizes)}")
-        self.place = place or ReaderPlace()
+        self.place = ReaderPlace.of_job() if place is None else place
         self._open, self._sizes = open_source, list(sizes or [1] * num_sources)
         self._readers = Readers(self.place.size, 1)
         self._turns: Turns | None = None

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
+from reknit.dataloader.place import ReaderPlace
 from reknit.dataloader.token_sets import order_of
 from reknit.errors import StateError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
-
-    from reknit.dataloader.place import ReaderPlace
 
 Batch = TypeVar("Batch")
 
@@ -24,7 +23,7 @@ class ConsumedSamples(Generic[Batch]):
     all ranks share.  This may be a loader whose sampler is a `GlobalSampler`, Megatron's with that many
     ``consumed_samples``, or a Grain dataset ``ds[position:][rank::size]``.  It may have any workers, and read
     ahead: a batch counts when it is taken.  Every rank takes `batch_size` samples at a time, `size` ranks
-    together.
+    together (None for all ranks of the job, see `ReaderPlace.of_job`).
 
     A loader whose order depends on the number of ranks can go on with the same batches only on as many ranks.
     (Megatron's random sampler gives each rank a part of the epoch.) Say so with ``any_size=False``; another
@@ -36,9 +35,11 @@ class ConsumedSamples(Generic[Batch]):
         make: Callable[[int], Iterable[Batch]],
         *,
         batch_size: int,
-        size: int = 1,
+        size: int | None = None,
         any_size: bool = True,
     ) -> None:
+        if size is None:
+            size = ReaderPlace.of_job().size
         if batch_size < 1 or size < 1:
             raise UsageError(f"there are no {size} ranks that take {batch_size} samples each")
         self.position = 0

@@ -36,7 +36,7 @@ class SourceDataset(IterableDataset[Any]):
         sizes: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
-        self.place = place or ReaderPlace()
+        self.place = ReaderPlace.of_job() if place is None else place
         self.sizes = list(sizes or [1] * num_sources)
         self._open = open_source
         self._turns: Turns | None = None

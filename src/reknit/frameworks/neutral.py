@@ -195,6 +195,8 @@ def _live_leaf(path: tree.Path, leaf: Any) -> Any:
             f"the checkpoint holds a {leaf.tag}, and {needs} is not installed",
             remedy=f"install reknit[{needs}]",
         ) from error
+    if needs == "jax":
+        library.require_no_trace(f"the saved value {tree.dotted(path)}", "loaded")
     try:
         return _live(library, leaf)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:

@@ -14,7 +14,9 @@ from reknit.types.dtype import ITEMSIZE, numpy_dtype
 from reknit.types.shard import Tagged
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+
+    from numpy.typing import NDArray
 
 TAG: Final = "jax.array"
 
@@ -24,13 +26,27 @@ def is_array(value: Any) -> bool:
     return isinstance(value, jax.Array)
 
 
+def require_no_trace(where: object, done: str, array: Any = None) -> None:
+    """Raise `StateError` while JAX traces a function, or for an array that it has traced."""
+    if isinstance(array, jax.core.Tracer) or jax_private.is_tracing():
+        raise StateError(
+            f"{where} is to be {done} in a function that is traced by JAX: the Python code of the function "
+            "runs once, and arrays have no values yet",
+            remedy="call save and load outside of functions that JAX transforms (jax.jit, jax.grad, jax.vmap "
+            "and the like), with the arguments and results of these",
+        )
+
+
 def to_tagged(array: Any, where: str) -> Tagged:
     """Return an array as plain data.
 
     Raises `StateError` for an array without values, with parts in other processes, or with a dtype that is
     not stored.
     """
-    whole = not isinstance(array, jax.core.Tracer) and not array.is_deleted() and array.is_fully_addressable
+    require_no_trace(where, "saved", array)
+    whole = not array.is_deleted() and (array.is_fully_addressable or array.is_fully_replicated)
+    if whole and not array.is_fully_addressable:
+        array = array.addressable_data(0)
     record = record_of(array) if whole else {}
     if "keys" in record:
         array = jax.random.key_data(array)
@@ -88,8 +104,40 @@ def as_recorded(array: Any, record: Mapping[str, Any]) -> Any:
 
 def placed_as(array: Any, present: Any) -> Any:
     """Return an array on the devices of another one, and cut in the same way, if the shapes are equal."""
-    alike = array.shape == present.shape and present.committed
-    return jax.device_put(array, present.sharding) if alike else array
+    if array.shape != present.shape or not present.committed:
+        return array
+    if present.sharding.is_fully_addressable:
+        return jax.device_put(array, present.sharding)
+    data = host_data(array)
+    made = divided(tuple(array.shape), present.sharding, array.dtype, lambda index: data[index])
+    return as_recorded(made, record_of(array))
+
+
+def host_data(array: Any) -> NDArray[Any]:
+    """Return the values of an array that is whole in this process; for keys, those of their data."""
+    return np.asarray(jax.random.key_data(array) if jax_private.is_key_dtype(array.dtype) else array)
+
+
+def divided(shape: tuple[int, ...], sharding: Any, dtype: Any, part: Callable[[Any], NDArray[Any]]) -> Any:
+    """Return an array on the devices of a sharding; `part` returns the host memory for an index.
+
+    For keys this is the memory of their data.  Sends no message to other processes.
+    """
+    if not jax_private.is_key_dtype(dtype):
+        return jax.make_array_from_callback(shape, sharding, lambda index: part(index or ()), dtype=dtype)
+    # JAX makes keys in the default memory of each device, and refuses any other.
+    array = jax.make_array_from_callback(
+        shape, sharding.with_memory_kind(None), lambda index: keys(part(index or ()), dtype), dtype=dtype
+    )
+    return jax.device_put(array, sharding)
+
+
+def keys(data: NDArray[Any], dtype: Any) -> Any:
+    """Return keys on the default device, given their data.
+
+    A function of jax.numpy would put the data on all devices of the mesh that is set.
+    """
+    return jax.random.wrap_key_data(jax.device_put(data), impl=jax_private.implementation(dtype))
 
 
 def from_value(value: dict[str, Any]) -> Any:

@@ -88,6 +88,7 @@ class Filling(Unfilled):
             box: np.empty((*box.lengths, *tail), kind) for box in sorted(boxes, key=lambda box: box.offsets)
         }
         self.arrived = False
+        self._made: Any = None
 
     @classmethod
     def like(cls, target: Any, place: Place) -> Filling:
@@ -117,43 +118,46 @@ class Filling(Unfilled):
         """Begin with the values of an array of the same form."""
         for shard in array.addressable_shards:
             box = box_of(shard.index, self._shape)
-            data = jax.random.key_data(shard.data) if self._is_key else shard.data
-            self._memory[box][...] = np.asarray(data)
+            self._memory[box][...] = array_values.host_data(shard.data)
 
     def filled(self) -> Any:
         """Return an array with the contents of the memory."""
+        if self._made is None:
+            self._made = self._new()
+        return self._made
+
+    def _new(self) -> Any:
         if self._sharding is None:
-            array = jax.device_put(self._part(Box.whole(self._shape)))
-        elif self._is_key:
-            # JAX makes keys in the default memory of each device, and refuses any other.
-            array = jax.device_put(self._cut(self._sharding.with_memory_kind(None)), self._sharding)
+            data = self._memory[Box.whole(self._shape)]
+            array = array_values.keys(data, self._dtype) if self._is_key else jax.device_put(data)
         else:
-            array = self._cut(self._sharding)
+            array = array_values.divided(
+                self._shape,
+                self._sharding,
+                self._dtype,
+                lambda index: self._memory[box_of(index, self._shape)],
+            )
         array = jax_private.weakly_typed(array) if self._weak else array
         return array_values.as_recorded(array, self.record)
-
-    def _cut(self, sharding: Any) -> Any:
-        """Return the array on the devices of a sharding."""
-        return jax.make_array_from_callback(
-            self._shape,
-            sharding,
-            lambda index: self._part(box_of(index or (), self._shape)),
-            dtype=self._dtype,
-        )
 
     @property
     def _is_key(self) -> bool:
         return jax_private.is_key_dtype(self._dtype)
 
-    def _part(self, box: Box) -> Any:
-        data = self._memory[box]
-        if self._is_key:
-            made_for = jax_private.implementation(self._dtype)
-            return jax.random.wrap_key_data(jax.numpy.asarray(data), impl=made_for)
-        return data
-
     def _arrive(self) -> None:
+        """Make the array before any is put in its place, so that an error leaves all of them as they were.
+
+        On other devices than CPUs there may not be enough memory for old and new arrays; keys are small.
+        """
         self.arrived = True
+        if self._is_key or _is_on_host(self._sharding):
+            self.filled()
+
+
+def _is_on_host(sharding: Any) -> bool:
+    """Return whether all devices of a sharding are CPUs, or the default device is one."""
+    devices = (jax.device_put(0).sharding if sharding is None else sharding).device_set
+    return all(device.platform == "cpu" for device in devices)
 
 
 def _indices(sharding: Any, shape: tuple[int, ...], place: Place) -> list[tuple[slice, ...]]:

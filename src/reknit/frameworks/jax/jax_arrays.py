@@ -10,8 +10,9 @@ import numpy as np
 
 from reknit.errors import StateError
 from reknit.frameworks.jax import jax_private
+from reknit.frameworks.jax.array_values import require_no_trace
 from reknit.frameworks.jax.filling import Filling, box_of, is_reduced, require_reduced, spec_of, with_data
-from reknit.frameworks.jax.pytree import JaxNodeAdapter, VariableSetter, leaves
+from reknit.frameworks.jax.pytree import JaxNodeAdapter, JaxReferenceAdapter, VariableSetter, leaves
 from reknit.frameworks.walk.adapter import Adapter
 from reknit.frameworks.walk.walk import Place, View
 from reknit.types.devices import memory_of
@@ -32,7 +33,7 @@ IMPLEMENTATION: Final = "~prng"
 
 def adapters() -> tuple[Adapter, ...]:
     """Return the adapters for JAX's objects, in the order of asking."""
-    return (JaxArrayAdapter(), JaxNodeAdapter())
+    return (JaxArrayAdapter(), JaxReferenceAdapter(), JaxNodeAdapter())
 
 
 def libraries() -> tuple[Arrays, ...]:
@@ -93,11 +94,7 @@ class JaxArrays:
 
 
 def _require_values(array: Any, place: Place) -> None:
-    if isinstance(array, jax.core.Tracer):
-        raise StateError(
-            f"{place} is traced by JAX: it is a step in a computation and has no values yet",
-            remedy="save the result of the compiled function, outside of jax.jit",
-        )
+    require_no_trace(place, "saved", array)
     if array.is_deleted():
         raise StateError(
             f"{place} is a jax.Array whose memory was given away (donated) or deleted",
@@ -196,6 +193,7 @@ class JaxArrayAdapter(Adapter):
                 f"{place} is a jax.ShapeDtypeStruct, which has no values",
                 remedy="save arrays; abstract ones are for loading",
             )
+        require_no_trace(place, "saved", value)
         saving.world.once("jax copies", lambda: start_copies(saving.state, saving.world))
         first = len(saving.shards)
         saving.tensor(value, place)
@@ -209,6 +207,7 @@ class JaxArrayAdapter(Adapter):
         """Request a successor of the array, and put it in its place."""
         if not loading.takes(place):
             return
+        require_no_trace(place, "loaded", value)
         if assign is None:
             raise StateError(
                 f"{place} is a {type(value).__name__} in a container that cannot be changed",

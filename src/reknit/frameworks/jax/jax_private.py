@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from jax._src import core
 from jax._src.array import ArrayImpl
 
 
@@ -22,6 +23,11 @@ def implementation(dtype: Any) -> str:
 def key_shape(dtype: Any) -> tuple[int, ...]:
     """Return the shape of the data of one key."""
     return tuple(dtype._impl.key_shape)
+
+
+def is_tracing() -> bool:
+    """Return whether JAX traces a function in this thread."""
+    return not core.trace_state_clean()
 
 
 def weakly_typed(array: Any, *, weak: bool = True) -> Any:

@@ -81,6 +81,37 @@ class VariableSetter:
         self.variable.set_raw_value(new)
 
 
+class JaxReferenceAdapter(Adapter):
+    """Mutable references of JAX, and hijax variables of Flax: refused, with the form to save instead."""
+
+    def matches(self, value: Any) -> bool:
+        """Return whether this is a reference, or a variable of Flax NNX in the form of hijax."""
+        kind = type(value)
+        return (kind.__name__ in _REFERENCES and kind.__module__.startswith("jax.")) or (
+            kind.__name__ == "HijaxVariable" and kind.__module__.startswith("flax.")
+        )
+
+    def collect(self, value: Any, place: Place, saving: Saving) -> None:
+        """Raise `StateError`."""
+        raise _refused(value, place)
+
+    def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
+        """Raise `StateError` if the load takes the value."""
+        if loading.takes(place):
+            raise _refused(value, place)
+
+
+_REFERENCES = ("Ref", "MutableArray")
+
+
+def _refused(value: Any, place: Place) -> StateError:
+    return StateError(
+        f"{place} is a {type(value).__name__}, which JAX does not take apart into arrays",
+        remedy="of a model of Flax NNX, save and load state = nnx.to_pure_dict(nnx.state(model)), and call "
+        "nnx.update(model, state) after the load; of a jax.Ref, save and load its array, ref[...]",
+    )
+
+
 class JaxNodeAdapter(Adapter):
     """Dataclasses, frozen dicts, and all other classes that are registered with JAX as nodes."""
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from reknit.errors import StateError
-from reknit.frameworks.jax.array_values import is_array, to_tagged
+from reknit.frameworks.jax.array_values import host_data, is_array, to_tagged
 from reknit.frameworks.same_value import same_value
 
 __all__ = ["is_array", "same"]
@@ -26,6 +24,6 @@ def same(a: Any, b: Any) -> bool:
         except StateError:  # for a tracer or a deleted array
             return False
     return a.sharding == b.sharding and all(
-        one.index == other.index and same_value(np.asarray(one.data), np.asarray(other.data))
+        one.index == other.index and same_value(host_data(one.data), host_data(other.data))
         for one, other in zip(a.addressable_shards, b.addressable_shards, strict=True)
     )

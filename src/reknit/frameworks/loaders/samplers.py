@@ -141,6 +141,7 @@ def give_position(reading: KnownReading) -> None:
     Sampler and batch sampler stay the same objects, which the user has as well; only their classes change.
     """
     if not isinstance(reading.sampler, PositionedSampler):
-        reading.sampler.__class__ = _positioned(type(reading.sampler))
+        kind: Any = type(reading.sampler)
+        reading.sampler.__class__ = _positioned(kind)
     if reading.batches is not None:  # torchdata's class differs by the state of its iterators
         reading.batches.__class__ = torchdata_samplers.BatchSampler
