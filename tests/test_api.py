@@ -324,14 +324,14 @@ def test_strict_refuses_before_anything_changes_and_lists_every_problem(path: Pa
     assert state["extra"] == {"epoch": 0, "more": 1}
 
 
-def test_a_long_list_of_problems_is_cut_and_counted(path: Path) -> None:
+def test_a_long_list_of_alike_problems_is_counted(path: Path) -> None:
     state = target()
     state["model"] |= {f"new.{n}": np.zeros(1) for n in range(30)}
     with pytest.raises(reknit.MismatchError) as caught:
         reknit.load(path, state)
-    assert caught.value.message.count("missing: ") == 20
+    assert caught.value.message.count("missing: ") == 1
     assert "in 30 places" in caught.value.message
-    assert "... and 10 more" in caught.value.message
+    assert "and 27 more: " in caught.value.message
 
 
 def test_another_dtype_is_refused_unless_it_may_be_converted(path: Path) -> None:

@@ -61,7 +61,7 @@ def test_what_has_the_same_name_shape_and_dtype_is_filled() -> None:
     want = shard("w", F32, box)
     fills, problems = match(index_of(v=F32, w=F32), wanted(want), LoadOptions())
     assert fills == [Fill("m/w", 1, box, want.data, False)]
-    assert problems == ([], [], {}, [])
+    assert problems == ([], [], {}, [], [])
 
 
 def test_what_has_no_name_or_another_shape_or_dtype_is_told() -> None:
@@ -213,8 +213,33 @@ def test_damage_comes_first_and_makes_it_another_error() -> None:
     lines = caught.value.message.splitlines()
     assert lines[0].endswith("in 31 places; nothing was changed:")
     assert lines[1] == "  damaged: f is missing (rank 1)"
+    assert lines[2:] == ["  missing: n0, n1, n2 and 27 more: gone (rank 0)"]
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 30])
+def test_a_reason_of_many_names_is_said_once_with_their_count(number: int) -> None:
+    names = [f"n{each}" for each in range(number)]
+    with pytest.raises(MismatchError) as caught:
+        require_fit([asked(0, missing=names, mismatched=["m"])], names, (), (), "here")
+    lines = caught.value.message.splitlines()[1:]
+    each = min(number, 3) if number < 4 else 1
+    assert [line.split(":")[0].strip() for line in lines] == [
+        *["missing"] * each,
+        "mismatched",
+        *["unexpected"] * each,
+    ]
+    assert ("and 27 more" in lines[0]) == (number == 30)
+    assert f"in {2 * number + 1} places" in caught.value.message
+
+
+def test_a_long_list_of_reasons_is_cut_and_counted() -> None:
+    request = asked(0)
+    request.mismatched.extend((f"n{each}", f"reason {each}") for each in range(30))
+    with pytest.raises(MismatchError) as caught:
+        require_fit([request], [], (), (), "here")
+    lines = caught.value.message.splitlines()
     assert len(lines) == 22
-    assert lines[-1] == "  ... and 11 more"
+    assert lines[-1] == "  ... and 10 more"
 
 
 def test_a_pattern_that_matches_nothing_comes_before_what_it_may_explain() -> None:

@@ -240,8 +240,8 @@ class LoadRequest(msgspec.Struct, array_like=True):
     transforms that match nothing in its items, `damaged` sentences about files.  `num_tensors` counts the
     tensors that the rank asks for, `num_filled` those among them that it finds, and `num_values` other values
     that it finds.  `lacking` and `unfit` are the missing and mismatched names in a lenient load on a rank
-    that finds no tensor at all.  With `early`, the rank has objects, which are loaded before tensors, and
-    `early_offer` has the ranges for them.
+    that finds no tensor at all.  `refused` are names that no option permits.  With `early`, the rank has
+    objects, which are loaded before tensors, and `early_offer` has the ranges for them.
     """
 
     rank: int
@@ -256,6 +256,7 @@ class LoadRequest(msgspec.Struct, array_like=True):
     num_values: int = 0
     lacking: list[tuple[str, str]] = []
     unfit: list[tuple[str, str]] = []
+    refused: list[tuple[str, str, str]] = []
     early: bool = False
     early_offer: Offer | None = None
 

@@ -52,7 +52,7 @@ _INTEGERS = (f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64
 _NUMPY_NAMES = frozenset(("bool", *_INTEGERS, "float16", "float32", "float64", "complex64", "complex128"))
 INTEGERS = frozenset(name for name in ITEMSIZE if "int" in name)
 _COMPLEX = frozenset({"complex64", "complex128"})
-_FLOATS = frozenset(name for name in ITEMSIZE if "float" in name) - {"float8_e8m0fnu", "float4_e2m1fn_x2"}
+FLOATS = frozenset(name for name in ITEMSIZE if "float" in name) - {"float8_e8m0fnu", "float4_e2m1fn_x2"}
 
 
 def converts(saved: str, wanted: str) -> bool:
@@ -65,13 +65,13 @@ def converts(saved: str, wanted: str) -> bool:
     """
     if saved == wanted:
         return True
-    number = wanted in INTEGERS or wanted in _FLOATS or wanted in _COMPLEX
+    number = wanted in INTEGERS or wanted in FLOATS or wanted in _COMPLEX
     if saved == "bool":
         return number
     if saved in INTEGERS and wanted in INTEGERS:
         return np.can_cast(saved, wanted)
     if saved in INTEGERS:
-        return wanted in _FLOATS
-    if saved in _FLOATS:
-        return wanted in _FLOATS
+        return wanted in FLOATS
+    if saved in FLOATS:
+        return wanted in FLOATS
     return saved in _COMPLEX and wanted in _COMPLEX

@@ -61,6 +61,8 @@ class Wanted(Struct, frozen=True):
     `resizable`: (item, fqn) of wanted tensors that take the common part of a saved tensor of another shape.
     `resized`: (name, note) of wanted tensors of another shape whose shards were already adapted to the saved
     shape.
+    `unlike`: (item, fqn, dtype) of wanted tensors that the catalog lacks, or has in another dtype than the
+    target, which is given.
     `superseded`: (item, fqn) of saved entries that are not needed: another tensor replaces them, or they are
     dropped.
     `labels`: the name of each shard in messages to users, if that differs from its own.
@@ -85,6 +87,7 @@ class Wanted(Struct, frozen=True):
     own: tuple[tuple[str, str], ...] = ()
     resizable: tuple[tuple[str, str], ...] = ()
     resized: tuple[tuple[str, str], ...] = ()
+    unlike: tuple[tuple[str, str, str], ...] = ()
     superseded: tuple[tuple[str, str], ...] = ()
     labels: tuple[str, ...] = ()
     idle: tuple[str, ...] = ()

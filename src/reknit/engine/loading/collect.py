@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from reknit.engine.loading.load_job import LoadJob
     from reknit.engine.stored.opening import OpenCheckpoint
     from reknit.transforms.apply import Transformed
+    from reknit.transforms.quantized import Quantized
     from reknit.types.manifest import Catalog
     from reknit.types.wanted import Wanted
 
@@ -47,7 +48,8 @@ class Collected(NamedTuple):
         index, wanted, problems = self.checkpoint.index, self.wanted, self.problems
         taken = {index.tensors[fill.tensor][:2] for fill in self.fills}
         taken |= {alias[:2] for alias in wanted.aliases} | set(wanted.superseded)
-        mentioned = {name for name, _ in problems.mismatched} | problems.resized.keys()
+        mentioned = {name for name, *_ in (*problems.mismatched, *problems.refused)}
+        mentioned |= problems.resized.keys()
         if self.transformed is not None:
             for entry in wanted.mismatched:
                 for tensors in (True, False):
@@ -100,6 +102,8 @@ def collect(job: LoadJob, checkpoint: OpenCheckpoint) -> Collected:
             wanted, transformed, made = job.want(catalog), None, {}
         job.recorder.coordinate = dict(wanted.coordinate)
         fills, problems = match(part.index, wanted, options, part.stored)
+        if wanted.unlike:
+            problems.refuse(_quantized(part, wanted, transformed))
     return Collected(
         checkpoint=part,
         wanted=wanted,
@@ -129,6 +133,30 @@ def _known(wanted: Wanted) -> set[Name]:
     known.update(alias[:2] for alias in wanted.aliases)
     known.update(entry[:2] for entry in wanted.mismatched)
     return known
+
+
+def _quantized(part: OpenCheckpoint, wanted: Wanted, transformed: Transformed | None) -> dict[str, Quantized]:
+    """Return the wanted tensors, by name, whose values the checkpoint has in quantized form.
+
+    Their names before and after each rule count, so that no rule hides a scale.
+    """
+    from reknit.transforms.quantized import quantized  # most loads convert nothing
+
+    entries = [(full_name(*entry[:2]), entry.spec.dtype) for entry in part.index.tensors]
+    saved = dict(entries) | {part.stored[name]: dtype for name, dtype in entries if name in part.stored}
+    if transformed is not None:
+        for item, tensors in transformed.catalog.tensors.items():
+            saved.update((full_name(item, fqn), spec.dtype) for fqn, spec in tensors.items())
+    labels: dict[str, str] = {}
+    dtypes: dict[str, str] = {}
+    for item, fqn, dtype in wanted.unlike:
+        sources = [] if transformed is None else transformed.origins((item, fqn))
+        names = [full_name(*source) for source in ((item, fqn), *sources)]
+        for name in (*names, *(part.stored[name] for name in names if name in part.stored)):
+            labels.setdefault(name, names[0])
+            dtypes.setdefault(name, dtype)
+    known = dict.fromkeys((*saved, *(full_name(*name) for name in part.blob_names()), *part.offered))
+    return {labels[name]: found for name, found in quantized(dtypes, saved, known)}
 
 
 def _own(job: LoadJob, catalog: Catalog, item: str, coordinate: Mapping[str, int]) -> Mapping[str, Any]:

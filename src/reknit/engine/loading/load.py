@@ -181,6 +181,7 @@ def _request(job: LoadJob, collected: Collected, early: LoadPart | None, late: L
             num_values=len(wanted.blobs) + len(wanted.own) - wanted.num_kept,
             lacking=problems.missing[:most],
             unfit=problems.mismatched[:most],
+            refused=problems.refused,
             early=wanted.has_early,
             early_offer=None if early is None else early.offer(),
         )

@@ -16,16 +16,20 @@ from reknit.types.shard import full_name
 from reknit.types.wanted import RESIZE, Terms, matches, selects
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Container, Mapping, Sequence
+    from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 
     from reknit.engine.round_messages import LoadRequest
     from reknit.options import LoadOptions
     from reknit.planner.tiling import Gap
+    from reknit.transforms.quantized import Quantized
     from reknit.types.manifest import Index
     from reknit.types.shard import TensorSpec
     from reknit.types.wanted import Wanted
 
 
+_FIRST = {"damaged": 0, "": 1, "quantized": 2}
+_MOST_ALIKE = 3
+_UNEXPECTED = "saved, but no rank wants it"
 _FEW = 16
 """Tensors that are looked at one by one; for more, all rows of the index are."""
 
@@ -43,14 +47,42 @@ class Fill(NamedTuple):
 class Problems(NamedTuple):
     """The entries that do not fit, as (item/fqn, reason).
 
-    `damaged` has sentences about the files of the checkpoint.  `resized` is not a problem: it has, by name,
-    the parts that are taken of saved tensors of another shape.
+    `damaged` has sentences about the files of the checkpoint.  `refused` has quantized tensors that floats
+    are wanted of, as (item/fqn, kind, reason), which no option permits.  `resized` is not a problem: it has,
+    by name, the parts that are taken of saved tensors of another shape.
     """
 
     missing: list[tuple[str, str]]
     mismatched: list[tuple[str, str]]
     resized: dict[str, str]
     damaged: list[str]
+    refused: list[tuple[str, str, str]]
+
+    def refuse(self, quantized: Mapping[str, Quantized]) -> None:
+        """Move quantized tensors, by name, from the other problems to the refused ones."""
+        for problems in (self.missing, self.mismatched):
+            problems[:] = [problem for problem in problems if problem[0] not in quantized]
+        for name, found in quantized.items():
+            at = "" if found.name == name else f" in {found.name}"
+            why = f"saved as {found.dtype}{at}, which is a value only together with its scale, {found.scale}"
+            self.refused.append((name, found.kind, why))
+
+
+class Problem(NamedTuple):
+    """A place in which a checkpoint does not fit: its name or a sentence, the reason, and the ranks.
+
+    Reasons of the same kind are `alike`.
+    """
+
+    kind: str
+    name: str
+    why: str
+    alike: str
+    ranks: str
+
+    def __str__(self) -> str:
+        parts = (part for part in (self.kind, self.name, self.why) if part)
+        return ": ".join(parts) + self.ranks
 
 
 def terms(options: LoadOptions, watched: Sequence[str] = ()) -> Terms:
@@ -75,6 +107,7 @@ def match(
         [(full_name(item, fqn), why) for item, fqn, why in wanted.missing],
         [(n := full_name(item, fqn), why + _stored_as(n, names)) for item, fqn, why in wanted.mismatched],
         dict(wanted.resized),
+        [],
         [],
     )
     resizable = frozenset(wanted.resizable)
@@ -188,53 +221,75 @@ def require_fit(
     permits, and otherwise a `MismatchError`.  `idle` has lines about patterns that match nothing, which no
     option permits either.  `lenient` has patterns of the load; `hint` suggests a fix for missing names.
     """
-    everyone = {request.rank for request in requests}
-    found: dict[str, set[int]] = {f"damaged: {what}": everyone for what in damaged}
+    found: dict[tuple[str, str, str, str], set[int]] = {}
     for request in requests:
-        lines = [f"damaged: {what}" for what in request.damaged]
-        lines += [f"missing: {name}: {why}" for name, why in request.missing]
-        lines += [f"mismatched: {name}: {why}" for name, why in request.mismatched]
+        lines = [("damaged", what, "", "") for what in request.damaged]
+        lines += [("quantized", name, why, kind) for name, kind, why in request.refused]
+        lines += [("missing", name, why, why) for name, why in request.missing]
+        lines += [("mismatched", name, why, why) for name, why in request.mismatched]
         for line in lines:
             found.setdefault(line, set()).add(request.rank)
-    problems = [f"{line}{_on(ranks, len(requests))}" for line, ranks in found.items()]
-    problems.sort(key=lambda line: not line.startswith("damaged: "))
-    problems += [
-        f"unexpected: {name}: saved, but no rank wants it"
-        for name in unexpected
-        if not selects(name, lenient)
+    everyone = {request.rank for request in requests}
+    of_root = {("damaged", what, "", ""): everyone for what in damaged}
+    left = [name for name in unexpected if not selects(name, lenient)]
+    of_all = {("unexpected", name, _UNEXPECTED, _UNEXPECTED): everyone for name in left}
+    problems = [
+        Problem(*line, _on(ranks, len(requests))) for line, ranks in {**of_root, **found, **of_all}.items()
     ]
-    # First, since they may be the cause of the other problems, and must not be cut off.
-    problems[:0] = idle
+    # Idle patterns come first, since they may be the cause of the other problems, and must not be cut off.
+    problems[:0] = [Problem("", line, "", "", "") for line in idle]
+    problems.sort(key=lambda problem: _FIRST.get(problem.kind, len(_FIRST)))
     if problems:
-        raise _refusal(
-            problems,
-            url,
-            hint(list(dict.fromkeys(name for request in requests for name, _ in request.missing))),
-            damaged=bool(damaged) or any(request.damaged for request in requests),
-        )
+        missing = list(dict.fromkeys(name for request in requests for name, _ in request.missing))
+        raise _refusal(problems, url, hint(missing))
 
 
-def _refusal(problems: Sequence[str], url: str, hint: str | None, *, damaged: bool) -> ReknitError:
+def _refusal(problems: Sequence[Problem], url: str, hint: str | None) -> ReknitError:
     """Return the error that lists the first problems and counts the others."""
-    more = f"\n  ... and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-    lines = "\n  ".join(problems[:SHOWN]) + more
+    lines = list(_lines(problems))
+    listed = "\n  ".join(lines[:SHOWN]) + (
+        f"\n  ... and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+    )
     places = f"{len(problems)} place{'' if len(problems) == 1 else 's'}"
-    if damaged:
+    kinds = {problem.kind for problem in problems}
+    if "damaged" in kinds:
         return CorruptError(
             f"the checkpoint is damaged, or does not fit the target, in {places}; nothing was "
-            f"changed:\n  {lines}",
+            f"changed:\n  {listed}",
             path=url,
             remedy="restore the files that are damaged, or load another checkpoint",
         )
-    usual = (
+    remedy = (
         "mend the names or shapes, load fewer items, or pass the option that a line names; strict=False (or "
         "patterns, as in strict=['!model/head.*']) leaves out all entries that do not fit, and reports them"
     )
+    if "quantized" in kinds:
+        remedy = (
+            "load quantized tensors into tensors of their dtype, which a model that is quantized in the same "
+            f"way has, or read them as they are, with their scales: reknit.open({url!r}).read_all(); no "
+            "option loads them as floats"
+        )
+    elif hint is not None:
+        remedy = f"{hint}\n  -> otherwise {remedy}"
     return MismatchError(
-        f"the checkpoint does not fit the target in {places}; nothing was changed:\n  {lines}",
+        f"the checkpoint does not fit the target in {places}; nothing was changed:\n  {listed}",
         path=url,
-        remedy=usual if hint is None else f"{hint}\n  -> otherwise {usual}",
+        remedy=remedy,
     )
+
+
+def _lines(problems: Sequence[Problem]) -> Iterator[str]:
+    """Yield a line for each problem, but one line for more than a few problems of the same reason."""
+    alike: dict[tuple[str, str, str], list[Problem]] = {}
+    for problem in problems:
+        alike.setdefault((problem.kind, problem.alike or problem.name, problem.ranks), []).append(problem)
+    for each in alike.values():
+        first = each[0]
+        if len(each) <= _MOST_ALIKE:
+            yield from map(str, each)
+        else:
+            names = ", ".join(problem.name for problem in each[:_MOST_ALIKE])
+            yield str(first._replace(name=f"{names} and {len(each) - _MOST_ALIKE} more"))
 
 
 def _on(ranks: set[int], size: int) -> str:

@@ -60,6 +60,7 @@ class Loading(Selecting):
     _superseded: list[Entry] = field(default_factory=list)
     _needless: dict[Entry, str] = field(default_factory=dict)
     _num_kept: int = 0
+    _unlike: list[tuple[str, str, str]] = field(default_factory=list)
 
     def visit(self, value: Any, place: Place, assign: Assign) -> None:
         """Request the tensors and values of an object of any kind."""
@@ -209,6 +210,7 @@ class Loading(Selecting):
             notes=tuple(self.notes),
             own=tuple(self.taken_back),
             resizable=tuple(self._resizable),
+            unlike=tuple(self._unlike),
             superseded=tuple(self._superseded),
             idle=self.idle,
             num_tensors=len(self._requests),
@@ -244,6 +246,9 @@ class Loading(Selecting):
         if saved and self._better and (better := self._more_exact(saved[0], request)) is not None:
             self._superseded += [(place.item, place.fqn) for place in saved]
             saved = [better]
+        first, dtype = (*saved, *request.places)[0], request.view.spec.dtype
+        if (has := spec_of(first)) is None or has.dtype != dtype:
+            self._unlike.append((first.item, first.fqn, dtype))
         if not saved:
             if request.view.num_elements or record_at(request.places[0], self.saved) is None:
                 self._settle_number(request)
