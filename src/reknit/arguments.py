@@ -6,6 +6,7 @@ import logging
 import operator
 from collections.abc import Iterable, Mapping
 from contextlib import closing
+from enum import Enum
 from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -101,6 +102,12 @@ def check_state(state: object) -> None:
         )
     if wrong := [name for name in state if not is_text(name)]:
         raise UsageError(f"item names are non-empty strings, not {wrong[0]!r}")
+    if odd := [name for name in state if type(name) is not str and not isinstance(name, Enum)]:
+        # The format writes texts of Python only, and members of an enumeration by their values.
+        raise UsageError(
+            f"the item name {odd[0]!r} is a {type(odd[0]).__name__}, which derives from str",
+            remedy="pass str() of it",
+        )
 
 
 def warn_of_loose_tensors(state: Mapping[str, Any]) -> None:

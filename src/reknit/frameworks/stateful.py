@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -159,12 +160,12 @@ def present_state(value: Any, place: Place, loading: Loading) -> Any:
 
 def unlike_now(present: Any, state: Any, place: Place, loading: Loading) -> str | None:
     """Return the reason why arrays in a saved value cannot become the present arrays, or None."""
-    records = {path: record_of(array) for path, array in tensors_of(state, place, loading).items()}
+    records = {path: record_of(array) for path, array in tensors_in(state, place, loading).items()}
     records = {path: record for path, record in records.items() if "keys" in record}
     if not records or (is_stateful(present) and has_effects(present)):
         return None
     now = present_state(present, place, loading) if is_stateful(present) else present
-    held = tensors_of(now, place, loading)
+    held = tensors_in(now, place, loading)
     whys = (conflict(record, record_of(held.get(path))) for path, record in records.items())
     return next((why for why in whys if why is not None), None)
 
@@ -260,17 +261,29 @@ def skeleton(
     return to_neutral(tree.map_leaves(value, hole, place), str(place))
 
 
-def tensors_of(value: Any, place: Place, walk: Walk) -> dict[str, Any]:
-    """Return the tensors in a value by their paths."""
-    found: dict[str, Any] = {}
+def tensors_in(value: Any, place: Place, walk: Walk) -> dict[tree.Path, Any]:
+    """Return the tensors in a value by their keys, which may be of any type."""
+    found: dict[tree.Path, Any] = {}
 
     def keep(path: tree.Path, leaf: Any) -> Any:
         if walk.arrays(leaf) is None:
             return tree.DESCEND
-        found[_relative(path, place)] = leaf
+        found[path] = leaf
         return None
 
     tree.map_leaves(value, keep, place)
+    return found
+
+
+def tensors_of(value: Any, place: Place, walk: Walk) -> dict[str, Any]:
+    """Return the tensors in a value by the names that they have below its place.
+
+    A tensor under a key that cannot be a name is left out: no saved tensor can belong to it.
+    """
+    found: dict[str, Any] = {}
+    for path, leaf in tensors_in(value, place, walk).items():
+        with suppress(StateError):
+            found[_relative(path, place)] = leaf
     return found
 
 
