@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from reknit.errors import FormatError, StateError
 from reknit.frameworks import tree
 from reknit.frameworks.neutral import conflict, is_renewable, record_of, to_neutral, trained
 from reknit.frameworks.walk.adapter import Adapter
+from reknit.frameworks.walk.rank_catalog import FoundValue
 from reknit.frameworks.walk.state_dict_effects import (
     SETTLED,
     collect_position,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from reknit.frameworks.walk.load_walk import Loading
     from reknit.frameworks.walk.save_walk import Saving
-    from reknit.frameworks.walk.walk import Arrays, Assign, Place, Walk
+    from reknit.frameworks.walk.walk import Arrays, Assign, Place
     from reknit.types.shard import TensorSpec
 
 
@@ -115,13 +115,13 @@ class StatefulAdapter(Adapter):
         value = taker_of(value, place, loading, loading.saved.look_up(record).value)
         if value is SETTLED:
             return
-        found = loading.value(record)
+        found = _by_keys(value, place, loading) or loading.value(record)
         if found.why is not None or not fits(value, found.value, place, loading):
             return
         named = _records(found.value, place)
         current: dict[str, Any] = {}
         if named and not has_effects(value):
-            current = tensors_of(present_state(value, place, loading), place, loading)
+            current = loading.tensors_of(present_state(value, place, loading), place)
             _note_other_forms(current, named, place, loading)
         elif not all(loading.takes(at) for at in named):
             loading.report_mismatched(place, _PARTIAL)
@@ -129,6 +129,32 @@ class StatefulAdapter(Adapter):
         whole, state = rebuild(found.value, place, loading, current, early=not comes_last(value))
         if whole:
             hand_over(value, lambda: value.load_state_dict(completed(state)), loading)
+
+
+def _by_keys(value: Any, place: Place, loading: Loading) -> FoundValue | None:
+    """Request a state that was saved by its keys, as other programs do; None for a record of an object.
+
+    Returns the state in the form of a record.  The present state decides between lists and dicts.
+    """
+    if not loading.saved.is_by_keys(place):
+        return None
+    present = None if has_effects(value) else present_state(value, place, loading)
+    held = {} if present is None else loading.tensors_of(present, place)
+    whys: list[str] = []
+
+    def fill(at: Place, name: str) -> Any:
+        if loading.saved.has_tensor(at):
+            arrays = loading.arrays(held[name]) if name in held else None
+            library = arrays.library if arrays is not None else "torch" if "torch" in sys.modules else "numpy"
+            return Tagged("tensor", {"library": library, "path": name})
+        found = loading.value(at)
+        whys.extend([] if found.why is None else [found.why])
+        return found.value
+
+    state = loading.saved.by_keys(place, fill, present)
+    if whys:
+        loading.report_mismatched(place, _PARTIAL)
+    return FoundValue(state, whys[0] if whys else None)
 
 
 def _note_other_forms(
@@ -160,12 +186,12 @@ def present_state(value: Any, place: Place, loading: Loading) -> Any:
 
 def unlike_now(present: Any, state: Any, place: Place, loading: Loading) -> str | None:
     """Return the reason why arrays in a saved value cannot become the present arrays, or None."""
-    records = {path: record_of(array) for path, array in tensors_in(state, place, loading).items()}
+    records = {path: record_of(array) for path, array in loading.tensors_in(state, place).items()}
     records = {path: record for path, record in records.items() if "keys" in record}
     if not records or (is_stateful(present) and has_effects(present)):
         return None
     now = present_state(present, place, loading) if is_stateful(present) else present
-    held = tensors_in(now, place, loading)
+    held = loading.tensors_in(now, place)
     whys = (conflict(record, record_of(held.get(path))) for path, record in records.items())
     return next((why for why in whys if why is not None), None)
 
@@ -259,32 +285,6 @@ def skeleton(
         return Tagged("tensor", {**hole, **record_of(leaf)})
 
     return to_neutral(tree.map_leaves(value, hole, place), str(place))
-
-
-def tensors_in(value: Any, place: Place, walk: Walk) -> dict[tree.Path, Any]:
-    """Return the tensors in a value by their keys, which may be of any type."""
-    found: dict[tree.Path, Any] = {}
-
-    def keep(path: tree.Path, leaf: Any) -> Any:
-        if walk.arrays(leaf) is None:
-            return tree.DESCEND
-        found[path] = leaf
-        return None
-
-    tree.map_leaves(value, keep, place)
-    return found
-
-
-def tensors_of(value: Any, place: Place, walk: Walk) -> dict[str, Any]:
-    """Return the tensors in a value by the names that they have below its place.
-
-    A tensor under a key that cannot be a name is left out: no saved tensor can belong to it.
-    """
-    found: dict[str, Any] = {}
-    for path, leaf in tensors_in(value, place, walk).items():
-        with suppress(StateError):
-            found[_relative(path, place)] = leaf
-    return found
 
 
 def rebuild(

@@ -18,7 +18,7 @@ from reknit.format.versions import FORMAT_VERSION
 from reknit.planner.tiling import untiled
 from reknit.types.box import Box, padded
 from reknit.types.manifest import BlobFile, Extent, FileEntry, Index, Manifest, OtherFormat, TensorEntry
-from reknit.types.shard import MAX_DEPTH, TensorSpec, escaped, full_name
+from reknit.types.shard import MAX_DEPTH, Tagged, TensorSpec, escaped, full_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -31,6 +31,8 @@ MODEL = "model"
 """The item of tensors that the other program puts into no group."""
 MAX_NODES = 1 << 22
 """Containers, and values in them, that are walked: a small pickle can hold one list at very many places."""
+MAX_INLINE_NBYTES = 64 << 20
+"""Bytes of all tensors that are parts of values."""
 Chunks = list[tuple[Box, Extent]]
 
 
@@ -45,13 +47,18 @@ class ForeignCheckpoint:
 
 @dataclass
 class ForeignEntries:
-    """Tensors and values, by item and name.  `sizes` are the bytes of all files that hold tensors."""
+    """Tensors and values, by item and name.  `sizes` are the bytes of all files that hold tensors.
+
+    `inline` reads a tensor that is a part of a value, such as a learning rate.
+    """
 
     storage: Storage
     sizes: dict[str, int] = field(default_factory=dict)
     tensors: dict[tuple[str, str], tuple[TensorSpec, Chunks]] = field(default_factory=dict)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     step: int | None = None
+    inline: Callable[[TensorView], bytes] | None = None
+    _nbytes_inline: int = 0
     _num_nodes: int = 0
     _within: bool = False
 
@@ -94,7 +101,7 @@ class ForeignEntries:
             place(item, named(keys), value)
         elif isinstance(value, Whole):
             self.value(item, named(keys), self._plain(value.value))
-        elif isinstance(value, dict) and value and all(type(key) in (str, int) for key in value):
+        elif type(value) is dict and value and all(type(key) in (str, int) for key in value):
             for key, inner in value.items():
                 self.nested(item, (*keys, key), inner, place)
         elif isinstance(value, list | tuple) and self._has_tensor(value, {}):
@@ -120,14 +127,24 @@ class ForeignEntries:
     def _plain(self, value: Any) -> Any:
         """Return a value without objects of other programs."""
         if isinstance(value, TensorView):
-            raise FormatError(
-                "a pickle has a tensor in a value that is not divided, such as an optimizer's options"
-            )
+            return self._within_value(value)
         if type(value) is dict:
             return {key: self._plain(inner) for key, inner in value.items()}
         if type(value) in (list, tuple):
             return type(value)([self._plain(inner) for inner in value])
         return neutral(value)
+
+    def _within_value(self, view: TensorView) -> Tagged:
+        """Return a tensor that is a part of a value, with its bytes."""
+        spec = view.spec
+        self._nbytes_inline += spec.nbytes
+        if self.inline is None or self._nbytes_inline > MAX_INLINE_NBYTES:
+            raise FormatError(
+                "a pickle has large tensors in values that are not divided, such as an optimizer's options"
+            )
+        return Tagged(
+            "torch.tensor", {"dtype": spec.dtype, "shape": list(spec.shape), "data": self.inline(view)}
+        )
 
     def checkpoint(self, other: OtherFormat) -> ForeignCheckpoint:
         """Return the checkpoint that these entries make.  Raises `CorruptError` if a tensor is not whole."""

@@ -44,6 +44,11 @@ _FILES: dict[str, Callable[[ForeignEntries, str], None]] = {
     "npz": array_files.add_npz,
     "npy": array_files.add_npy,
 }
+_PICKLES = ("torch.save", "Lightning")
+_OF_TORCH = (
+    "if you trust it, load it with torch, and save the parts that you need with reknit: "
+    "reknit.save('new', {{'model': torch.load({!r}, weights_only=False)}})"
+)
 _REMEDY = "load it with the program that saved it, if you trust it, and save its tensors with reknit"
 
 
@@ -69,7 +74,7 @@ def read_foreign(storage: Storage) -> ForeignCheckpoint | None:
     except FormatError as error:
         error.sign(path=storage.url)
         error.message = f"{storage.url} is {found.kind}, which cannot be opened: {error.message}"
-        error.remedy = error.remedy or _REMEDY
+        error.remedy = error.remedy or (_OF_TORCH if found.kind in _PICKLES else _REMEDY).format(storage.url)
         raise
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reknit.format.foreign.torch_values import TensorView, Whole
+from reknit.format.foreign.torch_values import Whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,19 +24,11 @@ class ModelOrder(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
 
 
-def order_of(model: Any) -> ModelOrder | None:
-    """Return the order of a model's tensors, None for something else than a table of tensors."""
-    if not isinstance(model, dict):
-        return None
-    tensors = {key: one for key, one in model.items() if isinstance(one, TensorView)}
-    return ModelOrder(tuple(map(str, tensors)), tuple(one.spec.shape for one in tensors.values()))
-
-
-def named_states(value: Any, order: ModelOrder | None = None) -> Any:
+def named_states(value: Any) -> Any:
     """Return an optimizer's state dict by the names of parameters; any other value as it is.
 
-    Numbers of parameters get the names that its groups record.  Without these, they get the names of the
-    model's tensors, if these are as many and have the shapes of the states.  Otherwise numbers stay.
+    Numbers of parameters get the names that its groups record.  Without these, they stay, with the groups as
+    one value: only the optimizer that loads them can tell which parameter has which number.
     """
     if isinstance(value, dict) and value and all(_is_flat(key) for key in value):
         return _flattened(value)
@@ -45,14 +37,9 @@ def named_states(value: Any, order: ModelOrder | None = None) -> Any:
     state, groups = value["state"], listed_groups(value["param_groups"])
     if not isinstance(state, dict) or groups is None:
         return value
-    shapes = {
-        key: {view.spec.shape for view in one.values() if isinstance(view, TensorView)}
-        for key, one in state.items()
-        if isinstance(one, dict)
-    }
-    names = parameter_names(groups, shapes, order)
+    names = parameter_names(groups, {}, None)
     if names is None:
-        return value
+        return {"state": state, "param_groups": Whole(groups)}
     states = {names.get(key, key): one for key, one in state.items()}
     options = options_of(groups, names)
     return {"state": states, "param_groups": {name: Whole(one) for name, one in options.items()}}

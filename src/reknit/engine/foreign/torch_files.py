@@ -6,7 +6,7 @@ import io
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.engine.foreign.entries import MODEL, ForeignEntries
-from reknit.engine.foreign.optimizer_states import named_states, order_of
+from reknit.engine.foreign.optimizer_states import named_states
 from reknit.engine.foreign.small_reads import part_of
 from reknit.engine.foreign.torch_legacy import LegacyFile
 from reknit.engine.foreign.zip_files import LOCAL_MARK, LOCAL_NBYTES, Archive, content_at
@@ -21,14 +21,16 @@ if TYPE_CHECKING:
     from reknit.storage.base import Storage
 
 _HEAD_NBYTES = 2 << 10
-_GROUPS = {
-    "state_dict": MODEL,
-    "model_state_dict": MODEL,
-    "module": MODEL,
-    "optimizer_state_dict": "optimizer",
-    "optim": "optimizer",
-}
+_GROUPS = {"state_dict": MODEL, "module": MODEL, "optim": "optimizer"}
 """Usual names of the model and the optimizer in files of torch.save, and the items that they become."""
+_LISTS = {"optimizer_states": "optimizer", "lr_schedulers": "scheduler", "param_schedulers": "scheduler"}
+"""Names of lists of state dicts, of Lightning and MMEngine, and the items that their members become."""
+_ALONE = {
+    "optimizer": {"state", "param_groups"},
+    "scheduler": {"last_epoch", "_step_count"},
+    "scaler": {"scale", "growth_factor", "_growth_tracker"},
+}
+"""Names in a state dict that is a file by itself, and the item that it becomes."""
 _STEPS = ("global_step", "step", "iteration")
 
 
@@ -111,33 +113,47 @@ def add_file(entries: ForeignEntries, path: str, item: str | None = None) -> Non
     def place(item: str, fqn: str, view: TensorView) -> None:
         add_extent(entries, item, fqn, view, extent(view))
 
-    if item is not None or not isinstance(value, dict):
-        entries.nested(item or MODEL, (), value, place)
-        return
-    groups = items_of(value)
-    order = order_of(groups.get(MODEL))
-    for name, group in groups.items():
-        entries.nested(name, (), named_states(group, order), place)
-    entries.step = next((value[key] for key in _STEPS if type(value.get(key)) is int), None)
-    if entries.step is not None and entries.step < 0:
-        entries.step = None
+    def inline(view: TensorView) -> bytes:
+        found = extent(view)
+        return part_of(entries.storage, found.file, found.start, found.nbytes)
+
+    entries.inline = inline
+    for name, group in ({item: value} if item is not None else items_of(value)).items():
+        entries.nested(name, (), value if item is not None else named_states(group), place)
+    if item is None and isinstance(value, dict):
+        step = next((value[key] for key in _STEPS if type(value.get(key)) is int), None)
+        entries.step = None if step is None or step < 0 else step
 
 
-def items_of(value: dict[Any, Any]) -> dict[str, Any]:
-    """Return the items of a saved dict: its entries, or one model if its entries are tensors."""
-    if not all(isinstance(key, str) and key for key in value):
+def items_of(value: Any) -> dict[str, Any]:
+    """Return the items of a saved value: the entries of a dict, or one model if its entries are tensors.
+
+    The names of items are without ``state_dict``.  A list of dicts has its numbers as names.
+    """
+    if isinstance(value, list | tuple) and value and all(isinstance(one, dict) for one in value):
+        return {str(number): one for number, one in enumerate(value)}
+    if not isinstance(value, dict) or not all(isinstance(key, str) and key for key in value):
         return {MODEL: value}
+    if (alone := next((name for name, keys in _ALONE.items() if keys <= value.keys()), None)) is not None:
+        return {alone: value}
     loose = {key: one for key, one in value.items() if isinstance(one, TensorView)}
-    items = {key: one for key, one in value.items() if key not in loose}
-    for old, new in _GROUPS.items():
-        if old in items and new not in items and isinstance(items[old], dict):
-            items = {new if key == old else key: one for key, one in items.items()}
-    states = items.get("optimizer_states")  # of Lightning
-    if isinstance(states, list) and len(states) == 1 and "optimizer" not in items:
-        items["optimizer"] = items.pop("optimizer_states")[0]
+    items: dict[str, Any] = {}
+    for key, one in value.items():
+        if key not in loose:
+            for name, part in _parts(key, one):
+                items[key if name in value or name in items else name] = part
     if MODEL not in items and loose:
         return {**items, MODEL: loose}
     return {**items, **loose}
+
+
+def _parts(key: str, value: Any) -> list[tuple[str, Any]]:
+    """Return the items that an entry of a saved dict becomes, each with its name."""
+    if key in _LISTS and isinstance(value, list) and value:
+        numbers = [""] if len(value) == 1 else [f"_{number}" for number in range(len(value))]
+        return [(f"{_LISTS[key]}{number}", one) for number, one in zip(numbers, value, strict=True)]
+    name = _GROUPS.get(key) or key.removesuffix("_state_dict").removeprefix("state_dict_") or key
+    return [(name if isinstance(value, dict) else key, value)]
 
 
 class HeadTensor(NamedTuple):

@@ -14,6 +14,9 @@ _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "
 _SAMPLE = 8
 _MOST_TRIED = 4
 _MOST_ROOTS = 6
+_MOST_LEFT = 3
+"""Names without a place in the target that a hint leaves out, such as the count of averaged models."""
+_SPECIAL = re.compile(r"[*?\[\]]")
 
 
 class _NameSplit(NamedTuple):
@@ -50,7 +53,11 @@ def prefix_hint(
         return (
             f"{said}: give both the same names, or pass the module itself, which has names without wrappers"
         )
-    return f"{said}: pass options=reknit.LoadOptions(transforms=[{best.rule}])"
+    call = f"options=reknit.LoadOptions(transforms=[{best.rule}])"
+    left = [name for name in map(best.apply, unexpected) if name not in missing]
+    if best.found == len(missing) and 0 < len(left) <= _MOST_LEFT and not any(map(_SPECIAL.search, left)):
+        call += f", strict={[f'!{name}' for name in sorted(left)]}"
+    return f"{said}: pass {call}"
 
 
 def _prefixes(missing: Collection[str], unexpected: Collection[str]) -> Iterator[_Guess]:

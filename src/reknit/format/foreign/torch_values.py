@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import pathlib
+from collections import Counter
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -166,11 +167,15 @@ def _typed(function: Any, kind: Any, args: Any, _: Any = None) -> Any:
 
 
 def _table(*args: Any) -> dict[Any, Any]:
-    if len(args) == 1 and type(args[0]) is dict:  # of a Counter
-        return args[0]
     if args and not (len(args) == 1 and isinstance(args[0], Global)):
         raise FormatError("a pickle makes a table of something else than items")
     return {}
+
+
+def _counter(*args: Any) -> dict[Any, Any]:
+    if not args or type(args[0]) is not dict or not all(type(number) is int for number in args[0].values()):
+        raise FormatError("a pickle counts something else than in integers")
+    return Counter(args[0])
 
 
 def _members(*args: Any) -> list[Any]:
@@ -269,13 +274,13 @@ BUILDERS: dict[str, Callable[..., Any]] = {
     "torch.serialization._get_layout": lambda name: Global(str(name)),
     "collections.OrderedDict": _table,
     "collections.defaultdict": _table,
-    "collections.Counter": _table,
+    "collections.Counter": _counter,
     "collections.deque": lambda *args: list(_members(*args[:1])) if args else [],
     "_codecs.encode": _encode,
     "builtins.bytearray": _bytes,
     "builtins.bytes": _bytes,
     "builtins.set": _set,
-    "builtins.frozenset": _set,
+    "builtins.frozenset": lambda *args: frozenset(_set(*args)),
     "builtins.complex": _complex,
     "pathlib.PosixPath": _path,
     "pathlib.PurePosixPath": _path,

@@ -12,12 +12,12 @@ from msgspec import Struct, field
 from reknit.errors import StateError
 from reknit.frameworks import tree
 from reknit.frameworks.numbers import is_number, like
-from reknit.frameworks.optimizer import composite_states, state_memory
+from reknit.frameworks.optimizer import composite_states, numbered_groups, state_memory
 from reknit.frameworks.optimizer import param_options as optimizer_options
 from reknit.frameworks.optimizer.saved_states import SavedStates
 from reknit.frameworks.optimizer.slots import MASTER, ParamSlot, Slots, element
 from reknit.frameworks.same_value import same_value
-from reknit.frameworks.stateful import rebuild, tensors_of
+from reknit.frameworks.stateful import rebuild
 from reknit.frameworks.torch import subclasses, tensor_numbers
 from reknit.frameworks.walk.composites import record_at
 
@@ -53,8 +53,12 @@ class OptimizerLoad:
     loading: Loading
 
     def __post_init__(self) -> None:
-        self.saved = SavedStates(self.place, self.loading, self.slots)
-        self.noted = optimizer_options.want(self.slots, self.place, self.loading)
+        numbered = numbered_groups.find(self.slots, self.place, self.loading)
+        numbers = {} if numbered is None else numbered.numbers
+        self.saved = SavedStates(self.place, self.loading, self.slots, numbers)
+        self.noted = optimizer_options.want(self.slots, self.place, self.loading, numbered)
+        for empty in (self.place, self.place.child("state")):
+            self.loading.leave_empty(empty)
 
     def want(self) -> None:
         """Request all states, and the values that belong to no parameter."""
@@ -77,7 +81,7 @@ class OptimizerLoad:
             self._want_more()
 
     def _states_of(self, slot: ParamSlot) -> Place:
-        return self.place.child("state", slot.name)
+        return self.place.child("state").below(self.saved.element(slot.name))
 
     def _want_master(self, slot: ParamSlot) -> None:
         """Request master weights.
@@ -150,6 +154,8 @@ class OptimizerLoad:
             why = "other parameters have it for another optimizer, and here they have one flat tensor"
         if not why and not resize:
             why = state_memory.misfit(slot, elements, below, loading)
+        if not why and not resize and self.saved.is_numbered(slot.name):
+            why = state_memory.misplaced(slot, elements, below, loading)
         if why:
             for one in elements:
                 loading.report_mismatched(below.below(one), why)
@@ -255,7 +261,7 @@ class OptimizerLoad:
         asks = None
         if slot is not None and slot.parameter is not None:
             asks = partial(self._ask, value=value, slot=slot, at=at)
-        return rebuild(found.value, at, loading, tensors_of(current, at, loading), asks)
+        return rebuild(found.value, at, loading, loading.tensors_of(current, at), asks)
 
     def _want_composite(
         self, record: Record, current: Any, slot: ParamSlot | None, at: Place

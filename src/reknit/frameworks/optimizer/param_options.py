@@ -16,6 +16,7 @@ from reknit.frameworks.torch import tensor_numbers
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from reknit.frameworks.optimizer.numbered_groups import NumberedGroups
     from reknit.frameworks.optimizer.slots import ParamSlot, Slots
     from reknit.frameworks.walk.load_walk import Loading
     from reknit.frameworks.walk.save_walk import Saving
@@ -69,8 +70,15 @@ class OptionNotes(Struct, frozen=True):
     plain: set[str] = field(default_factory=set)
 
 
-def want(slots: Slots, place: Place, loading: Loading) -> OptionNotes:
-    """Request the options of all parameters, and return the other facts in them."""
+def want(slots: Slots, place: Place, loading: Loading, numbered: NumberedGroups | None = None) -> OptionNotes:
+    """Request the options of all parameters, and return the other facts in them.
+
+    Those of `numbered` groups are given, and belong to the groups here in the same order.
+    """
+    if numbered is not None:
+        for group, options in zip(slots.groups, numbered.options, strict=bool(numbered.options)):
+            _take(group, _options(options), numbered.place, slots, loading)
+        return OptionNotes()
     members: dict[int, list[ParamSlot]] = {}
     for slot in slots.each:
         members.setdefault(id(slot.group), []).append(slot)
@@ -124,11 +132,18 @@ def _want_group(
                     "but the target has both in one group",
                 )
                 return
+    _take(group, options, first, slots, loading)
+
+
+def _take(
+    group: dict[str, Any], options: Mapping[str, Any], at: Place, slots: Slots, loading: Loading
+) -> None:
+    """Set saved options in a group, at the end of the load, or report the first that does not fit."""
     made, cast = {}, loading.catalog.terms.cast
     for key, value in options.items():
         made[key], misfit = tensor_numbers.fitted(group.get(key), value, cast=cast)
         if misfit is not None:
-            loading.report_mismatched(first, f"its {key}: {misfit}")
+            loading.report_mismatched(at, f"its {key}: {misfit}")
             return
     loading.later(lambda: _set(group, made, slots.groups))
 

@@ -9,15 +9,21 @@ from reknit.frameworks.optimizer.slots import MASTER
 from reknit.frameworks.walk.walk import Place
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from reknit.frameworks.optimizer.slots import Slots
     from reknit.frameworks.walk.load_walk import Loading
 
 
 class SavedStates:
-    """The names of the saved states of each parameter of one optimizer."""
+    """The names of the saved states of each parameter of one optimizer.
 
-    def __init__(self, place: Place, loading: Loading, slots: Slots) -> None:
+    `numbers` has the parameters, by name, that a number stands for in the checkpoint.
+    """
+
+    def __init__(self, place: Place, loading: Loading, slots: Slots, numbers: Mapping[str, int]) -> None:
         self._place = place
+        self._numbers = numbers
         self._states: dict[str, list[str]] = {}
         self._known: set[str] = set()
         self.others: dict[str, list[str | int]] = {"shared": [], "more": []}
@@ -43,8 +49,16 @@ class SavedStates:
 
         A saved optimizer of JAX's arrays has states, but no options.
         """
-        return tree.escape(name, str(self._place)) in self._known or bool(self.states(name))
+        return name in self._numbers or self.element(name) in self._known or bool(self.states(name))
+
+    def is_numbered(self, name: str) -> bool:
+        """Return whether the checkpoint has a number in the place of this name."""
+        return name in self._numbers
+
+    def element(self, name: str) -> str:
+        """Return the path element of a parameter in the checkpoint."""
+        return tree.escape(self._numbers.get(name, name), str(self._place))
 
     def states(self, name: str) -> list[str]:
         """Return the names (path elements) of a parameter's saved states."""
-        return self._states.get(tree.escape(name, str(self._place)), [])
+        return self._states.get(self.element(name), [])

@@ -226,8 +226,15 @@ def _slots(
                 raise StateError(
                     f"parameter {index} of shape {list(parameter.shape)} of the optimizer {place} belongs "
                     "to no module in the state, so its name is unknown",
-                    remedy="put the model into the state too, or make the optimizer from named_parameters()",
+                    remedy="put the model into the state too, or make the optimizer from named_parameters()"
+                    + _alone(place, walk),
                 )
+
+
+def _alone(place: Place, walk: Walk) -> str:
+    """Return words about a load of an optimizer from a checkpoint without its model."""
+    only = [f"{place.item}/*"]
+    return f"; options=reknit.LoadOptions(only={only}) then loads the optimizer alone" if walk.fills else ""
 
 
 def _slot(named: NamedParameter, group: dict[str, Any], kind: tuple[str, ...]) -> ParamSlot:

@@ -104,6 +104,23 @@ def _too_large(slot: ParamSlot, elements: list[str], below: Place, loading: Load
     return None
 
 
+def misplaced(slot: ParamSlot, elements: list[str], below: Place, loading: Loading) -> str | None:
+    """Return why states that were saved under a number cannot be those of a parameter, or None.
+
+    States may have any shape, but one of them has that of the parameter in nearly every optimizer.
+    """
+    specs = [spec for one in elements if (spec := loading.saved.spec(below.below(one))) is not None]
+    here = slot.shape
+    alike = [spec.shape for spec in specs if here is not None and len(spec.shape) == len(here)]
+    odd = [shape for shape in alike if any(n not in (1, m) for n, m in zip(shape, here or (), strict=True))]
+    if here is None or here in alike or not odd:
+        return None
+    return (
+        f"the saved optimizer numbers its parameters, and a state of shape {list(odd[0])} is not for the "
+        f"parameter {slot.name} of shape {list(here)}, which has this number here"
+    )
+
+
 def converted(state: torch.Tensor, slot: ParamSlot | None, at: Place) -> str | None:
     """Return the error text for a state that an optimizer's own load would round.
 

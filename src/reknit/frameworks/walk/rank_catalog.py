@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from reknit.frameworks import tree
 from reknit.frameworks.neutral import COMPOSITE, from_neutral
 from reknit.types.dtype import ITEMSIZE
 from reknit.types.shard import Tagged, TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -25,6 +27,32 @@ class FoundValue(NamedTuple):
 
     value: Any
     why: str | None = None
+
+
+class _Divided(dict[Any, Any]):
+    """A container whose contents are entries of their own."""
+
+    def put(self, keys: Sequence[Any], leaf: Any) -> None:
+        """Put a leaf into nested containers, unless another leaf stands for the whole of one."""
+        into: Any = self
+        for key in keys[:-1]:
+            into = into.setdefault(key, _Divided())
+            if type(into) is not _Divided:
+                return
+        into[keys[-1]] = leaf
+
+    def like(self, present: Any) -> Any:
+        """Return plain containers; keys that count from 0 are those of a list, unless `present` is a dict."""
+        if self.keys() == set(range(len(self))) and not isinstance(present, Mapping):
+            held = present if isinstance(present, (list, tuple)) else []
+            inner = [_like(self[at], held[at] if at < len(held) else None) for at in range(len(self))]
+            return tree.retuple(held, inner) if isinstance(held, tuple) else inner
+        held = present if isinstance(present, Mapping) else {}
+        return {key: _like(one, held.get(key)) for key, one in self.items()}
+
+
+def _like(one: Any, present: Any) -> Any:
+    return one.like(present) if type(one) is _Divided else one
 
 
 class RankCatalog:
@@ -110,6 +138,33 @@ class RankCatalog:
         shared, tensors = (by.get(place.item, {}) for by in (self._catalog.blobs, self._catalog.tensors))
         below = f"{place.fqn}/" if place.fqn else ""
         return place.fqn not in shared and any(fqn.startswith(below) for fqn in (*tensors, *shared))
+
+    def by_keys(self, place: Place, fill: Callable[[Place, str], Any], present: Any) -> Any:
+        """Return a value that was saved by its keys, as a plain dict is, in containers like `present` ones.
+
+        `fill` returns the leaf for each saved name.
+        """
+        leaves = {name: fill(place.below(name), name) for name in self._names_at(place)}
+        if "" in leaves:
+            return leaves[""]
+        made = _Divided()
+        for name, leaf in leaves.items():
+            made.put([tree.unescape(part) for part in name.split("/")], leaf)
+        return made.like(present)
+
+    def is_by_keys(self, place: Place) -> bool:
+        """Return whether all ranks have a value here that was saved by its keys, and not as one record."""
+        names = self._names_at(place)
+        return bool(names) and tree.SKELETON not in names and self.lacks(place.below(tree.SKELETON))
+
+    def _names_at(self, place: Place) -> list[str]:
+        """Return the names of the shared entries at and below a place, without its own name."""
+        shared, tensors = (by.get(place.item, {}) for by in (self._catalog.blobs, self._catalog.tensors))
+        below = f"{place.fqn}/" if place.fqn else ""
+        inside = [fqn.removeprefix(below) for fqn in (*shared, *tensors) if fqn.startswith(below)]
+        if below:
+            inside += [""] * (place.fqn in shared or place.fqn in tensors)
+        return list(dict.fromkeys(inside))
 
     def tensors_below(self, place: Place) -> list[Place]:
         """Return the places of all shared tensors that were saved below a place."""

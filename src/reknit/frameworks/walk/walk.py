@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
@@ -235,6 +236,30 @@ class Walk:
         """Return a composite tensor with views of its inner tensors; None for other objects."""
         library = self.arrays(tensor)
         return None if library is None else library.opened(tensor, place, self.world, fill=self.fills)
+
+    def tensors_in(self, value: Any, place: Place) -> dict[tree.Path, Any]:
+        """Return the tensors in a value by their keys, which may be of any type."""
+        found: dict[tree.Path, Any] = {}
+
+        def keep(path: tree.Path, leaf: Any) -> Any:
+            if self.arrays(leaf) is None:
+                return tree.DESCEND
+            found[path] = leaf
+            return None
+
+        tree.map_leaves(value, keep, place)
+        return found
+
+    def tensors_of(self, value: Any, place: Place) -> dict[str, Any]:
+        """Return the tensors in a value by the names that they have below its place.
+
+        A tensor under a key that cannot be a name is left out: no saved tensor can belong to it.
+        """
+        found: dict[str, Any] = {}
+        for path, leaf in self.tensors_in(value, place).items():
+            with suppress(StateError):
+                found[tree.join(*(tree.escape(key, place) for key in path))] = leaf
+        return found
 
     def find(self, kind: type[Any]) -> Iterator[tuple[Any, Place]]:
         """Yield all objects of a type in the state, in its containers, with their places."""

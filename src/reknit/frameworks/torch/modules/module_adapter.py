@@ -76,6 +76,7 @@ class ModuleAdapter(Adapter):
                 _want(member, back, at, loading)
         _want_flats(held, place, loading)
         _want_the_rest(value, held, place, loading)
+        loading.leave_empty(place)
         for back in returns.values():
             if back.asked:
                 loading.later(lambda back=back: back.give(held, place))  # type: ignore[misc]
