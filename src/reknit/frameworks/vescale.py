@@ -68,7 +68,12 @@ def read(optimizer: Any, place: Place, walk: Walk) -> Slots:
         elif parameter.dtype == torch.float32:
             elsewhere.append((name, places))
     return Slots(
-        optimizer.optimizer.state, groups, tuple(each), lambda: _refresh(shares.values()), elsewhere=elsewhere
+        optimizer.optimizer.state,
+        groups,
+        tuple(each),
+        lambda: _refresh(shares.values()),
+        elsewhere=elsewhere,
+        kind=kind,
     )
 
 

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 from reknit.engine.foreign.dcp_folder import METADATA, DcpFolder, add_folder
 from reknit.engine.foreign.entries import MODEL, ForeignEntries, named
 from reknit.engine.foreign.optimizer_states import (
+    EMPTY,
     ModelOrder,
+    empty_groups,
     listed_groups,
     options_of,
     parameter_names,
@@ -88,3 +90,5 @@ def _name_parameters(entries: ForeignEntries) -> None:
     del values[_GROUPS]
     for name, options in options_of(groups, names).items():
         entries.value(_OPTIMIZER, named([_GROUPS, name]), options)
+    for number, options in empty_groups(groups).items():
+        entries.value(_OPTIMIZER, named([EMPTY, number]), options)

@@ -1,6 +1,7 @@
 """The states of an optimizer of another program, under the names that reknit gives to those of any optimizer.
 
 `state/<parameter>/<name>` is a state, and `param_groups/<parameter>` are the options of its group.
+`empty_groups/<number>` are those of a group without parameters.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 _NOT_OPTIONS = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 """Entries of a group that name parameters, or that depend on the devices of a job."""
 _STATE, _GROUPS = "state.", "param_groups."
+
+EMPTY = "empty_groups"
+"""Part of the names of the options of groups without parameters, by the numbers of the groups."""
 
 
 class ModelOrder(NamedTuple):
@@ -42,14 +46,26 @@ def named_states(value: Any) -> Any:
         return {"state": state, "param_groups": Whole(groups)}
     states = {names.get(key, key): one for key, one in state.items()}
     options = options_of(groups, names)
-    return {"state": states, "param_groups": {name: Whole(one) for name, one in options.items()}}
+    named = {"state": states, "param_groups": {name: Whole(one) for name, one in options.items()}}
+    if empty := empty_groups(groups):
+        named[EMPTY] = {number: Whole(one) for number, one in empty.items()}
+    return named
+
+
+def empty_groups(groups: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Return the options of the groups without parameters, by their numbers."""
+    return {number: _options(group) for number, group in enumerate(groups) if not group["params"]}
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: one for key, one in group.items() if key not in _NOT_OPTIONS}
 
 
 def options_of(groups: list[dict[str, Any]], names: Mapping[Any, str]) -> dict[str, dict[str, Any]]:
     """Return the options of each parameter, which are those of its group."""
     options: dict[str, dict[str, Any]] = {}
     for group in groups:
-        kept = {key: one for key, one in group.items() if key not in _NOT_OPTIONS}
+        kept = _options(group)
         options.update({names[one]: kept for one in group["params"]})
     return options
 

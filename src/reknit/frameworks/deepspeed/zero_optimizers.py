@@ -70,7 +70,7 @@ def read(optimizer: Any, place: Place, walk: Walk) -> Slots:
             live.update({flat: counted_in_number(states) for flat, states in state.items()})
         deepspeed_private.relink(optimizer)
 
-    return Slots(state, inner.param_groups, each, deliver)
+    return Slots(state, inner.param_groups, each, deliver, kind=kind)
 
 
 def _slot(

@@ -243,9 +243,9 @@ def _leave_out_options(place: Place, loading: Loading) -> None:
     if len(parts) < 3 or parts[-3] != "state" or key in loading.memo:
         return
     loading.memo[key] = place
-    prefix = "/".join([*parts[:-3], "param_groups", ""])
+    prefixes = tuple("/".join([*parts[:-3], part, ""]) for part in ("param_groups", "empty_groups"))
     for fqn, value in loading.catalog.blobs.get(place.item, {}).items():
-        if fqn.startswith(prefix) and isinstance(value, Mapping):
+        if fqn.startswith(prefixes) and isinstance(value, Mapping):
             at = Place(place.item).below(fqn)
             loading.leave_out(at, "options of a torch optimizer, which have no place in a tree of arrays")
 

@@ -37,7 +37,9 @@ def read(value: Any, place: Place, walk: Walk) -> Slots:
         reading.add(optimizer)
     groups = [options for _, options in reading.groups.values()]
     elsewhere = reading.elsewhere() if walk.fills else ()
-    return Slots(reading.state, groups, tuple(reading.slots), reading.deliver, elsewhere=elsewhere)
+    return Slots(
+        reading.state, groups, tuple(reading.slots), reading.deliver, elsewhere=elsewhere, kind=reading.kind
+    )
 
 
 @dataclass
@@ -70,6 +72,8 @@ class _OptimizerReader:
             if work.inner is not inner:
                 inner = work.inner
                 self.kind = optimizer_protocol.inner_kind(inner, self.place)
+                for group in inner.param_groups:
+                    self._options(group)
             self._add(work)
 
     def _add(self, work: Working) -> None:
@@ -88,6 +92,11 @@ class _OptimizerReader:
             self.state[work.main] = states
         self.works.append((work, mine[0][0].name if mine else ""))
         self.slots += [self._slot(work, one, flat, known.home, joint=joint) for one, flat in mine]
+
+    def _options(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of the options of a group, which may be changed: one for each group."""
+        options = {key: value for key, value in group.items() if key not in _LOCAL}
+        return self.groups.setdefault(id(group), (group, options))[1]
 
     def _states(self, work: Working, *, counts: bool) -> dict[Any, Any]:
         """Return the present states of a parameter, and the step that its group counts among them."""
@@ -115,8 +124,7 @@ class _OptimizerReader:
     def _slot(self, work: Working, one: HeldPart, flat: FlatPart, home: Place, *, joint: bool) -> ParamSlot:
         replicas, counter = self._replicas(work, one)
         main = _row(work.main, work.parameter, self.place)
-        options = {key: value for key, value in work.group.items() if key not in _LOCAL}
-        _, group = self.groups.setdefault(id(work.group), (work.group, options))
+        group = self._options(work.group)
         return ParamSlot(
             one.name,
             work.main,

@@ -36,8 +36,9 @@ class OptimizerAdapter(Adapter):
 
     `read` sends no message, and raises `StateError` for a parameter without a name.
     `state/<parameter>/<name>` is a state of a parameter, and `state/<parameter>/master` its master weights,
-    if the optimizer keeps some.  `param_groups/<parameter>` are the options of its group, and `shared/<name>`
-    is a state of no parameter.  `more/<name>` is another entry of its own `state_dict`.
+    if the optimizer keeps some.  `param_groups/<parameter>` are the options of its group, and
+    `empty_groups/<number>` those of a group without parameters on this rank.  `shared/<name>` is a state of
+    no parameter.  `more/<name>` is another entry of its own `state_dict`.
     """
 
     unites = True

@@ -59,6 +59,8 @@ class OptimizerLoad:
         self.noted = optimizer_options.want(self.slots, self.place, self.loading, numbered)
         for empty in (self.place, self.place.child("state")):
             self.loading.leave_empty(empty)
+        groups = self.saved.others[optimizer_options.EMPTY]
+        optimizer_options.leave_out_empty(groups, self.slots, self.place, self.loading)
 
     def want(self) -> None:
         """Request all states, and the values that belong to no parameter."""

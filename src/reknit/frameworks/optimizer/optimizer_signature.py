@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 
 def sign(optimizer: Any, signature: Signature) -> int | None:
-    """Add the facts that decide names and places of the states, and return the number of parameters.
+    """Add the facts that decide names and places of the states, and return the number of values.
 
-    None, except for a plain optimizer of torch with no states other than tensors of parameters.  Its
-    parameters are among the tensors of the signature again, which identifies them with those of modules.
+    These are the options of each parameter and empty group.  None, except for a plain optimizer of torch
+    with no states other than tensors of parameters.  Its parameters are among the tensors of the signature
+    again, which identifies them with those of modules.
     """
     if not optimizer_protocol.is_plain(optimizer):
         return None
@@ -50,11 +51,11 @@ def sign(optimizer: Any, signature: Signature) -> int | None:
                 tensors += state.values()
     if num_found != len(states) or {type(key) for form in forms for key in form} - {str}:
         return None  # states without a parameter, or without a plain name
-    return sum(len(group["params"]) for group in optimizer.param_groups)
+    return sum(len(group["params"]) or 1 for group in optimizer.param_groups)
 
 
 def add_values(optimizer: Any, saving: Saving, before: Sequence[Blob]) -> None:
-    """Add the options of all parameters, under the names of the last walk."""
+    """Add the options of all parameters and empty groups, under the names of the last walk."""
     names = iter(before)
     plain = before[0].value.get(param_options.PLAIN, ()) if before else ()
     kind = optimizer_protocol.kind(optimizer)
@@ -64,5 +65,10 @@ def add_values(optimizer: Any, saving: Saving, before: Sequence[Blob]) -> None:
             blob = next(names)
             if value is None:
                 value = param_options.of_group(group, kind, plain, Place(blob.item, blob.fqn))
+            saving.blobs.append(Blob(blob.item, blob.fqn, value))
+    for group in optimizer.param_groups:
+        if not group["params"]:
+            blob = next(names)
+            value = param_options.of_group(group, kind, (), Place(blob.item, blob.fqn))
             saving.blobs.append(Blob(blob.item, blob.fqn, value))
     saving.barriers.extend(barriers(optimizer))

@@ -1,4 +1,4 @@
-"""The entries saved for each parameter beside its states: options, and the kind of its optimizer."""
+"""The entries saved beside the states: options, of empty groups too, and the kind of the optimizer."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ KIND = "~optimizer"
 PLAIN = "~plain"
 """Entry among the options: the paths of states that are plain tensors, of parameters that are DTensors."""
 
+EMPTY = "empty_groups"
+"""Part of the places for the options of groups without a parameter on this rank, by their numbers."""
+
 _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Options for the way to compute, not for the result: they depend on the job's devices and layout."""
 
@@ -44,6 +47,10 @@ def collect(slots: Slots, plain: Iterable[str], place: Place, saving: Saving) ->
         if id(slot.group) not in options:
             options[id(slot.group)] = of_group(slot.group, slot.kind, listed, at)
         saving.blob(options[id(slot.group)], at)
+    for number, group in enumerate(slots.groups):
+        if id(group) not in options:
+            at = place.child(EMPTY, number)
+            saving.blob(of_group(group, slots.kind, (), at), at)
 
 
 def of_group(group: Mapping[str, Any], kind: Sequence[str], plain: Sequence[str], at: Place) -> Any:
@@ -77,15 +84,45 @@ def want(slots: Slots, place: Place, loading: Loading, numbered: NumberedGroups 
     """
     if numbered is not None:
         for group, options in zip(slots.groups, numbered.options, strict=bool(numbered.options)):
-            _take(group, _options(options), numbered.place, slots, loading)
+            _take(group, _options(options), slots, numbered.place, loading)
         return OptionNotes()
     members: dict[int, list[ParamSlot]] = {}
     for slot in slots.each:
         members.setdefault(id(slot.group), []).append(slot)
     noted = OptionNotes()
-    for group in slots.groups:
-        _want_group(group, members.get(id(group), []), slots, place, loading, noted=noted)
+    for number, group in enumerate(slots.groups):
+        if known := members.get(id(group)):
+            _want_group(group, known, slots, place, loading, noted=noted)
+        else:
+            _want_empty(group, place.child(EMPTY, number), slots, loading)
     return noted
+
+
+def leave_out_empty(numbers: Iterable[Any], slots: Slots, place: Place, loading: Loading) -> None:
+    """Leave out the options of saved groups without parameters that are not such groups here."""
+    filled = {id(slot.group) for slot in slots.each}
+    for number in numbers:
+        at, here = place.child(EMPTY, number), range(len(slots.groups))
+        if number in here and id(slots.groups[int(number)]) in filled:
+            loading.pass_over(at)  # its parameters have options of their own
+        elif number not in here:
+            loading.leave_out(at, "options of a group without parameters, and there is no such group here")
+
+
+def _want_empty(group: dict[str, Any], at: Place, slots: Slots, loading: Loading) -> None:
+    """Request the options of a group without parameters on this rank, from the group with its number."""
+    if not loading.takes(at):
+        return
+    if loading.saved.look_up(at).why is not None:
+        loading.note(at, "a group without parameters, of which no options were saved: its own stay")
+        return
+    found = loading.value(at)
+    if not isinstance(found.value, Mapping):
+        loading.report_mismatched(at, "the options of a group are not a mapping")
+    elif optimizer_protocol.differs(found.value.get(KIND), slots.kind):
+        loading.report_mismatched(at, _foreign(found.value[KIND], slots.kind, at))
+    else:
+        _take(group, _options(found.value), slots, at, loading)
 
 
 def _want_group(
@@ -112,10 +149,7 @@ def _want_group(
         _note_plain(found.value, noted)
         kind: Any = found.value.get(KIND)
         if optimizer_protocol.differs(kind, slot.kind):
-            why = (
-                f"{kind[0]} saved it, and here {slot.kind[0]} steps it: leave the optimizer out of the "
-                f"state, or let it begin anew with strict=[{f'!{place.item}/*'!r}]"
-            )
+            why = _foreign(kind, slot.kind, place)
             loading.report_mismatched(at, why)
             noted.foreign[slot.name] = why
         else:
@@ -132,11 +166,18 @@ def _want_group(
                     "but the target has both in one group",
                 )
                 return
-    _take(group, options, first, slots, loading)
+    _take(group, options, slots, first, loading)
+
+
+def _foreign(saved: Sequence[str], here: Sequence[str], place: Place) -> str:
+    return (
+        f"{saved[0]} saved it, and here {here[0]} steps it: leave the optimizer out of the "
+        f"state, or let it begin anew with strict=[{f'!{place.item}/*'!r}]"
+    )
 
 
 def _take(
-    group: dict[str, Any], options: Mapping[str, Any], at: Place, slots: Slots, loading: Loading
+    group: dict[str, Any], options: Mapping[str, Any], slots: Slots, at: Place, loading: Loading
 ) -> None:
     """Set saved options in a group, at the end of the load, or report the first that does not fit."""
     made, cast = {}, loading.catalog.terms.cast

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reknit.frameworks import tree
+from reknit.frameworks.optimizer.param_options import EMPTY
 from reknit.frameworks.optimizer.slots import MASTER
 from reknit.frameworks.walk.walk import Place
 
@@ -26,12 +27,12 @@ class SavedStates:
         self._numbers = numbers
         self._states: dict[str, list[str]] = {}
         self._known: set[str] = set()
-        self.others: dict[str, list[str | int]] = {"shared": [], "more": []}
+        self.others: dict[str, list[str | int]] = {"shared": [], "more": [], EMPTY: []}
         self.is_taken = False
         below = f"{place.fqn}/" if place.fqn else ""
         for fqn in (*loading.catalog.tensors.get(place.item, {}), *loading.saved.value_names(place.item)):
             part, _, rest = fqn.removeprefix(below).partition("/")
-            if not (fqn.startswith(below) and rest and part in ("state", "param_groups", "shared", "more")):
+            if not (fqn.startswith(below) and rest and part in ("state", "param_groups", *self.others)):
                 continue
             if slots.load is not None and not self.is_taken:
                 self.is_taken = loading.takes(Place(place.item, fqn))

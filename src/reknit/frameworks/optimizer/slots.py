@@ -82,7 +82,8 @@ class Slots(Struct, frozen=True):
     `deliver` runs when `state` and `groups` are filled, if the optimizer keeps them in another form.  `more`
     are the other entries of its own `state_dict`, None without a protocol of its own; `load` then lets it
     load all this in its own way.  `elsewhere` are names and places of the parameters that have their states
-    on other ranks, and no master weights.
+    on other ranks, and no master weights.  `kind` is that of the optimizer, which groups without parameters
+    record too.
     """
 
     state: MutableMapping[Any, Any]
@@ -92,6 +93,7 @@ class Slots(Struct, frozen=True):
     more: Mapping[Any, Any] | None = None
     load: Callable[[Mapping[Any, Any]], None] | None = None
     elsewhere: Sequence[tuple[str, tuple[Place, ...]]] = ()
+    kind: tuple[str, ...] = ()
 
     def state_of(self, slot: ParamSlot) -> Mapping[Any, Any]:
         """Return the states of a parameter by name; empty if it has none.  Adds no entry."""
@@ -144,9 +146,10 @@ def read(value: Any, place: Place, walk: Walk) -> Slots:
         return _read_share(value, place, walk)
     optimizer = optimizer_protocol.unwrapped(value)
     more = optimizer_protocol.entries(optimizer, place)
-    each = tuple(_slots(optimizer.param_groups, optimizer_protocol.kind(optimizer), place, walk))
+    kind = optimizer_protocol.kind(optimizer)
+    each = tuple(_slots(optimizer, kind, place, walk))
     load = None if more is None else partial(optimizer_protocol.load, optimizer)
-    return Slots(optimizer.state, optimizer.param_groups, each, more=more, load=load)
+    return Slots(optimizer.state, optimizer.param_groups, each, more=more, load=load, kind=kind)
 
 
 def _read_share(optimizer: Any, place: Place, walk: Walk) -> Slots:
@@ -168,9 +171,10 @@ def _read_share(optimizer: Any, place: Place, walk: Walk) -> Slots:
     owners = torch_private.zero_owners(optimizer)
     mine = {id(parameter) for parameter, owner in owners.items() if owner == rank}
     replicas = walk.world.only_here(dist.get_process_group_ranks(optimizer.process_group))
-    slots = _slots(optimizer.param_groups, optimizer_protocol.kind(optimizer.optim), place, walk)
+    kind = optimizer_protocol.kind(optimizer.optim)
+    slots = _slots(optimizer, kind, place, walk)
     share = [msgspec.structs.replace(one, replicas=replicas, kept=id(one.parameter) in mine) for one in slots]
-    return Slots(optimizer.optim.state, optimizer.param_groups, tuple(share))
+    return Slots(optimizer.optim.state, optimizer.param_groups, tuple(share), kind=kind)
 
 
 def named(parameter: Any, own: Mapping[int, str], walk: Walk) -> tuple[str, tuple[Place, ...]]:
@@ -197,11 +201,9 @@ def require_distinct(slots: Slots, place: Place) -> Slots:
     return slots
 
 
-def _slots(
-    groups: list[dict[str, Any]], kind: tuple[str, ...], place: Place, walk: Walk
-) -> Iterator[ParamSlot]:
-    named = parameters(walk)
-    if not any(group["params"] for group in groups):
+def _slots(optimizer: Any, kind: tuple[str, ...], place: Place, walk: Walk) -> Iterator[ParamSlot]:
+    named, groups = parameters(walk), optimizer.param_groups
+    if optimizer.state and not any(group["params"] for group in groups):
         raise StateError(
             f"the optimizer {place} has no parameters: its owner has taken them out of its groups",
             remedy="put the owner into the state instead, for example engine.optimizer of DeepSpeed",

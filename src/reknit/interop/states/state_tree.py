@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from msgspec.structs import replace
 
 from reknit.arguments import open_checkpoint
+from reknit.engine.foreign.optimizer_states import EMPTY
 from reknit.engine.loading.match import require_covered
 from reknit.engine.stored.opening import opened, read_opened, unknown_items
 from reknit.errors import CorruptError, FormatError, MismatchError, UsageError
@@ -122,7 +123,7 @@ def _grouped(state: Any) -> Any:
     if not isinstance(state, dict):
         return state
     state = {key: _grouped(value) for key, value in state.items()}
-    options = state.get(_GROUPS)
+    options = state.get(_GROUPS, {} if _are_groups(state.get(EMPTY)) else None)
     if not isinstance(options, dict) or not all(isinstance(one, Mapping) for one in options.values()):
         return state
     groups: list[dict[str, Any]] = []
@@ -133,7 +134,19 @@ def _grouped(state: Any) -> Any:
             groups.append({**own, _NAMES: [name]})
         else:
             group[_NAMES].append(name)
+    empty = state.pop(EMPTY) if _are_groups(state.get(EMPTY)) else {}
+    for number, saved in sorted(empty.items()):
+        own = {key: value for key, value in saved.items() if not str(key).startswith("~")}
+        # Ranks without a parameter of a group save its options too.
+        if not any({**own, _NAMES: one[_NAMES]} == one for one in groups):
+            groups.insert(number, {**own, _NAMES: []})
     return {_STATES: {}, **state, _GROUPS: groups}
+
+
+def _are_groups(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        type(number) is int and isinstance(one, Mapping) for number, one in value.items()
+    )
 
 
 def leaves(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
