@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+from msgspec import Struct, field
+
 from reknit.errors import StateError
 from reknit.frameworks.optimizer.slots import element
 from reknit.frameworks.torch.tensor import dtype_name, local_memory, plain_dtype
@@ -14,8 +17,6 @@ from reknit.types.shard import Shard, Strided, TensorSpec
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import torch
-
     from reknit.frameworks.optimizer.slots import ParamSlot
     from reknit.frameworks.walk.save_walk import Saving
     from reknit.frameworks.walk.walk import Place, Replicas, Walk
@@ -23,10 +24,33 @@ if TYPE_CHECKING:
 _NUMBER = Box((), ())
 
 
+class JointValue(Struct):
+    """A saved value of parameters that share one flat tensor.
+
+    Its `tensors` are as long as the flat one, but each parameter has `counters` of its own, to be compared.
+    """
+
+    saved: Any = None
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    counters: dict[Any, list[tuple[Place, torch.Tensor]]] = field(default_factory=dict)
+
+
+def require_equal(counters: Mapping[Any, list[tuple[Place, torch.Tensor]]]) -> None:
+    """Raise `StateError` for different counters of parameters that share one counter here."""
+    for (first, counter), *others in counters.values():
+        for at, other in others:
+            if not torch.equal(other, counter):
+                raise StateError(
+                    f"{at} is {other.item()} in the checkpoint and {first} is {counter.item()}, and here "
+                    "the two parameters have one counter together",
+                    remedy="wrap the model with use_orig_params=True",
+                )
+
+
 def view(state: torch.Tensor, slot: ParamSlot, place: Place, walk: Walk) -> View:
     """Return the view of a counter, or of a state of which this rank holds consecutive elements.
 
-    Raises `StateError` for a state that is neither as long as the held part nor a single number.
+    A state that is neither as long as the held part nor a single number is a tensor of this rank alone.
     """
     flat = slot.flat
     assert flat is not None
@@ -35,13 +59,10 @@ def view(state: torch.Tensor, slot: ParamSlot, place: Place, walk: Walk) -> View
     if not memory.ndim:
         parts = ((_NUMBER, memory),)
         return View(TensorSpec((), dtype), parts, _counts(slot, place, walk), identity, settle)
-    if not flat.fits(memory):
-        raise StateError(
-            f"{place} has the shape {list(memory.shape)}, where the flat memory of its parameter has "
-            f"{flat.total} elements: their place in the whole cannot be determined",
-            remedy="use an optimizer whose states are as large as the parameter, or shard the model with "
-            "torch.distributed.fsdp.fully_shard (FSDP2)",
-        )
+    if not flat.fits(memory):  # a state of another form, for this part of the parameter alone
+        shape = tuple(memory.shape)
+        parts = ((Box.whole(shape), memory),)
+        return View(TensorSpec(shape, dtype), parts, walk.world.alone, identity, settle)
     return View(TensorSpec(flat.shape, dtype), flat.unseen(memory), slot.replicas, identity, settle)
 
 

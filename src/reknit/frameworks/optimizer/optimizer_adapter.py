@@ -5,10 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec import Struct, field
 
-from reknit.frameworks.optimizer import composite_states, optimizer_signature, state_memory
+from reknit.frameworks.optimizer import (
+    composite_states,
+    memory_notes,
+    optimizer_signature,
+    packed_values,
+    state_memory,
+)
 from reknit.frameworks.optimizer import flat_states as optimizer_flat
 from reknit.frameworks.optimizer import param_options as optimizer_options
+from reknit.frameworks.optimizer.memory_notes import MemoryNotes
 from reknit.frameworks.optimizer.optimizer_load import OptimizerLoad
 from reknit.frameworks.optimizer.slots import MASTER, element, is_optimizer, read, require_distinct
 from reknit.frameworks.optimizer.step_barrier import barriers
@@ -54,7 +62,7 @@ class OptimizerAdapter(Adapter):
         """Collect states and options.  Takes no step, and leaves the optimizer as it is."""
         slots = require_distinct(self._read(value, place, saving), place)
         states = place.child("state")
-        plain: set[str] = set()
+        collecting = _Collecting(saving, slots.packages)
         for slot in slots.each:
             if slot.is_elsewhere:
                 continue
@@ -63,14 +71,18 @@ class OptimizerAdapter(Adapter):
             if slot.flat is not None:
                 each = optimizer_flat.collect(slot, each, below, saving)
             for name, state in each.items():
-                _collect_state(state, below.below(element(name, below)), slot, saving, plain)
+                collecting.state(state, below.below(element(name, below)), slot)
             if slot.master is not None:
-                _collect_state(slot.master, below.child(MASTER), slot, saving, plain)
-        optimizer_options.collect(slots, plain, place, saving)
-        for name, state in slots.shared().items():
-            _collect_state(state, place.child("shared", name), None, saving, plain)
-        for name, state in (slots.more or {}).items():
-            _collect_state(state, place.child("more", name), None, saving, plain)
+                collecting.state(slot.master, below.child(MASTER), slot)
+        for name, notes in collecting.notes.items():
+            notes.collect(place.child(memory_notes.MEMORY, name), saving)
+        optimizer_options.collect(slots, collecting.plain, place, saving)
+        for part, states in (("shared", slots.shared()), ("more", slots.more or {})):
+            for name, state in states.items():
+                collecting.state(state, place.child(part).below(element(name, place)), None)
+        if slots.layout is not None:
+            inside = {"more": packed_values.packed(dict(slots.more or {}), slots.packages)}
+            slots.layout.collect(inside, place, saving)
         saving.barriers.extend(barriers(value))
 
     def sign(self, value: Any, signature: Signature) -> int | None:
@@ -87,27 +99,53 @@ class OptimizerAdapter(Adapter):
         OptimizerLoad(slots, place, loading).want()
 
 
-def _collect_state(state: Any, place: Place, slot: ParamSlot | None, saving: Saving, plain: set[str]) -> None:
-    """Collect a state; `plain` gets the paths of plain tensors of a parameter that is a DTensor."""
-    if isinstance(state, torch.Tensor):
-        _collect_tensor(state, place, slot, saving, plain)
-        return
+class _Collecting(Struct):
+    """The collection of an optimizer's states; `packages` are those of the objects in them.
 
-    def add(leaf: Any, at: Place) -> None:
-        if isinstance(leaf, torch.Tensor):
-            _collect_tensor(leaf, at, slot, saving, plain)
-        else:
-            saving.tensor(leaf, at)
+    `plain` gets the paths of plain tensors of a parameter that is a DTensor.
+    """
 
-    saving.blob(skeleton(state, place, saving, add), place)
+    saving: Saving
+    packages: frozenset[str]
+    plain: set[str] = field(default_factory=set)
+    notes: dict[str, MemoryNotes] = field(default_factory=dict)
 
+    def state(self, state: Any, place: Place, slot: ParamSlot | None) -> None:
+        """Collect a state: a tensor, or a value with tensors in it."""
+        if isinstance(state, torch.Tensor):
+            self._tensor(state, place, slot)
+            return
 
-def _collect_tensor(
-    tensor: torch.Tensor, place: Place, slot: ParamSlot | None, saving: Saving, plain: set[str]
-) -> None:
-    if (made := composite_states.opened(tensor, slot, place, saving)) is not None:
-        saving.composite(made, place, tensor)
-        return
-    if slot is not None and state_memory.is_local(tensor, slot):
-        plain.add(state_memory.path_of(place, slot))
-    saving.view(state_memory.view(tensor, slot, place, saving), place, tensor)
+        def add(leaf: Any, at: Place) -> None:
+            if isinstance(leaf, torch.Tensor):
+                self._tensor(leaf, at, slot)
+            else:
+                self.saving.tensor(leaf, at)
+
+        value = packed_values.packed(state, self.packages)
+        self.saving.blob(skeleton(value, place, self.saving, add), place)
+
+    def _note(self, tensor: torch.Tensor, place: Place, slot: ParamSlot) -> None:
+        """Record facts about the memory of a parameter's state."""
+        path = state_memory.path_of(place, slot)
+        if state_memory.is_local(tensor, slot):
+            self.plain.add(path)
+        if memory_notes.is_apart(tensor, slot):
+            notes = self.notes.setdefault(slot.name, MemoryNotes())
+            notes.apart.append(path)
+            notes.part = memory_notes.part_of(slot)
+        elif (order := memory_notes.order_of(tensor, slot)) is not None:
+            self.notes.setdefault(slot.name, MemoryNotes()).orders[path] = order
+
+    def _tensor(self, tensor: torch.Tensor, place: Place, slot: ParamSlot | None) -> None:
+        saving = self.saving
+        if (made := composite_states.opened(tensor, slot, place, saving)) is not None:
+            saving.composite(made, place, tensor)
+            return
+        if slot is not None:
+            self._note(tensor, place, slot)
+            if memory_notes.is_apart(tensor, slot):
+                own = {"rank": saving.world.rank}
+                saving.blob(memory_notes.array_of(tensor, place), place, own)
+                return
+        saving.view(state_memory.view(tensor, slot, place, saving), place, tensor)

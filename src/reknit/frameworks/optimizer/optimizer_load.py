@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from msgspec import Struct, field
 
 from reknit.errors import StateError
-from reknit.frameworks import tree
 from reknit.frameworks.numbers import is_number, like
-from reknit.frameworks.optimizer import composite_states, numbered_groups, state_memory
+from reknit.frameworks.optimizer import (
+    composite_states,
+    memory_notes,
+    numbered_groups,
+    packed_values,
+    state_memory,
+)
 from reknit.frameworks.optimizer import param_options as optimizer_options
+from reknit.frameworks.optimizer.flat_states import JointValue, require_equal
+from reknit.frameworks.optimizer.memory_notes import MemoryNotes
 from reknit.frameworks.optimizer.saved_states import SavedStates
-from reknit.frameworks.optimizer.slots import MASTER, ParamSlot, Slots, element
+from reknit.frameworks.optimizer.slots import MASTER, ParamSlot, Slots, element, name_of
 from reknit.frameworks.same_value import same_value
 from reknit.frameworks.stateful import rebuild
 from reknit.frameworks.torch import subclasses, tensor_numbers
+from reknit.frameworks.torch.tensor import torch_dtype
 from reknit.frameworks.walk.composites import record_at
 
 if TYPE_CHECKING:
@@ -33,17 +40,6 @@ Asked = dict[str, "TensorSpec | None"]
 """Requested states by their path elements: the spec of each here, None for a value."""
 
 
-class _JointValue(Struct):
-    """A saved value of parameters that share one flat tensor.
-
-    Its `tensors` are as long as the flat one, but each parameter has `counters` of its own, to be compared.
-    """
-
-    saved: Any = None
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    counters: dict[Any, list[tuple[Place, torch.Tensor]]] = field(default_factory=dict)
-
-
 @dataclass
 class OptimizerLoad:
     """The requests of one optimizer to a checkpoint."""
@@ -52,11 +48,14 @@ class OptimizerLoad:
     place: Place
     loading: Loading
 
+    sharded: Mapping[str, int] = field(default_factory=dict)
+
     def __post_init__(self) -> None:
         numbered = numbered_groups.find(self.slots, self.place, self.loading)
         numbers = {} if numbered is None else numbered.numbers
         self.saved = SavedStates(self.place, self.loading, self.slots, numbers)
         self.noted = optimizer_options.want(self.slots, self.place, self.loading, numbered)
+        self.notes = {slot.name: self.saved.notes(slot.name) for slot in self.slots.each}
         for empty in (self.place, self.place.child("state")):
             self.loading.leave_empty(empty)
         groups = self.saved.others[optimizer_options.EMPTY]
@@ -79,8 +78,17 @@ class OptimizerLoad:
             self._want_shared(name)
         if slots.deliver is not None:
             loading.later(slots.deliver)
+        if slots.layout is not None:
+            self.sharded, why = slots.layout.want(self.place, loading)
+            if why is not None:
+                for name in saved.others["more"]:
+                    loading.report_mismatched(self._other("more", name), why)
+                return
         if slots.load is not None and saved.is_taken:
             self._want_more()
+
+    def _other(self, part: str, name: Any) -> Place:
+        return self.place.child(part).below(element(name, self.place))
 
     def _states_of(self, slot: ParamSlot) -> Place:
         return self.place.child("state").below(self.saved.element(slot.name))
@@ -116,19 +124,19 @@ class OptimizerLoad:
             return
         fresh = self._left(current, members)
         given: dict[Any, Any] = {}
-        values: dict[Any, _JointValue] = {}
+        values: dict[Any, JointValue] = {}
         counters: dict[Any, list[tuple[Place, torch.Tensor]]] = {}
         for slot in members:
             below = self._states_of(slot)
             for one, spec in asked.get(slot.name, {}).items():
-                name, at = tree.unescape(one), below.below(one)
+                name, at = name_of(one), below.below(one)
                 if spec is None and name in given:
                     self._want_again(values.get(name), slot, at)
                     continue
                 present = given.get(name, current.get(name))
                 if counts := len(members) > 1 and state_memory.is_counter(spec, slot, at):
                     present = None  # each member has a counter of its own, to be compared with the others
-                value = values.setdefault(name, _JointValue()) if spec is None else None
+                value = values.setdefault(name, JointValue()) if spec is None else None
                 whole, state = self._want_state(present, slot, at, spec, value)
                 if whole and slot.whole_steps and name == "step":
                     loading.check(partial(tensor_numbers.require_whole, state, at))
@@ -141,7 +149,7 @@ class OptimizerLoad:
         if len(members) > 1:
             self._report_lacking(members, asked, current)
             for each in (counters, *(value.counters for value in values.values())):
-                loading.check(partial(_require_equal, each))
+                loading.check(partial(require_equal, each))
         fresh |= given
         if any(asked.values()) or len(fresh) < len(current):
             loading.later(lambda: slots.put(members[0], _in_kind(fresh, current)))
@@ -154,8 +162,10 @@ class OptimizerLoad:
         why = foreign.get(slot.name)
         if not why and any(member.name in foreign for member in members):
             why = "other parameters have it for another optimizer, and here they have one flat tensor"
+        notes = self.notes[slot.name]
         if not why and not resize:
-            why = state_memory.misfit(slot, elements, below, loading)
+            elsewhere = memory_notes.misplaced(notes, slot)
+            why = elsewhere or state_memory.misfit(slot, elements, below, loading, notes)
         if not why and not resize and self.saved.is_numbered(slot.name):
             why = state_memory.misplaced(slot, elements, below, loading)
         if why:
@@ -166,7 +176,7 @@ class OptimizerLoad:
         for one in elements:
             spec = loading.saved.spec(below.below(one))
             if spec is not None and resize:
-                spec = state_memory.resized(spec, current.get(tree.unescape(one)), slot, loading)
+                spec = state_memory.resized(spec, current.get(name_of(one)), slot, loading)
             specs[one] = spec
         return specs
 
@@ -181,7 +191,7 @@ class OptimizerLoad:
             if not all(loading.takes(at.below(element(name, at))) for at in map(self._states_of, members))
         }
 
-    def _want_again(self, value: _JointValue | None, slot: ParamSlot, at: Place) -> None:
+    def _want_again(self, value: JointValue | None, slot: ParamSlot, at: Place) -> None:
         """Request the value of another parameter with the same flat tensor, and this part of its tensors."""
         found = self.loading.value(at)
         if found.why is not None:
@@ -194,7 +204,7 @@ class OptimizerLoad:
             rebuild(found.value, at, self.loading, {}, partial(self._ask, value=value, slot=slot, at=at))
 
     def _ask(
-        self, spec: TensorSpec, like: Any, inside: Place, *, value: _JointValue, slot: ParamSlot, at: Place
+        self, spec: TensorSpec, like: Any, inside: Place, *, value: JointValue, slot: ParamSlot, at: Place
     ) -> Any:
         """Request a tensor inside a value; parameters with one flat tensor share one here, too."""
         loading, name = self.loading, inside.fqn.removeprefix(f"{at.fqn}/")
@@ -204,7 +214,7 @@ class OptimizerLoad:
                 like = None
             elif state_memory.fits(like, slot, spec):
                 like = subclasses.empty_like(like)
-            tensor = state_memory.memory_for(spec, like, slot, inside, loading, noted=self.noted)
+            tensor = self._memory_for(spec, like, slot, inside)
             value.tensors.setdefault(name, tensor)
         else:
             tensor = value.tensors[name]
@@ -221,7 +231,7 @@ class OptimizerLoad:
         for slot in members:
             for one in every:
                 at = self._states_of(slot).below(one)
-                stays = tree.unescape(one) in current and not self.loading.takes(at)
+                stays = name_of(one) in current and not self.loading.takes(at)
                 if slot.name in asked and one not in asked[slot.name] and not stays:
                     self.loading.report_missing(
                         at, "other parameters have it, and here they have one flat tensor together"
@@ -233,15 +243,12 @@ class OptimizerLoad:
         slot: ParamSlot | None,
         at: Place,
         spec: TensorSpec | None,
-        value: _JointValue | None = None,
+        value: JointValue | None = None,
     ) -> tuple[bool, Any]:
         """Request a state: a tensor of shape `spec`, or a value.  Return whether it comes, and the state."""
-        loading, noted = self.loading, self.noted
+        loading = self.loading
         if spec is not None:
-            state = state_memory.memory_for(spec, current, slot, at, loading, noted=noted)
-            if self.slots.load is not None and (why := state_memory.converted(state, slot, at)):
-                loading.report_mismatched(at, why)
-                return False, None
+            state = self._memory_for(spec, current, slot, at)
             resize = spec != loading.saved.spec(at)
             if resize and state is not current:
                 state.zero_()  # as optimizers begin
@@ -252,7 +259,7 @@ class OptimizerLoad:
         found = loading.value(at)
         if found.why is not None:
             return False, None
-        value = value or _JointValue()
+        value = value or JointValue()
         value.saved = found.value
         if type(current) is torch.Tensor and is_number(found.value):
             made, why = tensor_numbers.fitted(current, found.value, cast=loading.catalog.terms.cast)
@@ -263,7 +270,35 @@ class OptimizerLoad:
         asks = None
         if slot is not None and slot.parameter is not None:
             asks = partial(self._ask, value=value, slot=slot, at=at)
-        return rebuild(found.value, at, loading, loading.tensors_of(current, at), asks)
+        elif self.sharded:
+            asks = self._ask_whole
+        packages = self.slots.packages
+        present = loading.tensors_of(packed_values.packed(current, packages), at)
+        whole, state = rebuild(found.value, at, loading, present, asks)
+        try:
+            return whole, packed_values.unpacked(state, packages)
+        except StateError as error:
+            loading.report_mismatched(at, error.message)
+            return False, None
+
+    def _memory_for(self, spec: TensorSpec, current: Any, slot: ParamSlot | None, at: Place) -> torch.Tensor:
+        """Return the tensor for a saved state, and report the state if it has no place in the parameter."""
+        notes = self.notes[slot.name] if slot else MemoryNotes()
+        if slot is not None and (why := state_memory.unplaced(spec, slot, at, notes)):
+            self.loading.report_mismatched(at, why)
+            return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
+        return state_memory.memory_for(spec, current, slot, at, self.loading, noted=self.noted, notes=notes)
+
+    def _ask_whole(self, spec: TensorSpec, like: Any, inside: Place) -> Any:
+        """Request a tensor of a state dict that is not by parameters: distributed as it was saved."""
+        loading, slots = self.loading, self.slots
+        number = self.sharded.get(inside.fqn.removeprefix(f"{self.place.fqn}/"))
+        if number is None or slots.layout is None:
+            tensor = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
+        else:
+            tensor = slots.layout.empty_like(number, torch_dtype(spec.dtype))
+        loading.tensor(tensor, inside)
+        return tensor
 
     def _want_composite(
         self, record: Record, current: Any, slot: ParamSlot | None, at: Place
@@ -282,7 +317,7 @@ class OptimizerLoad:
         return True, state
 
     def _want_shared(self, name: Any) -> None:
-        loading, slots, at = self.loading, self.slots, self.place.child("shared", name)
+        loading, slots, at = self.loading, self.slots, self._other("shared", name)
         if not loading.takes(at):
             return
         if self.noted.foreign:
@@ -303,7 +338,7 @@ class OptimizerLoad:
         present = slots.more or {}
         fresh = dict(present)
         for name in dict.fromkeys([*present, *saved]):
-            at = self.place.child("more", name)
+            at = self._other("more", name)
             if saved and name not in saved and loading.takes(at):
                 loading.note(at, "the saved optimizer had none: it loads without")
                 del fresh[name]
@@ -322,15 +357,3 @@ def _in_kind(states: dict[Any, Any], current: Mapping[Any, Any]) -> dict[Any, An
         name: like(tensor_numbers.number_in(state), current[name]) if is_number(current.get(name)) else state
         for name, state in states.items()
     }
-
-
-def _require_equal(counters: Mapping[Any, list[tuple[Place, torch.Tensor]]]) -> None:
-    """Raise `StateError` for different counters of parameters that share one counter here."""
-    for (first, counter), *others in counters.values():
-        for at, other in others:
-            if not torch.equal(other, counter):
-                raise StateError(
-                    f"{at} is {other.item()} in the checkpoint and {first} is {counter.item()}, and here "
-                    "the two parameters have one counter together",
-                    remedy="wrap the model with use_orig_params=True",
-                )

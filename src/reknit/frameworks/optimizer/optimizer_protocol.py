@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from reknit.errors import StateError
 from reknit.frameworks.imported import imported
-from reknit.frameworks.same_value import same_value
 from reknit.frameworks.torch import torch_private
 
 if TYPE_CHECKING:
@@ -18,7 +16,6 @@ if TYPE_CHECKING:
 
     from reknit.frameworks.walk.walk import Place
 
-_PARTS = frozenset({"state", "param_groups"})
 _SAVES = "its own state_dict"
 _METHODS = ("state_dict", "load_state_dict", "__setstate__")
 
@@ -52,7 +49,7 @@ def is_plain(optimizer: Any) -> bool:
         isinstance(optimizer, torch.optim.Optimizer)
         and not isinstance(optimizer, imported("torch.distributed.optim", "ZeroRedundancyOptimizer"))
         and unwrapped(optimizer) is optimizer
-        and _inner(optimizer) is None
+        and inner(optimizer) is None
         and next(_own(optimizer, _TORCH), None) is None
     )
 
@@ -64,12 +61,12 @@ def kind(optimizer: Any, *, inside: bool = False) -> tuple[str, ...]:
     states that are saved in torch's form, have torch's names.
     """
     base = torch.optim.Optimizer
-    if (stepped := _inner(optimizer)) is not None:
+    if (stepped := inner(optimizer)) is not None:
         return kind(stepped, inside=inside)
     classes = [one for one in type(optimizer).__mro__ if issubclass(one, base) and one is not base]
-    decoupled = getattr(optimizer, "adam_w_mode", None)
+    decoupled, groups = getattr(optimizer, "adam_w_mode", None), getattr(optimizer, "param_groups", ())
     if decoupled is None:
-        decoupled = any(group.get("decoupled_weight_decay") for group in optimizer.param_groups)
+        decoupled = any(group.get("decoupled_weight_decay") for group in groups)
     return tuple(dict.fromkeys(_name(one, inside=inside, decoupled=bool(decoupled)) for one in classes))
 
 
@@ -93,39 +90,19 @@ def differs(saved: Any, here: Sequence[str]) -> bool:
     return saved[0] not in here and here[0] not in saved
 
 
-def entries(optimizer: Any, place: Place) -> dict[Any, Any] | None:
-    """Return the entries of an optimizer's own `state_dict` besides states and groups.
+def own(optimizer: Any, place: Place) -> list[str]:
+    """Return the names of an optimizer's own methods and hooks of the state protocol.
 
-    None without a protocol of its own; hooks run.  Raises `StateError` if its states or groups are not those
-    of the optimizer, so that a save would not store the result of the method.  Raises it, too, for a wrapper
-    that leaves out the states of the optimizer inside.
+    Raises `StateError` for a wrapper that leaves out the states of the optimizer inside.
     """
-    found, stepped = list(_own(optimizer, _TORCH)), _inner(optimizer)
+    found, stepped = list(_own(optimizer, _TORCH)), inner(optimizer)
     if stepped is not None and stepped.state is not optimizer.state and stepped.state and _SAVES not in found:
         raise StateError(
             f"{place} is a {type(optimizer).__name__} around a {type(stepped).__name__} with states of its "
             "own, which its state_dict() leaves out",
             remedy="let its state_dict() return them, or put the optimizer inside into the state",
         )
-    if not found:
-        return None
-    given = optimizer.state_dict()
-    if (why := _changed(given, optimizer)) is not None:
-        raise StateError(
-            f"the state_dict() of {place} ({type(optimizer).__name__}, with {', '.join(found)}) {why}",
-            remedy="let it change nothing but add entries at the top. Or put its parts into the state, or an "
-            "object of your own with state_dict and load_state_dict, which is saved by these methods",
-        )
-    return {key: value for key, value in given.items() if key not in _PARTS}
-
-
-def load(optimizer: Any, more: Mapping[Any, Any]) -> None:
-    """Call an optimizer's own `load_state_dict` with its present states and options, and `more`."""
-    stepped, given = _inner(optimizer), optimizer.state_dict()
-    optimizer.load_state_dict({**{part: given[part] for part in _PARTS}, **more})
-    # torch makes new groups, and wrappers keep the old ones: a scheduler would change those in vain.
-    if stepped is not None and stepped.param_groups is not optimizer.param_groups:
-        optimizer.param_groups = stepped.param_groups
+    return found
 
 
 def require_none(optimizer: Any, place: Place) -> None:
@@ -153,36 +130,10 @@ def _own(optimizer: Any, known: tuple[str, ...]) -> Iterator[str]:
         yield f"the hook {getattr(hook, '__qualname__', repr(hook))}"
 
 
-def _inner(optimizer: Any) -> Any:
+def inner(optimizer: Any) -> Any:
     """Return the optimizer inside of a wrapper, which has the same groups, or None."""
+    groups = getattr(optimizer, "param_groups", None)
     for inside in vars(optimizer).values():
-        if isinstance(inside, torch.optim.Optimizer) and inside.param_groups is optimizer.param_groups:
+        if isinstance(inside, torch.optim.Optimizer) and getattr(inside, "param_groups", inside) is groups:
             return inside
     return None
-
-
-def _changed(given: Any, optimizer: Any) -> str | None:
-    """Return the difference of a state dict from the optimizer's own states and groups, or None."""
-    if (
-        not isinstance(given, Mapping)
-        or not given.keys() >= _PARTS
-        or not isinstance(given["state"], Mapping)
-    ):
-        return "is not the dict that torch has"
-    states, groups = list(given["state"].values()), given["param_groups"]
-    if not _same_objects(states, list(optimizer.state.values())):
-        return "has other states than the optimizer"
-    live = [
-        {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
-    ]
-    options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    return None if _same_objects(options, live) else "has other options than the optimizer"
-
-
-def _same_objects(given: Any, live: Any) -> bool:
-    """Return whether two values are the very same tensors in containers of the same values."""
-    if isinstance(given, Mapping) and isinstance(live, Mapping):
-        return given.keys() == live.keys() and all(_same_objects(given[key], live[key]) for key in given)
-    if isinstance(given, (list, tuple)) and isinstance(live, (list, tuple)):
-        return len(given) == len(live) and all(map(_same_objects, given, live))
-    return given is live if isinstance(given, torch.Tensor) else same_value(given, live)

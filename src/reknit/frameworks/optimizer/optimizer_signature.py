@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from reknit.frameworks.optimizer import optimizer_protocol, param_options
 from reknit.frameworks.optimizer.step_barrier import barriers
 from reknit.frameworks.torch import torch_private
 from reknit.frameworks.walk.walk import Place
 from reknit.types.shard import Blob
 
+_is_contiguous = torch.Tensor.is_contiguous
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from reknit.frameworks.walk.save_walk import Saving
     from reknit.frameworks.walk.state_signature import Signature
@@ -44,6 +48,8 @@ def sign(optimizer: Any, signature: Signature) -> int | None:
             elif type(state) is not dict:
                 return None
             else:
+                if not _is_usual(state.values(), parameter):
+                    return None
                 num_found += 1
                 form = (*state,)
                 forms.add(form)
@@ -52,6 +58,13 @@ def sign(optimizer: Any, signature: Signature) -> int | None:
     if num_found != len(states) or {type(key) for form in forms for key in form} - {str}:
         return None  # states without a parameter, or without a plain name
     return sum(len(group["params"]) or 1 for group in optimizer.param_groups)
+
+
+def _is_usual(states: Iterable[Any], parameter: Any) -> bool:
+    """Return whether the memory of states is in an order that needs no note beside them."""
+    return all(map(_is_contiguous, states)) or all(
+        state.is_contiguous() or state.stride() == parameter.stride() for state in states
+    )
 
 
 def add_values(optimizer: Any, saving: Saving, before: Sequence[Blob]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reknit.frameworks import tree
+from reknit.frameworks.optimizer import memory_notes
+from reknit.frameworks.optimizer.memory_notes import MEMORY, MemoryNotes
 from reknit.frameworks.optimizer.param_options import EMPTY
-from reknit.frameworks.optimizer.slots import MASTER
+from reknit.frameworks.optimizer.slots import MASTER, name_of
 from reknit.frameworks.walk.walk import Place
 
 if TYPE_CHECKING:
@@ -23,16 +25,19 @@ class SavedStates:
     """
 
     def __init__(self, place: Place, loading: Loading, slots: Slots, numbers: Mapping[str, int]) -> None:
-        self._place = place
+        self._place, self._loading = place, loading
         self._numbers = numbers
         self._states: dict[str, list[str]] = {}
         self._known: set[str] = set()
-        self.others: dict[str, list[str | int]] = {"shared": [], "more": [], EMPTY: []}
+        self._noted: set[str] = set()
+        self.others: dict[str, list[Any]] = {"shared": [], "more": [], EMPTY: []}
         self.is_taken = False
         below = f"{place.fqn}/" if place.fqn else ""
         for fqn in (*loading.catalog.tensors.get(place.item, {}), *loading.saved.value_names(place.item)):
             part, _, rest = fqn.removeprefix(below).partition("/")
-            if not (fqn.startswith(below) and rest and part in ("state", "param_groups", *self.others)):
+            if not (
+                fqn.startswith(below) and rest and part in ("state", "param_groups", MEMORY, *self.others)
+            ):
                 continue
             if slots.load is not None and not self.is_taken:
                 self.is_taken = loading.takes(Place(place.item, fqn))
@@ -42,8 +47,10 @@ class SavedStates:
                 self._states.setdefault(first, []).append(name)
             elif part == "param_groups":
                 self._known.add(rest)
+            elif part == MEMORY:
+                self._noted.add(rest)
             elif part in self.others and not name:
-                self.others[part].append(tree.unescape(first))
+                self.others[part].append(name_of(first))
 
     def has_parameter(self, name: str) -> bool:
         """Return whether the saved optimizer had a parameter of this name.
@@ -59,6 +66,12 @@ class SavedStates:
     def element(self, name: str) -> str:
         """Return the path element of a parameter in the checkpoint."""
         return tree.escape(self._numbers.get(name, name), str(self._place))
+
+    def notes(self, name: str) -> MemoryNotes:
+        """Request the facts about the memory of a parameter's states."""
+        if tree.escape(name, str(self._place)) not in self._noted:
+            return MemoryNotes()
+        return memory_notes.saved(self._place.child(MEMORY, name), self._loading)
 
     def states(self, name: str) -> list[str]:
         """Return the names (path elements) of a parameter's saved states."""

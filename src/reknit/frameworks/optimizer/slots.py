@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from functools import partial
+import ast
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 from msgspec import Struct
 
-from reknit.errors import StateError
+from reknit.errors import FormatError, StateError
 from reknit.frameworks import tree
 from reknit.frameworks.imported import imported
-from reknit.frameworks.optimizer import optimizer_protocol
+from reknit.frameworks.optimizer import optimizer_protocol, own_state, packed_values, whole_state
 from reknit.frameworks.torch import declared_parts, torch_private
 from reknit.frameworks.torch.modules.members import parameters
 from reknit.frameworks.torch.modules.module_names import without_wrappers
+from reknit.types.shard import escaped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 
+    from reknit.frameworks.optimizer.whole_state import Layout
     from reknit.frameworks.torch.flat_part import FlatPart
     from reknit.frameworks.torch.modules.members import NamedParameter
     from reknit.frameworks.walk.walk import Place, Replicas, Walk
@@ -31,9 +33,25 @@ _OWN_MASTER = f"~2{MASTER}"
 """Path element of a state with that name in the optimizer itself."""
 
 
+_OTHER = "~4"
+"""Beginning of the path element of a name that is neither a text nor an integer; the rest is its `repr`."""
+
+
 def element(name: Any, where: Place) -> str:
-    """Return the path element of a state of an optimizer, which `tree.unescape` turns into its name."""
-    return _OWN_MASTER if name == MASTER else tree.escape(name, where)
+    """Return the path element of a state of an optimizer, which `name_of` turns into its name."""
+    if type(name) in (float, bool, tuple, type(None)):
+        return _OTHER + escaped(repr(name))
+    return _OWN_MASTER if isinstance(name, str) and name == MASTER else tree.escape(name, where)
+
+
+def name_of(one: str) -> Any:
+    """Return the name of a state of an optimizer from its path element."""
+    if not one.startswith(_OTHER):
+        return tree.unescape(one)
+    try:
+        return ast.literal_eval(str(tree.unescape(one.removeprefix(_OTHER))))
+    except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
+        raise FormatError(f"the checkpoint has a state of the name {one}, which is not a value") from error
 
 
 class ParamSlot(msgspec.Struct, frozen=True, eq=False):
@@ -83,7 +101,8 @@ class Slots(Struct, frozen=True):
     are the other entries of its own `state_dict`, None without a protocol of its own; `load` then lets it
     load all this in its own way.  `elsewhere` are names and places of the parameters that have their states
     on other ranks, and no master weights.  `kind` is that of the optimizer, which groups without parameters
-    record too.
+    record too.  `packages` are those of its class.  `layout` is set if its own `state_dict` has no states of
+    single parameters: then `more` is all of it, for parameters in this order and layout alone.
     """
 
     state: MutableMapping[Any, Any]
@@ -94,6 +113,8 @@ class Slots(Struct, frozen=True):
     load: Callable[[Mapping[Any, Any]], None] | None = None
     elsewhere: Sequence[tuple[str, tuple[Place, ...]]] = ()
     kind: tuple[str, ...] = ()
+    packages: frozenset[str] = frozenset()
+    layout: Layout | None = None
 
     def state_of(self, slot: ParamSlot) -> Mapping[Any, Any]:
         """Return the states of a parameter by name; empty if it has none.  Adds no entry."""
@@ -145,11 +166,16 @@ def read(value: Any, place: Place, walk: Walk) -> Slots:
     if isinstance(value, imported("torch.distributed.optim", "ZeroRedundancyOptimizer")):
         return _read_share(value, place, walk)
     optimizer = optimizer_protocol.unwrapped(value)
-    more = optimizer_protocol.entries(optimizer, place)
-    kind = optimizer_protocol.kind(optimizer)
-    each = tuple(_slots(optimizer, kind, place, walk))
-    load = None if more is None else partial(optimizer_protocol.load, optimizer)
-    return Slots(optimizer.state, optimizer.param_groups, each, more=more, load=load, kind=kind)
+    kind, packages = optimizer_protocol.kind(optimizer), packed_values.packages(optimizer)
+    own = own_state.read(optimizer, place)
+    if own is None:
+        each = tuple(_slots(optimizer, optimizer.param_groups, kind, place, walk))
+        return Slots(optimizer.state, optimizer.param_groups, each, kind=kind, packages=packages)
+    if own.whole:
+        layout = whole_state.layout(optimizer, kind, walk)
+        return Slots({}, [], (), more=own.more, load=own.load, kind=kind, packages=packages, layout=layout)
+    each = tuple(_slots(optimizer, own.groups, kind, place, walk))
+    return Slots(own.states, own.groups, each, more=own.more, load=own.load, kind=kind, packages=packages)
 
 
 def _read_share(optimizer: Any, place: Place, walk: Walk) -> Slots:
@@ -172,7 +198,7 @@ def _read_share(optimizer: Any, place: Place, walk: Walk) -> Slots:
     mine = {id(parameter) for parameter, owner in owners.items() if owner == rank}
     replicas = walk.world.only_here(dist.get_process_group_ranks(optimizer.process_group))
     kind = optimizer_protocol.kind(optimizer.optim)
-    slots = _slots(optimizer, kind, place, walk)
+    slots = _slots(optimizer, optimizer.param_groups, kind, place, walk)
     share = [msgspec.structs.replace(one, replicas=replicas, kept=id(one.parameter) in mine) for one in slots]
     return Slots(optimizer.optim.state, optimizer.param_groups, tuple(share), kind=kind)
 
@@ -201,22 +227,25 @@ def require_distinct(slots: Slots, place: Place) -> Slots:
     return slots
 
 
-def _slots(optimizer: Any, kind: tuple[str, ...], place: Place, walk: Walk) -> Iterator[ParamSlot]:
-    named, groups = parameters(walk), optimizer.param_groups
+def _slots(
+    optimizer: Any, groups: list[dict[str, Any]], kind: tuple[str, ...], place: Place, walk: Walk
+) -> Iterator[ParamSlot]:
+    """Yield the parameters of an optimizer; `groups` are its groups, or those in its own `state_dict`."""
+    named = parameters(walk)
     if optimizer.state and not any(group["params"] for group in groups):
         raise StateError(
             f"the optimizer {place} has no parameters: its owner has taken them out of its groups",
             remedy="put the owner into the state instead, for example engine.optimizer of DeepSpeed",
         )
-    for group in groups:
+    for group, members in zip(groups, (group["params"] for group in optimizer.param_groups), strict=True):
         own_names = group.get("param_names")
-        if own_names is not None and len(own_names) != len(group["params"]):
+        if own_names is not None and len(own_names) != len(members):
             raise StateError(
-                f"a group of the optimizer {place} has {len(own_names)} names for {len(group['params'])} "
+                f"a group of the optimizer {place} has {len(own_names)} names for {len(members)} "
                 "parameters: its owner has put others into it",
                 remedy="put the owner into the state instead, for example engine.optimizer of DeepSpeed",
             )
-        for index, parameter in enumerate(group["params"]):
+        for index, parameter in enumerate(members):
             known = named.get(id(parameter))
             if known is not None:
                 for one in known:

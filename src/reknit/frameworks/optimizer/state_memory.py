@@ -9,11 +9,13 @@ from msgspec import structs
 
 from reknit.frameworks import tree
 from reknit.frameworks.optimizer import flat_states as optimizer_flat
+from reknit.frameworks.optimizer import memory_notes
 from reknit.frameworks.torch import declared_parts, dtensor, meta, subclasses, torch_private
 from reknit.frameworks.torch.tensor import torch_dtype
 from reknit.types.dtype import converts
 
 if TYPE_CHECKING:
+    from reknit.frameworks.optimizer.memory_notes import MemoryNotes
     from reknit.frameworks.optimizer.param_options import OptionNotes
     from reknit.frameworks.optimizer.slots import ParamSlot
     from reknit.frameworks.walk.load_walk import Loading
@@ -66,9 +68,21 @@ def resized(spec: TensorSpec, current: Any, slot: ParamSlot, loading: Loading) -
     return spec
 
 
-def misfit(slot: ParamSlot, elements: list[str], below: Place, loading: Loading) -> str | None:
+def misfit(
+    slot: ParamSlot, elements: list[str], below: Place, loading: Loading, notes: MemoryNotes
+) -> str | None:
     """Return the reason why saved states cannot belong to a parameter of this shape, or None."""
-    return _reshaped(slot, loading) or _too_large(slot, elements, below, loading)
+    return _reshaped(slot, loading) or _too_large(slot, elements, below, loading, notes)
+
+
+def unplaced(spec: TensorSpec, slot: ParamSlot, at: Place, notes: MemoryNotes) -> str | None:
+    """Return the reason why a saved state has no place in a parameter that is flattened here, or None."""
+    if slot.flat is None or spec.shape in ((), slot.shape) or path_of(at, slot) in notes.apart:
+        return None
+    return (
+        f"a state of shape {list(spec.shape)} of a parameter of shape {list(slot.shape or ())} has no place "
+        "in a parameter that is flattened here"
+    )
 
 
 def _reshaped(slot: ParamSlot, loading: Loading) -> str | None:
@@ -79,7 +93,9 @@ def _reshaped(slot: ParamSlot, loading: Loading) -> str | None:
     return f"its parameter has the shape {list(spec.shape)} in the checkpoint and {list(slot.shape)} here"
 
 
-def _too_large(slot: ParamSlot, elements: list[str], below: Place, loading: Loading) -> str | None:
+def _too_large(
+    slot: ParamSlot, elements: list[str], below: Place, loading: Loading, notes: MemoryNotes
+) -> str | None:
     """Return why states cannot belong to a parameter of this shape, without a module that has the saved one.
 
     States are as large as their parameter, or 1 along some dimensions (factored second moments).
@@ -89,13 +105,10 @@ def _too_large(slot: ParamSlot, elements: list[str], below: Place, loading: Load
         return None
     for one in elements:
         spec = loading.saved.spec(below.below(one))
-        if spec is None:
+        if spec is None or path_of(below.below(one), slot) in notes.apart:
             continue
-        if slot.flat is not None and spec.shape not in ((), shape):
-            return (
-                f"a state of shape {list(spec.shape)} of a parameter of shape {list(shape)} has no place "
-                "in a parameter that is flattened here"
-            )
+        if (why := unplaced(spec, slot, below.below(one), notes)) is not None:
+            return why
         if len(spec.shape) == len(shape) and any(
             n not in (1, m) for n, m in zip(spec.shape, shape, strict=True)
         ):
@@ -121,31 +134,29 @@ def misplaced(slot: ParamSlot, elements: list[str], below: Place, loading: Loadi
     )
 
 
-def converted(state: torch.Tensor, slot: ParamSlot | None, at: Place) -> str | None:
-    """Return the error text for a state that an optimizer's own load would round.
-
-    Such a load ends in torch's `load_state_dict`, which converts states to the parameter's dtype.
-    """
-    parameter: Any = slot.parameter if slot else None
-    if parameter is None or at.fqn.endswith("/step"):
-        return None
-    if not parameter.is_floating_point() or state.dtype == parameter.dtype:
-        return None
-    return (
-        f"the optimizer loads in a way of its own (a hook, a load_state_dict), which converts a state of "
-        f"{state.dtype} to {parameter.dtype}.  Remove that, or make the states of the parameter's dtype"
-    )
-
-
 def memory_for(
-    spec: TensorSpec, current: Any, slot: ParamSlot | None, at: Place, loading: Loading, *, noted: OptionNotes
+    spec: TensorSpec,
+    current: Any,
+    slot: ParamSlot | None,
+    at: Place,
+    loading: Loading,
+    *,
+    noted: OptionNotes,
+    notes: MemoryNotes,
 ) -> torch.Tensor:
     """Return the tensor for a saved state: the present one, or one like those of the optimizer itself."""
-    if isinstance(current, torch.Tensor) and fits(current, slot, spec):
-        return current
+    path = path_of(at, slot) if slot else ""
+    order, present = notes.orders.get(path), isinstance(current, torch.Tensor)
+    if slot is not None and path in notes.apart:
+        if present and tuple(current.shape) == spec.shape:
+            return cast("torch.Tensor", current)
+        assert slot.parameter is not None
+        return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=slot.parameter.device)
+    if present and fits(current, slot, spec) and memory_notes.order_of(current, slot) == order:
+        return cast("torch.Tensor", current)
     if slot is None or slot.parameter is None:
         return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
-    made = _new_memory(spec, slot, at, loading, noted)
+    made = memory_notes.ordered(_new_memory(spec, slot, at, loading, noted), order)
     meta.follow(made, slot.parameter, loading.world)
     return made
 
