@@ -187,3 +187,53 @@ def test_the_integers_in_which_deepspeed_counts_come_back(step: int) -> None:
     for given in (made, {**made, "step": made["step"].item()}):
         found = zero_optimizers.counted_in_number(given)["step"]
         assert (found, type(found)) == (step, int)
+
+
+@pytest.mark.parametrize(
+    ("saved", "present"),
+    [
+        (0.1, torch.zeros(())),
+        (torch.tensor(0.1), 0.5),
+        (_TENTH, 0.5),
+        (0.5, torch.zeros(())),
+        (2**60 + 1, torch.zeros(())),
+        (0.1, None),
+        (torch.tensor(0.1), None),
+    ],
+)
+def test_a_number_among_the_states_keeps_its_value_where_it_is_a_tensor_at_times(
+    saved: Any, present: Any
+) -> None:
+    target = _state({}, {} if present is None else {"t": present})
+    load(target, save(_state({}, {"t": saved})))
+    (found,) = (state["t"] for state in target["optimizer"].state.values())
+    assert tensor_numbers.number_in(found) == tensor_numbers.number_in(saved)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_lbfgs_with_a_line_search_goes_on_whatever_form_its_step_width_has(steps: int, before: int) -> None:
+    def make(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 2))
+        return model, torch.optim.LBFGS(model.parameters(), lr=0.3, max_iter=3, line_search_fn="strong_wolfe")
+
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int) -> None:
+        for number in range(first, first + count):
+            batch = torch.randn(4, 16, generator=torch.Generator().manual_seed(number))
+
+            def closure(batch: torch.Tensor = batch) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss: torch.Tensor = model(batch).square().mean()
+                loss.backward()  # type: ignore[no-untyped-call]
+                return loss
+
+            optimizer.step(closure)  # type: ignore[arg-type]
+
+    (model, one), (target, other) = make(0), make(1)
+    train(model, one, 0, steps)
+    train(target, other, 5, before)
+    load({"m": target, "o": other}, save({"m": model, "o": one}))
+    train(model, one, 20, 2)
+    train(target, other, 20, 2)
+    assert all(map(torch.equal, model.parameters(), target.parameters()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from math import prod
 from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
@@ -13,8 +14,12 @@ if TYPE_CHECKING:
     from reknit.types.shard import Shard
 
 
-RESIZE = " (LoadOptions(allow_shape_mismatch=...) takes the common part)"
-"""Text about a tensor whose shape differs from the saved shape in the same number of dimensions."""
+_RESIZE = " (LoadOptions(allow_shape_mismatch=...) takes the common part)"
+
+
+def reshaping(here: Sequence[int]) -> str:
+    """Return the advice about a tensor of a shape that is not the saved one, which has as many dimensions."""
+    return _RESIZE if prod(here) else ": give it the saved shape first, as it has no place for a value"
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:

@@ -13,7 +13,7 @@ from reknit.types.box import Box
 from reknit.types.dtype import converts
 from reknit.types.rank_text import spelled
 from reknit.types.shard import full_name
-from reknit.types.wanted import RESIZE, Terms, matches, selects
+from reknit.types.wanted import Terms, matches, reshaping, selects
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
@@ -142,7 +142,7 @@ def _mismatch(saved: TensorSpec, wanted: TensorSpec, *, cast: bool, resize: bool
         why = f"saved shape {list(saved.shape)}, wanted {list(wanted.shape)}"
         if resize:
             return f"{why}; the number of dimensions may not differ"
-        return why + RESIZE if len(saved.shape) == len(wanted.shape) else why
+        return why + reshaping(wanted.shape) if len(saved.shape) == len(wanted.shape) else why
     if saved.dtype == wanted.dtype:
         return None
     why = f"saved dtype {saved.dtype}, wanted {wanted.dtype}"

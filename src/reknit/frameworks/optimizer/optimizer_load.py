@@ -263,10 +263,12 @@ class OptimizerLoad:
         value.saved = found.value
         if type(current) is torch.Tensor and is_number(found.value):
             made, why = tensor_numbers.fitted(current, found.value, cast=loading.catalog.terms.cast)
-            if why is not None:
+            if why is None:
+                return True, tensor_numbers.put(torch.empty_like(current, requires_grad=False), made)
+            if at.fqn.endswith("/step"):
                 loading.report_mismatched(at, why)
                 return False, None
-            return True, tensor_numbers.put(torch.empty_like(current, requires_grad=False), made)
+            return True, found.value  # an optimizer that saved a number here has tensors only at times
         asks = None
         if slot is not None and slot.parameter is not None:
             asks = partial(self._ask, value=value, slot=slot, at=at)

@@ -274,6 +274,13 @@ def own_entries(module: Any) -> dict[str, Any]:
     return entries
 
 
+def load_own_entries(module: Any, entries: dict[str, Any]) -> list[str]:
+    """Let one module without its children take its state-dict entries, and return the errors."""
+    errors: list[str] = []
+    module._load_from_state_dict(entries, "", {"version": module._version}, False, [], [], errors)
+    return errors
+
+
 def has_state_dict_hooks(module: Any) -> bool:
     """Return whether a module has hooks that change its state dict."""
     return bool(module._state_dict_hooks or module._state_dict_pre_hooks)

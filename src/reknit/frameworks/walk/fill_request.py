@@ -11,7 +11,7 @@ from reknit.frameworks.neutral import put_array
 from reknit.frameworks.numbers import is_number, misfit
 from reknit.frameworks.same_value import same_value
 from reknit.types.shard import Shard
-from reknit.types.wanted import RESIZE
+from reknit.types.wanted import reshaping
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,7 +67,7 @@ class FillRequest(Struct):
         why = f"its shape is {list(saved.shape)} in the checkpoint and {list(here)} here"
         if self.resize:
             return f"{why}; the number of dimensions may not differ"
-        return why + RESIZE if alike else why
+        return why + reshaping(here) if alike else why
 
     def number(self, saved: RankCatalog, *, cast: bool) -> FoundNumber | None:
         """Return the number that was saved in the place of this tensor; None if the tensor has dimensions."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from reknit.errors import StateError
 from reknit.frameworks.neutral import to_neutral
@@ -68,9 +69,15 @@ class ModuleAdapter(Adapter):
         """Fill the module's tensors in place."""
         held = read(value, place, loading)
         returns = own_load.returns(held, place, loading)
+        odd = [one for one in held.members if not one.live and one.kind != "extra"]
+        untaken = odd_entries().untaken(odd, held) if odd else set()
+        for source, key in untaken:
+            returns[source].left_out.add(key)
         for member in held.members:
             back, at = returns[id(member.state)], place.child(member.name)
-            if member.kind == "extra":
+            if (id(member.state), member.key) in untaken:
+                odd_entries().want(member, at, loading)
+            elif member.kind == "extra":
                 _want_extra(member, back, held.names, at, loading)
             else:
                 _want(member, back, at, loading)
@@ -90,6 +97,10 @@ def _want(member: Member, back: OwnLoad, at: Place, loading: Loading) -> None:
         found = loading.value(at)
         back.copies[member.key] = member.value if found.why else found.value
         back.asked |= found.why is None
+    elif (grown := _grown(member, at, loading)) is not None:
+        back.copies[member.key] = grown
+        loading.tensor(grown, at)
+        back.asked = True
     elif member.live:
         loading.tensor(member.value, at)
     else:
@@ -97,6 +108,23 @@ def _want(member: Member, back: OwnLoad, at: Place, loading: Loading) -> None:
         back.copies[member.key] = declared_parts.carry(member.value, member.value.detach().clone())
         loading.tensor(back.copies[member.key], at)
         back.asked |= loading.takes(at)
+
+
+def _grown(member: Member, at: Place, loading: Loading) -> Any:
+    """Return memory of the saved shape for a tensor to which its module gives that shape, or None."""
+    spec = loading.saved.spec(at)
+    if spec is None or not member.live or loading.may_resize(at):
+        return None
+    if not is_lazy(member.value) and (member.kind != "buffer" or tuple(member.value.shape) == spec.shape):
+        return None
+    return odd_entries().memory_for(member, at, loading)
+
+
+def odd_entries() -> Any:
+    """Return the module about entries that few modules have."""
+    from reknit.frameworks.torch.modules import odd_entries
+
+    return odd_entries
 
 
 def _want_flats(held: ModuleHoldings, place: Place, loading: Loading) -> None:

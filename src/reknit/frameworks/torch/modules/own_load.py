@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from msgspec import Struct, field
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from reknit.errors import ReknitError, StateError
 from reknit.frameworks.torch import torch_private
@@ -38,12 +39,14 @@ class OwnLoad(Struct):
     """The entries that go back into a module through its own method.
 
     `copies` are entries of its state dict that are not its own memory, and extra state that has arrived.
+    `left_out` are entries that the method does not take.
     """
 
     source: ModuleState
     own: tuple[OwnCode, ...]
     asked: bool
     copies: dict[str, Any] = field(default_factory=dict)
+    left_out: set[str] = field(default_factory=set)
 
     def give(self, held: ModuleHoldings, place: Place) -> None:
         """Call the module's `load_state_dict` with the loaded entries, as torch would.
@@ -56,6 +59,8 @@ class OwnLoad(Struct):
         copied: dict[int, torch.Tensor] = {}
         state: OrderedDict[str, Any] = OrderedDict()
         for key, value in (source.raw | self.copies).items():
+            if key in self.left_out:
+                continue
             own_memory = isinstance(value, torch.Tensor) and key not in self.copies
             if own_memory and any(name in looking for name in _around(names.name(source.prefix + key))):
                 if id(value) not in copied:
@@ -69,7 +74,8 @@ class OwnLoad(Struct):
             versions = {_inside(key, wrappers): version for key, version in source.metadata.items()}
             state._metadata = versions  # type: ignore[attr-defined]
         frozen = any(
-            isinstance(value, torch.Tensor) and value.is_inference() for value in source.raw.values()
+            isinstance(value, torch.Tensor) and not is_lazy(value) and value.is_inference()
+            for value in source.raw.values()
         )
         try:
             with torch.inference_mode() if frozen else nullcontext():
@@ -113,7 +119,7 @@ def has_own(module: nn.Module) -> bool:
     kinds: set[Any] = set(map(type, module.modules()))
     return (
         _is_own(module.load_state_dict)
-        or any(_own_method(kind) is not None for kind in kinds)
+        or any(own_method(kind) is not None for kind in kinds)
         or any(_is_own(hook) for one in module.modules() for hook, _ in torch_private.load_hooks(one))
     )
 
@@ -128,7 +134,7 @@ def _own(held: ModuleHoldings, source: ModuleState) -> Iterator[OwnCode]:
     for path, module in inside:
         hooks = torch_private.load_hooks(module)
         kind: Any = type(module)
-        method = _own_method(kind)
+        method = own_method(kind)
         if method is None and not hooks:
             continue
         name = held.names.name((source.prefix + path).removesuffix("."))
@@ -174,8 +180,19 @@ def _inside(key: str, wrappers: tuple[str, ...]) -> str:
     return key
 
 
+def is_taken_by_root(held: ModuleHoldings, source: ModuleState) -> bool:
+    """Return whether a `load_state_dict` that is not torch's takes the entries of a source."""
+    return _is_own(_taker(held, source)[0].load_state_dict)
+
+
+def has_own_before(module: nn.Module) -> bool:
+    """Return whether a module has a method or hook of its own that sees entries before they are loaded."""
+    hooks = (hook for hook, before in torch_private.load_hooks(module) if before)
+    return own_method(type(module)) is not None or any(map(_is_own, hooks))
+
+
 @lru_cache(maxsize=4096)
-def _own_method(kind: type[nn.Module]) -> str | None:
+def own_method(kind: type[nn.Module]) -> str | None:
     """Return the name of a type's own method that takes a state dict, or None."""
     method = torch_private.loading_method(kind)
     return called(method) if _is_own(method) else None

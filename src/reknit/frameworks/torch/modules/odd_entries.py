@@ -1,0 +1,131 @@
+"""Entries of a module's state dict that have another shape here, or that no `load_state_dict` takes."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from reknit.errors import StateError
+from reknit.frameworks.same_value import same_value
+from reknit.frameworks.torch import same_tensors, torch_private
+from reknit.frameworks.torch.modules import own_load
+from reknit.frameworks.torch.tensor import torch_dtype
+from reknit.types.devices import memory_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from reknit.frameworks.torch.modules.members import Member, ModuleHoldings
+    from reknit.frameworks.walk.load_walk import Loading
+    from reknit.frameworks.walk.walk import Place
+    from reknit.types.shard import TensorSpec
+
+
+def memory_for(member: Member, at: Place, loading: Loading) -> torch.Tensor | None:
+    """Return memory of the saved shape for a tensor that the module's own load gives that shape, or None.
+
+    Such tensors are parameters without a shape, and buffers that grow, as those of observers.
+    """
+    spec = loading.saved.spec(at) if member.live and loading.takes(at) else None
+    if spec is None:
+        return None
+    value = member.value
+    if not torch.nn.parameter.is_lazy(value) and (
+        member.kind != "buffer" or tuple(value.shape) == spec.shape or not _resizes(member, at, loading)
+    ):
+        return None
+    return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=value.device)
+
+
+def _resizes(member: Member, at: Place, loading: Loading) -> bool:
+    """Return whether a method of the buffer's module gives the buffer its saved shape, tried on a copy."""
+    path, _, name = member.key.rpartition(".")
+    owner = member.state.module.get_submodule(path)
+    if own_load.own_method(type(owner)) is None:
+        return False
+    above = at.fqn.removesuffix(name)
+    try:
+        tried = copy.deepcopy(owner)
+        entries = torch_private.own_entries(tried)
+        for key, value in entries.items():
+            spec = loading.saved.spec(type(at)(at.item, above + key))
+            if spec is not None and isinstance(value, torch.Tensor) and tuple(value.shape) != spec.shape:
+                entries[key] = torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device=value.device)
+        errors = torch_private.load_own_entries(tried, entries)
+    except Exception:  # of the module's own code, which does not take them
+        return False
+    wanted: TensorSpec | None = loading.saved.spec(at)
+    return not errors and wanted is not None and tuple(getattr(tried, name).shape) == wanted.shape
+
+
+def untaken(odd: Sequence[Member], held: ModuleHoldings) -> set[tuple[int, str]]:
+    """Return which entries that are not tensors of the module no `load_state_dict` takes: source id and key.
+
+    A module adds them without a method or hook that takes them, as 4-bit weights do.
+    """
+    found = set()
+    for member in odd:
+        source = member.state
+        path, owner = _owner(source.module, member.key)
+        rest = member.key[len(path) + 1 :] if path else member.key
+        around = (source.module, *_above(source.module, path), owner)
+        if rest in owner._parameters or rest in owner._buffers or any(map(own_load.has_own_before, around)):
+            continue
+        if not own_load.is_taken_by_root(held, source):
+            found.add((id(source), member.key))
+    return found
+
+
+def _owner(module: nn.Module, key: str) -> tuple[str, nn.Module]:
+    """Return path and module of the innermost module around a key."""
+    path = ""
+    for element in key.split(".")[:-1]:
+        inner = module._modules.get(element)
+        if inner is None:
+            break
+        module, path = inner, f"{path}.{element}" if path else element
+    return path, module
+
+
+def _above(module: nn.Module, path: str) -> Iterator[nn.Module]:
+    for element in path.split(".")[:-1] if path else ():
+        module = module._modules[element]  # type: ignore[assignment]
+        yield module
+
+
+def want(member: Member, at: Place, loading: Loading) -> None:
+    """Request an entry that no load takes: into its live memory, or else to be compared with the present one.
+
+    Raises `StateError` before anything changes if the module computes another value here.
+    """
+    if not isinstance(member.value, torch.Tensor):
+        found = loading.value(at)
+        if found.why is None and not same_value(found.value, member.value):
+            loading.report_mismatched(at, _OTHER)
+        return
+    path, owner = _owner(member.state.module, member.key)
+    again = torch_private.own_entries(owner).get(member.key[len(path) + 1 :] if path else member.key)
+    value = member.value
+    if isinstance(again, torch.Tensor) and again.numel() and memory_of(again) == memory_of(value):
+        loading.tensor(value, at)
+    elif loading.takes(at) and loading.saved.spec(at) is not None:
+        saved = torch.empty_like(value, requires_grad=False)
+        loading.tensor(saved, at, early=True)
+        loading.check(partial(_require_same, saved, value, at), early=True)
+    else:
+        loading.tensor(value, at)
+
+
+_OTHER = (
+    "the module computes this entry of its state dict, no load_state_dict takes it, and here it is another "
+    "value. Make the module as it was made when it was saved"
+)
+
+
+def _require_same(saved: torch.Tensor, present: torch.Tensor, at: Place) -> None:
+    if not same_tensors.same(saved, present):
+        raise StateError(f"{at}: {_OTHER.partition('. ')[0]}", remedy=_OTHER.partition(". ")[2])

@@ -1,0 +1,208 @@
+"""Entries of modules that change their shape in a load, or that no `load_state_dict` takes."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import reknit
+from reknit.errors import MismatchError, StateError
+from reknit.frameworks.registry import wanted
+from tests.frameworks.checkpoint import load, save
+from tests.ranks import run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Growing(nn.Module):
+    """A module with a buffer that its own method resizes, as observers of quantisation do."""
+
+    def __init__(self, linear: bool = True) -> None:
+        super().__init__()
+        if linear:
+            self.linear = nn.Linear(3, 2)
+        self.register_buffer("seen", torch.empty(0))
+        self.register_buffer("count", torch.tensor(0))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = torch.cat([self.seen, x.detach().flatten()])
+        self.count += 1
+        return self.linear(x)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        self.calls += 1
+        self.seen.resize_(state_dict[f"{prefix}seen"].shape)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    left, right = one.state_dict(), other.state_dict()
+    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+
+
+def observed(kind: str) -> Any:
+    from torch.ao import quantization
+
+    if kind == "fake":
+        qconfig = quantization.FakeQuantize.with_args(
+            observer=quantization.MovingAveragePerChannelMinMaxObserver,
+            quant_min=-128,
+            quant_max=127,
+            dtype=torch.qint8,
+            qscheme=torch.per_channel_affine,
+        )
+        return qconfig()
+    return getattr(quantization, kind)()
+
+
+@pytest.mark.parametrize(
+    "kind", ["PerChannelMinMaxObserver", "MovingAveragePerChannelMinMaxObserver", "HistogramObserver", "fake"]
+)
+@pytest.mark.parametrize("before", [0, 5], ids=["fresh", "of another size"])
+@pytest.mark.parametrize("strict", [True, False])
+def test_observers_load_as_load_state_dict_does(
+    kind: str, before: int, *, strict: bool, tmp_path: Path
+) -> None:
+    module = nn.Sequential(nn.Linear(3, 2), nn.ModuleDict({"inner": observed(kind)}))
+    target = copy.deepcopy(module)
+    module[1]["inner"](torch.randn(4, 6))  # type: ignore[index]
+    if before:
+        target[1]["inner"](torch.randn(before, 6))  # type: ignore[index]
+    reknit.save(tmp_path / "c", {"m": module})
+    reknit.load(tmp_path / "c", {"m": target}, strict=strict)
+    assert same(module, target)
+    batch = torch.randn(4, 6)
+    for one in (module, target):
+        one[1]["inner"](batch)  # type: ignore[index]
+    assert same(module, target)
+
+
+def test_buffers_of_any_own_module_grow_and_shrink_with_the_load() -> None:
+    for steps, before in ((2, 0), (2, 1), (0, 2), (1, 1)):
+        module, target = nn.Sequential(Growing(), Growing()), nn.Sequential(Growing(), Growing())
+        for one, times in ((module, steps), (target, before)):
+            for _ in range(times):
+                one[0](torch.randn(2, 3))
+        load({"m": target}, save({"m": module}))
+        assert same(module, target)
+
+
+def test_a_buffer_that_no_own_method_resizes_is_refused_with_advice_that_keeps_its_values(
+    tmp_path: Path,
+) -> None:
+    class Plain(nn.Module):
+        def __init__(self, size: int) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.ones(size))
+
+    reknit.save(tmp_path / "c", {"m": Plain(3)})
+    for size, advice in ((0, "give it the saved shape first"), (2, "allow_shape_mismatch")):
+        with pytest.raises(MismatchError, match=advice) as error:
+            reknit.load(tmp_path / "c", {"m": Plain(size)})
+        assert size or "allow_shape_mismatch" not in str(error.value)
+    target = Plain(0)
+    target.seen = torch.empty(3)
+    reknit.load(tmp_path / "c", {"m": target})
+    assert target.seen.tolist() == [1.0] * 3
+
+
+class Picky(Growing):
+    """A module whose method raises an error for another shape, after it has changed something."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        self.count.fill_(9)
+        if state_dict[f"{prefix}seen"].shape != self.seen.shape:
+            raise RuntimeError("another shape")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def test_a_method_that_refuses_the_shape_is_tried_on_a_copy_alone() -> None:
+    module, target = Picky(), Picky()
+    module(torch.randn(2, 3))
+    want = wanted({"m": target}, save({"m": module}).catalog(), 0, 1)
+    assert [fqn for _, fqn, _ in want.mismatched] == ["seen"]
+    assert (int(target.count), target.calls) == (0, 0)
+
+
+def wrapped(kind: str) -> Any:
+    torch.manual_seed(dist.get_rank())
+    results = []
+    for module in (nn.Sequential(Growing()), nn.Sequential(Growing())):
+        found: Any = module
+        if kind == "ddp":
+            found = DistributedDataParallel(module)
+        else:
+            fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        results.append(found)
+    one, other = results
+    one(torch.ones(2, 3))
+    from reknit.frameworks.registry import collect
+    from tests.frameworks.checkpoint import assemble, portable
+
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, portable(collect({"m": one}, dist.get_rank(), dist.get_world_size())))
+    load({"m": other}, assemble(everyone), dist.get_rank(), dist.get_world_size())
+    inner = [one.module[0] if kind == "ddp" else one[0] for one in results]
+    return torch.equal(inner[0].seen, inner[1].seen), int(inner[1].count)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_buffers_grow_in_wrapped_models(kind: str) -> None:
+    assert run(2, wrapped, kind) == [(True, 1)] * 2
+
+
+def test_lazy_modules_load_without_a_forward_pass() -> None:
+    def make() -> nn.Sequential:
+        return nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())
+
+    module, target = make(), make()
+    module(torch.randn(5, 3))
+    load({"m": target}, save({"m": module}))
+    assert same(module, target)
+    batch = torch.randn(5, 3)
+    assert torch.equal(module(batch), target(batch))
+
+
+class Packed(nn.Module):
+    """A module that adds a live table, a computed entry and a text to its state dict, which no load takes."""
+
+    def __init__(self, seed: float = 0.0, unit: str = "a") -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), seed))
+        self.table, self.unit = torch.full((3,), seed), unit
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight.table"] = self.table
+        destination[f"{prefix}weight.unit"] = torch.tensor(list(self.unit.encode()), dtype=torch.uint8)
+        destination[f"{prefix}unit"] = self.unit
+
+
+def test_entries_that_no_load_takes_are_filled_in_place_or_must_be_equal() -> None:
+    module, target = nn.Sequential(Packed(3.0), nn.Linear(1, 1)), nn.Sequential(Packed(), nn.Linear(1, 1))
+    load({"m": target}, save({"m": module}))
+    assert target[0].table.tolist() == [3.0] * 3
+    assert target[0].weight.tolist() == [3.0] * 4
+
+
+@pytest.mark.parametrize("texts", [True, False])
+def test_a_computed_entry_of_another_value_is_refused_before_anything_changes(
+    tmp_path: Path, *, texts: bool
+) -> None:
+    reknit.save(tmp_path / "c", {"m": Packed(3.0)})
+    target = Packed(unit="b")
+    strict: Any = True if texts else ["!m/unit"]
+    with pytest.raises((StateError, MismatchError), match="another value"):
+        reknit.load(tmp_path / "c", {"m": target}, strict=strict)
+    assert target.table.tolist() == [0.0] * 3
+    assert target.weight.tolist() == [0.0] * 4
