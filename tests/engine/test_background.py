@@ -709,6 +709,17 @@ def test_an_interrupt_at_the_end_ends_the_wait_and_says_what_becomes_of_the_save
     saves.close()
 
 
+def test_saves_that_are_lost_with_their_process_have_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    saves = Background(in_process=True)
+    promoted = SaveOutcome("/x", promote_to=[reknit.options.PromotionTarget("/y")])
+    saves.pending.append(promoted)
+    monkeypatch.setattr(Background, "close", lambda self: False)
+    saves.at_exit()
+    assert isinstance(promoted.error, reknit.errors.AgentError)
+    assert promoted.over()
+    assert promoted.unasked
+
+
 def test_saves_with_and_without_waiting_may_follow_each_other(tmp_path: Path) -> None:
     def rank(group: Group) -> None:
         for k in range(6):

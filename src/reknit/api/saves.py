@@ -61,7 +61,8 @@ def save(
 
     With `wait=False` the call returns once the state is copied to host memory and may be changed.  The agent,
     a separate process for each rank, writes and commits, even if the trainer dies.  A failure is logged, and
-    raised by `result()`, or by the next `save` if `result()` was not called.  With
+    raised by `result()`, or by the next `save` if `result()` was not called.  If neither is called, the
+    failure is printed when the process ends, and its exit status is 120 instead of 0.  With
     ``SaveOptions(stage="lazy")``, tensors that only the steps of an optimizer change are copied after the
     call, and these steps wait for the copies.
 

@@ -20,6 +20,7 @@ from reknit.types.entry import refuse_inside
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from reknit.errors import ReknitError
     from reknit.monitor.records import PhaseRecord
     from reknit.options import PromotionTarget
 
@@ -73,6 +74,12 @@ class SaveOutcome(Awaited[SaveReport]):
         promotion = self.promotion
         return promotion is not None and promotion.error is not None and not promotion.asked
 
+    def failure(self) -> tuple[str, BaseException | None]:
+        """Return the part that has failed, with its error: the save, or its promotion."""
+        if self.error is not None or self.promotion is None:
+            return f"save to {self.path}", self.error
+        return f"promotion of {self.path} to {self.promote_to}", self.promotion.error
+
     def note_staged(self) -> None:
         """Let `wait_staged` return: nothing more is copied from the state."""
         self._staged.set()
@@ -85,6 +92,12 @@ class SaveOutcome(Awaited[SaveReport]):
         """Wait until the state may be changed again.  Raises `DeadlineError` after `timeout` seconds."""
         if not self._staged.wait(timeout):
             raise DeadlineError(f"the state was not staged within {timeout:g} s")
+
+    def lose(self, error: ReknitError) -> None:
+        """End with an error all that has not ended."""
+        self.end(error)
+        for number in range(len(self.promotions)):
+            self.end_promotion(number, error)
 
     def _settle(self) -> None:
         """End the staging, and promotions of a save that failed."""

@@ -14,7 +14,8 @@ from reknit.engine.background.trainer.stage_for_agent import PreparedSave, begin
 from reknit.engine.background.trainer.warm_up import warm_up
 from reknit.engine.memory.arena_pool import Arenas
 from reknit.engine.outcome import SaveOutcome
-from reknit.errors import DeadlineError, ReknitError, ShortageError
+from reknit.engine.unasked import unasked_saves
+from reknit.errors import AgentError, DeadlineError, ReknitError, ShortageError
 from reknit.monitor.phase import Deadline
 from reknit.system import AtExit, start_thread
 from reknit.types.entry import OneAtATime
@@ -69,6 +70,8 @@ class Background:
         An error becomes the outcome on every rank; only Ctrl-C and exits of the process are raised.
         """
         pending = SaveOutcome(url, promote_to=options.promotions)
+        if options.on_error == "raise":
+            unasked_saves.watch(pending)
         with self._saving.taken(options.timeout_s):
             self._begin(stage_for_agent, "copy", pending, group=group, make=make, options=options)
         return pending
@@ -215,7 +218,10 @@ class Background:
             if self.close():
                 return
         if self._in_process:
-            logger.warning("this process ends before its saves are committed, and they are lost with it")
+            lost = "this process ends before its saves are committed, and they are lost with it"
+            logger.warning(lost)
+            for save in self._unfinished():
+                save.lose(AgentError(lost, remedy="wait for the result before the process ends"))
         else:
             logger.warning(
                 "this process ends before its saves are committed, or promoted; its agent goes on with them"
