@@ -67,15 +67,32 @@ def test_a_save_that_failed_is_one_at_the_end() -> None:
         mine.wait(1.0)
 
 
-def test_the_last_save_is_taken_for_its_step_unless_it_has_failed_and_that_matters() -> None:
+def test_the_last_save_is_taken_for_its_step_unless_it_failed_or_its_checkpoint_is_gone() -> None:
     mine, outcome = PendingSaves({}), SaveOutcome("/run/1", 1)
-    pending = PendingSave(outcome)
+    pending, there = PendingSave(outcome), [True]
+
+    def last(step: int, *, sure: bool) -> PendingSave | None:
+        return mine.last(step, there.copy, lambda name, question, subject: question(), sure=sure)
+
     mine.add(1, pending, 0.0)
-    assert mine.last(1, sure=False) is pending
-    assert mine.last(2, sure=True) is None
-    outcome.end(StorageFullError("full"))
-    assert mine.last(1, sure=False) is pending
-    assert mine.last(1, sure=True) is None
+    there.clear()
+    assert last(1, sure=False) is pending, "it is under way"
+    assert last(2, sure=True) is None
+    outcome.end(WELL)
+    assert last(1, sure=False) is None
+    assert mine.is_gone(1)
+    there.append(True)
+    assert last(1, sure=True) is pending
+    mine.add(2, PendingSave(failed := SaveOutcome("/run/2", 2)), 0.0)
+    failed.end(StorageFullError("full"))
+    assert not failed.asked
+    assert last(2, sure=False) is None
+    assert failed.asked, "no later save raises it"
+    assert not mine.is_gone(2), "that may be the checkpoint of another run"
+    mine.add(3, PendingSave(skipped := SaveOutcome("/run/3", 3)), 0.0)
+    skipped.end(SkippedError("busy"))
+    assert last(3, sure=False) is not None
+    assert last(3, sure=True) is None
 
 
 def test_a_step_that_is_being_promoted_stays(root: Path) -> None:

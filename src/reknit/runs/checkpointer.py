@@ -147,7 +147,8 @@ class Checkpointer(Shown):
         """Save `state` as it is after `step`, if the policy or `force` demands that; else return None.
 
         `metrics` are numbers that are stored with the step, for `best` and for people; the numbers of rank 0
-        count.  For a step that was just saved, `force` waits for that save, and repeats it if it failed.
+        count.  A step that was just saved is saved again only if that failed, or its checkpoint is gone;
+        `force` waits for a save of it that is under way.
 
         Raises the errors of `reknit.save`, and `UsageError` if `keep` is `without` an item that neither the
         state nor any step has, and for a step before the last one.  A step that exists is replaced if this
@@ -159,7 +160,8 @@ class Checkpointer(Shown):
         if not (force or self.should_save(step)):
             return None
         numbers, wrong = metrics_of_rank(metrics, self._group.rank)
-        if (last := self._pending_saves.last(step, sure=force or self._wait)) is not None:
+        find, ask = partial(self._tiers.numbered, step), self._folder.ask
+        if (last := self._pending_saves.last(step, find, ask, sure=force or self._wait)) is not None:
             return last
         self._keeps = check_keep(
             self._group, self._keeps, state, numbers, steps=self._tiers.steps, timeout_s=self._timeout_s
@@ -185,7 +187,7 @@ class Checkpointer(Shown):
             self._folder.records,
             step=step,
             wait=self._wait,
-            overwrite=position.replaces(step) or self._folder.replaces,
+            overwrite=position.replaces(step) or self._folder.replaces or self._pending_saves.is_gone(step),
             metadata={METRICS: numbers},
             options=self._tiers.save_options(self._options, step_name(step), tiers, sure=sure),
             group=self._given,

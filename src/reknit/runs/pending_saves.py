@@ -33,7 +33,8 @@ class _Save:
 
     `write_s` is the time until it was committed, None before.  `reached` are the tiers whose promotion has
     ended, with success or not; `promoted` is whether all promotions have ended.  `again` is whether the save
-    before it had failed, and `given_up` whether the run has loaded another step since.
+    before it had failed, and `given_up` whether the run has loaded another step since.  `gone` is whether its
+    checkpoint was committed, and later removed by others.
     """
 
     step: int
@@ -45,6 +46,7 @@ class _Save:
     promoted: bool = False
     again: bool = False
     given_up: bool = False
+    gone: bool = False
 
     def on_its_way(self, tier: int) -> bool:
         """Return whether the promotion to a tier is still pending."""
@@ -100,17 +102,34 @@ class PendingSaves:
             and not save.pending.skipped
         )
 
-    def last(self, step: int, *, sure: bool) -> PendingSave | None:
-        """Return the last save if it is of `step`; with `sure`, wait for it, and return None if it failed."""
-        if self._last is None or self._last.step != step:
+    def last(
+        self,
+        step: int,
+        find: Callable[[], object],
+        ask: Callable[[str, Callable[[], str], str], str],
+        *,
+        sure: bool,
+    ) -> PendingSave | None:
+        """Return the last save if it is of `step`, unless it failed, or `find` finds no checkpoint of it.
+
+        All ranks call this, and get the answer of rank 0 by `ask`.  With `sure`, first wait for the save.
+        """
+        save = self._last
+        if save is None or save.step != step:
             return None
         if sure:
-            try:
-                self._last.pending.result()
-            except ReknitError as error:
-                logger.info("step %d is saved again, as that failed: %s", step, error)
-                return None
-        return self._last.pending
+            save.pending.wait()
+        if not (why := ask("again", partial(_why_again, save.pending, find, sure=sure), f"step {step}")):
+            return save.pending
+        with suppress(ReknitError):  # the failure is in the log, and this repetition answers it
+            save.pending.result()
+        save.gone = save.pending.error is None
+        logger.info("step %d is saved again, as %s", step, why)
+        return None
+
+    def is_gone(self, step: int) -> bool:
+        """Return whether this run has committed `step`, and saves it again because that is not there."""
+        return self._last is not None and self._last.step == step and self._last.gone
 
     def needed(self, tier: int = 0) -> set[int]:
         """Return the steps that must stay in a tier: on their way to it or, in the first tier, from it."""
@@ -285,3 +304,12 @@ class PendingSaves:
         except ReknitError as error:  # one rank alone must not stop
             logger.warning("old steps could not be %s and stay for now: %s", done, error)
             return None
+
+
+def _why_again(last: PendingSave, find: Callable[[], object], *, sure: bool) -> str:
+    """Return the reason to repeat a save, "" for a save that is there, or under way."""
+    if not last.done() or (last.skipped and not sure):
+        return ""
+    if last.error is not None:
+        return f"that failed: {last.error}"
+    return "" if find() else f"{last.path} is not there any more"
