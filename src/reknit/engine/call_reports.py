@@ -99,6 +99,7 @@ class LoadReport(Shown):
     boxes that this rank wanted, and `nbytes_read` the bytes that it read from storage, for other ranks too.
     `nbytes_received` are the bytes of the ranges that other ranks read for it.  `unchecked` says
     which checks the format of another program does not allow, and is None for a checkpoint of reknit.
+    `saved_by` is the number of ranks that saved the checkpoint, None if that is not on record.
     """
 
     path: str
@@ -117,6 +118,7 @@ class LoadReport(Shown):
     nbytes_received: int
     phases: tuple[PhaseRecord, ...]
     unchecked: str | None = None
+    saved_by: int | None = None
 
     def _facts(self) -> dict[str, object]:
         lists = ("missing", "unexpected", "mismatched", "cast", "resharded", "notes")

@@ -12,21 +12,27 @@ from reknit.arguments import check_state, checked_metrics
 from reknit.calls import agents_for, raised_on_all_ranks
 from reknit.engine.display import Shown, some
 from reknit.engine.stored.steps import METRICS, step_name
-from reknit.errors import DroppedError, VersionError
 from reknit.keywords import checked_call
 from reknit.monitor.phase import Recorder, monotonic, now
 from reknit.monitor.sinks.choosing import outlets_for
 from reknit.options import LoadOptions, SaveOptions
 from reknit.ranks import AnyGroup, acting
 from reknit.runs.agreement import Agreement
-from reknit.runs.cadence import Cadence, late, missing
-from reknit.runs.load_step import UNSOUND, load_step
+from reknit.runs.cadence import Cadence
+from reknit.runs.load_step import StepLoader
 from reknit.runs.other_hosts import OtherHosts
 from reknit.runs.pending_saves import PendingSaves
 from reknit.runs.position import Position
-from reknit.runs.run_arguments import check_keep, check_one_root, metrics_of_rank, policy_for, step_number
+from reknit.runs.run_arguments import (
+    check_keep,
+    check_one_root,
+    check_start,
+    metrics_of_rank,
+    policy_for,
+    step_number,
+)
 from reknit.runs.run_folder import LaterSteps, RunFolder
-from reknit.runs.tiers import FoundStep, Tier, below, opened
+from reknit.runs.tiers import Tier, below, opened
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,7 +42,6 @@ if TYPE_CHECKING:
     from reknit.engine.outcome import PendingSave
     from reknit.policies.policy import KeepRule, SaveRule
     from reknit.runs.cooling import Cool
-    from reknit.runs.tiers import Folder
     from reknit.types.saved_step import SavedStep
 
 logger = logging.getLogger("reknit")
@@ -100,6 +105,19 @@ class Checkpointer(Shown):
         self._keeps = [level.keep for level in self._tiers.levels if level.keep is not None]
         self._position = Position()
         self._pending_saves = PendingSaves(self._retentions, self._tiers.coolings(sinks) if decides else {})
+        self._loader = StepLoader(
+            group=self._group,
+            given=group,
+            tiers=self._tiers,
+            folder=self._folder,
+            position=self._position,
+            pending_saves=self._pending_saves,
+            cadence=self._cadence,
+            retentions=self._retentions,
+            options=self._used,
+            load_options=load_options,
+            sinks=self._sinks,
+        )
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -197,54 +215,37 @@ class Checkpointer(Shown):
         self._pending_saves.clear(self._other_hosts)
         return pending
 
-    def resume(self, state: Mapping[str, Any]) -> int:
+    @property
+    def report(self) -> LoadReport | None:
+        """The report of the last `resume` or `load` of this run, None before; this rank's."""
+        return self._loader.report
+
+    def resume(
+        self, state: Mapping[str, Any], *, start: str | os.PathLike[str] | Literal[0] | None = None
+    ) -> int:
         """Load the newest complete step of any tier into `state`, and return the next step.
 
-        That is the loaded step plus one, or 0 if nothing has been saved yet; the log shows the loaded step.
-        Steps that are damaged, or that lack items of `state` because these were dropped, are skipped, with
-        the reason in the log.  If all steps are skipped, this raises `CorruptError` rather than start from
-        step 0.  Other errors, such as `MismatchError`, are raised.
+        That is the loaded step plus one, or 0 if nothing has been saved yet.  `start` is the checkpoint, of
+        any run or program, from which a run without steps begins, after the step that this records.  Without
+        `start`, a folder that has no step, but checkpoints of another program, is refused with `UsageError`;
+        ``start=0`` begins with step 0 beside them.
+
+        The log has one line about the load, a warning if anything was not restored as it was saved; `report`
+        is the report.  Steps that are damaged, or that lack items of `state` because these were dropped, are
+        skipped, with the reason in the log.  If all steps are skipped, this raises `CorruptError` rather than
+        start from step 0.  Other errors, such as `MismatchError`, are raised.
 
         This waits for the saves of this run, and up to five minutes for agents of an earlier run on the host
         of rank 0.  Saves that the earlier run has not finished by then can never commit.
         """
         with raised_on_all_ranks(self._group, "settle", self._timeout_s):
             check_state(state)
+            check_start(start)
         places = [] if self._wait else self._folder.roots
         with agents_for(places, "settle", options=self._used, group=self._group):
-            return self._resume(state)
-
-    def _resume(self, state: Mapping[str, Any]) -> int:
-        self._pending_saves.drain()
-        self._folder.open_to_resume(self._settle_s)
-        bad: list[str] = []
-        before: Folder | None = None
-        while (found := self._folder.find("newest", before=before)) is not None:
-            before = found.number, found.name
-            path = below(self._tiers.levels[found.tiers[0]].url, found.name)
-            try:
-                with Recorder("resume", 0, found.number, path, self._sinks).whole():
-                    report, reached = self._load(found, state)
-            except VersionError:
-                raise
-            except UNSOUND as error:
-                bad.append(path)
-                if not isinstance(error, DroppedError):
-                    for tier in self._retentions.keys() & found.tiers:
-                        self._retentions[tier].note_damaged(*before)
-                self._say(logging.WARNING, "passed over step %d: %s", found.number, error.message)
-            else:
-                self._pending_saves.tend(surplus=True)  # an earlier run may have ended before it removed them
-                self._say(logging.INFO, "resumed from %s: the next step is %d", report.path, reached + 1)
-                return reached + 1
-        if bad:
-            raise self._tiers.unsound(bad)
-        recorder = Recorder("resume", 0, None, self._root, self._sinks)
-        recorder.end(now(), 0.0, 0, detail="there is no checkpoint yet")
-        self._position.resumed = bool(self._folder.records)  # a fenced run may slip in
-        where = self._tiers.where
-        self._say(logging.WARNING, "there is no checkpoint below %s yet: starting with step 0", where)
-        return 0
+            self._pending_saves.drain()
+            self._folder.open_to_resume(self._settle_s, alone=start is None)
+            return self._loader.resume(state, start or None)
 
     def note(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add metrics to a step that is committed, such as a score; `best` uses them from then on.
@@ -263,7 +264,7 @@ class Checkpointer(Shown):
         number = step if step in ("latest", "best") else step_number(step)
         if (found := self._folder.find("find", number)) is None:
             raise self._tiers.missing(f"step {number}" if isinstance(number, int) else f"{number} step")
-        return self._load(found, state)[0]
+        return self._loader.load(found, state)[0]
 
     def steps(self) -> list[SavedStep]:
         """Return the committed steps of all tiers, ascending, as `reknit.steps` does."""
@@ -319,32 +320,3 @@ class Checkpointer(Shown):
     def _facts(self) -> dict[str, object]:
         steps, why = some(self._pending_saves.steps()), self.preempted
         return {"root": self._tiers.where, "step": self._position.step, "under way": steps, "preempted": why}
-
-    def _load(self, found: FoundStep, state: Mapping[str, Any]) -> tuple[LoadReport, int]:
-        """Load a step, and continue after it; also return its number, as its manifest has it."""
-        report = load_step(
-            self._tiers.levels, found, state, options=self._load_options, group=self._given, say=self._say
-        )
-        if report.step not in (None, found.number):
-            self._say(logging.WARNING, "%s holds step %d", report.path, report.step)
-        reached = found.number if report.step is None else report.step
-        self._position.loaded(reached)
-        self._pending_saves.loaded(reached)
-        self._folder.loaded(reached, found.generation)
-        if len(self._tiers.levels) > 1:
-            promote = partial(self._promote_missing, reached, found.generation)
-            self._cadence.go_on(self._folder.ask("tiers", promote))
-        return report, reached
-
-    def _promote_missing(self, reached: int, generation: int | None) -> list[int | None]:
-        """Start threads that promote steps of an earlier run; return the newest step of each tier then."""
-        steps, newest = missing(self._tiers.levels, reached, self._folder.line_after(reached, generation))
-        steps = [step for step in steps if step.number not in self._pending_saves.needed()]
-        runs = self._folder.runs()
-        for tier, (numbers, work) in late(self._tiers.levels, steps, self._used, self._sinks, runs).items():
-            self._pending_saves.promote_late(tier, numbers, work)
-        return newest
-
-    def _say(self, level: int, message: str, *arguments: object) -> None:
-        if self._group.rank == 0:
-            logger.log(level, message, *arguments)

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reknit.engine.record.at_path import manifest_in
 from reknit.engine.record.checkpoint_notes import add_metrics, held_by, metrics_of
+from reknit.engine.record.foreign_files import READABLE
+from reknit.engine.record.foreign_folders import run_of_others
+from reknit.engine.record.other_formats import newest_of_others
 from reknit.engine.record.recognising import manifest_exists
 from reknit.engine.stored.copy_files import Promotion
 from reknit.engine.stored.moving import delete_moved
@@ -16,6 +19,7 @@ from reknit.engine.stored.promote import promote_alone
 from reknit.engine.stored.steps import is_step_name, numbered
 from reknit.errors import CheckpointExistsError, FormatError, ReknitError, UsageError
 from reknit.monitor.phase import Recorder
+from reknit.runs.tiers import below
 from reknit.storage.registry import following, open_storage
 from reknit.system import start_thread
 from reknit.types.rank_text import named
@@ -81,6 +85,31 @@ def refuse_later(tiers: Tiers, step: int) -> None:
             "Checkpointer(..., later_steps='move'), which puts those steps aside, or 'replace', which "
             "removes them",
         )
+
+
+def refuse_others(tiers: Tiers) -> None:
+    """Raise `UsageError` if a tier has a checkpoint of another program, but no tier has a step.
+
+    A run that begins with step 0 would ignore the work that is there.
+    """
+    for level in tiers.levels if tiers.newest(damaged=True) is None else ():
+        begins = (
+            "to begin with step 0 beside it: resume(state, start=0); or give this run a folder of its own"
+        )
+        if (found := newest_of_others(level.storage)) is not None:
+            place, other = below(level.url, found[0]), found[1]
+            goes_on = f"to go on from it: resume(state, start={place!r})"
+            raise UsageError(
+                f"there is no step of this run below {level.url}, but {place} is {other.what}",
+                remedy=f"{goes_on if other.kind in READABLE else other.remedy}; {begins}",
+                path=level.url,
+            )
+        if (run := run_of_others(level.storage)) is not None:
+            raise UsageError(
+                f"there is no step of this run below {level.url}, which is {run.what}",
+                remedy=f"{run.remedy}; {begins}",
+                path=level.url,
+            )
 
 
 def give_way(tiers: Tiers, step: int, options: SaveOptions, *, copy: bool) -> list[Later]:

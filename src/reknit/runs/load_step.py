@@ -1,26 +1,188 @@
-"""Load one step of a run from the fastest tier; the other tiers replace damaged files."""
+"""Load steps of a run, and continue after them: the newest sound step, or the one that is asked for."""
 
 from __future__ import annotations
 
+import json
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from reknit.api import loads
+from reknit.comm import group as comm
+from reknit.engine.display import ranks
 from reknit.errors import CheckpointNotFoundError, DroppedError, FormatError, VersionError
 from reknit.locations import location_text
+from reknit.monitor.phase import Recorder, now
 from reknit.options import LoadOptions
+from reknit.runs.cadence import late, missing
 from reknit.runs.tiers import below
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Mapping, Sequence
 
+    from reknit.comm.group import Group
     from reknit.engine.call_reports import LoadReport
+    from reknit.monitor.outlet import Outlet
+    from reknit.options import SaveOptions
     from reknit.ranks import AnyGroup
-    from reknit.runs.tiers import FoundStep, Level
+    from reknit.runs.cadence import Cadence
+    from reknit.runs.pending_saves import PendingSaves
+    from reknit.runs.position import Position
+    from reknit.runs.retention import Retention
+    from reknit.runs.run_folder import RunFolder
+    from reknit.runs.tiers import Folder, FoundStep, Level, Tiers
+
+logger = logging.getLogger("reknit")
 
 UNSOUND = (FormatError, CheckpointNotFoundError, DroppedError)
 """Errors of a step that another step may replace; a `VersionError` is an exception."""
+
+_MOST_SAID = 8
+"""The number of different notes in the log; `LoadReport.notes` has all."""
+
+
+@dataclass(kw_only=True)
+class StepLoader:
+    """Loads the steps of a run, and moves its position there.
+
+    `given` is the group that the user has passed, and `group` the one that it leads to.  `report` is that of
+    the last load, None before.
+    """
+
+    group: Group
+    given: AnyGroup | None
+    tiers: Tiers
+    folder: RunFolder
+    position: Position
+    pending_saves: PendingSaves
+    cadence: Cadence
+    retentions: Mapping[int, Retention]
+    options: SaveOptions
+    load_options: LoadOptions | None
+    sinks: tuple[Outlet, ...]
+    report: LoadReport | None = None
+
+    def resume(self, state: Mapping[str, Any], start: str | os.PathLike[str] | None) -> int:
+        """Load the newest sound step, and return the next step; without steps, load the checkpoint `start`.
+
+        Raises `CorruptError` if there are only steps that are not sound.
+        """
+        bad: list[str] = []
+        before: Folder | None = None
+        while (found := self.folder.find("newest", before=before)) is not None:
+            before = found.number, found.name
+            path = below(self.tiers.levels[found.tiers[0]].url, found.name)
+            try:
+                with Recorder("resume", 0, found.number, path, self.sinks).whole():
+                    report, reached = self.load(found, state)
+            except VersionError:
+                raise
+            except UNSOUND as error:
+                bad.append(path)
+                if not isinstance(error, DroppedError):
+                    for tier in self.retentions.keys() & found.tiers:
+                        self.retentions[tier].note_damaged(*before)
+                self.say(logging.WARNING, "passed over step %d: %s", found.number, error.message)
+            else:
+                self.pending_saves.tend(surplus=True)  # an earlier run may have ended before it removed them
+                self._say_resumed(report, reached + 1)
+                return reached + 1
+        if bad:
+            raise self.tiers.unsound(bad)
+        return self._begin(state, start)
+
+    def _begin(self, state: Mapping[str, Any], start: str | os.PathLike[str] | None) -> int:
+        """Begin a run without steps, from another checkpoint or from nothing, and return its first step."""
+        recorder = Recorder("resume", 0, None, self.tiers.levels[0].url, self.sinks)
+        recorder.end(now(), 0.0, 0, detail="there is no checkpoint yet")
+        self.position.resumed = bool(self.folder.records)  # a fenced run may slip in
+        if start is None:
+            where = self.tiers.where
+            self.say(logging.WARNING, "there is no checkpoint below %s yet: starting with step 0", where)
+            return 0
+        options = self.load_options
+        if isinstance(options, LoadOptions):
+            options = replace(options, replicas=())  # those are of the steps of this run
+        self.report = loads.load(start, state, options=options, group=self.given)
+        first = 0 if self.report.step is None else self.report.step + 1
+        self._say_resumed(self.report, first)
+        return first
+
+    def load(self, found: FoundStep, state: Mapping[str, Any]) -> tuple[LoadReport, int]:
+        """Load a step, and continue after it; also return its number, as its manifest has it."""
+        levels = self.tiers.levels
+        report = load_step(levels, found, state, options=self.load_options, group=self.given, say=self.say)
+        if report.step not in (None, found.number):
+            self.say(logging.WARNING, "%s holds step %d", report.path, report.step)
+        reached = found.number if report.step is None else report.step
+        self.report = report
+        self.position.loaded(reached)
+        self.pending_saves.loaded(reached)
+        self.folder.loaded(reached, found.generation)
+        if len(levels) > 1:
+            promote = partial(self._promote_missing, reached, found.generation)
+            self.cadence.go_on(self.folder.ask("tiers", promote))
+        return report, reached
+
+    def _promote_missing(self, reached: int, generation: int | None) -> list[int | None]:
+        """Start threads that promote steps of an earlier run; return the newest step of each tier then."""
+        levels = self.tiers.levels
+        steps, newest = missing(levels, reached, self.folder.line_after(reached, generation))
+        steps = [step for step in steps if step.number not in self.pending_saves.needed()]
+        runs = self.folder.runs()
+        for tier, (numbers, work) in late(levels, steps, self.options, self.sinks, runs).items():
+            self.pending_saves.promote_late(tier, numbers, work)
+        return newest
+
+    def _say_resumed(self, report: LoadReport, following: int) -> None:
+        """Log one line about a resumed run: a warning if anything on any rank is not as it was saved."""
+        by = "" if report.saved_by is None else f"saved by {ranks(report.saved_by)}, "
+        layout = f"{by}loaded by {ranks(self.group.size)}"
+
+        def decide(requests: Sequence[bytes]) -> list[bytes]:
+            said = [
+                f"; {name}{f' and {number - 1} more' * (number > 1)}: {why}"
+                for why, (number, name) in json.loads(_merged(requests)).items()
+            ]
+            if len(said) > _MOST_SAID:
+                said[_MOST_SAID:] = [f"; {len(said) - _MOST_SAID} more remarks in Checkpointer.report"]
+            level = logging.WARNING if said else logging.INFO
+            text = "resumed from %s (%s): the next step is %d%s"
+            self.say(level, text, report.path, layout, following, "".join(said))
+            return [b""] * self.group.size
+
+        with comm.turn(self.group, "remarks", self.options.timeout_s, merge=_merged) as turn:
+            turn.exchange(json.dumps(_remarks(report)).encode(), decide)
+
+    def say(self, level: int, message: str, *arguments: object) -> None:
+        """Write a line to the log of rank 0."""
+        if self.group.rank == 0:
+            logger.log(level, message, *arguments)
+
+
+def _remarks(report: LoadReport) -> dict[str, tuple[int, str]]:
+    """Return all that a load did not restore exactly: the number of names for each reason, and the first."""
+    found = [*report.notes.items(), *report.mismatched.items()]
+    found += [(name, "not in the checkpoint, and left as it was") for name in report.missing]
+    found += [(name, "in the checkpoint, and not loaded") for name in report.unexpected]
+    if report.unchecked is not None:
+        found.append((report.path, report.unchecked))
+    remarks: dict[str, tuple[int, str]] = {}
+    for name, why in found:
+        number, first = remarks.get(why, (0, name))
+        remarks[why] = number + 1, first
+    return remarks
+
+
+def _merged(requests: Sequence[bytes]) -> bytes:
+    """Return the remarks of several ranks; ranks have the same names."""
+    merged: dict[str, tuple[int, str]] = {}
+    for request in requests:
+        for why, (number, first) in json.loads(request).items():
+            merged[why] = max((number, first), merged.get(why, (0, first)), key=lambda each: each[0])
+    return json.dumps(merged).encode()
 
 
 def load_step(

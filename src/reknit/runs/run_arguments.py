@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from reknit.arguments import checked_metrics, checked_step
 from reknit.comm import group as comm
 from reknit.errors import UsageError, did_you_mean, shown
+from reknit.locations import is_location
 from reknit.policies.keep_policies import named_items, named_metrics, require_items
 from reknit.policies.policy import policy_of
 
@@ -71,6 +72,16 @@ def check_one_root(root: object, tiers: object, given: Mapping[str, object], *op
     for name in ("promote_to", "replicas"):
         if any(getattr(each, name, None) for each in options):
             raise UsageError(f"{name} means nothing beside tiers", remedy="make that place a tier")
+
+
+def check_start(start: object) -> None:
+    """Raise `UsageError` unless `start` is a place, 0 or None."""
+    if start is None or (is_location(start) and start != "") or (start == 0 and not isinstance(start, bool)):
+        return
+    raise UsageError(
+        f"start is the path or URL of a checkpoint, or 0, not {shown(start)}",
+        remedy='resume(state, start="runs/base/step_00000500")',
+    )
 
 
 def items_of(steps: Iterable[SavedStep]) -> list[str]:

@@ -17,7 +17,7 @@ from reknit.engine.stored.steps import numbered
 from reknit.errors import FencedError, FormatError, StorageError, UsageError, shown
 from reknit.monitor.phase import Deadline
 from reknit.runs.agreement import ask_root
-from reknit.runs.later_steps import Clearing, give_way, refuse_later
+from reknit.runs.later_steps import Clearing, give_way, refuse_later, refuse_others
 from reknit.runs.tiers import FoundStep, below
 from reknit.runs.unfinished_saves import forbid_markers, wait_for_agents
 from reknit.storage.registry import open_storage, recipe
@@ -66,6 +66,8 @@ class RunFolder:
         self._loaded: tuple[int, int | None] | None = None
         self._next: int | None = None
         self._clearing: Clearing | None = None
+        self._begun = False
+        """Whether this run has resumed, loaded a step, or been refused before later steps."""
 
     @property
     def replaces(self) -> bool:
@@ -74,10 +76,16 @@ class RunFolder:
 
     def loaded(self, step: int, generation: int | None) -> None:
         """Continue after a step that a save of some generation made, from the next call of `reaches` on."""
-        self._loaded, self._next = (step, generation), None
+        self._loaded, self._next, self._begun = (step, generation), None, True
 
     def reaches(self, step: int) -> None:
-        """Note the position of the run; the first one after a load shows whether the run went back."""
+        """Note the position of the run; the first one after a load shows whether the run went back.
+
+        A run that begins anew is refused here, and not at its first save, if there are later steps.
+        """
+        if not (self._begun or self.replaces):
+            self.ask("begin", partial(refuse_later, self._tiers, step))
+        self._begun = True
         self._next = step if self._next is None else self._next
 
     def line_after(self, step: int, generation: int | None) -> Line:
@@ -100,12 +108,14 @@ class RunFolder:
         found = self.ask(name, partial(self._tiers.find, step, before), about)
         return None if found is None else FoundStep(*found)
 
-    def open_to_resume(self, timeout_s: float) -> None:
+    def open_to_resume(self, timeout_s: float, *, alone: bool) -> None:
         """Wait for agents of an earlier run on this host, open the folder, and let no other save commit.
 
-        A folder that cannot be written is read only, and the first save tries again to open it.
+        A folder that cannot be written is read only, and the first save tries again to open it.  With
+        `alone`, a folder that has work of another program in place of steps is refused.
         """
-        self.records = self.ask("settle", partial(self._settle, timeout_s))
+        self.records = self.ask("settle", partial(self._settle, timeout_s, alone=alone))
+        self._begun = True
 
     def open_at(self, step: int, state: Any, timeout_s: float, *, resumed: bool) -> None:
         """Open the folder before the first save of a run, or the first after a load, of a state at a step.
@@ -142,9 +152,11 @@ class RunFolder:
 
     # The steps of rank 0.
 
-    def _settle(self, timeout_s: float) -> dict[str, str]:
+    def _settle(self, timeout_s: float, *, alone: bool) -> dict[str, str]:
         self._wait(timeout_s)
         records = self.records
+        if alone and not records:
+            refuse_others(self._tiers)
         if not records or self._is_overtaken():
             try:
                 records = self._take(refuses=True)

@@ -153,7 +153,7 @@ class Tiers:
             for level in self.levels:
                 if not numbered(level.storage):
                     refuse_other(level.storage)
-            if not self._warned:
+            if not (self._warned or damaged):  # a run that resumes is refused there
                 self._warned = True
                 for level in self.levels:
                     warn_of_others(level.storage)

@@ -45,7 +45,13 @@ def load_report(
         nbytes_received=sum(part.nbytes_received for part in parts),
         phases=tuple(job.recorder.records),
         unchecked=unchecked(manifest),
+        saved_by=_number(manifest.origin.get("world_size")),
     )
+
+
+def _number(value: object) -> int | None:
+    """Return a number that a manifest has, None for anything else."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _cut(part: LoadPart) -> list[str]:

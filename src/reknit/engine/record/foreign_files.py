@@ -83,13 +83,17 @@ def file_at(storage: Storage) -> Foreign | None:
     """Return the kind of the file at the root of a store, None unless the root is a file."""
     if not isinstance(storage, HasFolderAbove) or (found := storage.above()) is None:
         return None
-    folder, name = found
+    return file_in(*found, storage.url)
+
+
+def file_in(folder: Storage, name: str, url: str) -> Foreign | None:
+    """Return the kind of a file of a folder, with its URL; None for a file that cannot be read."""
     if (head := head_of(folder, name)) is None:
         return None
     kind = kind_of(head.data, head.nbytes)
     what, remedy = _REMEDIES[kind]
     what = f"{what}, which reknit cannot read" if kind and kind not in READABLE else what
-    remedy = remedy.replace("{path}", repr(storage.url)).replace("{name}", repr(name))
+    remedy = remedy.replace("{path}", repr(url)).replace("{name}", repr(name))
     return Foreign(what, remedy, kind, is_file=True)
 
 

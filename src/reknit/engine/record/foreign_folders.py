@@ -10,11 +10,14 @@ from reknit.engine.record.foreign_files import OPENS, READABLE, Foreign, head_of
 from reknit.errors import StorageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from reknit.storage.base import Storage
 
 _MOST_LISTED = 100
 _MOST_HEADS = 4
 """Files of a folder without known names that are looked into."""
+_NUMBER = re.compile(r"[0-9]{1,18}")
 _SINGLE_FILES = (".ckpt", ".pt", ".pth", ".npz", ".gguf", ".safetensors")
 _YET = "which reknit cannot read yet"
 _PICKLE = rb"\x80[\x02-\x05].*"
@@ -172,14 +175,32 @@ def _kind_in(storage: Storage, name: str) -> str:
 
 
 def _single_files(storage: Storage) -> Foreign | None:
-    """Return the kind of the first file directly in a folder that is a checkpoint in itself."""
+    """Return the kind of a folder in which a file is a checkpoint in itself."""
+    if (found := single_file(storage)) is None:
+        return None
+    name, kind = found
+    what = f"a folder with files such as {name} ({kind})" + f", {_YET}" * (kind not in READABLE)
+    return Foreign(what, f"pass {storage.url}/{name} to see how to read it", kind)
+
+
+def single_file(storage: Storage) -> tuple[str, str] | None:
+    """Return the newest file, by name, directly in a folder that is a checkpoint in itself, and its kind."""
     try:
         names = [each.path for each in islice(storage.list(), _MOST_LISTED) if "/" not in each.path]
     except StorageError:
         return None
-    likely = sorted(name for name in names if name.lower().endswith(_SINGLE_FILES))
+    likely = newest_first(name for name in names if name.lower().endswith(_SINGLE_FILES))
     for name in likely[:_MOST_HEADS]:
         if (kind := _kind_in(storage, name)) and kind != "zip":
-            what = f"a folder with files such as {name} ({kind})" + f", {_YET}" * (kind not in READABLE)
-            return Foreign(what, f"pass {storage.url}/{name} to see how to read it", kind)
+            return name, kind
     return None
+
+
+def newest_first(names: Iterable[str]) -> list[str]:
+    """Return names by the last number in each, the highest first; names without a number come last."""
+
+    def order(name: str) -> tuple[int, str]:
+        numbers = _NUMBER.findall(name)
+        return int(numbers[-1]) if numbers else -1, name
+
+    return sorted(names, key=order, reverse=True)

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+from itertools import groupby, islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from reknit.engine.record.foreign_files import Foreign, file_at
-from reknit.engine.record.foreign_folders import checkpoint_of_others, run_of_others
+from reknit.engine.record.foreign_files import Foreign, file_at, file_in
+from reknit.engine.record.foreign_folders import (
+    checkpoint_of_others,
+    newest_first,
+    run_of_others,
+    single_file,
+)
 from reknit.engine.record.recognising import is_of_others, manifest_exists
 from reknit.errors import CheckpointNotFoundError, StorageError, UsageError, did_you_mean
 from reknit.format import paths
@@ -27,7 +33,7 @@ _NEWEST = 16
 """Folders of a folder, the last by name, that are looked at for a checkpoint."""
 _MOST_NAMED = 3
 _MOST_INSIDE = 4
-"""Folders of a folder, the last by name, that are looked at for checkpoints of other programs."""
+"""Folders of a folder, the newest by name, that are looked at for checkpoints of other programs."""
 
 
 def foreign(storage: Storage) -> Foreign | None:
@@ -90,14 +96,35 @@ def foreign_inside(storage: Storage) -> str | None:
     """Name the files of another program in a folder, or in the last ones below; None if they are unknown."""
     if (run := run_of_others(storage)) is not None:
         return f"it is {run.what}; {run.remedy}"
-    for name in reversed(storage.folders()[-_MOST_INSIDE:]):
-        try:
-            other = foreign(storage.sub(name))
-        except StorageError:  # a name that no store takes
-            continue
-        if other is not None:
-            return f"{name} in it is {other.what}; {other.remedy}"
+    if (found := newest_of_others(storage)) is not None:
+        return f"{found[0]} in it is {found[1].what}; {found[1].remedy}"
     return None
+
+
+def newest_of_others(storage: Storage) -> tuple[str, Foreign] | None:
+    """Return the newest checkpoint of another program in a folder, by name: its path there, and its kind.
+
+    Files that are checkpoints in themselves may also be in a folder with a number in its name.
+    """
+    ordered = newest_first(name for name in storage.folders() if not name.startswith("."))
+    for numbered, names in groupby(ordered, key=lambda name: any(map(str.isdigit, name))):
+        for name in islice(names, _MOST_INSIDE):
+            try:
+                folder = storage.sub(name)
+                if (other := foreign(folder)) is not None:
+                    return name, other
+                if numbered and (found := _single_file(folder)) is not None:
+                    return f"{name}/{found[0]}", found[1]
+            except StorageError:  # a name that no store takes
+                continue
+    return _single_file(storage)
+
+
+def _single_file(folder: Storage) -> tuple[str, Foreign] | None:
+    if (found := single_file(folder)) is None:
+        return None
+    other = file_in(folder, found[0], f"{folder.url}/{found[0]}")
+    return None if other is None else (found[0], other)
 
 
 def warn_of_others(root: Storage) -> None:

@@ -1,0 +1,193 @@
+"""A run that begins or continues: from its own steps, and never in silence from 0 beside other work."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+from reknit import Checkpointer, PerRank
+from reknit.errors import CheckpointExistsError, UsageError
+from reknit.policies import every
+from reknit.testing.world import run_ranks
+from tests.runs.pieces import numbers, state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from reknit.comm.group import Group
+
+W = torch.arange(1000.0, dtype=torch.float64)
+
+
+def target() -> dict[str, Any]:
+    return {"model": {"w": np.zeros(1000)}}
+
+
+def files_of_torch(root: Path) -> str:
+    for step in (5, 10):
+        torch.save({"model": {"w": W + step}}, root / f"step-{step}.pt")
+    return "step-10.pt"
+
+
+def folders_with_files_of_torch(root: Path) -> str:
+    for step in (9, 10):
+        (root / f"epoch_{step}").mkdir()
+        torch.save({"model": {"w": W + step}}, root / f"epoch_{step}" / "last.ckpt")
+    return "epoch_10/last.ckpt"
+
+
+def folders_of_hugging_face(root: Path) -> str:
+    for step in (5, 10):
+        (root / f"checkpoint-{step}").mkdir()
+        save_file({"w": W + step}, root / f"checkpoint-{step}" / "model.safetensors")
+    return "checkpoint-10"
+
+
+def folders_of_dcp_with_names_of_steps(root: Path) -> str:
+    for step in (5, 10):
+        content = {"model": {"w": W + step}, "step": step}
+        dcp.save(content, checkpoint_id=root / f"step_{step:08d}", no_dist=True)
+    return "step_00000010"
+
+
+KINDS = [
+    files_of_torch,
+    folders_with_files_of_torch,
+    folders_of_hugging_face,
+    folders_of_dcp_with_names_of_steps,
+]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("make", KINDS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_does_not_begin_at_0_beside_checkpoints_of_others_unless_that_is_said(
+    tmp_path: Path, make: Callable[[Path], str], ranks: int
+) -> None:
+    newest = tmp_path / make(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+
+    def refused(group: Group) -> str:
+        with Checkpointer(tmp_path, group=group) as run, pytest.raises(UsageError) as caught:
+            run.resume(target())
+        return str(caught.value)
+
+    for said in run_ranks(ranks, refused):
+        assert f"{newest} is a" in said
+        assert f"resume(state, start='{newest}')" in said
+    assert sorted(tmp_path.rglob("*")) == before
+
+    def begun(group: Group) -> tuple[int, int, float]:
+        with Checkpointer(tmp_path, group=group) as run:
+            assert run.resume(target(), start=0) == 0
+        into = target()
+        with Checkpointer(tmp_path, wait=True, group=group) as run:
+            first = run.resume(into, start=newest)
+            run.save(first + 100, into)
+        with Checkpointer(tmp_path, group=group) as run:
+            following = run.resume(target())
+        return first, following, into["model"]["w"][3]
+
+    first = 11 if make is folders_of_dcp_with_names_of_steps else 0  # the others record none
+    assert run_ranks(ranks, begun) == [(first, first + 101, 13.0)] * ranks
+
+
+def test_own_steps_count_and_not_the_start_nor_files_of_others(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "run", wait=True) as run:
+        run.save(3, state(3.0))
+    files_of_torch(tmp_path / "run")
+    held = state()
+    with Checkpointer(tmp_path / "run") as run:
+        assert run.resume(held, start=tmp_path / "absent") == 4
+    assert held["model"]["w"][0] == 3.0
+
+
+def test_a_folder_of_another_kind_of_files_is_a_new_one(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "logs-1").mkdir()
+    (tmp_path / "logs-1" / "events.txt").write_text("step 10")
+    with Checkpointer(tmp_path) as run:
+        assert run.resume(state()) == 0
+
+
+@pytest.mark.parametrize("start", ["", True, 3, ["runs"]])
+def test_a_start_is_a_place_or_0(tmp_path: Path, start: Any) -> None:
+    with Checkpointer(tmp_path) as run, pytest.raises(UsageError, match="start is"):
+        run.resume(state(), start=start)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_used_folder_is_refused_before_the_first_step_and_not_at_the_first_save(
+    tmp_path: Path, ranks: int
+) -> None:
+    with Checkpointer(tmp_path, wait=True) as run:
+        run.save(500, state())
+
+    def work(group: Group) -> None:
+        with Checkpointer(tmp_path, save=every(steps=1000), group=group) as run:
+            with pytest.raises(CheckpointExistsError, match="step 500"):
+                run.should_save(1)
+            with pytest.raises(CheckpointExistsError, match="step 500"):
+                run.save(1, state())
+        with Checkpointer(tmp_path, save=every(steps=1000), group=group) as run:
+            assert not run.should_save(501)
+        with Checkpointer(tmp_path, save=every(steps=1000), group=group) as run:
+            run.load(state(), 500)
+            assert not run.should_save(501)
+        with Checkpointer(tmp_path, save=every(steps=1000), later_steps="move", group=group) as run:
+            assert not run.should_save(1)
+
+    run_ranks(ranks, work)
+
+
+def test_a_resume_has_a_report_and_one_line_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def own(group: Group, number: int = 0) -> dict[str, Any]:
+        return {"model": {"w": np.zeros(10)}, "rng": PerRank({"seen": group.rank + number})}
+
+    def save(group: Group) -> None:
+        with Checkpointer(tmp_path, wait=True, group=group) as run:
+            run.save(7, own(group))
+
+    def resume(group: Group) -> Any:
+        with Checkpointer(tmp_path, group=group) as run:
+            assert run.report is None
+            assert run.resume(own(group)) == 8
+            return run.report
+
+    run_ranks(2, save)
+    for ranks, level in ((2, logging.INFO), (3, logging.WARNING)):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "reknit"):
+            reports = run_ranks(ranks, resume)
+        assert {(report.step, report.saved_by) for report in reports} == {(7, 2)}
+        (line,) = [each for each in caplog.records if each.message.startswith("resumed from")]
+        assert line.levelno == level
+        assert f"{tmp_path}/step_00000007 (saved by 2 ranks, loaded by {ranks} ranks): " in line.message
+        assert "the next step is 8" in line.message
+        assert ("rng" in line.message) == (ranks == 3)
+    assert numbers(tmp_path) == [7]
+
+
+def test_a_remark_of_one_rank_is_in_the_log_of_rank_0(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(group: Group) -> None:
+        own: dict[str, Any] = {"model": {"w": np.zeros(10)}, "extra": {"f": None, "g": None}}
+        with Checkpointer(tmp_path, wait=True, group=group) as run:
+            run.save(7, own)
+            if group.rank == 1:
+                own["extra"].update(f=print, g=print)
+            run.resume(own)
+
+    run_ranks(2, work)
+    (line,) = [each.message for each in caplog.records if each.message.startswith("resumed from")]
+    assert "extra/f and 1 more: it is a function" in line
