@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from reknit.errors import StateError
 from reknit.frameworks.optimizer import optimizer_protocol
-from reknit.frameworks.torch import dtensor, same_tensors
+from reknit.frameworks.torch import dtensor, tensor_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -151,6 +151,6 @@ def _is_converted(here: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -
     ):
         return False
     exact = exact.to(here.device)
-    if same_tensors.same(here, exact):
+    if tensor_numbers.same(here, exact):
         return False
-    return same_tensors.same(here, exact.to(dtype).to(here.dtype))
+    return tensor_numbers.same(here, exact.to(dtype).to(here.dtype))

@@ -11,7 +11,7 @@ from torch import nn
 
 from reknit.errors import StateError
 from reknit.frameworks.same_value import same_value
-from reknit.frameworks.torch import same_tensors, torch_private
+from reknit.frameworks.torch import tensor_numbers, torch_private
 from reknit.frameworks.torch.modules import own_load
 from reknit.frameworks.torch.tensor import torch_dtype
 from reknit.types.devices import memory_of
@@ -127,5 +127,5 @@ _OTHER = (
 
 
 def _require_same(saved: torch.Tensor, present: torch.Tensor, at: Place) -> None:
-    if not same_tensors.same(saved, present):
+    if not tensor_numbers.same(saved, present):
         raise StateError(f"{at}: {_OTHER.partition('. ')[0]}", remedy=_OTHER.partition(". ")[2])

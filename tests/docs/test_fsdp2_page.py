@@ -1,0 +1,108 @@
+"""The script of the page on FSDP2 resumes on other numbers of ranks as if it had never stopped."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+import torch
+
+import reknit
+from tests.docs.pages import ROOT, blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+pytest.importorskip("torchdata.stateful_dataloader")
+
+STEPS = 400
+DEADLINE_S = 300
+PAGE = ROOT / "docs/howto/fsdp2.md"
+LOSS = re.compile(r"(\d+) (\S+)\n")
+
+
+@contextmanager
+def torchrun(ranks: int, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Start the script in a folder; in the end nothing of it is left."""
+    (script,) = [block for block in blocks(PAGE.read_text()) if block.file == "train.py"]
+    folder.mkdir(exist_ok=True)
+    (folder / "train.py").write_text(script.text)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    with subprocess.Popen(
+        [*command, "train.py"],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as job:
+        watch = threading.Timer(DEADLINE_S, kill, [job])  # the end of a job that hangs ends its output
+        watch.start()
+        try:
+            yield job
+        finally:
+            watch.cancel()
+            kill(job)
+
+
+def kill(job: subprocess.Popen[str]) -> None:
+    """Kill a job with all its ranks, which have process groups of their own."""
+    with suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(job.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+    if job.poll() is None:
+        job.kill()
+
+
+def losses(job: subprocess.Popen[str], each: Callable[[int], None] = lambda _: None) -> dict[int, float]:
+    """Return the losses that a job prints until it ends; `each` is called with each of its steps."""
+    assert job.stdout is not None
+    found = {}
+    for line in job.stdout:
+        if match := LOSS.fullmatch(line):
+            found[int(match[1])] = float(match[2])
+            each(int(match[1]))
+    job.wait()
+    return found
+
+
+def test_the_script_goes_on_with_2_then_1_then_4_ranks_as_if_it_had_never_stopped(tmp_path: Path) -> None:
+    with torchrun(2, tmp_path / "whole") as job:
+        whole = losses(job)
+        assert job.returncode == 0
+    assert list(whole) == list(range(STEPS))
+
+    stopped = tmp_path / "stopped"
+    with torchrun(2, stopped) as job:
+        first = losses(job, lambda step: job.send_signal(signal.SIGTERM) if step == 0 else None)
+    preempted = max(first)
+    assert preempted < STEPS - 1, "the job ended before the notice"
+    assert [step.step for step in reknit.steps(stopped / "checkpoints")][-1] == preempted
+
+    with torchrun(1, stopped) as job:
+        begin = preempted + 1
+        second = losses(job, lambda step: kill(job) if step == begin + 60 else None)
+    assert min(second) == begin
+    with torchrun(4, stopped) as job:
+        third = losses(job)
+        assert job.returncode == 0
+    assert min(third) <= max(second) + 1
+    assert max(third) == STEPS - 1
+    for part in (first, second, third):
+        torch.testing.assert_close(
+            torch.tensor(list(part.values())), torch.tensor([whole[step] for step in part]), rtol=1e-9, atol=0
+        )
+    evaluated = torch.nn.Sequential(
+        torch.nn.Linear(64, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 1)
+    ).double()
+    for name in ("model", "ema"):
+        reknit.load(reknit.latest(stopped / "checkpoints"), {name: evaluated})
