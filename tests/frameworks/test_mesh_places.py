@@ -147,7 +147,7 @@ def model() -> nn.Sequential:
 
 def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
     loss: torch.Tensor = net(known(2, 4) / 8).pow(2).sum()
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach()

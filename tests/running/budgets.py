@@ -31,7 +31,7 @@ BUDGETS: dict[str, Budget] = {
     "examples": Budget(60, 65),
     "faults": Budget(190, 728),
     "format": Budget(20, 8),
-    "frameworks": Budget(80, 328),
+    "frameworks": Budget(80, 368),
     "integrations": Budget(180, 388),
     "interop": Budget(30, 22),
     "jax": Budget(75, 16),
