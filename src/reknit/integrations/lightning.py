@@ -197,9 +197,8 @@ class ReknitCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
 
     def _leave(self, trainer: Any, error: BaseException | None) -> None:
         run, self._run = self._run, None
-        trainer.strategy.runs = {
-            root: other for root, other in trainer.strategy.runs.items() if root != self._root
-        }
+        if (runs := getattr(trainer.strategy, "runs", None)) is not None:  # another callback failed before
+            trainer.strategy.runs = {root: other for root, other in runs.items() if root != self._root}
         if run is not None:
             run.__exit__(None if error is None else type(error), error, None)
 

@@ -168,9 +168,12 @@ class ReknitStrategy:
         """Return whether hooks have changed the states of the model, and those of the optimizers."""
         if self._shown is None:
             return False, False
-        ids = {id(one) for each in self.optimizers for group in each.param_groups for one in group["params"]}
-        named = self.lightning_module.named_parameters()
-        edits = self._shown.edits(model, optimizers, {name for name, one in named if id(one) in ids})
+        trained, sharded = set[str](), self.restore_checkpoint_after_setup
+        if not sharded:
+            groups = (group for each in self.optimizers for group in each.param_groups)
+            ids = {id(one) for group in groups for one in group["params"]}
+            trained = {name for name, one in self.lightning_module.named_parameters() if id(one) in ids}
+        edits = self._shown.edits(model, optimizers, trained)
         names = ", ".join(owners(self.lightning_module.trainer, "on_save_checkpoint"))
         for edit in edits:
             everywhere = self.reduce_boolean_decision(edit, all=True)
@@ -179,11 +182,11 @@ class ReknitStrategy:
                     f"the hook on_save_checkpoint of one of {names} changes the states on some ranks only",
                     remedy="change state_dict and optimizer_states on all ranks alike",
                 )
-        if edits[1] and self.restore_checkpoint_after_setup:
+        if edits[1] and sharded:
             raise UsageError(
-                f"the hook on_save_checkpoint of one of {names} changes the states of optimizers, or removes "
-                f"parameters that these train.  Each rank of a {self._kind} has a part of the states only",
-                remedy="leave optimizer_states as they are, and trained parameters in state_dict",
+                f"the hook on_save_checkpoint of one of {names} changes the states of optimizers, of which "
+                f"each rank of a {self._kind} has a part only",
+                remedy="leave optimizer_states as they are",
             )
         return edits
 
