@@ -68,7 +68,7 @@ class ReknitCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
     To go on, ``trainer.fit(model, ckpt_path="last")`` loads the newest committed step.  Other values are
     ``"best"``, `dirpath`, which means the same as ``"last"``, and the path of any step.  If the folder has
     only a ``last.ckpt`` of Lightning, Lightning loads that.  A training that would begin at step 0 beside
-    other checkpoints is refused, unless `resume` is false, or `later_steps` says what happens to them.
+    other checkpoints is refused, unless `resume` is false, or `later_steps` gives the fate of these.
 
     `load_report` is the report of the last load, or None.
     """

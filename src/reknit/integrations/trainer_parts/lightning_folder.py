@@ -23,18 +23,18 @@ _MOST_INSIDE = 4
 """Folders, the last by name, that are looked at for checkpoints of other programs."""
 
 
-class Contents(NamedTuple):
+class FolderContents(NamedTuple):
     """The contents of the folder of a run: numbers of its steps, and whether a run has opened it."""
 
     steps: tuple[int, ...]
     is_opened: bool
 
 
-def contents(root: str) -> Contents:
+def contents(root: str) -> FolderContents:
     """Return the contents of a folder."""
     with closing(open_storage(root)) as storage:
         steps = tuple(number for number, name in numbered(storage) if manifest_exists(storage.sub(name)))
-        return Contents(steps, is_opened=read_line(storage)[0] >= 0)
+        return FolderContents(steps, is_opened=read_line(storage)[0] >= 0)
 
 
 def refuse_others(root: str, files: Any) -> None:

@@ -182,7 +182,7 @@ def sound(step: StepOfRun, use: Callable[[StepOfRun], T], find_again: Callable[[
             step.gives_way = True
 
 
-def tell(report: LoadReport, size: int, *, fits: bool) -> None:
+def log_load(report: LoadReport, size: int, *, fits: bool) -> None:
     """Log a line about a load of so many ranks: a warning if the trainer does not go on as it was saved."""
     with stored.open(report.path) as checkpoint:
         before = checkpoint.manifest.origin.get("world_size")

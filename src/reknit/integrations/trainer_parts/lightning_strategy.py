@@ -31,7 +31,7 @@ from reknit.integrations.trainer_parts.lightning_hooks import (
     shown_as,
     trainable,
 )
-from reknit.integrations.trainer_parts.lightning_step import TRAINER, find, optimizer_name, sound, tell
+from reknit.integrations.trainer_parts.lightning_step import TRAINER, find, log_load, optimizer_name, sound
 from reknit.integrations.trainer_parts.positioned_loader import (
     PositionedLoader,
     begin_next_epoch,
@@ -268,7 +268,7 @@ class ReknitStrategy:
         if state:
             report = step.load(state, lenient=not module.strict_loading)
             if self.is_global_zero:
-                tell(report, trainer.world_size, fits=self._fits)
+                log_load(report, trainer.world_size, fits=self._fits)
             for folder in self.runs.values():
                 folder.note(report)
         if self._by_hooks and len(objects) > 1:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from reknit.errors import StateError
 from reknit.integrations.trainer_parts import loader_order
+from reknit.integrations.trainer_parts.private_hooks import private
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,13 +30,15 @@ def begin_next_epoch(trainer: Any, loader: Any) -> None:
     epoch, too.
     """
     loop, current = trainer.fit_loop, trainer.fit_loop.epoch_progress.current
-    if not loop._loaded_from_state_dict or not current.ready == current.started == current.processed:
+    is_loaded = private("lightning", loop, "_loaded_from_state_dict")
+    if not is_loaded or not current.ready == current.started == current.processed:
         return
     base = next(kind for kind in type(loop).__mro__ if kind.__name__ == "_Loop")
     base.restarting.fset(loop, False)  # type: ignore[attr-defined]
-    if not loop._combined_loader_states_to_load or not callable(getattr(loader, "load_state_dict", None)):
+    states = private("lightning", loop, "_combined_loader_states_to_load")
+    if not states or not callable(getattr(loader, "load_state_dict", None)):
         return
-    loader.load_state_dict(loop._combined_loader_states_to_load.pop(0))
+    loader.load_state_dict(states.pop(0))
     if any(kind.__name__ == "StatefulDataLoader" for kind in type(loader).__mro__):
         # torchdata's has given all batches, and ends when it is asked for one more.  Its next epoch draws.
         next(iter(loader), None)

@@ -56,6 +56,18 @@ HOOKS: tuple[PrivateHook, ...] = (
         "let users pass the folder of the run as ckpt_path, which works without it",
     ),
     *_hooks(
+        "lightning",
+        "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector",
+        ("_restore_modules_and_callbacks",),
+        "raise the error of a damaged step, and let users pass the path of an older one",
+    ),
+    *_hooks(
+        "lightning",
+        "lightning.pytorch.loops.fit_loop:_FitLoop",
+        ("_combined_loader_states_to_load", "_loaded_from_state_dict"),
+        "keep the states of loaders in the strategy, and find the end of an epoch in the loops of the step",
+    ),
+    *_hooks(
         "ray",
         "ray.train.v2._internal.execution.storage:StorageContext",
         ("build_checkpoint_path_from_name",),
