@@ -128,6 +128,7 @@ class ReknitCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
         self._run = Checkpointer(self._root, **self._call) if stage == "fit" else None
         folder = FolderOfRun(self._run, self._call["load_options"], self._note_report)
         trainer.strategy.runs = {**trainer.strategy.runs, self._root: folder}
+        trainer.strategy.resumed_at = None
 
     def _note_report(self, report: LoadReport) -> None:
         self.load_report = report
