@@ -175,7 +175,7 @@ def edited(root: str) -> list[str]:
             partial(ReknitCheckpoint, f"{root}/{kind}/steps", every_n_epochs=1),
         ):
             for epochs in (2, 3):
-                module = jobs.net(schedules=kind == "a scheduler")
+                module = jobs.net(schedules=kind in ("a scheduler", "a rate at the start"))
                 if kind == "names":
                     module.on_save_checkpoint, module.on_load_checkpoint = renamed, renamed_back
                 callbacks = [one for one in [made()] if one is not None]
