@@ -27,6 +27,7 @@ from reknit.errors import MismatchError, StateError
 from reknit.frameworks.loaders.sample_order import SampleOrder, SampleReaders
 from reknit.frameworks.per_rank import PerRank
 from reknit.frameworks.registry import collect, wanted
+from reknit.frameworks.stateful import Kept
 from reknit.types.wanted import Terms
 from tests.frameworks.checkpoint import assemble, load
 from tests.ranks import run
@@ -387,6 +388,18 @@ def test_the_bare_state_of_a_loader_is_refused_on_other_ranks_unless_it_is_not_s
     only = structs.replace(checkpoint.catalog(), terms=Terms(only=("step/*",)))
     assert wanted(target, only, 0, 1).mismatched == ()
     wanted(states[0], checkpoint.catalog(), 0, 2).deliver()
+
+
+def test_values_from_which_no_loader_continues_may_hold_its_state_on_other_ranks() -> None:
+    job = begun(shared_out(24, 4), 2)
+    checkpoint = assemble(
+        [collect({"data": Kept({"of": one.state_dict()})}, rank, 2) for rank, one in enumerate(job)]
+    )
+    kept = Kept(continues=False)
+    load({"data": kept}, checkpoint)
+    assert kept.values["of"]["_num_yielded"] == 0
+    with pytest.raises(MismatchError, match="of 2 ranks"):
+        wanted({"data": Kept()}, checkpoint.catalog(), 0, 1)
 
 
 def test_another_order_in_the_middle_of_an_epoch_is_refused() -> None:

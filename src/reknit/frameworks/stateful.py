@@ -61,9 +61,10 @@ class Accessors(Struct, frozen=True):
 
 
 class Kept(Struct):
-    """Values in the form that the load gives them."""
+    """Values in the form that the load gives them; `continues` is whether data loaders continue from them."""
 
     values: Any = field(default_factory=dict)
+    continues: bool = True
 
     def state_dict(self) -> Any:
         """Return the values."""

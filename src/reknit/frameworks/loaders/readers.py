@@ -53,7 +53,8 @@ def taker_of(value: Any, place: Place, loading: Loading, state: Any) -> Any:
     if why is None or (loading.catalog.terms.only and not loading.may_take_below(place)):
         return value
     differed = state is None and is_loader(value) and loading.saved.differed(place.below(tree.SKELETON))
-    if differed or is_of_one_reader(value) or _holds_position(state):
+    continues = getattr(value, "continues", True)  # of `Kept`
+    if differed or is_of_one_reader(value) or (continues is not False and _holds_position(state)):
         refuse(place, why, loading)
         return SETTLED
     return value

@@ -83,7 +83,9 @@ def taker_of(value: Any, place: Any, loading: Any, state: Any) -> Any:
     `SETTLED` is returned for a loader that continues without the state, or is refused.  `state` is the state
     saved for this rank, or None.
     """
-    loading.pass_over(place.below(POSITION))
+    at = place.below(POSITION)
+    if at.fqn in loading.catalog.blobs.get(at.item, {}):
+        loading.pass_over(at)
     if not is_of_one_reader(value) and loading.catalog.num_ranks in (None, loading.world.size):
         return value
     return import_module("reknit.frameworks.loaders.readers").taker_of(value, place, loading, state)

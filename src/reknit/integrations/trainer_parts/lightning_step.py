@@ -121,7 +121,7 @@ def find(path: str, folders: Mapping[str, FolderOfRun], broadcast: Any, *, fits:
     None for the folder of a run that has no step yet.  A trainer that only evaluates takes a checkpoint that
     no trainer saved, too.
     """
-    rest = Kept()
+    rest = Kept(continues=fits)
     for root, folder in folders.items():
         run = folder.run
         if path == root and run is not None:
