@@ -52,15 +52,18 @@ def test_one_item_loads_alone_and_its_folder_too(kind: str) -> None:
     assert torch.equal(next(model.parameters()), next(other.parameters()))
 
 
-def test_numbers_of_parameters_stay_where_the_model_has_other_tensors_too() -> None:
+def test_numbers_of_parameters_are_positions_in_the_groups_of_the_optimizer() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
     with reknit.open(SAVED / "ddp-norm") as checkpoint:
         numbers = {name.split("/")[1] for name in checkpoint.tensors["optimizer"]}
     assert numbers == {"0", "1", "2", "3"}
-    with pytest.raises(reknit.MismatchError):
-        reknit.load(SAVED / "ddp-norm", {"model": model, "optimizer": optimizer})
-    reknit.load(SAVED / "ddp-norm", {"model": model}, items=["model"])
+    reknit.load(SAVED / "ddp-norm", {"model": model, "optimizer": optimizer})
+    assert optimizer.param_groups[0]["lr"] == 0.0
+    assert len(optimizer.state) == 4
+    groups = [{"params": list(layer.parameters())} for layer in model]
+    with pytest.raises(reknit.MismatchError, match="numbers its parameters"):
+        reknit.load(SAVED / "ddp-norm", {"model": model, "optimizer": torch.optim.AdamW(groups)})
     assert [parameter.flatten()[0].item() for parameter in model.parameters()] == [0, 6, 8, 10]
 
 

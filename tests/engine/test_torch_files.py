@@ -60,7 +60,7 @@ class World:
             self.scheduler.step(*([1.0] if scheduler == "ReduceLROnPlateau" else []))
 
     def files(self) -> dict[str, Any]:
-        """Return what programs write, by the name of the program or of the habit."""
+        """Return the contents of files, by the name of the program or of the habit."""
         model, optimizer, scheduler = (
             one.state_dict() for one in (self.model, self.optimizer, self.scheduler)
         )
@@ -148,7 +148,7 @@ def test_an_optimizer_is_loaded_before_and_after_its_first_step(
 
 
 def test_numbers_stand_for_the_parameters_of_the_optimizer_that_loads_them(tmp_path: Path) -> None:
-    """All shapes are equal, so only the groups tell which state belongs to which parameter."""
+    """All shapes are equal, so only the groups pair the states with the parameters."""
 
     def made() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.LayerNorm(3)

@@ -8,7 +8,6 @@ from reknit.engine.foreign.dcp_folder import METADATA, DcpFolder, add_folder
 from reknit.engine.foreign.entries import MODEL, ForeignEntries, named
 from reknit.engine.foreign.optimizer_states import (
     EMPTY,
-    ModelOrder,
     empty_groups,
     listed_groups,
     options_of,
@@ -67,19 +66,17 @@ def _name_parameters(entries: ForeignEntries) -> None:
     groups = listed_groups(values.get(_GROUPS))
     if groups is None:
         return
-    model = {fqn: spec.shape for (item, fqn), (spec, _) in entries.tensors.items() if item == MODEL}
-    shapes: dict[Any, set[tuple[int, ...]]] = {}
     numbered: dict[tuple[str, str], tuple[int, str]] = {}
-    for (item, fqn), (spec, _) in entries.tensors.items():
+    for item, fqn in entries.tensors:
         kind, *rest = fqn.split("/")
         if item == _OPTIMIZER and kind == _STATE and len(rest) == 2 and rest[0].isdecimal():
             numbered[item, fqn] = int(rest[0]), rest[1]
-            shapes.setdefault(int(rest[0]), set()).add(spec.shape)
-    names = parameter_names(groups, shapes, ModelOrder(tuple(model), tuple(model.values())))
-    if names is None:
+    names = parameter_names(groups)
+    if names is None:  # only the optimizer that loads them can pair them
+        values[_GROUPS] = groups
         return
     by_number = {int(key): name for key, name in names.items() if str(key).isdecimal()}
-    if not shapes.keys() <= by_number.keys():
+    if not {number for number, _ in numbered.values()} <= by_number.keys():
         return
     entries.tensors = {
         (item, named([_STATE, by_number[numbered[item, fqn][0]], numbered[item, fqn][1]]))

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from reknit.format.foreign.torch_values import Whole
 
@@ -21,18 +21,11 @@ EMPTY = "empty_groups"
 """Part of the names of the options of groups without parameters, by the numbers of the groups."""
 
 
-class ModelOrder(NamedTuple):
-    """The tensors of a model in their saved order, with their shapes."""
-
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-
-
 def named_states(value: Any) -> Any:
     """Return an optimizer's state dict by the names of parameters; any other value as it is.
 
     Numbers of parameters get the names that its groups record.  Without these, they stay, with the groups as
-    one value: only the optimizer that loads them can tell which parameter has which number.
+    one value: only the optimizer that loads them can pair them with its parameters.
     """
     if isinstance(value, dict) and value and all(_is_flat(key) for key in value):
         return _flattened(value)
@@ -41,7 +34,7 @@ def named_states(value: Any) -> Any:
     state, groups = value["state"], listed_groups(value["param_groups"])
     if not isinstance(state, dict) or groups is None:
         return value
-    names = parameter_names(groups, {}, None)
+    names = parameter_names(groups)
     if names is None:
         return {"state": state, "param_groups": Whole(groups)}
     states = {names.get(key, key): one for key, one in state.items()}
@@ -84,27 +77,15 @@ def listed_groups(groups: Any) -> list[dict[str, Any]] | None:
     return groups if good else None
 
 
-def parameter_names(
-    groups: list[dict[str, Any]],
-    shapes: Mapping[Any, set[tuple[int, ...]]],
-    order: ModelOrder | None,
-) -> dict[Any, str] | None:
-    """Return the name of each parameter in the groups; None if they are unknown.
-
-    `shapes` are those of the states of each parameter.
-    """
+def parameter_names(groups: list[dict[str, Any]]) -> dict[Any, str] | None:
+    """Return the name of each parameter in the groups, as these record it; None if they do not."""
     keys = [key for group in groups for key in group["params"]]
     if all(isinstance(key, str) for key in keys):
         return {key: key for key in keys}
     given = [name for group in groups for name in group.get("param_names") or ()]
     if len(given) == len(keys) and all(isinstance(name, str) for name in given):
         return dict(zip(keys, given, strict=True))
-    if order is None or len(order.names) != len(keys) or not all(type(key) is int for key in keys):
-        return None
-    for key, shape in zip(keys, order.shapes, strict=True):
-        if not shapes.get(key, set()) <= {shape, (), (1,)}:
-            return None
-    return dict(zip(keys, order.names, strict=True))
+    return None
 
 
 def _flattened(value: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The groups of a saved optimizer that numbers its parameters, as the `state_dict` of torch does.
 
-A number is a position in the groups, so only the optimizer that loads it can tell whose it is.
+A number is a position in the groups of the optimizer that loads it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _misfit(
     for group, slots in zip(groups, members, strict=True):
         if [id(parameter) for parameter in group["params"]] != [id(slot.parameter) for slot in slots]:
             return (
-                "the saved optimizer numbers its parameters, and here they are flat or divided, so that no "
-                "number belongs to one: load it into an optimizer that is not, and save that with reknit"
+                "the saved optimizer numbers its parameters, and here they are flat or divided: load it into "
+                "a plain optimizer, and save that with reknit"
             )
     return None
