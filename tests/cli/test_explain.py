@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from email.message import Message
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from reknit import errors
+from reknit.cli.program import explain
 from reknit.cli.program.error_catalog import CATALOG
 from reknit.cli.program.explain import codes, hint
 from reknit.errors import CorruptError, ReknitError, StorageError, UsageError
@@ -41,6 +43,16 @@ def test_an_error_is_explained_with_all_that_the_catalogue_has(command: Command,
         assert f"- {text}" in shown
     assert f"docs/reference/errors.md#{code.lower()}" in shown
     assert command("explain", code, "--json").json["causes"] == list(CATALOG[code].causes)
+
+
+def test_pages_are_on_the_site_of_the_release(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = Message()
+    listed["Project-URL"] = "Source, https://example.com/code"
+    listed["Project-URL"] = "Documentation, https://example.com/pages/"
+    monkeypatch.setattr(explain, "metadata", lambda _: listed)
+    shown = command("explain", "CorruptError").out
+    assert "https://example.com/pages/reference/errors.html#corrupterror" in shown
+    assert "docs/" not in shown
 
 
 @pytest.mark.parametrize("code", CATALOG)

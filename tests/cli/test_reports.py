@@ -35,7 +35,7 @@ def test_phases_of_a_save_are_shown(command: Command, events: str) -> None:
     first, second, _, *rest = ran.out.splitlines()
     title, columns, rows = rest[0], rest[rest.index("") + 1], rest[rest.index("") + 2 :]
     assert first.startswith("save ")
-    assert "step_1 (step 1): 1 ranks, 0.00 GiB in" in first
+    assert "step_1 (step 1): 1 ranks, 4.0 KiB in" in first
     assert "step_2 (step 2)" in second
     assert title.endswith("(step 2): saved")
     assert rest[1].startswith("  written: ")

@@ -127,7 +127,7 @@ def test_a_scheduler_of_any_kind_receives_the_state_that_it_gave(kind: str, tmp_
     ]
 
 
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"kind": torch.optim.SGD, "lr": 0.5},
     "momentum": {"kind": torch.optim.SGD, "lr": 0.5, "momentum": 0.9},
     "AdamW": {"lr": 0.5, "amsgrad": True},
@@ -152,7 +152,8 @@ def test_numbers_stand_for_the_parameters_of_the_optimizer_that_loads_them(tmp_p
 
     def made() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.LayerNorm(3)
-        return model, torch.optim.AdamW([{"params": [model.bias]}, {"params": [model.weight], "lr": 0.5}])
+        groups: list[dict[str, Any]] = [{"params": [model.bias]}, {"params": [model.weight], "lr": 0.5}]
+        return model, torch.optim.AdamW(groups)
 
     (model, optimizer), (other, empty) = made(), made()
     model(torch.randn(2, 3)).square().sum().backward()
@@ -187,7 +188,7 @@ def test_parameters_of_other_shapes_are_refused_by_their_states(tmp_path: Path) 
         reknit.load(
             tmp_path / "optimizer.pt",
             {"model": other.model, "optimizer": other.optimizer},
-            options=reknit.LoadOptions(only=["optimizer/*"]),
+            options=reknit.LoadOptions(only=("optimizer/*",)),
         )
 
 
@@ -253,7 +254,7 @@ def test_a_part_of_a_state_by_keys_is_refused_for_an_object_that_takes_the_whole
     torch.save({"own": {"a": 1, "b": 2}}, tmp_path / "a.pt")
     own = Keeper(5)
     with pytest.raises(reknit.MismatchError, match="only a part of it"):
-        reknit.load(tmp_path / "a.pt", {"own": own}, options=reknit.LoadOptions(only=["own/a", "own/~s"]))
+        reknit.load(tmp_path / "a.pt", {"own": own}, options=reknit.LoadOptions(only=("own/a", "own/~s")))
     assert own.state == 5
 
 
@@ -272,7 +273,7 @@ def test_a_module_and_an_optimizer_without_states_are_loaded(
     else:
         dcp.save(state, checkpoint_id=path, no_dist=True)
     other = nn.Linear(2, 2)
-    target = {"beside": other, "optimizer": torch.optim.SGD(other.parameters(), lr=0.1)}
+    target: dict[str, Any] = {"beside": other, "optimizer": torch.optim.SGD(other.parameters(), lr=0.1)}
     if kind == "torch.save" or list(saved.parameters()):
         target["model"] = saved
     reknit.load(path, target)

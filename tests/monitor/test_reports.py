@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 def test_a_slow_rank_and_a_failed_one_are_named_with_their_places(tmp_path: Path) -> None:
     operation = sixteen_ranks(tmp_path)
-    assert headline(operation) == "save run/step_7 (step 7): 16 ranks, 16.00 GiB in 3.1 s, 5.16 GiB/s, FAILED"
+    assert headline(operation) == "save run/step_7 (step 7): 16 ranks, 16.0 GiB in 3.1 s, 5.2 GiB/s, FAILED"
     assert list(remarks(operation)) == [
         "rank 6 (dp 1, tp 2) on host0 failed in phase commit: StorageFullError -> make room",
         "slow in write (agent) (median 1.000 s): rank 13 (dp 3, tp 1) 3.000 s",
     ]
     assert phase_rows(operation)[1:3] == [
         ("assign", "1", "1.200", "1.200", "1.200", "1.200", "-"),
-        ("write (agent)", "16", "1.000", "1.000", "3.000", "3.000", "16.00"),
+        ("write (agent)", "16", "1.000", "1.000", "3.000", "3.000", "16.0 GiB"),
     ]
     slow = {each.name: each.stragglers for each in summaries(operation) if each.stragglers}
     assert [(rank, round(seconds, 3)) for rank, seconds in slow["write (agent)"]] == [(SLOW, 3.0)]

@@ -43,7 +43,7 @@ def figures() -> dict[tuple[str, str], StorageFigures]:
 def test_a_table_adds_up_all_ranks() -> None:
     rows = storage_rows(figures(), 4.0)
     assert rows[0] == (
-        "write", "s3://bucket", "4", "1", "0.50", "1.02 ms", "2 s", "2 s", "3", "5", "2"
+        "write", "s3://bucket", "4", "1", "512.0 MiB/s", "1.02 ms", "2 s", "2 s", "3", "5", "2"
     )  # fmt: skip
     assert rows[1] == ("get", "s3://bucket", "1", "0.25", "-", "50 us", "50 us", "50 us", "0", "0", "0")
     assert storage_rows(figures(), 0.0)[0][3:5] == ("-", "-")

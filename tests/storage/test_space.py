@@ -38,6 +38,22 @@ def test_a_file_system_that_cannot_allocate_is_never_made_to_imitate_it(
             reserve(file.fileno(), str(tmp_path), 1 << 60)
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_file_that_does_not_fit_is_refused_with_the_bytes_needed_and_free(
+    at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(space, "_filesystem", lambda _: "ext4" if at_once else "nfs")
+    needed = 1 << 60
+    with open(tmp_path / "x", "wb") as file:
+        with pytest.raises(OSError, match=rf": {needed:,} bytes are needed, and [\d,]+ are free") as caught:
+            reserve(file.fileno(), str(tmp_path), needed)
+        assert caught.value.errno == errno.ENOSPC
+
+
 def test_a_system_without_mount_table_only_compares_the_free_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

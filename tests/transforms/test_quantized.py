@@ -151,7 +151,7 @@ def test_another_name_does_not_hide_a_scale(tmp_path: Path) -> None:
 def test_layers_that_the_load_leaves_out_may_be_quantized(tmp_path: Path) -> None:
     folder = folder_of(SCALED["FP8 in blocks"], tmp_path / "hf")
     model = layers()
-    report = reknit.load(folder, {"model": model}, options=reknit.LoadOptions(only=["model/1.*"]))
+    report = reknit.load(folder, {"model": model}, options=reknit.LoadOptions(only=("model/1.*",)))
     assert report.restored == ("model/1.weight",)
 
 

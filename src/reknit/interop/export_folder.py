@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import shutil
@@ -14,7 +13,7 @@ from reknit.errors import UsageError
 from reknit.locations import location_text
 from reknit.storage.local.folders import sync_folder
 from reknit.storage.local.os_errors import translated
-from reknit.storage.local.space import free_nbytes
+from reknit.storage.local.space import free_nbytes, too_large
 from reknit.storage.local.store import LocalStorage
 
 if TYPE_CHECKING:
@@ -141,4 +140,4 @@ def require_room(path: str, nbytes: int) -> None:
     with translated("write", path):
         free = free_nbytes(path)
         if free is not None and free < nbytes:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+            raise too_large(path, nbytes, free)

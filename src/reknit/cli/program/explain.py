@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import textwrap
+from importlib.metadata import PackageNotFoundError, metadata
 from typing import TYPE_CHECKING
 
 from reknit import errors
@@ -112,4 +113,14 @@ def _lines(code: str) -> Iterator[str]:
     yield ""
     yield "Pages:"
     for page in (f"{_PAGE}#{code.lower()}", *found.pages):
-        yield f"  docs/{page}"
+        yield f"  {_address(page)}"
+
+
+def _address(page: str) -> str:
+    """Return the address of a page on the site of this release, or else its path in the source."""
+    try:
+        listed = metadata("reknit").get_all("Project-URL") or []
+    except PackageNotFoundError:  # a copy that is not installed
+        listed = []
+    sites = [url for name, _, url in (one.partition(", ") for one in listed) if name == "Documentation"]
+    return f"{sites[0].rstrip('/')}/{page.replace('.md', '.html')}" if sites else f"docs/{page}"

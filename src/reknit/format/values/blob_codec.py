@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import io
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -247,6 +248,8 @@ def _remedy(value: Any) -> str:
             "it has no resumable position: use torchdata's StatefulDataLoader or a loader of "
             "reknit.dataloader instead; or save the number of batches taken, and skip them after a load"
         )
+    if isinstance(value, io.BytesIO):
+        return "save the bytes that its getvalue() returns, and make a io.BytesIO of them after a load"
     if isinstance(value, Iterator):
         return (
             "it has no resumable position: save its position as a number, and skip to it after a load; "

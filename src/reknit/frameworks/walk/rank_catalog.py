@@ -47,8 +47,8 @@ class _Divided(dict[Any, Any]):
             held = present if isinstance(present, (list, tuple)) else []
             inner = [_like(self[at], held[at] if at < len(held) else None) for at in range(len(self))]
             return tree.retuple(held, inner) if isinstance(held, tuple) else inner
-        held = present if isinstance(present, Mapping) else {}
-        return {key: _like(one, held.get(key)) for key, one in self.items()}
+        inside = present if isinstance(present, Mapping) else {}
+        return {key: _like(one, inside.get(key)) for key, one in self.items()}
 
 
 def _like(one: Any, present: Any) -> Any:

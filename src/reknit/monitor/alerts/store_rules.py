@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from reknit.errors import UsageError
 from reknit.keywords import checked_call
 from reknit.monitor.alerts.alert_rule import Alert, RecordWatch, Watch, check_positive, source_text
+from reknit.monitor.progress_text import amount
 from reknit.monitor.records import PhaseRecord, StorageRecord
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class _FullWatch:
             return  # the folder is gone
         before, self._alerted = self._alerted, free < self._rule.free_share * total
         if self._alerted and not before:
-            text = f"{folder} has {free / 2**30:.3g} of {total / 2**30:.3g} GiB free"
+            text = f"{folder} has {amount(free)} of {amount(total)} free"
             yield Alert("storage full", "file", text)
 
 

@@ -6,6 +6,7 @@ from datetime import datetime, timezone
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from reknit.monitor.progress_text import amount
 from reknit.monitor.reports.phase_summary import summaries
 from reknit.types.rank_text import spelled
 
@@ -24,7 +25,7 @@ _LATEST = 1e11  # the time of a wrong clock may not be a date
 RUN_HEADS = ("when (UTC)", "what", "step", "path", "outcome")
 """The heads of the rows of `run_rows`."""
 
-PHASE_HEADS = ("phase", "ranks", "minimum s", "median s", "p99 s", "maximum s", "GiB")
+PHASE_HEADS = ("phase", "ranks", "minimum s", "median s", "p99 s", "maximum s", "bytes")
 """The heads of the rows of `phase_rows`."""
 
 
@@ -37,15 +38,15 @@ def place_text(coordinate: Mapping[str, int]) -> str:
 
 
 def speed_text(nbytes: float, seconds: float) -> str:
-    """Return a throughput, such as ``1.25 GiB/s``."""
-    return f"{nbytes / seconds / 2**30:.2f} GiB/s" if seconds > 0 else "-"
+    """Return a throughput, such as ``1.2 GiB/s``."""
+    return f"{amount(nbytes / seconds)}/s" if seconds > 0 else "-"
 
 
 def headline(operation: RecordedOperation) -> str:
     """Return one line about an operation."""
     size, seconds = operation.nbytes, operation.elapsed_s
     return (
-        f"{operation}: {operation.num_ranks} ranks, {size / 2**30:.2f} GiB in {seconds:.3g} s, "
+        f"{operation}: {operation.num_ranks} ranks, {amount(size)} in {seconds:.3g} s, "
         f"{speed_text(size, seconds)}" + (", FAILED" if operation.failures else "")
     )
 
@@ -60,7 +61,7 @@ def phase_rows(operation: RecordedOperation) -> list[tuple[str, ...]]:
             f"{each.median_s:.3f}",
             f"{each.p99_s:.3f}",
             f"{each.maximum_s:.3f}",
-            f"{each.nbytes / 2**30:.2f}" if each.nbytes else "-",
+            amount(each.nbytes) if each.nbytes else "-",
         )
         for each in summaries(operation)
     ]

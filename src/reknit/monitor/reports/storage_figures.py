@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from reknit.monitor.progress_text import amount
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
@@ -75,7 +77,7 @@ STORAGE_HEADS = (
     "store",
     "number",
     "per s",
-    "GiB/s",
+    "bytes/s",
     "median",
     "p99",
     "maximum",
@@ -109,7 +111,7 @@ def storage_rows(
             store,
             str(one.count),
             f"{one.count / elapsed_s:.3g}" if elapsed_s > 0 else "-",
-            f"{one.nbytes / 2**30 / elapsed_s:.2f}" if one.nbytes and elapsed_s > 0 else "-",
+            f"{amount(one.nbytes / elapsed_s)}/s" if one.nbytes and elapsed_s > 0 else "-",
             time_text(one.below_s(0.5)),
             time_text(one.below_s(0.99)),
             time_text(one.most_s),

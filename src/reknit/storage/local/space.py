@@ -26,6 +26,8 @@ def reserve(fd: int, folder: str, nbytes: int) -> None:
         try:
             os.posix_fallocate(fd, 0, nbytes)
         except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise too_large(folder, nbytes, free_nbytes(folder)) from None
             # An unable system, or a sandbox that refuses, does not stop the save: the file then grows.
             if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EACCES):
                 raise
@@ -33,8 +35,15 @@ def reserve(fd: int, folder: str, nbytes: int) -> None:
             return
     room = os.fstatvfs(fd)
     # A file system without a size of its own (a gateway to an object store) has no blocks to count.
-    if room.f_blocks and room.f_bavail * room.f_frsize < nbytes:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), folder)
+    if room.f_blocks and (free := room.f_bavail * room.f_frsize) < nbytes:
+        raise too_large(folder, nbytes, free)
+
+
+def too_large(path: str, nbytes: int, free: int | None) -> OSError:
+    """Return the error for a file of `nbytes` that does not fit, with the bytes needed and free."""
+    there = "" if free is None else f", and {free:,} are free"
+    said = f"{os.strerror(errno.ENOSPC)}: {nbytes:,} bytes are needed{there}"
+    return OSError(errno.ENOSPC, said, path)
 
 
 def free_nbytes(path: str) -> int | None:
