@@ -26,10 +26,12 @@ if TYPE_CHECKING:
 class Growing(nn.Module):
     """A module with a buffer that its own method resizes, as observers of quantisation do."""
 
-    def __init__(self, linear: bool = True) -> None:
+    seen: torch.Tensor
+    count: torch.Tensor
+
+    def __init__(self, inside: int = 3, outside: int = 2) -> None:
         super().__init__()
-        if linear:
-            self.linear = nn.Linear(3, 2)
+        self.linear = nn.Linear(inside, outside)
         self.register_buffer("seen", torch.empty(0))
         self.register_buffer("count", torch.tensor(0))
         self.calls = 0
@@ -37,7 +39,8 @@ class Growing(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen = torch.cat([self.seen, x.detach().flatten()])
         self.count += 1
-        return self.linear(x)
+        found: torch.Tensor = self.linear(x)
+        return found
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         self.calls += 1
@@ -54,7 +57,8 @@ def observed(kind: str) -> Any:
     from torch.ao import quantization
 
     if kind == "fake":
-        qconfig = quantization.FakeQuantize.with_args(
+        fake: Any = quantization.FakeQuantize
+        qconfig = fake.with_args(
             observer=quantization.MovingAveragePerChannelMinMaxObserver,
             quant_min=-128,
             quant_max=127,
@@ -89,7 +93,8 @@ def test_observers_load_as_load_state_dict_does(
 
 def test_buffers_of_any_own_module_grow_and_shrink_with_the_load() -> None:
     for steps, before in ((2, 0), (2, 1), (0, 2), (1, 1)):
-        module, target = nn.Sequential(Growing(), Growing()), nn.Sequential(Growing(), Growing())
+        pair: list[Any] = [nn.Sequential(Growing(), Growing()) for _ in range(2)]
+        module, target = pair
         for one, times in ((module, steps), (target, before)):
             for _ in range(times):
                 one[0](torch.randn(2, 3))
@@ -165,7 +170,8 @@ def test_lazy_modules_load_without_a_forward_pass() -> None:
     def make() -> nn.Sequential:
         return nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())
 
-    module, target = make(), make()
+    pair: list[Any] = [make(), make()]
+    module, target = pair
     module(torch.randn(5, 3))
     load({"m": target}, save({"m": module}))
     assert same(module, target)
@@ -189,10 +195,12 @@ class Packed(nn.Module):
 
 
 def test_entries_that_no_load_takes_are_filled_in_place_or_must_be_equal() -> None:
-    module, target = nn.Sequential(Packed(3.0), nn.Linear(1, 1)), nn.Sequential(Packed(), nn.Linear(1, 1))
-    load({"m": target}, save({"m": module}))
-    assert target[0].table.tolist() == [3.0] * 3
-    assert target[0].weight.tolist() == [3.0] * 4
+    for beside in (nn.Linear, Growing):  # the second has the entries given back to the whole model
+        module, target = (nn.Sequential(Packed(value), beside(3, 2)) for value in (3.0, 0.0))
+        load({"m": target}, save({"m": module}))
+        packed: Any = target[0]
+        assert packed.table.tolist() == [3.0] * 3
+        assert packed.weight.tolist() == [3.0] * 4
 
 
 @pytest.mark.parametrize("texts", [True, False])

@@ -218,14 +218,14 @@ def test_the_result_of_the_state_dict_is_saved_with_the_changes_of_hooks(
     load({"m": model, "o": other}, save({"m": model, "o": optimizer}))
     assert optimizer.param_groups[0]["lr"] == 0.5
     assert (other.param_groups[0]["lr"], len(other.state)) == (lr, num_states)
-    for parameter, states in other.state.items():
-        assert torch.equal(states["exp_avg"], optimizer.state[parameter]["exp_avg"])
+    for key, states in other.state.items():
+        assert torch.equal(states["exp_avg"], optimizer.state[key]["exp_avg"])
 
 
 def test_a_state_dict_that_no_load_state_dict_takes_is_refused_by_name() -> None:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
-    optimizer.register_state_dict_post_hook(nothing)
+    optimizer.register_state_dict_post_hook(nothing)  # type: ignore[arg-type]
     with pytest.raises(StateError, match=r"o \(AdamW, with the hook nothing\) is a list, and not the dict"):
         save({"m": model, "o": optimizer})
 
@@ -248,8 +248,8 @@ def test_a_load_with_hooks_keeps_states_that_torch_s_own_would_convert(
 
     other.register_load_state_dict_post_hook(restore if restores else lambda _: None)
     load({"m": model, "o": other}, save({"m": model, "o": optimizer}))
-    for parameter, states in optimizer.state.items():
-        for found in (other.state[parameter]["exp_avg"], other.state[parameter]["inside"]["scale"]):
+    for key, states in optimizer.state.items():
+        for found in (other.state[key]["exp_avg"], other.state[key]["inside"]["scale"]):
             assert found.dtype == dtype
             assert torch.equal(found, states["exp_avg"])
 

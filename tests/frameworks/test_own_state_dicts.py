@@ -42,14 +42,14 @@ class HalfMoments(torch.optim.Optimizer):
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
-        self.register_load_state_dict_post_hook(HalfMoments.halve)
+        self.register_load_state_dict_post_hook(lambda one: one.halve())  # type: ignore[attr-defined]
 
     def halve(self) -> None:
         for state in self.state.values():
             state["moment"] = state["moment"].bfloat16()
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
             state = self.state[parameter]
             if not state:
@@ -93,7 +93,7 @@ class Slow(torch.optim.Optimizer):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         self.inside.step()
         for parameter in self._each():
             self.state[parameter]["slow"].lerp_(parameter, 0.25)
@@ -115,7 +115,7 @@ class Projector:
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
-        self.matrix: torch.Tensor | None = None
+        self.matrix: Any = None
         self.shapes = {0.5: torch.Size([2, 3])}
         self.inner: Any = None
 
@@ -127,7 +127,7 @@ class Projected(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": 0.1})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
             state = self.state[parameter]
             if "projector" not in state:

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from reknit.types.shard import Shard
 
 
-_RESIZE = " (LoadOptions(allow_shape_mismatch=...) takes the common part)"
+RESIZE = " (LoadOptions(allow_shape_mismatch=...) takes the common part)"
 
 
 def reshaping(here: Sequence[int]) -> str:
     """Return the advice about a tensor of a shape that is not the saved one, which has as many dimensions."""
-    return _RESIZE if prod(here) else ": give it the saved shape first, as it has no place for a value"
+    return RESIZE if prod(here) else ": give it the saved shape first, as it has no place for a value"
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:

@@ -30,8 +30,8 @@ _ORDERS, _APART, _PART = "orders", "apart", "part"
 class MemoryNotes(Struct):
     """The facts about the states of one parameter, by their paths.
 
-    `orders` are the dimensions of a state from the slowest to the fastest in memory, if that is not the order
-    of the parameter: results of matrix products depend on it.  `apart` are states of a flattened parameter
+    `orders` are the dimensions of a state from the slowest to the fastest, if the parameter's memory is in
+    another order.  Results of matrix products depend on it.  `apart` are states of a flattened parameter
     which are neither numbers nor as long as its part.  They are values of this rank, for the boxes `part`.
     """
 
@@ -82,7 +82,8 @@ def array_of(state: torch.Tensor, place: Place) -> NDArray[Any]:
     memory, _ = local_memory(state, place, fill=False)
     name = dtype_name(memory, place)
     dense = memory.cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-    return dense.numpy().view(numpy_dtype(name)).reshape(tuple(state.shape))
+    found: NDArray[Any] = dense.numpy().view(numpy_dtype(name)).reshape(tuple(state.shape))
+    return found
 
 
 def order_of(state: torch.Tensor, slot: ParamSlot | None) -> list[int] | None:
@@ -97,7 +98,7 @@ def order_of(state: torch.Tensor, slot: ParamSlot | None) -> list[int] | None:
         return None
     if state.shape == parameter.shape and state.stride() == parameter.stride():
         return None
-    order = sorted(range(state.ndim), key=lambda dim: -state.stride(dim))
+    order = sorted(range(state.ndim), key=state.stride().__getitem__, reverse=True)
     return order if state.permute(order).is_contiguous() else None
 
 

@@ -77,8 +77,8 @@ class OptimizerAdapter(Adapter):
         for name, notes in collecting.notes.items():
             notes.collect(place.child(memory_notes.MEMORY, name), saving)
         optimizer_options.collect(slots, collecting.plain, place, saving)
-        for part, states in (("shared", slots.shared()), ("more", slots.more or {})):
-            for name, state in states.items():
+        for part, others in (("shared", slots.shared()), ("more", slots.more or {})):
+            for name, state in others.items():
                 collecting.state(state, place.child(part).below(element(name, place)), None)
         if slots.layout is not None:
             inside = {"more": packed_values.packed(dict(slots.more or {}), slots.packages)}

@@ -29,7 +29,7 @@ from reknit.frameworks.torch.tensor import torch_dtype
 from reknit.frameworks.walk.composites import record_at
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from reknit.frameworks.walk.composites import Record
     from reknit.frameworks.walk.load_walk import Loading
@@ -269,7 +269,7 @@ class OptimizerLoad:
                 loading.report_mismatched(at, why)
                 return False, None
             return True, found.value  # an optimizer that saved a number here has tensors only at times
-        asks = None
+        asks: Callable[[TensorSpec, Any, Place], Any] | None = None
         if slot is not None and slot.parameter is not None:
             asks = partial(self._ask, value=value, slot=slot, at=at)
         elif self.sharded:

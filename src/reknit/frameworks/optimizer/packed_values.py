@@ -62,7 +62,7 @@ def unpacked(value: Any, own: AbstractSet[str]) -> Any:
         if leaf.keys() == {_PAIRS}:
             return {key: unpacked(one, own) for key, one in leaf[_PAIRS]}
         if leaf.keys() == {_KIND, _ATTRIBUTES}:
-            made = object.__new__(_class(leaf[_KIND], own))
+            made: Any = object.__new__(_class(leaf[_KIND], own))
             vars(made).update(unpacked(leaf[_ATTRIBUTES], own))
             return made
         return tree.DESCEND

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -45,7 +45,8 @@ def _resizes(member: Member, at: Place, loading: Loading) -> bool:
     """Return whether a method of the buffer's module gives the buffer its saved shape, tried on a copy."""
     path, _, name = member.key.rpartition(".")
     owner = member.state.module.get_submodule(path)
-    if own_load.own_method(type(owner)) is None:
+    kind: Any = type(owner)
+    if own_load.own_method(kind) is None:
         return False
     above = at.fqn.removesuffix(name)
     try:
@@ -63,7 +64,7 @@ def _resizes(member: Member, at: Place, loading: Loading) -> bool:
 
 
 def untaken(odd: Sequence[Member], held: ModuleHoldings) -> set[tuple[int, str]]:
-    """Return which entries that are not tensors of the module no `load_state_dict` takes: source id and key.
+    """Return the ids of sources and the keys of the entries, among `odd` ones, that no load takes.
 
     A module adds them without a method or hook that takes them, as 4-bit weights do.
     """

@@ -188,7 +188,8 @@ def is_taken_by_root(held: ModuleHoldings, source: ModuleState) -> bool:
 def has_own_before(module: nn.Module) -> bool:
     """Return whether a module has a method or hook of its own that sees entries before they are loaded."""
     hooks = (hook for hook, before in torch_private.load_hooks(module) if before)
-    return own_method(type(module)) is not None or any(map(_is_own, hooks))
+    kind: Any = type(module)
+    return own_method(kind) is not None or any(map(_is_own, hooks))
 
 
 @lru_cache(maxsize=4096)

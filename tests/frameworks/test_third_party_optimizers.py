@@ -1,0 +1,76 @@
+"""Optimizers of other packages go on bit for bit; `benchmarks/optimizers` tries all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from benchmarks.optimizers import trial
+from benchmarks.optimizers.makers import makers
+from reknit.frameworks.registry import collect, wanted
+from tests.frameworks.checkpoint import Checkpoint, assemble, fill, portable
+from tests.optional import needs
+from tests.ranks import run
+
+PACKAGES = {
+    "torch": ("torch.optim", ["Adafactor", "LBFGS", "Muon", "SparseAdam"]),
+    "bitsandbytes": ("bitsandbytes.optim", ["AdamW8bit", "AdamW32bit", "PagedLion8bit", "AdEMAMix8bit"]),
+    "heavyball": ("heavyball", ["AdamW", "SOAP", "Muon", "SAMWrapper", "SplitOpt"]),
+    "pytorch_optimizer": (
+        "pytorch_optimizer",
+        ["AdaFactor", "SPAM", "Lookahead", "AggMo", "Conda", "PAdam", "ScalableShampoo", "LoRARite", "TRAC"],
+    ),
+}
+CASES = [
+    pytest.param(module, name, marks=needs(package, package), id=f"{module}.{name}")
+    for package, (module, names) in PACKAGES.items()
+    for name in names
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("module", "name"), CASES)
+def test_an_optimizer_of_a_package_goes_on_bit_for_bit(module: str, name: str) -> None:
+    (maker,) = (one for of, _, one in makers([module]) if one.name == name)
+    found = trial.run(maker.make, maker.step)
+    assert found.ours.ok, found.ours.why
+
+
+def _flattened(first: int, checkpoint: Checkpoint | None, world: int) -> Any:
+    """Train a model under FSDP1 with 8-bit states: from a checkpoint, or to make one."""
+    from bitsandbytes.optim import AdamW8bit
+
+    torch.manual_seed(first)
+    net = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 8))
+    model: Any = FSDP(net, device_id=torch.device("cpu"), use_orig_params=True)
+    optimizer = AdamW8bit(model.parameters(), lr=0.01, min_8bit_size=16)
+    state = {"m": model, "o": optimizer}
+    if checkpoint is not None:
+        want = wanted(state, checkpoint.catalog(), dist.get_rank(), world)
+        if refused := [*want.mismatched, *want.missing]:
+            return sorted({fqn.rpartition("/")[2] for _, fqn, _ in refused})
+        fill(want, checkpoint)
+    saved = None
+    for number in range(first, first + 3 if checkpoint else first + 6):
+        if number == first + 3:
+            saved = portable(collect(state, dist.get_rank(), world))
+        optimizer.zero_grad()
+        batch = torch.rand(4, 16, generator=torch.Generator().manual_seed(number))
+        model(batch).square().mean().backward()
+        optimizer.step()
+    return saved, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@needs("bitsandbytes", "bitsandbytes")
+def test_8_bit_states_under_fsdp1_load_into_the_same_layout_and_into_no_other() -> None:
+    saved = run(2, _flattened, 0, None, 2)
+    checkpoint = assemble([holdings for holdings, _ in saved])
+    for found, want in zip(run(2, _flattened, 3, checkpoint, 2), saved, strict=True):
+        assert all(map(torch.equal, found[1], want[1]))
+    (refused,) = run(1, _flattened, 3, checkpoint, 1)
+    assert {"absmax1", "qmap2"} <= set(refused)
