@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 import reknit
@@ -143,3 +144,27 @@ def test_a_forked_process_waits_for_no_lock_of_a_module_that_another_thread_held
     finally:
         over.set()
         thread.join(60)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("steps", [[5] * THREADS, list(range(THREADS))])
+def test_the_first_saves_of_a_run_may_come_from_threads_at_once(
+    tmp_path: Path, steps: list[int], wait: bool
+) -> None:
+    for number in range(5):
+        begin = threading.Barrier(THREADS)
+        with reknit.Checkpointer(tmp_path / str(number), wait=wait) as run:
+
+            def save(step: int, run: reknit.Checkpointer = run, begin: threading.Barrier = begin) -> set[int]:
+                begin.wait()
+                try:
+                    saved = run.save(step, {"model": {"w": np.zeros(9)}})
+                except reknit.UsageError:  # a thread that was faster has saved a later step
+                    return set()
+                assert saved is not None
+                return {saved.result().step or 0}
+
+            with ThreadPoolExecutor(THREADS) as pool:
+                done = set().union(*pool.map(save, steps))
+        assert max(steps) in done
+        assert [each.step for each in reknit.steps(tmp_path / str(number))] == sorted(done)

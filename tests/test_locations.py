@@ -210,3 +210,23 @@ def test_an_error_that_shows_such_a_name_can_be_sent_and_printed(tmp_path: Path)
     error = reknit.ReknitError("x", path=str(tmp_path / BAD))
     str(error.to_wire()).encode()
     str(error).encode()
+
+
+def test_a_relative_path_is_refused_where_the_working_folder_was_removed(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    calls: list[Callable[[], object]] = [
+        lambda: reknit.save("x", STATE),
+        lambda: reknit.save("x", STATE, wait=False).result(),
+        lambda: reknit.load("x", STATE),
+        lambda: reknit.latest("x"),
+        lambda: reknit.Checkpointer("x"),
+    ]
+    for call in calls:
+        with pytest.raises(reknit.UsageError, match="working folder of this process, which was removed"):
+            call()
+    reknit.save(tmp_path / "there", STATE, wait=False).result()
+    assert reknit.latest(tmp_path) == str(tmp_path / "there")

@@ -57,6 +57,8 @@ SAID: list[tuple[Exception, str]] = [
         "a device has too little memory",
     ),
     (ImportError("_compute.so: failed to map segment from shared object"), MEMORY),
+    (SystemError("error return without exception set"), MEMORY),
+    (SystemError("<built-in function exec> returned NULL without setting an exception"), MEMORY),
     (RuntimeError("can't start new thread"), THREADS),
     (RuntimeError("can't create new thread at interpreter shutdown"), END),
     (RuntimeError("can't register atexit after shutdown"), END),
@@ -86,6 +88,7 @@ def test_what_says_that_there_is_too_little_is_a_shortage(error: Exception, mean
         BlockingIOError(errno.EAGAIN, "write could not complete without blocking"),
         RuntimeError("wrong"),
         ImportError("No module named 'x'"),
+        SystemError("bad argument to internal function"),
         ValueError("out of memory"),
         StorageError("the server is out of memory"),
         KeyboardInterrupt(),
@@ -276,3 +279,13 @@ def test_a_save_does_without_the_thread_that_makes_ready_for_the_next(
     monkeypatch.setattr(stage_for_agent, "start_thread", scarce)
     reknit.save(tmp_path / "step_1", {"x": np.ones(3)}, wait=False).result(60)
     assert reknit.close(30)
+
+
+def test_an_import_of_a_first_call_that_gets_no_memory_is_a_shortage(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scarce(home: str) -> object:
+        raise ImportError("_core.so: failed to map segment from shared object")
+
+    monkeypatch.setattr(reknit, "import_module", scarce)
+    monkeypatch.delattr(reknit, "save", raising=False)
+    with pytest.raises(ShortageError, match=MEMORY):
+        reknit.save  # noqa: B018

@@ -1,13 +1,14 @@
 """Checkpoints for large-model training: save on any layout, load on any other, and trust the bytes."""
 
 import ast
+import logging
 import threading
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 from reknit import forks as _forks  # noqa: F401 (one before the first call counts, too)
-from reknit.errors import UsageError, did_you_mean
+from reknit.errors import UsageError, did_you_mean, typed_shortage, without_secrets
 from reknit.system import without_collections
 from reknit.types.entry import REMEDY
 
@@ -27,6 +28,16 @@ _here = threading.local()
 """Whether this thread is importing the module of a name."""
 
 
+def _hide_secrets(record: logging.LogRecord) -> bool:
+    """Remove passwords and tokens of URLs from a line of the log."""
+    if (text := record.getMessage()) != (shown := without_secrets(text)):
+        record.msg, record.args = shown, ()
+    return True
+
+
+logging.getLogger("reknit").addFilter(_hide_secrets)
+
+
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         from importlib.metadata import version
@@ -42,7 +53,8 @@ def __getattr__(name: str) -> Any:
         return import_module(f"reknit.{name}")
     try:
         _here.importing = True
-        with without_collections():  # nothing of it is garbage, and a search of all of torch takes 50 ms
+        # Nothing of it is garbage, and a search of all of torch takes 50 ms.
+        with typed_shortage(), without_collections():
             globals()[name] = found = getattr(import_module(home), name)
     except (ImportError, AttributeError) as error:
         if not inside:

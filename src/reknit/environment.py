@@ -6,7 +6,7 @@ import getpass
 import json
 import os
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from reknit.errors import UsageError
@@ -202,8 +202,11 @@ def fsspec_config() -> str | None:
 def agent_environment(search_path: Iterable[object]) -> dict[str, str]:
     """Return the environment of an agent process that finds modules where this process does."""
     environment = dict(os.environ)
-    folders = [folder or os.getcwd() for folder in search_path if isinstance(folder, str)]
-    environment["PYTHONPATH"] = os.pathsep.join(folders)
+    here = ""
+    with suppress(FileNotFoundError):  # a working folder that was removed has no modules
+        here = os.getcwd()
+    folders = [folder or here for folder in search_path if isinstance(folder, str)]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     environment["PYTHONSAFEPATH"] = "1"  # no module of the working folder takes the place of another
     # Importing NumPy would else start a thread per core, for algebra that an agent never does.
     environment["OPENBLAS_NUM_THREADS"] = environment["OMP_NUM_THREADS"] = "1"

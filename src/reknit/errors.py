@@ -38,6 +38,7 @@ type.  `typed` converts foreign errors.
 from __future__ import annotations
 
 import errno
+import re
 from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+_SECRETS = re.compile(
+    r"""(?i)(://[^\s/?#@:'"]*:)(?!\d*(?:[/?#'"\s]|$))[^\s@'"]*(?=@)|(https?://)[^\s/?#@:'"]+(?=@)"""
+    r"""|([?&](?:[\w-]*(?:token|passw|secret|signature|credential|key)[\w-]*|sig)=)[^&\s'"]+"""
+)
 _MOST_COMPARED = 10_000
 """Number of names that are compared with a wrong one, so that an error does not take seconds."""
 
@@ -65,10 +70,9 @@ class ReknitError(Exception):
         phase: str | None = None,
         path: str | None = None,
     ) -> None:
-        message = readable(message)
-        super().__init__(message)
-        self.message = message
-        self.remedy = None if remedy is None else readable(remedy)
+        self.message = without_secrets(readable(message))
+        super().__init__(self.message)
+        self.remedy = None if remedy is None else without_secrets(readable(remedy))
         self.rank = rank
         self.phase = phase
         self.path = path
@@ -80,7 +84,7 @@ class ReknitError(Exception):
         self.path = path if self.path is None else self.path
 
     def __str__(self) -> str:
-        place = None if self.path is None else readable(str(self.path))
+        place = None if self.path is None else without_secrets(readable(str(self.path)))
         places = [
             f"rank {self.rank}" if self.rank is not None else None,
             f"phase {self.phase}" if self.phase is not None else None,
@@ -222,10 +226,15 @@ def readable(text: str) -> str:
     return text
 
 
+def without_secrets(text: str) -> str:
+    """Return a text for people, without the passwords and tokens of the URLs in it."""
+    return _SECRETS.sub(r"\1\2\3***", text) if "://" in text else text
+
+
 def shown(value: Any) -> str:
     """Return a short text for a user's value, for an error message; never raises."""
     try:
-        return f"{value!r:.100}"
+        return f"{without_secrets(repr(value)):.100}"
     except Exception:  # a class may raise anything from its own repr, and so does a huge int
         return f"<{type(value).__name__}>"
 
@@ -278,7 +287,8 @@ _SAYS_FILES = "Too many open files"
 _SAYS_THREADS = ("start new thread", "launch worker thread", "Resource temporarily unavailable")
 _SAYS_END = ("interpreter shutdown", "after shutdown")
 _SAYS_MEMORY = ("out of memory", "not enough memory", "allocate memory", "bad_alloc", "failed to map segment")
-_SAYING = (MemoryError, OSError, RuntimeError, ImportError)
+_SAYS_MEMORY += ("without exception set", "without setting an exception")  # a `SystemError` of code in C
+_SAYING = (MemoryError, OSError, RuntimeError, ImportError, SystemError)
 
 
 def shortage(error: BaseException) -> ShortageError | None:

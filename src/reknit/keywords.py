@@ -12,7 +12,7 @@ from os import PathLike
 from types import FunctionType, NoneType
 from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex, TypeVar
 
-from reknit.errors import KeywordError, ReknitError, UsageError, nearest, shown
+from reknit.errors import KeywordError, ReknitError, UsageError, nearest, shown, without_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -79,7 +79,8 @@ def is_text(value: object) -> bool:
 def checked_call(target: _Target) -> _Target:
     """Make a function, or a class with its public methods, suggest keywords in place of unknown ones.
 
-    A call with an unknown keyword raises `KeywordError`; a correct call costs a frame.
+    A call with an unknown keyword raises `KeywordError`; a correct call costs a frame.  The text of an object
+    is without the secrets of its URLs.
     """
     module = f"{target.__module__}."
     places = (public for package, public in _NAMESPACES.items() if module.startswith(f"{package}."))
@@ -93,7 +94,17 @@ def checked_call(target: _Target) -> _Target:
             called = name if member == "__init__" else f"{name}.{member}"
             _known.setdefault(called, method)
             setattr(target, member, _checked(method, called))
+    if hasattr(target, "__dataclass_fields__"):
+        target.__repr__ = _without_secrets(target.__repr__)  # type: ignore[method-assign, assignment]
     return target
+
+
+def _without_secrets(shows: Callable[[Any], str]) -> Callable[[Any], str]:
+    @wraps(shows)
+    def call(self: Any) -> str:
+        return without_secrets(shows(self))
+
+    return call
 
 
 def _checked(function: Any, name: str) -> Any:

@@ -56,6 +56,20 @@ def local_path(location: Any, needed_for: str) -> str:
     return text
 
 
+def absolute(path: Any) -> Any:
+    """Return a path of this machine that does not depend on the working folder.
+
+    Raises `UsageError` for a relative path in a process whose working folder was removed.
+    """
+    try:
+        return os.path.abspath(path)
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"{shown(path)} is relative to the working folder of this process, which was removed",
+            remedy="pass an absolute path, or change to a folder that exists (os.chdir)",
+        ) from error
+
+
 def _url_of(location: object) -> str | None:
     """Return the URL that a path object stands for, None for a path of this machine and for other objects."""
     kind = type(location)

@@ -8,6 +8,7 @@ import os
 import socket
 import socketserver
 import threading
+from base64 import b64encode
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import TYPE_CHECKING, Any
@@ -454,6 +455,26 @@ def test_a_webhook_that_redirects_is_a_failure_and_no_credentials_go_elsewhere(s
     assert got == [("POST", "token")]
 
 
+def test_a_user_and_a_password_in_the_url_of_a_webhook_identify_it() -> None:
+    got: list[tuple[str | None, str]] = []
+
+    class Identifying(Hook):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            got.append((self.headers["Authorization"], self.path))
+            self.send_response(200)
+            self.end_headers()
+
+    with ThreadedServer(("127.0.0.1", 0), Identifying) as served:
+        thread = threading.Thread(target=served.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        hook = Webhook(f"http://user:p%40ss@127.0.0.1:{served.server_port}/hook?x=1")
+        hook.take([GroupedAlert(Alert("failures", "", "text"), 1)])
+        served.shutdown()
+        thread.join()
+    assert got == [(f"Basic {b64encode(b'user:p@ss').decode()}", "/hook?x=1")]
+
+
 def test_a_webhook_that_answers_slowly_is_left_after_its_time() -> None:
     over = threading.Event()
 
@@ -483,6 +504,8 @@ def test_a_webhook_that_answers_slowly_is_left_after_its_time() -> None:
     [
         Webhook("http://127.0.0.1:9/secret hook"),
         Webhook("http://127.0.0.1:secret/hook"),
+        Webhook("http://user:secret@127.0.0.1:9/hook"),
+        Webhook("http://secret@127.0.0.1:9/hook"),
         Webhook("http://127.0.0.1:9/", {"Authorization": "Bearer secret\n"}),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
+from reknit.errors import without_secrets
 from reknit.monitor.progress_text import amount
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Shown(ABC):
 
         rows = "".join(
             f"<tr><th style='text-align: left'>{escape(name)}</th>"
-            f"<td style='text-align: left'>{escape(str(fact))}</td></tr>"
+            f"<td style='text-align: left'>{escape(without_secrets(str(fact)))}</td></tr>"
             for name, fact in self._facts().items()
             if fact is not None
         )
@@ -47,7 +48,7 @@ class Shown(ABC):
 
 def _line(fact: object) -> str:
     """Return a fact as one line without its middle, where it is long."""
-    text = " ".join(str(fact).splitlines())
+    text = without_secrets(" ".join(str(fact).splitlines()))
     return text if len(text) <= _MOST else f"{text[: _MOST - _LAST]}...{text[-_LAST:]}"
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from reknit.errors import UsageError
-from reknit.locations import location_text
+from reknit.locations import absolute, location_text
 from reknit.storage.local.folders import sync_folder
 from reknit.storage.local.os_errors import translated
 from reknit.storage.local.space import free_nbytes, too_large
@@ -131,7 +131,7 @@ def _local_path(out: str | os.PathLike[str], kind: str) -> str:
         raise UsageError(
             f"an export goes to a local {kind}, not to {text!r}", remedy=f"give the path of a {kind}"
         )
-    path: str = os.path.abspath(os.path.expanduser(text))
+    path: str = absolute(os.path.expanduser(text))
     return path
 
 

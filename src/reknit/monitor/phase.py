@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
-from reknit.errors import DeadlineError, ReknitError, shortage
+from reknit.errors import DeadlineError, ReknitError, shortage, without_secrets
 from reknit.monitor.outlet import flush
 from reknit.monitor.records import HOST, MOVING, PhaseRecord, StorageRecord
 
@@ -155,7 +155,7 @@ class Recorder:
             rank=self.rank,
             step=self.step,
             action=self.action,
-            path=self.path,
+            path=without_secrets(self.path),
             host=HOST,
             process=self.process,
         )
@@ -223,7 +223,7 @@ class Recorder:
             rank=self.rank,
             step=self.step,
             action=self.action,
-            path=self.path,
+            path=without_secrets(self.path),
             host=HOST,
             process=self.process,
         )

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from reknit.errors import shown
 from reknit.keywords import checked_call, is_text
-from reknit.locations import Events, check_events, is_location
+from reknit.locations import Events, absolute, check_events, is_location
 from reknit.options.fields import check_patterns, check_values, option, readers, require
 
 MIB = 1 << 20
@@ -59,7 +59,7 @@ class Tls:
                 isinstance(path, (str, os.PathLike)) and path != "", f"tls.{name} is a path, not {path!r}"
             )
             # Agents read the files too, from wherever they run.
-            object.__setattr__(self, name, os.path.abspath(path))
+            object.__setattr__(self, name, absolute(path))
         require(
             self.server_name is None or is_text(self.server_name),
             f"tls.server_name is a name, not {self.server_name!r}",
@@ -117,6 +117,7 @@ class CommOptions:
         )
 
 
+@checked_call
 @dataclass(frozen=True, slots=True)
 class PromotionTarget:
     """A second place of a checkpoint, and how many bytes per second go there, by all ranks together."""

@@ -33,6 +33,7 @@ from reknit.runs.run_arguments import (
 )
 from reknit.runs.run_folder import LaterSteps, RunFolder
 from reknit.runs.tiers import Tier, below, opened
+from reknit.types.entry import OneAtATime
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -103,7 +104,7 @@ class Checkpointer(Shown):
         self._sinks = sinks if decides else ()
         self._retentions = self._tiers.retentions(sinks, apart=self._other_hosts.apart) if decides else {}
         self._keeps = [level.keep for level in self._tiers.levels if level.keep is not None]
-        self._position = Position()
+        self._position, self._calls = Position(), OneAtATime("a call of this Checkpointer")
         self._pending_saves = PendingSaves(self._retentions, self._tiers.coolings(sinks) if decides else {})
         self._loader = StepLoader(
             group=self._group,
@@ -140,8 +141,12 @@ class Checkpointer(Shown):
 
     def should_save(self, step: int) -> bool:
         """Return whether the policy saves `step`; all ranks call this, and receive the same answer."""
-        step, position = step_number(step), self._position
-        position.check(step)
+        self._position.check(step := step_number(step))
+        with self._calls.taken(self._timeout_s):
+            return self._should_save(step)
+
+    def _should_save(self, step: int) -> bool:
+        position = self._position
         self._folder.reaches(step)
         self._pending_saves.tend()
         if self._agreement is None:
@@ -172,10 +177,16 @@ class Checkpointer(Shown):
         state nor any step has, and for a step before the last one.  A step that exists is replaced if this
         run resumed from an earlier step and it is not pinned; otherwise this raises `CheckpointExistsError`.
         """
-        step, position = step_number(step), self._position
-        position.check(step)
+        self._position.check(step := step_number(step))  # a thread that is ahead makes no step wrong
+        with self._calls.taken(self._timeout_s):
+            return self._save(step, state, metrics, force=force)
+
+    def _save(
+        self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None, *, force: bool
+    ) -> PendingSave | None:
+        position = self._position
         self._folder.reaches(step)
-        if not (force or self.should_save(step)):
+        if not (force or self._should_save(step)):
             return None
         numbers, wrong = metrics_of_rank(metrics, self._group.rank)
         find, ask = partial(self._tiers.numbered, step), self._folder.ask
@@ -242,7 +253,10 @@ class Checkpointer(Shown):
             check_state(state)
             check_start(start)
         places = [] if self._wait else self._folder.roots
-        with agents_for(places, "settle", options=self._used, group=self._group):
+        with (
+            self._calls.taken(self._timeout_s),
+            agents_for(places, "settle", options=self._used, group=self._group),
+        ):
             self._pending_saves.drain()
             self._folder.open_to_resume(self._settle_s, alone=start is None)
             return self._loader.resume(state, start or None)
@@ -262,9 +276,10 @@ class Checkpointer(Shown):
         Raises `CheckpointNotFoundError` without such a step, and the errors of `reknit.load`.
         """
         number = step if step in ("latest", "best") else step_number(step)
-        if (found := self._folder.find("find", number)) is None:
-            raise self._tiers.missing(f"step {number}" if isinstance(number, int) else f"{number} step")
-        return self._loader.load(found, state)[0]
+        with self._calls.taken(self._timeout_s):
+            if (found := self._folder.find("find", number)) is None:
+                raise self._tiers.missing(f"step {number}" if isinstance(number, int) else f"{number} step")
+            return self._loader.load(found, state)[0]
 
     def steps(self) -> list[SavedStep]:
         """Return the committed steps of all tiers, ascending, as `reknit.steps` does."""

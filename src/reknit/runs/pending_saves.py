@@ -82,8 +82,10 @@ class PendingSaves:
 
     def add(self, step: int, pending: PendingSave, began: float, tiers: Sequence[int] = ()) -> None:
         """Watch a save."""
-        self._last = _Save(step, pending, began, tiers, again=self.has_failed())
-        self._saves = [*(save for save in self._saves if not save.over()), self._last]
+        added = _Save(step, pending, began, tiers, again=self.has_failed())
+        if self._last is None or step >= self._last.step:  # another thread may be ahead
+            self._last = added
+        self._saves = [*(save for save in self._saves if not save.over()), added]
         self.tend()
 
     def loaded(self, step: int) -> None:

@@ -57,7 +57,8 @@ class Position:
 
     def saved(self, step: int, begun: float, pending: PendingSave) -> None:
         """Continue after a step whose save began at a time by `monotonic`, and may have been skipped."""
-        self.step, self._at, self._is_new = step, monotonic(), False
+        self.step = step if self.step is None else max(self.step, step)
+        self._at, self._is_new = monotonic(), False
         if not pending.skipped:
             self._stall_s = self._at - begun
 

@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 from reknit.environment import fsspec_config
 from reknit.errors import MissingExtraError, UnknownSchemeError, UsageError, shown
-from reknit.locations import is_location, location_text
+from reknit.locations import absolute, is_location, location_text
 from reknit.options import Durability
 from reknit.storage.base import Storage
 from reknit.storage.local.memory import MemoryStorage
@@ -86,7 +86,7 @@ def recipe(url: str | os.PathLike[str]) -> StoreRecipe:
     text = _text(url)
     scheme = _scheme(text)
     if scheme is None:
-        return StoreRecipe(check_readable(os.path.abspath(_expand(text))), elsewhere=True)
+        return StoreRecipe(check_readable(absolute(_expand(text))), elsewhere=True)
     factory = factories.get(scheme)
     if factory is None:
         return _recipe_of_fsspec(scheme, text)

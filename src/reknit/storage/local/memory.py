@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from reknit.environment import memory_folder
 from reknit.errors import StorageFullError, StoragePermissionError, UsageError
+from reknit.locations import absolute
 from reknit.monitor.host_memory import available_nbytes
 from reknit.storage.base import Reading
 from reknit.storage.local.os_errors import translated
@@ -77,7 +78,7 @@ def _folder_of_all() -> str:
     """Return the folder that holds all stores in memory of this user."""
     configured = memory_folder()
     if configured is not None:
-        return os.path.abspath(configured)
+        return str(absolute(configured))
     if not os.path.isdir(_SHARED):
         raise UsageError(
             f"this system has no {_SHARED} for mem://",

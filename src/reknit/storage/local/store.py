@@ -12,6 +12,7 @@ from copy import copy
 from typing import TYPE_CHECKING, get_args
 
 from reknit.errors import StorageError, StorageNotFoundError, UsageError
+from reknit.locations import absolute
 from reknit.options import Durability
 from reknit.storage.base import Listed, Reading
 from reknit.storage.errors import shorter
@@ -63,7 +64,7 @@ class LocalStorage:
             raise UsageError(f"durability is 'process' or 'power', not {durability!r}")
         if not hasattr(os, "preadv"):
             raise UsageError("local storage needs a Unix system", remedy="run on Linux or macOS")
-        self._root = check_readable(os.path.abspath(os.fspath(root)))
+        self._root = check_readable(absolute(os.fspath(root)))
         if "\0" in self._root:
             raise UsageError(f"a folder name cannot hold a NUL: {self._root!r}")
         self._durability = durability

@@ -1,0 +1,108 @@
+"""Passwords and tokens in URLs: no error, text of an object, line of the log or event shows them."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import reknit
+from reknit.errors import ReknitError, from_wire, without_secrets
+from reknit.monitor.phase import Recorder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+STATE: dict[str, Any] = {"model": {"w": np.zeros(3)}}
+SECRET = "s3cr3t"
+IN_S3 = f"s3://bucket/run?endpoint=http://user:{SECRET}@127.0.0.1:9&retry_s=0"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("http://user:pw@host/x", "http://user:***@host/x"),
+        ("at https://token@host/x, and", "at https://***@host/x, and"),
+        (
+            "s3://b/x?endpoint=http://u:p&w@host:9&retry_s=0",
+            "s3://b/x?endpoint=http://u:***@host:9&retry_s=0",
+        ),
+        ("'http://u:8080@host'", "'http://u:***@host'"),
+        ("http://u:a/b@host", "http://u:***@host"),
+        ("https://x.blob/c?sv=1&sig=abc%3D&se=2", "https://x.blob/c?sv=1&sig=***&se=2"),
+        ("tcp://host:1?token=abc", "tcp://host:1?token=***"),
+        ("http://host/?user=u&password=p q", "http://host/?user=u&password=*** q"),
+        *(
+            (same, same)
+            for same in (
+                "http://host:8080/a@b",
+                "http://[::1]:80/x",
+                "gs://bucket/path:with@signs",
+                "hdfs://user@host:9/x",
+                "abfs://container@account/x",
+                "'http://h:80' and 'a@b'",
+                "monkey=1 and key=2",
+                "s3://b/x?part_mib=8",
+            )
+        ),
+    ],
+)
+def test_a_text_for_people_has_the_urls_without_their_secrets(text: str, shown: str) -> None:
+    assert without_secrets(text) == shown
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: reknit.latest(IN_S3 + "&other=1"),
+        lambda: reknit.latest(f"none://user:{SECRET}@host/x"),
+        lambda: reknit.latest(f"az://container/x?sig={SECRET}"),
+        lambda: reknit.SaveOptions(events=f"http://user:{SECRET}@host/x"),
+        lambda: reknit.connect(0, 2, at=f"tcp://user:{SECRET}@127.0.0.1:9", job="j", token="x" * 40),
+        lambda: reknit.Tier(IN_S3, bytes_per_s=-1.0),
+        lambda: reknit.save("/x", STATE, overwrit=f"http://user:{SECRET}@host"),  # type: ignore[call-arg]
+    ],
+)
+def test_an_error_has_no_secrets(call: Callable[[], object]) -> None:
+    with pytest.raises(ReknitError) as caught:
+        call()
+    for error in (caught.value, from_wire(caught.value.to_wire())):
+        assert SECRET not in f"{error!r} {error}"
+
+
+def test_the_path_of_an_error_is_whole_and_its_text_is_not() -> None:
+    error = reknit.StorageError("cannot read", path=f"ftp://user:{SECRET}@host/x")
+    assert SECRET in (error.path or "")
+    assert SECRET not in str(error)
+
+
+def test_the_text_of_an_object_has_no_secrets() -> None:
+    options = reknit.SaveOptions(promote_to=IN_S3, events=())
+    assert options.promote_to == IN_S3
+    for each in (
+        options,
+        reknit.LoadOptions(replicas=(IN_S3,)),
+        reknit.Tier(IN_S3),
+        reknit.options.PromotionTarget(IN_S3),
+    ):
+        assert SECRET not in repr(each)
+        assert "s3://bucket/run" in repr(each)
+
+
+def test_the_text_of_a_run_has_no_secrets() -> None:
+    with reknit.Checkpointer(IN_S3) as run:
+        assert SECRET not in f"{run!r} {run._repr_html_()}"
+        assert "s3://bucket/run" in repr(run)
+
+
+def test_a_line_of_the_log_and_an_event_have_no_secrets(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("reknit").warning("%s: list is tried again", f"hdfs://user:{SECRET}@host:9/x")
+    logging.getLogger("reknit").warning("%d of %s", 5, "a path")
+    assert caplog.messages == ["hdfs://user:***@host:9/x: list is tried again", "5 of a path"]
+    assert caplog.records[1].args == (5, "a path")
+    recorder = Recorder("save", path=f"ftp://user:{SECRET}@host/x")
+    with recorder.phase("write"):
+        pass
+    assert recorder.records[0].path == "ftp://user:***@host/x"
