@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks.paper import run
+from benchmarks.paper import run, saving
 from benchmarks.paper.jobs import ablations
 from benchmarks.paper.jobs.picture import draw_factors
 from benchmarks.paper.results import About, Measured, Row, as_json, keep, line_of, overview, summary
@@ -109,6 +109,14 @@ def test_each_division_among_replicas_writes_every_element_once(division: str) -
     assert written == dict(enumerate(sizes.values()))
     busiest = {"first replica": sum(sizes.values()), "worst fit": 300_000}.get(division)
     assert busiest is None or max(nbytes) == busiest
+
+
+def test_a_ladder_whose_steps_wrote_the_bytes_of_another_division_is_no_result() -> None:
+    right = {saving.NONE: 1.43, saving.PIPELINE: 1.43, saving.WORST_FIT: 1.02, saving.BALANCED: 1.001}
+    saving.require_divided(right)
+    for wrong in (dict.fromkeys(right, 1.00036), dict.fromkeys(right, 1.43), right | {saving.BALANCED: 1.1}):
+        with pytest.raises(AssertionError):
+            saving.require_divided(wrong)
 
 
 def test_switches_of_an_ablation_are_put_back() -> None:
