@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+import reknit
 from reknit.engine.saving.save import save
 from reknit.engine.saving.save_job import SaveJob
 from reknit.frameworks import registry
@@ -70,3 +71,44 @@ def test_the_model_alone_takes_its_own_memory_and_what_may_be_in_flight(tmp_path
     command = [sys.executable, "-c", READING, str(tmp_path / "ck"), str(INFLIGHT_MIB)]
     extra_mib = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert MODEL_MIB <= extra_mib <= MODEL_MIB + INFLIGHT_MIB + SLACK_MIB
+
+
+VALUES_MIB = 128
+
+DECODING = """
+import sys
+import reknit
+from tests.test_memory_cap import large_value
+
+def kib(field):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(field))
+
+state = {"values": {"deep": {"x": large_value(sys.argv[2], 0)}}}
+reknit.load(sys.argv[1] + "/small", state)
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")  # the peak begins anew
+before = kib("VmRSS")
+reknit.load(sys.argv[1] + "/large", state)
+print((kib("VmHWM") - before) // 1024)
+value = state["values"]["deep"]["x"]
+assert len(value) == len(large_value(sys.argv[2], int(sys.argv[3]) << 20))
+"""
+
+
+def large_value(kind: str, nbytes: int) -> object:
+    """Return a value of a kind whose file has so many bytes."""
+    makers = {"bytes": bytes, "bytearray": bytearray, "text": "a".__mul__}
+    if kind == "list":
+        return [bytes(1 << 16)] * (nbytes >> 16)
+    return makers[kind](nbytes)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc for sizes of memory")
+@pytest.mark.parametrize("kind", ["bytes", "bytearray", "text", "list"])
+def test_large_values_take_the_size_of_their_file_and_little_more(kind: str, tmp_path: Path) -> None:
+    for name, nbytes in (("small", 1 << 16), ("large", VALUES_MIB << 20)):
+        reknit.save(tmp_path / name, {"values": {"deep": {"x": large_value(kind, nbytes)}}})
+    command = [sys.executable, "-c", DECODING, str(tmp_path), kind, str(VALUES_MIB)]
+    extra_mib = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert extra_mib <= VALUES_MIB + 64

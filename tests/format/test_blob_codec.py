@@ -13,6 +13,7 @@ import sys
 import types
 import zoneinfo
 from functools import cache, partial
+from mmap import PAGESIZE, mmap
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 
 from reknit.errors import CorruptError, FormatError, StateError
 from reknit.format.values.blob_codec import decode_blobs, encode_blobs, join_blobs
+from reknit.format.values.large_values import file_memory
 from reknit.types.shard import Tagged
 from tests.format.samples import Colour, Level, Outer, same, values
 from tests.running.examples import examples
@@ -472,3 +474,46 @@ def test_a_file_that_no_reader_would_take_for_its_many_lists_is_not_written() ->
     with pytest.raises(StateError, match="too many lists") as caught:
         join_blobs(parts)
     assert "tensors or arrays" in str(caught.value.remedy)
+
+
+LARGE = {
+    "bytes": bytes(range(256)) * (5 << 12) + b"end",
+    "bytearray": bytearray(bytes(range(256)) * (5 << 12)),
+    "text": "aé\u20ac" * (1 << 20) + "\U0001f600",
+    "array": np.arange(5 << 19, dtype=np.int16).reshape(5, -1),
+    "flags": np.ones(5 << 20, bool),
+    "texts": np.full(1 << 18, "\U0010ffffx"),
+    "list": [b"x" * (1 << 20), "y" * (1 << 20), 1, np.ones(1 << 18), b"z"] * 6,
+    "nested": {"t": Tagged("x", {"a": np.ones((0, 3)), "b": b"1" * (1 << 20)}), "u": bytearray(5 << 20)},
+}
+
+
+@pytest.mark.parametrize("once", [False, True], ids=["bytes", "memory that is given back"])
+@pytest.mark.parametrize("kind", LARGE)
+def test_large_values_come_back_from_bytes_and_from_memory_that_is_given_back(kind: str, once: bool) -> None:
+    data = encode_blobs({"x": LARGE[kind], "after": [kind]})
+    memory: Any = data
+    if once:
+        memory = file_memory(len(data))
+        memory[:] = data
+    found = decode_blobs(memory)
+    assert same(found["x"], LARGE[kind])
+    assert found["after"] == [kind]
+    if isinstance(found["x"], np.ndarray):
+        assert found["x"].flags.writeable
+    if isinstance(memory, mmap) and len(data) > 4 << 20:
+        assert memory[:PAGESIZE] == bytes(PAGESIZE)
+
+
+def test_large_text_and_flags_with_wrong_bytes_are_damage() -> None:
+    text, flags = (bytearray(encode_blobs({"x": LARGE[kind]})) for kind in ("text", "flags"))
+    text[len(text) // 2] = 0xFF
+    flags[len(flags) // 2] = 2
+    with pytest.raises(CorruptError, match="not valid UTF-8"):
+        decode_blobs(text)
+    with pytest.raises(CorruptError, match="bytes other than 0 and 1"):
+        decode_blobs(flags)
+    cut = encode_blobs({"x": LARGE["text"]})
+    broken = cut[:-1] + b"\x20"
+    with pytest.raises(CorruptError, match="not valid UTF-8"):
+        decode_blobs(broken)

@@ -66,7 +66,7 @@ class Checkpoint(Shown):
             contents = within(
                 options.timeout_s,
                 lambda: f"reading manifest and index of {storage.url}",
-                lambda: read_opened(storage, None, own=own, replicas=replicas),
+                lambda: read_opened(storage, None, own=own, replicas=replicas, once=True),
             )
             self._open: OpenCheckpoint = opened(storage, contents, None, options, replicas)
         self._options = options

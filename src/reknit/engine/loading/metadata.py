@@ -88,7 +88,13 @@ def read_for_all(job: LoadJob, wanted: Sequence[round_messages.Items]) -> RootMe
     items = list(dict.fromkeys(item for rank in wanted for item in rank.names))
     optional = {item for rank in wanted for item in rank.optional}
     renaming = Naming.of(job.options) is not None
-    contents = read_opened(job.storage, None if renaming else items, own=renaming, replicas=job.replicas)
+    contents = read_opened(
+        job.storage,
+        None if renaming else items,
+        own=renaming,
+        replicas=job.replicas,
+        once=len(wanted) == 1,  # else other ranks get the files too
+    )
     whole = opened(job.storage, contents, items, job.options, job.replicas)
     known = whole.offered
     if absent := [item for item in items if item not in known and item not in optional]:

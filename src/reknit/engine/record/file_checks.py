@@ -16,9 +16,11 @@ from reknit.errors import (
 )
 from reknit.format.checksum import digest
 from reknit.format.file_table import with_table
+from reknit.format.values.large_values import file_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from mmap import mmap
 
     from reknit.storage.base import Storage
     from reknit.types.manifest import FileEntry, Manifest
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("reknit")
 
 Found = TypeVar("Found")
+Memory = TypeVar("Memory", bytearray, "bytearray | mmap")
 
 UNSOUND = (CheckpointNotFoundError, CorruptError, StorageError, DeadlineError)
 """The errors for a file that is missing, damaged or out of reach."""
@@ -38,7 +41,14 @@ def read_checked(
 
     If it cannot be read here, it is taken from the first of `replicas` that has it.  Raises `CorruptError`.
     """
-    return first_sound(storage, replicas, lambda place: _read_checked(place, file, block_nbytes))
+    return first_sound(storage, replicas, lambda place: bytes(_read(place, file, block_nbytes, bytearray)))
+
+
+def read_once(
+    storage: Storage, file: FileEntry, block_nbytes: int, replicas: Sequence[Storage] = ()
+) -> bytearray | mmap:
+    """Return a whole file of values as `read_checked` does, in memory that `decode_blobs` gives back."""
+    return first_sound(storage, replicas, lambda place: _read(place, file, block_nbytes, file_memory))
 
 
 def whole_manifest(storage: Storage, manifest: Manifest, replicas: Sequence[Storage] = ()) -> Manifest:
@@ -62,11 +72,11 @@ def first_sound(storage: Storage, replicas: Sequence[Storage], read: Callable[[S
         raise
 
 
-def _read_checked(storage: Storage, file: FileEntry, block_nbytes: int) -> bytes:
+def _read(storage: Storage, file: FileEntry, block_nbytes: int, new: Callable[[int], Memory]) -> Memory:
     check_size(storage, file)
-    buffer = bytearray(file.nbytes)
-    read_blocks(storage, file, 0, memoryview(buffer), block_nbytes)
-    return bytes(buffer)
+    memory = new(file.nbytes)
+    read_blocks(storage, file, 0, memoryview(memory), block_nbytes)
+    return memory
 
 
 def check_size(storage: Storage, file: FileEntry, replicas: Sequence[Storage] = ()) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,11 +10,11 @@ from msgspec import Struct, structs
 
 from reknit.engine.memory.workers import run_jobs
 from reknit.engine.record.at_path import read_manifest
-from reknit.engine.record.file_checks import first_sound, read_checked
+from reknit.engine.record.file_checks import first_sound, read_checked, read_once
 from reknit.engine.round_messages import OwnNames
 from reknit.engine.stored.places import again, changed, files_at
-from reknit.engine.stored.renaming import Naming, Renamed, names_in, renamed
-from reknit.errors import CheckpointNotFoundError, DroppedError, FormatError, MismatchError, StorageError
+from reknit.engine.stored.renaming import Naming, Renamed, own_names, renamed
+from reknit.errors import CheckpointNotFoundError, DroppedError, FormatError, MismatchError
 from reknit.format import paths
 from reknit.format.file_table import with_table
 from reknit.format.index.checks import check_extents
@@ -27,6 +26,7 @@ from reknit.types.wanted import Terms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from mmap import mmap
 
     from reknit.errors import ReknitError
     from reknit.options import LoadOptions
@@ -38,9 +38,6 @@ _Read = TypeVar("_Read")
 
 _MOST_READERS = 64
 """Files of values that are read at once: an object store answers a request in tens of milliseconds."""
-
-_TRIES = 4
-"""Files that are tried, one after another, for the names of ranks' own values in an item."""
 
 
 @dataclass
@@ -156,7 +153,7 @@ class OpenCheckpoint:
         )
 
     def _read_own(self, file: BlobFile) -> None:
-        data = read_checked(self.source, self.files[file.path], self.manifest.block_nbytes, self.replicas)
+        data = read_once(self.source, self.files[file.path], self.manifest.block_nbytes, self.replicas)
         self._own[file.path] = decode_blobs(data, allow_pickle=self.allow_pickle)
 
     def _files_at(self, item: str, coordinate: Mapping[str, int]) -> list[BlobFile]:
@@ -184,16 +181,22 @@ class Contents(Struct, frozen=True):
 
     manifest: Manifest
     index: Index
-    blobs: Mapping[str, bytes]
+    blobs: Mapping[str, bytes | bytearray | mmap]
     own: OwnNames | None = None
 
 
 def read_opened(
-    storage: Storage, items: Sequence[str] | None, *, own: bool = False, replicas: Sequence[Storage] = ()
+    storage: Storage,
+    items: Sequence[str] | None,
+    *,
+    own: bool = False,
+    replicas: Sequence[Storage] = (),
+    once: bool = False,
 ) -> Contents:
     """Read manifest, index and shared values of `items` (None: all); see `read_manifest` for errors.
 
-    With `own`, find the names of ranks' own values too, of all items.  A missing or damaged file is read from
+    With `own`, find the names of ranks' own values too, of all items.  With `once`, `opened` gives the memory
+    of the values' files back, and may be called once.  A missing or damaged file is read from
     the first of `replicas` that has it: the manifest vouches for itself and for all other files.  If the
     files move meanwhile, or another checkpoint takes this one's place, everything is read again.  A
     checkpoint of another program, in a format that reknit reads in place, is opened as it is.
@@ -203,7 +206,7 @@ def read_opened(
         return again(
             lambda: first_sound(storage, replicas, lambda place: _decoded(read_manifest(place), place)),
             lambda manifest: _contents(
-                files_at(storage, manifest.moved_to), manifest, items, replicas, own=own
+                files_at(storage, manifest.moved_to), manifest, items, replicas, own=own, once=once
             ),
             lambda manifest, error: changed(storage, manifest, error, replicas) is not None,
         )
@@ -242,45 +245,21 @@ def _contents(
     replicas: Sequence[Storage],
     *,
     own: bool,
+    once: bool,
 ) -> Contents:
     """Read the files that the manifest lists."""
+    read = read_once if once else read_checked
     data = read_checked(storage, manifest.index, manifest.block_nbytes, replicas)
     manifest = with_table(manifest, data)
     files = {file.path: file for file in manifest.files}
     blobs = {
-        blob.path: read_checked(storage, files[blob.path], manifest.block_nbytes, replicas)
+        blob.path: read(storage, files[blob.path], manifest.block_nbytes, replicas)
         for blob in manifest.blobs
         if blob.coordinate is None and (items is None or blob.item in items)
     }
     index = decode_index(data)
     check_extents(index, {file.path: file.nbytes for file in manifest.files})
     return Contents(manifest, index, blobs, own_names(storage, manifest, replicas) if own else None)
-
-
-def own_names(storage: Storage, manifest: Manifest, replicas: Sequence[Storage] = ()) -> OwnNames:
-    """Return the names of the values that ranks saved for themselves.
-
-    These are the same on all ranks: one rank's file is read, and another only where that cannot be.
-    """
-    files = {file.path: file for file in manifest.files}
-    names: dict[tuple[str, str], None] = {}
-    known: dict[tuple[str, frozenset[str]], bool] = {}
-    failed: Counter[tuple[str, frozenset[str]]] = Counter()
-    for blob in manifest.blobs:
-        if blob.coordinate is None:
-            continue
-        kind = (blob.item, frozenset(blob.coordinate))
-        if known.setdefault(kind, False) or failed[kind] == _TRIES:
-            continue
-        try:
-            data = read_checked(storage, files[blob.path], manifest.block_nbytes, replicas)
-            names.update(dict.fromkeys((blob.item, fqn) for fqn in names_in(data)))
-            known[kind] = True
-        except (FormatError, StorageError):
-            # A rank that wants this item reads its own file, and raises its errors.
-            failed[kind] += 1
-    unknown = dict.fromkeys(item for (item, _), found in known.items() if not found)
-    return OwnNames(list(names), list(unknown))
 
 
 def opened(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec import Struct
 
-from reknit.errors import CorruptError, MismatchError
+from reknit.engine.round_messages import OwnNames
+from reknit.engine.stored.file_checks import read_checked
+from reknit.errors import CorruptError, FormatError, MismatchError, StorageError
 from reknit.format.values.msgpack_reader import read_msgpack
 from reknit.types.containers import REBUILT, rebuilt
 from reknit.types.manifest import TensorEntry
@@ -20,12 +23,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from reknit.options import LoadOptions
+    from reknit.storage.base import Storage
     from reknit.transforms.base import Rule
     from reknit.transforms.names import Names
-    from reknit.types.manifest import Index
+    from reknit.types.manifest import Index, Manifest
 
 Name = tuple[str, str]
 """Item and FQN."""
+
+_TRIES = 4
+"""Files that are tried, one after another, for the names of ranks' own values in an item."""
 
 
 def split_transforms(options: LoadOptions) -> tuple[Names | None, list[Rule]]:
@@ -250,3 +257,29 @@ def _folder(name: Name) -> Name:
 
 RECORD = "~s"
 """Last element of the name of an object's record (`frameworks.tree.SKELETON`)."""
+
+
+def own_names(storage: Storage, manifest: Manifest, replicas: Sequence[Storage] = ()) -> OwnNames:
+    """Return the names of the values that ranks saved for themselves.
+
+    These are the same on all ranks: one rank's file is read, and another only where that cannot be.
+    """
+    files = {file.path: file for file in manifest.files}
+    names: dict[tuple[str, str], None] = {}
+    known: dict[tuple[str, frozenset[str]], bool] = {}
+    failed: Counter[tuple[str, frozenset[str]]] = Counter()
+    for blob in manifest.blobs:
+        if blob.coordinate is None:
+            continue
+        kind = (blob.item, frozenset(blob.coordinate))
+        if known.setdefault(kind, False) or failed[kind] == _TRIES:
+            continue
+        try:
+            data = read_checked(storage, files[blob.path], manifest.block_nbytes, replicas)
+            names.update(dict.fromkeys((blob.item, fqn) for fqn in names_in(data)))
+            known[kind] = True
+        except (FormatError, StorageError):
+            # A rank that wants this item reads its own file, and raises its errors.
+            failed[kind] += 1
+    unknown = dict.fromkeys(item for (item, _), found in known.items() if not found)
+    return OwnNames(list(names), list(unknown))

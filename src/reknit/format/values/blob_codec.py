@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import io
 from collections.abc import Iterator
+from mmap import mmap
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -115,9 +116,12 @@ def _readable(data: bytes) -> bytes:
     return data
 
 
-def decode_blobs(data: bytes, *, allow_pickle: bool = False) -> dict[str, Any]:
+def decode_blobs(
+    data: bytes | bytearray | memoryview | mmap, *, allow_pickle: bool = False
+) -> dict[str, Any]:
     """Return the values of a file of blobs, by FQN.
 
+    Memory of `file_memory` can be decoded once: its pages go back to the system while they are read.
     Nothing is imported or run to build them, unless `allow_pickle`.  Raises `CorruptError` for damage, and
     `FormatError` for pickled values without `allow_pickle` and for values above a limit.
     """
@@ -135,7 +139,7 @@ def decode_blobs(data: bytes, *, allow_pickle: bool = False) -> dict[str, Any]:
         except (TypeError, ValueError, OverflowError) as error:
             raise CorruptError(f"a value of extension type {code} is impossible: {error}") from error
 
-    values = read_msgpack(bytes(data), unpack, trusted=allow_pickle)
+    values = read_msgpack(data if isinstance(data, mmap) else bytes(data), unpack, trusted=allow_pickle)
     if type(values) is not dict or any(type(fqn) is not str for fqn in values):
         raise CorruptError("a file of blobs is not a map of names")
     return values

@@ -220,9 +220,9 @@ def _record(code: int, kind: type, **attributes: type) -> Kind:
 
 
 def _build_bytearray(payload: Any) -> bytearray:
-    if type(payload) is not bytes:
+    if type(payload) not in (bytes, bytearray):
         raise CorruptError("a bytearray is not bytes")
-    return bytearray(payload)
+    return payload if type(payload) is bytearray else bytearray(payload)
 
 
 ENUM = Kind(15, take_enum, build_enum)

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reknit.errors import CorruptError, FormatError
+from reknit.format.values.large_values import LARGE_NBYTES, LargeValues
 from reknit.system import without_collections
 from reknit.types.shard import MAX_DEPTH
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from mmap import mmap
 
     Unpack = Callable[[int, Any], Any]
 
@@ -50,8 +52,8 @@ _MAP = {0xDE: 2, 0xDF: 4}
 _FIXEXT = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
 
 
-def read_msgpack(data: bytes, unpack: Unpack, *, trusted: bool = False) -> Any:
-    """Return the one value that `data` holds.
+def read_msgpack(data: bytes | mmap, unpack: Unpack, *, trusted: bool = False) -> Any:
+    """Return the one value that `data` holds.  Memory of `file_memory` is given back, and has no bytes then.
 
     `unpack(code, value)` returns the value of an extension, whose payload is itself one msgpack value.
     Raises `CorruptError`, or `FormatError` for more structure than `check_structure` allows, and for more
@@ -71,9 +73,10 @@ def check_structure(data: bytes) -> None:
         _read(_Weigher(data, lambda code, value: None, _MOST_STRUCTURE), data)
 
 
-def _read(reader: _Reader, data: bytes) -> Any:
+def _read(reader: _Reader, data: bytes | mmap) -> Any:
     with without_collections():  # no value that is read refers back to those around it
         value = reader.value(0)
+    reader.large.give_back(len(data))
     if reader.position != len(data):
         raise CorruptError(f"{len(data) - reader.position} bytes follow the end of the msgpack value")
     return value
@@ -85,8 +88,10 @@ class _Reader:
         "LoadOptions(allow_pickle=True) reads more"
     )
 
-    def __init__(self, data: bytes, unpack: Unpack, most: int) -> None:
+    def __init__(self, data: bytes | mmap, unpack: Unpack, most: int) -> None:
         self._data = data
+        self._code = -1
+        self.large = LargeValues(data)
         self._end = len(data)
         self._unpack = unpack
         self._most = min(_BASE_STRUCTURE + _STRUCTURE_PER_BYTE * len(data), most)
@@ -114,14 +119,19 @@ class _Reader:
         self._charge(_TEXT)
         start = self._take(nbytes)
         try:
+            if nbytes >= LARGE_NBYTES:
+                return self.large.text(start, nbytes)
             return self._data[start : start + nbytes].decode()
         except UnicodeDecodeError as error:
             raise _no_text(start) from error
 
-    def _binary(self, tag: int, depth: int) -> bytes:
+    def _binary(self, tag: int, depth: int) -> Any:
         nbytes = self._number(_BIN[tag])
         self._charge(_TEXT)
         start = self._take(nbytes)
+        if nbytes >= LARGE_NBYTES:
+            return self.large.binary(start, nbytes, self._code)
+        self.large.give_back(start)
         return self._data[start : start + nbytes]
 
     def _array(self, tag: int, depth: int) -> list[Any]:
@@ -221,11 +231,12 @@ class _Reader:
         start = self._take(nbytes)
         outer, self._end, self.position = self._end, start + nbytes, start
         inner = self._data[start] if nbytes else 0
+        around, self._code = self._code, code
         # the payload of a container is an array, which is not one more level
         payload = self.value(depth if 0x90 <= inner < 0xA0 or inner in _ARRAY else depth + 1)
         if self.position != self._end:
             raise CorruptError(f"an extension of type {code} holds more than one value, at byte {start}")
-        self._end = outer
+        self._end, self._code = outer, around
         return self._unpack(code, payload)
 
     def _nothing(self, tag: int, depth: int) -> Any:

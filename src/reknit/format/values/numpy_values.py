@@ -71,7 +71,7 @@ def take_array(array: Any) -> list[Any]:
 
 def build_array(payload: Any) -> Any:
     """Return a new writable array."""
-    name, shape, data = fields(payload, str, list, bytes)
+    name, shape, data = fields(payload, str, list, (bytes, np.ndarray))
     return _array(build_dtype(name), shape, data)
 
 
@@ -99,7 +99,7 @@ def build_scalar(payload: Any) -> Any:
     return np.bytes_(data) if name == "S" else _array(build_dtype(name), [], data)[()]
 
 
-def _array(dtype: np.dtype[Any], shape: list[Any], data: bytes) -> Any:
+def _array(dtype: np.dtype[Any], shape: list[Any], data: bytes | np.ndarray[Any, Any]) -> Any:
     if len(shape) > MAX_NDIM or any(type(n) is not int or not 0 <= n < 1 << 63 for n in shape):
         raise CorruptError("an array has an impossible shape")
     # a zero must not hide a shape that NumPy refuses
@@ -107,8 +107,10 @@ def _array(dtype: np.dtype[Any], shape: list[Any], data: bytes) -> Any:
         raise CorruptError("an array has a shape that is too large")
     if prod(shape) * dtype.itemsize != len(data):
         raise CorruptError(f"an array has {len(data)} bytes, which {dtype}{shape} does not fill")
-    array = np.empty(shape, dtype)
-    if data:
+    if isinstance(data, np.ndarray):
+        array = data.view(dtype).reshape(shape)
+    else:
+        array = np.empty(shape, dtype)
         array.reshape(-1).view(np.uint8)[:] = np.frombuffer(data, np.uint8)
     _check_elements(array)
     return array
@@ -117,7 +119,7 @@ def _array(dtype: np.dtype[Any], shape: list[Any], data: bytes) -> Any:
 def _check_elements(array: Any) -> None:
     """Refuse bit patterns that the type does not have, and that would go wrong later and elsewhere."""
     flat = array.reshape(-1)
-    if array.dtype.kind == "b" and (flat.view(np.uint8) > 1).any():
+    if array.dtype.kind == "b" and flat.size and flat.view(np.uint8).max() > 1:
         raise CorruptError("an array of bool has bytes other than 0 and 1")
-    if array.dtype.kind == "U" and (flat.view(array.dtype.byteorder + "u4") > 0x10FFFF).any():
+    if array.dtype.kind == "U" and flat.size and flat.view(array.dtype.byteorder + "u4").max() > 0x10FFFF:
         raise CorruptError("an array of text has a number that is not a character")
