@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 import reknit
 from tests.integrations.random_death import death
@@ -25,6 +25,25 @@ class Numbers(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.tensor(float(index))
+
+
+class Noisy(Numbers):
+    """Numbers that differ each time that they are read."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) + 0.4 * torch.rand(()) + random.random() / 4
+
+
+class Drawing(Sampler[int]):
+    """Draws from the generators of the process, and has none of its own."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(SAMPLES).tolist()[: SAMPLES // 2]
+        for _ in range(SAMPLES // 2):
+            yield random.randrange(SAMPLES)
 
 
 class Stream(IterableDataset[torch.Tensor]):
@@ -69,8 +88,12 @@ class Job:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
         data = Stream() if loader == "stream" else Numbers()
-        shuffled = None if loader == "stream" else True
-        feed = DataLoader(data, batch_size=batch, shuffle=shuffled)
+        if loader in ("drawing", "persistent"):
+            workers = {"num_workers": 1, "persistent_workers": True} if loader == "persistent" else {}
+            data = Noisy() if loader == "drawing" else Numbers()
+            feed = DataLoader(data, batch_size=batch, sampler=Drawing(), **workers)
+        else:
+            feed = DataLoader(data, batch_size=batch, shuffle=None if loader == "stream" else True)
         prepared = self.accelerator.prepare(model, optimizer, schedule, feed)
         self.model, self.optimizer, self.schedule, self.loader = prepared
         self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=True)

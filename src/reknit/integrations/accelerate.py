@@ -15,7 +15,6 @@ import numpy as np
 
 from reknit.api import loads, saves
 from reknit.errors import FormatError, MissingExtraError, StateError, UsageError
-from reknit.frameworks.per_rank import RngState
 from reknit.frameworks.stateful import Accessors, Kept
 from reknit.integrations.trainer_parts.private_hooks import private
 
@@ -27,7 +26,7 @@ except ImportError as error:
         remedy="pip install 'reknit[accelerate]'",
     ) from error
 
-from reknit.integrations.trainer_parts.prepared_loaders import CountedLoader
+from reknit.integrations.trainer_parts.prepared_loaders import CountedLoader, LoaderRngState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -141,7 +140,8 @@ def _state(accelerator: Accelerator, models: list[Any], items: Mapping[str, Any]
             f"{accelerator.distributed_type.value} keeps the state of an accelerator in an engine of its own",
             remedy=f"use {other}",
         )
-    found: dict[str, Any] = {"rng": RngState()}
+    positions = _followed(accelerator)
+    found: dict[str, Any] = {"rng": LoaderRngState(positions)}
     for kind, attribute in _KINDS.items():
         for number, value in enumerate(private("accelerate", accelerator, attribute)):
             if kind != "model" or any(value is model for model in models):
@@ -153,7 +153,7 @@ def _state(accelerator: Accelerator, models: list[Any], items: Mapping[str, Any]
     found["progress"] = Accessors(
         lambda: {"step": accelerator.step}, lambda saved: setattr(accelerator, "step", saved["step"])
     )
-    if positions := _followed(accelerator):
+    if positions:
         found[_LOADERS] = positions
     if taken := sorted(set(items or ()) & {*found, _FILES}):
         raise UsageError(f"the items {taken} are the accelerator's own", remedy="give yours other names")

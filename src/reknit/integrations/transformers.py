@@ -22,6 +22,7 @@ from reknit.frameworks.stateful import Kept
 from reknit.integrations.trainer_parts import peft_adapters, trainer_objects
 from reknit.integrations.trainer_parts.private_hooks import require_hooks
 from reknit.integrations.trainer_parts.step_limit import StepLimit
+from reknit.integrations.trainer_parts.trainer_loader import TrainerLoader
 from reknit.locations import location_text
 from reknit.runs.checkpointer import Checkpointer
 from reknit.runs.load_step import UNSOUND
@@ -77,6 +78,8 @@ class ReknitTrainerMixin(_AnyTrainer):  # type: ignore[misc]
         self._reknit_run: Checkpointer | None = None
         self._reknit_from: int | None = None
         self._reknit_saved, self._reknit_rng = Kept(), Kept()
+        self._reknit_data: TrainerLoader | None = None
+        self._reknit_epoch_steps = 1
         self._reknit_scores: tuple[int, dict[str, Any]] = (-1, {})
         super().__init__(*args, **kwargs)
         self.add_callback(_Follow(self))
@@ -119,7 +122,7 @@ class ReknitTrainerMixin(_AnyTrainer):  # type: ignore[misc]
             with Checkpointer(**given) as self._reknit_run:
                 yield
         finally:
-            self._reknit_run = self._reknit_from = None
+            self._reknit_run = self._reknit_from = self._reknit_data = None
 
     def _reknit_find(self, where: Any) -> None:
         """Find the step to resume from, and load the progress of the trainer."""
@@ -167,9 +170,12 @@ class ReknitTrainerMixin(_AnyTrainer):  # type: ignore[misc]
         path = below(self._reknit_root, step_name(step))
         if self.state.best_global_step == step:
             self.state.best_model_checkpoint = path
-        state = trainer_objects.objects_of(self, Kept(RngState().state_dict()))
+        data = self._reknit_data
+        epoch = None if data is None else data.random_state()
+        state = trainer_objects.objects_of(self, Kept({**RngState().state_dict(), "loader": epoch}))
         if self.args.process_index == 0:  # times of evaluations in it differ between ranks
-            state["trainer"] = Kept(trainer_objects.progress_of(self, ExportableState))
+            progress = trainer_objects.progress_of(self, ExportableState)
+            state["trainer"] = Kept({**progress, "loader": None if data is None else data.position()})
         scores = self._reknit_scores[1] if self._reknit_scores[0] == step else None
         pending = run.save(step, state, scores, force=True)
         if self.args.push_to_hub and self.args.hub_strategy != "end":
@@ -219,10 +225,46 @@ class ReknitTrainerMixin(_AnyTrainer):  # type: ignore[misc]
 
     def _load_rng_state(self, checkpoint: Any) -> None:
         """Set the random generators, once the samples before the step are skipped."""
+        data = self._reknit_data
         if self._reknit_from is None:
             super()._load_rng_state(checkpoint)
-        elif self._reknit_rng.values:
+        elif data is None or not data.has_continued:
+            self._reknit_restore()
+            if data is not None:
+                data.begin()
+
+    def _reknit_restore(self) -> None:
+        """Set the random generators as they were at the step, if these ranks had saved them."""
+        if self._reknit_rng.values:
             RngState().load_state_dict(self._reknit_rng.values)
+
+    # Calls of transformers for its data.
+
+    def set_initial_training_values(self, *args: Any, **kwargs: Any) -> Any:
+        """Note the number of steps of an epoch."""
+        values = super().set_initial_training_values(*args, **kwargs)
+        self._reknit_epoch_steps = values[1]
+        return values
+
+    def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the batches of a step, from an epoch that continues as it had begun."""
+        if self._reknit_run is not None and self._reknit_data is not None:
+            epoch_iterator = self._reknit_data.batches(epoch_iterator)
+        return super().get_batch_samples(epoch_iterator, *args, **kwargs)
+
+    def _reknit_follow(self, loader: Any) -> None:
+        """Follow the loader of a training, from the position of the step."""
+        self._reknit_data = TrainerLoader(loader, self.accelerator)
+        if self.args.ignore_data_skip or not self.state.global_step:
+            return
+        epochs, steps = divmod(self.state.global_step, self._reknit_epoch_steps)
+        resumed = self._reknit_from is not None
+        self._reknit_data.resume(
+            self._reknit_saved.values.get("loader") if resumed else None,
+            self._reknit_rng.values.pop("loader", None) if resumed else None,
+            (epochs, steps * self.args.gradient_accumulation_steps),
+            self._reknit_restore,
+        )
 
 
 class ReknitTrainer(ReknitTrainerMixin, Trainer):
@@ -234,6 +276,14 @@ class _Follow(TrainerCallback):
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if self._trainer._reknit_run is not None:
+            self._trainer._reknit_follow(others["train_dataloader"])
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if self._trainer._reknit_data is not None:
+            self._trainer._reknit_data.begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> Any:
         run = self._trainer._reknit_run

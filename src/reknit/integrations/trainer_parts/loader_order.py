@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import random
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from torch.utils.data import BatchSampler, IterableDataset
+from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
+
+_BELOW = ("sampler", "batch_sampler", "dataset", "base_dataloader")
+"""The attributes of loaders, samplers and data sets that may have generators themselves."""
 
 
 def batches_of(loader: Any) -> Any:
@@ -49,10 +55,70 @@ def order_of(loader: Any) -> bytes | None:
 
 
 def set_order(loader: Any, order: bytes | None) -> None:
-    """Set the state of the generator that makes the next order of the samples."""
-    generator = getattr(sampler_of(loader), "generator", None)
-    if order is not None and generator is not None:
-        generator.set_state(torch.frombuffer(bytearray(order), dtype=torch.uint8))
+    """Set the state of the generator that makes the next order of the samples.
+
+    A sampler that draws from the generator of the process gets one, which it had on more processes.
+    """
+    sampler = sampler_of(loader)
+    if order is None or not hasattr(sampler, "generator"):
+        return
+    if sampler.generator is None:
+        sampler.generator = torch.Generator()
+    sampler.generator.set_state(torch.frombuffer(bytearray(order), dtype=torch.uint8))
+
+
+def is_fixed(loader: Any) -> bool:
+    """Return whether the order of an epoch does not depend on the generators of the process."""
+    sampler = sampler_of(loader)
+    seeded = callable(getattr(sampler, "set_epoch", None))
+    return isinstance(loader.dataset, IterableDataset) or isinstance(sampler, SequentialSampler) or seeded
+
+
+def generator_states(loader: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the states of the generators that a loader, its samplers and its data set have, by their place."""
+    for place, generator in _generators(loader):
+        if isinstance(generator, torch.Generator):
+            yield place, bytes(generator.get_state().cpu().numpy())
+        elif isinstance(generator, random.Random):
+            yield place, generator.getstate()
+        else:  # integers of 128 bits
+            state = _bits(generator).state
+            yield place, json.dumps(state, default=lambda array: array.tolist())
+
+
+def set_generators(loader: Any, states: Mapping[str, Any]) -> None:
+    """Set the generators of a loader, its samplers and its data set."""
+    for place, generator in _generators(loader):
+        if (state := states.get(place)) is None:
+            continue
+        if isinstance(generator, torch.Generator):
+            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        elif isinstance(generator, random.Random):
+            version, words, cached = state
+            generator.setstate((version, tuple(words), cached))
+        else:
+            _bits(generator).state = json.loads(state)
+
+
+def _bits(generator: Any) -> Any:
+    """Return the bit generator of a generator of NumPy."""
+    return generator.bit_generator if isinstance(generator, np.random.Generator) else generator._bit_generator
+
+
+def _generators(loader: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the generators among the attributes of a loader, its samplers and its data set, by their place."""
+    kinds = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+    waiting, seen = [("loader", loader)], set()
+    while waiting:
+        place, owner = waiting.pop()
+        if id(owner) in seen:
+            continue
+        seen.add(id(owner))
+        for name, value in getattr(owner, "__dict__", {}).items():
+            if isinstance(value, kinds):
+                yield f"{place}.{name}", value
+            elif name in _BELOW:
+                waiting.append((f"{place}.{name}", value))
 
 
 def batches_after(loader: Any, count: int) -> Iterator[Any]:

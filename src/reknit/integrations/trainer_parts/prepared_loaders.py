@@ -7,18 +7,18 @@ order of the interrupted epoch.
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-import torch
-from accelerate.data_loader import DataLoaderDispatcher, skip_first_batches
-from torch.utils.data import BatchSampler, IterableDataset
+from accelerate.data_loader import DataLoaderDispatcher
+from torch.utils.data import IterableDataset
 
 from reknit.errors import StateError
+from reknit.frameworks.per_rank import RngState
 from reknit.integrations.trainer_parts import loader_order
+from reknit.integrations.trainer_parts.epoch_random import EpochRandom, warn_of_order
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 _HIDDEN = ("state_dict", "load_state_dict")
 
@@ -29,9 +29,13 @@ class CountedLoader:
     It has no `state_dict`, so that Accelerate does not ask for one after each batch.
     """
 
-    def __init__(self, prepared: Any, num_processes: int, *, split_batches: bool) -> None:
+    def __init__(
+        self, prepared: Any, num_processes: int, *, split_batches: bool, ordered: bool = True
+    ) -> None:
         self.inner = prepared.base_dataloader
-        self.position = LoaderPosition(prepared, self.inner, num_processes, split_batches=split_batches)
+        self.position = LoaderPosition(
+            prepared, self.inner, num_processes, split_batches=split_batches, ordered=ordered
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name in _HIDDEN or name == "inner":
@@ -46,39 +50,29 @@ class CountedLoader:
         return len(self.inner)
 
     def __iter__(self) -> Iterator[Any]:
-        skipped = self.position.begin()
-        return self._batches(skipped)
+        return self._batches(*self.position.begin())
 
-    def _batches(self, skipped: int) -> Iterator[Any]:
-        # The first batch was read before the save.
-        state = torch.get_rng_state() if skipped else None
-        batches = iter(self._from(skipped))
-        first = True
-        while True:
-            if not first:  # Accelerate requests the next batch before it hands a batch out
-                self.position.hand_out()
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            if first and state is not None:
-                torch.set_rng_state(state)
-            first = False
+    def _batches(self, skipped: int, rereads: bool) -> Iterator[Any]:
+        for batch in self.position.random.batches(self.inner, skipped, rereads=rereads):
             yield batch
-
-    def _from(self, skipped: int) -> Any:
-        """Return the batches after the first ones, without reading these if that is possible."""
-        if not skipped:
-            return self.inner
-        if isinstance(self.inner.dataset, IterableDataset) or isinstance(self.inner.sampler, BatchSampler):
-            return islice(self.inner, skipped, None)
-        return skip_first_batches(self.inner, skipped)
+            self.position.hand_out()  # Accelerate requests the next batch before it hands one out
 
 
 class LoaderPosition:
-    """The epoch of a prepared loader, and the number of samples that all processes took of it."""
+    """The epoch of a prepared loader, and the number of samples that all processes took of it.
 
-    def __init__(self, prepared: Any, inner: Any, num_processes: int, *, split_batches: bool = False) -> None:
+    An `ordered` loader gets generators of its own, with which its order fits any number of processes.
+    """
+
+    def __init__(
+        self,
+        prepared: Any,
+        inner: Any,
+        num_processes: int,
+        *,
+        split_batches: bool = False,
+        ordered: bool = True,
+    ) -> None:
         self._prepared, self._inner = prepared, inner
         self._dispatches = issubclass(type(prepared), DataLoaderDispatcher)
         self._samples = _samples_of_a_step(
@@ -88,23 +82,33 @@ class LoaderPosition:
         self._taken = 0
         self._order: bytes | None = None
         self._loaded: tuple[int, bytes | None] | None = None
-        loader_order.give_generators(inner)
+        alone = split_batches or getattr(prepared, "submesh_tp", None) is not None
+        self._fetches = num_processes if self._dispatches and not alone else 1
+        self.random = EpochRandom(self._fetches)
+        """The random states of this process, from which the epoch began."""
+        if ordered:
+            loader_order.give_generators(inner)
         if self._dispatches:
             self._count_slices()
 
-    def begin(self) -> int:
-        """Begin an epoch, or continue the loaded one; return the number of batches to leave out."""
+    def begin(self) -> tuple[int, bool]:
+        """Begin an epoch, or continue the loaded one.
+
+        Return the number of batches to leave out, and whether the prepared loader wants to read them.
+        """
         skipped, order = self._loaded or (0, None)
         self._loaded = None
         loader_order.set_order(self._inner, order)
         self._epoch, self._taken = self._prepared.iteration, skipped
         self._order = loader_order.order_of(self._inner)
+        if skipped and order is None and not self.random.is_loaded:
+            warn_of_order(self._inner)
         if not self._dispatches:
-            return skipped
+            return skipped, False
         # Its first batch completes the last one, so it is read again.
         self._prepared.skip_batches = skipped
         self._taken = -1 if self._completes else 0
-        return 0
+        return skipped * self._fetches, True
 
     def hand_out(self) -> None:
         """Count a batch."""
@@ -128,19 +132,24 @@ class LoaderPosition:
             "seed": getattr(loader_order.sampler_of(self._inner), "initial_seed", None),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a position in the next iteration.
+    def random_state(self) -> dict[str, Any] | None:
+        """Return the random states of this process for the rest of the epoch, or for the next one."""
+        return self.random.state_dict(self._inner, inside=self.state_dict()["batches"] > 0)
+
+    def load_state_dict(self, state: dict[str, Any], batches: int | None = None) -> None:
+        """Continue at a position in the next iteration; `batches` replaces the number that follows from it.
 
         Raises `StateError` if that is inside of a batch of all processes.
         """
-        taken = self._steps(state)
+        taken = self.steps(state) if batches is None else batches
         self._prepared.set_epoch(state["epoch"])
         sampler = loader_order.sampler_of(self._inner)
         if state["seed"] is not None and hasattr(sampler, "initial_seed"):
             sampler.initial_seed = state["seed"]
         self._loaded = taken, state["order"]
 
-    def _steps(self, state: dict[str, Any]) -> int:
+    def steps(self, state: dict[str, Any]) -> int:
+        """Return the number of batches of a position here.  Raises `StateError` as a load does."""
         if state["samples"] is None or self._samples is None:
             return int(state["batches"])
         steps, rest = divmod(state["samples"], self._samples)
@@ -167,6 +176,25 @@ class LoaderPosition:
             return cut(*args, **kwargs)
 
         self._prepared.slice_fn = counted
+
+
+class LoaderRngState(RngState):
+    """The random generators of this process, and the states from which epochs of prepared loaders began."""
+
+    def __init__(self, positions: Mapping[str, LoaderPosition]) -> None:
+        super().__init__()
+        self._positions = positions
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of the generators, and those of the epochs that go on."""
+        epochs = {number: position.random_state() for number, position in self._positions.items()}
+        return {**super().state_dict(), "loaders": epochs}
+
+    def _restore(self, state: Mapping[str, Any]) -> str:
+        epochs = state.get("loaders", {})  # older steps have none
+        for number, position in self._positions.items():
+            position.random.load_state_dict(epochs.get(number))
+        return super()._restore(state)
 
 
 def _samples_of_a_step(

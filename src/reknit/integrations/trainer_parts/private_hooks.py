@@ -88,6 +88,12 @@ HOOKS: tuple[PrivateHook, ...] = (
     *_hooks(
         "transformers",
         "transformers.trainer:Trainer",
+        ("get_batch_samples", "set_initial_training_values"),
+        "give the loader of Trainer.get_train_dataloader the position, and set ignore_data_skip",
+    ),
+    *_hooks(
+        "transformers",
+        "transformers.trainer:Trainer",
         ("_load_best_model",),
         "fill the model in TrainerCallback.on_train_end",
     ),

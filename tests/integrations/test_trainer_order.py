@@ -1,0 +1,52 @@
+"""transformers' Trainer with samplers and transforms that draw from the generators of the whole process."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests import ranks
+from tests.integrations import hf_orders as jobs
+from tests.optional import needs
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = [needs("transformers", "transformers"), needs("accelerate", "accelerate")]
+
+run = partial(ranks.run, warm="trainers", joined=False)
+
+# An epoch has ten steps on one rank, and five on two.
+ALONE = {
+    "seedable": (13,), "length": (10, 13), "weighted": (8,), "drawing": (13,), "owning": (10,),
+    "persistent": (7, 13), "stream": (13,), "plain": (13,),
+}  # fmt: skip
+TWO = {"random": (5, 8), "workers": (8,), "drawing": (8,)}
+
+
+@pytest.mark.parametrize(("world", "stops"), [(1, ALONE), (2, TWO)])
+def test_a_resumed_run_takes_the_samples_of_one_that_never_stopped_bit_for_bit(
+    world: int, stops: dict[str, tuple[int, ...]], tmp_path: Path
+) -> None:
+    assert run(world, jobs.differing, str(tmp_path), stops) == [[]] * world
+
+
+def test_the_order_of_several_ranks_is_continued_by_one(tmp_path: Path) -> None:
+    both = run(2, jobs.saved, str(tmp_path), "length", 8)
+    ((rest, warnings),) = run(1, jobs.continued, str(tmp_path), "length", 8, 4)
+    assert rest == [one + other for one, other in zip(*both, strict=True)][8:]
+    assert not [text for text in warnings if "order of samples" in text]
+
+
+def test_an_order_that_cannot_be_continued_is_said(tmp_path: Path) -> None:
+    run(1, jobs.saved, str(tmp_path), "drawing", 13)
+    for _, warnings in run(2, jobs.continued, str(tmp_path), "drawing", 13, 1):
+        assert [text for text in warnings if "the order of samples cannot be continued: Drawing" in text]
+
+
+def test_a_position_that_transformers_computes_differently_is_said(tmp_path: Path) -> None:
+    run(1, jobs.saved, str(tmp_path), "seedable", 13)
+    ((_, warnings),) = run(1, jobs.continued, str(tmp_path), "seedable", 13, 4)
+    assert [text for text in warnings if "continues after 3 of epoch 2" in text]
