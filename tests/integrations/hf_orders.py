@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -165,6 +166,13 @@ def until(made: Any, step: int, **options: Any) -> None:
     except Stopped:
         return
     raise AssertionError("nothing stopped the run")
+
+
+def differing_alone(folder: str, stops: dict[str, tuple[int, ...]]) -> list[str]:
+    """Do the same in a process that no launcher has started, which needs no group."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    return differing(folder, stops)
 
 
 def differing(folder: str, stops: dict[str, tuple[int, ...]]) -> list[str]:

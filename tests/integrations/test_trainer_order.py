@@ -18,19 +18,27 @@ pytestmark = [needs("transformers", "transformers"), needs("accelerate", "accele
 
 run = partial(ranks.run, warm="trainers", joined=False)
 
-# An epoch has ten steps on one rank, and five on two.
+# An epoch has ten steps on one rank, or five of two batches, and five on two ranks.
 ALONE = {
     "seedable": (13,), "length": (10, 13), "weighted": (8,), "drawing": (13,), "owning": (10,),
     "persistent": (7, 13), "stream": (13,), "plain": (13,),
 }  # fmt: skip
-TWO = {"random": (5, 8), "workers": (8,), "drawing": (8,)}
 
 
-@pytest.mark.parametrize(("world", "stops"), [(1, ALONE), (2, TWO)])
+@pytest.mark.parametrize("kinds", [("seedable", "length", "weighted"), ("drawing", "owning", "plain")])
 def test_a_resumed_run_takes_the_samples_of_one_that_never_stopped_bit_for_bit(
-    world: int, stops: dict[str, tuple[int, ...]], tmp_path: Path
+    kinds: tuple[str, ...], tmp_path: Path
 ) -> None:
-    assert run(world, jobs.differing, str(tmp_path), stops) == [[]] * world
+    assert run(1, jobs.differing_alone, str(tmp_path), {kind: ALONE[kind] for kind in kinds}) == [[]]
+
+
+def test_workers_and_streams_do_not_change_the_order(tmp_path: Path) -> None:
+    stops = {kind: ALONE[kind] for kind in ("persistent", "stream")}
+    assert run(1, jobs.differing_alone, str(tmp_path), stops) == [[]]
+
+
+def test_each_of_two_ranks_takes_its_samples_again(tmp_path: Path) -> None:
+    assert run(2, jobs.differing, str(tmp_path), {"random": (5, 8), "drawing": (8,)}) == [[], []]
 
 
 def test_the_order_of_several_ranks_is_continued_by_one(tmp_path: Path) -> None:
