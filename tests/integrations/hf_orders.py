@@ -189,7 +189,7 @@ def differing(folder: str, stops: dict[str, tuple[int, ...]]) -> list[str]:
             again, rest = trainer(place, kind, stop)
             again.train(resume_from_checkpoint=f"{place}/_reknit/step_{stop:08}")
             state = training_state(again)
-            if kind == "stream":  # transformers cannot know the epoch of a stream without a length
+            if kind == "stream":  # whose epochs transformers does not count
                 state["progress"] = end["progress"]
             if rest != order[stop * per_step :] or not same(end, state):
                 found.append(f"{kind} after {stop}")

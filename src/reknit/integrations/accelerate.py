@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -121,16 +121,39 @@ def save(
 
 
 def resume(
-    accelerator: Accelerator, checkpointer: Checkpointer, *, items: Mapping[str, Any] | None = None
+    accelerator: Accelerator,
+    checkpointer: Checkpointer,
+    *,
+    items: Mapping[str, Any] | None = None,
+    start: Literal[0] | None = None,
 ) -> int:
     """Load the newest complete step of a run, and return the next step, as `Checkpointer.resume` does.
 
-    Call it after `prepare` and before the loop, also in a run that begins.
+    Call it after `prepare` and before the loop, also in a run that begins.  The log has one line about the
+    load, and `Checkpointer.report` is its report.  A run without steps is refused with `UsageError` beside
+    folders of `Accelerator.save_state`; ``start=0`` begins with step 0 beside them.
     """
+    if start is None and checkpointer.latest() is None:
+        _refuse_own(checkpointer.root)
     files = Kept()
-    if _hooks(accelerator) and not checkpointer.resume({_FILES: files}):
-        return checkpointer.resume(state(accelerator, items))
-    return checkpointer.resume(_state(accelerator, _after_hooks(accelerator, files.values), items))
+    if _hooks(accelerator) and not checkpointer.resume({_FILES: files}, start=start):
+        return checkpointer.resume(state(accelerator, items), start=start)
+    everything = _state(accelerator, _after_hooks(accelerator, files.values), items)
+    return checkpointer.resume(everything, start=start)
+
+
+def _refuse_own(root: str) -> None:
+    """Raise `UsageError` for a folder with those of `Accelerator.save_state`, also below ``checkpoints``."""
+    for folder in (Path(root), Path(root, "checkpoints")):
+        if found := [each.parent for each in folder.glob("*/random_states_0.pkl")]:
+            newest = max(found, key=lambda each: each.stat().st_mtime)
+            raise UsageError(
+                f"there is no step of this run below {root}, but {newest} is a folder of "
+                "Accelerator.save_state",
+                remedy=f"to go on from it: accelerator.load_state({str(newest)!r}), then "
+                "resume(accelerator, checkpointer, start=0); the second call alone begins anew beside it",
+                path=str(newest),
+            )
 
 
 def _state(accelerator: Accelerator, models: list[Any], items: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -7,11 +7,14 @@ into plain modules.  `take_over` lets a script keep the calls of its engine.
 
 from __future__ import annotations
 
+import logging
+from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from reknit import stored
 from reknit.api import loads, saves
+from reknit.engine.record.other_formats import newest_of_others
 from reknit.errors import MismatchError, UsageError
 from reknit.frameworks.deepspeed import deepspeed_private
 from reknit.frameworks.stateful import Accessors, Kept
@@ -19,12 +22,15 @@ from reknit.locations import location_text
 from reknit.options import CommOptions, LoadOptions, SaveOptions
 from reknit.ranks import acting
 from reknit.runs.agreement import ask_root
+from reknit.storage.registry import open_storage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from os import PathLike
 
     from reknit.engine.outcome import PendingSave
+
+logger = logging.getLogger("reknit")
 
 _OWN = ("model", "optimizer", "lr_scheduler", "engine", "client_state")
 
@@ -148,6 +154,7 @@ def take_over(
         path = _newest(load_dir) if tag is None else _tagged(load_dir, tag)
         if path is None:
             return None, {}
+        logger.info("resumed from %s", path)
         try:
             return load(
                 engine,
@@ -174,9 +181,26 @@ def _newest(root: str | PathLike[str]) -> str | None:
     """Return the newest committed checkpoint below a folder, the same on all ranks, or None."""
     comm = CommOptions()
     found: str | None = ask_root(
-        acting(None, comm).group, "find", SaveOptions().timeout_s, partial(stored.latest, root)
+        acting(None, comm).group, "find", SaveOptions().timeout_s, partial(_newest_here, root)
     )
     return found
+
+
+def _newest_here(root: str | PathLike[str]) -> str | None:
+    """Return the newest committed checkpoint.  Raises `UsageError` if there are only those of DeepSpeed."""
+    if (found := stored.latest(root)) is not None:
+        return found
+    with closing(open_storage(root)) as storage:
+        other = newest_of_others(storage)
+    if other is not None:
+        name, kind = other
+        raise UsageError(
+            f"there is no checkpoint of reknit below {location_text(root)}, but {name} is {kind.what}",
+            remedy="call engine.load_checkpoint before take_over(engine), so that DeepSpeed loads it; to "
+            "begin anew, leave engine.load_checkpoint out",
+            path=location_text(root),
+        )
+    return None
 
 
 def _require_engine(engine: Any) -> None:

@@ -6,6 +6,8 @@ resumes, keeps the newest steps, and reads and writes Hugging Face's format.
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
     from reknit.engine.outcome import PendingSave
 
+_STEP = re.compile(r"step-([0-9]{1,18})")
 _MODES = ("disabled", "async", "async_with_pinned_mem")
 
 
@@ -141,12 +144,28 @@ class ReknitCheckpointManager(titan.BaseCheckpointManager):  # type: ignore[misc
         state = self._wanted(model_only=newest[0] == 0)
         if self.config.load_only:  # the folder may be that of a run that goes on
             self._steps.load(state)
-        elif not (reached := self._steps.resume(state)):
+        elif not (reached := self._continued(state)):
             return False
         elif newest[0] == 0 and reached > 1:  # an agent of an earlier run has committed a step since
             return self._resumed()
         self._give(state)
         return True
+
+    def _continued(self, state: dict[str, Any]) -> int:
+        """Resume, and return the next step.  A config that names a beginning may begin beside other work."""
+        config = self.config
+        begins = config.initial_load_path or config.initial_load_in_hf
+        try:
+            return self._steps.resume(state, start=0 if begins else None)
+        except UsageError as error:
+            if (found := _own_steps(self.folder)) is None:
+                raise
+            raise UsageError(
+                f"there is no step of reknit below {self.folder}, but {found} is one of torchtitan's own",
+                remedy=f"to go on from it, set checkpoint.initial_load_path to {found!r} and "
+                "checkpoint.initial_load_model_only to False; to begin anew, set another checkpoint.folder",
+                path=found,
+            ) from error
 
     def _begun(self) -> bool:
         """Load the checkpoint with which a new run begins; return whether the config names one."""
@@ -225,6 +244,13 @@ class ReknitCheckpointManager(titan.BaseCheckpointManager):  # type: ignore[misc
     def _close(self) -> None:
         """Wait for all saves; after an error agents finish them, as the other ranks may not come."""
         self._steps.__exit__(*sys.exc_info())
+
+
+def _own_steps(folder: str) -> str | None:
+    """Return the newest step that torchtitan's own manager has saved in a folder, or None."""
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    found = sorted((int(match[1]), name) for name in names if (match := _STEP.fullmatch(name)))
+    return next((place for _, name in reversed(found) if dcp.is_torchs(place := f"{folder}/{name}")), None)
 
 
 def _state_of(value: Any) -> Any:

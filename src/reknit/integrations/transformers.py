@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from contextlib import contextmanager
+from functools import partial
 from numbers import Real
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -21,9 +22,13 @@ from reknit.frameworks.per_rank import RngState
 from reknit.frameworks.stateful import Kept
 from reknit.integrations.trainer_parts import peft_adapters, trainer_objects
 from reknit.integrations.trainer_parts.private_hooks import require_hooks
+from reknit.integrations.trainer_parts.resumed import say_resumed
 from reknit.integrations.trainer_parts.step_limit import StepLimit
 from reknit.integrations.trainer_parts.trainer_loader import TrainerLoader
 from reknit.locations import location_text
+from reknit.options import SaveOptions
+from reknit.ranks import acting
+from reknit.runs.agreement import ask_root
 from reknit.runs.checkpointer import Checkpointer
 from reknit.runs.load_step import UNSOUND
 from reknit.runs.tiers import below
@@ -38,8 +43,10 @@ except ImportError:
     ) from None
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from os import PathLike
+
+    from reknit.engine.call_reports import LoadReport
 
 logger = logging.getLogger("reknit")
 
@@ -63,21 +70,33 @@ def get_last_checkpoint(output_dir: str | PathLike[str]) -> str | None:
 class ReknitTrainerMixin(_AnyTrainer):  # type: ignore[misc]
     """Lets a trainer of transformers save in the background, and resume exactly from a committed step.
 
-    ``train(resume_from_checkpoint=True)`` continues after the newest committed step, and begins anew without
-    one.  Also the path of a step, or of a checkpoint of transformers itself, is a place to resume from.
+    ``train(resume_from_checkpoint=True)`` continues after the newest committed step, or after a newer
+    checkpoint of transformers itself; without both it begins anew.  The path of one of them is a place to
+    resume from, too.  Without `resume_from_checkpoint`, a training that saves is refused beside them.
 
     `save_strategy`, `save_total_limit`, `metric_for_best_model` and `load_best_model_at_end` have their
     meaning.  `checkpoints` are arguments of the `Checkpointer`, such as ``{"save": on_preemption()}``: a
     policy `save` adds steps to those of `save_strategy`, `keep` replaces `save_total_limit`, and `root` or
-    `tiers` replace the folder.
+    `tiers` replace the folder.  `items` are more items of each step, by name, such as an average of the
+    weights.
     """
 
-    def __init__(self, *args: Any, checkpoints: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        checkpoints: Mapping[str, Any] | None = None,
+        items: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
         require_hooks("transformers", type(self))
+        trainer_objects.check_items(items)
+        self._reknit_items = dict(items or {})
         self._reknit_given = dict(checkpoints or {})
         self._reknit_run: Checkpointer | None = None
         self._reknit_from: int | None = None
         self._reknit_saved, self._reknit_rng = Kept(), Kept()
+        self.reknit_report: LoadReport | None = None
+        """The report of the load from which this training goes on, None if it began otherwise."""
         self._reknit_data: TrainerLoader | None = None
         self._reknit_epoch_steps = 1
         self._reknit_scores: tuple[int, dict[str, Any]] = (-1, {})
@@ -92,13 +111,11 @@ class ReknitTrainerMixin(_AnyTrainer):  # type: ignore[misc]
     ) -> Any:
         """Train as the trainer does; all saves are committed when this returns.
 
-        Raises the errors of `Checkpointer`, and `UsageError` for another place to resume from.
+        Raises the errors of `Checkpointer`, `UsageError` for another place to resume from, and
+        `CheckpointExistsError` for a training that would begin anew beside its checkpoints.
         """
-        native = trainer_objects.is_native(resume_from_checkpoint)
-        place = os.fspath(resume_from_checkpoint) if native else None
         with self._reknit_running(trial), TemporaryDirectory(prefix="reknit-") as folder:
-            if resume_from_checkpoint and not native:
-                self._reknit_find(resume_from_checkpoint)
+            place = self._reknit_start(resume_from_checkpoint, self._get_output_dir(trial))
             while True:
                 if self._reknit_from is not None:
                     trainer_objects.write_progress(self._reknit_saved.values, place := folder)
@@ -124,8 +141,48 @@ class ReknitTrainerMixin(_AnyTrainer):  # type: ignore[misc]
         finally:
             self._reknit_run = self._reknit_from = self._reknit_data = None
 
-    def _reknit_find(self, where: Any) -> None:
-        """Find the step to resume from, and load the progress of the trainer."""
+    def _reknit_start(self, where: Any, folder: str) -> str | None:
+        """Find the step to resume from, or return the path of a checkpoint of transformers, or None.
+
+        The newest of both counts.  A training that would begin before other work is refused here.
+        """
+        run, root = self._reknit_open, self._reknit_root
+        saves = self._reknit_decides or self.args.save_strategy != "no"
+        native = (0, os.fspath(where)) if trainer_objects.is_native(where) else None
+        if native is None and (where is True or (where is None and saves)):
+            native = self._reknit_ask("find", partial(trainer_objects.newest_native, folder))
+        if where is True and native is not None and not (os.path.isdir(root) or run.latest() is not None):
+            own = 0
+        elif where and (where is True or native is None):
+            own = self._reknit_find(where)
+        else:
+            own = 0
+        if self._reknit_from is not None and (native is None or own >= native[0]):
+            return None
+        self._reknit_from = None
+        if saves:
+            after = 0 if native is None or not where else trainer_objects.step_of(native[1])
+            replaces = self._reknit_given.get("later_steps", "refuse") != "refuse"
+            later = partial(trainer_objects.refuse_later, run, root, after, replaces=replaces)
+            self._reknit_ask("begin", later)
+            if where is None:
+                trainer_objects.refuse_native(native)
+        if native is None or not where:
+            return None
+        logger.warning(
+            "resumed from %s, a checkpoint of transformers: the next steps are saved below %s",
+            native[1],
+            root,
+        )
+        return native[1]
+
+    def _reknit_ask(self, name: str, question: Callable[[], Any]) -> Any:
+        """Return the answer of rank 0; its errors are raised on all ranks."""
+        options = self._reknit_given.get("options") or SaveOptions()
+        return ask_root(acting(None, options.comm).group, name, options.timeout_s, question)
+
+    def _reknit_find(self, where: Any) -> int:
+        """Find the step to resume from, load the progress of the trainer, and return its number or 0."""
         run, self._reknit_saved = self._reknit_open, Kept()
         if where is True:
             following = run.resume({"trainer": self._reknit_saved})
@@ -142,6 +199,7 @@ class ReknitTrainerMixin(_AnyTrainer):  # type: ignore[misc]
         if self._reknit_from is not None:
             saved = self._reknit_saved.values["adapters"]
             peft_adapters.require_bases(saved, trainer_objects.unwrapped(self))
+        return self._reknit_from or 0
 
     def _reknit_find_older(self, unsound: trainer_objects.UnsoundStep) -> None:
         """Go on from the newest older step, as `Checkpointer.resume` does.  Raises the error of the step."""
@@ -214,8 +272,9 @@ class ReknitTrainerMixin(_AnyTrainer):  # type: ignore[misc]
             raise
         except UNSOUND as error:
             raise trainer_objects.UnsoundStep(error) from error
-        for name, why in report.notes.items():
-            logger.warning("%s: %s", name, why)
+        self.reknit_report = report
+        if self.args.process_index == 0:
+            say_resumed(report, self.args.world_size)
         best = self._reknit_saved.values["state"]["best_model_checkpoint"]
         self.state.best_model_checkpoint = trainer_objects.moved(best, self._reknit_root)
 

@@ -130,6 +130,11 @@ class Checkpointer(Shown):
             self._leave()
 
     @property
+    def root(self) -> str:
+        """The folder or URL of the run; with tiers that of the first."""
+        return self._root
+
+    @property
     def preempted(self) -> str | None:
         """The reason why a rank will end soon, see `on_preemption`, or None; the same on all ranks."""
         return None if self._agreement is None else self._agreement.preempted

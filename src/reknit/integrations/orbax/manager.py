@@ -17,7 +17,7 @@ from reknit.integrations.orbax.contents import CUSTOM, kept_value
 from reknit.integrations.orbax.handlers import described, legacy_args
 from reknit.integrations.orbax.items import restored, saved_state
 from reknit.integrations.orbax.manager_options import StepFacts, checked, keep_rule, save_rule
-from reknit.integrations.orbax.manager_steps import ManagedSteps, settle
+from reknit.integrations.orbax.manager_steps import ManagedSteps, refuse_orbax, settle
 from reknit.locations import location_text
 from reknit.options import SaveOptions
 from reknit.ranks import acting
@@ -78,6 +78,7 @@ class CheckpointManager:
         if not options.read_only:
             patience_s = min(_SETTLE_S, self._timeout_s / 2)
             ask_root(self._group, "settle", self._timeout_s, partial(settle, self._root, patience_s))
+            ask_root(self._group, "begin", self._timeout_s, partial(refuse_orbax, self._root))
         self._open = partial(
             Checkpointer,
             self._root,

@@ -7,8 +7,9 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 from reknit.engine.record.line import Line
-from reknit.engine.stored.steps import step_name
-from reknit.errors import CheckpointExistsError
+from reknit.engine.record.other_formats import newest_of_others
+from reknit.engine.stored.steps import numbered, step_name
+from reknit.errors import CheckpointExistsError, UsageError
 from reknit.integrations.orbax.manager_options import StepFacts
 from reknit.runs.tiers import below
 from reknit.runs.unfinished_saves import forbid_markers, wait_for_agents
@@ -91,3 +92,17 @@ def settle(root: str, timeout_s: float) -> None:
     with closing(open_storage(root)) as storage:
         wait_for_agents(storage, timeout_s)
         forbid_markers(storage, Line())
+
+
+def refuse_orbax(root: str) -> None:
+    """Raise `UsageError` for a folder without steps of reknit, but with those of Orbax itself."""
+    with closing(open_storage(root)) as storage:
+        found = None if numbered(storage) else newest_of_others(storage)
+    if found is not None:
+        name, other = found
+        raise UsageError(
+            f"there is no step of reknit below {root}, but {name} is {other.what}",
+            remedy="give the manager another directory; to go on from this checkpoint, call "
+            f"reknit.load({below(root, name)!r}, state) while that directory has no step",
+            path=root,
+        )

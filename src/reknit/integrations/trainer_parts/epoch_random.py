@@ -1,8 +1,8 @@
 """Which random numbers decide the order of an epoch?  Those from which its loader began.
 
-Many samplers draw from the generators of the whole process: `WeightedRandomSampler`, those that group samples
-by their length, and most samplers of users.  So do transforms and collators outside of worker processes.  A
-resume therefore begins the epoch again from the same states, and leaves the first batches out.  It reads the
+Many samplers draw from the generators of the whole process: `WeightedRandomSampler`, samplers that group
+samples by their length, and most samplers of users.  So do transforms and collators outside of worker processes.
+A resume therefore begins the epoch again from the same states, and leaves the first batches out.  It reads the
 next batch from the states from which that batch was read before.
 """
 
@@ -87,7 +87,7 @@ class EpochRandom:
     def batches(self, loader: Any, skipped: int = 0, *, rereads: bool = False) -> Iterator[Any]:
         """Yield the batches of an epoch after the skipped ones; a caller that `rereads` takes these, too.
 
-        Where a sampler picks the samples, those that are skipped are not read.
+        Where a sampler picks the samples, the skipped ones are not read.
         """
         again = self._again(loader, skipped)
         if again.start is not None:
@@ -192,7 +192,7 @@ def warn_of_order(loader: Any) -> None:
 
 
 def _states(loader: Any) -> dict[str, Any]:
-    """Return the states of the generators of this process, and of those that a loader has for itself."""
+    """Return the states of the generators of this process, and of a loader's own ones."""
     own = dict(loader_order.generator_states(loader))
     return {"random": RngState(devices=False).state_dict(), "generators": own}
 

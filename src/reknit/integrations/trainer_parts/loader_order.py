@@ -75,7 +75,7 @@ def is_fixed(loader: Any) -> bool:
 
 
 def generator_states(loader: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the states of the generators that a loader, its samplers and its data set have, by their place."""
+    """Yield the states of the generators of a loader, its samplers and its data set, by their place."""
     for place, generator in _generators(loader):
         if isinstance(generator, torch.Generator):
             yield place, bytes(generator.get_state().cpu().numpy())
@@ -106,7 +106,7 @@ def _bits(generator: Any) -> Any:
 
 
 def _generators(loader: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the generators among the attributes of a loader, its samplers and its data set, by their place."""
+    """Yield the generators that a loader, its samplers and its data set have, by their place."""
     kinds = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
     waiting, seen = [("loader", loader)], set()
     while waiting:

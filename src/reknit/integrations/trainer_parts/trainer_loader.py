@@ -97,9 +97,9 @@ class TrainerLoader:
         return iter(self._loader)
 
     def _agreed(self, position: Mapping[str, Any], epochs: int, batches: int) -> tuple[int, int]:
-        """Return the epochs and batches to skip: the saved ones if transformers cannot know them.
+        """Return the epochs and batches to skip: the saved ones for a loader without a length.
 
-        It computes them from the length of the loader.
+        transformers computes its own from that length.
         """
         try:
             saved = position["epoch"], self._position.steps(position)
@@ -114,8 +114,8 @@ class TrainerLoader:
                 return self._unsized(saved, epochs)
         logger.warning(
             "the step was saved after %d batches of epoch %d, and transformers continues after %d of epoch "
-            "%d here: some samples come twice, or never.  Keep ranks × per_device_train_batch_size × "
-            "gradient_accumulation_steps to prevent that",
+            "%d here: some samples come twice, or never.  Keep the number of samples of a step to "
+            "prevent that",
             position["batches"] if saved is None else saved[1],
             position["epoch"],
             batches,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reknit.engine.stored.steps import step_name
+from reknit.errors import CheckpointExistsError, UsageError
 from reknit.frameworks.per_rank import PerRank
 from reknit.integrations.trainer_parts import peft_adapters
 from reknit.locations import location_text
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
 
     from reknit.errors import ReknitError
     from reknit.types.saved_step import SavedStep
+
+_OWN_ITEMS = {"model", "optimizer", "scheduler", "scaler", "rng", "trainer"}
+_NATIVE = re.compile(r"checkpoint-([0-9]{1,18})")
 
 PROGRESS = "trainer_state.json"
 """The file in which transformers expects the progress of a trainer."""
@@ -54,12 +59,18 @@ def model_of(trainer: Any) -> Any:
 
 def objects_of(trainer: Any, rng: Any) -> dict[str, Any]:
     """Return the objects that a step has; `rng` stands for the random generators."""
-    state = {"model": model_of(trainer)}
+    state = {"model": model_of(trainer), **trainer._reknit_items}
     if not trainer.args.save_only_model:
         state |= {"optimizer": trainer.optimizer, "scheduler": trainer.lr_scheduler, "rng": PerRank(rng)}
         if (scaler := getattr(trainer.accelerator, "scaler", None)) is not None:
             state["scaler"] = scaler
     return state
+
+
+def check_items(items: Mapping[str, Any] | None) -> None:
+    """Raise `UsageError` for items with the name of one of the trainer's own."""
+    if taken := sorted(set(items or ()) & _OWN_ITEMS):
+        raise UsageError(f"the items {taken} are the trainer's own", remedy="give yours other names")
 
 
 def progress_of(trainer: Any, exportable: Any) -> dict[str, Any]:
@@ -86,6 +97,55 @@ def write_progress(saved: Mapping[str, Any], folder: str) -> None:
 def is_native(place: Any) -> bool:
     """Return whether a place is a checkpoint that transformers itself has written."""
     return isinstance(place, (str, os.PathLike)) and os.path.isfile(os.path.join(place, PROGRESS))
+
+
+def step_of(native: str) -> int:
+    """Return the step of a checkpoint of transformers."""
+    return int(json.loads(Path(native, PROGRESS).read_text(encoding="utf-8"))["global_step"])
+
+
+def newest_native(folder: str) -> tuple[int, str] | None:
+    """Return the number and the path of the newest checkpoint that transformers has finished in a folder.
+
+    Raises `UsageError` if there are only unfinished ones.
+    """
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return None
+    numbers = sorted(int(match[1]) for name in names if (match := _NATIVE.fullmatch(name)))
+    found = [(number, os.path.join(folder, f"checkpoint-{number}")) for number in numbers]
+    whole = [each for each in found if is_native(each[1])]
+    if found and not whole:
+        raise UsageError(
+            f"{found[-1][1]} is a checkpoint of transformers without {PROGRESS}: its save did not finish",
+            remedy="remove it, and train again; or pass another output_dir",
+            path=found[-1][1],
+        )
+    return whole[-1] if whole else None
+
+
+def refuse_later(run: Any, root: str, after: int, *, replaces: bool) -> None:
+    """Raise `CheckpointExistsError` if a run has steps, but is to go on after an earlier step, or anew."""
+    later = [each.step for each in run.steps() if each.step is not None and each.step > after]
+    if later and not replaces:
+        raise CheckpointExistsError(
+            f"{root} has step {later[-1]} of an earlier run, and this training would begin with step {after}",
+            path=root,
+            remedy="train(resume_from_checkpoint=True) goes on after that step; to begin before it, pass "
+            "another output_dir, or checkpoints={'later_steps': 'move'}, which puts those steps aside",
+        )
+
+
+def refuse_native(native: tuple[int, str] | None) -> None:
+    """Raise `CheckpointExistsError` if a training would begin anew beside checkpoints of transformers."""
+    if native is not None:
+        raise CheckpointExistsError(
+            f"{native[1]} is a checkpoint of transformers, and this training would begin with step 0",
+            path=native[1],
+            remedy="train(resume_from_checkpoint=True) goes on after it; train(resume_from_checkpoint=False) "
+            "begins with step 0 beside it; or pass another output_dir",
+        )
 
 
 def number_at(place: Any, root: str) -> int | None:
