@@ -194,3 +194,25 @@ def test_without_accelerate_the_error_names_the_extra() -> None:
     (text,) = ranks.run(1, without_the_package, "accelerate", "accelerate")
     assert text.startswith("MissingExtraError")
     assert "pip install 'reknit[accelerate]'" in text
+
+
+def beside_its_folders(folder: str) -> tuple[str, int, int]:
+    """Begin where Accelerate has saved: refused, anew, and after its last folder."""
+    from reknit.integrations import accelerate as checkpoints
+
+    first = jobs.Job()
+    first.accelerator.save_state(f"{folder}/checkpoint_0")
+    job = jobs.Job(seed=9)
+    with reknit.Checkpointer(folder) as checkpointer:
+        with pytest.raises(reknit.UsageError) as refused:
+            checkpoints.resume(job.accelerator, checkpointer)
+        anew = checkpoints.resume(job.accelerator, checkpointer, start=0)
+        checkpoints.save(job.accelerator, checkpointer, 0)
+    with reknit.Checkpointer(folder) as checkpointer:
+        return str(refused.value), anew, checkpoints.resume(job.accelerator, checkpointer)
+
+
+def test_a_run_does_not_begin_beside_folders_of_accelerate_unasked(tmp_path: Path) -> None:
+    ((text, anew, again),) = run(1, beside_its_folders, str(tmp_path))
+    assert f"accelerator.load_state('{tmp_path}/checkpoint_0')" in text
+    assert (anew, again) == (0, 1)

@@ -27,6 +27,7 @@ except ImportError as error:
     ) from error
 
 from reknit.integrations.trainer_parts.prepared_loaders import CountedLoader, LoaderRngState
+from reknit.integrations.trainer_parts.resumed import say_resumed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -102,7 +103,10 @@ def load_state(
     if _hooks(accelerator):
         loads.load(path, {_FILES: files}, options=options)
     models = _after_hooks(accelerator, files.values)
-    return loads.load(path, _state(accelerator, models, items), strict=strict, options=options)
+    report = loads.load(path, _state(accelerator, models, items), strict=strict, options=options)
+    if accelerator.is_main_process:
+        say_resumed(report, accelerator.num_processes)
+    return report
 
 
 def save(

@@ -7,7 +7,6 @@ into plain modules.  `take_over` lets a script keep the calls of its engine.
 
 from __future__ import annotations
 
-import logging
 from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from reknit.engine.record.other_formats import newest_of_others
 from reknit.errors import MismatchError, UsageError
 from reknit.frameworks.deepspeed import deepspeed_private
 from reknit.frameworks.stateful import Accessors, Kept
+from reknit.integrations.trainer_parts.resumed import say_resumed
 from reknit.locations import location_text
 from reknit.options import CommOptions, LoadOptions, SaveOptions
 from reknit.ranks import acting
@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from os import PathLike
 
+    from reknit.engine.call_reports import LoadReport
     from reknit.engine.outcome import PendingSave
-
-logger = logging.getLogger("reknit")
 
 _OWN = ("model", "optimizer", "lr_scheduler", "engine", "client_state")
 
@@ -86,6 +85,33 @@ def load(
     the model.  With `load_module_only` nothing but the model is loaded, and the client state is empty: that
     takes any checkpoint that has an item ``model``.  All else is as for `reknit.load`, and so are the errors.
     """
+    values = _load(
+        engine,
+        path,
+        items=items,
+        load_optimizer_states=load_optimizer_states,
+        load_lr_scheduler_states=load_lr_scheduler_states,
+        load_module_only=load_module_only,
+        strict=strict,
+        options=options,
+        group=group,
+    )[1]
+    return location_text(path), values
+
+
+def _load(
+    engine: Any,
+    path: str | PathLike[str],
+    *,
+    items: Mapping[str, Any] | None,
+    load_optimizer_states: bool,
+    load_lr_scheduler_states: bool,
+    load_module_only: bool,
+    strict: bool,
+    options: LoadOptions | None,
+    group: Any = None,
+) -> tuple[LoadReport, dict[str, Any]]:
+    """Load an engine; return the report and the client state."""
     state = _state(engine, items)
     kept = state["client_state"] = Kept()
     if load_module_only:
@@ -94,8 +120,8 @@ def load(
         state.pop("optimizer", None)
     if not load_lr_scheduler_states:
         state.pop("lr_scheduler", None)
-    loads.load(path, state, strict=strict, options=options, group=group)
-    return location_text(path), kept.values
+    report = loads.load(path, state, strict=strict, options=options, group=group)
+    return report, kept.values
 
 
 def take_over(
@@ -109,8 +135,11 @@ def take_over(
     """Let `engine.save_checkpoint` and `engine.load_checkpoint` save and load with reknit from now on.
 
     Their arguments and results stay those of DeepSpeed.  A checkpoint is the folder of its tag, as before; a
-    load without a tag takes the newest committed one, and needs no file ``latest``.  With ``wait=False``,
-    training continues while a checkpoint is written.  Raises `UsageError` for any other object.
+    load without a tag takes the newest committed one, and needs no file ``latest``; beside checkpoints of
+    DeepSpeed alone it raises `UsageError`.  The log has one line about each load, and `engine.reknit_report`
+    is the report.  With ``wait=False``, training continues while a checkpoint is written.
+
+    Raises `UsageError` for any other object.
     """
     _require_engine(engine)
 
@@ -154,9 +183,8 @@ def take_over(
         path = _newest(load_dir) if tag is None else _tagged(load_dir, tag)
         if path is None:
             return None, {}
-        logger.info("resumed from %s", path)
         try:
-            return load(
+            report, values = _load(
                 engine,
                 path,
                 items=items,
@@ -169,6 +197,10 @@ def take_over(
         except MismatchError as error:
             error.remedy = (error.remedy or "").replace("strict=", "load_module_strict=")
             raise
+        engine.reknit_report = report
+        if engine.global_rank == 0:
+            say_resumed(report, engine.world_size)
+        return path, values
 
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
 

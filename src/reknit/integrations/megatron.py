@@ -23,6 +23,7 @@ from reknit.frameworks import tree
 from reknit.frameworks.megatron import dist_checkpointing, megatron_private
 from reknit.frameworks.megatron.sharded_leaves import names_of
 from reknit.frameworks.stateful import Kept
+from reknit.integrations.trainer_parts.resumed import say_resumed
 from reknit.monitor.phase import Deadline
 from reknit.options import SaveOptions
 from reknit.storage.registry import open_storage
@@ -138,6 +139,8 @@ def load(
     report = _load(checkpoint_dir, _items(leaves), kept, strict=ours, options=options)
     answer = dist_checkpointing.merged(kept.values, dist_checkpointing.unwrapped(leaves))
     answer = dist_checkpointing.merged(answer, dist_checkpointing.unwrapped(local))
+    if _rank() == 0:
+        say_resumed(report, dist.get_world_size() if dist.is_initialized() else 1)
     if how not in _STRICT | _QUIET:
         _log(report, extra=how == "log_all")
     if how not in _RETURNS:

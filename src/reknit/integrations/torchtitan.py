@@ -21,6 +21,7 @@ from reknit import policies
 from reknit.api import loads
 from reknit.errors import MissingExtraError, UsageError
 from reknit.integrations import dcp
+from reknit.integrations.trainer_parts.resumed import say_resumed
 from reknit.options import LoadOptions, SaveOptions  # noqa: TC001 - tyro reads the types of a config
 from reknit.runs.checkpointer import Checkpointer
 
@@ -129,7 +130,9 @@ class ReknitCheckpointManager(titan.BaseCheckpointManager):  # type: ignore[misc
         """Load a step, or the newest committed step, or the checkpoint with which a new run begins."""
         if step != -1:
             state = self._wanted(model_only=step == 0)
-            self._steps.load(state, step)
+            report = self._steps.load(state, step)
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                say_resumed(report, dist.get_world_size() if dist.is_initialized() else 1)
             self._give(state)
             return True
         return self._resumed() or self._begun()

@@ -11,7 +11,6 @@ import logging
 import os
 from contextlib import contextmanager
 from functools import partial
-from numbers import Real
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
@@ -34,13 +33,15 @@ from reknit.runs.load_step import UNSOUND
 from reknit.runs.tiers import below
 
 try:
-    from transformers import Trainer, TrainerCallback
+    from transformers import Trainer
     from transformers.trainer_callback import ExportableState
 except ImportError:
     raise MissingExtraError(
         "reknit.integrations.transformers needs the packages transformers and accelerate",
         remedy="pip install 'reknit[transformers]'",
     ) from None
+
+from reknit.integrations.trainer_parts.trainer_follower import TrainerFollower
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -101,7 +102,7 @@ class ReknitTrainerMixin(_AnyTrainer):  # type: ignore[misc]
         self._reknit_epoch_steps = 1
         self._reknit_scores: tuple[int, dict[str, Any]] = (-1, {})
         super().__init__(*args, **kwargs)
-        self.add_callback(_Follow(self))
+        self.add_callback(TrainerFollower(self))
 
     def train(
         self,
@@ -328,31 +329,3 @@ class ReknitTrainerMixin(_AnyTrainer):  # type: ignore[misc]
 
 class ReknitTrainer(ReknitTrainerMixin, Trainer):
     """The Trainer of transformers, with checkpoints of reknit; see `ReknitTrainerMixin`."""
-
-
-class _Follow(TrainerCallback):
-    """Lets the policy of a run add saves and end it, and notes the metrics of evaluations."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        if self._trainer._reknit_run is not None:
-            self._trainer._reknit_follow(others["train_dataloader"])
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        if self._trainer._reknit_data is not None:
-            self._trainer._reknit_data.begin()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> Any:
-        run = self._trainer._reknit_run
-        if run is not None and self._trainer._reknit_decides:
-            control.should_save = run.should_save(state.global_step) or control.should_save
-            control.should_training_stop = run.preempted is not None or control.should_training_stop
-        return control
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **others: Any) -> None:
-        step, before = self._trainer._reknit_scores
-        numbers = {name: value for name, value in (metrics or {}).items() if isinstance(value, Real)}
-        earlier = before if step == state.global_step else {}  # a step may have several evaluations
-        self._trainer._reknit_scores = state.global_step, {**earlier, **numbers}

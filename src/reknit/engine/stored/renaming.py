@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec import Struct
 
-from reknit.engine.round_messages import OwnNames
 from reknit.engine.record.file_checks import read_checked
+from reknit.engine.round_messages import OwnNames
 from reknit.errors import CorruptError, FormatError, MismatchError, StorageError
 from reknit.format.values.msgpack_reader import read_msgpack
 from reknit.types.containers import REBUILT, rebuilt

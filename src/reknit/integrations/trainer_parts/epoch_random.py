@@ -1,9 +1,9 @@
 """Which random numbers decide the order of an epoch?  Those from which its loader began.
 
 Many samplers draw from the generators of the whole process: `WeightedRandomSampler`, samplers that group
-samples by their length, and most samplers of users.  So do transforms and collators outside of worker processes.
-A resume therefore begins the epoch again from the same states, and leaves the first batches out.  It reads the
-next batch from the states from which that batch was read before.
+samples by their length, and most samplers of users.  So do transforms and collators outside of worker
+processes.  A resume therefore begins the epoch again from the same states, and leaves the first batches out.
+It reads the next batch from the states from which that batch was read before.
 """
 
 from __future__ import annotations
