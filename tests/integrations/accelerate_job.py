@@ -35,14 +35,17 @@ class Noisy(Numbers):
 
 
 class Drawing(Sampler[int]):
-    """Draws from the generators of the process, and has none of its own."""
+    """Draws from the generators of the process, and has none of its own; half of the samples one by one."""
+
+    def __init__(self, one_by_one: int = SAMPLES // 2) -> None:
+        self.one_by_one = one_by_one
 
     def __len__(self) -> int:
         return SAMPLES
 
     def __iter__(self) -> Iterator[int]:
-        yield from torch.randperm(SAMPLES).tolist()[: SAMPLES // 2]
-        for _ in range(SAMPLES // 2):
+        yield from torch.randperm(SAMPLES).tolist()[self.one_by_one :]
+        for _ in range(self.one_by_one):
             yield random.randrange(SAMPLES)
 
 
@@ -91,7 +94,9 @@ class Job:
         if loader in ("drawing", "persistent"):
             workers = {"num_workers": 1, "persistent_workers": True} if loader == "persistent" else {}
             data = Noisy() if loader == "drawing" else Numbers()
-            feed = DataLoader(data, batch_size=batch, sampler=Drawing(), **workers)
+            # Workers read ahead, so that numbers that are drawn one by one come at other moments.
+            sampler = Drawing() if loader == "drawing" else Drawing(0)
+            feed = DataLoader(data, batch_size=batch, sampler=sampler, **workers)
         else:
             feed = DataLoader(data, batch_size=batch, shuffle=None if loader == "stream" else True)
         prepared = self.accelerator.prepare(model, optimizer, schedule, feed)

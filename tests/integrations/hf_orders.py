@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 from typing import TYPE_CHECKING, Any
@@ -206,8 +207,7 @@ def saved(folder: str, kind: str, stop: int) -> list[list[int]]:
 
 def continued(folder: str, kind: str, stop: int, batch: int) -> tuple[list[list[int]], list[str]]:
     """Resume a step; return the samples of this rank, and the warnings."""
-    import logging
-
+    logging.disable(logging.NOTSET)
     warnings: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]

@@ -42,16 +42,17 @@ def test_each_of_two_ranks_takes_its_samples_again(tmp_path: Path) -> None:
 
 
 def test_the_order_of_several_ranks_is_continued_by_one(tmp_path: Path) -> None:
-    both = run(2, jobs.saved, str(tmp_path), "length", 8)
-    ((rest, warnings),) = run(1, jobs.continued, str(tmp_path), "length", 8, 4)
+    both = run(2, jobs.saved, str(tmp_path), "random", 8)
+    ((rest, warnings),) = run(1, jobs.continued, str(tmp_path), "random", 8, 4)
     assert rest == [one + other for one, other in zip(*both, strict=True)][8:]
     assert not [text for text in warnings if "order of samples" in text]
 
 
-def test_an_order_that_cannot_be_continued_is_said(tmp_path: Path) -> None:
-    run(1, jobs.saved, str(tmp_path), "drawing", 13)
-    for _, warnings in run(2, jobs.continued, str(tmp_path), "drawing", 13, 1):
-        assert [text for text in warnings if "the order of samples cannot be continued: Drawing" in text]
+@pytest.mark.parametrize(("kind", "sampler"), [("drawing", "Drawing"), ("length", "LengthGroupedSampler")])
+def test_an_order_that_cannot_be_continued_is_said(kind: str, sampler: str, tmp_path: Path) -> None:
+    run(1, jobs.saved, str(tmp_path), kind, 13)
+    for _, warnings in run(2, jobs.continued, str(tmp_path), kind, 13, 1):
+        assert [text for text in warnings if f"the order of samples cannot be continued: {sampler}" in text]
 
 
 def test_a_position_that_transformers_computes_differently_is_said(tmp_path: Path) -> None:

@@ -121,8 +121,8 @@ class EpochRandom:
         is_stream = isinstance(loader.dataset, IterableDataset)
         if loaded and loader.num_workers and (reused or (skipped and not is_stream)):
             logger.warning(
-                "the loader has %d worker processes: random numbers that are drawn in them differ from those "
-                "of the interrupted run%s",
+                "the loader has %d worker processes: random numbers that are drawn in them, or one by one by "
+                "a sampler that they are ahead of, differ from those of the interrupted run%s",
                 loader.num_workers,
                 "" if loader.persistent_workers else " until the next epoch",
             )
@@ -186,7 +186,8 @@ def warn_of_order(loader: Any) -> None:
     if not loader_order.is_fixed(loader):
         logger.warning(
             "the order of samples cannot be continued: %s drew it from the random generators of the "
-            "interrupted processes; some samples of this epoch come twice, and others never",
+            "interrupted processes, or for batches of another size; some samples of this epoch come twice, "
+            "and others never",
             type(loader_order.sampler_of(loader)).__name__,
         )
 

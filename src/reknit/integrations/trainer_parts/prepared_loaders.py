@@ -130,6 +130,7 @@ class LoaderPosition:
             "samples": None if self._samples is None else taken * self._samples,
             "order": order,
             "seed": getattr(loader_order.sampler_of(self._inner), "initial_seed", None),
+            "grouped_by": getattr(loader_order.sampler_of(self._inner), "batch_size", None),
         }
 
     def random_state(self) -> dict[str, Any] | None:
@@ -146,6 +147,9 @@ class LoaderPosition:
         sampler = loader_order.sampler_of(self._inner)
         if state["seed"] is not None and hasattr(sampler, "initial_seed"):
             sampler.initial_seed = state["seed"]
+        grouped_by = getattr(sampler, "batch_size", None)
+        if taken and state.get("grouped_by", grouped_by) != grouped_by:
+            warn_of_order(self._inner)
         self._loaded = taken, state["order"]
 
     def steps(self, state: dict[str, Any]) -> int:
