@@ -151,7 +151,8 @@ class ReknitTrainerMixin(_AnyTrainer):  # type: ignore[misc]
         saves = self._reknit_decides or self.args.save_strategy != "no"
         native = (0, os.fspath(where)) if trainer_objects.is_native(where) else None
         if native is None and (where is True or (where is None and saves)):
-            native = self._reknit_ask("find", partial(trainer_objects.newest_native, folder))
+            alone = run if where is True else None
+            native = self._reknit_ask("find", partial(trainer_objects.newest_native, folder, alone))
         if where is True and native is not None and not (os.path.isdir(root) or run.latest() is not None):
             own = 0
         elif where and (where is True or native is None):

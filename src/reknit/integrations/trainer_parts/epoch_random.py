@@ -121,8 +121,8 @@ class EpochRandom:
         is_stream = isinstance(loader.dataset, IterableDataset)
         if loaded and loader.num_workers and (reused or (skipped and not is_stream)):
             logger.warning(
-                "the loader has %d worker processes: random numbers that are drawn in them, or one by one by "
-                "a sampler that they are ahead of, differ from those of the interrupted run%s",
+                "the loader has %d worker processes: their random numbers, and those that a sampler draws one "
+                "by one, differ from the interrupted run's%s",
                 loader.num_workers,
                 "" if loader.persistent_workers else " until the next epoch",
             )

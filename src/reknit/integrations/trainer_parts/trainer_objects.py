@@ -104,10 +104,10 @@ def step_of(native: str) -> int:
     return int(json.loads(Path(native, PROGRESS).read_text(encoding="utf-8"))["global_step"])
 
 
-def newest_native(folder: str) -> tuple[int, str] | None:
+def newest_native(folder: str, run: Any = None) -> tuple[int, str] | None:
     """Return the number and the path of the newest checkpoint that transformers has finished in a folder.
 
-    Raises `UsageError` if there are only unfinished ones.
+    Raises `UsageError` if there are only unfinished ones, for a `run` that has no step either.
     """
     try:
         names = os.listdir(folder)
@@ -116,7 +116,7 @@ def newest_native(folder: str) -> tuple[int, str] | None:
     numbers = sorted(int(match[1]) for name in names if (match := _NATIVE.fullmatch(name)))
     found = [(number, os.path.join(folder, f"checkpoint-{number}")) for number in numbers]
     whole = [each for each in found if is_native(each[1])]
-    if found and not whole:
+    if found and not whole and run is not None and run.latest() is None:
         raise UsageError(
             f"{found[-1][1]} is a checkpoint of transformers without {PROGRESS}: its save did not finish",
             remedy="remove it, and train again; or pass another output_dir",
