@@ -121,8 +121,8 @@ class EpochRandom:
         is_stream = isinstance(loader.dataset, IterableDataset)
         if loaded and loader.num_workers and (reused or (skipped and not is_stream)):
             logger.warning(
-                "the loader has %d worker processes: their random numbers, and those that a sampler draws one "
-                "by one, differ from the interrupted run's%s",
+                "the loader has %d worker processes: their random numbers differ from those of the "
+                "interrupted run%s, and so do numbers that a sampler draws one by one",
                 loader.num_workers,
                 "" if loader.persistent_workers else " until the next epoch",
             )
