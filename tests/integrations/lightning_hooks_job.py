@@ -55,6 +55,12 @@ def net(**given: Any) -> Any:
     return Net(**given)
 
 
+def loader_of(*, shuffle: bool = False) -> DataLoader[Any]:
+    """Return a loader of four batches."""
+    rows: Any = ROWS
+    return DataLoader(rows, batch_size=4, shuffle=shuffle)
+
+
 def trainer_of(callbacks: list[Any], strategy: str = "auto", **limits: Any) -> Any:
     """Return a trainer for the processes that are already there."""
     size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
@@ -96,7 +102,7 @@ def train(
 
     module = net(sharded=strategy == "sharded") if module is None else module
     trainer = trainer_of([*callbacks, Stop(), checkpoint], strategy, **limits)
-    loader = DataLoader(ROWS, batch_size=4) if loader is None else loader
+    loader = loader_of() if loader is None else loader
     trainer.fit(module, loader, ckpt_path=path)
     tensors = {name: value.detach().clone() for name, value in module.state_dict().items()}
     for number, callback in enumerate(callbacks):

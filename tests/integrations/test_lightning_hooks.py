@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 import reknit
 from reknit.frameworks.same_value import same_value
@@ -68,7 +67,7 @@ def resumed(
         )
         checkpoint = ReknitCheckpoint(root, save_top_k=-1, **saves)
         torch.manual_seed(5 if stop is not None or "whole" in root else 9)
-        loader = DataLoader(jobs.ROWS, batch_size=4, shuffle=strategy == "auto")
+        loader = jobs.loader_of(shuffle=strategy == "auto")
         return jobs.train(
             checkpoint, callbacks_of(kind), module=module, strategy=strategy, loader=loader, stop=stop,
             max_epochs=4, max_steps=-1 if stop is None and every == "epochs" else 16,
@@ -203,7 +202,7 @@ def evaluated(root: str) -> tuple[bool, bool, bool]:
     }
     module, plain = jobs.net(), jobs.net()
     trainer = jobs.trainer_of([*callbacks_of("ema"), ReknitCheckpoint(root)])
-    trainer.test(module, DataLoader(jobs.ROWS, batch_size=4), ckpt_path="best", verbose=False)
+    trainer.test(module, jobs.loader_of(), ckpt_path="best", verbose=False)
     reknit.load(f"{root}/step_00000008", {"model": plain})
     fresh = jobs.net().state_dict()
     return (

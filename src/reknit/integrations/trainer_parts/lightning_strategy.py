@@ -135,12 +135,11 @@ class ReknitStrategy:
         """Return the state of an optimizer; a save of reknit reads it itself, and only hooks want it."""
         if self._save is not None and self._shown is None:
             return {}
-        if self._shown is None:
-            return self.original.optimizer_state(optimizer)
-        gathers = self.restore_checkpoint_after_setup
-        return self._shown.optimizer(
+        gathers = self.restore_checkpoint_after_setup and self._shown is not None
+        states: dict[str, Any] = (
             optimizer.state_dict() if gathers else self.original.optimizer_state(optimizer)
         )
+        return states if self._shown is None else self._shown.optimizer(states)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save the live objects, and the rest of a checkpoint as rank 0 has it."""
