@@ -1,4 +1,4 @@
-"""The remedy of an error does what it says: each case causes an error, and follows its words."""
+"""Remedies of errors: a case causes an error, and then follows the remedy."""
 
 from __future__ import annotations
 
