@@ -19,6 +19,7 @@ from reknit.storage.local.store import LocalStorage
 from reknit.testing.world import run_ranks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from reknit.comm.group import Group
@@ -98,7 +99,7 @@ assert len(value) == len(large_value(sys.argv[2], int(sys.argv[3]) << 20))
 
 def large_value(kind: str, nbytes: int) -> object:
     """Return a value of a kind whose file has so many bytes."""
-    makers = {"bytes": bytes, "bytearray": bytearray, "text": "a".__mul__}
+    makers: dict[str, Callable[[int], object]] = {"bytes": bytes, "bytearray": bytearray, "text": "a".__mul__}
     if kind == "list":
         return [bytes(1 << 16)] * (nbytes >> 16)
     return makers[kind](nbytes)

@@ -38,10 +38,10 @@ class Maker(NamedTuple):
     why: str | None = None
 
 
-def closed(model: nn.Module, optimizer: Any, loss: Callable[[], torch.Tensor]) -> None:
+def closed(model: nn.Module, optimizer: Any, loss: Callable[[], Any]) -> None:
     """Take a step with a closure."""
 
-    def closure() -> torch.Tensor:
+    def closure() -> Any:
         optimizer.zero_grad()
         found = loss()
         found.backward()
@@ -50,10 +50,10 @@ def closed(model: nn.Module, optimizer: Any, loss: Callable[[], torch.Tensor]) -
     optimizer.step(closure)
 
 
-def reclosed(model: nn.Module, optimizer: Any, loss: Callable[[], torch.Tensor]) -> None:
+def reclosed(model: nn.Module, optimizer: Any, loss: Callable[[], Any]) -> None:
     """Take a step after a backward pass, with a closure for the second."""
 
-    def closure() -> torch.Tensor:
+    def closure() -> Any:
         found = loss()
         found.backward()
         return found
@@ -63,10 +63,10 @@ def reclosed(model: nn.Module, optimizer: Any, loss: Callable[[], torch.Tensor])
     optimizer.zero_grad()
 
 
-def graded(model: nn.Module, optimizer: Any, loss: Callable[[], torch.Tensor]) -> None:
+def graded(model: nn.Module, optimizer: Any, loss: Callable[[], Any]) -> None:
     """Take a step with a closure, which computes gradients though the optimizer disables them."""
 
-    def closure() -> torch.Tensor:
+    def closure() -> Any:
         with torch.enable_grad():
             optimizer.zero_grad()
             found = loss()
@@ -76,16 +76,17 @@ def graded(model: nn.Module, optimizer: Any, loss: Callable[[], torch.Tensor]) -
     optimizer.step(closure)
 
 
-def sparse(model: nn.Module, optimizer: Any, loss: Callable[[], torch.Tensor]) -> None:
+def sparse(model: nn.Module, optimizer: Any, loss: Callable[[], Any]) -> None:
     """Take a step with sparse gradients."""
     optimizer.zero_grad()
     loss().backward()
     for parameter in model.parameters():
+        assert parameter.grad is not None
         parameter.grad = parameter.grad.to_sparse()
     optimizer.step()
 
 
-def graphed(model: nn.Module, optimizer: Any, loss: Callable[[], torch.Tensor]) -> None:
+def graphed(model: nn.Module, optimizer: Any, loss: Callable[[], Any]) -> None:
     """Take a step that needs the graph of the gradients."""
     optimizer.zero_grad()
     with warnings.catch_warnings():
@@ -94,7 +95,7 @@ def graphed(model: nn.Module, optimizer: Any, loss: Callable[[], torch.Tensor]) 
     optimizer.step()
 
 
-def fused(model: nn.Module, optimizer: Any, loss: Callable[[], torch.Tensor]) -> None:
+def fused(model: nn.Module, optimizer: Any, loss: Callable[[], Any]) -> None:
     """Step while the gradients are computed."""
     optimizer.fused_backward(loss(), LR)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     Make = Callable[[nn.Module], Any]
-    Step = Callable[[nn.Module, Any, Callable[[], torch.Tensor]], None]
+    Step = Callable[[nn.Module, Any, Callable[[], Any]], None]
 
 BEFORE, AFTER = 3, 4
 """Steps before the save, and after it."""
@@ -50,13 +50,13 @@ def train(model: nn.Module, optimizer: Any, step: Step, first: int, count: int) 
     for number in range(first, first + count):
         batch = torch.randn(4, 16, generator=torch.Generator().manual_seed(1000 + number))
 
-        def loss(batch: torch.Tensor = batch) -> torch.Tensor:
+        def loss(batch: torch.Tensor = batch) -> Any:
             return model(batch).square().mean()
 
         step(model, optimizer, loss)
 
 
-def usual(model: nn.Module, optimizer: Any, loss: Callable[[], torch.Tensor]) -> None:
+def usual(model: nn.Module, optimizer: Any, loss: Callable[[], Any]) -> None:
     """Take a step as most training loops do."""
     optimizer.zero_grad()
     loss().backward()

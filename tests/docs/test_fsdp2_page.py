@@ -105,4 +105,6 @@ def test_the_script_goes_on_with_2_then_1_then_4_ranks_as_if_it_had_never_stoppe
         torch.nn.Linear(64, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 1)
     ).double()
     for name in ("model", "ema"):
-        reknit.load(reknit.latest(stopped / "checkpoints"), {name: evaluated})
+        newest = reknit.latest(stopped / "checkpoints")
+        assert newest is not None
+        reknit.load(newest, {name: evaluated})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -43,12 +44,12 @@ def test_an_optimizer_of_a_package_goes_on_bit_for_bit(module: str, name: str) -
 
 def _flattened(first: int, checkpoint: Checkpoint | None, world: int) -> Any:
     """Train a model under FSDP1 with 8-bit states: from a checkpoint, or to make one."""
-    from bitsandbytes.optim import AdamW8bit
+    bnb: Any = importlib.import_module("bitsandbytes")
 
     torch.manual_seed(first)
     net = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 8))
     model: Any = FSDP(net, device_id=torch.device("cpu"), use_orig_params=True)
-    optimizer = AdamW8bit(model.parameters(), lr=0.01, min_8bit_size=16)
+    optimizer = bnb.optim.AdamW8bit(model.parameters(), lr=0.01, min_8bit_size=16)
     state = {"m": model, "o": optimizer}
     if checkpoint is not None:
         want = wanted(state, checkpoint.catalog(), dist.get_rank(), world)

@@ -107,7 +107,7 @@ def _load(
     load_optimizer_states: bool,
     load_lr_scheduler_states: bool,
     load_module_only: bool,
-    strict: bool,
+    strict: bool | Sequence[str],
     options: LoadOptions | None,
     group: Any = None,
 ) -> tuple[LoadReport, dict[str, Any]]:

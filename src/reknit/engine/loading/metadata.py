@@ -130,7 +130,7 @@ def _part(
         manifest=encode_manifest(structs.replace(manifest if whole_manifest else part, other=None)),
         tensors=[(e.item, e.fqn, e.spec.dtype, e.spec.shape) for e in index.tensors],
         files=_columns(manifest, frozenset(index.files)),
-        blobs={path: data for path, data in contents.blobs.items() if path in named},
+        blobs={path: bytes(data) for path, data in contents.blobs.items() if path in named},
         own=contents.own,
         other=manifest.other,
     )
