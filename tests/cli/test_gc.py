@@ -346,6 +346,23 @@ def test_other_ages_are_refused(text: str, command: Command, tmp_path: Path) -> 
     assert command("gc", tmp_path, f"--older-than={text}").code == 2
 
 
+@pytest.mark.parametrize("ahead_s", [7200.0, -7200.0])
+def test_a_wrong_clock_of_this_host_makes_no_file_older(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float
+) -> None:
+    for name, old_s in (("a", 0.0), ("b", 5000.0)):
+        left = tmp_path / f"{name}/model/00000.0123abcd.safetensors"
+        left.parent.mkdir(parents=True)
+        left.write_bytes(b"left")
+        at = left.stat().st_mtime - old_s
+        os.utime(left, (at, at))
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + ahead_s)
+    found = command("gc", tmp_path, "--older-than=1h", "--json").json["leftovers"]
+    assert [(row["name"], bool(row["kept"])) for row in found] == [("a", True), ("b", False)]
+    assert found[0]["age_s"] < 60 < 4990 < found[1]["age_s"] < 5060
+
+
 def test_old_is_what_was_not_changed_for_so_long(command: Command, tmp_path: Path) -> None:
     left = tmp_path / "a/model/00000.0123abcd.safetensors"
     left.parent.mkdir(parents=True)

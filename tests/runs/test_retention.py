@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -236,6 +237,22 @@ def test_a_removal_that_was_cut_short_is_finished_later(root: Path) -> None:
         os.utime(file, (0, 0))
     assert pruned(root, latest(9)) == []
     assert left(root) == [f"step_{n:08d}" for n in (2, 3, 4)]
+
+
+@pytest.mark.parametrize("ahead_s", [7200.0, -7200.0])
+def test_ages_are_those_on_the_clock_of_the_store(
+    root: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float
+) -> None:
+    for step in (1, 2):
+        (root / f"step_{step:08d}" / "manifest.json").unlink()
+    for file in (root / "step_00000002").rglob("*.*"):
+        at = file.stat().st_mtime - 5000.0
+        os.utime(file, (at, at))
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + ahead_s)
+    assert pruned(root, latest(9)) == []
+    assert left(root) == [f"step_{n:08d}" for n in (1, 3, 4)], "step 1 may be a save under way"
+    assert not list(root.glob(".*.tmp"))
 
 
 def test_what_a_save_under_way_has_written_stays(root: Path) -> None:

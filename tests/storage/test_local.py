@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -817,7 +818,12 @@ def test_what_the_user_may_not_do_is_a_permission_error() -> None:
     assert done.stdout.splitlines() == [f"{i} StoragePermissionError" for i in range(10)] + ["b'1'"]
 
 
-def test_temporary_files_that_a_killed_writer_left_are_removed_by_a_later_put(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ahead_s", [0.0, 7200.0, -7200.0])
+def test_temporary_files_that_a_killed_writer_left_are_removed_by_a_later_put(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float
+) -> None:
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + ahead_s)
     stale, young = tmp_path / f".{'a' * 32}.tmp", tmp_path / f".{'b' * 32}.tmp"
     others = {tmp_path / name for name in (".session.tmp", ".manifest.json.lock.tmp.tmp", f".{'a' * 31}.tmp")}
     for path in (stale, young, *others):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -94,6 +95,20 @@ def test_of_many_who_use_the_lock_one_is_first(tiny: TinyS3) -> None:
             )
         )
     assert tiny.files.keys() == {"bucket/run/x"}
+
+
+@pytest.mark.parametrize("tiny", ["ignored"], indirect=True)
+@pytest.mark.filterwarnings("ignore:.*lock object")
+def test_a_lock_is_no_older_because_the_clock_of_its_holder_is_behind(
+    tiny: TinyS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("reknit.storage.object.conditions._LOCK_WAIT_S", 0.2)
+    store = opened(conditional="lock")
+    two_hours_ago = time.time() - 7200.0
+    tiny.files["bucket/run/.x.lock.tmp"] = f"other {two_hours_ago}".encode()
+    with pytest.raises(reknit.ReknitError, match="another process has held the lock"):
+        store.put("x", b"1", if_absent=True)
+    assert not [key for key in tiny.files if key.endswith(".tmp") and key != "bucket/run/.x.lock.tmp"]
 
 
 @pytest.mark.parametrize("tiny", ["ignored"], indirect=True)

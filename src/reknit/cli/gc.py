@@ -12,7 +12,6 @@ from reknit.cli.output import print_json, print_table, printable, time_text
 from reknit.engine.record.other_formats import elsewhere
 from reknit.engine.stored.leftovers import Leftover, leftovers, remove
 from reknit.errors import StorageError, StorageNotFoundError, UsageError
-from reknit.monitor.phase import now
 from reknit.monitor.progress_text import amount
 from reknit.storage.local.sweep import sweepable
 from reknit.storage.registry import open_storage
@@ -68,8 +67,8 @@ def run(args: argparse.Namespace) -> int:
                 "checkpoint whose manifest is on another host; delete files there by hand, or let a later "
                 "save to the same path do it",
             )
-        moment = now()
-        # A store's clock may be ahead, and "0" means all.
+        moment = sweep.moment()
+        # "0" means all, also a file that is written at this moment.
         before = moment - args.older_than if args.older_than else math.inf
         found = leftovers(storage, _something(storage, sweep.dated()), before)
         rows = [_row(storage, each, moment) for each in found]

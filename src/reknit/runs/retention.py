@@ -216,8 +216,9 @@ class Retention:
     def _sweep_folder(self, name: str, folder: Storage) -> None:
         here, all_over = sweepable(folder), sweepable(self._root)
         if here is not None and all_over is not None:
+            moment = all_over.moment()  # before the look, so that no file seems older than it is
             held = [each._replace(path=f"{name}/{each.path}") for each in here.dated()]
-            for left in leftovers(self._root, held, now() - _LEFT_S):
+            for left in leftovers(self._root, held, moment - _LEFT_S):
                 if left.kept is None:
                     remove(self._root, all_over, left, open_storage)
 

@@ -208,5 +208,11 @@ class Sweepable(Protocol):
     def dated(self) -> Iterator[Dated]:
         """Yield all files below the root, in any order; files that come or go meanwhile may be missed."""
 
+    def moment(self) -> float:
+        """Return the present time by the store's clock, with which the dates of its files are compared.
+
+        It is the date of a file that was just written; that of this host if this user cannot write.
+        """
+
     def discard(self, found: Dated) -> None:
         """Remove a temporary file, or the parts of an upload; a missing file is not an error."""

@@ -8,7 +8,12 @@ from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from reknit.errors import StorageError, StorageNotFoundError, StorageUnavailableError
+from reknit.errors import (
+    StorageError,
+    StorageNotFoundError,
+    StoragePermissionError,
+    StorageUnavailableError,
+)
 from reknit.monitor.phase import now
 from reknit.storage.base import Dated, Listed, Reading
 from reknit.storage.errors import ExistingError, existing, missing
@@ -202,6 +207,18 @@ class HdfsStorage:
         """Yield the files below the root, also sub-files; files under way have the date of their creation."""
         return self._walk(self.place.folder)
 
+    def moment(self) -> float:
+        """Return the present time by the clock of the NameNode, of this host without the right to write."""
+        temporary = f"{self.place.folder}/.{uuid.uuid4().hex}.tmp"
+        try:
+            self.placement.write(temporary, [])
+            written: float = self.client.stat(temporary).modification_time / 1000
+        except StoragePermissionError:
+            return now()
+        finally:
+            self.client.discard(temporary)
+        return written
+
     def discard(self, found: Dated) -> None:
         """Remove a sub-file and the folders that become empty, but never the root."""
         full = f"{self.place.folder}/{encoded(found.path)}"
@@ -255,12 +272,14 @@ class HdfsStorage:
             return
         if folder:
             self.client.make_folder(folder)
-        names = set()
-        for entry in self.client.entries(folder):
+        names, entries = set(), list(self.client.entries(folder))
+        # The newest date there is by the clock of the NameNode, which may differ from that of this host.
+        newest = max((entry.modification_time for entry in entries), default=0)
+        for entry in entries:
             name = entry.path.rpartition("/")[2]
             if not is_temporary(name):
                 names.add(name)
-            elif not entry.isdir and now() - entry.modification_time / 1000 > _STALE_S:
+            elif not entry.isdir and (newest - entry.modification_time) / 1000 > _STALE_S:
                 self.client.discard(f"{folder}/{name}")
         self._names.set_names(folder, names)
 

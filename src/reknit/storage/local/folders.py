@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import uuid
 from contextlib import suppress
 
 from reknit.monitor.phase import now
@@ -133,13 +134,35 @@ def _unsynced(error: OSError, folder: str) -> OSError:
     return FaultError(number, fault, folder, f"{remedy}; or SaveOptions(durability='process') syncs nothing")
 
 
-def sweep(folder: str) -> None:
-    """Remove temporary files that killed processes left behind; young files may be in use."""
+def sweep(folder: str, written: str) -> None:
+    """Remove temporary files that killed processes left behind; young files may be in use.
+
+    Their age is that at the date of `written`, a file that was just written: the clock of a file server may
+    differ from that of this host.
+    """
     # Best effort: such a file is never listed or read, it only takes room and keeps its folder from going.
     with suppress(OSError):
-        for path in (os.path.join(folder, name) for name in os.listdir(folder) if is_own_temporary(name)):
-            if now() - os.lstat(path).st_mtime > STALE_S:
+        paths = [os.path.join(folder, name) for name in os.listdir(folder) if is_own_temporary(name)]
+        moment = os.lstat(written).st_mtime if paths else 0.0
+        for path in paths:
+            if moment - os.lstat(path).st_mtime > STALE_S:
                 os.unlink(path)
+
+
+def moment_of(folder: str) -> float:
+    """Return the present time by the clock of a file system, that of this host if no file can be made."""
+    path = os.path.join(folder, f".{uuid.uuid4().hex}.tmp")
+    try:
+        with open(path, "xb") as file:
+            file.write(b"\0")
+            file.flush()
+            os.fsync(file.fileno())  # a network file system has set the date then
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return now()
+    finally:
+        with suppress(OSError):
+            os.unlink(path)
 
 
 def prune(root: str, path: str) -> None:

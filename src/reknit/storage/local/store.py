@@ -130,7 +130,8 @@ class LocalStorage:
                     self._folders.prune(self._root, path)
             if placed and data:  # an empty file is a mark of living processes, which end with the power
                 self._folders.sync(folder)
-        sweep(folder)
+        if placed:
+            sweep(folder, full)
         return placed
 
     def commit(self, path: str, data: bytes, *, pending: str, if_absent: bool) -> bool:

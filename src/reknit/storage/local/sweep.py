@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from reknit.storage.base import Dated, Sweepable
-from reknit.storage.local.folders import prune
+from reknit.storage.local.folders import moment_of, prune
 from reknit.storage.local.memory import MemoryStorage
 from reknit.storage.local.nofollow import unlink_below
 from reknit.storage.local.os_errors import translated
@@ -53,6 +53,10 @@ class SweptFolder:
     def dated(self) -> Iterator[Dated]:
         """Yield every file, and skip folders that are closed to this user with a warning."""
         yield from self._walk(self._root, "")
+
+    def moment(self) -> float:
+        """Return the present time by the clock of the file system."""
+        return moment_of(self._root)
 
     def discard(self, found: Dated) -> None:
         """Remove a temporary file, and the folders that become empty, but never the root."""

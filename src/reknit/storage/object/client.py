@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, get_args
 
+import obstore
 from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, S3Store
 
@@ -144,3 +146,14 @@ def connect(place: Bucket, options: ObjectOptions, *, uploading: bool = False) -
             f"cannot connect to {place.url}: {plain(error)}",
             remedy="set the environment variables that the documentation of this store lists",
         ) from error
+
+
+def moment_of(client: Client, prefix: str) -> float:
+    """Return the present time by the clock of a bucket: the date of an object that is written for it."""
+    key = f"{prefix}.{uuid.uuid4().hex}.tmp"
+    obstore.put(client, key, b"")
+    try:
+        written: float = obstore.head(client, key)["last_modified"].timestamp()
+        return written
+    finally:
+        obstore.delete(client, key)

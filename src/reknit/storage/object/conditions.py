@@ -14,6 +14,7 @@ from obstore import exceptions
 
 from reknit.errors import DeadlineError, StorageError
 from reknit.monitor.phase import Deadline, now
+from reknit.storage.object.client import moment_of
 from reknit.storage.object.errors import as_ours, gave_whole, plain, translated
 from reknit.system import dice
 
@@ -205,11 +206,11 @@ class Conditions:
         lock = f"{folder}/.{name}.lock.tmp" if folder else f".{name}.lock.tmp"
         mine, deadline = uuid.uuid4().hex, Deadline(_LOCK_WAIT_S)
         while True:
-            if self._holder(lock, url) is None:
+            if self._holder(lock, url, mine) is None:
                 with translated("lock", url):
                     obstore.put(self._client, lock, f"{mine} {now()}".encode())
                 time.sleep(self.settle_s)
-                if self._holder(lock, url) == mine:
+                if self._holder(lock, url, mine) == mine:
                     break
             if deadline.remaining() <= 0:
                 raise DeadlineError(
@@ -224,14 +225,19 @@ class Conditions:
             with translated("unlock", url), suppress(FileNotFoundError):
                 obstore.delete(self._client, lock)
 
-    def _holder(self, lock: str, url: str) -> str | None:
+    def _holder(self, lock: str, url: str, mine: str) -> str | None:
         """Return the holder of a lock; a holder whose process must have died does not count."""
         with translated("lock", url):
             try:
-                mine, since = bytes(obstore.get(self._client, lock).bytes()).decode().split()
+                found = obstore.get(self._client, lock)
+                holder = bytes(found.bytes()).decode().split()[0]
             except FileNotFoundError:
                 return None
-            return mine if now() - float(since) < _LOCK_STALE_S else None
+            if holder == mine:
+                return mine
+            # Clocks of hosts may differ: the bucket's own shows the age of the lock.
+            age_s = moment_of(self._client, self._prefix) - found.meta["last_modified"].timestamp()
+            return holder if age_s < _LOCK_STALE_S else None
 
 
 def new_nonce() -> dict[str, str]:

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import obstore
 
-from reknit.errors import MissingExtraError, StorageError
+from reknit.errors import MissingExtraError, StorageError, StoragePermissionError
+from reknit.monitor.phase import now
 from reknit.storage.base import Dated
+from reknit.storage.object.client import moment_of
 from reknit.storage.object.errors import as_ours, translated
 from reknit.storage.paths import kind_of
 
@@ -58,6 +60,15 @@ def objects(client: Client, place: Bucket, folder: str, url: str) -> Iterator[Da
                 path = found["path"][len(place.prefix) :]
                 if (kind := kind_of(path)) is not None:
                     yield Dated(kind, path, found["size"], found["last_modified"].timestamp())
+
+
+def moment(client: Client, place: Bucket) -> float:
+    """Return the present time by the clock of a bucket, that of this host without the right to write."""
+    try:
+        with translated("write", place.url):
+            return moment_of(client, place.prefix)
+    except StoragePermissionError:
+        return now()
 
 
 def discard(client: Client, place: Bucket, options: ObjectOptions, found: Dated) -> None:

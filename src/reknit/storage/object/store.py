@@ -257,6 +257,10 @@ class ObjectStorage:
         """Yield all objects, also temporary objects, and on S3 unfinished uploads."""
         return incomplete_uploads.dated(self._client, self.place, self.options)
 
+    def moment(self) -> float:
+        """Return the present time by the clock of the bucket."""
+        return incomplete_uploads.moment(self._client, self.place)
+
     def discard(self, found: Dated) -> None:
         """Remove a temporary object, or abort an upload."""
         incomplete_uploads.discard(self._client, self.place, self.options, found)
