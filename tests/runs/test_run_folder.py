@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
+import subprocess
+import sys
 import uuid
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -411,3 +415,34 @@ def test_what_an_earlier_checkpointer_of_this_process_left_to_agents_is_promoted
             run.save(step, state(step))
     assert reknit.close(30)
     assert (steps(hot), steps(cold)) == ([1, 2], [1, 2])
+
+
+def test_a_run_that_takes_a_folder_over_says_from_whom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    ended.wait()
+    here = socket.gethostname()
+    for host, pid, level in (
+        ("elsewhere", 7, logging.WARNING),
+        (here, 1, logging.WARNING),
+        (here, ended.pid, 20),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr("reknit.engine.record.run_record.socket.gethostname", lambda host=host: host)
+            patch.setattr("reknit.engine.record.run_record.os.getpid", lambda pid=pid: pid)
+            with Checkpointer(tmp_path, wait=True) as old:
+                old.resume(state())
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "reknit"), Checkpointer(tmp_path, wait=True) as new:
+            new.resume(state())
+        (line,) = [each for each in caplog.records if "this run takes" in each.message]
+        assert line.levelno == level
+        assert f"this run takes {tmp_path} over" in line.message
+        assert f"process {pid} of {host}, at 20" in line.message
+        with Checkpointer(tmp_path, wait=True) as again, caplog.at_level(logging.INFO, "reknit"):
+            caplog.clear()
+            again.resume(state())
+        assert "this run takes" not in caplog.text, "one process may begin a run twice"
+    with pytest.raises(FencedError, match=rf"process {os.getpid()} of {here}, at 20.* UTC"):
+        old.save(9, state())

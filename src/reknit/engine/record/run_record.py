@@ -19,6 +19,7 @@ import socket
 import time
 import uuid
 from contextlib import closing, suppress
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING, NamedTuple
 
 from reknit.engine.record.line import Branch, Line
@@ -119,6 +120,8 @@ def open_run(
         others = [each for each in _recorded(root) if each != mine and each not in older]
         if not any(_generation(each) >= generation for each in others):
             for each in older:
+                if _identity(each) != identity:
+                    _say_taken(root, each)
                 with suppress(StorageError):  # its generation is lower, and says nothing any more
                     root.delete(each)
             return mine
@@ -182,10 +185,57 @@ def _share(root: Storage) -> None:
             os.chmod(os.path.join(root.url, paths.RUN_FOLDER), os.stat(root.url).st_mode & 0o7777)
 
 
-def _who(root: Storage, record: str) -> str:
-    """Return the process that opened a run, for messages."""
+class _Owner(NamedTuple):
+    """The process that opened a run, as its record has it."""
+
+    host: str
+    pid: int
+    opened: float
+
+    def __str__(self) -> str:
+        at = datetime.fromtimestamp(self.opened, timezone.utc)
+        return f"process {self.pid} of {self.host}, at {at:%Y-%m-%d %H:%M:%S} UTC"
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether this host shows that the process has ended; of other hosts nothing is known."""
+        if self.host != socket.gethostname():
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:  # of another user, or no number of a process
+            return False
+        return False
+
+
+def _owner(root: Storage, record: str) -> _Owner | None:
+    """Return the process that opened a run, None if its record cannot be read."""
     try:
         about = json.loads(root.get(record, limit=_MOST_NBYTES))
-        return f", process {int(about['pid'])} of {str(about['host'])[:64]}"
-    except (StorageError, FormatError, ValueError, KeyError, TypeError):
-        return ""
+        found = _Owner(str(about["host"])[:64], int(about["pid"]), float(about["opened"]))
+        str(found)  # a date may be out of range
+    except (StorageError, FormatError, ValueError, KeyError, TypeError, OverflowError, OSError):
+        return None
+    return found
+
+
+def _who(root: Storage, record: str) -> str:
+    """Return the process that opened a run, for messages."""
+    owner = _owner(root, record)
+    return "" if owner is None else f", {owner}"
+
+
+def _say_taken(root: Storage, record: str) -> None:
+    """Log that this run takes a folder from another; a warning unless that is known to have ended."""
+    owner = _owner(root, record)
+    if owner is None or (owner.pid == os.getpid() and owner.host == socket.gethostname()):
+        return  # a run that this process has begun before
+    logger.log(
+        logging.INFO if owner.is_dead else logging.WARNING,
+        "this run takes %s over from the run that opened it in %s; if that still trains, its saves there "
+        "fail from now on (FencedError)",
+        root.url,
+        owner,
+    )
