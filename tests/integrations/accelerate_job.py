@@ -92,7 +92,9 @@ class Job:
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
         data = Stream() if loader == "stream" else Numbers()
         if loader in ("drawing", "persistent"):
-            workers = {"num_workers": 1, "persistent_workers": True} if loader == "persistent" else {}
+            workers: dict[str, Any] = (
+                {"num_workers": 1, "persistent_workers": True} if loader == "persistent" else {}
+            )
             data = Noisy() if loader == "drawing" else Numbers()
             # Workers read ahead, so that numbers that are drawn one by one come at other moments.
             sampler = Drawing() if loader == "drawing" else Drawing(0)

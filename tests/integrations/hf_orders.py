@@ -127,7 +127,9 @@ def trainer(folder: str, kind: str, stop: int = 0, batch: int = 2) -> tuple[Any,
     seen: list[Any] = []
 
     class Recorded(ReknitTrainer):
-        def compute_loss(self, model: Any, inputs: Any, **others: Any) -> Any:
+        def compute_loss(  # type: ignore[override]
+            self, model: Any, inputs: Any, **others: Any
+        ) -> Any:
             seen.append((inputs["idx"].tolist(), inputs["x"].sum().item()))
             return super().compute_loss(model, inputs, **others)
 
@@ -150,7 +152,7 @@ def trainer(folder: str, kind: str, stop: int = 0, batch: int = 2) -> tuple[Any,
     made = Recorded(
         model=Tiny(), args=args, train_dataset=data, data_collator=collated, checkpoints={"wait": True}
     )
-    made.log = lambda *_, **__: None
+    made.log = lambda *_, **__: None  # type: ignore[method-assign]
     return made, seen
 
 

@@ -149,7 +149,7 @@ class ReknitTrainerMixin(_AnyTrainer):  # type: ignore[misc]
         """
         run, root = self._reknit_open, self._reknit_root
         saves = self._reknit_decides or self.args.save_strategy != "no"
-        native = (0, os.fspath(where)) if trainer_objects.is_native(where) else None
+        native: tuple[int, str] | None = (0, os.fspath(where)) if trainer_objects.is_native(where) else None
         if native is None and (where is True or (where is None and saves)):
             alone = run if where is True else None
             native = self._reknit_ask("find", partial(trainer_objects.newest_native, folder, alone))

@@ -136,9 +136,10 @@ class EpochRandom:
 def _begun(loader: Any, skipped: int, again: _Again, *, picks: bool) -> Iterator[Any]:
     """Return the batches of an epoch after the first ones, which a sampler that `picks` does not read."""
     if not skipped and not again.reused:
-        return iter(loader)
+        whole: Iterator[Any] = iter(loader)
+        return whole
     if not picks:
-        batches = iter(loader)
+        batches: Iterator[Any] = iter(loader)
         if again.reused and again.start is not None:
             _put(loader, again.start)
         return batches
@@ -148,12 +149,13 @@ def _begun(loader: Any, skipped: int, again: _Again, *, picks: bool) -> Iterator
         held = vars(loader)
         own, held[name] = held[name], rest
         try:
-            return iter(loader)
+            begun: Iterator[Any] = iter(loader)
         finally:
             held[name] = own
-    given = {each: getattr(loader, each) for each in _ARGUMENTS if hasattr(loader, each)}
-    batch_size = {} if name == "batch_sampler" else {"batch_size": None}
-    return iter(DataLoader(loader.dataset, **{name: rest}, **batch_size, **given))
+        return begun
+    given: dict[str, Any] = {each: getattr(loader, each) for each in _ARGUMENTS if hasattr(loader, each)}
+    given |= {name: rest} if name == "batch_sampler" else {name: rest, "batch_size": None}
+    return iter(DataLoader(loader.dataset, **given))
 
 
 class _Remaining:

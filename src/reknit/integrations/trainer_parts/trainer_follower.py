@@ -8,7 +8,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 
-class TrainerFollower(TrainerCallback):  # type: ignore[misc]
+class TrainerFollower(TrainerCallback):
     """Follows a training for its trainer."""
 
     def __init__(self, trainer: Any) -> None:

@@ -23,7 +23,8 @@ class TrainerLoader:
     """The loader of one training: one that Accelerate has prepared, or a plain one of torch."""
 
     def __init__(self, loader: Any, accelerator: Any) -> None:
-        self._loader, self._position = loader, None
+        self._loader = loader
+        self._position: Any = None
         if hasattr(loader, "base_dataloader"):
             loader.base_dataloader = counted = CountedLoader(
                 loader, accelerator.num_processes, split_batches=accelerator.split_batches, ordered=False
