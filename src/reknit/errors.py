@@ -286,8 +286,8 @@ _NO_MEMORY = frozenset({errno.ENOMEM, errno.ENOBUFS})
 _SAYS_FILES = "Too many open files"
 _SAYS_THREADS = ("start new thread", "launch worker thread", "Resource temporarily unavailable")
 _SAYS_END = ("interpreter shutdown", "after shutdown")
-_SAYS_MEMORY = ("out of memory", "not enough memory", "allocate memory", "bad_alloc", "failed to map segment")
-_SAYS_MEMORY += ("without exception set", "without setting an exception")  # a `SystemError` of code in C
+_SAYS_LITTLE = ("out of memory", "not enough memory", "allocate memory", "bad_alloc", "failed to map segment")
+_SAYS_MEMORY = (*_SAYS_LITTLE, "without exception set", "without setting an exception")
 _SAYING = (MemoryError, OSError, RuntimeError, ImportError, SystemError)
 
 

@@ -95,7 +95,8 @@ def checked_call(target: _Target) -> _Target:
             _known.setdefault(called, method)
             setattr(target, member, _checked(method, called))
     if hasattr(target, "__dataclass_fields__"):
-        target.__repr__ = _without_secrets(target.__repr__)  # type: ignore[method-assign, assignment]
+        shows: Callable[[Any], str] = target.__dict__["__repr__"]
+        target.__repr__ = _without_secrets(shows)  # type: ignore[method-assign, assignment]
     return target
 
 

@@ -228,7 +228,7 @@ def _who(root: Storage, record: str) -> str:
 
 
 def _say_taken(root: Storage, record: str) -> None:
-    """Log that this run takes a folder from another; a warning unless that is known to have ended."""
+    """Log that this run takes a folder from another; a warning unless the process of that one is dead."""
     owner = _owner(root, record)
     if owner is None or (owner.pid == os.getpid() and owner.host == socket.gethostname()):
         return  # a run that this process has begun before
