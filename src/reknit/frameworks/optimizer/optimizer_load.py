@@ -13,7 +13,6 @@ from reknit.frameworks.numbers import is_number, like
 from reknit.frameworks.optimizer import (
     composite_states,
     memory_notes,
-    numbered_groups,
     packed_values,
     state_memory,
 )
@@ -51,7 +50,7 @@ class OptimizerLoad:
     sharded: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        numbered = numbered_groups.find(self.slots, self.place, self.loading)
+        numbered = optimizer_options.find_numbered(self.slots, self.place, self.loading)
         numbers = {} if numbered is None else numbered.numbers
         self.saved = SavedStates(self.place, self.loading, self.slots, numbers)
         self.noted = optimizer_options.want(self.slots, self.place, self.loading, numbered)
