@@ -31,6 +31,8 @@ IN_S3 = f"s3://bucket/run?endpoint=http://user:{SECRET}@127.0.0.1:9&retry_s=0"
         ),
         ("'http://u:8080@host'", "'http://u:***@host'"),
         ("http://u:a/b@host", "http://u:***@host"),
+        ("http://u:a@b@host/c", "http://u:***@host/c"),
+        ("http://u:a@host/b@c", "http://u:***@host/b@c"),
         ("https://x.blob/c?sv=1&sig=abc%3D&se=2", "https://x.blob/c?sv=1&sig=***&se=2"),
         ("tcp://host:1?token=abc", "tcp://host:1?token=***"),
         ("http://host/?user=u&password=p q", "http://host/?user=u&password=*** q"),

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _SECRETS = re.compile(
-    r"""(?i)(://[^\s/?#@:'"]*:)(?!\d*(?:[/?#'"\s]|$))[^\s@'"]*(?=@)|(https?://)[^\s/?#@:'"]+(?=@)"""
+    r"""(?i)(://[^\s/?#@:'"]*:)(?!\d*(?:[/?#'"\s]|$))[^\s@'"]*(?:@[^\s@/?#'"]*)*(?=@)|(https?://)[^\s/?#@:'"]+(?=@)"""
     r"""|([?&](?:[\w-]*(?:token|passw|secret|signature|credential|key)[\w-]*|sig)=)[^&\s'"]+"""
 )
 _MOST_COMPARED = 10_000

@@ -141,6 +141,25 @@ def test_what_is_no_engine_is_refused() -> None:
         integration.save(torch.nn.Linear(2, 2), "nowhere")
 
 
+@pytest.mark.parametrize("is_of_deepspeed", [True, False])
+def test_only_checkpoints_of_deepspeed_stop_a_script_that_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_of_deepspeed: bool
+) -> None:
+    monkeypatch.setattr(deepspeed_private, "is_engine", lambda _: True)
+    name = "global_step9/mp_rank_00_model_states.pt" if is_of_deepspeed else "base/model.pt"
+    (tmp_path / name).parent.mkdir()
+    torch.save({"weight": torch.zeros(2)}, tmp_path / name)
+    torch.save({"ids": torch.zeros(2)}, tmp_path / "dataset.pt")
+    engine = SimpleNamespace()
+    integration.take_over(engine)
+    if not is_of_deepspeed:
+        assert engine.load_checkpoint(str(tmp_path)) == (None, {})
+        return
+    with pytest.raises(UsageError, match="global_step9") as refused:
+        engine.load_checkpoint(str(tmp_path))
+    assert "before take_over" in str(refused.value.remedy)
+
+
 def test_items_do_not_take_the_names_of_the_engines_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepspeed_private, "is_engine", lambda _: True)
     with pytest.raises(UsageError, match="model"):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as real
 import pytest
 
@@ -196,6 +197,17 @@ def check_a_loop_like_that_of_maxtext(folder: str) -> None:
         restore_args={"params": ocp.checkpoint_utils.construct_restore_args(state["params"])},
     )
     assert params["params"]["w"].tolist() == [0, 1, 2, 3]
+
+
+def check_a_folder_with_steps_of_orbax_alone_is_refused(folder: str) -> None:
+    unrelated, used = Path(folder, "unrelated"), Path(folder, "used")
+    unrelated.mkdir(parents=True)
+    np.savez(unrelated / "vocabulary.npz", ids=np.arange(3))
+    with ocp.CheckpointManager(str(unrelated)) as manager:
+        assert manager.latest_step() is None
+    with real.CheckpointManager(used) as manager:
+        manager.save(7, args=real.args.StandardSave({"w": np.zeros(3)}))
+    raises(UsageError, "7 is a checkpoint of Orbax", lambda: ocp.CheckpointManager(str(used)))
 
 
 def check_wrong_calls_are_refused(folder: str) -> None:

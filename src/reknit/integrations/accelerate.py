@@ -8,6 +8,7 @@ number of processes.
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +18,9 @@ from reknit.api import loads, saves
 from reknit.errors import FormatError, MissingExtraError, StateError, UsageError
 from reknit.frameworks.stateful import Accessors, Kept
 from reknit.integrations.trainer_parts.private_hooks import private
+from reknit.options import CommOptions, SaveOptions
+from reknit.ranks import acting
+from reknit.runs.agreement import ask_root
 
 try:
     from accelerate.utils import DistributedType
@@ -37,7 +41,7 @@ if TYPE_CHECKING:
 
     from reknit.engine.call_reports import LoadReport
     from reknit.engine.outcome import PendingSave
-    from reknit.options import LoadOptions, SaveOptions
+    from reknit.options import LoadOptions
     from reknit.runs.checkpointer import Checkpointer
 
 _FILES = "hook_files"
@@ -137,8 +141,9 @@ def resume(
     load, and `Checkpointer.report` is its report.  A run without steps is refused with `UsageError` beside
     folders of `Accelerator.save_state`; ``start=0`` begins with step 0 beside them.
     """
-    if start is None and checkpointer.latest() is None:
-        _refuse_own(checkpointer.root)
+    if start is None:
+        group, refuse = acting(None, CommOptions()).group, partial(_refuse_own, checkpointer)
+        ask_root(group, "begin", SaveOptions().timeout_s, refuse)
     files = Kept()
     if _hooks(accelerator) and not checkpointer.resume({_FILES: files}, start=start):
         return checkpointer.resume(state(accelerator, items), start=start)
@@ -146,8 +151,14 @@ def resume(
     return checkpointer.resume(everything, start=start)
 
 
-def _refuse_own(root: str) -> None:
-    """Raise `UsageError` for a folder with those of `Accelerator.save_state`, also below ``checkpoints``."""
+def _refuse_own(checkpointer: Checkpointer) -> None:
+    """Raise `UsageError` for a run without steps, but with folders of `Accelerator.save_state`.
+
+    These may also be below ``checkpoints``.
+    """
+    if checkpointer.latest() is not None:
+        return
+    root = checkpointer.root
     for folder in (Path(root), Path(root, "checkpoints")):
         if found := [each.parent for each in folder.glob("*/random_states_0.pkl")]:
             newest = max(found, key=lambda each: each.stat().st_mtime)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from reknit import stored
 from reknit.api import loads, saves
+from reknit.engine.record.foreign_folders import run_of_others
 from reknit.engine.record.other_formats import newest_of_others
 from reknit.errors import MismatchError, UsageError
 from reknit.frameworks.deepspeed import deepspeed_private
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from reknit.engine.call_reports import LoadReport
     from reknit.engine.outcome import PendingSave
 
+_DEEPSPEED = "DeepSpeed"
 _OWN = ("model", "optimizer", "lr_scheduler", "engine", "client_state")
 
 
@@ -223,11 +225,14 @@ def _newest_here(root: str | PathLike[str]) -> str | None:
     if (found := stored.latest(root)) is not None:
         return found
     with closing(open_storage(root)) as storage:
-        other = newest_of_others(storage)
-    if other is not None:
-        name, kind = other
+        newest, run = newest_of_others(storage), run_of_others(storage)
+    # A script that begins may have files of other programs beside, such as the base model.
+    what = None if run is None or run.kind != _DEEPSPEED else run.what
+    if newest is not None and newest[1].kind == _DEEPSPEED:
+        what = f"{newest[1].what}, {newest[0]}"
+    if what is not None:
         raise UsageError(
-            f"there is no checkpoint of reknit below {location_text(root)}, but {name} is {kind.what}",
+            f"there is no checkpoint of reknit below {location_text(root)}, but {what}",
             remedy="call engine.load_checkpoint before take_over(engine), so that DeepSpeed loads it; to "
             "begin anew, leave engine.load_checkpoint out",
             path=location_text(root),

@@ -161,7 +161,7 @@ class ReknitCheckpointManager(titan.BaseCheckpointManager):  # type: ignore[misc
         try:
             return self._steps.resume(state, start=0 if begins else None)
         except UsageError as error:
-            if (found := _own_steps(self.folder)) is None:
+            if self._steps.latest() is not None or (found := _own_steps(self.folder)) is None:
                 raise
             raise UsageError(
                 f"there is no step of reknit below {self.folder}, but {found} is one of torchtitan's own",

@@ -98,7 +98,7 @@ def refuse_orbax(root: str) -> None:
     """Raise `UsageError` for a folder without steps of reknit, but with those of Orbax itself."""
     with closing(open_storage(root)) as storage:
         found = None if numbered(storage) else newest_of_others(storage)
-    if found is not None:
+    if found is not None and found[1].kind == "Orbax":
         name, other = found
         raise UsageError(
             f"there is no step of reknit below {root}, but {name} is {other.what}",

@@ -9,11 +9,10 @@ from reknit.engine.record.foreign_folders import checkpoint_of_others, run_of_ot
 from reknit.engine.record.recognising import manifest_exists
 from reknit.engine.record.run_record import read_line
 from reknit.engine.stored.steps import numbered
-from reknit.errors import CheckpointExistsError, StorageError, UsageError
+from reknit.errors import CheckpointExistsError, ReknitError, StorageError, UsageError
 from reknit.storage.registry import open_storage
 
 if TYPE_CHECKING:
-    from reknit.errors import ReknitError
     from reknit.storage.base import Storage
 
 _SUFFIX = ".ckpt"
@@ -88,7 +87,9 @@ def _newest_file(root: str, files: Any) -> str | None:
         names = [str(name) for name in files.ls(root, detail=False) if str(name).endswith(_SUFFIX)]
     except OSError:
         return None
-    return max(names, key=files.modified, default=None)
+    newest = max(names, key=files.modified, default=None)
+    # The names of a remote file system lack the scheme, without which Lightning finds a local file.
+    return newest if newest is None or "://" not in root else str(files.unstrip_protocol(newest))
 
 
 def _others(storage: Storage) -> str | None:
@@ -115,6 +116,6 @@ def first_error(*checks: Any) -> ReknitError | None:
     for check in checks:
         try:
             check()
-        except (UsageError, CheckpointExistsError) as error:
+        except ReknitError as error:
             return error
     return None
