@@ -374,3 +374,36 @@ def test_a_browser_goes_on_to_the_newest_save_and_stays_at_a_chosen_one(
     assert tab.locator("#tip").text_content().startswith("rank 1 (dp 0, tp 1) on host0: 1 s")
     assert errors == []
     tab.close()
+
+
+def test_a_page_without_events_says_so_and_shows_the_first_save(tmp_path: Path, browser: Any) -> None:
+    dash = Dash(tmp_path)
+    try:
+        tab = browser.new_page()
+        tab.set_default_timeout(1000 * LIMIT_S)
+        tab.goto(dash.url)
+        tab.get_by_text("There are no events of saves or loads yet.").wait_for()
+        assert [place for place in ("steps", "history", "time") if tab.locator(f"#{place}").is_visible()] == []
+        write(tmp_path, 1)
+        tab.get_by_text("save run/1 (step 1): saved", exact=True).wait_for()
+        assert tab.locator("#steps").is_visible()
+        tab.close()
+    finally:
+        dash.end()
+
+
+def test_each_axis_has_room_for_its_longest_label(folder: Path, dash: Dash, browser: Any) -> None:
+    tab = browser.new_page()
+    tab.set_default_timeout(1000 * LIMIT_S)
+    tab.goto(dash.url)
+    tab.get_by_text("save run/1 (step 1): saved", exact=True).wait_for()
+    narrow = tab.evaluate(
+        """() => [...charts.values()].flatMap((made) => made.axes.filter((axis) => axis.side % 2 === 1)
+        .flatMap((axis) => {
+          made.ctx.font = axis.font[0];
+          return axis._values.filter(
+            (text) => made.ctx.measureText(text).width / devicePixelRatio + axis.ticks.size + axis.gap > axis._size);
+        }))"""
+    )
+    assert narrow == []
+    tab.close()

@@ -1,6 +1,6 @@
 "use strict";
 // What pages share: data, colours, texts, tables, and charts by uPlot.
-const GIB = 2 ** 30, FULL = 65535;
+const FULL = 65535;
 const $ = (id) => document.getElementById(id);
 // From dark to bright in lightness too, so that it can be read without colours.
 const STOPS = [[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]];
@@ -93,16 +93,26 @@ function swatch(fill) {
   return mark;
 }
 const charts = new Map();
+// The width of an upright axis, with room for its longest label; a later cycle of uPlot keeps it, so that these end.
+function room(u, labels, number, cycle) {
+  const axis = u.axes[number];
+  if (cycle > 1) return axis._size;
+  u.ctx.font = axis.font[0];
+  const widths = (labels ?? []).map((label) => u.ctx.measureText(label).width / devicePixelRatio);
+  return Math.ceil(axis.ticks.size + axis.gap + fontSize() / 2 + Math.max(fontSize() * 2, ...widths));
+}
 // Draw a chart in a place, instead of the one that is there; series and axes as uPlot has them.
 function chart(place, height, series, axes, data, more) {
   charts.get(place)?.destroy();
   const line = colour("line"), ink = colour("quiet"), font = `${fontSize()}px system-ui, sans-serif`;
   const styled = axes.map((axis) => ({
-    stroke: ink, font, labelFont: font, labelSize: fontSize() * 1.7, labelGap: 2, size: axis.side === 2 ? fontSize() * 2.4 : fontSize() * 4.6,
+    stroke: ink, font, labelFont: font, labelSize: fontSize() * 1.7, labelGap: 2, size: axis.side === 2 ? fontSize() * 2.4 : room,
     grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 }, ...axis,
   }));
+  // Half of the last label is right of the picture.
+  const padding = [null, axes.some((axis) => axis.side === 1) ? null : fontSize() * 3, null, null];
   const width = Math.max(200, place.clientWidth);
-  const made = new uPlot({ width, height, series, axes: styled, cursor: { y: false, drag: { x: true, y: false } }, ...more }, data, place);
+  const made = new uPlot({ width, height, padding, series, axes: styled, cursor: { y: false, drag: { x: true, y: false } }, ...more }, data, place);
   charts.set(place, made);
   return made;
 }

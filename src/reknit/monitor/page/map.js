@@ -15,7 +15,7 @@ function drawWriters() {
     label: short(item || "values", 30), fill: LANES[n % LANES.length], stroke: LANES[n % LANES.length], width: 0, paths: bars, points: { show: false },
     value: (u, v, s, k) => k === null || k === undefined ? "" : shown(u, nbytes[n][k]),
   }))];
-  const axes = [{ side: 2, values: (u, ticks) => ticks.map((n) => Number.isInteger(n) && names[n] ? names[n].replace(/^ranks? /, "") : ""), space: fontSize() * 6 }, { values: (u, ticks) => ticks.map((v) => `${three(v)} ${word}`), size: fontSize() * 5 }];
+  const axes = [{ side: 2, values: (u, ticks) => ticks.map((n) => Number.isInteger(n) && names[n] ? names[n].replace(/^ranks? /, "") : ""), space: fontSize() * 6 }, { values: (u, ticks) => ticks.map((v) => `${three(v)} ${word}`) }];
   chart($("writers"), 260, series, axes, [names.map((_, k) => k), ...sums.map((row) => row.map((v) => v / one))], { scales: { x: { time: false, range: () => [-.7, names.length - .3] }, y: { range: () => [0, most / one * 1.08] } } });
 }
 function drawInside() {

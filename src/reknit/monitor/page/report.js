@@ -18,7 +18,7 @@ function drawThroughput() {
     { label: "throughput", stroke: colour("bar"), fill: colour("bar") + "33", width: 2, value: speed, paths: uPlot.paths.stepped({ align: 1 }), points: { show: false } },
     { label: data.limit?.noun ?? "limit", stroke: colour("mark"), width: 2, dash: [8, 6], value: speed, points: { show: false } },
   ];
-  const axes = [{ side: 2, values: (u, all) => all.map(time) }, { values: (u, all) => all.map((v) => `${three(v)} ${word}/s`), size: fontSize() * 6 }];
+  const axes = [{ side: 2, values: (u, all) => all.map(time) }, { values: (u, all) => all.map((v) => `${three(v)} ${word}/s`) }];
   chart($("throughput"), 260, series, axes, [x, speeds.map(scaled), speeds.map(() => limit ? limit / per : null)], { scales: { x: { time: false, range: () => [0, data_of.seconds] }, y: { range: () => [0, top / per] } } });
   $("throughput").setAttribute("aria-label", `throughput of all ranks together: on average ${size(mean)} per second, at most ${size(Math.max(0, ...speeds))} per second`);
 }
@@ -41,7 +41,7 @@ function drawSteps() {
   const axes = [
     { side: 2, values: (u, ticks) => ticks.map((n) => Number.isInteger(n) ? short(name(n), 14) : "") },
     { values: (u, ticks) => ticks.map(time) },
-    { side: 1, scale: "size", grid: { show: false }, values: (u, ticks) => ticks.map((v) => `${three(v)} ${word}`), size: fontSize() * 5.6 },
+    { side: 1, scale: "size", grid: { show: false }, values: (u, ticks) => ticks.map((v) => `${three(v)} ${word}`) },
   ];
   const scales = { x: { time: false, range: () => [-.7, all.length - .3] }, y: { range: () => [0, most * 1.1] }, size: { range: () => [0, bytes / per * 1.15] } };
   const made = chart($("steps"), 260, series, axes, rows, { scales, cursor: { y: false, drag: { x: false, y: false } } });
@@ -161,16 +161,18 @@ function take(found) {
     list($("costs").querySelector("ul"), data.costs.remarks);
     fill($("intervals"), data.costs.heads, data.costs.rows);
   }
-  fill($("history"), ["save or load", "outcome", "seconds", "blocked s", "GiB", "GiB/s"], data.operations.slice(-200).map((o) => [
-    o.name, o.failed ? "failed" : "ok", o.seconds.toFixed(3), o.blocked.toFixed(3), (o.nbytes / GIB).toFixed(2), o.seconds > 0 ? (o.nbytes / GIB / o.seconds).toFixed(2) : "-"]));
+  fill($("history"), ["save or load", "outcome", "seconds", "blocked s", "bytes", "bytes/s"], data.operations.slice(-200).map((o) => [
+    o.name, o.failed ? "failed" : "ok", o.seconds.toFixed(3), o.blocked.toFixed(3), size(o.nbytes), o.seconds > 0 ? `${size(o.nbytes / o.seconds)}/s` : "-"]));
   return show();
 }
 function live() {
   const changes = new EventSource("changes");
   changes.onmessage = async () => {
-    const answer = await fetch("data");
-    if (answer.status === 200) await take(await answer.json());
-    $("state").textContent = answer.status === 200 ? "live" : "no events yet";
+    const answer = await fetch("data"), found = answer.status === 200;
+    document.body.classList.toggle("empty", !found);
+    if (found) await take(await answer.json());
+    else $("headline").textContent = "There are no events of saves or loads yet. The first one is shown here once its events are written.";
+    $("state").textContent = found ? "live" : "no events yet";
   };
   changes.onerror = () => { $("state").textContent = "the server does not answer; trying again"; };
 }
