@@ -1,4 +1,4 @@
-"""What a Lightning trainer says about a folder with other work, before it trains there."""
+"""The errors of a Lightning trainer about a folder with other work, before it trains there."""
 
 from __future__ import annotations
 

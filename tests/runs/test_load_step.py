@@ -11,8 +11,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
+import reknit
 from reknit import Checkpointer, PerRank
-from reknit.errors import CheckpointExistsError, UsageError
+from reknit.errors import CheckpointExistsError, MismatchError, UsageError
 from reknit.policies import every
 from reknit.testing.world import run_ranks
 from tests.runs.pieces import numbers, state
@@ -107,6 +108,22 @@ def test_own_steps_count_and_not_the_start_nor_files_of_others(tmp_path: Path) -
     with Checkpointer(tmp_path / "run") as run:
         assert run.resume(held, start=tmp_path / "absent") == 4
     assert held["model"]["w"][0] == 3.0
+
+
+def test_a_start_that_lacks_an_item_is_refused_with_calls_that_lose_nothing_later(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.full((4,), 2.0)}}, place := tmp_path / "base.pt")
+    held = {"model": {"w": torch.zeros(4)}, "more": {"v": torch.zeros(2)}}
+    with Checkpointer(tmp_path / "run", wait=True) as run:
+        with pytest.raises(MismatchError, match="more") as refused:
+            run.resume(held, start=place)
+        assert f"resume(state, start=0), and if that returns 0, reknit.load({str(place)!r}, state" in str(
+            refused.value.remedy
+        )
+        assert "`items`" in str(refused.value.remedy)
+        assert run.resume(held, start=0) == 0
+        reknit.load(place, held, items=["model"])
+        run.save(0, held)
+    assert held["model"]["w"].tolist() == [2.0] * 4
 
 
 def test_a_folder_of_another_kind_of_files_is_a_new_one(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from reknit.api import loads
 from reknit.comm import group as comm
 from reknit.engine.display import ranks
-from reknit.errors import CheckpointNotFoundError, DroppedError, FormatError, VersionError
+from reknit.errors import CheckpointNotFoundError, DroppedError, FormatError, MismatchError, VersionError
 from reknit.locations import location_text
 from reknit.monitor.phase import Recorder, now
 from reknit.options import LoadOptions
@@ -105,7 +105,15 @@ class StepLoader:
         options = self.load_options
         if isinstance(options, LoadOptions):
             options = replace(options, replicas=())  # those are of the steps of this run
-        self.report = loads.load(start, state, options=options, group=self.given)
+        try:
+            self.report = loads.load(start, state, options=options, group=self.given)
+        except MismatchError as error:
+            # To resume a smaller state would lose the rest of it at the next start of the run.
+            error.remedy = (
+                "`start` loads all of the state.  To load a part: call resume(state, start=0), and if that "
+                f"returns 0, reknit.load({location_text(start)!r}, state, ...): {error.remedy}"
+            )
+            raise
         first = 0 if self.report.step is None else self.report.step + 1
         self._say_resumed(self.report, first)
         return first
