@@ -102,6 +102,21 @@ def test_buffers_of_any_own_module_grow_and_shrink_with_the_load() -> None:
         assert same(module, target)
 
 
+class Heavy(nn.Parameter):
+    """A parameter that cannot be copied, as one for which no memory is left."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Heavy:
+        raise MemoryError
+
+
+def test_a_buffer_grows_at_the_root_of_a_model_without_a_copy_of_the_layers_inside() -> None:
+    module, target = Growing(), Growing()
+    module(torch.randn(2, 3))
+    target.linear.weight = Heavy(torch.zeros(2, 3))
+    load({"m": target}, save({"m": module}))
+    assert same(module, target)
+
+
 def test_a_buffer_that_no_own_method_resizes_is_refused_with_advice_that_keeps_its_values(
     tmp_path: Path,
 ) -> None:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from reknit.errors import StateError
-from reknit.frameworks.optimizer import optimizer_protocol
+from reknit.frameworks.optimizer import optimizer_protocol, packed_values
 from reknit.frameworks.registry import collect, wanted
 from reknit.types.wanted import Terms
 from tests.frameworks.checkpoint import Checkpoint, assemble, fill, load, portable, save
@@ -295,6 +295,49 @@ def test_a_name_that_is_not_a_plain_value_is_refused() -> None:
     model = net()
     with pytest.raises(StateError, match="keys of a state are strings and integers"):
         save({"m": model, "o": Keyed(model.parameters(), (frozenset("a"),))})
+
+
+@pytest.mark.parametrize(
+    "key", [float("inf"), float("nan"), (1.0, float("-inf")), ("a", torch.float32), ("a", frozenset("b"))]
+)
+def test_a_key_that_cannot_be_made_again_from_its_text_is_refused_before_the_save(key: Any) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[next(model.parameters())] = {key: torch.ones(4, 3)}
+    with pytest.raises(StateError, match="which no load could make again"):
+        save({"m": model, "o": optimizer})
+
+
+@pytest.mark.parametrize(
+    "value", [{"~pairs": [[1, 2]]}, {"~pairs": [1]}, {"~class": ["a", "B"], "attributes": {}}], ids=str
+)
+def test_a_dict_with_the_keys_of_the_saved_forms_comes_back_as_it_is(value: Any) -> None:
+    model, target = net(), net(1)
+    one, other = (torch.optim.SGD(of.parameters(), lr=0.1) for of in (model, target))
+    one.state[next(model.parameters())] = {"held": value, "inside": [{"deep": value}]}
+    load({"m": target, "o": other}, save({"m": model, "o": one}))
+    assert of_first(other, target) == {"held": value, "inside": [{"deep": value}]}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"~pairs": [1]},
+        {"~pairs": [[[1], 2]]},
+        {"~pairs": 5},
+        {"~class": [__name__, "Counter"], "attributes": [1]},
+        {"~class": [__name__, "Counter"], "attributes": {1: 2}},
+        {"~class": ["os", "system"], "attributes": {}},
+    ],
+    ids=str,
+)
+def test_a_saved_form_that_no_save_writes_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(StateError, match="its value has"):
+        packed_values.unpacked(value, frozenset({__name__.partition(".")[0]}))
+
+
+class Counter:
+    """A plain object in a state."""
 
 
 class Own(torch.optim.AdamW):

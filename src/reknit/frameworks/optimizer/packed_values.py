@@ -17,6 +17,9 @@ _PAIRS = "~pairs"
 _KIND, _ATTRIBUTES = "~class", "attributes"
 """Keys of the module and name of a class, and of the attributes of an object."""
 
+_FORMS = ({_PAIRS}, {_KIND, _ATTRIBUTES})
+"""Keys of the dicts that stand for other values; a user's dict with these keys is saved as pairs."""
+
 _SPECIAL = frozenset(
     {"__new__", "__init_subclass__", "__del__", "__slots__", "__getstate__", "__setstate__"}
     | {"__reduce__", "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__", "__setattr__"}
@@ -40,7 +43,7 @@ def packed(value: Any, own: AbstractSet[str]) -> Any:
     """
 
     def pack(_: tree.Path, leaf: Any) -> Any:
-        if type(leaf) is dict and not all(_is_usual(key) for key in leaf):
+        if type(leaf) is dict and (leaf.keys() in _FORMS or not all(_is_usual(key) for key in leaf)):
             return {_PAIRS: [[key, packed(one, own)] for key, one in leaf.items()]}
         if own and _is_plain(kind := type(leaf), own):
             named = [kind.__module__, kind.__qualname__]
@@ -60,10 +63,16 @@ def unpacked(value: Any, own: AbstractSet[str]) -> Any:
         if type(leaf) is not dict:
             return tree.DESCEND
         if leaf.keys() == {_PAIRS}:
-            return {key: unpacked(one, own) for key, one in leaf[_PAIRS]}
+            try:
+                return {key: unpacked(one, own) for key, one in leaf[_PAIRS]}
+            except (TypeError, ValueError) as error:
+                raise StateError(f"its value has pairs that are not those of a dict: {error}") from error
         if leaf.keys() == {_KIND, _ATTRIBUTES}:
             made: Any = object.__new__(_class(leaf[_KIND], own))
-            vars(made).update(unpacked(leaf[_ATTRIBUTES], own))
+            attributes = unpacked(leaf[_ATTRIBUTES], own)
+            if not isinstance(attributes, dict) or not all(isinstance(key, str) for key in attributes):
+                raise StateError("its value has an object whose attributes have no names")
+            vars(made).update(attributes)
             return made
         return tree.DESCEND
 

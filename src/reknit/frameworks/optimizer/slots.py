@@ -40,7 +40,12 @@ _OTHER = "~4"
 def element(name: Any, where: Place) -> str:
     """Return the path element of a state of an optimizer, which `name_of` turns into its name."""
     if type(name) in (float, bool, tuple, type(None)):
-        return _OTHER + escaped(repr(name))
+        if not _is_literal(written := repr(name), name):
+            raise StateError(
+                f"{where} has the key {written}, which no load could make again from its text",
+                remedy="use texts, finite numbers, or tuples of these as keys of states of an optimizer",
+            )
+        return _OTHER + escaped(written)
     return _OWN_MASTER if isinstance(name, str) and name == MASTER else tree.escape(name, where)
 
 
@@ -49,9 +54,22 @@ def name_of(one: str) -> Any:
     if not one.startswith(_OTHER):
         return tree.unescape(one)
     try:
-        return ast.literal_eval(str(tree.unescape(one.removeprefix(_OTHER))))
-    except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
+        name = ast.literal_eval(str(tree.unescape(one.removeprefix(_OTHER))))
+        hash(name)
+    except _NO_LITERAL as error:
         raise FormatError(f"the checkpoint has a state of the name {one}, which is not a value") from error
+    return name
+
+
+_NO_LITERAL = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
+
+
+def _is_literal(written: str, name: Any) -> bool:
+    """Return whether `name_of` makes this name from its text: not for infinity, dtypes and the like."""
+    try:
+        return bool(ast.literal_eval(written) == name)
+    except _NO_LITERAL:
+        return False
 
 
 class ParamSlot(msgspec.Struct, frozen=True, eq=False):

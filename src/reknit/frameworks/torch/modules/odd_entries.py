@@ -50,7 +50,7 @@ def _resizes(member: Member, at: Place, loading: Loading) -> bool:
         return False
     above = at.fqn.removesuffix(name)
     try:
-        tried = copy.deepcopy(owner)
+        tried = copy.deepcopy(owner, _without_memory(owner))
         entries = torch_private.own_entries(tried)
         for key, value in entries.items():
             spec = loading.saved.spec(type(at)(at.item, above + key))
@@ -61,6 +61,16 @@ def _resizes(member: Member, at: Place, loading: Loading) -> bool:
         return False
     wanted: TensorSpec | None = loading.saved.spec(at)
     return not errors and wanted is not None and tuple(getattr(tried, name).shape) == wanted.shape
+
+
+def _without_memory(owner: nn.Module) -> dict[int, Any]:
+    """Return the memo of a copy in which the tensors of the modules inside of a module have no memory.
+
+    These may be a whole model, and the trial is about the module's own entries.
+    """
+    own = {id(one) for one in (*owner._parameters.values(), *owner._buffers.values())}
+    inside = {id(one): one for one in (*owner.parameters(), *owner.buffers()) if id(one) not in own}
+    return {key: one.detach().to("meta") for key, one in inside.items()}
 
 
 def untaken(odd: Sequence[Member], held: ModuleHoldings) -> set[tuple[int, str]]:
