@@ -47,9 +47,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _SECRETS = re.compile(
-    r"""(?i)(://[^\s/?#@:'"]*:)(?!\d*(?:[/?#'"\s]|$))[^\s@'"]*(?:@[^\s@/?#'"]*)*(?=@)|(https?://)[^\s/?#@:'"]+(?=@)"""
-    r"""|([?&](?:[\w-]*(?:token|passw|secret|signature|credential|key)[\w-]*|sig)=)[^&\s'"]+"""
+    r"""(?i)(://[^\s/?#@:'"]{0,256}:)(?!\d*(?:[/?#'"\s]|$))[^\s@'"]{0,4096}(?:@[^\s@/?#'"]{0,256}){0,8}(?=@)"""
+    r"""|(https?://)[^\s/?#@:'"]{1,4096}(?=@)"""
+    r"""|([?&](?:[\w-]{0,64}(?:token|passw|secret|signature|credential|key)[\w-]{0,64}|sig)=)[^&\s'"]+"""
 )
+"""All repeats have a bound: a text may have very many beginnings of a URL."""
 _MOST_COMPARED = 10_000
 """Number of names that are compared with a wrong one, so that an error does not take seconds."""
 

@@ -197,6 +197,14 @@ def test_a_scale_elsewhere_or_wide_values_are_not_quantized(saved: dict[str, str
     assert found({"m/a.weight": "float32"}, saved) == {}
 
 
+@pytest.mark.parametrize("end", ["_packed", "_blocks", "_quantized"])
+def test_a_packed_tensor_may_have_a_scale_that_is_named_like_its_plain_form(end: str) -> None:
+    packed = f"layer.w_scale{end}"
+    saved = {packed: "int8", "layer.w_scale": "float32"}
+    ((name, found),) = quantized({packed: "float32"}, saved, saved)
+    assert (name, found) == (packed, Quantized(packed, "int8", "layer.w_scale"))
+
+
 def test_integers_wanted_of_a_quantized_tensor_are_its_elements() -> None:
     saved = {"m/weight": "int8", "m/weight_scale": "float32"}
     assert found({"m/weight": "int32"}, saved) == {}

@@ -62,7 +62,7 @@ class Scales:
         """
         plain = _plain(name)
         beside = [one for one in self._below.get(_folder(name), ()) if one != name]
-        own = [one for one in beside if one.startswith(plain) and one[len(plain)] in "_./:"]
+        own = [one for one in beside if one.startswith(tuple(plain + end for end in "_./:"))]
         if not own and (plain != name or _is_narrow(dtype)):
             own = [one for one in beside if _folder(one) == _folder(name)]
         return min(own, key=lambda one: bool(_ACTIVATION.search(one[len(_folder(one)) :])), default=None)
