@@ -300,11 +300,11 @@ def test_a_name_that_is_not_a_plain_value_is_refused() -> None:
 @pytest.mark.parametrize(
     "key", [float("inf"), float("nan"), (1.0, float("-inf")), ("a", torch.float32), ("a", frozenset("b"))]
 )
-def test_a_key_that_cannot_be_made_again_from_its_text_is_refused_before_the_save(key: Any) -> None:
+def test_a_key_whose_text_no_load_can_read_is_refused_before_the_save(key: Any) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[next(model.parameters())] = {key: torch.ones(4, 3)}
-    with pytest.raises(StateError, match="which no load could make again"):
+    with pytest.raises(StateError, match="whose text no load turns back"):
         save({"m": model, "o": optimizer})
 
 

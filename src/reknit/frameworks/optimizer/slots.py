@@ -42,7 +42,7 @@ def element(name: Any, where: Place) -> str:
     if type(name) in (float, bool, tuple, type(None)):
         if not _is_literal(written := repr(name), name):
             raise StateError(
-                f"{where} has the key {written}, which no load could make again from its text",
+                f"{where} has the key {written}, whose text no load turns back into the key",
                 remedy="use texts, finite numbers, or tuples of these as keys of states of an optimizer",
             )
         return _OTHER + escaped(written)
@@ -65,7 +65,7 @@ _NO_LITERAL = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
 
 
 def _is_literal(written: str, name: Any) -> bool:
-    """Return whether `name_of` makes this name from its text: not for infinity, dtypes and the like."""
+    """Return whether `name_of` returns this name for its text, as it does not for infinity and dtypes."""
     try:
         return bool(ast.literal_eval(written) == name)
     except _NO_LITERAL:
