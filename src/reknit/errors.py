@@ -51,7 +51,7 @@ _SECRETS = re.compile(
     r"""|(https?://)[^\s/?#@:'"]{1,4096}(?=@)"""
     r"""|([?&](?:[\w-]{0,64}(?:token|passw|secret|signature|credential|key)[\w-]{0,64}|sig)=)[^&\s'"]+"""
 )
-"""All repeats have a bound: a text may have very many beginnings of a URL."""
+"""Each repeat has a limit, since a text may have thousands of beginnings of a URL."""
 _MOST_COMPARED = 10_000
 """Number of names that are compared with a wrong one, so that an error does not take seconds."""
 
