@@ -1,17 +1,21 @@
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import reknit
 from reknit.cli.diff import DataDifference, both_shown
 from reknit.format.values.blob_codec import encode_blobs
 from reknit.types.shard import TensorSpec
+from tests import ranks
 from tests.interop.checkpoints import columns, save_in_boxes
 
 if TYPE_CHECKING:
@@ -41,7 +45,7 @@ def test_equal_states_do_not_differ(command: Command, tmp_path: Path, options: t
     assert differences(command, tmp_path, state(), *options) == []
     ran = command("diff", tmp_path / "a", tmp_path / "b", *options)
     assert ran.code == 0
-    assert ran.out.startswith("no differences in 2 tensors")
+    assert ran.out.startswith("equal: 2 tensors")
 
 
 def test_values_of_a_rank_are_not_compared(command: Command, tmp_path: Path) -> None:
@@ -142,6 +146,114 @@ def test_pickled_values_are_not_compared_and_that_is_told(command: Command, tmp_
     assert ran.code == 0
     assert "values were not compared" in ran.out
     assert command("diff", tmp_path / "a", tmp_path / "b", "--json").json["values_compared"] is False
+
+
+def training(*, sharded: bool) -> dict[str, Any]:
+    """Return the state of a training of two layers on all ranks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    if sharded:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2),
+        "rng": reknit.RngState(),
+        "own": reknit.PerRank({"seed": 1, "noise": torch.ones(2)}),
+        "progress": {"epoch": 3, "best": [torch.ones(1), 0.5], "later": {}},
+    }
+
+
+def train(path: Path) -> None:
+    state = training(sharded=True)
+    state["model"](torch.ones(2, 4)).sum().backward()
+    state["optimizer"].step()
+    state["scheduler"].step()
+    reknit.save(path, state)
+
+
+def save_again(one: Path, other: Path, *, sharded: bool) -> None:
+    state = training(sharded=sharded)
+    reknit.load(one, state)
+    reknit.save(other, state)
+
+
+@pytest.mark.parametrize(("world", "sharded"), [(1, False), (4, True)])
+def test_a_training_saved_again_by_other_ranks_is_equal(
+    command: Command, tmp_path: Path, world: int, sharded: bool
+) -> None:
+    ranks.run(2, train, tmp_path / "a")
+    ranks.run(world, partial(save_again, sharded=sharded), tmp_path / "a", tmp_path / "b")
+    ran = command("diff", tmp_path / "a", tmp_path / "b", "--data")
+    equal, note = ran.out.splitlines()
+    assert equal.startswith("equal: 17 tensors (names, shapes, dtypes and bytes), ")
+    assert note == "note: values of each rank were not compared (rng, own)"
+    assert ran.code == 0
+
+
+@pytest.mark.parametrize("form", ["dcp", "torch"])
+def test_a_training_in_the_format_of_another_program_is_equal(
+    command: Command, tmp_path: Path, form: str
+) -> None:
+    ranks.run(2, train, tmp_path / "a")
+    assert command("export", form, tmp_path / "a", tmp_path / "b").code == 0
+    assert command("import", tmp_path / "b", tmp_path / "c").code == 0
+    for other in "bc":
+        first, second = command("diff", tmp_path / "a", tmp_path / other, "--data").out.splitlines()
+        assert first.startswith("equal: 17 tensors")
+        assert second == "note: values of each rank were not compared (rng, own)"
+
+
+def test_each_thing_that_changed_in_a_training_is_told_once(command: Command, tmp_path: Path) -> None:
+    for name in "ab":
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5 if name == "a" else 0.25)
+        state = {"model": {"w": torch.ones(2)}, "both": {"model": model, "optimizer": optimizer}}
+        more = {"deep": {"x": 1, "y": 2}, "same": 3} if name == "a" else {"same": 3}
+        reknit.save(tmp_path / name, {**state, "more": more})
+    ran = command("diff", tmp_path / "a", tmp_path / "b")
+    assert ran.out.splitlines()[:-1] == [
+        "value more/deep: only in A",
+        "value both/optimizer/param_groups/0.weight/lr: 0.5 in A, 0.25 in B (and for 3 more parameters)",
+    ]
+    assert ran.code == 1
+
+
+def reading(batches: int) -> dict[str, Any]:
+    from torch.utils.data import DistributedSampler
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    numbers = range(32)
+    sampler = DistributedSampler(numbers, seed=5)  # type: ignore[arg-type]
+    loader = StatefulDataLoader(numbers, batch_size=2, sampler=sampler)
+    for _, _ in zip(range(batches), loader, strict=False):
+        pass
+    return {"loader": loader}
+
+
+def read(path: Path, batches: int) -> None:
+    reknit.save(path, reading(batches))
+
+
+def read_on(one: Path, other: Path) -> None:
+    state = reading(0)
+    reknit.load(one, state)
+    reknit.save(other, state)
+
+
+def test_the_position_of_a_loader_is_compared_and_not_its_readers(command: Command, tmp_path: Path) -> None:
+    pytest.importorskip("torchdata")
+    ranks.run(2, read, tmp_path / "a", 2)
+    ranks.run(2, read, tmp_path / "c", 3)
+    ranks.run(1, read_on, tmp_path / "a", tmp_path / "b")
+    assert command("diff", tmp_path / "a", tmp_path / "b").out.startswith("equal: 0 tensors")
+    differs = command("diff", tmp_path / "b", tmp_path / "c")
+    assert differs.out.splitlines()[:-1] == ["value loader/~position/samples: 8 in A, 12 in B"]
+    assert command("export", "torch", tmp_path / "a", tmp_path / "d").code == 0
+    assert command("diff", tmp_path / "a", tmp_path / "d").code == 0
 
 
 DTYPES = ["float32", "float64", "float16", "bfloat16", "float8_e4m3fn", "int32", "bool", "complex128"]

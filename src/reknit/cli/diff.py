@@ -11,6 +11,7 @@ import numpy as np
 from reknit.cli.output import print_json, printable
 from reknit.engine.stored.opening import opened, read_opened
 from reknit.format.values.blob_codec import decode_blobs, encode_blobs
+from reknit.interop.states.plain_values import Beside, is_note, plain_values, said_once, topmost
 from reknit.interop.tensor_stream import stream, tensors_of
 from reknit.monitor.progress_text import amount
 from reknit.options import MIB, LoadOptions
@@ -18,7 +19,6 @@ from reknit.types.shard import full_name
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
@@ -32,6 +32,9 @@ _SLICE_NUMEL = 1 << 19
 _NO_NUMBERS = frozenset({"complex32", "float4_e2m1fn_x2"})
 """Floating types without arithmetic in NumPy."""
 
+
+_EMPTY = frozenset(encode_blobs({"": value}, allow_pickle=False) for value in ({}, []))
+"""Values without contents, for which some formats have no place."""
 
 _SHOWN = 60
 """Letters that are shown of a value."""
@@ -123,9 +126,18 @@ class Comparison:
         self.differences.append(Difference(kind, name, what))
 
     def items(self) -> list[str]:
-        """Compare the items, and return the common ones."""
+        """Compare the items, and return the common ones.  Values of each rank make no difference."""
         sides = self.a.manifest.items, self.b.manifest.items
-        return list(self._in_both("item", *sides))
+        for name, side, others in (("A", self.a, sides[1]), ("B", self.b, sides[0])):
+            for item in side.manifest.items:
+                if item not in others and not _only_own(side, item):
+                    self.note("item", item, f"only in {name}")
+        return [item for item in sides[0] if item in sides[1]]
+
+    def own(self) -> list[str]:
+        """Return the items for which ranks saved values of their own, in A or in B."""
+        files = (*self.a.manifest.blobs, *self.b.manifest.blobs)
+        return list(dict.fromkeys(file.item for file in files if file.coordinate is not None))
 
     def specs(self, items: list[str]) -> list[tuple[int, int]]:
         """Compare names, shapes and dtypes; return the numbers of the equal tensors, in A and in B."""
@@ -133,9 +145,13 @@ class Comparison:
             {key: n for key, n in side.index.ids.items() if key[0] in items} for side in (self.a, self.b)
         ]
         names = [{full_name(item, fqn): n for (item, fqn), n in side.items()} for side in sides]
+        beside = Beside.of(*names)
+        for side, only in (("A", beside.only_a), ("B", beside.only_b)):
+            for name in only:
+                self.note("tensor", name, f"only in {side}")
         pairs = []
-        for name in self._in_both("tensor", *names):
-            numbers = names[0][name], names[1][name]
+        for name, other in beside.pairs.items():
+            numbers = names[0][name], names[1][other]
             one, two = (side.index.tensors[n].spec for side, n in zip((self.a, self.b), numbers, strict=True))
             if one == two:
                 pairs.append(numbers)
@@ -143,13 +159,26 @@ class Comparison:
                 self.note("tensor", name, f"{one} in A, {two} in B")
         return pairs
 
-    def values(self, items: list[str]) -> None:
-        """Compare the values that all ranks share."""
-        sides = [_values(side, items) for side in (self.a, self.b)]
-        for name in self._in_both("value", *sides):
-            if sides[0][name] != sides[1][name]:
-                one, two = both_shown(*(side[name] for side in sides))
-                self.note("value", name, f"{one} in A, {two} in B")
+    def values(self, items: list[str]) -> int:
+        """Compare the values that all ranks share, and return how many both have."""
+        one, two = (_values(side, items) for side in (self.a, self.b))
+        a, b = _encoded(items, one, two), _encoded(items, two, one)
+        beside = Beside.of(a, b)
+        found = []
+        for side, only, here, there, other in (
+            ("A", beside.only_a, a, b, self.b),
+            ("B", beside.only_b, b, a, self.a),
+        ):
+            names = [name for name in only if here[name] not in _EMPTY and not is_note(name)]
+            known = (*there, *(full_name(*key) for key in other.index.ids))
+            found += [(name, f"only in {side}") for name in topmost(names, known)]
+        for name, same in beside.pairs.items():
+            if a[name] != b[same]:
+                one_text, other_text = both_shown(a[name], b[same])
+                found.append((name, f"{one_text} in A, {other_text} in B"))
+        for name, what in said_once(found):
+            self.note("value", name, what)
+        return len(beside.pairs)
 
     def data(self, pairs: list[tuple[int, int]], *, norms: bool = False) -> None:
         """Compare the bytes of these tensors, reading both sides piece by piece; compute `norms` if asked."""
@@ -175,14 +204,6 @@ class Comparison:
         counts = Counter(difference.kind for difference in self.differences)
         return {"compared": num_same, **{kind: counts[kind] for kind in ("item", "tensor", "value", "data")}}
 
-    def _in_both(self, kind: str, a: Any, b: Any) -> Iterator[str]:
-        """Yield the names that both sides have; record the other names as differences."""
-        for side, names, others in (("A", a, b), ("B", b, a)):
-            for name in names:
-                if name not in others:
-                    self.note(kind, name, f"only in {side}")
-        yield from (name for name in a if name in b)
-
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to the program."""
@@ -191,7 +212,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="compare two checkpoints, of reknit or of other programs",
         description="Compare the items, the tensors' names, shapes and dtypes, and the shared values of two "
         "checkpoints, each of any format that reknit opens.  Their sharding, steps, metadata and per-rank "
-        "values are not compared.",
+        "values are not compared, nor the form in which a format keeps a value.",
     )
     parser.add_argument("a", metavar="A", help="a checkpoint: a folder or URL")
     parser.add_argument("b", metavar="B", help="another one")
@@ -210,11 +231,10 @@ def run(args: argparse.Namespace) -> int:
         items = comparison.items()
         pairs = comparison.specs(items)
         skipped = a.manifest.uses_pickle or b.manifest.uses_pickle
-        if not skipped:
-            comparison.values(items)
+        num_values = None if skipped else comparison.values(items)
         if args.data or args.norms:
             comparison.data(pairs, norms=args.norms)
-    _print(args, comparison, len(pairs), values_compared=not skipped)
+    _print(args, comparison, len(pairs), num_values)
     return 1 if comparison.differences else 0
 
 
@@ -246,26 +266,39 @@ def _cut(text: str, start: int) -> str:
     return f"{before}{text[start:end]}{after}"
 
 
-def _values(checkpoint: OpenCheckpoint, items: list[str]) -> dict[str, bytes]:
-    """Return the shared values by name, encoded, so that values of all types can be compared."""
+def _values(checkpoint: OpenCheckpoint, items: list[str]) -> dict[str, dict[str, Any]]:
+    """Return the shared values by item and name."""
     storage = checkpoint.storage
-    whole = opened(storage, read_opened(storage, items), None, LoadOptions())
+    return opened(storage, read_opened(storage, items), None, LoadOptions()).blobs
+
+
+def _encoded(
+    items: list[str], values: dict[str, dict[str, Any]], others: dict[str, dict[str, Any]]
+) -> dict[str, bytes]:
+    """Return the leaves of values by name, encoded, so that values of all types can be compared."""
     return {
-        full_name(item, fqn): encode_blobs({fqn: value}, allow_pickle=False)
+        full_name(item, path): encode_blobs({"": value}, allow_pickle=False)
         for item in items
-        for fqn, value in whole.blobs[item].items()
+        for path, value in plain_values(values[item], others[item]).items()
     }
 
 
-def _print(args: argparse.Namespace, comparison: Comparison, num_same: int, *, values_compared: bool) -> None:
-    differences = comparison.differences
+def _only_own(checkpoint: OpenCheckpoint, item: str) -> bool:
+    """Return whether an item has values of each rank, and nothing that ranks share."""
+    places = [file.coordinate for file in checkpoint.manifest.blobs if file.item == item]
+    return bool(places) and None not in places and all(key[0] != item for key in checkpoint.index.ids)
+
+
+def _print(args: argparse.Namespace, comparison: Comparison, num_same: int, num_values: int | None) -> None:
+    differences, own = comparison.differences, comparison.own()
     if args.json:
         print_json(
             {
                 "a": comparison.a.storage.url,
                 "b": comparison.b.storage.url,
                 "data_compared": args.data or args.norms,
-                "values_compared": values_compared,
+                "values_compared": num_values is not None,
+                "of_each_rank": own,
                 "differences": [asdict(difference) for difference in differences],
                 "summary": comparison.summary(num_same),
                 "norms": comparison.norms,
@@ -274,21 +307,31 @@ def _print(args: argparse.Namespace, comparison: Comparison, num_same: int, *, v
         return
     for difference in differences:
         print(f"{difference.kind} {printable(difference.name)}: {printable(difference.what)}")
-    if not values_compared:
+    if num_values is None:
         print("values were not compared: a checkpoint holds pickled ones")
     for name, norms in comparison.norms.items():
         sides = f"{norms['a']:g}, {norms['b']:g}"
         print(f"norms {printable(name)}: {sides}, of the difference {norms['difference']:g}")
     data = args.data or args.norms
-    compared = (
-        "names, shapes, dtypes and bytes" if data else "names, shapes and dtypes; --data compares bytes"
-    )
-    if not differences:
-        print(f"no differences in {num_same} tensors ({compared})")
-        return
-    counts = comparison.summary(num_same)
-    bytes_text = f", {counts['data']} of {num_same} in their bytes" if data else ""
-    print(
+    if differences:
+        print(_counted(comparison.summary(num_same), data=data))
+    else:
+        compared = (
+            "names, shapes, dtypes and bytes" if data else "names, shapes, dtypes; --data compares bytes"
+        )
+        values = "" if num_values is None else f", {_number(num_values, 'value')}"
+        print(f"equal: {_number(num_same, 'tensor')} ({compared}){values}")
+    if own:
+        print(f"note: values of each rank were not compared ({printable(', '.join(own))})")
+
+
+def _counted(counts: dict[str, int], *, data: bool) -> str:
+    bytes_text = f", {counts['data']} of {counts['compared']} in their bytes" if data else ""
+    return (
         f"differences: {counts['item']} items, {counts['tensor']} tensors in name, shape or dtype, "
         f"{counts['value']} values{bytes_text}"
     )
+
+
+def _number(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
