@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from email.message import Message
 from pathlib import Path
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from tests.cli.command import Command
 
 DOCS = Path(__file__).parents[2] / "docs"
+SOURCE = Path(__file__).parents[2] / "src"
 
 
 def every_error(kind: type[ReknitError] = ReknitError) -> set[str]:
@@ -53,6 +55,34 @@ def test_pages_are_on_the_site_of_the_release(command: Command, monkeypatch: pyt
     shown = command("explain", "CorruptError").out
     assert "https://example.com/pages/reference/errors.html#corrupterror" in shown
     assert "docs/" not in shown
+
+
+def test_an_installed_package_without_a_site_names_no_pages(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(explain, "metadata", lambda _: Message())
+    monkeypatch.setattr(explain, "_SOURCE", tmp_path)
+    for code in CATALOG:
+        shown = command("explain", code).out
+        assert "What to do:" in shown
+        assert "Pages:" not in shown
+        assert ".md" not in shown
+        assert command("explain", code, "--json").json["pages"] == []
+
+
+def test_no_message_names_a_page_of_the_source() -> None:
+    """Users of the package do not have it."""
+    found = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        found += [
+            f"{path}:{node.lineno}"
+            for node in nodes
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+            if id(node) not in docstrings and re.search(r"docs/[\w/-]+\.md", node.value)
+        ]
+    assert found == []
 
 
 @pytest.mark.parametrize("code", CATALOG)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import textwrap
 from importlib.metadata import PackageNotFoundError, metadata
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reknit import errors
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _PAGE = "reference/errors.md"
+_SOURCE = Path(__file__).parents[4]
+"""The root of a copy of the source; nothing of reknit's where it is installed."""
 _WIDTH = 100
 _TOO_WIDE = ("ReknitError", "UsageError")
 """Errors with so many causes that only their own messages help."""
@@ -74,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     code = _known(args.code)
     if args.json:
-        print_json({"code": code, "meaning": meaning_of(code), **CATALOG[code]._asdict()})
+        found = CATALOG[code] if _base() else CATALOG[code]._replace(pages=())
+        print_json({"code": code, "meaning": meaning_of(code), **found._asdict()})
     else:
         print("\n".join(_lines(code)))
     return 0
@@ -110,17 +114,23 @@ def _lines(code: str) -> Iterator[str]:
         yield f"{title}:"
         for text in texts:
             yield from textwrap.wrap(text, _WIDTH, initial_indent="  - ", subsequent_indent="    ")
-    yield ""
-    yield "Pages:"
-    for page in (f"{_PAGE}#{code.lower()}", *found.pages):
-        yield f"  {_address(page)}"
+    if base := _base():
+        yield ""
+        yield "Pages:"
+        for page in (f"{_PAGE}#{code.lower()}", *found.pages):
+            yield f"  {base}{page.replace('.md', '.html') if '://' in base else page}"
 
 
-def _address(page: str) -> str:
-    """Return the address of a page on the site of this release, or else its path in the source."""
+def _base() -> str | None:
+    """Return the beginning of the addresses of pages: the site of this release, or the folder in the source.
+
+    An installed package without a site has no pages to name.
+    """
     try:
         listed = metadata("reknit").get_all("Project-URL") or []
     except PackageNotFoundError:  # a copy that is not installed
         listed = []
     sites = [url for name, _, url in (one.partition(", ") for one in listed) if name == "Documentation"]
-    return f"{sites[0].rstrip('/')}/{page.replace('.md', '.html')}" if sites else f"docs/{page}"
+    if sites:
+        return f"{sites[0].rstrip('/')}/"
+    return "docs/" if (_SOURCE / "docs" / _PAGE).is_file() else None

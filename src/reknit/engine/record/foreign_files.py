@@ -50,7 +50,7 @@ READABLE = _FILES | _FOLDERS
 
 OPENS = (
     "reknit.open({path}) and reknit.load({path}, state) read it as it is, and `reknit import` makes a "
-    "checkpoint of reknit of it (docs/howto/other-formats.md)"
+    "checkpoint of reknit of it"
 )
 
 _TORCH = "a single file, as torch.save writes it"

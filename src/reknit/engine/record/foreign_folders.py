@@ -43,7 +43,7 @@ _INSIDE = "pass one of the folders in it: reknit.open and reknit.load read many 
 _ZERO = ("DeepSpeed", "a checkpoint of DeepSpeed (ZeRO)", OPENS)
 _MEGATRON = (
     "load it with Megatron into the model and the optimizer, then "
-    'reknit.save(folder, {"model": model, "optimizer": optimizer}) saves it (docs/howto/megatron.md)'
+    'reknit.save(folder, {"model": model, "optimizer": optimizer}) saves it'
 )
 _MODEL = (
     "Hugging Face",

@@ -125,5 +125,5 @@ def require_hooks(package: str, owner: type) -> None:
 def _gone(package: str, owner: type, name: str) -> UsageError:
     return UsageError(
         f"this version of {package} has no {owner.__name__}.{name}",
-        remedy=f"install a version of {package} that docs/howto/trainers.md names",
+        remedy=f"install an earlier version of {package}, or a newer reknit that supports this one",
     )

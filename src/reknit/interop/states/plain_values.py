@@ -20,7 +20,7 @@ _READERS = "readers"
 def plain_values(saved: Mapping[str, Any], beside: Mapping[str, Any]) -> dict[str, Any]:
     """Return the leaves of the saved values of an item by their paths, without its tensors.
 
-    The record of a stateful object is not told from the dict that it holds.  A loader with a position, here
+    A stateful object counts as the dict that its record holds.  A loader with a position, here
     and in the checkpoint that this is compared with, has no other values, since those are of one layout.
     """
     paths = {fqn: tuple(part for part in fqn.split("/") if part) for fqn in saved}
@@ -55,7 +55,7 @@ class Beside(NamedTuple):
 
     @classmethod
     def of(cls, a: Collection[str], b: Collection[str]) -> Beside:
-        """Pair names that are equal, and then those that are equal but for the types of their keys."""
+        """Pair the equal names, and then the names that are equal but for the types of their keys."""
         pairs = {name: name for name in a if name in b}
         left = [[name for name in names if name not in pairs] for names in (a, b)]
         one, two = (Counter(map(_untyped, names)) for names in left)
@@ -78,7 +78,7 @@ def topmost(names: Iterable[str], others: Iterable[str]) -> list[str]:
 
 
 def said_once(found: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Yield names with what differs there; an option that differs alike for several parameters, once."""
+    """Yield the names with the differences; an option that differs alike for several parameters, once."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, what in found:
         groups.setdefault((_option(name), what), []).append(name)
@@ -94,7 +94,7 @@ def _option(name: str) -> str:
 
 
 def _untyped(name: str) -> str:
-    """Return a name in which a key of digits is a number: formats that join keys do not tell them apart."""
+    """Return a name in which a key of digits is a number, since formats that join keys keep no type."""
     return "/".join(part.removeprefix("~2") for part in name.split("/"))
 
 
