@@ -19,6 +19,7 @@ from reknit.types.shard import full_name
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Mapping
 
     from numpy.typing import NDArray
 
@@ -33,7 +34,8 @@ _NO_NUMBERS = frozenset({"complex32", "float4_e2m1fn_x2"})
 """Floating types without arithmetic in NumPy."""
 
 
-_EMPTY = frozenset(encode_blobs({"": value}, allow_pickle=False) for value in ({}, []))
+_NOTHING: tuple[Any, ...] = ({}, [])
+_EMPTY = frozenset(encode_blobs({"": value}, allow_pickle=False) for value in _NOTHING)
 """Values without contents, for which some formats have no place."""
 
 _SHOWN = 60
@@ -266,14 +268,14 @@ def _cut(text: str, start: int) -> str:
     return f"{before}{text[start:end]}{after}"
 
 
-def _values(checkpoint: OpenCheckpoint, items: list[str]) -> dict[str, dict[str, Any]]:
+def _values(checkpoint: OpenCheckpoint, items: list[str]) -> Mapping[str, Mapping[str, Any]]:
     """Return the shared values by item and name."""
     storage = checkpoint.storage
     return opened(storage, read_opened(storage, items), None, LoadOptions()).blobs
 
 
 def _encoded(
-    items: list[str], values: dict[str, dict[str, Any]], others: dict[str, dict[str, Any]]
+    items: list[str], values: Mapping[str, Mapping[str, Any]], others: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, bytes]:
     """Return the leaves of values by name, encoded, so that values of all types can be compared."""
     return {
