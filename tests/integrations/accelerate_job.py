@@ -71,9 +71,11 @@ class Seen:
 
 
 class Job:
-    """All objects of a training, prepared; `loader` is a kind of loader."""
+    """All objects of a training, prepared; `loader` is a kind of loader, `optimizer` makes the optimizer."""
 
-    def __init__(self, loader: str = "shuffled", batch: int = 2, seed: int = 0) -> None:
+    def __init__(
+        self, loader: str = "shuffled", batch: int = 2, seed: int = 0, optimizer: Any = torch.optim.AdamW
+    ) -> None:
         from accelerate import Accelerator
         from accelerate.utils import DataLoaderConfiguration
 
@@ -88,8 +90,8 @@ class Job:
         )
         self.accelerator = Accelerator(cpu=True, dataloader_config=config)
         model = nn.Sequential(nn.Linear(1, 5), nn.Tanh(), nn.Dropout(0.3), nn.Linear(5, 1))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
+        made = optimizer(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(made, 3, gamma=0.5)
         data = Stream() if loader == "stream" else Numbers()
         if loader in ("drawing", "persistent"):
             workers: dict[str, Any] = (
@@ -101,7 +103,7 @@ class Job:
             feed = DataLoader(data, batch_size=batch, sampler=sampler, **workers)
         else:
             feed = DataLoader(data, batch_size=batch, shuffle=None if loader == "stream" else True)
-        prepared = self.accelerator.prepare(model, optimizer, schedule, feed)
+        prepared = self.accelerator.prepare(model, made, schedule, feed)
         self.model, self.optimizer, self.schedule, self.loader = prepared
         self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=True)
         self.seen = Seen()
@@ -113,7 +115,7 @@ class Job:
         model = self.accelerator.unwrap_model(self.model)
         states = {f"{n}/{k}": v for n, s in enumerate(self.optimizer.state.values()) for k, v in s.items()}
         return {
-            "tensors": {k: v.clone() for k, v in {**model.state_dict(), **states}.items()},
+            "tensors": {k: torch.as_tensor(v).clone() for k, v in {**model.state_dict(), **states}.items()},
             "schedule": self.schedule.state_dict()["last_epoch"],
             "scale": self.accelerator.scaler.get_scale(),
             "seen": self.seen.count,

@@ -22,13 +22,13 @@ class Samples(torch.utils.data.Dataset[Any]):
         return {"input_ids": ids, "labels": ids}
 
 
-def llama(*, name: str | None = None, dropout: float = 0.2) -> Any:
+def llama(*, name: str | None = None, dropout: float = 0.2, width: int = 16) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=37, hidden_size=16, intermediate_size=28, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=32, attention_dropout=dropout,
+        vocab_size=37, hidden_size=width, intermediate_size=width * 7 // 4, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=32, attention_dropout=dropout,
     )  # fmt: skip
     if name is not None:
         config._name_or_path = name
@@ -97,13 +97,13 @@ def interrupted(made: Any, step: int, **options: Any) -> None:
 def training_state(made: Any) -> dict[str, Any]:
     """Return all that a bitwise resume restores, in comparable form."""
     model = made.accelerator.unwrap_model(made.model_wrapped)
-    moments = made.optimizer.state_dict()["state"]
+    parameters = [parameter for group in made.optimizer.param_groups for parameter in group["params"]]
     return {
         "weights": {name: tensor.clone() for name, tensor in model.state_dict().items()},
         "moments": {
             f"{index}/{name}": torch.as_tensor(value).clone()
-            for index, states in moments.items()
-            for name, value in states.items()
+            for index, parameter in enumerate(parameters)
+            for name, value in made.optimizer.state.get(parameter, {}).items()
         },
         "schedule": {"lr": torch.tensor(made.lr_scheduler.get_last_lr())},
         "random": {"torch": torch.get_rng_state()},

@@ -27,8 +27,8 @@ class Rows(Dataset[torch.Tensor]):
         return torch.tensor([float(index), 1.0])
 
 
-def module(seed: int, *, sharded: bool = False) -> Any:
-    """Return a Lightning module, which records the samples of each step."""
+def module(seed: int, *, sharded: bool = False, optimizer: Any = torch.optim.AdamW) -> Any:
+    """Return a Lightning module, which records the samples of each step; `optimizer` makes its optimizer."""
     from lightning.pytorch import LightningModule
 
     torch.manual_seed(seed)
@@ -62,9 +62,9 @@ def module(seed: int, *, sharded: bool = False) -> Any:
             self.log("score", abs(self.trainer.global_step - 7.0), sync_dist=True)
 
         def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
-            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+            made = optimizer(self.parameters(), lr=0.1)
+            schedule = torch.optim.lr_scheduler.StepLR(made, 3, gamma=0.5)
+            return {"optimizer": made, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     return Module()
 
@@ -114,6 +114,7 @@ def train(
     dies: int | None = None,
     every: int = 1,
     arguments: dict[str, Any] | None = None,
+    optimizer: Any = torch.optim.AdamW,
 ) -> dict[str, Any]:
     """Go on from the last step to step `steps`."""
     from lightning.pytorch import Callback
@@ -136,14 +137,16 @@ def train(
     given = {"save_top_k": -1, **(arguments or {"every_n_train_steps": every})}
     checkpoint = ReknitCheckpoint(root, **given)
     trainer = trainer_of(steps, [checkpoint, Watch()], strategy=strategy, validates="monitor" in given)
-    lit = module(seed, sharded=strategy == "sharded")
+    lit = module(seed, sharded=strategy == "sharded", optimizer=optimizer)
     val = {"val_dataloaders": DataLoader(Rows(), batch_size=4)} if "monitor" in given else {}
     trainer.fit(lit, loader(batch), ckpt_path="last", **val)
     states = trainer.optimizers[0].state.values()
     tensors = {f"{n}/{k}": v for n, state in enumerate(states) for k, v in state.items()}
     tensors |= dict(lit.named_parameters())
     whole = {
-        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+        name: (value.full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value))
+        .detach()
+        .clone()
         for name, value in tensors.items()
     }
     return {

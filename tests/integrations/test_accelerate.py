@@ -28,13 +28,13 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "trainers"
 KINDS = ("shuffled", "seedable", "stateful", "dispatched", "stream", "split", "drawing")
 
 
-def resumed(folder: str, kinds: tuple[str, ...], stops: tuple[int, ...]) -> list[str]:
+def resumed(folder: str, kinds: tuple[str, ...], stops: tuple[int, ...], **options: Any) -> list[str]:
     """Return the kinds of loaders with which a resume differs from a training without an end between."""
     from reknit.integrations import accelerate as checkpoints
 
     different = []
     for kind in kinds:
-        whole = jobs.Job(kind)
+        whole = jobs.Job(kind, **options)
         checkpoints.state(whole.accelerator)
         saved: dict[int, str] = {}
 
@@ -46,7 +46,7 @@ def resumed(folder: str, kinds: tuple[str, ...], stops: tuple[int, ...]) -> list
         whole.train(0, 15, save)
         end = whole.end()
         for stop, path in saved.items():
-            job = jobs.Job(kind, seed=9)
+            job = jobs.Job(kind, seed=9, **options)
             checkpoints.load_state(job.accelerator, path)
             job.train(stop, 15, lambda _: None)
             if not same_value(job.end(), {**end, "samples": end["samples"][stop:]}):

@@ -35,10 +35,14 @@ VALIDATED = {"monitor": "score"}
 
 
 def resumed(
-    folder: str, strategy: str, stops: tuple[int, ...], arguments: dict[str, Any] | None = None
+    folder: str,
+    strategy: str,
+    stops: tuple[int, ...],
+    arguments: dict[str, Any] | None = None,
+    **options: Any,
 ) -> list[int]:
     """Return the steps after which a resume differs from a training without an end between."""
-    train = partial(jobs.train, strategy=strategy, arguments=arguments)
+    train = partial(jobs.train, strategy=strategy, arguments=arguments, **options)
     whole = train(f"{folder}/whole", 15)
     different = []
     for stop in stops:

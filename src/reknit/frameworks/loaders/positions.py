@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from reknit.frameworks.loaders import torchdata_state
+from reknit.frameworks.loaders import drawn, torchdata_state
 from reknit.frameworks.loaders.readers import other_ranks, refuse
 from reknit.frameworks.loaders.sample_order import EpochPosition
 from reknit.frameworks.loaders.samplers import give_position, reading_of
@@ -27,6 +27,7 @@ def collect_position(loader: Any, state: Any, place: Place, saving: Saving) -> N
     """Collect the position of a loader, given its state."""
     try:
         position = torchdata_state.position_of(loader, state, saving.world.size)
+        position = position._replace(drawn=drawn.drawn_order(loader, state))
     except (KeyError, TypeError, AttributeError):  # a subclass or a version with another form
         return
     saving.blob(position.record(), place.below(POSITION))
@@ -44,10 +45,13 @@ def taker_of(loader: Any, place: Place, loading: Loading, state: Any) -> Any:
     saved = None if record is None else EpochPosition.of_record(record)
     reading = reading_of(loader, loading.world.size)
     if saved is None or saved.order is None or reading is None:
-        if (why := _other_readers(loader, saved, state, loading)) is not None:
+        why = _other_readers(loader, saved, state, loading) or _other_order(loader, saved)
+        if why is not None:
             refuse(place, why, loading)
             return SETTLED
-        return loader
+        if drawn.drawing_sampler(loader) is None:
+            return loader
+        return _OrderOfTorch(loader, None if saved is None else saved.drawn)
     here = (reading.readers.number, reading.batch, loader.num_workers)
     is_same = state is not None and here == (saved.readers, saved.batch, saved.workers)
     if (why := _unfit(saved, reading, agreed=agreed or is_same)) is not None:
@@ -89,6 +93,17 @@ def _other_readers(loader: Any, saved: EpochPosition | None, state: Any, loading
     return other_ranks(loading)
 
 
+def _other_order(loader: Any, saved: EpochPosition | None) -> str | None:
+    """Return the reason why the order within which a loader was saved cannot be continued, or None."""
+    if saved is None:
+        return None
+    if saved.drawn is not None:
+        return drawn.unfit(loader, saved.drawn)
+    if saved.order is None or not saved.samples or saved.ended or drawn.drawing_sampler(loader) is None:
+        return None
+    return f"it was saved within {saved.order}, and its sampler draws another one here"
+
+
 class _OwnState:
     """A loader that takes its own state, with the same readers."""
 
@@ -111,6 +126,18 @@ class _OwnState:
         if has_position:
             give_position(self._reading)
         _set_epoch(self._reading, self._saved)
+        self._loader.load_state_dict(state)
+
+
+class _OrderOfTorch(_OwnState):
+    """A loader with a random sampler of torch, which has no state, and with the same readers."""
+
+    def __init__(self, loader: Any, order: dict[str, Any] | None) -> None:
+        self._loader, self._order = loader, order
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue in the same order; torchdata leaves out what was taken of it."""
+        drawn.give_order(self._loader, self._order)
         self._loader.load_state_dict(state)
 
 

@@ -76,6 +76,7 @@ class EpochPosition(NamedTuple):
     `samples` is the number of samples that all readers together have taken, in batches of `batch`.  `order`
     is None if the loader is not known well enough to continue with other readers.  With `counted`, the loader
     is restored by leaving out as many batches.  `ended` is whether the end of the epoch was reached.
+    `drawn` describes an order that a sampler of torch has drawn (see `drawn.drawn_order`).
     """
 
     order: SampleOrder | None
@@ -86,6 +87,7 @@ class EpochPosition(NamedTuple):
     samples: int = 0
     epoch: int = 0
     ended: bool = False
+    drawn: dict[str, Any] | None = None
 
     def record(self) -> dict[str, Any]:
         """Return plain data for the checkpoint."""

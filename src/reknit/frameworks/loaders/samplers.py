@@ -56,6 +56,8 @@ def reading_of(loader: Any, num_ranks: int) -> KnownReading | None:
         sampler, size = batches.sampler, batches.batch_size
     else:
         return None
+    if type(batches) is BatchSampler and type(sampler) is torchdata_samplers.RandomSampler:
+        return None  # batches of torch have no state, and the sampler's is in its iterator
     found = _order_of(sampler, num_ranks)
     return None if found is None else KnownReading(sampler, *found, size, batches)
 

@@ -43,6 +43,13 @@ def position_of(loader: Any, state: Mapping[str, Any], num_ranks: int) -> EpochP
     )
 
 
+def num_batches(state: Mapping[str, Any]) -> int:
+    """Return the number of batches that were taken in the present epoch."""
+    main, more = _main(state)
+    number: int = main["_sampler_iter_yielded"] + more
+    return number
+
+
 def batch_size(loader: Any) -> int | None:
     """Return the number of samples of a batch, or None if it is not known."""
     batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
