@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
-
 from torchdata.stateful_dataloader.sampler import RandomSampler as StatelessInBatches
 from torchdata.stateful_dataloader.sampler import _StatefulRandomSamplerIterator as OfTorchdata
 
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
 _KINDS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _ORDER = "_reknit_order"
 _LISTED = type(iter([]))
+_MOST_NUMBERS = 1 << 26
+"""More numbers of an order would be too large for one value of a checkpoint."""
 
 
 def drawing_sampler(loader: Any) -> Any:
@@ -73,7 +74,7 @@ def unfit(loader: Any, order: Mapping[str, Any]) -> str | None:
     if len(order) == 1:
         return (
             "its sampler has no state, and the order that it drew could not be read, since workers had taken "
-            "its last numbers ahead or it draws several times; use shuffle=True, whose state is saved"
+            "its last numbers ahead, it draws several times, or is too long; use shuffle=True, whose state is saved"
         )
     if len(sampler) != order["length"]:
         return f"it was saved within an order of {order['length']} samples, and has {len(sampler)} here"
@@ -165,7 +166,7 @@ def _found(sampler: Any, running: Any) -> dict[str, Any]:
         held = (*gc.get_referents(running), *gc.get_referents(running.gi_frame))
         lists = [one.__reduce__()[1][0] for one in held if type(one) is _LISTED]
     numbers = next((one for one in lists if len(one) == len(sampler)), None)
-    if numbers is None:
+    if numbers is None or len(numbers) > _MOST_NUMBERS:
         return {}
     if isinstance(sampler, SubsetRandomSampler):
         numbers = [sampler.indices[number] for number in numbers]
