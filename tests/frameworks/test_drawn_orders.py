@@ -119,7 +119,7 @@ def test_an_order_that_workers_have_read_to_its_end_is_refused_until_its_last_ba
     one = make()
     numbers = iter(one)
     next(numbers)
-    with pytest.raises(MismatchError, match="workers had taken its last numbers ahead") as refused:
+    with pytest.raises(MismatchError, match="workers had taken the last numbers ahead") as refused:
         wanted({"data": make()}, saved([one]).catalog(), 0, 1)
     assert "ShardedDataLoader" in str(refused.value)
     list(islice(numbers, 3))

@@ -73,8 +73,8 @@ def unfit(loader: Any, order: Mapping[str, Any]) -> str | None:
         )
     if len(order) == 1:
         return (
-            "its sampler has no state, and the order that it drew could not be read, since workers had taken "
-            "its last numbers ahead, it draws several times, or is too long; use shuffle=True, whose state is saved"
+            "its sampler has no state, and its order could not be read: workers had taken the last numbers "
+            "ahead, or it draws several times, or it is too long; use shuffle=True"
         )
     if len(sampler) != order["length"]:
         return f"it was saved within an order of {order['length']} samples, and has {len(sampler)} here"
@@ -121,7 +121,7 @@ class DrawnBefore(Iterator[int]):
         sampler, record = self._sampler, self.record
         sampler.__class__ = _kind(sampler)
         setattr(sampler, _ORDER, None)
-        drawn = iter(sampler)  # draws what every epoch draws, from the generators of the process too
+        drawn = iter(sampler)  # it draws what every epoch draws from the generators
         next(drawn, None)
         if sampler.generator is not None and "generator" in record:
             sampler.generator.set_state(torch.frombuffer(bytearray(record["generator"]), dtype=torch.uint8))

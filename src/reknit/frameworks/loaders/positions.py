@@ -136,7 +136,7 @@ class _OrderOfTorch(_OwnState):
         self._loader, self._order = loader, order
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue in the same order; torchdata leaves out what was taken of it."""
+        """Continue in the same order, of which torchdata leaves the first samples out."""
         drawn.give_order(self._loader, self._order)
         self._loader.load_state_dict(state)
 
