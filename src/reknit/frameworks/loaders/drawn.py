@@ -121,7 +121,7 @@ class DrawnBefore(Iterator[int]):
         sampler, record = self._sampler, self.record
         sampler.__class__ = _kind(sampler)
         setattr(sampler, _ORDER, None)
-        drawn = iter(sampler)  # it draws what every epoch draws from the generators
+        drawn = iter(sampler)  # the generators go on as in every epoch
         next(drawn, None)
         if sampler.generator is not None and "generator" in record:
             sampler.generator.set_state(torch.frombuffer(bytearray(record["generator"]), dtype=torch.uint8))
