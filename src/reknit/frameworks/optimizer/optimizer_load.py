@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reknit.errors import StateError
-from reknit.frameworks.numbers import is_number, like
+from reknit.frameworks.numbers import is_number
 from reknit.frameworks.optimizer import (
     composite_states,
     memory_notes,
@@ -151,7 +151,7 @@ class OptimizerLoad:
                 loading.check(partial(require_equal, each))
         fresh |= given
         if any(asked.values()) or len(fresh) < len(current):
-            loading.later(lambda: slots.put(members[0], _in_kind(fresh, current)))
+            loading.later(lambda: slots.put(members[0], tensor_numbers.in_kind(fresh, current)))
 
     def _asked(self, slot: ParamSlot, members: list[ParamSlot]) -> Asked | None:
         """Return the states of a parameter to load, or None if they cannot be taken."""
@@ -292,13 +292,12 @@ class OptimizerLoad:
 
     def _ask_whole(self, spec: TensorSpec, like: Any, inside: Place) -> Any:
         """Request a tensor of a state dict that is not by parameters: distributed as it was saved."""
-        loading, slots = self.loading, self.slots
-        number = self.sharded.get(inside.fqn.removeprefix(f"{self.place.fqn}/"))
-        if number is None or slots.layout is None:
+        number, layout = self.sharded.get(inside.fqn.removeprefix(f"{self.place.fqn}/")), self.slots.layout
+        if number is None or layout is None:
             tensor = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
         else:
-            tensor = slots.layout.empty_like(number, torch_dtype(spec.dtype))
-        loading.tensor(tensor, inside)
+            tensor = layout.empty_like(number, torch_dtype(spec.dtype))
+        self.loading.tensor(tensor, inside)
         return tensor
 
     def _want_composite(
@@ -324,10 +323,11 @@ class OptimizerLoad:
         if self.noted.foreign:
             loading.report_mismatched(at, next(iter(self.noted.foreign.values())))
             return
-        current = slots.shared()
-        whole, state = self._want_state(current.get(name), None, at, loading.saved.spec(at))
+        whole, state = self._want_state(
+            (current := slots.shared()).get(name), None, at, loading.saved.spec(at)
+        )
         if whole:
-            loading.later(lambda: slots.state.update(_in_kind({name: state}, current)))
+            loading.later(lambda: slots.state.update(tensor_numbers.in_kind({name: state}, current)))
 
     def _want_more(self) -> None:
         """Request the other entries of an optimizer's own `state_dict`, and let it load them all.
@@ -336,8 +336,7 @@ class OptimizerLoad:
         entries, these alone are loaded, as torch would: some entries come with the first step.
         """
         loading, slots, saved = self.loading, self.slots, self.saved.others["more"]
-        present = slots.more or {}
-        fresh = dict(present)
+        fresh = dict(present := slots.more or {})
         for name in dict.fromkeys([*present, *saved]):
             at = self._other("more", name)
             if saved and name not in saved and loading.takes(at):
@@ -348,13 +347,4 @@ class OptimizerLoad:
                 if whole:
                     fresh[name] = value
         assert slots.load is not None
-        load = slots.load
-        loading.later(lambda: load(fresh))
-
-
-def _in_kind(states: dict[Any, Any], current: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return states with a number, and not a tensor of one element, in the place of each present number."""
-    return {
-        name: like(tensor_numbers.number_in(state), current[name]) if is_number(current.get(name)) else state
-        for name, state in states.items()
-    }
+        loading.later(partial(slots.load, fresh))

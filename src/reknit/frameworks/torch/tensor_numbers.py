@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,9 @@ from reknit.frameworks.torch.dtensor import is_dtensor
 from reknit.frameworks.torch.subclasses import is_composite
 from reknit.types.dtype import converts
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 _COUNTERS = ("float32", "float64", "int64")
 """Dtypes of a counter, the one of torch's optimizers first."""
 
@@ -25,6 +28,14 @@ def number_in(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() == 1 and value.dtype is not torch.bool:
         return value.item()
     return value
+
+
+def in_kind(states: dict[Any, Any], current: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return states with a number, and not a tensor of one element, in the place of each present number."""
+    return {
+        name: like(number_in(state), current[name]) if is_number(current.get(name)) else state
+        for name, state in states.items()
+    }
 
 
 def counter(step: Any, where: object) -> torch.Tensor:
