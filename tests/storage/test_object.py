@@ -311,13 +311,13 @@ def test_no_file_has_more_parts_than_a_store_takes(nbytes: int, mib: int) -> Non
 
 def test_secrets_are_left_out_of_messages() -> None:
     error = OSError("GET https://x/y?sig=abc%2F&X-Amz-Signature=def failed\n\nDebug source: abc")
-    assert plain(error) == "GET https://x/y?sig=...&X-Amz-Signature=... failed"
+    assert plain(error) == "GET https://x/y?sig=***&X-Amz-Signature=*** failed"
 
 
 def test_secrets_are_left_out_of_tracebacks() -> None:
     with pytest.raises(StorageError) as caught, translated("read", "s3://x/y"):
         raise ValueError("GET https://x/y?sig=abcdef failed")
     reported = "".join(traceback.format_exception(caught.value))
-    assert "sig=..." in reported
+    assert "sig=***" in reported
     assert "cannot read s3://x/y" in reported
     assert reported.count("failed") == 1, "the client's own error is not shown"

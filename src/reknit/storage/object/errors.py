@@ -101,7 +101,7 @@ def plain(error: BaseException) -> str:
     text = str(error).partition("\n\nDebug source")[0]
     if found := _MESSAGE.search(text):
         text = f"{text[: found.start()].partition('<?xml')[0]}{found[1]}: {found[2]}"
-    return _SECRETS.sub(r"\1=...", " ".join(text.split()))[:500]
+    return _SECRETS.sub(r"\1=***", " ".join(text.split()))[:500]
 
 
 def _kind(error: BaseException, text: str) -> tuple[type[StorageError], str]:
