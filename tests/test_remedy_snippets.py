@@ -1,4 +1,4 @@
-"""Calls, options and command lines in the messages of reknit exist, whatever case shows them."""
+"""Calls, options and command lines in messages of reknit exist, also in messages that no test provokes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def texts() -> tuple[tuple[str, str], ...]:
 
 
 def read_texts() -> Iterator[tuple[str, str]]:
-    """Yield the texts of the source that are no docstrings, with their places; a value in one is `{}`."""
+    """Yield the texts of the source without docstrings, with their places; a value in one is `{}`."""
     for path in sorted(SOURCE.rglob("*.py")):
         tree = ast.parse(path.read_text())
         inside = {
