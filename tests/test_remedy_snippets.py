@@ -106,7 +106,8 @@ def command_lines() -> dict[str, tuple[str, list[str]]]:
 def subcommands() -> dict[str, argparse.ArgumentParser]:
     """Return the parsers of the commands."""
     (found,) = (action for action in parser()._actions if action.dest == "command")
-    return dict(found.choices)  # type: ignore[call-overload]
+    choices: Any = found.choices
+    return dict(choices)
 
 
 def unknown(name: str, keywords: list[str]) -> set[str]:

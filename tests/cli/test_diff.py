@@ -227,7 +227,7 @@ def reading(batches: int) -> dict[str, Any]:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     numbers = range(32)
-    sampler = DistributedSampler(numbers, seed=5)  # type: ignore[arg-type]
+    sampler: Any = DistributedSampler(numbers, seed=5)  # type: ignore[arg-type]
     loader = StatefulDataLoader(numbers, batch_size=2, sampler=sampler)
     for _, _ in zip(range(batches), loader, strict=False):
         pass

@@ -42,7 +42,7 @@ def resumed(
     **options: Any,
 ) -> list[int]:
     """Return the steps after which a resume differs from a training without an end between."""
-    train = partial(jobs.train, strategy=strategy, arguments=arguments, **options)
+    train: Any = partial(jobs.train, strategy=strategy, arguments=arguments, **options)
     whole = train(f"{folder}/whole", 15)
     different = []
     for stop in stops:

@@ -278,7 +278,7 @@ def logged(root: str) -> list[tuple[str, str]]:
 
     class Lines(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if " step " in record.getMessage() and "loaded by" in record.getMessage():
+            if record.getMessage().startswith("resumed from step "):
                 lines.append((record.levelname, record.getMessage().replace(root, "ROOT")))
 
     logging.getLogger("reknit").addHandler(Lines())

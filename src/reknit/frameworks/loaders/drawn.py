@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _KINDS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _ORDER = "_reknit_order"
-_LISTED = type(iter([]))
+_LISTED: type = type(iter([]))
 _MOST_NUMBERS = 1 << 26
 """More numbers of an order would be too large for one value of a checkpoint."""
 

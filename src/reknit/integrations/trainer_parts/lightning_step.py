@@ -125,7 +125,8 @@ def find(path: str, folders: Mapping[str, FolderOfRun], broadcast: Any, *, fits:
     for root, folder in folders.items():
         run = folder.run
         if path == root and run is not None:
-            if not (following := run.resume({TRAINER: rest})):
+            # Lightning's own door decides about other work in the folder, in Lightning's words.
+            if not (following := run.resume({TRAINER: rest}, start=0)):
                 return None
             number = following - 1
             place = next((each.path for each in run.steps() if each.step == number), below(root, "?"))
