@@ -119,7 +119,7 @@ def test_a_report_has_the_phases_of_all_ranks_beside_their_saves(tmp_path: Path)
     operations, *_ = read_operations([f"{tmp_path}/events"])
     assert sorted(operation.action for operation in operations) == ["save", "training"]
     (own,) = (operation for operation in operations if operation.action == "training")
-    assert headline(own).startswith("training (step 7): 2 ranks, 0.00 GiB in ")
+    assert headline(own).startswith("training (step 7): 2 ranks, 0 B in ")
     assert {row[:2] for row in phase_rows(own)} == {("evaluate", "2"), ("generate", "2"), ("score", "1")}
     assert "rank 1 on " in next(remarks(own))
     assert "failed in phase score: ZeroDivisionError" in next(remarks(own))

@@ -46,14 +46,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-_SECRETS = re.compile(
+_SECRETS = re.compile(  # each repeat has a limit: a text may have thousands of beginnings of a URL
     r"""(?i)(://[^\s/?#@:'"]{0,256}:)(?!\d*(?:[/?#'"\s]|$))[^\s@'"]{0,4096}(?:@[^\s@/?#'"]{0,256}){0,8}(?=@)"""
     r"""|(https?://)[^\s/?#@:'"]{1,4096}(?=@)"""
     r"""|([?&](?:[\w-]{0,64}(?:token|passw|secret|signature|credential|key)[\w-]{0,64}|sig)=)[^&\s'"]+"""
 )
-"""Each repeat has a limit, since a text may have thousands of beginnings of a URL."""
-_MOST_COMPARED = 10_000
-"""Number of names that are compared with a wrong one, so that an error does not take seconds."""
+_MOST_COMPARED = 10_000  # names, so that an error does not take seconds
 
 
 class ReknitError(Exception):

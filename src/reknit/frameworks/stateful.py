@@ -12,7 +12,7 @@ from reknit.errors import FormatError, StateError
 from reknit.frameworks import tree
 from reknit.frameworks.neutral import conflict, is_renewable, record_of, to_neutral, trained
 from reknit.frameworks.walk.adapter import Adapter
-from reknit.frameworks.walk.rank_catalog import FoundValue
+from reknit.frameworks.walk.rank_catalog import found_by_keys
 from reknit.frameworks.walk.state_dict_effects import (
     SETTLED,
     collect_position,
@@ -116,7 +116,12 @@ class StatefulAdapter(Adapter):
         value = taker_of(value, place, loading, loading.saved.look_up(record).value)
         if value is SETTLED:
             return
-        found = _by_keys(value, place, loading) or loading.value(record)
+        if loading.saved.is_by_keys(place):
+            present = None if has_effects(value) else present_state(value, place, loading)
+            if (found := found_by_keys(place, present, loading)).why is not None:
+                loading.report_mismatched(place, _PARTIAL)
+        else:
+            found = loading.value(record)
         if found.why is not None or not fits(value, found.value, place, loading):
             return
         named = _records(found.value, place)
@@ -130,32 +135,6 @@ class StatefulAdapter(Adapter):
         whole, state = rebuild(found.value, place, loading, current, early=not comes_last(value))
         if whole:
             hand_over(value, lambda: value.load_state_dict(completed(state)), loading)
-
-
-def _by_keys(value: Any, place: Place, loading: Loading) -> FoundValue | None:
-    """Request a state that was saved by its keys, as other programs do; None for a record of an object.
-
-    Returns the state in the form of a record.  The present state decides between lists and dicts.
-    """
-    if not loading.saved.is_by_keys(place):
-        return None
-    present = None if has_effects(value) else present_state(value, place, loading)
-    held = {} if present is None else loading.tensors_of(present, place)
-    whys: list[str] = []
-
-    def fill(at: Place, name: str) -> Any:
-        if loading.saved.has_tensor(at):
-            arrays = loading.arrays(held[name]) if name in held else None
-            library = arrays.library if arrays is not None else "torch" if "torch" in sys.modules else "numpy"
-            return Tagged("tensor", {"library": library, "path": name})
-        found = loading.value(at)
-        whys.extend([] if found.why is None else [found.why])
-        return found.value
-
-    state = loading.saved.by_keys(place, fill, present)
-    if whys:
-        loading.report_mismatched(place, _PARTIAL)
-    return FoundValue(state, whys[0] if whys else None)
 
 
 def _note_other_forms(

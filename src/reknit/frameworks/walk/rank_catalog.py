@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -200,3 +201,24 @@ class RankCatalog:
         for place in places:
             names.update(dict.fromkeys(self.own(item, place)))
         return list(names)
+
+
+def found_by_keys(place: Place, present: Any, loading: Any) -> FoundValue:
+    """Request a state that was saved by its keys, as other programs do, in the form of a record.
+
+    The `present` state of the object, or None, decides between lists and dicts.
+    """
+    held = {} if present is None else loading.tensors_of(present, place)
+    whys: list[str] = []
+
+    def fill(at: Place, name: str) -> Any:
+        if loading.saved.has_tensor(at):
+            arrays = loading.arrays(held[name]) if name in held else None
+            library = arrays.library if arrays is not None else "torch" if "torch" in sys.modules else "numpy"
+            return Tagged("tensor", {"library": library, "path": name})
+        found = loading.value(at)
+        whys.extend([] if found.why is None else [found.why])
+        return found.value
+
+    state = loading.saved.by_keys(place, fill, present)
+    return FoundValue(state, whys[0] if whys else None)
