@@ -89,7 +89,7 @@ def test_the_summary_comes_first_and_the_tables_last(tab: Any, report: str) -> N
         "Tables",
     ]
     row = tab.locator("#phases tr", has_text="write (agent)").locator("td").all_text_contents()
-    assert row == ["write (agent)", "16", "1.000", "1.000", "3.000", "3.000", "16.00"]
+    assert row == ["write (agent)", "16", "1.000", "1.000", "3.000", "3.000", "16.0 GiB"]
     assert "bright is 3 s" in tab.locator("#scale").get_attribute("aria-label")
     assert tab.locator("#told td").all_text_contents()[1:] == ["remove", "7", "run/step_1", "ok"]
 
