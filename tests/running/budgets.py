@@ -21,7 +21,7 @@ BUDGETS: dict[str, Budget] = {
     ".": Budget(55, 146),
     "attacks": Budget(20, 12),
     "benchmarks": Budget(50, 38),
-    "cli": Budget(50, 40, ("s3", "gcs", "azure", "hdfs")),
+    "cli": Budget(50, 56, ("s3", "gcs", "azure", "hdfs")),
     "comm": Budget(80, 108),
     "compat": Budget(35, 88),
     "dataloader": Budget(40, 72),

@@ -135,7 +135,8 @@ def test_no_other_job_is_given_what_differed(size: int) -> None:
 
     def rank(group: Group) -> None:
         target = empty(drawn(0))
-        with pytest.raises(reknit.MismatchError, match=r"missing: .*\brng\b.*: it differed between the 2 ranks"):
+        why = r"missing: .*\brng\b.*: it differed between the 2 ranks"
+        with pytest.raises(reknit.MismatchError, match=why):
             reknit.load("process://elsewhere/x", target, group=group)
         assert_same(target, empty(drawn(0)))
         report = reknit.load("process://elsewhere/x", target, group=group, strict=False)
