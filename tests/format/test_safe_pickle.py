@@ -72,6 +72,7 @@ def hostile(canary: Path) -> dict[str, bytes]:
     return {
         "a call": pickle.dumps(Evil(os.mkdir, str(canary)), 2),
         "a call by names on the stack": pickle.dumps(Evil(os.mkdir, str(canary)), 4),
+        "a call beside data": pickle.dumps({"w": 1, "x": Evil(os.mkdir, str(canary))}, 2),
         "a call of eval": pickle.dumps(Evil(eval, f"__import__('os').mkdir({str(canary)!r})"), 2),
         "an old instance": b"(" + text + b"ios\nmkdir\n.",
         "an old object": b"(cos\nmkdir\n" + text + b"o.",

@@ -159,6 +159,10 @@ def summary(checkpoint: OpenCheckpoint) -> dict[str, Any]:
             {"item": item, "tensors": tensors[item], "elements": numel[item], "nbytes": nbytes[item]}
             for item in manifest.items
         ],
+        "unread": [
+            {"entry": entry.name, "why": entry.why}
+            for entry in (manifest.other.unread if manifest.other else ())
+        ],
         "files": files,
     }
 
@@ -261,5 +265,7 @@ def _show_summary(facts: dict[str, Any]) -> None:
         [(i["item"], i["tensors"], count_text(i["elements"]), amount(i["nbytes"])) for i in facts["items"]],
         right=("TENSORS", "ELEMENTS", "SIZE"),
     )
+    for entry in facts["unread"]:
+        print(printable(f"cannot be read: {entry['entry']} ({entry['why']})"))
     print()
     print_table(("FILE", "SIZE"), [(f["path"], amount(f["nbytes"])) for f in facts["files"]], right=("SIZE",))

@@ -6,6 +6,8 @@ from typing import TypeVar
 
 import msgspec
 
+from reknit.types.manifest import OtherFormat  # noqa: TC001 (msgspec looks it up)
+
 Message = TypeVar("Message")
 
 encode = msgspec.msgpack.encode
@@ -157,8 +159,7 @@ class ItemContents(msgspec.Struct, array_like=True):
     `manifest` is a file of format 1 with fewer entries: it has all items, and of files just the index and
     those of values.  `tensors` are item, FQN, dtype and shape of all tensors, `files` those in which they
     lie, `blobs` the files of shared values, by path.  `own` is there where things are to be renamed: no rank
-    reads the files of others for the names in them.  `other` has the fields of the `OtherFormat` of
-    another program.
+    reads the files of others for the names in them.
     """
 
     manifest: bytes
@@ -166,7 +167,7 @@ class ItemContents(msgspec.Struct, array_like=True):
     files: Files
     blobs: dict[str, bytes]
     own: OwnNames | None = None
-    other: tuple[str, bool, str] | None = None
+    other: OtherFormat | None = None
 
 
 class Items(msgspec.Struct, array_like=True):

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from reknit.types.box import Box
 from reknit.types.lazy_property import lazy_property
+from reknit.types.shard import full_name
 from reknit.types.wanted import Terms
 
 if TYPE_CHECKING:
@@ -173,16 +174,37 @@ class TablePlace(Struct, frozen=True):
     files_nbytes: int
 
 
+class Unread(NamedTuple):
+    """An entry of another program's checkpoint that reknit cannot read, and the reason.
+
+    Names below `fqn` belong to it as well; without an `fqn` it is the whole item.
+    """
+
+    item: str
+    fqn: str
+    why: str
+
+    @property
+    def name(self) -> str:
+        """Its name in messages to users."""
+        return full_name(self.item, self.fqn)
+
+    def covers(self, name: str) -> bool:
+        """Return whether a name in messages to users belongs to this entry."""
+        return f"{name}/".startswith(f"{self.name}/")
+
+
 class OtherFormat(NamedTuple):
     """The format of a checkpoint of another program, which is read in place.
 
     `is_file` is whether the checkpoint is one file, which lies in the folder above.  `unchecked` says which
-    checks of its bytes are not possible.
+    checks of its bytes are not possible, and names the entries that are `unread`.
     """
 
     kind: str
     is_file: bool
     unchecked: str
+    unread: tuple[Unread, ...] = ()
 
 
 class Manifest(Struct, frozen=True):

@@ -15,7 +15,13 @@ from reknit.engine.foreign.small_reads import do_each, part_of
 from reknit.engine.foreign.torch_files import TorchFile, add_extent, extent_of, single_tensor, views_in
 from reknit.engine.foreign.zip_files import LOCAL_MARK
 from reknit.errors import CorruptError, FormatError, shown
-from reknit.format.foreign.safe_pickle import MAX_PICKLE_NBYTES, PickledObject, Vocabulary, read_pickle
+from reknit.format.foreign.safe_pickle import (
+    MAX_PICKLE_NBYTES,
+    PickledObject,
+    UnreadError,
+    Vocabulary,
+    read_pickle,
+)
 from reknit.format.foreign.torch_values import TORCH, TensorView, dtype_of
 from reknit.types.box import Box
 from reknit.types.manifest import Extent
@@ -82,7 +88,11 @@ def add_folder(folder: DcpFolder, renamed: Callable[[Path], Path] = lambda keys:
         if _is_a(spec, "TensorStorageMetadata"):
             tensors.append((name, spec, where))
         elif where:
-            values[name] = _object(folder, where[0][1])
+            try:
+                values[name] = _object(folder, where[0][1])
+            except UnreadError as error:
+                item, *rest = keys[name]
+                folder.entries.unread(str(item), _state_keys(rest), error.message)
     _add_tensors(folder, tensors, keys)
     _add_values(folder, values, keys)
 
@@ -114,9 +124,14 @@ def _add_tensors(
 ) -> None:
     """Add the tensors, with the ranges of their chunks."""
     made: dict[str, tuple[TensorSpec, Chunks]] = {}
+    unread: dict[str, str] = {}
     jobs: list[tuple[str, TensorSpec, Box, PickledObject]] = []
     for name, metadata, where in tensors:
-        dtype = dtype_of(_properties(metadata.field("properties")))
+        try:
+            dtype = dtype_of(_properties(metadata.field("properties")))
+        except UnreadError as error:
+            unread[name] = error.message
+            continue
         shape = metadata.field("size")
         lengths = {}
         for chunk in metadata.field("chunks"):
@@ -134,12 +149,19 @@ def _add_tensors(
 
     def locate(job: tuple[str, TensorSpec, Box, PickledObject]) -> None:
         name, spec, box, place = job
-        made[name][1].extend(_chunk(folder, spec, box, place))
+        try:
+            made[name][1].extend(_chunk(folder, spec, box, place))
+        except UnreadError as error:
+            unread[name] = error.message
 
     do_each(jobs, locate)
     for name, (spec, chunks) in made.items():
+        if name not in unread:
+            item, *rest = keys[name]
+            folder.entries.tensor(str(item), named(_state_keys(rest)), spec, chunks)
+    for name, why in unread.items():
         item, *rest = keys[name]
-        folder.entries.tensor(str(item), named(_state_keys(rest)), spec, chunks)
+        folder.entries.unread(str(item), _state_keys(rest), why)
 
 
 def _state_keys(keys: list[Any]) -> list[Any]:

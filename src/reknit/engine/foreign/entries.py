@@ -10,6 +10,7 @@ import xxhash
 
 from reknit.errors import CorruptError, FormatError, StateError
 from reknit.format.checksum import BLOCK_NBYTES, block_digests
+from reknit.format.foreign.safe_pickle import UnreadError
 from reknit.format.foreign.torch_values import TensorView, Whole, neutral
 from reknit.format.index.checks import check_index
 from reknit.format.paths import blob_path, index_path
@@ -17,7 +18,16 @@ from reknit.format.values.blob_codec import encode_blobs
 from reknit.format.versions import FORMAT_VERSION
 from reknit.planner.tiling import untiled
 from reknit.types.box import Box, padded
-from reknit.types.manifest import BlobFile, Extent, FileEntry, Index, Manifest, OtherFormat, TensorEntry
+from reknit.types.manifest import (
+    BlobFile,
+    Extent,
+    FileEntry,
+    Index,
+    Manifest,
+    OtherFormat,
+    TensorEntry,
+    Unread,
+)
 from reknit.types.shard import MAX_DEPTH, Tagged, TensorSpec, escaped, full_name
 
 if TYPE_CHECKING:
@@ -31,6 +41,8 @@ MODEL = "model"
 """The item of tensors that the other program puts into no group."""
 MAX_NODES = 1 << 22
 """Containers, and values in them, that are walked: a small pickle can hold one list at very many places."""
+_NAMED = 3
+"""Names of each reason, and reasons, that a sentence lists."""
 MAX_INLINE_NBYTES = 64 << 20
 """Bytes of all tensors that are parts of values."""
 Chunks = list[tuple[Box, Extent]]
@@ -57,6 +69,7 @@ class ForeignEntries:
     tensors: dict[tuple[str, str], tuple[TensorSpec, Chunks]] = field(default_factory=dict)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     step: int | None = None
+    unread_entries: list[Unread] = field(default_factory=list)
     inline: Callable[[TensorView], bytes] | None = None
     _nbytes_inline: int = 0
     _num_nodes: int = 0
@@ -100,7 +113,7 @@ class ForeignEntries:
         if isinstance(value, TensorView):
             place(item, named(keys), value)
         elif isinstance(value, Whole):
-            self.value(item, named(keys), self._plain(value.value))
+            self._leaf(item, keys, value.value)
         elif type(value) is dict and value and all(type(key) in (str, int) for key in value):
             for key, inner in value.items():
                 self.nested(item, (*keys, key), inner, place)
@@ -108,11 +121,24 @@ class ForeignEntries:
             for number, inner in enumerate(value):
                 self.nested(item, (*keys, number), inner, place)
         else:
-            self.value(item, named(keys), self._plain(value))
+            self._leaf(item, keys, value)
+
+    def _leaf(self, item: str, keys: Sequence[Any], value: Any) -> None:
+        """Add a value that is not divided, or its name if reknit does not store it."""
+        try:
+            plain = self._plain(value)
+        except UnreadError as error:
+            self.unread(item, keys, error.message)
+        else:
+            self.value(item, named(keys), plain)
 
     def value(self, item: str, fqn: str, value: Any) -> None:
         """Add a value that is not a tensor."""
         self.values.setdefault(item, {})[fqn] = value
+
+    def unread(self, item: str, keys: Sequence[Any], why: str) -> None:
+        """Add an entry that is there, but that reknit cannot read, with the reason."""
+        self.unread_entries.append(Unread(item, named(keys), why))
 
     def _has_tensor(self, value: Any, seen: dict[int, bool]) -> bool:
         """Return whether there is a tensor in a container."""
@@ -139,7 +165,7 @@ class ForeignEntries:
         spec = view.spec
         self._nbytes_inline += spec.nbytes
         if self.inline is None or self._nbytes_inline > MAX_INLINE_NBYTES:
-            raise FormatError(
+            raise UnreadError(
                 "a pickle has large tensors in values that are not divided, such as an optimizer's options"
             )
         return Tagged(
@@ -157,13 +183,13 @@ class ForeignEntries:
                 f"{len(gaps)} tensors are not whole in the files, among them {full_name(*entry[:2])[:200]!r}"
             )
         write_id = _identity(index, self.sizes)
-        items = dict.fromkeys([*self.values, *(item for item, _ in self.tensors)])
-        blobs = {}
-        for item in self.values:
-            try:
-                blobs[item] = encode_blobs(self.values[item], item=item)
-            except StateError as error:
-                raise FormatError(error.message) from error
+        blobs = {item: self._encoded(item) for item in self.values}
+        unread = tuple(sorted({*self.unread_entries}))
+        if unread:
+            other = other._replace(unchecked=f"{other.unchecked}; {listed(unread)}", unread=unread)
+        items = dict.fromkeys(
+            [*self.values, *(item for item, _ in self.tensors), *(entry.item for entry in unread)]
+        )
         paths = {item: blob_path(item, 0, write_id) for item in blobs}
         manifest = Manifest(
             format_version=FORMAT_VERSION,
@@ -183,6 +209,20 @@ class ForeignEntries:
             other=other,
         )
         return ForeignCheckpoint(manifest, index, {paths[item]: data for item, data in blobs.items()})
+
+    def _encoded(self, item: str) -> bytes:
+        """Return the file of the values of an item, without the values that reknit does not store."""
+        values = self.values[item]
+        try:
+            return encode_blobs(values, item=item)
+        except StateError:
+            for fqn in list(values):
+                try:
+                    encode_blobs({fqn: values[fqn]}, item=item)
+                except StateError as error:
+                    self.unread_entries.append(Unread(item, fqn, error.message))
+                    del values[fqn]
+        return encode_blobs(values, item=item)
 
     def _index(self) -> Index:
         """Return the index of all tensors."""
@@ -240,6 +280,22 @@ def named(keys: Iterable[Any]) -> str:
         return "/".join(str(key) if type(key) is int else escaped(str(key)) for key in keys)
     except UnicodeEncodeError as error:
         raise FormatError("the checkpoint has a name that is not valid text") from error
+
+
+def listed(unread: Sequence[Unread]) -> str:
+    """Return the sentence about entries that cannot be read, with the first names of each reason."""
+    reasons: dict[str, list[str]] = {}
+    for entry in unread:
+        reasons.setdefault(entry.why, []).append(entry.name[:200])
+    parts = [
+        ", ".join(names[:_NAMED])
+        + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+        + f" ({why})"
+        for why, names in reasons.items()
+    ]
+    more = f"; and {len(parts) - _NAMED} more reasons" if len(parts) > _NAMED else ""
+    count = f"{len(unread)} {'entry' if len(unread) == 1 else 'entries'}"
+    return f"reknit cannot read {count}: {'; '.join(parts[:_NAMED])}{more}"
 
 
 def _check_bounds(index: Index, sizes: dict[str, int]) -> None:

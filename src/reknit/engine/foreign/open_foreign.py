@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from reknit.engine.foreign import (
@@ -14,7 +15,7 @@ from reknit.engine.foreign import (
     safetensors_files,
     torch_files,
 )
-from reknit.engine.foreign.entries import ForeignCheckpoint, ForeignEntries
+from reknit.engine.foreign.entries import ForeignCheckpoint, ForeignEntries, listed
 from reknit.engine.record.other_formats import foreign
 from reknit.errors import CheckpointNotFoundError, FormatError
 from reknit.storage.base import HasDerivedFiles, HasFolderAbove
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reknit.storage.base import Storage
+
+logger = logging.getLogger("reknit")
 
 NOTHING = "it has no digests: names, shapes and sizes were checked, the bytes of tensors were not"
 
@@ -70,12 +73,16 @@ def read_foreign(storage: Storage) -> ForeignCheckpoint | None:
             _FILES[found.kind](entries, above[1])
         else:
             entries = _FOLDERS[found.kind](_with_derived(storage))
-        return entries.checkpoint(other)
+        made = entries.checkpoint(other)
     except FormatError as error:
         error.sign(path=storage.url)
         error.message = f"{storage.url} is {found.kind}, which cannot be opened: {error.message}"
         error.remedy = error.remedy or (_OF_TORCH if found.kind in _PICKLES else _REMEDY).format(storage.url)
         raise
+    assert made.manifest.other is not None
+    if made.manifest.other.unread:
+        logger.warning("%s is %s: %s", storage.url, found.kind, listed(made.manifest.other.unread))
+    return made
 
 
 def store_of(storage: Storage, other: OtherFormat) -> Storage:

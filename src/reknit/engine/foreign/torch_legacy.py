@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from reknit.engine.foreign.small_reads import do_each, part_of
 from reknit.errors import CorruptError, FormatError, shown
-from reknit.format.foreign.safe_pickle import MAX_PICKLE_NBYTES, read_pickle
+from reknit.format.foreign.safe_pickle import MAX_PICKLE_NBYTES, Unreadable, read_pickle
 from reknit.format.foreign.torch_values import TORCH, StorageRef, TensorView, legacy_storage_of
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ class LegacyFile:
 
     def _storage_of(self, pid: Any) -> StorageRef:
         found = legacy_storage_of(pid)
+        if isinstance(found, Unreadable):  # its size is unknown, and so are the places of those behind it
+            raise FormatError(found.why)
         return self._storages.setdefault(found.key, found)
 
     def _places(self, keys: list[Any], at: int) -> dict[str, int]:

@@ -13,7 +13,7 @@ from reknit.engine.memory.workers import within
 from reknit.engine.record.file_checks import check_size
 from reknit.engine.stored.opening import OpenCheckpoint, opened, read_opened, unknown_items
 from reknit.engine.stored.renaming import Naming
-from reknit.errors import MismatchError, UsageError, did_you_mean
+from reknit.errors import FormatError, MismatchError, UsageError, did_you_mean
 from reknit.keywords import checked_call
 from reknit.monitor.progress_text import amount
 from reknit.types.box import Box
@@ -125,13 +125,25 @@ class Checkpoint(Shown):
         """
         number = self._open.index.ids.get((item, fqn))
         if number is None:
-            raise self._unknown(item, fqn)
+            raise self._unread(item, fqn) or self._unknown(item, fqn)
         spec = self.tensors[item][fqn]
         box, kept = selected(spec.shape, index)
         part = TensorSpec(box.lengths, spec.dtype)
         array = self._arrays.fresh(item, fqn, part, framework, None, sharding=None).tensor
         self._fill([(number, box, array)])
         return array.reshape(kept)
+
+    def _unread(self, item: str, fqn: str) -> FormatError | None:
+        """Return the error of an entry that another program wrote and reknit cannot read; None for others."""
+        name = full_name(item, fqn)
+        for entry in self.manifest.other.unread if self.manifest.other is not None else ():
+            if entry.covers(name):
+                return FormatError(
+                    f"{name!r} cannot be read: {entry.why}",
+                    path=self._open.storage.url,
+                    remedy="read it with the program that saved it; all other entries can be read here",
+                )
+        return None
 
     def _unknown(self, item: str, fqn: str) -> MismatchError:
         """Return the error of a name that no tensor has."""

@@ -14,7 +14,7 @@ from reknit.engine.packed_columns import Name, bitmaps, left_over
 from reknit.engine.stored.renaming import split_transforms
 from reknit.format.checksum import digest
 from reknit.types.shard import full_name
-from reknit.types.wanted import selects
+from reknit.types.wanted import matches, selects
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from reknit.engine.stored.opening import OpenCheckpoint
     from reknit.transforms.apply import Transformed
     from reknit.transforms.quantized import Quantized
-    from reknit.types.manifest import Catalog
+    from reknit.types.manifest import Catalog, Unread
     from reknit.types.wanted import Wanted
 
 
@@ -104,6 +104,8 @@ def collect(job: LoadJob, checkpoint: OpenCheckpoint) -> Collected:
         fills, problems = match(part.index, wanted, options, part.stored)
         if wanted.unlike:
             problems.refuse(_quantized(part, wanted, transformed))
+        if part.manifest.other is not None and part.manifest.other.unread:
+            _name_unread(problems, part.manifest.other.unread, job)
     return Collected(
         checkpoint=part,
         wanted=wanted,
@@ -157,6 +159,16 @@ def _quantized(part: OpenCheckpoint, wanted: Wanted, transformed: Transformed | 
             dtypes.setdefault(name, dtype)
     known = dict.fromkeys((*saved, *(full_name(*name) for name in part.blob_names()), *part.offered))
     return {labels[name]: found for name, found in quantized(dtypes, saved, known)}
+
+
+def _name_unread(problems: Problems, unread: Sequence[Unread], job: LoadJob) -> None:
+    """Add the entries of the rank's items that reknit cannot read, unless an option leaves them out."""
+    only = job.options.only
+
+    def permitted(name: str) -> bool:
+        return (bool(only) and not matches(name, only)) or selects(name, job.lenient)
+
+    problems.name_unread([entry for entry in unread if entry.item in job.items], permitted)
 
 
 def _own(job: LoadJob, catalog: Catalog, item: str, coordinate: Mapping[str, int]) -> Mapping[str, Any]:

@@ -16,13 +16,13 @@ from reknit.types.shard import full_name
 from reknit.types.wanted import Terms, matches, reshaping, selects
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 
     from reknit.engine.round_messages import LoadRequest
     from reknit.options import LoadOptions
     from reknit.planner.tiling import Gap
     from reknit.transforms.quantized import Quantized
-    from reknit.types.manifest import Index
+    from reknit.types.manifest import Index, Unread
     from reknit.types.shard import TensorSpec
     from reknit.types.wanted import Wanted
 
@@ -66,6 +66,16 @@ class Problems(NamedTuple):
             at = "" if found.name == name else f" in {found.name}"
             why = f"saved as {found.dtype}{at}, which is a value only together with its scale, {found.scale}"
             self.refused.append((name, found.kind, why))
+
+    def name_unread(self, unread: Iterable[Unread], permitted: Callable[[str], bool]) -> None:
+        """Give missing names that reknit cannot read their reason, and add others that are not permitted."""
+        for entry in unread:
+            why = f"saved, but it cannot be read: {entry.why}"
+            covered = [number for number, (name, _) in enumerate(self.missing) if entry.covers(name)]
+            for number in covered:
+                self.missing[number] = self.missing[number][0], why
+            if not covered and not permitted(entry.name):
+                self.missing.append((entry.name, why))
 
 
 class Problem(NamedTuple):

@@ -18,7 +18,7 @@ from reknit.engine.stored.renaming import Naming
 from reknit.format.checksum import num_blocks
 from reknit.format.manifest_file import decode_manifest, encode_manifest
 from reknit.planner.columns import distinct
-from reknit.types.manifest import FileEntry, Index, OtherFormat, TensorEntry
+from reknit.types.manifest import FileEntry, Index, TensorEntry
 from reknit.types.shard import TensorSpec
 
 if TYPE_CHECKING:
@@ -58,8 +58,7 @@ class ReceivedMetadata(Struct, frozen=True):
         """Decode the root's answer."""
         message = round_messages.decode(data, round_messages.ItemContents)
         tensors = [TensorEntry(i, fqn, TensorSpec(shape, dtype)) for i, fqn, dtype, shape in message.tensors]
-        other = None if message.other is None else OtherFormat(*message.other)
-        manifest = structs.replace(decode_manifest(message.manifest), other=other)
+        manifest = structs.replace(decode_manifest(message.manifest), other=message.other)
         contents = Contents(manifest, names_only(tensors), message.blobs, message.own)
         checkpoint = opened(job.storage, contents, job.items, job.options, job.replicas)
         return cls(checkpoint, message.files)

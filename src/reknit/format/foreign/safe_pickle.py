@@ -10,6 +10,8 @@ from __future__ import annotations
 import io
 import pickle
 import pickletools
+import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 from reknit.errors import FormatError, ReknitError, shown
@@ -22,8 +24,6 @@ MAX_TUPLE_KEYS = 1_000
 """Keys that are tuples, in one pickle: tuples can be made to have equal hashes."""
 
 _MOST_MEMBERS = 64
-_MEMBERS = frozenset({str, bytes, int, float, bool, type(None)})
-"""Members of a key that is a tuple."""
 _LARGEST_KEY = 1 << 60
 """Integers below this are their own hashes."""
 _OPCODES = (
@@ -34,6 +34,10 @@ _OPCODES = (
     "EMPTY_DICT SETITEM SETITEMS EMPTY_SET ADDITEMS FROZENSET",
     "GLOBAL STACK_GLOBAL REDUCE NEWOBJ BUILD BINPERSID",
 )
+_DATA_MODULES = frozenset(
+    {"collections", "datetime", "decimal", "enum", "fractions", "pathlib", "uuid", "zoneinfo"}
+)
+"""Modules of the standard library whose classes are plain data."""
 _KNOWN: dict[str, Any] = vars(pickletools)["code2op"]
 _RENAMED = {"__builtin__": "builtins"}
 """Modules that protocol 2 names as Python 2 did."""
@@ -71,6 +75,21 @@ class PickledObject:
         return self.state[name]
 
 
+class UnreadError(FormatError):
+    """A value of a pickle is not one that reknit stores, while the others may be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A value that needs the code of another package; all that is made of it is one, too."""
+
+    why: str
+
+
+_MEMBERS = frozenset({str, bytes, int, float, bool, type(None), Global, Unreadable})
+"""Members of a key that is a tuple."""
+
+
 class Vocabulary(NamedTuple):
     """The names that a pickle may have: functions by name, and classes whose objects become `PickledObject`.
 
@@ -98,18 +117,22 @@ def read_pickle(
 ) -> Any:
     """Return the value of a pickle.  `persistent` gives the objects that are stored beside the pickle.
 
-    Raises `FormatError` for a name or an opcode outside the vocabulary, and for a damaged pickle.
+    A value in it that needs code of another package becomes `Unreadable`.  Raises `UnreadError` if that is
+    the whole value, and `FormatError` for functions of Python itself, and for a damaged pickle.
     """
     file = data if isinstance(data, io.BytesIO) else io.BytesIO(data)
     if file.getbuffer().nbytes > MAX_PICKLE_NBYTES:
         raise FormatError(f"a pickle has more than {MAX_PICKLE_NBYTES} bytes")
     machine = _Machine(file, vocabulary, persistent)
     try:
-        return machine.load()
+        value = machine.load()
     except ReknitError:
         raise
     except _DAMAGE as error:
         raise FormatError(f"a pickle is damaged: {type(error).__name__} {shown(str(error))}") from None
+    if type(value) is Unreadable:
+        raise UnreadError(value.why)
+    return value
 
 
 class _Refused(dict[int, Any]):
@@ -137,12 +160,18 @@ class _Machine(pickle._Unpickler):
         self._vocabulary, self._persistent = vocabulary, persistent
         self._num_tuple_keys = 0
 
-    def find_class(self, module: str, name: str) -> Global:
-        """Return a name of the vocabulary.  Raises `FormatError` for any other."""
+    def find_class(self, module: str, name: str) -> Global | Unreadable:
+        """Return a name of the vocabulary, or a mark for the values that need another package.
+
+        Raises `FormatError` for a name of the standard library, which no checkpoint needs.
+        """
         full = f"{_RENAMED.get(module, module)}.{name}"
-        if not self._vocabulary.has(full):
-            raise FormatError(f"a pickle needs {full[:200]}, which reknit neither imports nor runs")
-        return Global(full)
+        if self._vocabulary.has(full):
+            return Global(full)
+        why = f"a pickle needs {full[:200]}, which reknit neither imports nor runs"
+        if _is_standard(full):
+            raise FormatError(why)
+        return Unreadable(why)
 
     def persistent_load(self, pid: Any) -> Any:
         """Return the object for an identifier."""
@@ -152,6 +181,9 @@ class _Machine(pickle._Unpickler):
 
     def _reduce(self) -> None:
         args, name = self.stack.pop(), self.stack[-1]
+        if (lost := _lost((name, *args) if type(args) is tuple else (name,))) is not None:
+            self.stack[-1] = lost
+            return
         if type(name) is not Global or type(args) is not tuple:
             raise FormatError("a pickle calls something that is not a name")
         build = self._vocabulary.builders.get(name.name)
@@ -164,6 +196,8 @@ class _Machine(pickle._Unpickler):
 
     def _build(self) -> None:
         state, made = self.stack.pop(), self.stack[-1]
+        if type(made) is Unreadable:
+            return
         if type(made) is PickledObject:
             made.state = state
         elif type(made) is not dict:  # attributes of a mapping, such as the versions of modules, are left out
@@ -179,6 +213,8 @@ class _Machine(pickle._Unpickler):
 
     def _put(self, keys: list[Any], values: list[Any]) -> None:
         into = self.stack[-1]
+        if type(into) is Unreadable:
+            return
         if type(into) is not dict or len(keys) != len(values):
             raise FormatError("a pickle puts items into something that is not a table")
         for key, value in zip(keys, values, strict=True):
@@ -186,11 +222,13 @@ class _Machine(pickle._Unpickler):
 
     def _appends(self) -> None:
         items = self.pop_mark()
-        self._list().extend(items)
+        if type(self.stack[-1]) is not Unreadable:
+            self._list().extend(items)
 
     def _append(self) -> None:
         value = self.stack.pop()
-        self._list().append(value)
+        if type(self.stack[-1]) is not Unreadable:
+            self._list().append(value)
 
     def _list(self) -> list[Any]:
         into = self.stack[-1]
@@ -201,6 +239,8 @@ class _Machine(pickle._Unpickler):
     def _additems(self) -> None:
         items = self.pop_mark()
         into = self.stack[-1]
+        if type(into) is Unreadable:
+            return
         if type(into) is not set:
             raise FormatError("a pickle adds to something that is not a set")
         into.update(map(self._key, items))
@@ -211,7 +251,7 @@ class _Machine(pickle._Unpickler):
     def _key(self, key: Any) -> Any:
         """Return a key if it is safe to hash.  Raises `FormatError` otherwise."""
         kind = type(key)
-        if kind in (str, bytes, bool, type(None), Global, PickledObject):
+        if kind in (str, bytes, bool, type(None), Global, PickledObject, Unreadable):
             return key
         if kind is int and -_LARGEST_KEY < key < _LARGEST_KEY:
             return key
@@ -220,6 +260,16 @@ class _Machine(pickle._Unpickler):
         if short and self._num_tuple_keys <= MAX_TUPLE_KEYS:
             return key
         raise FormatError(f"a pickle has a key of type {kind.__name__}, or too many keys that are not texts")
+
+
+def _lost(parts: tuple[Any, ...]) -> Unreadable | None:
+    """Return the first part that needs the code of another program."""
+    return next((part for part in parts if type(part) is Unreadable), None)
+
+
+def _is_standard(name: str) -> bool:
+    """Return whether a name is one of Python's own modules, except those whose classes are plain data."""
+    return name.partition(".")[0] in sys.stdlib_module_names - _DATA_MODULES
 
 
 def _is_short(key: tuple[Any, ...]) -> bool:

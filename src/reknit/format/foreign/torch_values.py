@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from reknit.errors import FormatError, shown
-from reknit.format.foreign.safe_pickle import Global, PickledObject, Vocabulary
+from reknit.format.foreign.safe_pickle import Global, PickledObject, Unreadable, UnreadError, Vocabulary
 from reknit.types.dtype import ITEMSIZE
 from reknit.types.shard import MAX_NDIM, Tagged, TensorSpec
 
@@ -88,11 +88,13 @@ class Whole(NamedTuple):
     value: Any
 
 
-def storage_of(pid: Any) -> StorageRef:
+def storage_of(pid: Any) -> StorageRef | Unreadable:
     """Return the storage that a persistent identifier names.  Raises `FormatError`."""
     if not (isinstance(pid, tuple) and len(pid) >= 5 and pid[0] == "storage"):
         raise FormatError(f"a pickle refers to {shown(pid)}, which is not a storage of torch")
     kind, key, numel = pid[1], pid[2], pid[4]
+    if isinstance(kind, Unreadable):
+        return kind
     if not isinstance(kind, Global) or not isinstance(key, str) or not _is_count(numel):
         raise FormatError("a pickle has a storage without a type, a name or a size")
     if kind.name in _UNTYPED:
@@ -104,7 +106,7 @@ def storage_of(pid: Any) -> StorageRef:
     return StorageRef(key, dtype, numel * ITEMSIZE[dtype])
 
 
-def legacy_storage_of(pid: Any) -> StorageRef:
+def legacy_storage_of(pid: Any) -> StorageRef | Unreadable:
     """Return the storage that an identifier of a file without an archive names.  Raises `FormatError`."""
     if isinstance(pid, tuple) and len(pid) > 5 and pid[5] is not None:
         raise FormatError("a pickle has a view of a storage, as torch 0.3 and older wrote it")
@@ -132,7 +134,9 @@ def _is_count(number: Any) -> bool:
 
 
 def dtype_of(value: Any) -> str:
-    """Return the dtype that a name of torch means.  Raises `FormatError`."""
+    """Return the dtype that a name means.  Raises `UnreadError` for an unknown one, else `FormatError`."""
+    if isinstance(value, Unreadable):
+        raise UnreadError(value.why)
     name = value.name.removeprefix("torch.") if isinstance(value, Global) else ""
     if name not in ITEMSIZE:
         raise FormatError(f"a pickle has a tensor of the dtype {shown(name or value)}")
@@ -161,8 +165,16 @@ def _parameter(data: Any, *_: Any) -> Any:
 
 def _typed(function: Any, kind: Any, args: Any, _: Any = None) -> Any:
     known = BUILDERS.get(function.name) if isinstance(function, Global) else None
-    if not isinstance(kind, Global) or kind.name not in _PARAMETERS or known is None:
+    if (
+        not isinstance(kind, Global)
+        or kind.name not in _PARAMETERS
+        or known is None
+        or type(args) is not tuple
+    ):
         raise FormatError(f"a pickle has a tensor of the class {shown(getattr(kind, 'name', kind))}")
+    lost = next((arg for arg in args if isinstance(arg, Unreadable)), None)
+    if lost is not None:
+        return lost
     return known(*args)
 
 
@@ -314,7 +326,9 @@ def more_words(classes: Iterable[str], vocabulary: Vocabulary = TORCH) -> Vocabu
 
 
 def neutral(value: Any) -> Any:
-    """Return a value of a pickle in the form that reknit stores.  Raises `FormatError` for others."""
+    """Return a value of a pickle in the form that reknit stores.  Raises `UnreadError` for others."""
+    if isinstance(value, Unreadable):
+        raise UnreadError(value.why)
     if isinstance(value, Global):
         name = value.name.removeprefix("torch.")
         return Tagged("torch.dtype", name) if name in ITEMSIZE else value.name
@@ -330,4 +344,4 @@ def neutral(value: Any) -> Any:
         return value.state[0]
     if value.state is None and len(value.args) == 1 and type(value.args[0]) in (int, str):
         return f"{value.name}({value.args[0]!r})"  # of an enumeration
-    raise FormatError(f"a pickle has a {shown(value.name)}, which is not a value that reknit stores")
+    raise UnreadError(f"a pickle has a {shown(value.name)}, which is not a value that reknit stores")
