@@ -87,7 +87,7 @@ def test_a_load_without_them_is_whole_and_one_that_needs_them_changes_nothing(
         with pytest.raises(MismatchError, match=rf"own/a{place}: saved, but .* read: {NAME}"):
             reknit.load(path, {"model": target, "own": {"depth": 0, **wanted}})
         assert not target["w"].any()
-    only = reknit.LoadOptions(only=["model/*", "own/depth"])
+    only = reknit.LoadOptions(only=("model/*", "own/depth"))
     options: dict[str, Any]
     for options in ({"strict": False}, {"strict": ["!own/a"]}, {"options": only}):
         target, own = zeros(), {"depth": 0}
