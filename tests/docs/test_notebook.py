@@ -12,6 +12,7 @@ import pytest
 from docs.notebook import NOTEBOOK, PAGE, notebook_of, outputs_of, written
 from tests.docs.outputs import HERE, normalised
 from tests.docs.pages import ROOT
+from tests.running.examples import is_night
 
 FILE_WRITTEN = "Writing train.py"
 """The output of the cell that writes the script, which the page shows as a file."""
@@ -42,6 +43,7 @@ def test_snippets_files_and_commands_become_cells_with_the_outputs_shown() -> No
     assert outputs_of(notebook_of(page)) == "1\n2\n"
 
 
+@pytest.mark.skipif(not is_night(), reason="at night: by day, tests/docs/test_snippets.py runs these cells")
 def test_a_kernel_runs_the_notebook_with_the_outputs_that_it_shows(tmp_path: Path) -> None:
     pytest.importorskip("nbclient", reason="needs nbclient")
     pytest.importorskip("ipykernel", reason="needs ipykernel")

@@ -98,7 +98,9 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> Used:
 
 @with_ray
 @pytest.mark.timeout(1000)
-def test_one_worker_resumes_bit_for_bit_from_the_newest_step_of_two_of_which_one_was_killed(used: Used) -> None:
+def test_one_worker_resumes_bit_for_bit_from_the_newest_step_of_two_of_which_one_was_killed(
+    used: Used,
+) -> None:
     died, resumed = used.output.lines[:2]
     assert died.startswith("failed")
     assert_complete(used.folder, resumed)
