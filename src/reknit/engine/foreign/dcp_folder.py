@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from reknit.storage.base import Storage
 
 METADATA = ".metadata"
+_OPTIMIZER = "optimizer"
 _FAMILIES = (
     "torch.distributed.checkpoint.",
     "torch.distributed._shard.",
@@ -92,7 +93,7 @@ def add_folder(folder: DcpFolder, renamed: Callable[[Path], Path] = lambda keys:
                 values[name] = _object(folder, where[0][1])
             except UnreadError as error:
                 item, *rest = keys[name]
-                folder.entries.unread(str(item), _state_keys(rest), error.message)
+                folder.entries.unread(str(item), _state_keys(item, rest), error.message)
     _add_tensors(folder, tensors, keys)
     _add_values(folder, values, keys)
 
@@ -102,7 +103,11 @@ def _is_a(value: Any, kind: str) -> bool:
 
 
 def _paths(specs: dict[Any, Any], paths: dict[Any, Any], renamed: Callable[[Path], Path]) -> dict[str, Path]:
-    """Return the item and the keys of each entry.  The first key is the item, if there are several."""
+    """Return the item and the keys of each entry.  The first key is the item, if there are several.
+
+    Tensors at the top are those of a model that was saved without a name, and a flattened state of an
+    optimizer may lie beside them.
+    """
     found: dict[str, Path] = {}
     for name in specs:
         keys = paths.get(name, (name,))
@@ -110,11 +115,25 @@ def _paths(specs: dict[Any, Any], paths: dict[Any, Any], renamed: Callable[[Path
             raise FormatError(f"an entry of the metadata has the name {shown(name)}")
         found[name] = renamed(keys)
     nested = {str(keys[0]) for keys in found.values() if len(keys) > 1}
-    for name, keys in found.items():
-        is_tensor = _is_a(specs[name], "TensorStorageMetadata")
-        if len(keys) == 1 and is_tensor and (MODEL not in nested) and (not nested or "." in str(keys[0])):
-            found[name] = (MODEL, *keys)
+    top = [name for name, keys in found.items() if len(keys) == 1]
+    if any(str(found[name][0]).startswith("param_groups.") for name in top):
+        flat = [name for name in top if str(found[name][0]).startswith(("state.", "param_groups."))]
+        found.update((name, (_OPTIMIZER, *found[name])) for name in flat)
+        top = [name for name in top if name not in {*flat}]
+    tensors = [name for name in top if _is_a(specs[name], "TensorStorageMetadata")]
+    if MODEL not in nested and (not nested or _are_parameters(tensors, found)):
+        # A value with a dot, such as an extra state, is that of a module.
+        of_model = [name for name in top if name in {*tensors} or "." in str(found[name][0])]
+        found.update((name, (MODEL, *found[name])) for name in of_model)
     return found
+
+
+def _are_parameters(tensors: list[str], found: dict[str, Path]) -> bool:
+    """Return whether tensors beside nested states are parameters, by dots or an optimizer's states."""
+    states = (".".join(map(str, keys[1:])).split(".") for keys in found.values() if len(keys) > 1)
+    of_optimizers = {".".join(parts[1:-1]) for parts in states if parts[0] == "state"}
+    names = [str(found[tensor][0]) for tensor in tensors]
+    return any("." in name or name in of_optimizers for name in names)
 
 
 def _add_tensors(
@@ -158,15 +177,15 @@ def _add_tensors(
     for name, (spec, chunks) in made.items():
         if name not in unread:
             item, *rest = keys[name]
-            folder.entries.tensor(str(item), named(_state_keys(rest)), spec, chunks)
+            folder.entries.tensor(str(item), named(_state_keys(item, rest)), spec, chunks)
     for name, why in unread.items():
         item, *rest = keys[name]
-        folder.entries.unread(str(item), _state_keys(rest), why)
+        folder.entries.unread(str(item), _state_keys(item, rest), why)
 
 
-def _state_keys(keys: list[Any]) -> list[Any]:
-    """Return the keys of a state of an optimizer, also of a flattened state dict."""
-    if len(keys) == 1 and str(keys[0]).startswith("state.") and str(keys[0]).count(".") > 1:
+def _state_keys(item: Any, keys: list[Any]) -> list[Any]:
+    """Return the keys of an entry, of which a flattened state dict of an optimizer has one for all."""
+    if item != MODEL and len(keys) == 1 and str(keys[0]).startswith("state.") and str(keys[0]).count(".") > 1:
         name, _, last = keys[0][len("state.") :].rpartition(".")
         return ["state", name, last]
     return keys

@@ -206,13 +206,20 @@ class _PiecePlanner(DefaultSavePlanner):
         return tensor_of(self._pieces.take(stub, box), data.properties.dtype, box.lengths)
 
 
+class _OldProperties(TensorProperties):
+    """Properties of a tensor as every version of DCP reads them; torch 2.15 writes one field more."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TensorProperties, (), self.__getstate__()[:5]
+
+
 def _items(name: str, stub: Stub, dtype: torch.dtype) -> Iterator[WriteItem]:
     """Yield the entries of a plan for one tensor."""
     boxes = list(cut_boxes(stub.spec, PIECE_NBYTES)) or [Box.whole(stub.spec.shape)]
     for number, box in enumerate(boxes):
         offsets = torch.Size(box.offsets)
         chunk = ChunkStorageMetadata(offsets, torch.Size(box.lengths))
-        data = TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size(stub.spec.shape))
+        data = TensorWriteData(chunk, _OldProperties(dtype=dtype), torch.Size(stub.spec.shape))
         yield WriteItem(MetadataIndex(name, offsets, number), WriteItemType.SHARD, tensor_data=data)
 
 

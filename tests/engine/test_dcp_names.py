@@ -1,0 +1,87 @@
+"""Where does an entry at the top of a checkpoint of DCP go?  To its model, or to its optimizer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+import reknit
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
+
+
+class Scaled(torch.nn.Module):
+    """A model with a parameter whose name has no dot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.full((3,), 2.0))
+        self.linear = torch.nn.Linear(2, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.linear(inputs)
+
+
+def trained(kind: type[torch.nn.Module], *args: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = kind(*args)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def states(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, flat: bool) -> Any:
+    return get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flat))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize(("kind", "args"), [(Scaled, ()), (torch.nn.Linear, (2, 3))])
+def test_a_model_at_the_top_is_whole_beside_its_optimizer(
+    flat: bool, merged: bool, kind: type[torch.nn.Module], args: tuple[int, ...], tmp_path: Path
+) -> None:
+    model, optimizer = trained(kind, *args)
+    of_model, of_optimizer = states(model, optimizer, flat=flat)
+    more = of_optimizer if merged and flat else {"optimizer": of_optimizer}
+    dcp.save({**of_model, **more, "step": 3}, checkpoint_id=tmp_path)
+    with reknit.open(tmp_path) as checkpoint:
+        assert set(checkpoint.items) == {"model", "optimizer", "step"}
+        assert checkpoint.step == 3
+    other = kind(*args)
+    fresh = torch.optim.AdamW(other.parameters())
+    reknit.load(tmp_path, {"model": other, "optimizer": fresh})
+    wanted, found = optimizer.state_dict(), fresh.state_dict()
+    assert all(torch.equal(one, other.state_dict()[name]) for name, one in model.state_dict().items())
+    assert found["param_groups"][0]["lr"] == 0.1
+    for number, state in wanted["state"].items():
+        assert all(torch.equal(one, found["state"][number][name]) for name, one in state.items())
+
+
+@pytest.mark.parametrize(
+    ("state", "items"),
+    [
+        ({"app": {"x": torch.ones(1)}, "counts": torch.ones(2)}, {"app": ["x"], "counts": [""]}),
+        (
+            {"app": {"x": torch.ones(1)}, "a.b": torch.ones(2), "c": torch.ones(2)},
+            {"app": ["x"], "model": ["a.b", "c"]},
+        ),
+        ({"model": {"w": torch.ones(1)}, "ema": torch.ones(2)}, {"model": ["w"], "ema": [""]}),
+        ({"c": torch.ones(2)}, {"model": ["c"]}),
+        ({"a.w": torch.ones(1), "a._extra_state": 1, "step": 2}, {"step": [], "model": ["a.w"]}),
+        ({"state.proj.weight": torch.ones(2)}, {"model": ["state.proj.weight"]}),
+    ],
+)
+def test_tensors_at_the_top_without_an_optimizer(
+    state: dict[str, Any], items: dict[str, list[str]], tmp_path: Path
+) -> None:
+    dcp.save(state, checkpoint_id=tmp_path)
+    with reknit.open(tmp_path) as checkpoint:
+        assert {item: list(names) for item, names in checkpoint.tensors.items()} == items
