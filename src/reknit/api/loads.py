@@ -88,6 +88,7 @@ def load(
                 joined.rank,
                 joined.size,
                 ranks=ranks,
+                beside={name: value for name, value in state.items() if name not in part},
             ),
             group=joined,
             storage=storage,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -78,15 +79,17 @@ def wanted(
     size: int,
     *,
     ranks: Sequence[int] | None = None,
+    beside: Mapping[str, Any] = MappingProxyType({}),
 ) -> Wanted:
     """Return this rank's requests to a checkpoint.  Local, sends no messages.
 
+    Modules in `beside` are not loaded; they name the parameters of the optimizers in `state`.
     No object changes before `deliver_early`.  Nothing else changes before memory that is not for objects is
     filled.  Raises `StateError`, with the key path, for a value that cannot be filled.
     """
     from reknit.frameworks.walk.load_walk import Loading  # a save needs none of it
 
-    loading = Loading(_checked(state), _world(rank, size, ranks), *_known(), catalog=catalog)
+    loading = Loading(_checked(state), _world(rank, size, ranks), *_known(), catalog=catalog, beside=beside)
     with _lasting_tensors():
         for item, value in state.items():
             loading.visit(value, Place(item), setter(state, item))

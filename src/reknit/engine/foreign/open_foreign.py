@@ -17,7 +17,7 @@ from reknit.engine.foreign import (
 )
 from reknit.engine.foreign.entries import ForeignCheckpoint, ForeignEntries, listed
 from reknit.engine.record.other_formats import foreign
-from reknit.errors import CheckpointNotFoundError, FormatError
+from reknit.errors import CheckpointNotFoundError, CorruptError, FormatError, StorageNotFoundError
 from reknit.storage.base import HasDerivedFiles, HasFolderAbove
 from reknit.types.manifest import OtherFormat
 
@@ -79,6 +79,12 @@ def read_foreign(storage: Storage) -> ForeignCheckpoint | None:
         error.message = f"{storage.url} is {found.kind}, which cannot be opened: {error.message}"
         error.remedy = error.remedy or (_OF_TORCH if found.kind in _PICKLES else _REMEDY).format(storage.url)
         raise
+    except StorageNotFoundError as error:
+        raise CorruptError(
+            f"{storage.url} is {found.kind}, which is not whole: {error.message}",
+            path=storage.url,
+            remedy="copy the missing file to its place, or load another checkpoint",
+        ) from error
     assert made.manifest.other is not None
     if made.manifest.other.unread:
         logger.warning("%s is %s: %s", storage.url, found.kind, listed(made.manifest.other.unread))

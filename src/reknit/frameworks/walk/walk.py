@@ -196,7 +196,8 @@ def first_match(adapters: Iterable[M], value: Any) -> M:
 class Walk:
     """One pass over a state, which calls the adapters.  `fills` is set if the pass fills the objects.
 
-    `extensions` are libraries on top of a framework that change its objects.
+    `extensions` are libraries on top of a framework that change its objects.  `beside` are items that the
+    pass leaves alone, but whose modules name the parameters of an optimizer.
     """
 
     fills: ClassVar[bool] = False
@@ -205,6 +206,7 @@ class Walk:
     adapters: tuple[Matcher, ...]
     libraries: tuple[Arrays, ...]
     extensions: tuple[Any, ...] = ()
+    beside: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
     _names: dict[str, dict[str, Hashable]] = field(default_factory=lambda: defaultdict(dict))
     _alive: list[Any] = field(default_factory=list)
     _num_entered: int = 0
@@ -262,8 +264,8 @@ class Walk:
         return found
 
     def find(self, kind: type[Any]) -> Iterator[tuple[Any, Place]]:
-        """Yield all objects of a type in the state, in its containers, with their places."""
-        for item, value in self.state.items():
+        """Yield all objects of a type in the state and beside it, in containers, with their places."""
+        for item, value in (*self.state.items(), *self.beside.items()):
             yield from self._find(value, kind, Place(item))
 
     def _find(self, value: Any, kind: type[Any], place: Place) -> Iterator[tuple[Any, Place]]:
