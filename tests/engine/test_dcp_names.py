@@ -26,7 +26,8 @@ class Scaled(torch.nn.Module):
         self.linear = torch.nn.Linear(2, 3)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.scale * self.linear(inputs)
+        outputs: torch.Tensor = self.scale * self.linear(inputs)
+        return outputs
 
 
 def trained(kind: type[torch.nn.Module], *args: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

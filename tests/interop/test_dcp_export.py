@@ -59,7 +59,7 @@ def test_properties_have_the_fields_that_every_torch_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As torch 2.15 does, whose folders earlier versions refuse.
-    before = TensorProperties.__getstate__
+    before: Any = TensorProperties.__getstate__
     monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: (*before(self)[:5], None))
     reknit.save(tmp_path / "c", {"model": {"w": torch.arange(6.0)}})
     export_dcp(tmp_path / "c", tmp_path / "out")

@@ -210,7 +210,8 @@ class _OldProperties(TensorProperties):
     """Properties of a tensor as every version of DCP reads them; torch 2.15 writes one field more."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TensorProperties, (), self.__getstate__()[:5]
+        untyped: Any = self
+        return TensorProperties, (), untyped.__getstate__()[:5]
 
 
 def _items(name: str, stub: Stub, dtype: torch.dtype) -> Iterator[WriteItem]:
