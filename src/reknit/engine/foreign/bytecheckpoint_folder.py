@@ -13,12 +13,15 @@ from reknit.engine.foreign.optimizer_states import (
     options_of,
     parameter_names,
 )
-from reknit.errors import StorageNotFoundError
+from reknit.errors import CorruptError, StorageNotFoundError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from reknit.storage.base import Storage
 
 _OPTIMIZER, _WRAPPER = "optimizer", "module."
+_EXTRA = "extra_state"
 _STATE, _GROUPS = "state", "param_groups"
 
 
@@ -29,6 +32,10 @@ def read_folder(storage: Storage) -> ForeignEntries:
         add_folder(DcpFolder(entries, raw=True))
         _unwrap(entries)
         return entries
+    paths = [listed.path for listed in storage.list()]
+    _require_metadata(paths)
+    if any(path.startswith(f"{_EXTRA}/") for path in paths):
+        entries.unread(_EXTRA, (), "each rank has its own in a file of torch.save, which can be opened alone")
     if _has(storage, f"{MODEL}/"):
         add_folder(DcpFolder(entries, f"{MODEL}/", raw=True), lambda keys: (MODEL, *keys))
         _unwrap(entries)
@@ -36,6 +43,14 @@ def read_folder(storage: Storage) -> ForeignEntries:
         add_folder(DcpFolder(entries, f"{_OPTIMIZER}/", raw=True), _of_optimizer)
         _name_parameters(entries)
     return entries
+
+
+def _require_metadata(paths: Sequence[str]) -> None:
+    """Raise `CorruptError` for an item whose tensors are there, but not their places."""
+    for item in (MODEL, _OPTIMIZER):
+        parts = [path for path in paths if path.startswith(f"{item}/")]
+        if parts and f"{item}/{METADATA}" not in parts:
+            raise CorruptError(f"{item}/{METADATA} is missing, while {parts[0]} is there")
 
 
 def _has(storage: Storage, path: str) -> bool:

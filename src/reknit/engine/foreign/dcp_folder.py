@@ -148,6 +148,7 @@ def _add_tensors(
     for name, metadata, where in tensors:
         try:
             dtype = dtype_of(_properties(metadata.field("properties")))
+            paths = [_path(folder, place) for _, place in where]
         except UnreadError as error:
             unread[name] = error.message
             continue
@@ -157,12 +158,13 @@ def _add_tensors(
             lengths[tuple(chunk.field("offsets"))] = tuple(chunk.field("sizes"))
         spec = TensorSpec(tuple(shape), dtype)
         made[name] = spec, []
+        for path in paths:
+            folder.entries.size(path)
         for offsets, place in where:
             at = tuple(offsets) if offsets else (0,) * len(spec.shape)
             if at not in lengths:
                 raise FormatError(f"a place of {name[:200]!r} is not that of a chunk")
             jobs.append((name, spec, Box(at, lengths[at]), place))
-            folder.entries.size(_path(folder, place))
         if not spec.numel:
             made[name] = spec, []
 
@@ -203,7 +205,7 @@ def _path(folder: DcpFolder, place: PickledObject) -> str:
     if not isinstance(path, str):
         raise FormatError("a place in the metadata has no path")
     if (place.state or {}).get("transform_descriptors"):
-        raise FormatError(f"{shown(path)} was written through transforms, which reknit does not undo")
+        raise UnreadError(f"{shown(path)} was written through transforms, which reknit does not undo")
     return folder.path + path
 
 

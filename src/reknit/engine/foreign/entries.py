@@ -185,6 +185,8 @@ class ForeignEntries:
         write_id = _identity(index, self.sizes)
         blobs = {item: self._encoded(item) for item in self.values}
         unread = tuple(sorted({*self.unread_entries}))
+        if unread and not self.tensors and not any(self.values.values()):
+            raise FormatError(unread[0].why)
         if unread:
             other = other._replace(unchecked=f"{other.unchecked}; {listed(unread)}", unread=unread)
         items = dict.fromkeys(
