@@ -10,7 +10,7 @@ import xxhash
 
 from reknit.errors import CorruptError, FormatError, StateError
 from reknit.format.checksum import BLOCK_NBYTES, block_digests
-from reknit.format.foreign.safe_pickle import UnreadError
+from reknit.format.foreign.safe_pickle import UnreadError, neutral_keys
 from reknit.format.foreign.torch_values import TensorView, Whole, neutral
 from reknit.format.index.checks import check_index
 from reknit.format.paths import blob_path, index_path
@@ -110,6 +110,8 @@ class ForeignEntries:
             finally:
                 self._within = False
             return
+        if type(value) is dict:
+            value = neutral_keys(value)
         if isinstance(value, TensorView):
             place(item, named(keys), value)
         elif isinstance(value, Whole):
@@ -155,7 +157,7 @@ class ForeignEntries:
         if isinstance(value, TensorView):
             return self._within_value(value)
         if type(value) is dict:
-            return {key: self._plain(inner) for key, inner in value.items()}
+            return {key: self._plain(inner) for key, inner in neutral_keys(value).items()}
         if type(value) in (list, tuple):
             return type(value)([self._plain(inner) for inner in value])
         return neutral(value)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 import pickletools
+import struct
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
@@ -51,6 +52,7 @@ _DAMAGE = (
     TypeError,
     ValueError,
     pickle.UnpicklingError,
+    struct.error,
 )
 
 
@@ -58,6 +60,10 @@ class Global(NamedTuple):
     """A name in a pickle, which stands for itself."""
 
     name: str
+
+
+_MEMBERS = frozenset({str, bytes, int, float, bool, type(None), Global})
+"""Members of a key that is a tuple, such as a pair of dtypes."""
 
 
 class PickledObject:
@@ -275,6 +281,28 @@ def _is_standard(name: str) -> bool:
 def _is_short(key: tuple[Any, ...]) -> bool:
     """Return whether a tuple is quick to hash; a deep one overflows the stack of the interpreter."""
     return len(key) <= _MOST_MEMBERS and {*map(type, key)} <= _MEMBERS
+
+
+def neutral_keys(table: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a table with texts in place of keys that are names, such as dtypes, or tuples of names.
+
+    Raises `FormatError` if two keys have one text.
+    """
+    if not any(isinstance(key, tuple) for key in table):
+        return table
+    made = {_neutral_key(key): value for key, value in table.items()}
+    if len(made) < len(table):
+        raise FormatError("a pickle has a table in which a name and its text are keys")
+    return made
+
+
+def _neutral_key(key: Any) -> Any:
+    """Return a key with names as texts; a tuple of names is written as torch prints it."""
+    if isinstance(key, Global):
+        return key.name
+    if isinstance(key, tuple) and any(isinstance(member, Global) for member in key):
+        return f"({', '.join(m.name if isinstance(m, Global) else repr(m) for m in key)})"
+    return key
 
 
 _OWN = {
