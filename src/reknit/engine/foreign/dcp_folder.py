@@ -65,8 +65,16 @@ def read_folder(storage: Storage) -> ForeignEntries:
     return entries
 
 
-def add_folder(folder: DcpFolder, renamed: Callable[[Path], Path] = lambda keys: keys) -> None:
-    """Add all entries of a folder with metadata; `renamed` returns the keys of an entry in reknit."""
+class FolderTable(NamedTuple):
+    """The entries of a folder by name: specs, places, and keys in the state dict."""
+
+    specs: dict[Any, Any]
+    places: dict[Any, list[tuple[Path, PickledObject]]]
+    paths: dict[Any, Any]
+
+
+def read_table(folder: DcpFolder) -> FolderTable:
+    """Return the entries of a folder.  Raises `FormatError` for metadata of another form."""
     data = folder.entries.storage.get(folder.path + METADATA, limit=MAX_PICKLE_NBYTES)
     metadata = read_pickle(data, _WORDS)
     if not isinstance(metadata, PickledObject):
@@ -75,27 +83,35 @@ def add_folder(folder: DcpFolder, renamed: Callable[[Path], Path] = lambda keys:
     paths = (metadata.state or {}).get("planner_data")
     if not isinstance(specs, dict) or not isinstance(places, dict):
         raise FormatError(f"{METADATA} has no tables of entries and places")
-    keys = _paths(specs, paths if isinstance(paths, dict) else {}, renamed)
     stored: dict[str, list[tuple[Path, PickledObject]]] = {}
     for index, place in places.items():
         if not isinstance(index, PickledObject) or not isinstance(place, PickledObject):
             raise FormatError(f"{METADATA} has a place that is not one")
         offsets = (index.state or {}).get("offset")
         stored.setdefault(index.field("fqn"), []).append((() if offsets is None else offsets, place))
+    return FolderTable(specs, stored, paths if isinstance(paths, dict) else {})
+
+
+def add_folder(folder: DcpFolder, renamed: Callable[[Path], Path] = lambda keys: keys) -> None:
+    """Add all entries of a folder with metadata; `renamed` returns the keys of an entry in reknit."""
+    table = read_table(folder)
+    keys = _paths(table.specs, table.paths, renamed)
     values: dict[str, Any] = {}
-    tensors = []
-    for name, spec in specs.items():
-        where = stored.get(name, [])
-        if _is_a(spec, "TensorStorageMetadata"):
-            tensors.append((name, spec, where))
-        elif where:
-            try:
-                values[name] = _object(folder, where[0][1])
-            except UnreadError as error:
-                item, *rest = keys[name]
-                folder.entries.unread(str(item), _state_keys(item, rest), error.message)
-    _add_tensors(folder, tensors, keys)
+    for name in table.specs:
+        if is_tensor(table, name) or not (where := table.places.get(name)):
+            continue
+        try:
+            values[name] = object_at(folder, where[0][1])
+        except UnreadError as error:
+            item, *rest = keys[name]
+            folder.entries.unread(str(item), _state_keys(item, rest), error.message)
+    _add_tensors(folder, table, keys)
     _add_values(folder, values, keys)
+
+
+def is_tensor(table: FolderTable, name: Any) -> bool:
+    """Return whether an entry is a tensor."""
+    return _is_a(table.specs[name], "TensorStorageMetadata")
 
 
 def _is_a(value: Any, kind: str) -> bool:
@@ -136,16 +152,33 @@ def _are_parameters(tensors: list[str], found: dict[str, Path]) -> bool:
     return any("." in name or name in of_optimizers for name in names)
 
 
-def _add_tensors(
-    folder: DcpFolder,
-    tensors: list[tuple[str, PickledObject, list[tuple[Path, PickledObject]]]],
-    keys: dict[str, Path],
-) -> None:
+def _add_tensors(folder: DcpFolder, table: FolderTable, keys: dict[str, Path]) -> None:
     """Add the tensors, with the ranges of their chunks."""
+    located = locate(folder, table)
+    for name, (spec, chunks) in located.tensors.items():
+        item, *rest = keys[name]
+        folder.entries.tensor(str(item), named(_state_keys(item, rest)), spec, chunks)
+    for name, why in located.unread.items():
+        item, *rest = keys[name]
+        folder.entries.unread(str(item), _state_keys(item, rest), why)
+
+
+class Located(NamedTuple):
+    """The tensors of a folder by name, with their chunks; `unread` are reasons, by the names of others."""
+
+    tensors: dict[str, tuple[TensorSpec, Chunks]]
+    unread: dict[str, str]
+
+
+def locate(folder: DcpFolder, table: FolderTable) -> Located:
+    """Return all tensors of a folder, with the ranges of their chunks."""
     made: dict[str, tuple[TensorSpec, Chunks]] = {}
     unread: dict[str, str] = {}
     jobs: list[tuple[str, TensorSpec, Box, PickledObject]] = []
-    for name, metadata, where in tensors:
+    for name in table.specs:
+        if not is_tensor(table, name):
+            continue
+        metadata, where = table.specs[name], table.places.get(name, [])
         try:
             dtype = dtype_of(_properties(metadata.field("properties")))
             paths = [_path(folder, place) for _, place in where]
@@ -168,21 +201,15 @@ def _add_tensors(
         if not spec.numel:
             made[name] = spec, []
 
-    def locate(job: tuple[str, TensorSpec, Box, PickledObject]) -> None:
+    def find(job: tuple[str, TensorSpec, Box, PickledObject]) -> None:
         name, spec, box, place = job
         try:
             made[name][1].extend(_chunk(folder, spec, box, place))
         except UnreadError as error:
             unread[name] = error.message
 
-    do_each(jobs, locate)
-    for name, (spec, chunks) in made.items():
-        if name not in unread:
-            item, *rest = keys[name]
-            folder.entries.tensor(str(item), named(_state_keys(item, rest)), spec, chunks)
-    for name, why in unread.items():
-        item, *rest = keys[name]
-        folder.entries.unread(str(item), _state_keys(item, rest), why)
+    do_each(jobs, find)
+    return Located({name: each for name, each in made.items() if name not in unread}, unread)
 
 
 def _state_keys(item: Any, keys: list[Any]) -> list[Any]:
@@ -243,33 +270,34 @@ def _bounds(folder: DcpFolder, place: PickledObject) -> tuple[str, int, int]:
     return path, start, nbytes
 
 
-class _PickledEntry(NamedTuple):
+class PickledEntry(NamedTuple):
     """A value of an entry, and its file, None for plain bytes."""
 
     value: Any
     file: TorchFile | None
 
 
-def _object(folder: DcpFolder, place: PickledObject) -> _PickledEntry:
+def object_at(folder: DcpFolder, place: PickledObject, words: Vocabulary = _WORDS) -> PickledEntry:
+    """Return the value at a place.  Raises `UnreadError` for one that needs the code of another program."""
     path, start, nbytes = _bounds(folder, place)
     entries = folder.entries
     if part_of(entries.storage, path, start, min(len(LOCAL_MARK), nbytes)) != LOCAL_MARK:
         if nbytes > MAX_PICKLE_NBYTES:
             raise FormatError(f"{path} has a value of {nbytes} bytes")
-        return _PickledEntry(part_of(entries.storage, path, start, nbytes), None)
-    file = TorchFile(entries.storage, path, start, nbytes, _WORDS)
+        return PickledEntry(part_of(entries.storage, path, start, nbytes), None)
+    file = TorchFile(entries.storage, path, start, nbytes, words)
     file.locate(views_in(file.value, [], set()))
-    return _PickledEntry(file.value, file)
+    return PickledEntry(file.value, file)
 
 
-def _add_values(folder: DcpFolder, values: dict[str, _PickledEntry], keys: dict[str, Path]) -> None:
+def _add_values(folder: DcpFolder, values: dict[str, PickledEntry], keys: dict[str, Path]) -> None:
     """Add the values, those of an optimizer under the names of its parameters."""
     entries = folder.entries
     groups: dict[Path, dict[Any, Any]] = {}
     for name, held in values.items():
         path = keys[name]
 
-        def place(item: str, fqn: str, view: TensorView, held: _PickledEntry = held) -> None:
+        def place(item: str, fqn: str, view: TensorView, held: PickledEntry = held) -> None:
             assert held.file is not None
             add_extent(entries, item, fqn, view, held.file.extent(view))
 

@@ -41,6 +41,8 @@ class _Mark(NamedTuple):
 _BYTECHECKPOINT = ("ByteCheckpoint", "a checkpoint of ByteCheckpoint", OPENS)
 _INSIDE = "pass one of the folders in it: reknit.open and reknit.load read many of these as they are"
 _ZERO = ("DeepSpeed", "a checkpoint of DeepSpeed (ZeRO)", OPENS)
+_TORCH_DIST = "a checkpoint of Megatron's dist_checkpointing (torch_dist)"
+_TRACKER = "latest_checkpointed_iteration.txt"
 _MEGATRON = (
     "load it with Megatron into the model and the optimizer, then "
     'reknit.save(folder, {"model": model, "optimizer": optimizer}) saves it'
@@ -62,7 +64,7 @@ _CHECKPOINTS = (
         "metadata.json",
         _JSON + rb'"sharded_backend"\s*:\s*"',
         "Megatron",
-        "a checkpoint of Megatron's dist_checkpointing (torch_dist)",
+        _TORCH_DIST,
         OPENS,
     ),
     _Mark(".metadata", _PICKLE + rb"bytecheckpoint\.", *_BYTECHECKPOINT),
@@ -115,7 +117,7 @@ _RUNS = (
         "zero_to_fp32.py", rb".*DeepSpeed", "DeepSpeed", "a folder of DeepSpeed's own checkpoints", _INSIDE
     ),
     _Mark(
-        "latest_checkpointed_iteration.txt",
+        _TRACKER,
         rb"\s*(?:[0-9]{1,18}|release)\s*\Z",
         "Megatron",
         "a folder of Megatron's own checkpoints",
@@ -130,6 +132,8 @@ def checkpoint_of_others(storage: Storage) -> Foreign | None:
     found = _marked(storage, _CHECKPOINTS)
     if found is not None and found.kind == "DeepSpeed" and _is_universal(storage):
         return found._replace(what="a universal checkpoint of DeepSpeed")
+    if found is not None and found.kind == "DCP" and head_of(storage, "common.pt") is not None:
+        return found._replace(what=_TORCH_DIST, kind="Megatron")
     return found
 
 
@@ -138,7 +142,17 @@ def run_of_others(storage: Storage) -> Foreign | None:
 
     reknit may save into such a folder, too.
     """
-    return _marked(storage, _RUNS) or _single_files(storage)
+    found = _marked(storage, _RUNS)
+    if found is not None and found.kind == "Megatron" and (newest := _iteration(storage)) is not None:
+        return found._replace(remedy=f"pass {storage.url}/{newest}, which {_TRACKER} names as the newest")
+    return found or _single_files(storage)
+
+
+def _iteration(storage: Storage) -> str | None:
+    """Return the folder of the checkpoint that a folder of Megatron names as its newest."""
+    head = head_of(storage, _TRACKER)
+    text = "" if head is None else head.data.decode("ascii", "replace").strip()
+    return f"iter_{int(text):07d}" if text.isdecimal() else text or None
 
 
 def _marked(storage: Storage, marks: tuple[_Mark, ...]) -> Foreign | None:

@@ -45,6 +45,12 @@ def is_sharded(value: Any) -> bool:
     return is_tensor(value) or is_object(value)
 
 
+def is_main(sharded: Any) -> bool:
+    """Return whether Megatron would save this copy."""
+    replica = sharded.replica_id
+    return not any(replica if isinstance(replica, tuple) else (replica,))
+
+
 def is_local(value: Any) -> bool:
     """Return whether Megatron marked this as not to be saved."""
     return isinstance(value, imported(_MAPPING, "LocalNonpersistentObject"))

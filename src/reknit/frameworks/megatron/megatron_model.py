@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 
 from reknit.errors import StateError
-from reknit.frameworks.megatron import dist_checkpointing, megatron_private, parameter_names
+from reknit.frameworks.megatron import dist_checkpointing, megatron_private
 from reknit.frameworks.megatron.sharded_objects import collect_object, want_object
 from reknit.frameworks.torch.dtensor import is_dtensor
 from reknit.frameworks.torch.flat_part import FlatPart, storage_order
@@ -20,6 +20,7 @@ from reknit.frameworks.walk.adapter import Adapter
 from reknit.frameworks.walk.walk import Place, View
 from reknit.types.box import Box
 from reknit.types.devices import memory_of
+from reknit.types.foreign import megatron_names
 from reknit.types.shard import TensorSpec
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class HeldPart:
     @property
     def expert(self) -> bool:
         """Whether this belongs to an expert, which has groups of its own."""
-        return parameter_names.is_of_expert(self.name)
+        return megatron_names.is_of_expert(self.name)
 
 
 def held(sharded: Any, place: Place, prefix: str = "") -> list[HeldPart]:
@@ -73,10 +74,10 @@ def held(sharded: Any, place: Place, prefix: str = "") -> list[HeldPart]:
 def _unstacked(entry: GlobalBox) -> list[GlobalBox]:
     """Return an entry without the dimensions that number layers and experts; its names have the numbers."""
     found = [entry]
-    if entry.stacked and parameter_names.stacks_layers(entry.key):
-        found = _split(entry, parameter_names.with_layer)
-    if parameter_names.stacks_experts(entry.key):
-        found = [expert for layer in found for expert in _split(layer, parameter_names.with_expert)]
+    if entry.stacked and megatron_names.stacks_layers(entry.key):
+        found = _split(entry, megatron_names.with_layer)
+    if megatron_names.stacks_experts(entry.key):
+        found = [expert for layer in found for expert in _split(layer, megatron_names.with_expert)]
     return [_renamed(one) for one in found]
 
 
@@ -98,8 +99,8 @@ def _split(entry: GlobalBox, name: Callable[[str, int], str]) -> list[GlobalBox]
 
 def _renamed(entry: GlobalBox) -> GlobalBox:
     """Return an entry of one expert, or of one half of a gated layer, under the name in the whole model."""
-    entry = entry._replace(key=parameter_names.plain(entry.key))
-    if (half := parameter_names.half(entry.key)) is None:
+    entry = entry._replace(key=megatron_names.plain(entry.key))
+    if (half := megatron_names.half(entry.key)) is None:
         return entry
     d, rows = entry.stacked, entry.shape[entry.stacked]
     return entry._replace(

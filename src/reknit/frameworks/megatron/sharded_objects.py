@@ -6,12 +6,13 @@ import io
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reknit.frameworks.megatron import dist_checkpointing, megatron_private, parameter_names
+from reknit.frameworks.megatron import dist_checkpointing, megatron_private
 from reknit.frameworks.neutral import to_neutral
 from reknit.frameworks.per_rank import PerRank, PerRankAdapter
 from reknit.frameworks.stateful import Accessors
 from reknit.frameworks.walk.adapter import Adapter
 from reknit.frameworks.walk.walk import Place
+from reknit.types.foreign import megatron_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from reknit.frameworks.walk.load_walk import Loading
     from reknit.frameworks.walk.save_walk import Saving
     from reknit.frameworks.walk.walk import Assign, World
+    from reknit.types.foreign.megatron_names import GridPlace
 
 _AXES = {2: ("pp", "tp"), 3: ("pp", "tp", "dp")}
 """Names of the axes of random states, by the number of axes."""
@@ -40,29 +42,24 @@ class _Keyed(PerRank):
 class _Known(NamedTuple):
     """A ShardedObject under its name; `keyed` is set for one with a place that the name does not contain."""
 
-    name: str
+    named: GridPlace
     main: bool
     keyed: _Keyed | None
 
     @property
-    def extra(self) -> bool:
-        """Whether this is the extra state of a module, which is mostly empty."""
-        return self.name.endswith("_extra_state")
+    def name(self) -> str:
+        """The name in the item."""
+        return self.named.name
 
 
 def _known(value: Any) -> _Known:
     key, shape, at, main = dist_checkpointing.described(value)
-    taken = 0
-    if key.endswith("_extra_state") and parameter_names.stacks_layers(key):
-        key, taken = parameter_names.with_layer(key, at[taken]), taken + 1
-    if parameter_names.stacks_experts(key) and len(at) > taken:
-        key, taken = parameter_names.with_expert(key, at[taken]), taken + 1
-    rest = shape[taken:]
-    keyed = None
-    if rest and rest != (1,):
-        axes = _AXES.get(len(rest)) or tuple(f"axis{n}" for n in range(len(rest)))
-        keyed = _Keyed(value.data, dict(zip(axes, at[taken:], strict=True)), rest)
-    return _Known(parameter_names.plain(key), main, keyed)
+    named = megatron_names.object_of(key, at, shape)
+    if named.is_alone:
+        return _Known(named, main, None)
+    axes = _AXES.get(len(named.grid)) or tuple(f"axis{n}" for n in range(len(named.grid)))
+    keyed = _Keyed(value.data, dict(zip(axes, named.at, strict=True)), named.grid)
+    return _Known(named, main, keyed)
 
 
 def name_of_object(value: Any) -> str:
@@ -90,12 +87,12 @@ def collect_object(value: Any, place: Place, saving: Saving) -> None:
     """Collect the copy of a ShardedObject that Megatron would save, or record that another rank has it."""
     known = _known(value)
     at = place.child(known.name)
-    if known.extra and not dist_checkpointing.holds_something(value.data):
+    if known.named.is_extra and not dist_checkpointing.holds_something(value.data):
         return
     if not known.main:
         saving.blob_elsewhere(at, None if known.keyed is None else known.keyed.coordinate)
     elif known.keyed is None:
-        saving.blob(to_neutral(_plain(value.data), str(at)), at)
+        saving.blob(to_neutral(_with_text_keys(_plain(value.data)), str(at)), at)
     else:
         PerRankAdapter().collect(known.keyed, at, saving)
 
@@ -105,16 +102,73 @@ def want_object(value: Any, place: Place, loading: Loading, put: Callable[[Any],
     known = _known(value)
     at, keyed = place.child(known.name), known.keyed
     if keyed is not None:
-        PerRankAdapter().wanted(keyed, at, loading, None)
-        loading.later(lambda: put(keyed.value))
+        if shards := _shards_of(at, loading):
+            _want_shard(at.child(known.named.shard), shards, loading, put)
+        else:
+            PerRankAdapter().wanted(keyed, at, loading, None)
+            loading.later(lambda: put(keyed.value))
         return
+    names = loading.saved.value_names(at.item)
     # Extra state is expected if the module or the checkpoint has some.
-    nothing = known.extra and not dist_checkpointing.holds_something(value.data)
-    if nothing and at.fqn not in loading.saved.value_names(at.item):
+    nothing = known.named.is_extra and not dist_checkpointing.holds_something(value.data)
+    if nothing and at.fqn not in names:
         return
+    flat = megatron_names.flat_name(known.name)
+    if flat is not None and at.fqn not in names:
+        at = place.below(flat)
+        if at.fqn.endswith("/param_state") and _parts_of(at, loading):
+            loading.report_mismatched(at, _GATHERED)
+            return
     found = loading.value(at)
     if found.why is None:
         loading.later(lambda: put(_like(found.value, value.data)))
+
+
+_GATHERED = (
+    "Megatron saved it as dp_zero_gather_scatter, which the optimizer itself takes: put the optimizer into "
+    "the state dict, in place of its sharded_state_dict(...)"
+)
+
+
+def _parts_of(at: Place, loading: Loading) -> bool:
+    return any(fqn.startswith(f"{at.fqn}/") for fqn in loading.catalog.tensors.get(at.item, {}))
+
+
+def _shards_of(at: Place, loading: Loading) -> list[Place]:
+    """Return the places of an object of which Megatron saved one for each place in a grid."""
+    values = loading.catalog.blobs.get(at.item, {})
+    return [Place(at.item, fqn) for fqn in values if fqn.startswith(f"{at.fqn}/shard_")]
+
+
+def _want_shard(mine: Place, shards: list[Place], loading: Loading, put: Callable[[Any], None]) -> None:
+    """Request the value of this rank's place in the grid, if it was saved on the same grid."""
+    if mine in shards:
+        found = loading.value(mine)
+        if found.why is None:
+            loading.later(lambda: put(found.value))
+        return
+    loading.note(mine, f"it was saved on another grid ({shards[0].fqn}): this rank keeps its present value")
+    for shard in shards:
+        loading.leave(shard)
+
+
+def _with_text_keys(value: Any) -> Any:
+    """Return a value with texts in place of keys that are tuples, as the dtypes of Megatron's buffers are."""
+    if isinstance(value, dict):
+        return {str(key) if type(key) is tuple else key: _with_text_keys(one) for key, one in value.items()}
+    return list(map(_with_text_keys, value)) if type(value) is list else value
+
+
+def _with_keys_of(value: Any, present: Any) -> Any:
+    """Return a saved value with the keys of the present one in place of their texts."""
+    if isinstance(value, dict) and isinstance(present, dict):
+        keys = {str(key): key for key in present}
+        return {
+            keys.get(key, key): _with_keys_of(one, present.get(keys.get(key))) for key, one in value.items()
+        }
+    if type(value) is list and isinstance(present, list) and len(value) == len(present):
+        return list(map(_with_keys_of, value, present))
+    return value
 
 
 def _plain(extra: Any) -> Any:
@@ -122,7 +176,9 @@ def _plain(extra: Any) -> Any:
 
 
 def _like(saved: Any, present: Any) -> Any:
-    return io.BytesIO(saved) if isinstance(saved, bytes) and not isinstance(present, bytes) else saved
+    if isinstance(saved, bytes) and not isinstance(present, bytes):
+        return io.BytesIO(saved)
+    return _with_keys_of(saved, present)
 
 
 class RngAdapter(Adapter):
