@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from reknit.errors import StateError
-from reknit.frameworks.megatron import main_parameters, megatron_private
+from reknit.frameworks.megatron import main_parameters, megatron_private, saved_groups
 from reknit.frameworks.megatron.megatron_model import groups, tensors
-from reknit.frameworks.numbers import whole
 from reknit.frameworks.optimizer import optimizer_protocol
 from reknit.frameworks.optimizer.slots import ParamSlot, Slots
 from reknit.frameworks.torch import tensor_numbers
@@ -36,9 +36,15 @@ def read(value: Any, place: Place, walk: Walk) -> Slots:
     for optimizer in megatron_private.chained(value, place):
         reading.add(optimizer)
     groups = [options for _, options in reading.groups.values()]
-    elsewhere = reading.elsewhere() if walk.fills else ()
+    whole_groups = [group for group, _ in reading.groups.values()]
     return Slots(
-        reading.state, groups, tuple(reading.slots), reading.deliver, elsewhere=elsewhere, kind=reading.kind
+        reading.state,
+        groups,
+        tuple(reading.slots),
+        reading.deliver,
+        elsewhere=reading.elsewhere() if walk.fills else (),
+        kind=reading.kind,
+        find_groups=partial(saved_groups.find, whole_groups),
     )
 
 
@@ -46,7 +52,8 @@ def read(value: Any, place: Place, walk: Walk) -> Slots:
 class _OptimizerReader:
     """An optimizer, while it is read, and the way back into it.
 
-    `groups` are its groups by their ids, each with a copy of its options, which may be changed.  `rows` are
+    `groups` are its groups by their ids, each with a copy of its options, which may be changed, and `inners`
+    the optimizers of torch that have them.  `rows` are
     the flat states by their ids, each with the state that has its memory.
     """
 
@@ -56,6 +63,7 @@ class _OptimizerReader:
     slots: list[ParamSlot] = field(default_factory=list)
     works: list[tuple[Working, str]] = field(default_factory=list)
     groups: dict[int, tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=dict)
+    inners: dict[int, Any] = field(default_factory=dict)
     rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     scalers: list[Any] = field(default_factory=list)
     several: bool = False
@@ -74,6 +82,7 @@ class _OptimizerReader:
                 self.kind = optimizer_protocol.inner_kind(inner, self.place)
                 for group in inner.param_groups:
                     self._options(group)
+                    self.inners[id(group)] = inner
             self._add(work)
 
     def _add(self, work: Working) -> None:
@@ -169,21 +178,14 @@ class _OptimizerReader:
         for work, _ in self.works:
             self._put(work, self.state.get(work.main, {}))
         for key, (group, options) in self.groups.items():
+            step = options.pop(_STEP, None)  # that of Megatron's own checkpoint
             group.update(options)
             if key in steps:
-                group[_STEP] = self._counted(group.get(_STEP), steps[key])
+                group[_STEP] = saved_groups.counted(group.get(_STEP), steps[key], self.place)
+            mains = [work.main for work, _ in self.works if work.group is group]
+            saved_groups.put_step(step, group, self.inners[key], mains, self.place)
         for scaler in self.scalers:
             scaler.load_state_dict(self.state[_GRAD_SCALER])
-
-    def _counted(self, present: Any, step: Any) -> Any:
-        """Return the counter of a group for a number of steps: the present one if it is a tensor."""
-        count = whole(step)
-        made, why = tensor_numbers.fitted(present, step if count is None else count, cast=False)
-        if why is not None:
-            raise StateError(
-                f"{self.place} counts its steps in a tensor, and {why}", remedy="count in float64"
-            )
-        return tensor_numbers.put(present, made)
 
     def _steps(self) -> dict[int, Any]:
         """Return the number of steps of each group that counts them, by its id.

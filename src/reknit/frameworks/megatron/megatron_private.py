@@ -12,6 +12,7 @@ import torch
 from reknit.errors import StateError
 from reknit.frameworks.imported import imported
 from reknit.frameworks.megatron import dist_checkpointing
+from reknit.types.foreign import megatron_names
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -216,6 +217,56 @@ def _ranges(optimizer: Any) -> dict[int, tuple[int, int]]:
         for bucket in buckets
         for parameter, ranges in bucket["param_map"].items()
     }
+
+
+class BufferBucket(NamedTuple):
+    """A bucket of a distributed optimizer, in Megatron's names.
+
+    `numel` counts its elements without the padding at its end, and `buffer_numel` those of all buckets of
+    its buffer, in which it begins at `first`.  `ranges` are the elements of this rank in the bucket, by the
+    ids of the parameters that they belong to.
+    """
+
+    name: str
+    buffer_name: str
+    numel: int
+    first: int
+    buffer_numel: int
+    ranges: dict[int, tuple[int, int]]
+
+
+def buckets(optimizer: Any) -> list[BufferBucket]:
+    """Return the buckets of a distributed optimizer; none for another."""
+    found: list[BufferBucket] = []
+    for number, buffer in enumerate(getattr(optimizer, "gbuf_ranges", ())):
+        for dtypes, each in buffer.items():
+            sizes = optimizer.per_bucket_numel_unpadded[number][dtypes]
+            for place, bucket in enumerate(each):
+                ranges = {
+                    id(parameter): (known["gbuf_world_in_bucket"].start, known["gbuf_world_in_bucket"].end)
+                    for parameter, known in bucket["param_map"].items()
+                }
+                name = megatron_names.bucket_name(number, str(dtypes), place)
+                first, total = sum(sizes[:place]), sum(sizes)
+                buffer_name = megatron_names.buffer_name(number, str(dtypes))
+                found.append(BufferBucket(name, buffer_name, sizes[place], first, total, ranges))
+    return found
+
+
+def numbered_chain(optimizer: Any, place: Place) -> list[tuple[int, Any]]:
+    """Return the optimizers in a chain with the numbers that Megatron saves them under."""
+    chained(optimizer, place)
+    parts = getattr(optimizer, "chained_optimizers", None)
+    if parts is None:
+        return [(0, optimizer)]
+    if len(parts) == 1:
+        return numbered_chain(parts[0], place)
+    return [(n, part) for n, part in enumerate(parts) if not getattr(part, "is_stub_optimizer", False)]
+
+
+def data_parallel_group_index(optimizer: Any) -> int:
+    """Return the number of the data parallel group of this rank in Megatron's names of an optimizer."""
+    return int(getattr(optimizer, "data_parallel_group_idx", 0))
 
 
 def is_instance_of_several(optimizer: Any) -> bool:

@@ -19,7 +19,7 @@ from reknit.frameworks.optimizer import (
 from reknit.frameworks.optimizer import param_options as optimizer_options
 from reknit.frameworks.optimizer.flat_states import JointValue, require_equal
 from reknit.frameworks.optimizer.memory_notes import MemoryNotes
-from reknit.frameworks.optimizer.saved_states import SavedStates
+from reknit.frameworks.optimizer.saved_states import SavedStates, prefer_master
 from reknit.frameworks.optimizer.slots import MASTER, ParamSlot, Slots, element, name_of
 from reknit.frameworks.same_value import same_value
 from reknit.frameworks.stateful import rebuild
@@ -28,7 +28,7 @@ from reknit.frameworks.torch.tensor import torch_dtype
 from reknit.frameworks.walk.composites import record_at
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from reknit.frameworks.walk.composites import Record
     from reknit.frameworks.walk.load_walk import Loading
@@ -69,7 +69,7 @@ class OptimizerLoad:
             if not slot.is_elsewhere:
                 joined.setdefault(slot.key if slot.joint else slot.name, []).append(slot)
         for name, places in slots.elsewhere:
-            self._prefer_master(name, places)
+            prefer_master(self.place, self.loading, name, places)
         for members in joined.values():
             if any(saved.has_parameter(slot.name) for slot in members):
                 self._want_states(members)
@@ -100,16 +100,10 @@ class OptimizerLoad:
         """
         loading, at = self.loading, self._states_of(slot).below(MASTER)
         if slot.master is None:
-            self._prefer_master(slot.name, slot.places)
+            prefer_master(self.place, loading, slot.name, slot.places)
         elif loading.takes(at) and not slot.is_elsewhere:
             view = state_memory.view(slot.master, slot, at, loading)
             loading.view(view, at, slot.master, resize=slot.resizable, instead=slot.places)
-
-    def _prefer_master(self, name: str, places: Sequence[Place]) -> None:
-        """Load a parameter from saved master weights, unless it was saved in the present precision."""
-        at = self.place.child("state", name, MASTER)
-        if self.loading.saved.spec(at) is not None:
-            self.loading.prefer(at, places)
 
     def _want_states(self, members: list[ParamSlot]) -> None:
         """Request all saved states of a parameter, or of several parameters with one flat state.

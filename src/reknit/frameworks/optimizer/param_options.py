@@ -82,11 +82,13 @@ def find_numbered(slots: Slots, place: Place, loading: Loading) -> NumberedGroup
 
     Groups that do not fit those of the optimizer are a mismatch.
     """
+    if slots.find_groups is not None and (found := slots.find_groups(place, loading)) is not None:
+        return found
     at = place.child("param_groups")
     saved = loading.saved.look_up(at).value
     if not _is_numbered(saved):
         return None
-    found = loading.value(at)
+    value = loading.value(at)
     members = [[slot for slot in slots.each if slot.group is group] for group in slots.groups]
     if (why := _unpaired(saved, slots.groups, members)) is not None:
         loading.report_mismatched(at, why)
@@ -96,7 +98,7 @@ def find_numbered(slots: Slots, place: Place, loading: Loading) -> NumberedGroup
     numbers = {
         slot.name: number for group, each in pairs for number, slot in zip(group["params"], each, strict=True)
     }
-    return NumberedGroups(at, () if found.why is not None else saved, numbers)
+    return NumberedGroups(at, () if value.why is not None else saved, numbers)
 
 
 def _is_numbered(groups: Any) -> bool:
@@ -145,7 +147,7 @@ def want(slots: Slots, place: Place, loading: Loading, numbered: NumberedGroups 
     """
     if numbered is not None:
         for group, options in zip(slots.groups, numbered.options, strict=bool(numbered.options)):
-            _take(group, _options(options), slots, numbered.place, loading)
+            take(group, _options(options), slots.groups, numbered.place, loading)
         return OptionNotes()
     members: dict[int, list[ParamSlot]] = {}
     for slot in slots.each:
@@ -183,7 +185,7 @@ def _want_empty(group: dict[str, Any], at: Place, slots: Slots, loading: Loading
     elif optimizer_protocol.differs(found.value.get(KIND), slots.kind):
         loading.report_mismatched(at, _foreign(found.value[KIND], slots.kind, at))
     else:
-        _take(group, _options(found.value), slots, at, loading)
+        take(group, _options(found.value), slots.groups, at, loading)
 
 
 def _want_group(
@@ -227,7 +229,7 @@ def _want_group(
                     "but the target has both in one group",
                 )
                 return
-    _take(group, options, slots, first, loading)
+    take(group, options, slots.groups, first, loading)
 
 
 def _foreign(saved: Sequence[str], here: Sequence[str], place: Place) -> str:
@@ -237,17 +239,21 @@ def _foreign(saved: Sequence[str], here: Sequence[str], place: Place) -> str:
     )
 
 
-def _take(
-    group: dict[str, Any], options: Mapping[str, Any], slots: Slots, at: Place, loading: Loading
+def take(
+    group: dict[str, Any],
+    options: Mapping[str, Any],
+    groups: list[dict[str, Any]],
+    at: Place,
+    loading: Loading,
 ) -> None:
-    """Set saved options in a group, at the end of the load, or report the first that does not fit."""
+    """Set saved options in one of the `groups` after the load, or report the first that does not fit."""
     made, cast = {}, loading.catalog.terms.cast
     for key, value in options.items():
         made[key], misfit = tensor_numbers.fitted(group.get(key), value, cast=cast)
         if misfit is not None:
             loading.report_mismatched(at, f"its {key}: {misfit}")
             return
-    loading.later(lambda: _set(group, made, slots.groups))
+    loading.later(lambda: _set(group, made, groups))
 
 
 def _note_plain(options: Any, noted: OptionNotes) -> None:

@@ -12,7 +12,7 @@ from reknit.frameworks.optimizer.slots import MASTER, name_of
 from reknit.frameworks.walk.walk import Place
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from reknit.frameworks.optimizer.slots import Slots
     from reknit.frameworks.walk.load_walk import Loading
@@ -76,3 +76,15 @@ class SavedStates:
     def states(self, name: str) -> list[str]:
         """Return the names (path elements) of a parameter's saved states."""
         return self._states.get(self.element(name), [])
+
+
+def prefer_master(place: Place, loading: Loading, name: str, places: Sequence[Place]) -> None:
+    """Load a parameter from saved master weights, unless it was saved in the present precision.
+
+    Those in the precision of the saved parameter are that parameter once more, as other programs save it.
+    """
+    at = place.child("state", name, MASTER)
+    if (master := loading.saved.spec(at)) is not None:
+        loading.prefer(at, places)
+        if any(loading.saved.spec(one) == master for one in places):
+            loading.leave(at)

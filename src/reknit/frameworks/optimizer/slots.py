@@ -21,9 +21,11 @@ from reknit.types.shard import escaped
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 
+    from reknit.frameworks.optimizer.param_options import NumberedGroups
     from reknit.frameworks.optimizer.whole_state import Layout
     from reknit.frameworks.torch.flat_part import FlatPart
     from reknit.frameworks.torch.modules.members import NamedParameter
+    from reknit.frameworks.walk.load_walk import Loading
     from reknit.frameworks.walk.walk import Place, Replicas, Walk
 
 MASTER = "master"
@@ -119,7 +121,8 @@ class Slots(Struct, frozen=True):
     are the other entries of its own `state_dict`, None without a protocol of its own; `load` then lets it
     load all this in its own way.  `elsewhere` are names and places of the parameters that have their states
     on other ranks, and no master weights.  `kind` is that of the optimizer, which groups without parameters
-    record too.  `packages` are those of its class.  `layout` is set if its own `state_dict` has no states of
+    record too.  `find_groups` requests groups that another program saved without the names of parameters.
+    `packages` are those of its class.  `layout` is set if its own `state_dict` has no states of
     single parameters: then `more` is all of it, for parameters in this order and layout alone.
     """
 
@@ -133,6 +136,7 @@ class Slots(Struct, frozen=True):
     kind: tuple[str, ...] = ()
     packages: frozenset[str] = frozenset()
     layout: Layout | None = None
+    find_groups: Callable[[Place, Loading], NumberedGroups | None] | None = None
 
     def state_of(self, slot: ParamSlot) -> Mapping[Any, Any]:
         """Return the states of a parameter by name; empty if it has none.  Adds no entry."""

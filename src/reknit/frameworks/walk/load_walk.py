@@ -121,6 +121,10 @@ class Loading(Selecting):
         names = (place.fqn, *self.catalog.tensors.get(item, {}), *self.catalog.blobs.get(item, {}))
         self._superseded += [(item, fqn) for fqn in names if fqn.startswith(below) or fqn == place.fqn]
 
+    def leave(self, place: Place) -> None:
+        """Record that the target needs nothing of an entry."""
+        self._superseded.append((place.item, place.fqn))
+
     def leave_empty(self, place: Place) -> None:
         """Record that an object needs nothing of an empty container, as `state` of an optimizer may be."""
         value = self.catalog.blobs.get(place.item, {}).get(place.fqn)
