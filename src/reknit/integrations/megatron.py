@@ -7,9 +7,12 @@ optimizer is then saved in place, without a message, and loads into any layout.
 
 from __future__ import annotations
 
+import ast
 import logging
 import re
+import sys
 import time
+from argparse import Namespace
 from contextlib import closing
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -21,7 +24,7 @@ from reknit.api import loads, saves
 from reknit.errors import CheckpointNotFoundError, MismatchError, UsageError
 from reknit.frameworks import tree
 from reknit.frameworks.megatron import dist_checkpointing, megatron_private
-from reknit.frameworks.megatron.sharded_leaves import names_of
+from reknit.frameworks.megatron.sharded_leaves import names_of, with_flat_leaves
 from reknit.frameworks.stateful import Kept
 from reknit.integrations.trainer_parts.resumed import say_resumed
 from reknit.monitor.phase import Deadline
@@ -45,6 +48,8 @@ _COMMON = "common"
 
 _CHUNK = re.compile(r"model(?:_?\d+)?")
 _FOLDER = re.compile(r"iter_(\d{7,})")
+_ENUM = re.compile(r"((?:megatron\.[\w.]+|signal))\.(\w+)\((-?\d+|'[^'\\]*')\)")
+"""The text of a member of an enumeration, as common values of Megatron's own checkpoints have it."""
 _STRICT = {"assume_ok_unexpected", "raise_unexpected", "raise_all"}
 _RETURNS = {"return_unexpected", "return_all"}
 _QUIET = {"ignore_all", *_RETURNS}
@@ -137,7 +142,10 @@ def load(
     leaves, local, _ = _parted(sharded_state_dict)
     kept = Kept()
     report = _load(checkpoint_dir, _items(leaves), kept, strict=ours, options=options)
-    answer = dist_checkpointing.merged(kept.values, dist_checkpointing.unwrapped(leaves))
+    # Megatron's own checkpoint has the options of an optimizer here, which a live one has taken.
+    live = {key for key, value in leaves.items() if not isinstance(value, (dict, list, tuple))}
+    common = {key: value for key, value in kept.values.items() if key not in live}
+    answer = dist_checkpointing.merged(_with_enums(common), dist_checkpointing.unwrapped(leaves))
     answer = dist_checkpointing.merged(answer, dist_checkpointing.unwrapped(local))
     if _rank() == 0:
         say_resumed(report, dist.get_world_size() if dist.is_initialized() else 1)
@@ -203,8 +211,31 @@ def load_common_state_dict(
     """
     kept = Kept()
     loads.load(checkpoint_dir, {_COMMON: kept}, options=options)
-    values: dict[str, Any] = kept.values
+    values: dict[str, Any] = _with_enums(kept.values)
     return values
+
+
+def _with_enums(values: Any) -> Any:
+    """Return common values with the members of Megatron's enumerations in place of their texts.
+
+    Megatron's own checkpoint names the class of a member, which nothing imports; here it is imported already.
+    """
+    if type(values) is str:
+        return _member(values)
+    if type(values) is Namespace:
+        return Namespace(**_with_enums(vars(values)))
+    if type(values) is dict:
+        return {key: _with_enums(one) for key, one in values.items()}
+    return type(values)(map(_with_enums, values)) if type(values) in (list, tuple) else values
+
+
+def _member(text: str) -> Any:
+    found = _ENUM.fullmatch(text)
+    kind = None if found is None else getattr(sys.modules.get(found[1]), found[2], None)
+    if found is None or not (isinstance(kind, type) and issubclass(kind, Enum)):
+        return text
+    value = ast.literal_eval(found[3])
+    return kind(value) if value in [member.value for member in kind] else text
 
 
 def iteration_folder(root: str | PathLike[str], iteration: int) -> str:
@@ -237,7 +268,7 @@ def _items(leaves: Mapping[str, Any]) -> dict[str, Any]:
         elif _CHUNK.fullmatch(key):
             chunks += value if isinstance(value, list) else [value]
         else:
-            items[key] = value
+            items[key] = with_flat_leaves(value)
     if own:
         chunks.append(own)
     if chunks:

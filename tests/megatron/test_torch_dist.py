@@ -1,0 +1,223 @@
+"""Folders that Megatron-Core itself saved (torch_dist): read in place, and loaded into any layout."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import reknit
+from tests import ranks
+from tests.megatron import torch_dist_jobs as jobs
+from tests.megatron.torch_dist_jobs import CUT_BY_MEGATRON, RESHAPED, SAVED
+from tests.optional import needs
+
+if TYPE_CHECKING:
+    from tests.megatron.layouts import Layout
+
+pytestmark = needs("megatron", "Megatron-Core")
+
+run = partial(ranks.run, warm="megatron")
+
+PAGES = Path(__file__).parents[2] / "docs" / "howto"
+BY_PARAMETER = [name for name, (_, form, _) in SAVED.items() if form in (jobs.FULLY, None)]
+SAME: dict[str, dict[str, Layout]] = {name: {"same": layout} for name, (layout, _, _) in SAVED.items()}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder with a checkpoint of each form, saved by Megatron."""
+    folder = tmp_path_factory.mktemp("torch_dist")
+    run(2, jobs.save_all, str(folder), tuple(SAVED))
+    return folder
+
+
+def _exact(layouts: dict[str, dict[str, Layout]]) -> dict[str, list[str]]:
+    return {f"{name} into {way}": [] for name, into in layouts.items() for way in into}
+
+
+def test_live_models_and_optimizers_load_every_form_in_other_layouts(root: Path) -> None:
+    layouts = {
+        name: {**SAME[name], **RESHAPED.get(name, {})} for name in SAVED if name not in CUT_BY_MEGATRON
+    }
+    for differing in run(2, jobs.load_each, str(root), layouts):
+        assert differing == _exact(layouts)
+
+
+def test_scripts_receive_what_megatron_itself_loads(root: Path) -> None:
+    layouts = {
+        "fully": {**SAME["fully"], "pp2": RESHAPED["fully"]["pp2"]},
+        "fully-fp32": RESHAPED["fully-fp32"],
+        "fully-vpp": {**SAME["fully-vpp"], **RESHAPED["fully-vpp"]},
+        "fully-single-experts": SAME["fully-single-experts"],
+        "by-bucket": SAME["by-bucket"],
+        "by-bucket-moe": SAME["by-bucket-moe"],
+        "float16": SAME["float16"],
+    }
+    for differing in run(2, jobs.load_as_script, str(root), layouts):
+        assert differing == _exact(layouts)
+
+
+def test_states_in_the_order_of_buffers_load_into_other_numbers_of_data_parallel_ranks(root: Path) -> None:
+    one: dict[str, dict[str, Layout]] = {
+        name: {"dp1": replace(SAVED[name][0], world=1)} for name in ("by-bucket", "by-buffer")
+    }
+    (differing,) = run(1, jobs.load_each, str(root), one)
+    assert differing == _exact(one)
+
+
+def test_states_in_the_order_of_buffers_are_refused_in_other_tensor_parallel_sizes(root: Path) -> None:
+    other = {
+        "by-bucket-bf16": {"dp2": replace(SAVED["by-buffer"][0], bucket=None)},
+        "by-buffer": {"not distributed": replace(SAVED["by-buffer"][0], distributed=False)},
+    }
+    for refused in run(2, jobs.load_each, str(root), other):
+        for error in refused.values():
+            assert "nothing was changed" in error
+            assert "in the order of the buffers of its job" in error
+            assert "load items=['model']" in error
+
+
+def test_a_script_whose_state_has_the_optimizer_itself_loads_states_by_buffers(root: Path) -> None:
+    for answer in run(2, jobs.load_live_optimizer, str(root), "by-buffer"):
+        assert answer == ([], 7, "unfused")
+
+
+def test_states_by_buckets_pass_through_a_checkpoint_of_reknit(root: Path) -> None:
+    assert run(2, jobs.save_and_load_by_bucket, str(root)) == [[], []]
+
+
+@pytest.mark.parametrize("name", sorted(SAVED))
+def test_an_opened_folder_has_the_tensors_of_a_model_in_one_process(root: Path, name: str) -> None:
+    truth = torch.load(root / f"{name}.truth", weights_only=False)
+    with reknit.open(root / name) as checkpoint:
+        assert set(checkpoint.items) == {"model", "optimizer", "common", "rng_state"}
+        assert checkpoint.step == 7
+        assert checkpoint.values["common"]["iteration"] == 7
+        found = dict(_tensors(checkpoint, "model"))
+        assert not _unlike({key: value for key, value in truth.items() if "@" not in key}, found)
+        states = dict(_tensors(checkpoint, "optimizer"))
+    if name not in BY_PARAMETER:
+        assert {fqn.split("/")[0] for fqn in states} == {"flat"}
+        assert {fqn.rsplit("/", 1)[1] for fqn in states} == {"master", "exp_avg", "exp_avg_sq"}
+    elif name not in CUT_BY_MEGATRON:
+        wanted = {
+            "state/{}/{}".format(*key.split("@")): value
+            for key, value in truth.items()
+            if "@" in key and not key.endswith("@options")
+        }
+        copies = {fqn for fqn in states if fqn.endswith("/master")} - wanted.keys()
+        for fqn in copies:  # of parameters in full precision
+            assert torch.equal(states.pop(fqn), truth[fqn.split("/")[1]])
+        assert not _unlike(wanted, states)
+
+
+def _tensors(checkpoint: Any, item: str) -> list[tuple[str, torch.Tensor]]:
+    return [(fqn, checkpoint.read(item, fqn, framework="torch")) for fqn in checkpoint.tensors[item]]
+
+
+def _unlike(wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> list[str]:
+    both = wanted.keys() & found.keys()
+    return sorted(wanted.keys() ^ found.keys()) + [
+        name
+        for name in both
+        if wanted[name].dtype != found[name].dtype or not torch.equal(wanted[name], found[name])
+    ]
+
+
+def test_the_code_of_the_page_continues_from_a_folder_of_megatron(root: Path) -> None:
+    page = (PAGES / "migrate.md").read_text()
+    (snippet,) = re.findall(r"## Megatron-Core\n.*?```\{code-block\} python\n(.*?)```", page, re.DOTALL)[:1]
+    (root / "page" / "old").mkdir(parents=True)
+    shutil.copytree(root / "by-bucket", root / "page" / "old" / "iter_0000007")
+    assert run(2, jobs.run_page, str(root), "by-bucket", snippet) == [[], []]
+
+
+DAMAGES = ("removed", "half", "empty", "swapped")
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ["fully-fp32", "by-bucket"])
+def test_damage_of_a_file_is_refused_or_changes_no_value(
+    root: Path, tmp_path: Path, name: str, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = sorted(path.name for path in (root / name).iterdir())
+    assert len(files) >= 5
+    sound = _values(root / name)
+    for file, other in zip(files, [*files[1:], files[0]], strict=True):
+        folder = tmp_path / f"{file}-{damage}"
+        shutil.copytree(root / name, folder)
+        _break(folder / file, folder / other, damage)
+        caplog.clear()
+        try:
+            found = _values(folder)
+        except reknit.ReknitError:
+            continue
+        assert not _unlike(
+            {key: one for key, one in found.items() if key in sound}, {k: sound[k] for k in found}
+        )
+        lost = sound.keys() - found.keys()
+        assert not lost, (file, lost)
+        assert file == "common.pt" or damage == "swapped", file
+        with caplog.at_level(logging.WARNING, "reknit"):
+            _values(folder)
+        assert "common.pt" in caplog.text
+
+
+def _values(folder: Path) -> dict[str, torch.Tensor]:
+    with reknit.open(folder) as checkpoint:
+        return {
+            f"{item}/{fqn}": tensor
+            for item in ("model", "optimizer")
+            for fqn, tensor in _tensors(checkpoint, item)
+        }
+
+
+def _break(file: Path, other: Path, damage: str) -> None:
+    if damage == "removed":
+        file.unlink()
+    elif damage == "swapped":
+        data = file.read_bytes()
+        file.write_bytes(other.read_bytes())
+        other.write_bytes(data)
+    else:
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2 if damage == "half" else 0])
+
+
+def _refusal(folder: Path) -> str:
+    with pytest.raises(reknit.ReknitError) as raised:
+        reknit.open(folder)
+    return f"{raised.value.message} {raised.value.remedy}"
+
+
+def test_folders_of_other_formats_and_of_saves_that_did_not_end_are_refused_in_words(
+    root: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "iter_0000007"
+    shutil.copytree(root / "fully", folder)
+    settings = json.loads((folder / "metadata.json").read_text())
+    (folder / "metadata.json").write_text(json.dumps(settings | {"sharded_backend": "zarr"}))
+    assert "names the format 'zarr', and reknit reads torch_dist" in _refusal(folder)
+    (folder / "metadata.json").unlink()
+    assert "metadata.json is missing: Megatron writes this file last" in _refusal(folder)
+    (folder / "metadata.json").write_text(json.dumps(settings))
+    (folder / "common.pt").unlink()
+    with reknit.open(folder) as checkpoint:
+        assert "embedding.word_embeddings.weight" in checkpoint.tensors["model"]
+    with pytest.raises(reknit.MismatchError, match=r"common\.pt is missing"):
+        reknit.load(folder, {"common": {"iteration": 0}})
+
+
+def test_the_folder_above_is_refused_with_the_newest_iteration(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7\n")
+    assert "iter_0000007, which latest_checkpointed_iteration.txt names" in _refusal(tmp_path)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+    assert "/release, which latest_checkpointed_iteration.txt names" in _refusal(tmp_path)
