@@ -80,6 +80,21 @@ def load_all(root: str, by_megatron: bool) -> dict[str, list[str]]:
     return differing
 
 
+def load_megatrons(root: str) -> dict[str, list[str]]:
+    """Load what Megatron saved in the space of the model into other layouts, and return the differences."""
+    from tests.megatron import gpt, truth
+
+    differing = {}
+    for name, layouts in LOADED.items():
+        expected = torch.load(f"{root}/{name}.truth", weights_only=False)
+        for into, layout in layouts.items() if not SAVED[name].mixed else ():
+            trained = gpt.build(layout, steps=0, seed=1)
+            _forget(trained, keep_states=False)
+            reknit.load(f"{root}/{name}.megatron", trained.state())
+            differing[f"{name} into {into}"] = compare(expected, truth.truth(trained))
+    return differing
+
+
 def _save_by_megatron(folder: str, trained: Trained) -> None:
     from megatron.core import dist_checkpointing
 

@@ -66,11 +66,12 @@ def read_folder(storage: Storage) -> ForeignEntries:
 
 
 class FolderTable(NamedTuple):
-    """The entries of a folder by name: specs, places, and keys in the state dict."""
+    """The entries of a folder by name: specs, places, keys in the state dict, and notes of Megatron."""
 
     specs: dict[Any, Any]
     places: dict[Any, list[tuple[Path, PickledObject]]]
     paths: dict[Any, Any]
+    of_megatron: dict[Any, Any]
 
 
 def read_table(folder: DcpFolder) -> FolderTable:
@@ -89,7 +90,9 @@ def read_table(folder: DcpFolder) -> FolderTable:
             raise FormatError(f"{METADATA} has a place that is not one")
         offsets = (index.state or {}).get("offset")
         stored.setdefault(index.field("fqn"), []).append((() if offsets is None else offsets, place))
-    return FolderTable(specs, stored, paths if isinstance(paths, dict) else {})
+    notes = (metadata.state or {}).get("mcore_data")
+    tables = (each if isinstance(each, dict) else {} for each in (paths, notes))
+    return FolderTable(specs, stored, *tables)
 
 
 def add_folder(folder: DcpFolder, renamed: Callable[[Path], Path] = lambda keys: keys) -> None:

@@ -7,6 +7,7 @@ in their names, as in the models that reknit saves.  So any layout loads any lay
 from __future__ import annotations
 
 import json
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from reknit.engine.foreign.dcp_folder import DcpFolder, is_tensor, locate, object_at, read_table
@@ -16,8 +17,9 @@ from reknit.engine.foreign.torch_files import TorchFile, add_extent, views_in
 from reknit.errors import CorruptError, FormatError, StorageNotFoundError, shown
 from reknit.format.foreign.safe_pickle import PickledObject, UnreadError
 from reknit.format.foreign.torch_values import TensorView, Whole, more_words
-from reknit.types.box import Box
+from reknit.types.box import Box, flat_range_boxes
 from reknit.types.foreign import megatron_names
+from reknit.types.manifest import Extent
 from reknit.types.shard import TensorSpec
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ _WORDS = more_words(("signal.Signals", "types.SimpleNamespace"))._replace(
     families=("megatron.", "torch._C._nn.", "torch.nn.functional.", "torch.distributed.checkpoint.")
 )
 """Names of enumerations, and of functions, which become texts."""
+_SHAPE = "nd_reformulated_orig_global_shape"
+"""Key in Megatron's notes about a tensor that was saved in another shape than its own."""
 _MAX_SETTINGS_NBYTES = 1 << 20
 
 
@@ -48,7 +52,9 @@ def read_folder(storage: Storage) -> ForeignEntries:
     located = locate(folder, table)
     found = _ModelTensors(entries)
     for key, (spec, chunks) in located.tensors.items():
-        found.tensor(key, spec, chunks)
+        notes = table.of_megatron.get(key)
+        shape = notes.get(_SHAPE) if isinstance(notes, dict) else None
+        found.tensor(key, *((spec, chunks) if shape is None else _regridded(key, spec, chunks, shape)))
     for key, why in located.unread.items():
         item, fqn = _name_of(key)
         entries.unread(item, fqn.split("/"), why)
@@ -115,6 +121,32 @@ class _ModelTensors:
         """Add the tensors whose halves have keys of their own."""
         for (item, fqn), (spec, chunks) in self._halves.items():
             self._entries.tensor(item, fqn, spec, chunks)
+
+
+def _regridded(key: str, spec: TensorSpec, chunks: Chunks, shape: Any) -> tuple[TensorSpec, Chunks]:
+    """Return a tensor in its own shape that was saved as flat ranges of the parts of a grid.
+
+    Megatron before 0.16 saved states so (`fully_sharded_model_space`).  The last dimension of `spec` numbers
+    the elements of a part, and the others number the parts.
+    """
+    grid, numel = spec.shape[:-1], spec.shape[-1] if spec.shape else 0
+    good = isinstance(shape, tuple) and len(shape) == len(grid) and all(type(n) is int for n in shape)
+    if not good or any(parts < 1 or n % parts for n, parts in zip(shape, grid, strict=True)):
+        raise CorruptError(f"{shown(key)} was saved in a grid of {spec.shape}, and not of its shape {shape}")
+    part = tuple(n // parts for n, parts in zip(shape, grid, strict=True))
+    if prod(part) != numel:
+        raise CorruptError(f"{shown(key)} has parts of {numel} elements, and not of {part}")
+    found: Chunks = []
+    for box, extent in chunks:
+        if any(length != 1 for length in box.lengths[:-1]):
+            raise CorruptError(f"{shown(key)} has a range in more than one part of its grid")
+        corner, start = [at * n for at, n in zip(box.offsets, part, strict=False)], extent.start
+        for inside in flat_range_boxes(part, box.offsets[-1], box.lengths[-1]):
+            at = tuple(low + offset for low, offset in zip(corner, inside.offsets, strict=True))
+            nbytes = inside.numel * spec.itemsize
+            found.append((Box(at, inside.lengths), Extent(extent.file, start, nbytes)))
+            start += nbytes
+    return TensorSpec(shape, spec.dtype), found
 
 
 def _below(keys: tuple[str, ...], name: str) -> str:
