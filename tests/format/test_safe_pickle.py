@@ -16,7 +16,14 @@ import pytest
 import torch
 
 from reknit.errors import FormatError
-from reknit.format.foreign.safe_pickle import Global, PickledObject, Vocabulary, read_pickle
+from reknit.format.foreign.safe_pickle import (
+    MAX_TUPLE_KEYS,
+    Global,
+    PickledObject,
+    Vocabulary,
+    neutral_keys,
+    read_pickle,
+)
 from reknit.format.foreign.torch_values import TORCH, neutral
 
 if TYPE_CHECKING:
@@ -52,6 +59,31 @@ def test_values_of_numpy_and_torch_become_neutral() -> None:
         assert read[1] == np.float32(1.5)
         assert neutral(read[2]).value == "bfloat16"
         assert read[3] == (2, 3)
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_keys_may_be_dtypes_and_pairs_of_them_and_become_texts(protocol: int) -> None:
+    pair = torch.bfloat16, torch.float32
+    read = read_pickle(pickle.dumps({pair: [4], torch.int8: 1, (1, "a"): 2, "plain": 3}, protocol), TORCH)
+    assert neutral_keys(read) == {
+        "(torch.bfloat16, torch.float32)": [4],
+        "torch.int8": 1,
+        (1, "a"): 2,
+        "plain": 3,
+    }
+    both = read_pickle(pickle.dumps({torch.int8: 1, "torch.int8": 2}, protocol), TORCH)
+    with pytest.raises(FormatError, match="a name and its text are keys"):
+        neutral_keys(both)
+    many = {(torch.int8, number): 0 for number in range(MAX_TUPLE_KEYS + 1)}
+    with pytest.raises(FormatError, match="too many keys"):
+        read_pickle(pickle.dumps(many, protocol), TORCH)
+
+
+def test_a_pickle_that_ends_anywhere_is_damaged() -> None:
+    data = pickle.dumps({(torch.bfloat16, n): [n, 2.5, "text" * 99, 1 << 40] for n in range(300)}, 2)
+    for nbytes in range(0, len(data), 7):
+        with pytest.raises(FormatError):
+            read_pickle(data[:nbytes], TORCH)
 
 
 class Evil:

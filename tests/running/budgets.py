@@ -35,7 +35,7 @@ BUDGETS: dict[str, Budget] = {
     "integrations": Budget(180, 420),
     "interop": Budget(30, 22),
     "jax": Budget(75, 16),
-    "megatron": Budget(90, 186),
+    "megatron": Budget(125, 250),
     "monitor": Budget(60, 40, ("clickhouse", "prometheus")),
     "mutants": Budget(20, 28),
     "planner": Budget(15, 8),

@@ -203,8 +203,6 @@ def _name_of(key: str) -> tuple[str, str]:
 def _add_object(entries: ForeignEntries, key: str, read: Callable[[], PickledEntry]) -> None:
     """Add one of Megatron's objects, each of which is the only member of a list."""
     found = megatron_names.saved_object_of(key)
-    if found is None:
-        raise FormatError(f"the object {shown(key)} has no place in a grid in its name")
     item, keys = _place_of(found)
     try:
         entry = read()

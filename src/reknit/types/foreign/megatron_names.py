@@ -100,10 +100,10 @@ def object_of(key: str, at: tuple[int, ...], grid: tuple[int, ...]) -> GridPlace
     return GridPlace(plain(key), at[taken:], grid[taken:])
 
 
-def saved_object_of(key: str) -> GridPlace | None:
-    """Return the name of an object by its key in a folder; None for a key without a place in a grid."""
+def saved_object_of(key: str) -> GridPlace:
+    """Return the name of an object by its key in a folder."""
     if (found := _SHARD.fullmatch(key)) is None:
-        return None
+        return GridPlace(plain(key), (), ())
     at, grid = (tuple(int(n) for n in part.split(".") if n) for part in found.group(2, 3))
     return object_of(found[1], at, grid)
 
