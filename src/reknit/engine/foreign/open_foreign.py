@@ -9,12 +9,12 @@ from reknit.engine.foreign import (
     array_files,
     bytecheckpoint_folder,
     dcp_folder,
-    deepspeed_folder,
     megatron_folder,
     orbax_folder,
     safetensors_files,
     torch_files,
 )
+from reknit.engine.foreign.deepspeed import folder as deepspeed
 from reknit.engine.foreign.entries import ForeignCheckpoint, ForeignEntries, listed
 from reknit.engine.record.other_formats import foreign
 from reknit.errors import CheckpointNotFoundError, CorruptError, FormatError, StorageNotFoundError
@@ -34,7 +34,7 @@ _FOLDERS: dict[str, Callable[[Storage], ForeignEntries]] = {
     "ByteCheckpoint": bytecheckpoint_folder.read_folder,
     "DCP": dcp_folder.read_folder,
     "Hugging Face": safetensors_files.read_folder,
-    "DeepSpeed": deepspeed_folder.read_folder,
+    "DeepSpeed": deepspeed.read_folder,
     "Orbax": orbax_folder.read_folder,
     "Megatron": megatron_folder.read_folder,
     "PEFT": safetensors_files.read_folder,

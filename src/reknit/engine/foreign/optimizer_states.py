@@ -47,10 +47,11 @@ def named_states(value: Any) -> Any:
 
 def empty_groups(groups: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """Return the options of the groups without parameters, by their numbers."""
-    return {number: _options(group) for number, group in enumerate(groups) if not group["params"]}
+    return {number: options_of_group(group) for number, group in enumerate(groups) if not group["params"]}
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+def options_of_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group of parameters, without those that depend on the devices of a job."""
     return {key: one for key, one in group.items() if key not in _NOT_OPTIONS}
 
 
@@ -58,7 +59,7 @@ def options_of(groups: list[dict[str, Any]], names: Mapping[Any, str]) -> dict[s
     """Return the options of each parameter, which are those of its group."""
     options: dict[str, dict[str, Any]] = {}
     for group in groups:
-        kept = _options(group)
+        kept = options_of_group(group)
         options.update({names[one]: kept for one in group["params"]})
     return options
 

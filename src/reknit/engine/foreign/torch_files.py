@@ -52,6 +52,11 @@ class TorchFile:
         self.value: Any = read_pickle(data, vocabulary, storage_of)
         self.path = path
 
+    @property
+    def saved_as(self) -> str:
+        """The name under which torch saved the file, without its extension; ``archive`` for a stream."""
+        return self._folder[:-1]
+
     def locate(self, views: list[TensorView]) -> None:
         """Find the places of the storages of these tensors, all at once."""
         for view in views:
