@@ -25,7 +25,7 @@ BUDGETS: dict[str, Budget] = {
     "comm": Budget(80, 108),
     "compat": Budget(35, 88),
     "dataloader": Budget(40, 72),
-    "deepspeed": Budget(110, 54),
+    "deepspeed": Budget(120, 58),
     "docs": Budget(140, 74),
     "engine": Budget(105, 178),
     "examples": Budget(60, 65),

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from reknit.types.manifest import FileEntry
 
 _PIECE_NBYTES = 8 << 20
+_ARCHIVES = (".pt", ".bin")
+"""Endings of files in folders that are archives of torch.save, and nothing else."""
 _CHECKSUMS = "names, shapes, sizes and the checksums of all members of its archive were checked"
 
 
@@ -56,7 +58,8 @@ def verify_foreign(storage: Storage, level: str) -> VerifyReport | None:
     said = unchecked(manifest)
     for file in files:
         try:
-            if manifest.other.is_file and part_of(place, file.path, 0, min(4, file.nbytes)) == LOCAL_MARK:
+            is_archive = manifest.other.is_file or file.path.endswith(_ARCHIVES)
+            if is_archive and part_of(place, file.path, 0, min(4, file.nbytes)) == LOCAL_MARK:
                 problems += _wrong_members(place, file)
                 said = f"a checkpoint of {manifest.other.kind}: {_CHECKSUMS}"
             else:

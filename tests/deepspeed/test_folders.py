@@ -1,0 +1,198 @@
+"""Folders that DeepSpeed itself wrote: read whole and exactly, or refused with the reason.
+
+The table on the page about other formats has what is shown here.
+"""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import reknit
+from reknit.errors import FormatError
+from tests import ranks
+from tests.deepspeed import folders
+from tests.interop.damage import FLIPPED, KINDS, damages, wrong_in_silence
+from tests.optional import needs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = needs("deepspeed", "DeepSpeed")
+
+CONVERTED = ("z1-bf16", "z3-small-groups", "z2-round-robin")
+NAMELESS = ("z0-bf16", "experts-z0")
+REFUSED = {
+    "tied-stage": "layer_00-model_states.pt are not recorded: a pipeline that ties layers",
+    "unnamed-stage": "a pipeline without ZeRO",
+    "tensor-parallel": "several tensor-parallel ranks",
+}
+EXACT = [name for name in folders.ALL if name not in (*REFUSED, *NAMELESS, "z0-fp32")]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place: Path = tmp_path_factory.mktemp("deepspeed")
+    on_two = [*folders.DENSE, *folders.PIPELINES, *folders.OTHERS]
+    ranks.run(2, folders.write, str(place), on_two, warm="deepspeed", timeout=240)
+    ranks.run(4, folders.write, str(place), list(folders.EXPERTS), warm="deepspeed")
+    ranks.run(1, folders.convert, str(place), CONVERTED, warm="deepspeed")
+    return place
+
+
+def truth(root: Path, name: str) -> dict[str, dict[str, Any]]:
+    return torch.load(root / f"{name}.truth", weights_only=True)  # type: ignore[no-any-return]
+
+
+def read(path: Path) -> dict[str, dict[str, Any]]:
+    with reknit.open(path) as checkpoint:
+        return checkpoint.read_all()
+
+
+def same(found: Any, value: Any) -> bool:
+    """Return whether a value that was read is that of the ranks; ZeRO-3 saves its weights in fp32 only."""
+    if not isinstance(value, torch.Tensor):
+        return bool(found == {k: v for k, v in value.items() if k in found} and len(found) > 3)
+    return found.shape == value.shape and torch.equal(found.to(value.dtype), value)
+
+
+def unlike(found: dict[str, dict[str, Any]], expected: dict[str, dict[str, Any]], item: str) -> list[str]:
+    """Return the names under which an item has other values than expected, or none, or too many."""
+    wanted = dict(expected[item])
+    for name, value in expected["model"].items():
+        if item == "optimizer" and value.dtype == torch.float32:
+            wanted.pop(f"state/{name}/master", None)
+    both = wanted.keys() & found[item].keys()
+    return sorted(
+        (wanted.keys() ^ found[item].keys()) | {n for n in both if not same(found[item][n], wanted[n])}
+    )
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_folder_has_all_that_the_ranks_had(name: str, root: Path) -> None:
+    found, expected = read(root / name / "tag"), truth(root, name)
+    assert unlike(found, expected, "model") == []
+    if name == "z2-round-robin":  # DeepSpeed itself shows the states of other parameters
+        for key, value in expected["model"].items():
+            if value.dtype == torch.bfloat16:
+                assert torch.equal(found["optimizer"][f"state/{key}/master"].bfloat16(), value), key
+    elif name == "z2-elastic":  # which saves no options
+        assert unlike(found, expected, "optimizer") == sorted(
+            k for k in expected["optimizer"] if "groups" in k
+        )
+    else:
+        assert unlike(found, expected, "optimizer") == []
+    assert found["engine"]["global_steps"] == 2
+
+
+def test_states_without_zero_have_the_numbers_of_their_parameters(root: Path) -> None:
+    found = read(root / "z0-fp32" / "tag")
+    assert unlike(found, truth(root, "z0-fp32"), "model") == []
+    assert found["optimizer"]["state/0/exp_avg"].shape == (7, 5)
+    assert found["optimizer"]["state/2/step"] == 2
+
+
+@pytest.mark.parametrize("name", NAMELESS)
+def test_states_without_names_are_left_out_with_a_warning(name: str, root: Path) -> None:
+    with pytest.warns(RuntimeWarning, match="the optimizer is left out: without ZeRO"):
+        found = read(root / name / "tag")
+    assert unlike(found, truth(root, name), "model") == []
+    assert "optimizer" not in found
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_layout_that_cannot_be_read_whole_is_refused_by_name(name: str, root: Path) -> None:
+    with pytest.raises(FormatError, match=REFUSED[name]):
+        reknit.open(root / name / "tag")
+
+
+@pytest.mark.parametrize("name", ["z1-bf16", "z3-small-groups"])
+def test_a_universal_folder_has_all_that_the_converted_one_has(name: str, root: Path) -> None:
+    found, expected = read(root / "universal" / name), truth(root, name)
+    assert unlike(found, expected, "model") == []
+    assert unlike(found, expected, "optimizer") == []
+    weight = found["model"]["middle.weight"]
+    assert torch.equal(weight, found["optimizer"]["state/middle.weight/master"])
+
+
+def test_states_that_the_converter_exchanged_are_left_out_with_a_warning(root: Path) -> None:
+    path, expected = root / "universal" / "z2-round-robin", truth(root, "z2-round-robin")
+    held = torch.load(path / "zero/frozen.weight/fp32.pt", weights_only=True)["param"]
+    assert torch.equal(held.bfloat16(), expected["model"]["middle.weight"])
+    with pytest.warns(RuntimeWarning, match="round_robin_gradients, DeepSpeed's converter"):
+        found = read(path)
+    assert unlike(found, expected, "model") == []
+    assert "optimizer" not in found
+
+
+@pytest.mark.parametrize(("name", "layout"), [("z2-bf16", "z3-bf16"), ("z3-fp32", "z1-fp32")])
+def test_training_goes_on_from_a_folder_with_another_stage(name: str, layout: str, root: Path) -> None:
+    assert ranks.run(2, folders.continued, str(root), name, layout, warm="deepspeed") == [[], []]
+
+
+@pytest.mark.parametrize("name", ["z2-bf16", "z3-bf16", "experts", "two-stages", "universal"])
+def test_a_file_that_is_absent_short_exchanged_or_too_many_is_noticed(
+    name: str, root: Path, tmp_path: Path
+) -> None:
+    folder = root / "universal" / "z3-small-groups" if name == "universal" else root / name / "tag"
+    whole, wrong = read(folder), {}
+    for damage, broken in damages(folder, tmp_path, kinds=[kind for kind in KINDS if kind != FLIPPED]):
+        if found := wrong_in_silence(broken, whole):
+            wrong[damage] = found
+    assert wrong == {}
+
+
+def test_a_byte_of_a_tensor_that_changed_is_found_by_verify(root: Path, tmp_path: Path) -> None:
+    folder = root / "z2-bf16" / "tag"
+    whole, wrong = read(folder), 0
+    for damage, broken in damages(folder, tmp_path, kinds=[FLIPPED], files="*rank_1*", flips=20):
+        if wrong_in_silence(broken, whole):
+            wrong += 1
+            assert "its checksum is another" in reknit.verify(broken, "data").problems[0], damage
+    assert wrong
+
+
+def copies(root: Path, tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """Yield folders with files of two saves, each with the words of its error."""
+    for number, (name, other, file, words) in enumerate(
+        (
+            ("z2-bf16", "z3-bf16", "zero_pp_rank_0_mp_rank_00_model_states.pt", "are of different saves"),
+            ("z2-bf16", "z2-round-robin", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "elements"),
+            ("z2-bf16", "z1-bf16", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "stages of ZeRO differ"),
+            ("z2-bf16", "z2-fp32", "zero_pp_rank_1_mp_rank_00_optim_states.pt", "are files of one rank"),
+            ("z2-bf16", "z0-bf16", "mp_rank_00_model_states.pt", ""),
+        )
+    ):
+        made = tmp_path / str(number)
+        shutil.copytree(root / name / "tag", made)
+        shutil.copy(root / other / "tag" / file, made / file)
+        yield words, made
+
+
+def test_files_of_two_saves_are_refused_by_name(root: Path, tmp_path: Path) -> None:
+    for words, made in copies(root, tmp_path):
+        if words:
+            with pytest.raises(FormatError, match=words):
+                reknit.open(made)
+        else:
+            with pytest.warns(RuntimeWarning, match="left out"):
+                reknit.open(made)
+
+
+def test_states_that_were_offloaded_to_disks_are_refused(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "z3-bf16" / "tag", tmp_path / "tag")
+    (tmp_path / "tag" / "offloaded_tensors" / "rank00").mkdir(parents=True)
+    (tmp_path / "tag" / "offloaded_tensors" / "rank00" / "0.tensor.swp").write_bytes(b"states")
+    with pytest.raises(FormatError, match="offload to NVMe"):
+        reknit.open(tmp_path / "tag")
+
+
+def test_a_folder_of_several_tags_names_them_as_places_to_open(root: Path) -> None:
+    (root / "z2-bf16" / "latest").write_text("tag-that-is-gone")
+    with pytest.raises(reknit.CheckpointNotFoundError, match="DeepSpeed's own checkpoints") as refused:
+        reknit.open(root / "z2-bf16")
+    assert "pass one of the folders in it" in str(refused.value)
