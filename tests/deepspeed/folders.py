@@ -279,7 +279,7 @@ def convert(root: str, names: Sequence[str]) -> None:
 
 
 def continued(root: str, name: str, layout: str) -> list[str]:
-    """Load a folder into an engine of another layout; return the names of what differs from its truth."""
+    """Load a folder into an engine of another layout; return the names of values that differ from its truth."""
     engine = build(layout, steps=0)
     reknit.load(f"{root}/{name}/tag", engines.state(engine), items=["model", "optimizer"])
     expected = torch.load(f"{root}/{name}.truth", weights_only=True)

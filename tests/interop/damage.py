@@ -107,20 +107,23 @@ def _next(path: str) -> str:
 def wrong_in_silence(path: Path, whole: dict[str, dict[str, Any]]) -> list[str]:
     """Return the names of values that a folder lacks, adds or has otherwise, without an error or a warning.
 
-    `whole` is the result of `read_all` on the undamaged folder.  Values are compared byte by byte.
+    `whole` is the result of `read_all` on the undamaged folder.  Values are compared byte by byte.  Entries
+    that reknit names as unreadable do not count.
     """
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         try:
             with reknit.open(path) as checkpoint:
-                found = checkpoint.read_all()
+                found, other = checkpoint.read_all(), checkpoint.manifest.other
         except reknit.ReknitError:
             return []
     if seen:
         return []
     before, after = _by_name(whole), _by_name(found)
     changed = {name for name in before.keys() & after.keys() if not _same(before[name], after[name])}
-    return sorted((before.keys() ^ after.keys()) | changed)
+    said = other.unread if other is not None else ()
+    wrong = (before.keys() ^ after.keys()) | changed
+    return sorted(name for name in wrong if not any(entry.covers(name) for entry in said))
 
 
 def _by_name(values: dict[str, dict[str, Any]]) -> dict[str, Any]:

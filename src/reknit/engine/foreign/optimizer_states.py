@@ -51,7 +51,7 @@ def empty_groups(groups: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
 
 
 def options_of_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a group of parameters, without those that depend on the devices of a job."""
+    """Return the options of a group of parameters, without options that depend on the devices of a job."""
     return {key: one for key, one in group.items() if key not in _NOT_OPTIONS}
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
-from reknit.engine.foreign.deepspeed.partitions import Place, Shapes, add_ranges, parts_of
+from reknit.engine.foreign.deepspeed.partitions import ParameterPlace, Shapes, add_ranges, bytes_of, parts_of
 from reknit.engine.foreign.entries import MODEL, ForeignEntries, named
 from reknit.engine.foreign.torch_files import TorchFile, add_extent, views_in
 from reknit.errors import CorruptError, FormatError
-from reknit.format.foreign.torch_values import TORCH, TensorView
+from reknit.format.foreign.torch_values import TORCH, TensorView, Whole
 
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_([0-9]{1,9})_)?mp_rank_([0-9]{1,9})_model_states\.pt")
 _STATE_FILE = re.compile(r"(?:\w+_)?zero_pp_rank_([0-9]{1,9})_mp_rank_([0-9]{1,9})_?optim_states\.pt")
@@ -22,7 +23,7 @@ _UNIVERSAL = ("fp32", "exp_avg", "exp_avg_sq", "step", "optimizer_state")
 _WORDS = TORCH._replace(families=("deepspeed.",))
 
 
-class Files(NamedTuple):
+class DeepSpeedFiles(NamedTuple):
     """The paths of a folder's files, by the numbers in their names; a number that is absent counts as -1.
 
     Models and partitions have the data-parallel and the model-parallel rank.  The files of a universal
@@ -36,9 +37,9 @@ class Files(NamedTuple):
     universal: dict[str, dict[str, str]]
 
 
-def files_of(paths: list[str]) -> Files:
+def files_of(paths: list[str]) -> DeepSpeedFiles:
     """Return the files that hold something.  Raises `FormatError` for two files of one rank."""
-    files = Files({}, {}, {}, {}, {})
+    files = DeepSpeedFiles({}, {}, {}, {}, {})
     for path in paths:
         for pattern, found in zip(_KINDS, files, strict=False):
             if match := pattern.fullmatch(path):
@@ -84,28 +85,39 @@ def shape_table(group: Any) -> Shapes:
     return {str(name): shape for name, shape in group.items()}
 
 
-def views_of(values: Any) -> dict[str, TensorView]:
-    """Return the tensors of a state dict; none of anything else."""
-    items = values.items() if isinstance(values, dict) else ()
-    return {name: one for name, one in items if isinstance(name, str) and isinstance(one, TensorView)}
+def weights_of(file: TorchFile, values: Any) -> dict[str, Any]:
+    """Return the entries of a module's state dict in a file: tensors, and extra states of other types."""
+    if values is None:
+        return {}
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise FormatError(f"{file.path} has weights in an unknown form")
+    return values
 
 
-def add_views(entries: ForeignEntries, file: TorchFile, views: dict[str, TensorView]) -> None:
-    """Add tensors of a file to the model, without the names that it has."""
-    for name, view in views.items():
+def add_weights(entries: ForeignEntries, file: TorchFile, weights: dict[str, Any]) -> None:
+    """Add weights and extra states of a file to the model, without the names that it has."""
+
+    def place(item: str, fqn: str, view: TensorView) -> None:
+        add_extent(entries, item, fqn, view, file.extent(view))
+
+    entries.inline = partial(bytes_of, entries.storage, file)
+    for name, one in weights.items():
         if (MODEL, named([name])) not in entries.tensors:
-            add_extent(entries, MODEL, named([name]), view, file.extent(view))
+            entries.nested(MODEL, [name], one if isinstance(one, TensorView) else Whole(one), place)
 
 
 def add_rest(entries: ForeignEntries, models: list[TorchFile]) -> None:
     """Add the parts of a model beside the partitions of ZeRO 3: buffers, frozen weights, further names."""
     state = models[0].value
     buffers = state.get("buffer_names")
-    views = views_of(state.get("module"))
-    add_views(entries, models[0], {name: views[name] for name in buffers or () if name in views})
+    weights = weights_of(models[0], state.get("module"))
+    if not isinstance(buffers, list) or not {*buffers} <= weights.keys():
+        raise CorruptError(f"{models[0].path} lacks some of its buffers")
+    kept = {name: one for name, one in weights.items() if name in buffers or not isinstance(one, TensorView)}
+    add_weights(entries, models[0], kept)
     for name, shape in shape_table(state.get("frozen_param_shapes") or {}).items():
         parts = [(each.value.get("frozen_param_fragments") or {}).get(name) for each in models]
-        place = Place(name, shape, 0, parts_of(prod(shape), len(models), 0))
+        place = ParameterPlace(name, shape, 0, parts_of(prod(shape), len(models), 0))
         add_ranges(entries, MODEL, [name], files=models, views=parts, place=place)
     for name, other in (state.get("shared_params") or {}).items():
         if (MODEL, named([other])) in entries.tensors:

@@ -11,17 +11,17 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from reknit.engine.foreign.deepspeed.files import (
-    Files,
+    DeepSpeedFiles,
     add_rest,
-    add_views,
+    add_weights,
     files_of,
     open_file,
     shapes_of,
-    views_of,
+    weights_of,
 )
 from reknit.engine.foreign.deepspeed.partitions import (
     OPTIMIZER,
-    Line,
+    PartitionLine,
     RankPartition,
     Shapes,
     add_partitioned,
@@ -35,17 +35,19 @@ from reknit.engine.foreign.entries import MODEL, ForeignEntries, named
 from reknit.engine.foreign.optimizer_states import named_states
 from reknit.engine.foreign.torch_files import TorchFile, add_extent
 from reknit.errors import CorruptError, FormatError, shown
+from reknit.format.foreign.torch_values import TensorView
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reknit.format.foreign.torch_values import TensorView
     from reknit.storage.base import Storage
 
 _EXPERT = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)([0-9]{1,9})(\..*)")
 _COUNTS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 _NOT_JOINED = "which reknit does not join"
-_UNNAMED = "without ZeRO, DeepSpeed saves an optimizer without names of parameters in bf16 and fp16, and with experts"
+_UNNAMED = (
+    "without ZeRO, DeepSpeed saves no names of parameters with an optimizer in bf16, fp16 or with experts"
+)
 
 
 def read_folder(storage: Storage) -> ForeignEntries:
@@ -67,7 +69,7 @@ def read_folder(storage: Storage) -> ForeignEntries:
     return entries
 
 
-def _check_layout(state: dict[str, Any], files: Files, num_stages: int) -> None:
+def _check_layout(state: dict[str, Any], files: DeepSpeedFiles, num_stages: int) -> None:
     """Raise `FormatError` for a layout that reknit does not join, `CorruptError` for missing ranks."""
     is_pipeline = bool(files.layers)
     others = [path for key, path in [*files.layers.items(), *files.experts.items()] if key[-1] > 0]
@@ -91,7 +93,7 @@ def _check_layout(state: dict[str, Any], files: Files, num_stages: int) -> None:
         )
 
 
-def _models(entries: ForeignEntries, files: Files, stage: int) -> list[TorchFile]:
+def _models(entries: ForeignEntries, files: DeepSpeedFiles, stage: int) -> list[TorchFile]:
     """Return the files of the model of a stage: the first, and with divided frozen parameters all."""
     found = {rank: path for (rank, at), path in sorted(files.models.items()) if at == stage}
     if -1 in found and len(found) > 1:
@@ -118,20 +120,20 @@ def _models(entries: ForeignEntries, files: Files, stage: int) -> list[TorchFile
     return [first, *others]
 
 
-def _add_layers(entries: ForeignEntries, files: Files, trained: set[str]) -> None:
+def _add_layers(entries: ForeignEntries, files: DeepSpeedFiles, trained: set[str]) -> None:
     """Add the weights of the layers of a pipeline.  Raises `FormatError` if their names are not recorded."""
     for key, path in sorted(files.layers.items()):
         layer = open_file(entries, path)
-        views = {f"{key[0]}.{name}": one for name, one in views_of(layer.value).items()}
-        if views and not trained & views.keys():
+        weights = {f"{key[0]}.{name}": one for name, one in weights_of(layer, layer.value).items()}
+        if weights and not trained & weights.keys():
             raise FormatError(
                 f"the names of the weights in {path} are not recorded: a pipeline that ties layers, or "
                 "freezes a whole layer, cannot be read"
             )
-        add_views(entries, layer, views)
+        add_weights(entries, layer, weights)
 
 
-def _add_experts(entries: ForeignEntries, files: Files, counts: Any) -> dict[str, int]:
+def _add_experts(entries: ForeignEntries, files: DeepSpeedFiles, counts: Any) -> dict[str, int]:
     """Add the weights of experts, and return their number in each layer, by the prefix of their names."""
     counts = counts if isinstance(counts, list) else []
     wanted = {(layer, expert, 0) for layer, count in enumerate(counts) for expert in range(count)}
@@ -141,33 +143,37 @@ def _add_experts(entries: ForeignEntries, files: Files, counts: Any) -> dict[str
     found = {}
     for key, path in sorted(files.experts.items()):
         expert = open_file(entries, path)
-        for name in (views := views_of(expert.value)):
+        for name in (weights := weights_of(expert, expert.value)):
             match = _EXPERT.fullmatch(name)
             if match is None or int(match[2]) != key[1]:
                 raise FormatError(f"{path} has {shown(name)}, which is not a weight of its expert")
             found[match[1]] = counts[key[0]]
-        add_views(entries, expert, views)
+        add_weights(entries, expert, weights)
     return found
 
 
 def _add_stage(
-    entries: ForeignEntries, files: Files, stage: int, models: list[TorchFile], experts: dict[str, int]
+    entries: ForeignEntries,
+    files: DeepSpeedFiles,
+    stage: int,
+    models: list[TorchFile],
+    experts: dict[str, int],
 ) -> None:
     """Add the weights and the optimizer of a pipeline stage."""
     state = models[0].value
-    views, shapes = views_of(state.get("module")), shapes_of(state)
+    weights, shapes = weights_of(models[0], state.get("module")), shapes_of(state)
     if not shapes:
-        add_views(entries, models[0], views)
+        add_weights(entries, models[0], weights)
         _add_undivided(entries, files, models[0])
         return
     partitions = _partitions(entries, files, stage, state.get("dp_world_size"))
     if partitions[0].stage == 3:
-        dtypes = {name: view.spec.dtype for name, view in views.items()}
+        dtypes = {name: one.spec.dtype for name, one in weights.items() if isinstance(one, TensorView)}
         places = places_in_parts(partitions, shapes)
         add_partitioned(entries, partitions, places, in_module=dtypes, with_model=True)
         add_rest(entries, models)
         return
-    add_views(entries, models[0], views)
+    add_weights(entries, models[0], weights)
     places = places_on_lines(partitions, shapes, partial(_lines, partitions, shapes, experts, state))
     dtypes = {}
     for place in places:
@@ -178,7 +184,7 @@ def _add_stage(
     add_partitioned(entries, partitions, places, in_module=dtypes, with_model=False)
 
 
-def _partitions(entries: ForeignEntries, files: Files, stage: int, size: Any) -> list[RankPartition]:
+def _partitions(entries: ForeignEntries, files: DeepSpeedFiles, stage: int, size: Any) -> list[RankPartition]:
     """Return the partitions of a pipeline stage.  Raises `CorruptError` unless each rank has one."""
     found = {rank: path for (rank, at), path in sorted(files.partitions.items()) if at == stage}
     if not found:
@@ -211,12 +217,12 @@ def _lines(
     experts: dict[str, int],
     state: dict[str, Any],
     group: int,
-) -> list[Line]:
+) -> list[PartitionLine]:
     """Return the lines of a group: that of all ranks, or one for each expert-parallel rank."""
     counts, size = partitions[0].counts, len(partitions)
     count = counts[group] if group < len(counts) else counts[-1]
     if count == size:
-        return [Line(range(size))]
+        return [PartitionLine(range(size))]
     matches = [_EXPERT.fullmatch(name) for name in shapes[group]]
     if size % count or not all(match and match[1] in experts for match in matches):
         raise FormatError(f"group {group} has {count} partitions on {size} ranks, and is not one of experts")
@@ -227,7 +233,9 @@ def _lines(
         range(each * count, (each + 1) * count) if is_data_first else range(each, size, ep_size)
         for each in range(ep_size)
     ]
-    return [Line(ranks[each], partial(_whole_name, experts, ep_size, each)) for each in range(ep_size)]
+    return [
+        PartitionLine(ranks[each], partial(_whole_name, experts, ep_size, each)) for each in range(ep_size)
+    ]
 
 
 def _whole_name(experts: dict[str, int], ep_size: int, rank: int, name: str) -> str:
@@ -237,7 +245,7 @@ def _whole_name(experts: dict[str, int], ep_size: int, rank: int, name: str) -> 
     return f"{match[1]}{rank * (experts[match[1]] // ep_size) + int(match[2])}{match[3]}"
 
 
-def _add_undivided(entries: ForeignEntries, files: Files, model: TorchFile) -> None:
+def _add_undivided(entries: ForeignEntries, files: DeepSpeedFiles, model: TorchFile) -> None:
     """Add the optimizer of a job without ZeRO, whose states have the numbers of their parameters."""
     optimizer = model.value.get("optimizer")
     is_plain = isinstance(optimizer, dict) and optimizer.keys() == {"state", "param_groups"}
@@ -249,8 +257,7 @@ def _add_undivided(entries: ForeignEntries, files: Files, model: TorchFile) -> N
         entries.inline = partial(bytes_of, entries.storage, model)
         entries.nested(OPTIMIZER, (), named_states(optimizer), place)
     elif optimizer is not None or files.experts or files.partitions:
-        for keys in (["state"], ["param_groups"]):
-            entries.unread(OPTIMIZER, keys, _UNNAMED)
+        entries.unread(OPTIMIZER, [], _UNNAMED)
 
 
 def _add_progress(entries: ForeignEntries, state: dict[Any, Any]) -> None:

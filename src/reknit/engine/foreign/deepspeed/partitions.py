@@ -86,7 +86,7 @@ class RankPartition(NamedTuple):
         return self.state.get("base_optimizer_state", self.state.get("optimizer_state_dict"))
 
 
-class Place(NamedTuple):
+class ParameterPlace(NamedTuple):
     """A parameter in the flat tensors of a group.
 
     A range has the number of a partition, the first element there, the first in the parameter, and the number
@@ -140,7 +140,7 @@ def bytes_of(storage: Storage, file: TorchFile, view: TensorView) -> bytes:
     return part_of(storage, found.file, found.start, found.nbytes)
 
 
-class Line(NamedTuple):
+class PartitionLine(NamedTuple):
     """Ranks whose partitions of a group are one line, and the whole model's name of a parameter there."""
 
     ranks: Sequence[int]
@@ -148,8 +148,8 @@ class Line(NamedTuple):
 
 
 def places_on_lines(
-    partitions: Sequence[RankPartition], shapes: list[Shapes], lines_of: Callable[[int], list[Line]]
-) -> list[Place]:
+    partitions: Sequence[RankPartition], shapes: list[Shapes], lines_of: Callable[[int], list[PartitionLine]]
+) -> list[ParameterPlace]:
     """Return the places of parameters that lie one behind another on the partitions of their group.
 
     `lines_of` gives the lines of a group.  Raises `CorruptError` if a line has other elements.
@@ -165,7 +165,7 @@ def places_on_lines(
                 ranges = [(line.ranks[each], *rest) for each, *rest in _cut(ends, at, numel)]
                 if sum(each[3] for each in ranges) < numel:
                     raise CorruptError(f"{name[:200]!r} lies beyond the partitions of its group")
-                places.append(Place(line.rename(name), shape, group, ranges))
+                places.append(ParameterPlace(line.rename(name), shape, group, ranges))
                 at += numel + (paddings[group][number] if isinstance(paddings, list) else 0)
             step = 2 * len(line.ranks)
             if -(-at // step) != -(-ends[-1] // step):  # the padding at the end
@@ -186,7 +186,7 @@ def _cut(ends: list[int], start: int, numel: int) -> list[tuple[int, int, int, i
     return ranges
 
 
-def places_in_parts(partitions: Sequence[RankPartition], shapes: list[Shapes]) -> list[Place]:
+def places_in_parts(partitions: Sequence[RankPartition], shapes: list[Shapes]) -> list[ParameterPlace]:
     """Return the places of parameters of which each rank has one part.
 
     Raises `CorruptError` if a group has other elements.
@@ -195,7 +195,7 @@ def places_in_parts(partitions: Sequence[RankPartition], shapes: list[Shapes]) -
     for group, members in enumerate(shapes):
         at = 0
         for name, shape in members.items():
-            places.append(Place(name, shape, group, parts_of(prod(shape), size, at)))
+            places.append(ParameterPlace(name, shape, group, parts_of(prod(shape), size, at)))
             at += -(-prod(shape) // size)
         for partition in partitions:
             if (num := _master(partition, group).spec.numel) != at:
@@ -222,7 +222,7 @@ def _master(partition: RankPartition, group: int) -> TensorView:
 def add_partitioned(
     entries: ForeignEntries,
     partitions: Sequence[RankPartition],
-    places: list[Place],
+    places: list[ParameterPlace],
     *,
     in_module: Mapping[str, str],
     with_model: bool,
@@ -272,7 +272,7 @@ def add_ranges(
     *,
     files: Sequence[TorchFile],
     views: Sequence[Any],
-    place: Place,
+    place: ParameterPlace,
 ) -> None:
     """Add a tensor whose ranges lie in flat tensors, one in each file.  Raises `FormatError` without them."""
     chunks: Chunks = []

@@ -7,7 +7,14 @@ from itertools import chain
 from math import prod
 from typing import Any
 
-from reknit.engine.foreign.deepspeed.files import Files, add_rest, add_views, open_file, shapes_of, views_of
+from reknit.engine.foreign.deepspeed.files import (
+    DeepSpeedFiles,
+    add_rest,
+    add_weights,
+    open_file,
+    shapes_of,
+    weights_of,
+)
 from reknit.engine.foreign.deepspeed.partitions import (
     OPTIMIZER,
     Shapes,
@@ -28,21 +35,21 @@ _EXCHANGED = (
 )
 
 
-def add_universal(entries: ForeignEntries, files: Files, models: list[TorchFile]) -> None:
+def add_universal(entries: ForeignEntries, files: DeepSpeedFiles, models: list[TorchFile]) -> None:
     """Add a universal checkpoint, which has a file for each state of each parameter."""
     state = models[0].value
     if "num_experts" in state or state.get("module") is None:
         raise FormatError("DeepSpeed's converter to universal checkpoints leaves out experts and layers")
+    weights = weights_of(models[0], state["module"])
     common, shapes = open_file(entries, "zero/optimizer_state.pt"), shapes_of(state)
     if _is_exchanged(state, common.value.get("partition_count"), shapes):
-        for keys in (["state"], ["param_groups"]):
-            entries.unread(OPTIMIZER, keys, _EXCHANGED)
+        entries.unread(OPTIMIZER, [], _EXCHANGED)
     else:
-        _add_states(entries, files, common, shapes, views_of(state["module"]))
+        _add_states(entries, files, common, shapes, weights)
     if any(rank == 0 for rank, _ in files.models):
         add_rest(entries, models)
     else:
-        add_views(entries, models[0], views_of(state["module"]))
+        add_weights(entries, models[0], weights)
 
 
 def _is_exchanged(state: dict[str, Any], counts: Any, shapes: list[Shapes]) -> bool:
@@ -56,10 +63,10 @@ def _is_exchanged(state: dict[str, Any], counts: Any, shapes: list[Shapes]) -> b
 
 def _add_states(
     entries: ForeignEntries,
-    files: Files,
+    files: DeepSpeedFiles,
     common: TorchFile,
     shapes: list[Shapes],
-    in_module: dict[str, TensorView],
+    in_module: dict[str, Any],
 ) -> None:
     """Add the states and options of all parameters of a universal checkpoint."""
     options = options_by_flat(common.value.get("param_groups"))
@@ -73,7 +80,8 @@ def _add_states(
             untrained = found.keys() == {"fp32"}  # without a gradient until then, it has no other states
             for key in sorted(every - found.keys()) if not untrained else ():
                 raise CorruptError(f"the checkpoint lacks zero/{name}/{key}.pt")
-            is_fp32 = name in in_module and in_module[name].spec.dtype == "float32"
+            weight = in_module.get(name)
+            is_fp32 = isinstance(weight, TensorView) and weight.spec.dtype == "float32"
             for key, path in found.items():
                 _add_state(entries, open_file(entries, path), name, key, shape, has_master=not is_fp32)
             if isinstance(steps, TensorView):
