@@ -176,6 +176,7 @@ DENSE: dict[str, Engine] = {
         for stage in (1, 2, 3)
         for precision in ("fp32", "bf16")
     },
+    "z2-later": dense("z2-bf16", steps=3),
     "z2-fp16": dense("z2-fp16"),
     "z3-fp16": dense("z3-fp16"),
     "z1-fp32-gradients": dense("z1-bf16", data_types={"grad_accum_dtype": "fp32"}),
@@ -279,7 +280,7 @@ def convert(root: str, names: Sequence[str]) -> None:
 
 
 def continued(root: str, name: str, layout: str) -> list[str]:
-    """Load a folder into an engine of another layout; return the names of values that differ from its truth."""
+    """Load a folder into an engine of another layout; return the names of values that differ."""
     engine = build(layout, steps=0)
     reknit.load(f"{root}/{name}/tag", engines.state(engine), items=["model", "optimizer"])
     expected = torch.load(f"{root}/{name}.truth", weights_only=True)

@@ -6,7 +6,8 @@ The table on the page about DeepSpeed has these layouts.
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,6 @@ from tests.deepspeed import folders
 from tests.interop.damage import FLIPPED, KINDS, damages, wrong_in_silence
 from tests.optional import needs
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 pytestmark = needs("deepspeed", "DeepSpeed")
 
 CONVERTED = ("z1-bf16", "z3-small-groups", "z2-round-robin")
@@ -30,7 +28,7 @@ REFUSED = {
     "unnamed-stage": "a pipeline without ZeRO",
     "tensor-parallel": "several tensor-parallel ranks",
 }
-EXACT = [name for name in folders.ALL if name not in (*REFUSED, *NAMELESS, "z0-fp32")]
+EXACT = [name for name in folders.ALL if name not in (*REFUSED, *NAMELESS, "z0-fp32", "z2-later")]
 
 
 @pytest.fixture(scope="module")
@@ -159,15 +157,17 @@ def test_a_byte_of_a_tensor_that_changed_is_found_by_verify(root: Path, tmp_path
     assert wrong
 
 
+PARTITION = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 MIXED = {
+    "a partition of a later step": ("z2-later", PARTITION, "their steps differ"),
     "a partition of another model": (
         "z2-round-robin",
-        "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        PARTITION,
         "elements",
     ),
     "a partition of another stage": (
         "z1-bf16",
-        "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        PARTITION,
         "ZeRO differ",
     ),
     "a model of ZeRO-3": ("z3-bf16", "zero_pp_rank_0_mp_rank_00_model_states.pt", "are of different saves"),
@@ -198,3 +198,42 @@ def test_a_folder_of_several_tags_names_them_as_places_to_open(root: Path) -> No
     with pytest.raises(reknit.CheckpointNotFoundError, match="DeepSpeed's own checkpoints") as refused:
         reknit.open(root / "z2-bf16")
     assert "pass one of the folders in it" in str(refused.value)
+
+
+PAGE = Path(__file__).parents[2] / "docs/howto/deepspeed.md"
+ROWS: dict[str, tuple[str, ...]] = {
+    "ZeRO-1, 2 and 3, in fp32, bf16 and fp16": (
+        *("z1-fp32", "z1-bf16", "z2-fp32", "z2-bf16", "z2-fp16", "z3-fp32", "z3-bf16", "z3-fp16"),
+    ),
+    "frozen and tied parameters, buffers": ("z1-fp32", "z2-bf16", "z3-bf16"),
+    "several groups, `sub_group_size`, `parameter_alignment`, `round_robin_gradients`": (
+        *("z3-small-groups", "z2-aligned", "z2-round-robin"),
+    ),
+    "bf16 with gradients in fp32": ("z1-fp32-gradients",),
+    "offload to the CPU": ("z3-offload",),
+    "`elastic_checkpoint`": ("z2-elastic",),
+    "a mixture of experts, with ZeRO-1 and 2": ("experts", "experts-z2", "experts-data-first"),
+    "a pipeline, of any number of stages": ("one-stage", "two-stages"),
+    "universal, of ZeRO-1, 2 and 3": ("z1-bf16", "z3-small-groups"),
+    "without ZeRO, in fp32": ("z0-fp32",),
+    "without ZeRO, in bf16 or with experts": NAMELESS,
+    "universal, after `round_robin_gradients`": ("z2-round-robin",),
+    "a pipeline that ties layers, or freezes a whole layer": ("tied-stage",),
+    "a pipeline without ZeRO": ("unnamed-stage",),
+    "tensor parallelism (several `mp_rank`)": ("tensor-parallel",),
+}
+"""The layouts of the page that are real folders here."""
+
+
+@pytest.mark.parametrize("layout", ROWS)
+def test_the_page_says_of_a_layout_what_happens_to_it(layout: str, root: Path) -> None:
+    rows = [line.split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines()]
+    (said,) = [row[1].strip() for row in rows if row[0] == f"| {layout}"]
+    for name in ROWS[layout]:
+        path = root / "universal" / name if layout.startswith("universal") else root / name / "tag"
+        try:
+            with reknit.open(path) as checkpoint:
+                happens = "whole" if checkpoint.tensors["optimizer"] else "the model"
+        except FormatError:
+            happens = "refused"
+        assert happens == said, name
