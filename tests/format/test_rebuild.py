@@ -101,8 +101,8 @@ def test_no_files_make_an_empty_index() -> None:
         {"x": header(HeaderEntry("a[0:2", "int8", (2,), 0, 2))},
         {"x": header(WHOLE, tied="nowhere")},
         {"x": header(WHOLE, a="a")},
-        {"x": Header(4096, (), {})},
-        {"x": Header(4097, (), file_metadata(WRITE_ID, 0, "m"))},
+        {"x": Header(4096, (), {}, {})},
+        {"x": Header(4097, (), file_metadata(WRITE_ID, 0, "m"), {})},
     ],
 )
 def test_headers_that_contradict_each_other_are_refused(headers: dict[str, Header]) -> None:
@@ -125,4 +125,4 @@ def test_two_shapes_of_one_tensor_are_refused() -> None:
 def test_a_data_file_of_a_newer_format_is_refused() -> None:
     metadata = file_metadata(WRITE_ID, 0, "m") | {"reknit.format": "2"}
     with pytest.raises(VersionError):
-        rebuild_index({"x": Header(4096, (), metadata)})
+        rebuild_index({"x": Header(4096, (), metadata, {})})

@@ -26,6 +26,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("path", metavar="SRC", help="a checkpoint of another program: a file, folder or URL")
     parser.add_argument("to", metavar="DST", help="the destination: a folder or URL")
     parser.add_argument("--step", type=int, metavar="N", help="the training step, if SRC does not record it")
+    parser.add_argument(
+        "--weights",
+        metavar="FILE",
+        help="which model of a folder of Hugging Face, by the file with which it begins: model.safetensors",
+    )
     parser.add_argument("--workers", type=int, metavar="N", help="threads that copy at once")
     parser.add_argument("--ray", type=int, metavar="N", help="copy with N processes of a Ray cluster")
     parser.add_argument("--overwrite", action="store_true", help="replace another checkpoint at DST")
@@ -35,7 +40,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Import, and return the exit code."""
-    options: dict[str, Any] = {"step": args.step, "overwrite": args.overwrite, "workers": args.workers}
+    options: dict[str, Any] = {
+        "step": args.step,
+        "weights": args.weights,
+        "overwrite": args.overwrite,
+        "workers": args.workers,
+    }
     if args.ray is not None:
         from reknit.interop.ray_ranks import import_on_ray  # few imports need it
 

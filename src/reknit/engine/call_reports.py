@@ -21,6 +21,11 @@ def unchecked(manifest: Manifest) -> str | None:
     return None if other is None else f"a checkpoint of {other.kind}: {other.unchecked}"
 
 
+def other_files(manifest: Manifest) -> dict[str, str]:
+    """Return the files beside a checkpoint of another program that are not part of it, with the reasons."""
+    return {} if manifest.other is None else dict(manifest.other.notes)
+
+
 class SaveTotals(NamedTuple):
     """The figures of a save that `SaveReport` has too; an agent sends them to its trainer."""
 
@@ -95,7 +100,8 @@ class LoadReport(Shown):
     three are empty unless options of the load allow it.  `left`: items of the checkpoint that no rank asked
     for.  `cast`: converted to another dtype.  `resharded`: read from other boxes than this rank wanted.
     `notes`: left as it was by design, with the reason, such as a random state after a change of world size;
-    or a tensor whose form in an object is not that of the saved state.  `nbytes_wanted` are the bytes of the
+    or a tensor whose form in an object is not that of the saved state; or a file of another program
+    beside the loaded files.  `nbytes_wanted` are the bytes of the
     boxes that this rank wanted, and `nbytes_read` the bytes that it read from storage, for other ranks too.
     `nbytes_received` are the bytes of the ranges that other ranks read for it.  `unchecked` says
     which checks the format of another program does not allow, and is None for a checkpoint of reknit.

@@ -61,6 +61,7 @@ NATIVE: dict[str, str] = {
     "float8_e5m2": "F8_E5M2",
 }
 """Dtypes that safetensors has by name; any other is stored as U8 with a last dimension of its item size."""
+_PAIRS = "float4_e2m1fn_x2"
 _FROM_NATIVE = {native: dtype for dtype, native in NATIVE.items()}
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=_MAX_NBYTES)]
@@ -77,11 +78,15 @@ class HeaderEntry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The header of a data file; its tensor bytes begin at `data_start` in the file."""
+    """The header of a data file; its tensor bytes begin at `data_start` in the file.
+
+    `unknown` has the names of entries of other programs, with dtypes that no tensor of reknit has.
+    """
 
     data_start: int
     entries: tuple[HeaderEntry, ...]
     metadata: Mapping[str, str]
+    unknown: Mapping[str, str]
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
@@ -184,9 +189,9 @@ def data_start(prefix: bytes, file_nbytes: int) -> int:
 def decode_header(data: bytes, file_nbytes: int, more: Mapping[str, str] | None = None) -> Header:
     """Return the header of a safetensors file of `file_nbytes` bytes, of which `data` are the first.
 
-    Reads any file that keeps the safetensors rules and uses the dtypes of `NATIVE`, or `more` of them by
-    their names there; entries come back in the order of their bytes.  Raises `CorruptError`, or
-    `FormatError` above a limit.
+    Reads any file that keeps the safetensors rules and uses the dtypes of `NATIVE`; entries come back in the
+    order of their bytes.  With `more` dtypes, by their names there, the file is of another program: entries
+    of any other dtype are `unknown`.  Raises `CorruptError`, or `FormatError` above a limit.
     """
     begin = data_start(data, file_nbytes)
     if len(data) < begin:
@@ -204,7 +209,7 @@ def decode_header(data: bytes, file_nbytes: int, more: Mapping[str, str] | None 
     foreign = decode_texts(metadata, DTYPES_KEY)
     if not foreign.keys() <= members.keys():
         raise CorruptError(f"{DTYPES_KEY} names a key that the data file does not have")
-    entries = [_decode_entry(key, raw, foreign.get(key), more or {}) for key, raw in members.items()]
+    entries = [_decode_entry(key, raw, foreign.get(key), more) for key, raw in members.items()]
     entries.sort(key=lambda entry: (entry.start, entry.nbytes, entry.key))
     end = 0
     for entry in entries:
@@ -215,7 +220,8 @@ def decode_header(data: bytes, file_nbytes: int, more: Mapping[str, str] | None 
         end += entry.nbytes
     if begin + end != file_nbytes:
         raise CorruptError(f"the data file has {file_nbytes} bytes, its header describes {begin + end}")
-    return Header(begin, tuple(entries), metadata)
+    unknown = {entry.key: entry.dtype for entry in entries if entry.dtype not in ITEMSIZE}
+    return Header(begin, tuple(e for e in entries if e.key not in unknown), metadata, unknown)
 
 
 def decode_texts(metadata: Mapping[str, str], key: str) -> dict[str, str]:
@@ -246,17 +252,25 @@ def _check_entry(entry: HeaderEntry, end: int) -> None:
         )
 
 
-def _decode_entry(key: str, raw: msgspec.Raw, foreign: str | None, more: Mapping[str, str]) -> HeaderEntry:
+def _decode_entry(
+    key: str, raw: msgspec.Raw, foreign: str | None, more: Mapping[str, str] | None
+) -> HeaderEntry:
     what = f"the entry {key[:200]!r}"
     fields = decode_member(_DECODE_ENTRY, raw, what)
     begin, end = fields.data_offsets
     lengths = tuple(fields.shape)
-    dtype = _FROM_NATIVE.get(fields.dtype) or more.get(fields.dtype)
+    dtype = _FROM_NATIVE.get(fields.dtype) or (more or {}).get(fields.dtype)
     if foreign is not None:
         itemsize = ITEMSIZE.get(foreign)
         if fields.dtype != "U8" or itemsize is None or foreign in NATIVE or lengths[-1:] != (itemsize,):
             raise CorruptError(f"{what} is not a {foreign[:40]!r} stored as U8")
         dtype, lengths = foreign, lengths[:-1]
+    elif dtype == _PAIRS and lengths and lengths[-1] % 2 == 0:
+        lengths = (*lengths[:-1], lengths[-1] // 2)  # safetensors counts elements, and torch pairs of them
+    elif dtype == _PAIRS:
+        dtype = None
+    if dtype is None and more is not None and begin <= end:
+        return HeaderEntry(key, repr(fields.dtype[:40]), lengths, begin, end - begin)
     if dtype is None:
         raise FormatError(f"{what} has the dtype {fields.dtype[:40]!r}, which format 1 does not use")
     # a zero must not hide an overflow from a reader that multiplies in fixed width

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from reknit.arguments import open_checkpoint
 from reknit.comm import group as comm
+from reknit.engine.call_reports import other_files
 from reknit.engine.foreign.open_foreign import read_foreign, store_of
 from reknit.engine.memory.tuning import Tuner
 from reknit.engine.outgoing import Outgoing
@@ -87,14 +88,17 @@ def import_checkpoint(
     to: str | PathLike[str],
     *,
     step: int | None = None,
+    weights: str | None = None,
     overwrite: bool = False,
     workers: int | None = None,
     group: Group | None = None,
 ) -> ImportReport:
     """Copy a checkpoint of another program to `to`, and commit it there as a checkpoint of reknit.
 
-    `step` replaces the step that the other program recorded.  `workers` threads copy at once.  All ranks of
-    `group` call this together, and each copies a share.  Repeat the call after any failure.
+    `step` replaces the step that the other program recorded.  `weights` chooses a model in a folder of
+    Hugging Face with several, by the file with which it begins, such as ``"model.safetensors"``.  `workers`
+    threads copy at once.  All ranks of `group` call this together, and each copies a share.  Repeat the call
+    after any failure.
 
     Raises `CheckpointNotFoundError` for a path without a checkpoint of another program that reknit reads,
     `CheckpointExistsError`, `FormatError`, `StorageError`.
@@ -109,10 +113,17 @@ def import_checkpoint(
                 f"an import does not replace its source: {source.url}", remedy="name another folder"
             )
         check_absent(target, overwrite=overwrite)
-        if (found := read_foreign(source)) is None:
+        if (found := read_foreign(source, weights)) is None:
             if manifest_in(source) is not None:
                 raise UsageError(f"{source.url} is a checkpoint of reknit", remedy="reknit promote copies it")
             raise no_checkpoint(source)
+        if found.rivals and weights is None:
+            raise UsageError(
+                f"{source.url} has different models, which begin with {' and '.join(found.rivals)}: "
+                f"{other_files(found.manifest)[found.rivals[1]]}",
+                remedy=f"say which one: --weights {found.rivals[0]}, or weights={found.rivals[0]!r}",
+                path=source.url,
+            )
         there = manifest_in(target)
         fresh = there is not None and there.write_id == found.manifest.write_id
         write_id = new_write_id() if fresh else found.manifest.write_id

@@ -41,6 +41,7 @@ def import_on_ray(
     num_ranks: int,
     *,
     step: int | None = None,
+    weights: str | None = None,
     overwrite: bool = False,
     workers: int | None = None,
 ) -> ImportReport:
@@ -60,9 +61,8 @@ def import_on_ray(
     if started:
         ray.init(log_to_driver=False)
     try:
-        return _imported(
-            ray, num_ranks, {"path": path, "to": to, "step": step, "overwrite": overwrite, "workers": workers}
-        )
+        options = {"step": step, "weights": weights, "overwrite": overwrite, "workers": workers}
+        return _imported(ray, num_ranks, {"path": path, "to": to, **options})
     except ray.exceptions.RayTaskError as error:
         raise (error.cause if isinstance(error.cause, ReknitError) else typed(error)) from None
     except ray.exceptions.RayError as error:

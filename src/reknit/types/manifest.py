@@ -198,13 +198,16 @@ class OtherFormat(NamedTuple):
     """The format of a checkpoint of another program, which is read in place.
 
     `is_file` is whether the checkpoint is one file, which lies in the folder above.  `unchecked` says which
-    checks of its bytes are not possible, and names the entries that are `unread`.
+    checks of its bytes are not possible, and names the entries that are `unread`.  `notes` has a sentence for
+    each file that does not belong to the opened checkpoint though it lies there, such as an older model in
+    the same folder.
     """
 
     kind: str
     is_file: bool
     unchecked: str
     unread: tuple[Unread, ...] = ()
+    notes: tuple[tuple[str, str], ...] = ()
 
 
 class Manifest(Struct, frozen=True):

@@ -50,18 +50,24 @@ Chunks = list[tuple[Box, Extent]]
 
 @dataclass(frozen=True, slots=True)
 class ForeignCheckpoint:
-    """A checkpoint of another program, as reknit has its own: `blobs` are files of values, by path."""
+    """A checkpoint of another program, as reknit has its own: `blobs` are files of values, by path.
+
+    `rivals` are the files of different models in one folder, first the one that was read.
+    """
 
     manifest: Manifest
     index: Index
     blobs: dict[str, bytes]
+    rivals: tuple[str, ...] = ()
 
 
 @dataclass
 class ForeignEntries:
     """Tensors and values, by item and name.  `sizes` are the bytes of all files that hold tensors.
 
-    `inline` reads a tensor that is a part of a value, such as a learning rate.
+    `inline` reads a tensor that is a part of a value, such as a learning rate.  `notes` has a sentence for
+    each file that lies there without being part of what was read.  `rivals` are the files with which
+    different models in one folder begin, first the one that was read.
     """
 
     storage: Storage
@@ -70,6 +76,8 @@ class ForeignEntries:
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     step: int | None = None
     unread_entries: list[Unread] = field(default_factory=list)
+    notes: dict[str, str] = field(default_factory=dict)
+    rivals: tuple[str, ...] = ()
     inline: Callable[[TensorView], bytes] | None = None
     _nbytes_inline: int = 0
     _num_nodes: int = 0
@@ -84,7 +92,9 @@ class ForeignEntries:
     def tensor(self, item: str, fqn: str, spec: TensorSpec, chunks: Chunks) -> None:
         """Add a tensor with its chunks.  Raises `FormatError` if the name is taken."""
         if (item, fqn) in self.tensors:
-            raise FormatError(f"the checkpoint has two tensors {full_name(item, fqn)[:200]!r}")
+            both = [each[0][1].file[:200] for each in (self.tensors[item, fqn][1], chunks) if each]
+            places = f", in {' and '.join(both)}" if len(set(both)) == 2 else ""
+            raise FormatError(f"the checkpoint has two tensors {full_name(item, fqn)[:200]!r}{places}")
         self.tensors[item, fqn] = spec, chunks
 
     def whole(self, item: str, fqn: str, spec: TensorSpec, path: str, start: int) -> None:
@@ -210,9 +220,10 @@ class ForeignEntries:
             blobs=tuple(BlobFile(item, paths[item], None) for item in blobs),
             block_nbytes=BLOCK_NBYTES,
             origin={"format": other.kind},
-            other=other,
+            other=other._replace(notes=tuple(self.notes.items())),
         )
-        return ForeignCheckpoint(manifest, index, {paths[item]: data for item, data in blobs.items()})
+        by_path = {paths[item]: data for item, data in blobs.items()}
+        return ForeignCheckpoint(manifest, index, by_path, self.rivals)
 
     def _encoded(self, item: str) -> bytes:
         """Return the file of the values of an item, without the values that reknit does not store."""

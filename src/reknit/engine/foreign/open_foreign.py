@@ -17,7 +17,13 @@ from reknit.engine.foreign import (
 from reknit.engine.foreign.deepspeed import folder as deepspeed
 from reknit.engine.foreign.entries import ForeignCheckpoint, ForeignEntries, listed
 from reknit.engine.record.other_formats import foreign
-from reknit.errors import CheckpointNotFoundError, CorruptError, FormatError, StorageNotFoundError
+from reknit.errors import (
+    CheckpointNotFoundError,
+    CorruptError,
+    FormatError,
+    StorageNotFoundError,
+    UsageError,
+)
 from reknit.storage.base import HasDerivedFiles, HasFolderAbove
 from reknit.types.manifest import OtherFormat
 
@@ -33,16 +39,20 @@ NOTHING = "it has no digests: names, shapes and sizes were checked, the bytes of
 _FOLDERS: dict[str, Callable[[Storage], ForeignEntries]] = {
     "ByteCheckpoint": bytecheckpoint_folder.read_folder,
     "DCP": dcp_folder.read_folder,
-    "Hugging Face": safetensors_files.read_folder,
     "DeepSpeed": deepspeed.read_folder,
     "Orbax": orbax_folder.read_folder,
     "Megatron": megatron_folder.read_folder,
-    "PEFT": safetensors_files.read_folder,
 }
+_MODELS: dict[str, Callable[[Storage, str | None], ForeignEntries]] = {
+    "Hugging Face": safetensors_files.read_folder,
+    "PEFT": safetensors_files.read_adapter,
+}
+"""Readers of folders that may hold several models."""
 _FILES: dict[str, Callable[[ForeignEntries, str], None]] = {
     "torch.save": torch_files.add_file,
     "Lightning": torch_files.add_file,
     "safetensors": safetensors_files.add_safetensors,
+    "Hugging Face": safetensors_files.add_index,
     "GGUF": array_files.add_gguf,
     "npz": array_files.add_npz,
     "npy": array_files.add_npy,
@@ -55,14 +65,22 @@ _OF_TORCH = (
 _REMEDY = "load it with the program that saved it, if you trust it, and save its tensors with reknit"
 
 
-def read_foreign(storage: Storage) -> ForeignCheckpoint | None:
+def read_foreign(storage: Storage, weights: str | None = None) -> ForeignCheckpoint | None:
     """Return the checkpoint of another program at a path; None without one, or for an unknown format.
 
-    Raises `FormatError`, `CorruptError` and `StorageError`, with the path.
+    `weights` chooses among several models in one folder, by the file with which one begins.  A warning names
+    files that do not belong to the checkpoint.  Raises `FormatError`, `CorruptError`, `UsageError` and
+    `StorageError`, with the path.
     """
     found = foreign(storage)
-    if found is None or found.kind not in (_FILES if found.is_file else _FOLDERS):
+    if found is None or found.kind not in (_FILES if found.is_file else _FOLDERS | _MODELS):
         return None
+    if weights is not None and (found.is_file or found.kind not in _MODELS):
+        raise UsageError(
+            f"{storage.url} has one model, and weights={weights!r} chooses among several",
+            remedy="leave the choice out: only folders of Hugging Face have several",
+            path=storage.url,
+        )
     other = OtherFormat(found.kind, found.is_file, NOTHING)
     try:
         if found.is_file:
@@ -71,8 +89,12 @@ def read_foreign(storage: Storage) -> ForeignCheckpoint | None:
             assert above is not None
             entries = ForeignEntries(_with_derived(above[0]))
             _FILES[found.kind](entries, above[1])
+        elif found.kind in _MODELS:
+            entries = _MODELS[found.kind](_with_derived(storage), weights)
         else:
             entries = _FOLDERS[found.kind](_with_derived(storage))
+        for name, note in entries.notes.items():
+            logger.warning("%s: %s", f"{storage.url}/{name}", note)
         made = entries.checkpoint(other)
     except FormatError as error:
         error.sign(path=storage.url)

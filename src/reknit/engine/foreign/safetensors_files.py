@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
 from reknit.engine.foreign.entries import MODEL, ForeignEntries, named
 from reknit.engine.foreign.small_reads import part_of
 from reknit.engine.foreign.torch_files import add_file
-from reknit.errors import CorruptError, FormatError, ReknitError, StorageNotFoundError, shown
+from reknit.errors import CorruptError, FormatError, StorageNotFoundError, shown
 from reknit.format.data_file import data_start, decode_header
 from reknit.format.paths import checked_relative
 from reknit.format.strict_json import decode_strict
@@ -18,64 +19,291 @@ from reknit.types.manifest import Extent
 from reknit.types.shard import TensorSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from reknit.format.data_file import Header
     from reknit.storage.base import Storage
 
 MAX_INDEX_NBYTES = 64 << 20
 MAX_CONFIG_NBYTES = 1 << 20
-_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-_SINGLE = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")
-_CONFIGS = ("config.json", "generation_config.json", "adapter_config.json")
+_WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+"""The files with which a model begins, in the order in which transformers looks for them."""
+_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+"""The same for an adapter, in the order of PEFT."""
+_CONFIG = "config.json"
+_CONFIGS = (_CONFIG, "generation_config.json", "adapter_config.json")
+_SHARD = re.compile(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
+"""The files of the ranks of a distributed save, of transformers or of DCP's writer for Hugging Face."""
+_FIRST_SHARD = "shard-00001-model-00001-of-00001.safetensors"
+_SHARDING = "DCP_SHARDING_INFO"
 _MORE = {
     "F8_E8M0": "float8_e8m0fnu",
     "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "C64": "complex64",
+    "F4": "float4_e2m1fn_x2",
 }
 """Dtypes of safetensors that reknit stores in another form."""
 CONFIG_ITEM = "config"
 """The item with the configuration files of a folder, each as a text."""
+ADAPTER_ITEM = "adapter"
+"""The item of an adapter of PEFT that lies beside its model."""
+_MOST_COMPARED = 64
+_COMPARED_NBYTES = 4096
+"""Tensors of two models, and bytes of each, that are compared."""
 
 
 def add_safetensors(entries: ForeignEntries, path: str, item: str = MODEL) -> None:
-    """Add the tensors of a file of safetensors.  Raises `CorruptError` or `FormatError` for a bad header."""
-    nbytes = entries.size(path)
-    if nbytes < 8:
-        raise CorruptError(f"{path} has {nbytes} bytes, too few for a file of safetensors")
-    begin = data_start(part_of(entries.storage, path, 0, 8), nbytes)
-    header = decode_header(part_of(entries.storage, path, 0, begin), nbytes, _MORE)
+    """Add the tensors of a file of safetensors; the file of a rank stands for the files of all ranks.
+
+    Tensors of a dtype that reknit does not store are left out.  Raises `CorruptError` or `FormatError` for a
+    bad header.
+    """
+    if _SHARD.fullmatch(path):
+        _add_shards(entries, _shards(entries.storage), item)
+        return
+    header = _header(entries, path, item)
+    if any(map(any, _offsets(header, path).values())):
+        raise FormatError(f"{path} holds the parts of tensors that one rank saved")
     for entry in header.entries:
         spec = TensorSpec(entry.lengths, entry.dtype)
-        extent = Extent(path, header.data_start + entry.start, entry.nbytes)
-        entries.tensor(item, named([entry.key]), spec, [(Box.whole(spec.shape), extent)])
+        entries.whole(item, named([entry.key]), spec, path, header.data_start + entry.start)
 
 
-def read_folder(storage: Storage) -> ForeignEntries:
-    """Return the entries of a Hugging Face folder, or of an adapter of PEFT."""
-    entries = ForeignEntries(storage)
-    for name in _INDEXES:
-        if (data := small_file(storage, name, MAX_INDEX_NBYTES)) is not None:
-            wanted = _weight_map(data, name)
-            break
-    else:
-        names = [name for name in _SINGLE if _has(storage, name)]
-        if not names:
-            raise FormatError("the folder has no file of weights", path=storage.url)
-        wanted = {"": names[0]}
-    for path in dict.fromkeys(wanted.values()):
-        checked_relative(path)
-        if path.endswith(".safetensors"):
-            add_safetensors(entries, path)
-        else:
-            add_file(entries, path, MODEL)
-    if "" not in wanted:
-        found = {fqn for item, fqn in entries.tensors if item == MODEL}
-        if lacking := [name for name in wanted if named([name]) not in found]:
-            many = f"{len(lacking)} tensors of the index are in no file"
-            raise CorruptError(f"{many}, among them {shown(lacking[0])}")
-    for name in _CONFIGS:
-        if (data := small_file(storage, name, MAX_CONFIG_NBYTES)) is not None:
-            entries.value(CONFIG_ITEM, name, data.decode(errors="replace"))
+def read_folder(storage: Storage, weights: str | None = None) -> ForeignEntries:
+    """Return the entries of a Hugging Face folder, with the weights that transformers reads there.
+
+    `weights` is the file with which other weights begin.  An adapter beside the model has its own item.
+    """
+    config = small_file(storage, _CONFIG, MAX_CONFIG_NBYTES)
+    entries = _chosen(storage, _models(storage, config), weights)
+    if adapter := _first(storage, _ADAPTERS):
+        _add(entries, adapter, ADAPTER_ITEM)
+        entries.notes[adapter] = (
+            f"it is not part of {MODEL!r}: its tensors are the item {ADAPTER_ITEM!r}, and PEFT adds them to "
+            "the model when transformers loads this folder"
+        )
+    _add_configs(entries)
     return entries
+
+
+def read_adapter(storage: Storage, weights: str | None = None) -> ForeignEntries:
+    """Return the entries of an adapter of PEFT; a model beside it, which PEFT does not read, is left out."""
+    adapters = [name for name in _ADAPTERS if _has(storage, name)]
+    entries = _chosen(storage, adapters, weights)
+    if model := _first(storage, _WEIGHTS):
+        entries.notes[model] = (
+            f"the folder is an adapter of PEFT, as it has no {_CONFIG}; pass the path of this file to read "
+            "the model"
+        )
+    _add_configs(entries)
+    return entries
+
+
+def add_index(entries: ForeignEntries, path: str) -> None:
+    """Add the tensors of the files that an index names."""
+    _add(entries, path, MODEL)
+
+
+def _chosen(storage: Storage, there: Sequence[str], weights: str | None) -> ForeignEntries:
+    """Return the tensors of the first of these models, or of `weights`, with notes about different ones."""
+    names = list(dict.fromkeys([*([] if weights is None else [weights]), *there]))
+    if not names:
+        raise FormatError("the folder has no file of weights", path=storage.url)
+    entries = ForeignEntries(storage)
+    try:
+        _add(entries, names[0], MODEL)
+    except FormatError as error:
+        if others := [name for name in names[1:] if _read(storage, name) is not None]:
+            error.remedy = (
+                f"restore the file, or take other weights of the folder: pass {storage.url}/{others[0]}"
+            )
+        raise
+    for name in names[1:]:
+        if (other := _read(storage, name)) is not None and (why := _difference(entries, other)) is not None:
+            entries.rivals += (name,)
+            reads = "was chosen" if weights is not None else "is the one that transformers reads"
+            entries.notes[name] = (
+                f"it holds another model than {names[0]}, which {reads} ({why}); pass the path of the file "
+                "to read it"
+            )
+    entries.rivals = (names[0], *entries.rivals) if entries.rivals else ()
+    return entries
+
+
+def _models(storage: Storage, config: bytes | None) -> list[str]:
+    """Return the files with which the models of a folder begin, first the one that transformers reads."""
+    there = [name for name in _WEIGHTS if _has(storage, name)]
+    if _has(storage, _FIRST_SHARD):
+        files = [each.path for each in storage.list() if re.fullmatch(r"[^/]+\.safetensors", each.path)]
+        if others := [name for name in files if not _SHARD.fullmatch(name) and name not in _ADAPTERS]:
+            # transformers reads all of these files, and takes each part of a tensor from any of them
+            raise FormatError(
+                f"{_FIRST_SHARD} and {others[0]} are models that transformers reads one over the other",
+                path=storage.url,
+                remedy=f"pass one of them, such as {storage.url}/{_FIRST_SHARD} for all parts of its save",
+            )
+        there[:0] = [_FIRST_SHARD]
+    elif (named := _named_weights(config)) is not None:
+        there = [named, *(name for name in there if name != named)]
+    return there
+
+
+def _named_weights(config: bytes | None) -> str | None:
+    """Return the file of weights that a configuration names, None without one."""
+    try:
+        members = msgspec.json.decode(config or b"{}", type=dict[str, msgspec.Raw])
+        return msgspec.json.decode(members.get("transformers_weights", b"null"), type=str | None)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def _shards(storage: Storage) -> list[str]:
+    """Return the files of a distributed save, sorted."""
+    return sorted(each.path for each in storage.list() if _SHARD.fullmatch(each.path))
+
+
+def _add(entries: ForeignEntries, name: str, item: str) -> None:
+    """Add the tensors of the model or adapter that begins with a file."""
+    checked_relative(name)
+    if not _has(entries.storage, name):
+        raise CorruptError(f"the file of weights {shown(name)} is not there")
+    if name.endswith(".index.json"):
+        _add_indexed(entries, name, item)
+    elif name.endswith(".safetensors"):
+        add_safetensors(entries, name, item)
+    else:
+        add_file(entries, name, item)
+
+
+def _add_indexed(entries: ForeignEntries, index: str, item: str) -> None:
+    """Add the tensors of the files that an index names.  Raises `CorruptError` if one is missing."""
+    wanted = _weight_map(entries.storage, index)
+    for path in dict.fromkeys(wanted.values()):
+        if not _has(entries.storage, checked_relative(path)):
+            raise CorruptError(f"{index} names {shown(path)}, which is not there")
+        _add(entries, path, item)
+    known = entries.tensors.keys() | {(entry.item, entry.fqn) for entry in entries.unread_entries}
+    lacking = [name for name in wanted if (item, named([name])) not in known]
+    if lacking:
+        many = f"{len(lacking)} tensors of {index} are in no file"
+        raise CorruptError(f"{many}, among them {shown(lacking[0])}, which {wanted[lacking[0]]} should have")
+
+
+def _add_shards(entries: ForeignEntries, paths: Iterable[str], item: str) -> None:
+    """Add the tensors of a distributed save, of which each file has the boxes of one rank."""
+    parts: dict[tuple[str, str], dict[Box, Extent]] = {}
+    for path in paths:
+        header = _header(entries, path, item)
+        places = _offsets(header, path)
+        for entry in header.entries:
+            offsets = places.get(entry.key)
+            if offsets is None or len(offsets) != len(entry.lengths):
+                raise CorruptError(f"{path} does not say where its part of {shown(entry.key)} lies")
+            extent = Extent(path, header.data_start + entry.start, entry.nbytes)
+            parts.setdefault((entry.key, entry.dtype), {})[Box(offsets, entry.lengths)] = extent
+    for (key, dtype), boxes in parts.items():
+        ends = [map(sum, zip(box.offsets, box.lengths, strict=True)) for box in boxes]
+        spec = TensorSpec(tuple(map(max, zip(*ends, strict=True))), dtype)
+        entries.tensor(item, named([key]), spec, list(boxes.items()))
+
+
+def _header(entries: ForeignEntries, path: str, item: str) -> Header:
+    """Return the header of a file of safetensors; entries of unknown dtypes are left out."""
+    nbytes = entries.size(path)
+    try:
+        begin = data_start(part_of(entries.storage, path, 0, min(8, nbytes)), nbytes)
+        header = decode_header(part_of(entries.storage, path, 0, begin), nbytes, _MORE)
+    except FormatError as error:
+        error.message = f"{path}: {error.message}"
+        raise
+    for key, dtype in header.unknown.items():
+        entries.unread(item, [key], f"its dtype in {path} is {dtype}, which reknit does not store")
+    return header
+
+
+def _offsets(header: Header, path: str) -> dict[str, tuple[int, ...]]:
+    """Return the place of each part in its tensor, as DCP's writer for Hugging Face records it."""
+    if (text := header.metadata.get(_SHARDING)) is None:
+        return {}
+    try:
+        places = msgspec.json.decode(text, type=dict[str, _Place])
+    except msgspec.MsgspecError as error:
+        raise CorruptError(f"{path} has a damaged {_SHARDING}: {shown(str(error))}") from error
+    return {key: place.saved_offsets for key, place in places.items()}
+
+
+class _Place(msgspec.Struct):
+    saved_offsets: tuple[Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)], ...]
+
+
+def _read(storage: Storage, name: str) -> ForeignEntries | None:
+    """Return the tensors of a model, None for a model that is not whole or cannot be read."""
+    entries = ForeignEntries(storage)
+    try:
+        _add(entries, name, MODEL)
+    except (FormatError, StorageNotFoundError):
+        return None
+    return entries
+
+
+def _difference(one: ForeignEntries, other: ForeignEntries) -> str | None:
+    """Return the first difference of two models that a look at some bytes shows, None without one.
+
+    A second name for the bytes of a tensor, as files of torch.save have it, is not a difference.
+    """
+    common = sorted(one.tensors.keys() & other.tensors.keys())
+    for a, b in ((one, other), (other, one)):
+        known = [a.tensors[name][1] for name in common]
+        for name in sorted(a.tensors.keys() - b.tensors.keys()):
+            if a.tensors[name][1] not in known:
+                return f"only one of them has {shown(name[1])}"
+    for name in common:
+        if (spec := one.tensors[name][0]) != (another := other.tensors[name][0]):
+            return f"{shown(name[1])} is {spec} in one and {another} in the other"
+    step = -(-len(common) // _MOST_COMPARED) or 1
+    for name in common[::step]:
+        if _some_bytes(one, name) != _some_bytes(other, name):
+            return f"{shown(name[1])} has other values"
+    return None
+
+
+def _some_bytes(entries: ForeignEntries, name: tuple[str, str]) -> bytes:
+    """Return bytes from the middle of the first chunk of a tensor."""
+    extent = entries.tensors[name][1][0][1]
+    nbytes = min(extent.nbytes, _COMPARED_NBYTES)
+    return part_of(entries.storage, extent.file, extent.start + (extent.nbytes - nbytes) // 2, nbytes)
+
+
+def _weight_map(storage: Storage, name: str) -> dict[str, str]:
+    """Return the file of each tensor that an index names."""
+    data = storage.get(name, limit=MAX_INDEX_NBYTES)
+    try:
+        index = decode_strict(
+            data,
+            dict[str, msgspec.Raw],
+            what=name,
+            max_nbytes=MAX_INDEX_NBYTES,
+            max_depth=4,
+            max_values=1 << 23,
+        )
+        files = msgspec.json.decode(index.get("weight_map", b"null"), type=dict[str, str])
+    except msgspec.MsgspecError as error:
+        raise FormatError(f"{name} has no map of weights: {shown(str(error))}") from error
+    if not files:
+        raise CorruptError(f"{name} names no file")
+    return files
+
+
+def _add_configs(entries: ForeignEntries) -> None:
+    for name in _CONFIGS:
+        if (data := small_file(entries.storage, name, MAX_CONFIG_NBYTES)) is not None:
+            entries.value(CONFIG_ITEM, name, data.decode(errors="replace"))
 
 
 def small_file(storage: Storage, name: str, limit: int) -> bytes | None:
@@ -86,24 +314,14 @@ def small_file(storage: Storage, name: str, limit: int) -> bytes | None:
         return None
 
 
-def _weight_map(data: bytes, name: str) -> dict[str, str]:
-    try:
-        index = decode_strict(
-            data,
-            dict[str, msgspec.Raw],
-            what=name,
-            max_nbytes=MAX_INDEX_NBYTES,
-            max_depth=4,
-            max_values=1 << 23,
-        )
-        return msgspec.json.decode(index.get("weight_map", b"null"), type=dict[str, str])
-    except msgspec.MsgspecError as error:
-        raise FormatError(f"{name} has no map of weights: {shown(str(error))}") from error
+def _first(storage: Storage, names: Sequence[str]) -> str | None:
+    return next((name for name in names if _has(storage, name)), None)
 
 
 def _has(storage: Storage, name: str) -> bool:
+    """Return whether there is a file; a store that cannot say so raises its error."""
     try:
         storage.size(name)
-    except ReknitError:
+    except StorageNotFoundError:
         return False
     return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reknit.engine.call_reports import LoadReport, unchecked
+from reknit.engine.call_reports import LoadReport, other_files, unchecked
 from reknit.types.shard import full_name
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def load_report(
         left=tuple(decision.left),
         cast=_unique([fill.name for fill in fills if fill.cast]),
         resharded=_unique([name for name in full if name in cut]),
-        notes={full_name(item, fqn): what for item, fqn, what in wanted.notes},
+        notes=other_files(manifest) | {full_name(item, fqn): what for item, fqn, what in wanted.notes},
         nbytes_wanted=sum(fill.box.numel * index.tensors[fill.tensor].spec.itemsize for fill in fills),
         nbytes_read=sum(part.reader.nbytes_read for part in parts),
         nbytes_received=sum(part.nbytes_received for part in parts),

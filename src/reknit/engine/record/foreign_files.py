@@ -21,6 +21,7 @@ _SAFETENSORS = re.compile(
     rb'\{\s*(?:\}|"__metadata__"\s*:\s*\{|"(?:[^"\\]|\\.)*"\s*:\s*\{\s*"(?:dtype|shape|data_offsets)"\s*:)'
 )
 _PICKLE = re.compile(rb"\x80(?:[\x02\x03][\]\}()cXq\x8a]|[\x04\x05]\x95)")
+_INDEX = re.compile(rb'\s*\{[^{}\[\]]*(?:"metadata"\s*:\s*\{[^{}]*\}\s*,\s*)?"weight_map"\s*:\s*\{')
 _LARGEST_HEADER = 100_000_000
 """The most bytes of a header that the library safetensors reads."""
 _ZIP_NAME_AT = 30
@@ -62,6 +63,7 @@ _REMEDIES = {
         "read it with torch.jit.load({path}) and model.load_state_dict, " + _SAVE,
     ),
     "safetensors": ("a file of safetensors", OPENS),
+    "Hugging Face": ("the index of a model of Hugging Face", OPENS),
     "GGUF": ("a model in GGUF, as llama.cpp reads it", OPENS),
     "npz": ("arrays as numpy.savez writes them (.npz)", OPENS),
     "npy": ("an array as numpy.save writes it (.npy)", OPENS),
@@ -134,6 +136,8 @@ def kind_of(head: bytes, nbytes: int) -> str:
         return "safetensors"
     if _PICKLE.match(head):
         return "pickle"
+    if _INDEX.match(head):
+        return "Hugging Face"
     return ""
 
 

@@ -59,6 +59,16 @@ _PEFT = (
 )
 _TORCH = ("torch.save",)
 
+_MODELS = (
+    _Mark("shard-00001-model-00001-of-00001.safetensors", ("safetensors",), *_MODEL),
+    _Mark("model.safetensors", ("safetensors",), *_MODEL),
+    _Mark("model.safetensors.index.json", _JSON + rb'"weight_map"\s*:', *_MODEL),
+    _Mark("pytorch_model.bin", _TORCH, *_MODEL),
+    _Mark("pytorch_model.bin.index.json", _JSON + rb'"weight_map"\s*:', *_MODEL),
+    _Mark("config.json", _JSON + rb'"transformers_weights"\s*:\s*"', *_MODEL),
+)
+"""Files that identify a model of Hugging Face."""
+
 _CHECKPOINTS = (
     _Mark(
         "metadata.json",
@@ -95,10 +105,7 @@ _CHECKPOINTS = (
     _Mark("adapter_model.safetensors", ("safetensors",), *_PEFT),
     _Mark("adapter_model.bin", _TORCH, *_PEFT),
     _Mark("adapter_config.json", _JSON + rb'"peft_type"\s*:', *_PEFT),
-    _Mark("model.safetensors", ("safetensors",), *_MODEL),
-    _Mark("model.safetensors.index.json", _JSON + rb'"weight_map"\s*:', *_MODEL),
-    _Mark("pytorch_model.bin", _TORCH, *_MODEL),
-    _Mark("pytorch_model.bin.index.json", _JSON + rb'"weight_map"\s*:', *_MODEL),
+    *_MODELS,
     _Mark("model_index.json", _JSON + rb'"_class_name"\s*:', *_MODEL),
     _Mark("manifest.ocdbt", rb"\x0c\xdb:\*", "Orbax", "a checkpoint of Orbax (OCDBT)", OPENS),
     _Mark("_METADATA", _JSON + rb'"tree_metadata"\s*:', "Orbax", "a checkpoint of Orbax (zarr)", OPENS),
@@ -130,6 +137,9 @@ _RUNS = (
 def checkpoint_of_others(storage: Storage) -> Foreign | None:
     """Return the kind of the checkpoint of another program in a folder, None if it is unknown."""
     found = _marked(storage, _CHECKPOINTS)
+    if found is not None and found.kind == "PEFT" and head_of(storage, "config.json") is not None:
+        # transformers reads the model of a folder with its configuration, and an adapter beside it after that
+        found = _marked(storage, _MODELS) or found
     if found is not None and found.kind == "DeepSpeed" and _is_universal(storage):
         return found._replace(what="a universal checkpoint of DeepSpeed")
     if found is not None and found.kind == "DCP" and head_of(storage, "common.pt") is not None:

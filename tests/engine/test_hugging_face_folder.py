@@ -1,0 +1,213 @@
+"""Folders of Hugging Face: the weights that `from_pretrained` takes there are opened, and no others."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import reknit
+from reknit.cli.main import main
+from reknit.errors import CorruptError, FormatError, UsageError
+from reknit.interop.import_foreign import import_checkpoint
+from reknit.interop.safetensors_export import export_hf
+from tests import ranks
+from tests.engine import hugging_face_folders as hf
+from tests.optional import needs
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+run = partial(ranks.run, 1, warm="transformers", joined=False)
+
+
+@needs("transformers", "transformers")
+def test_of_every_combination_of_files_the_weights_of_from_pretrained_are_opened(tmp_path: Path) -> None:
+    mine = "mine.safetensors"
+    cases: dict[Path, list[str]] = {}
+    for chosen in product((False, True), repeat=1 + len(hf.WRITERS)):
+        files = [name for name, has in zip((mine, *hf.WRITERS), chosen, strict=True) if has]
+        named = {"transformers_weights": mine} if mine in files else {}
+        values = {name: float(number) for number, name in enumerate(files)}
+        cases[hf.model_in(tmp_path / str(len(cases)), values, **named)] = files
+    (found,) = run(hf.taken, list(cases))
+    for (path, files), right in zip(cases.items(), found, strict=True):
+        if right is None:
+            assert not files
+            with pytest.raises(reknit.ReknitError):
+                reknit.open(path)
+            continue
+        state = {"model": hf.tensors(-1.0)}
+        report = reknit.load(path, state)
+        assert hf.equal(state["model"], right), files
+        assert set(report.notes) == set(files[1:])
+
+
+def test_models_of_one_folder_that_differ_are_named_and_an_import_asks_which(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["model.safetensors", "model.safetensors.index.json"]
+    path = hf.model_in(tmp_path / "hf", dict(zip(names, (2.0, 1.0), strict=True)))
+    with reknit.open(path) as checkpoint:
+        assert hf.equal(checkpoint.read_all(["model"])["model"], hf.tensors(2.0))
+    assert all(name in caplog.text for name in names)
+    to = tmp_path / "own"
+    with pytest.raises(UsageError, match=r"--weights model\.safetensors"):
+        import_checkpoint(path, to)
+    assert not to.exists()
+    for name, value in zip(names, (2.0, 1.0), strict=True):
+        assert main(["import", str(path), str(to), "--weights", name, "--overwrite"]) == 0, (
+            capsys.readouterr()
+        )
+        with reknit.open(to) as checkpoint:
+            assert hf.equal(checkpoint.read_all(["model"])["model"], hf.tensors(value))
+        with reknit.open(path / name) as checkpoint:  # the way to any of them
+            assert hf.equal(checkpoint.read_all(["model"])["model"], hf.tensors(value))
+
+
+def test_the_same_model_in_two_forms_is_imported_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = hf.model_in(tmp_path / "hf", dict.fromkeys(hf.WRITERS, 3.0))
+    weights = torch.load(path / "pytorch_model.bin")
+    torch.save({**weights, "tied.weight": weights["a.weight"]}, path / "pytorch_model.bin")
+    import_checkpoint(path, tmp_path / "own")
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("change", ["dtype", "name", "middle"])
+def test_a_difference_in_one_tensor_of_many_is_seen(
+    change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = hf.model_in(tmp_path / "hf", {})
+    one = {f"{n}.weight": torch.zeros(4096) for n in range(8)}
+    save_file(one, path / "model.safetensors")
+    other = {name: tensor.clone() for name, tensor in one.items()}
+    if change == "dtype":
+        other["7.weight"] = other["7.weight"].half()
+    elif change == "name":
+        other["8.weight"] = torch.zeros(1)
+    else:
+        other["7.weight"][2048] = 1.0
+    torch.save(other, path / "pytorch_model.bin")
+    reknit.open(path).close()
+    assert "pytorch_model.bin: it holds another model" in caplog.text
+
+
+def test_files_without_which_a_model_is_whole_do_not_close_its_folder(tmp_path: Path) -> None:
+    path = hf.model_in(tmp_path / "hf", {"model.safetensors": 2.0})
+    hf.index(path, "pytorch_model.bin.index.json", {"a.weight": "pytorch_model-00001-of-00001.bin"})
+    (path / "pytorch_model.bin").write_bytes(b"short")
+    (path / "model.safetensors.index.json").mkdir()
+    report = reknit.load(path, {"model": (state := hf.tensors(0.0))})
+    assert hf.equal(state, hf.tensors(2.0))
+    assert not report.notes
+    import_checkpoint(path, tmp_path / "own")
+
+
+def test_a_damaged_model_is_not_replaced_by_an_older_one_in_silence(tmp_path: Path) -> None:
+    path = hf.model_in(tmp_path / "hf", {"model.safetensors": 2.0, "pytorch_model.bin": 1.0})
+    data = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(data[:-1])
+    with pytest.raises(CorruptError, match=r"model\.safetensors: ") as caught:
+        reknit.open(path)
+    assert str(path / "pytorch_model.bin") in str(caught.value)
+    with reknit.open(path / "pytorch_model.bin") as checkpoint:
+        assert hf.equal(checkpoint.read_all(["model"])["model"], hf.tensors(1.0))
+
+
+def test_a_choice_among_several_models_is_refused_where_there_is_one(tmp_path: Path) -> None:
+    hf.single(tmp_path, 1.0)
+    for path, weights, error in (
+        (tmp_path / "model.safetensors", "model.safetensors", UsageError),
+        (tmp_path, "../model.safetensors", FormatError),
+        (tmp_path, "absent.safetensors", CorruptError),
+    ):
+        with pytest.raises(error, match=r"weights|unsafe|absent"):
+            import_checkpoint(path, tmp_path / "own", weights=weights)
+
+
+def test_the_parts_of_a_distributed_save_are_put_together(tmp_path: Path) -> None:
+    path = tmp_path / "hf"
+    path.mkdir()
+    (path / "config.json").write_text('{"model_type": "reknit_tiny"}')
+    found = ranks.run(2, hf.save_distributed, path, 2, warm="transformers")
+    with reknit.open(path) as checkpoint:
+        assert hf.equal(checkpoint.read_all(["model"])["model"], found[0][0])
+    with reknit.open(path / hf.SHARD) as checkpoint:
+        assert hf.equal(checkpoint.read_all(["model"])["model"], found[0][0])
+    (path / hf.SHARD.replace("00001", "00002", 1)).rename(path / "alone.safetensors")
+    with pytest.raises(FormatError, match="the parts of tensors"):
+        reknit.open(path / "alone.safetensors")
+    hf.single(path, 1.0)
+    with pytest.raises(FormatError, match=rf"{hf.SHARD} and model\.safetensors"):
+        reknit.open(path)
+
+
+@needs("transformers", "transformers")
+@needs("peft", "peft")
+def test_an_adapter_is_read_alone_and_beside_its_model_as_transformers_reads_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    alone, beside, bare = tmp_path / "alone", tmp_path / "beside", tmp_path / "bare"
+    (of_peft, of_transformers), *_ = run(hf.save_adapter, alone, [beside])
+    adapter = {name: one for name, one in of_peft.items() if "lora" in name}
+    with reknit.open(alone) as checkpoint:
+        assert checkpoint.manifest.other.kind == "PEFT"
+        saved = checkpoint.read_all(["model"])["model"]
+    assert hf.equal({name.replace(".weight", ".default.weight"): one for name, one in saved.items()}, adapter)
+    assert not caplog.text
+    with reknit.open(beside) as checkpoint:
+        assert checkpoint.manifest.other.kind == "Hugging Face"
+        assert hf.equal(checkpoint.read_all(["adapter"])["adapter"], saved)
+        base = checkpoint.read_all(["model"])["model"]
+    plain = {
+        name.replace(".base_layer", ""): one for name, one in of_transformers.items() if "lora" not in name
+    }
+    assert hf.equal(base, plain)
+    assert "adapter_model.safetensors: it is not part of 'model'" in caplog.text
+    # Without its configuration, transformers takes the base from the place that the adapter names.
+    shutil.copytree(beside, bare)
+    (bare / "config.json").unlink()
+    caplog.clear()
+    with reknit.open(bare) as checkpoint:
+        assert checkpoint.manifest.other.kind == "PEFT"
+        assert hf.equal(checkpoint.read_all(["model"])["model"], saved)
+    assert "model.safetensors: the folder is an adapter of PEFT" in caplog.text
+
+
+def test_tensors_of_a_dtype_that_no_tensor_has_are_named_and_the_others_open(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    header = {
+        "f6": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]},
+        "later": {"dtype": "float32", "shape": [1], "data_offsets": [3, 4]},
+        "odd": {"dtype": "F4", "shape": [2, 1], "data_offsets": [4, 5]},
+        "pairs": {"dtype": "F4", "shape": [1, 6], "data_offsets": [5, 8]},
+        "plain": {"dtype": "U8", "shape": [2], "data_offsets": [8, 10]},
+    }
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(range(10)))
+    with reknit.open(path) as checkpoint:
+        found = checkpoint.read_all(["model"])["model"]
+    assert found.keys() == {"pairs", "plain"}
+    assert found["plain"].tolist() == [8, 9]
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="torch has no float4")
+def test_float4_has_the_shape_of_torch_whoever_wrote_the_file(tmp_path: Path) -> None:
+    pairs = torch.float4_e2m1fn_x2
+    weight = torch.arange(16, dtype=torch.uint8).view(2, 8).view(pairs)
+    own = reknit.save(tmp_path / "own", {"model": {"w": weight}}).path
+    export_hf(own, tmp_path / "hf")
+    save_file({"w": weight, "other": torch.ones(2)}, tmp_path / "torch.safetensors")
+    for path in (tmp_path / "hf", tmp_path / "torch.safetensors"):
+        with reknit.open(path) as checkpoint:
+            found = checkpoint.read("model", "w", framework="torch")
+        assert found.dtype == pairs
+        assert torch.equal(found.view(torch.uint8), weight.view(torch.uint8))
