@@ -118,6 +118,16 @@ def save_distributed(folder: Path, ranks: int) -> list[Tensors | None]:
     return taken([folder])
 
 
+def save_in_shards(folder: Path) -> None:
+    """Save a model as `save_pretrained` does with a small limit."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=37, hidden_size=16, intermediate_size=28, num_hidden_layers=1, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="6KB")
+
+
 def save_adapter(folder: Path, beside: list[Path]) -> list[Tensors]:
     """Save a model and an adapter, alone and beside the model; return the weights that transformers takes."""
     from peft import LoraConfig, PeftModel, get_peft_model

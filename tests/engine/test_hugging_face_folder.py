@@ -19,6 +19,7 @@ from reknit.interop.import_foreign import import_checkpoint
 from reknit.interop.safetensors_export import export_hf
 from tests import ranks
 from tests.engine import hugging_face_folders as hf
+from tests.interop.damage import CUT, EMPTIED, REMOVED, SWAPPED, damages, wrong_in_silence
 from tests.optional import needs
 
 if TYPE_CHECKING:
@@ -211,3 +212,55 @@ def test_float4_has_the_shape_of_torch_whoever_wrote_the_file(tmp_path: Path) ->
             found = checkpoint.read("model", "w", framework="torch")
         assert found.dtype == pairs
         assert torch.equal(found.view(torch.uint8), weight.view(torch.uint8))
+
+
+@needs("transformers", "transformers")
+def test_no_damage_of_a_file_gives_a_wrong_value_in_silence(tmp_path: Path) -> None:
+    path = tmp_path / "hf"
+    run(hf.save_in_shards, path)
+    with reknit.open(path) as checkpoint:
+        whole = checkpoint.read_all()
+    assert len(list(path.glob("*.safetensors"))) == 3
+    for damage, broken in damages(path, tmp_path, kinds={REMOVED, EMPTIED, CUT, SWAPPED}):
+        lost = wrong_in_silence(broken, whole)
+        # Any text is a configuration, and only the program that reads it can say that it is damaged.
+        assert all(name.startswith("config/") for name in lost), damage
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("a shard is gone", r"model-00002-of-00002\.safetensors', which is not there"),
+        ("a name is wrong", r"among them 'c\.weight', which model-00002"),
+        ("a tensor is in two", r"two tensors 'model/a\.weight', in model-00001.* and model-00002"),
+        ("nothing is named", r"names no file"),
+        ("a place outside", r"unsafe path"),
+    ],
+)
+def test_an_index_that_does_not_fit_its_shards_is_refused(change: str, message: str, tmp_path: Path) -> None:
+    path = hf.model_in(tmp_path / "hf", {"model.safetensors.index.json": 1.0})
+    second = path / "model-00002-of-00002.safetensors"
+    home = {"a.weight": "model-00001-of-00002.safetensors", "b.weight": second.name}
+    if change == "a shard is gone":
+        second.unlink()
+    elif change == "a name is wrong":
+        home["c.weight"] = second.name
+    elif change == "a tensor is in two":
+        save_file(hf.tensors(1.0), second)
+    else:
+        home = {} if change == "nothing is named" else {"a.weight": "../x.safetensors"}
+    hf.index(path, "model.safetensors.index.json", home)
+    with pytest.raises(FormatError, match=message):
+        reknit.open(path)
+
+
+def test_what_transformers_does_not_look_at_in_an_index_may_be_wrong(tmp_path: Path) -> None:
+    path = hf.model_in(tmp_path / "hf", {"model.safetensors.index.json": 1.0})
+    name = "model-0000{}-of-00002.safetensors"
+    save_file({"b.weight": hf.tensors(1.0)["b.weight"], "c": torch.ones(2)}, path / name.format(2))
+    home = {"a.weight": name.format(2), "b.weight": name.format(1)}
+    (path / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": 7}, "weight_map": home})
+    )
+    with reknit.open(path) as checkpoint:
+        assert hf.equal(checkpoint.read_all(["model"])["model"], hf.tensors(1.0) | {"c": torch.ones(2)})
