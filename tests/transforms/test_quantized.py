@@ -10,11 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import reknit
 from reknit import transforms
+from reknit.interop.safetensors_export import export_hf
 from reknit.transforms.quantized import Quantized, quantized
 from tests.ranks import run
 
@@ -49,6 +50,11 @@ SCALED: dict[str, dict[str, torch.Tensor]] = {
     "MXFP4": {
         "weight_blocks": torch.ones(4, 1, 2, dtype=torch.uint8),
         "weight_scales": torch.ones(4, 1, dtype=torch.uint8),
+    },
+    "HQQ": {
+        "W_q": torch.ones(4, 4, dtype=torch.uint8),
+        "scale": torch.ones(4, 1),
+        "zero": torch.ones(4, 1),
     },
     "torchao": {"_weight_qdata": torch.ones(4, 4, dtype=torch.int8), "_weight_scale": torch.ones(4, 1)},
     "quanto": {"weight._data": torch.ones(4, 4, dtype=torch.int8), "weight._scale": torch.ones(4, 1)},
@@ -115,6 +121,31 @@ def test_quantized_tensors_load_as_they_are_and_are_read_with_their_scales(kind:
     call = re.search(r"reknit\.open\(.*\)\.read_all\(\)", str(caught.value))
     assert call is not None
     assert {f"0.{name}" for name in SCALED[kind]} < set(eval(call[0])["model"])
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_an_export_to_another_dtype_keeps_the_scales_and_converts_the_rest(kind: str, tmp_path: Path) -> None:
+    rest = {"layer.0.bias": torch.rand(4), "norm.weight": torch.rand(4), "head.weight": torch.rand(4, 4)}
+    scales = {
+        name: one + 1e-4 * torch.rand(one.shape) if one.dtype == torch.float32 else one
+        for name, one in SCALED[kind].items()
+    }
+    beyond = {"attention.k_scale": torch.rand(1)}
+    state = {f"layer.0.{name}": one for name, one in scales.items()} | beyond | rest
+    path = reknit.save(tmp_path / "own", {"model": state}).path
+    report = export_hf(path, tmp_path / "hf", dtype="bfloat16")
+    found = load_file(tmp_path / "hf/model.safetensors")
+    assert set(report.cast) == rest.keys()
+    assert all(torch.equal(found[name], one.bfloat16()) for name, one in rest.items())
+    for name in state.keys() - rest.keys():
+        assert found[name].dtype == state[name].dtype
+        assert torch.equal(found[name].view(torch.uint8), state[name].view(torch.uint8)), name
+
+
+def test_a_norm_that_is_called_scale_is_converted_in_a_plain_model(tmp_path: Path) -> None:
+    state = {"norm.scale": torch.rand(4), "mask": torch.ones(2, 2, dtype=torch.uint8)}
+    path = reknit.save(tmp_path / "own", {"model": state}).path
+    assert export_hf(path, tmp_path / "hf", dtype="float16").cast == ("norm.scale",)
 
 
 def test_narrow_floats_without_a_scale_are_values_and_may_be_converted(tmp_path: Path) -> None:

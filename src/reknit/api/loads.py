@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from reknit.engine.call_reports import LoadReport
     from reknit.ranks import AnyGroup
+    from reknit.transforms.base import Rule
 
 logger = logging.getLogger("reknit")
 
@@ -96,6 +97,7 @@ def load(
             options=options,
             recorder=recorder,
             carrier=carrier,
+            rules=lambda program: _rules(part, program),
             replicas=Replicas(others),
             lenient=lenient,
         )
@@ -113,3 +115,12 @@ def load(
     if isinstance(state, MutableMapping):
         state.update({name: value for name, value in part.items() if value is not state[name]})
     return report
+
+
+def _rules(part: Mapping[str, Any], program: str) -> list[Rule]:
+    """Return the rules that the targets of a load bring along for the files of a program."""
+    if program not in ("Hugging Face", "safetensors"):
+        return []
+    from reknit.transforms.models.conversion import conversions_of  # few loads need it
+
+    return conversions_of(part.values())

@@ -18,6 +18,7 @@ from reknit.interop.safetensors_file import Stored, check_storable, encode_heade
 from reknit.interop.tensor_stream import StreamPiece, tensors_of
 from reknit.interop.weights import weights_of
 from reknit.transforms.names import split_rules
+from reknit.transforms.quantized import parts_of_quantized
 from reknit.types.dtype import numpy_dtype
 from reknit.types.shard import TensorSpec
 
@@ -85,9 +86,10 @@ def export_hf(
     """Write the tensors of an item of the checkpoint at `path` as safetensors files into the folder `out`.
 
     The result has the form that `save_pretrained` gives the weights: ``model.safetensors``, or several files
-    of at most `max_shard_nbytes` and an index.  `dtype` converts floating tensors, rounding to nearest even.
-    Tied weights are written once, under the name that the model registered first, unless `keep_tied`.  Memory
-    stays bounded for tensors of any size, and every byte is verified as it is read.
+    of at most `max_shard_nbytes` and an index.  `dtype` converts floating tensors, rounding to nearest even,
+    but for the scales of quantized ones.  Tied weights are written once, under the name that the model
+    registered first, unless `keep_tied`.  Memory stays bounded for tensors of any size, and every byte is
+    verified as it is read.
 
     `transforms` are rules of `reknit.transforms` that give the tensors the names and cuts of the Hugging Face
     model.  With the name of an `adapter` of PEFT, only its weights are written, as PEFT does.  Configuration
@@ -111,7 +113,11 @@ def export_hf(
             weights = weights.of_adapter(adapter)
         owners = {} if keep_tied else weights.tied
         numbers = {name: number for number, name in weights.names.items() if number not in owners}
-        stored = [_stored(name, weights.specs[number], dtype) for name, number in numbers.items()]
+        exact = parts_of_quantized({name: weights.specs[number].dtype for name, number in numbers.items()})
+        stored = [
+            _stored(name, weights.specs[number], None if name in exact else dtype)
+            for name, number in numbers.items()
+        ]
         cut = cut_files(stored, max_shard_nbytes)
         files = name_files(cut) if adapter is None else {ADAPTER: stored}
         overflowed: Counter[str] = Counter()

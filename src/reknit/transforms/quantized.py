@@ -86,6 +86,27 @@ def quantized(
             yield name, Quantized(source, own, scale)
 
 
+def parts_of_quantized(tensors: Mapping[str, str]) -> set[str]:
+    """Return the floats among tensors, by name with dtypes, without whose exact bits others have no value.
+
+    These are scales of any name, and what else the module of a quantized tensor has, but for its bias.
+    """
+    scales = Scales(tensors)
+    modules = {
+        _folder(name)
+        for name, dtype in tensors.items()
+        if (_is_narrow(dtype) or dtype in INTEGERS) and scales.of(name, dtype) is not None
+    }
+    exact = set()
+    for name, dtype in tensors.items():
+        folder = _folder(name)
+        last = name[len(folder) :]
+        beside = bool(folder) and folder in modules and not last.endswith("bias")
+        if dtype in FLOATS and modules and (beside or _SCALE.search(last)):
+            exact.add(name)
+    return exact
+
+
 def _is_narrow(dtype: str) -> bool:
     """Return whether a type has at most 8 bits."""
     return dtype.startswith(("float8", "float4")) or dtype in ("int8", "uint8")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from reknit.engine.stored.opening import OpenCheckpoint
     from reknit.transforms.apply import Transformed
     from reknit.transforms.quantized import Quantized
-    from reknit.types.manifest import Catalog, Unread
+    from reknit.types.manifest import Catalog, Manifest, Unread
     from reknit.types.wanted import Wanted
 
 
@@ -91,6 +91,8 @@ def collect(job: LoadJob, checkpoint: OpenCheckpoint) -> Collected:
             catalog, own=partial(_own, job, catalog), read_ahead=partial(_read_ahead, job, catalog)
         )
         _, rules = split_transforms(options)
+        if not rules and job.rules is not None and (program := _program(part.manifest)):
+            rules = job.rules(program)
         if rules:
             from reknit.transforms.apply import Transformed
 
@@ -115,6 +117,13 @@ def collect(job: LoadJob, checkpoint: OpenCheckpoint) -> Collected:
         transformed=transformed,
         made=made,
     )
+
+
+def _program(manifest: Manifest) -> str:
+    """Return the program that saved the files of a checkpoint, or an import took them from; else nothing."""
+    if manifest.other is not None:
+        return manifest.other.kind
+    return str(manifest.origin.get("imported", ""))
 
 
 def left_of_made(root: Collected, asked: Sequence[round_messages.Asked], left: Sequence[Name]) -> list[Name]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from reknit.monitor.phase import Recorder
     from reknit.options import LoadOptions
     from reknit.storage.base import Storage
+    from reknit.transforms.base import Rule
     from reknit.types.manifest import Catalog
     from reknit.types.wanted import Wanted
 
@@ -43,6 +44,8 @@ class LoadJob:
     recorder: Recorder
     carrier: Callable[[], Carrier] | None = None
     """Makes the transport of bytes to other hosts, if there is one."""
+    rules: Callable[[str], list[Rule]] | None = None
+    """Returns the rules that the targets bring along for the files of a program."""
     replicas: Sequence[Storage] = ()
     """Other copies of the checkpoint, whose blocks replace damaged blocks."""
     lenient: tuple[str, ...] = ()
