@@ -232,13 +232,13 @@ def _offsets(header: Header, path: str) -> dict[str, tuple[int, ...]]:
     if (text := header.metadata.get(_SHARDING)) is None:
         return {}
     try:
-        places = msgspec.json.decode(text, type=dict[str, _Place])
+        places = msgspec.json.decode(text, type=dict[str, _SavedPlace])
     except msgspec.MsgspecError as error:
         raise CorruptError(f"{path} has a damaged {_SHARDING}: {shown(str(error))}") from error
     return {key: place.saved_offsets for key, place in places.items()}
 
 
-class _Place(msgspec.Struct):
+class _SavedPlace(msgspec.Struct):
     saved_offsets: tuple[Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)], ...]
 
 
