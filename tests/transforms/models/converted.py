@@ -1,4 +1,4 @@
-"""Small models of transformers whose files have other names or shapes than they have, for `test_conversion`."""
+"""Small models of transformers whose files have other names or shapes, for `test_conversion`."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def loaded(families: list[str], folder: Path) -> dict[str, tuple[bool, bool]]:
         with reknit.open(path) as checkpoint:
             differ = not checkpoint.tensors["model"].keys() <= right.keys()
         report = reknit.load(path, {"model": live})
-        assert not (report.missing or report.unexpected or report.notes)
+        assert (report.missing, report.unexpected, report.notes) == ((), (), {})
         equal = all(torch.equal(tensor, right[name]) for name, tensor in live.state_dict().items())
         found[family] = differ, equal
     return found
 
 
 def imported_and_wrapped(folder: Path) -> list[bool]:
-    """Return whether the weights are right after an import, in a compiled model, and with rules of its own."""
+    """Return whether the weights are right after an import, in a compiled model, and with given rules."""
     family = "experts, and a router of another name"
     (saved := model_of(family, 1)).save_pretrained(folder / "hf")
     import_checkpoint(folder / "hf", folder / "own")

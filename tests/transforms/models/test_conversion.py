@@ -1,4 +1,4 @@
-"""Files of transformers load into its live models, whose names and shapes are others: by the model's own table."""
+"""Files of transformers load into live models with other names and shapes, by the model's own table."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The rule from the files of a live model of transformers to its state, by the model's own table.
 
-transformers 5 keeps some weights under other names and in other shapes than files have, such as experts, which
-it stacks.  Each model has a table for that, of renamings and of operations.  The rule here asks transformers
-for the names, and works out the boxes, so that a load reads them straight from the files.
+transformers 5 keeps some weights under other names and in other shapes than files have.  It stacks experts,
+for example.  Each model has a table for that, of renamings and of operations.  The rule here asks
+transformers for the names, and works out the boxes, so that a load reads them straight from the files.
 """
 
 from __future__ import annotations
