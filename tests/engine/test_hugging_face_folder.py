@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 import reknit
 from reknit.cli.main import main
-from reknit.errors import CorruptError, FormatError, UsageError
+from reknit.errors import CorruptError, FormatError, MismatchError, UsageError
 from reknit.interop.import_foreign import import_checkpoint
 from reknit.interop.safetensors_export import export_hf
 from tests import ranks
@@ -183,7 +183,9 @@ def test_an_adapter_is_read_alone_and_beside_its_model_as_transformers_reads_it(
     assert "model.safetensors: the folder is an adapter of PEFT" in caplog.text
 
 
-def test_tensors_of_a_dtype_that_no_tensor_has_are_named_and_the_others_open(tmp_path: Path) -> None:
+def test_tensors_of_a_dtype_that_no_tensor_has_are_named_and_the_others_open(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "a.safetensors"
     header = {
         "f6": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]},
@@ -198,6 +200,10 @@ def test_tensors_of_a_dtype_that_no_tensor_has_are_named_and_the_others_open(tmp
         found = checkpoint.read_all(["model"])["model"]
     assert found.keys() == {"pairs", "plain"}
     assert found["plain"].tolist() == [8, 9]
+    assert found["pairs"].shape == (1, 3)
+    assert all(f"model/{name}" in caplog.text for name in ("f6", "later", "odd"))
+    with pytest.raises(MismatchError, match=r"model/f6: saved, but it cannot be read: .*'F6_E2M3'"):
+        reknit.load(path, {"model": {"f6": torch.zeros(4)}}, strict=["!model/p*"])
 
 
 @pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="torch has no float4")

@@ -1,0 +1,116 @@
+"""A load reaches the next iterator of a loader of torchdata, and is refused while one is in use."""
+
+from __future__ import annotations
+
+import multiprocessing
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+
+from torchdata.nodes import IterableWrapper
+from torchdata.nodes import Loader as NodesLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import reknit
+from reknit.errors import MismatchError
+from reknit.frameworks.loaders.readers import has_iterator
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torchdata calls deprecated functions of torch
+multiprocessing.set_forkserver_preload(["torchdata.stateful_dataloader"])
+
+NUMBERS = list(range(12))
+LOADERS: dict[str, Callable[[], Any]] = {
+    "nodes": lambda: NodesLoader(IterableWrapper(NUMBERS)),
+    "a loader": lambda: StatefulDataLoader(NUMBERS, batch_size=None),
+    "workers": lambda: StatefulDataLoader(
+        NUMBERS, batch_size=None, num_workers=1, multiprocessing_context="forkserver"
+    ),
+}
+CASES = [("nodes", False), ("nodes", True), ("a loader", False), ("a loader", True)]
+"""Kinds of loaders, and whether each rank has one of its own."""
+
+
+@pytest.fixture(params=CASES, ids=str)
+def case(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> tuple[Path, Callable[[], Any], Callable[[Any], Any]]:
+    """Return a checkpoint after four numbers, how a loader is made, and how it stands in a state."""
+    kind, own = request.param
+    make, held = LOADERS[kind], reknit.PerRank if own else lambda loader: loader
+    loader = make()
+    assert [int(each) for each in islice(loader, 4)] == NUMBERS[:4]
+    reknit.save(tmp_path / "saved", {"loader": held(loader)})
+    return tmp_path / "saved", make, held
+
+
+def goes_on(loader: Any, path: Path, held: Callable[[Any], Any], make: Callable[[], Any]) -> None:
+    """Check that a loader goes on after four numbers, and so does one that is loaded from its next save."""
+    reknit.save(path, {"loader": held(loader)})
+    reknit.load(path, {"loader": held(again := make())})
+    assert [[int(each) for each in islice(one, 2)] for one in (loader, again)] == [NUMBERS[4:6]] * 2
+
+
+def test_a_loader_whose_state_was_read_before_goes_on_from_the_load(case: Any) -> None:
+    path, make, held = case
+    loader = make()
+    loader.state_dict()
+    reknit.load(path, {"loader": held(loader)})
+    goes_on(loader, path.parent / "next", held, make)
+
+
+def test_a_loader_that_had_begun_goes_on_from_the_load(case: Any) -> None:
+    path, make, held = case
+    loader = make()
+    assert len(list(islice(loader, 7))) == 7
+    reknit.load(path, {"loader": held(loader)})
+    goes_on(loader, path.parent / "next", held, make)
+
+
+def test_a_load_that_an_iterator_in_use_would_not_notice_is_refused(case: Any) -> None:
+    path, make, held = case
+    loader = make()
+    iterator = iter(loader)
+    assert int(next(iterator)) == 0
+    with pytest.raises(MismatchError, match="an iterator of it is in use") as caught:
+        reknit.load(path, {"loader": held(loader)})
+    assert "del" in str(caught.value.remedy)
+    assert int(next(iterator)) == 1
+    del iterator, caught
+    reknit.load(path, {"loader": held(loader)})
+    goes_on(loader, path.parent / "next", held, make)
+
+
+def test_a_load_within_a_loop_over_the_loader_is_refused(case: Any) -> None:
+    path, make, held = case
+    loader = make()
+    for number in loader:
+        assert int(number) == 0
+        with pytest.raises(MismatchError, match="begin the loop"):
+            reknit.load(path, {"loader": held(loader)})
+        break
+
+
+def test_a_loader_with_workers_does_not_hold_its_iterator_itself() -> None:
+    loader = LOADERS["workers"]()
+    iterator = iter(loader)
+    assert int(next(iterator)) == 0
+    assert has_iterator(loader)
+    del iterator
+    assert not has_iterator(loader)
+    assert len(list(loader._iterator)) == 11  # at their end, workers need no time to stop
+
+
+def test_an_iterator_that_is_at_its_end_does_not_count(tmp_path: Path) -> None:
+    loader = LOADERS["a loader"]()
+    reknit.save(tmp_path / "saved", {"loader": loader})
+    iterator = iter(loader)
+    assert len(list(iterator)) == 12
+    reknit.load(tmp_path / "saved", {"loader": loader})
+    assert [int(each) for each in loader] == NUMBERS
