@@ -118,32 +118,70 @@ def save_distributed(folder: Path, ranks: int) -> list[Tensors | None]:
     return taken([folder])
 
 
-def save_in_shards(folder: Path) -> None:
-    """Save a model as `save_pretrained` does with a small limit."""
+def llama() -> Any:
+    """Return a small Llama."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=37, hidden_size=16, intermediate_size=28, num_hidden_layers=1, num_attention_heads=2
     )
-    LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="6KB")
+    return LlamaForCausalLM(config)
+
+
+def save_in_shards(folder: Path) -> None:
+    """Save a model as `save_pretrained` does with a small limit."""
+    llama().save_pretrained(folder, max_shard_size="6KB")
+
+
+def train(folder: Path) -> tuple[Tensors, list[str]]:
+    """Let the Trainer of transformers save a checkpoint; return its weights, and the files of the folder."""
+    from transformers import Trainer, TrainingArguments
+
+    rows = [{"input_ids": (row := torch.arange(4) + n), "labels": row} for n in range(4)]
+    given: dict[str, Any] = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_safetensors": True}
+    given = {name: one for name, one in given.items() if name in TrainingArguments.__dataclass_fields__}
+    args = TrainingArguments(str(folder), max_steps=1, save_steps=1, **given)
+    trainer = Trainer(model=llama(), args=args, train_dataset=rows)
+    trainer.train()
+    saved = folder / "checkpoint-1"
+    weights = type(trainer.model).from_pretrained(saved).state_dict()
+    return dict(weights), sorted(each.name for each in saved.iterdir())
+
+
+def compress(folder: Path) -> bool:
+    """Save a model with FP8 weights; return whether a load of it equals `from_pretrained`."""
+    from compressed_tensors import compressors, quantization
+
+    import reknit
+
+    model = llama()
+    args = quantization.QuantizationArgs(num_bits=8, type="float", strategy="channel", symmetric=True)
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=args)
+    config = quantization.QuantizationConfig(
+        config_groups={"all": scheme}, ignore=["lm_head"], format="float-quantized"
+    )
+    quantization.apply_quantization_config(model, config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("weight_scale"):
+            parameter.data.uniform_(0.001, 0.01)
+    compressor = compressors.ModelCompressor(quantization_config=config)
+    compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(str(folder))
+    right, live = (type(model).from_pretrained(folder) for _ in range(2))
+    for tensor in (*live.parameters(), *live.buffers()):
+        tensor.data.zero_()
+    assert any(tensor.dtype == torch.float8_e4m3fn for tensor in right.parameters())
+    reknit.load(folder, {"model": live})
+    pairs = zip(right.state_dict().values(), live.state_dict().values(), strict=True)
+    return all(
+        torch.equal(*(one.contiguous().reshape(-1).view(torch.uint8) for one in pair)) for pair in pairs
+    )
 
 
 def save_adapter(folder: Path, beside: list[Path]) -> list[Tensors]:
     """Save a model and an adapter, alone and beside the model; return the weights that transformers takes."""
     from peft import LoraConfig, PeftModel, get_peft_model
-
-    def llama() -> Any:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        return LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=37,
-                hidden_size=16,
-                intermediate_size=28,
-                num_hidden_layers=1,
-                num_attention_heads=2,
-            )
-        )
 
     model = llama()
     for path in beside:

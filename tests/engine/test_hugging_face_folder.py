@@ -6,7 +6,7 @@ import json
 import shutil
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,9 +21,6 @@ from tests import ranks
 from tests.engine import hugging_face_folders as hf
 from tests.interop.damage import CUT, EMPTIED, REMOVED, SWAPPED, damages, wrong_in_silence
 from tests.optional import needs
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 run = partial(ranks.run, 1, warm="transformers", joined=False)
 
@@ -270,3 +267,78 @@ def test_what_transformers_does_not_look_at_in_an_index_may_be_wrong(tmp_path: P
     )
     with reknit.open(path) as checkpoint:
         assert hf.equal(checkpoint.read_all(["model"])["model"], hf.tensors(1.0) | {"c": torch.ones(2)})
+
+
+@needs("transformers", "transformers")
+def test_a_checkpoint_of_the_trainer_has_the_weights_of_from_pretrained(tmp_path: Path) -> None:
+    ((weights, files),) = run(hf.train, tmp_path)
+    assert {"optimizer.pt", "scheduler.pt", "trainer_state.json"} < set(files)
+    path = tmp_path / "checkpoint-1"
+    with reknit.open(path) as checkpoint:
+        assert set(checkpoint.items) == {"model", "config"}
+        assert hf.equal(checkpoint.read_all(["model"])["model"], weights)
+    with reknit.open(path / "optimizer.pt") as checkpoint:
+        assert checkpoint.items == ("optimizer",)
+
+
+@needs("transformers", "transformers")
+@needs("compressed_tensors", "compressed-tensors")
+def test_weights_of_compressed_tensors_load_into_a_model_that_is_compressed_alike(tmp_path: Path) -> None:
+    assert run(hf.compress, tmp_path / "hf") == [True]
+
+
+PAGE = Path(__file__).parents[2] / "docs/howto/other-formats.md"
+OPENED, WARNED, REFUSED = "opened", "opened, with a warning", "refused"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def written(path: Path) -> dict[str, Path]:
+    """Write the folders of the table on the page, by its rows, except the folders of other tests here."""
+
+    def a_file(name: str, dtype: str, nbytes: int) -> Path:
+        folder = hf.model_in(path / name, {})
+        text = json.dumps({"w": {"dtype": dtype, "shape": [4], "data_offsets": [0, nbytes]}}).encode()
+        data = len(text).to_bytes(8, "little") + text + bytes(nbytes)
+        (folder / SINGLE).write_bytes(data)
+        return folder
+
+    lost = hf.model_in(path / "lost", {INDEX: 1.0})
+    (lost / "model-00002-of-00002.safetensors").unlink()
+    twice = hf.model_in(path / "twice", {INDEX: 1.0})
+    save_file(hf.tensors(1.0), twice / "model-00002-of-00002.safetensors")
+    return {
+        "one file, or an index with its shards": hf.model_in(path / "one", {INDEX: 1.0}),
+        "several of these with the same model": hf.model_in(path / "same", dict.fromkeys(hf.WRITERS, 1.0)),
+        "several of these, and two differ": hf.model_in(path / "two", {SINGLE: 1.0, INDEX: 2.0}),
+        "an index whose shard is missing or cut": lost,
+        "a tensor in two shards": twice,
+        "a tensor of a dtype that torch does not have (`F6_E2M3`)": a_file("f6", "F6_E2M3", 3),
+        "pairs of `F4`": a_file("f4", "F4", 2),
+        "only files with a variant, such as `model.fp16.safetensors`": hf.model_in(path / "variant", {}),
+        "only weights of TensorFlow or Flax": hf.model_in(path / "flax", {}),
+    }
+
+
+ELSEWHERE = {
+    "files of the ranks (`distributed_checkpoint=True`)": OPENED,
+    "files of the ranks beside another `.safetensors`": REFUSED,
+    "an adapter of PEFT": OPENED,
+    "an adapter beside its model and `config.json`": WARNED,
+    "a checkpoint of the Trainer": OPENED,
+    "weights of compressed-tensors": OPENED,
+}
+"""Rows of the table whose folders the tests above make with the programs themselves."""
+
+
+def test_the_page_says_which_folders_open(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    found = dict(ELSEWHERE)
+    for row, path in written(tmp_path).items():
+        caplog.clear()
+        try:
+            reknit.open(path).close()
+            found[row] = WARNED if caplog.text else OPENED
+        except reknit.ReknitError:
+            found[row] = REFUSED
+    table = PAGE.read_text().partition("| in the folder | result |")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in table.splitlines()[2:]]
+    assert dict(rows) == found

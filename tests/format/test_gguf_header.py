@@ -57,6 +57,29 @@ def test_a_file_is_opened_with_its_metadata_and_its_blocks(tmp_path: Path) -> No
         assert checkpoint.values["gguf_blocks"]["q"] == "Q8_0"
 
 
+def test_files_of_the_library_gguf_have_the_bytes_that_it_reads(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    kinds = gguf.GGMLQuantizationType
+    floats = np.random.default_rng(0).standard_normal((4, 64), dtype=np.float32)
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.add_block_count(1)
+    writer.add_tensor("F32", floats)
+    writer.add_tensor("F16", floats.astype(np.float16))
+    for kind in (kinds.BF16, kinds.Q8_0, kinds.Q4_0):
+        writer.add_tensor(kind.name, gguf.quants.quantize(floats, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with reknit.open(tmp_path / "a.gguf") as checkpoint:
+        assert checkpoint.values["gguf"]["llama.block_count"] == 1
+        assert checkpoint.values["gguf_blocks"] == {"Q8_0": "Q8_0", "Q4_0": "Q4_0"}
+        for tensor in gguf.GGUFReader(tmp_path / "a.gguf").tensors:
+            found = np.asarray(checkpoint.read("model", tensor.name))
+            assert found.tobytes() == tensor.data.tobytes(), tensor.name
+            assert tensor.name.startswith("Q") or found.shape == (4, 64)
+
+
 @pytest.mark.parametrize(
     "data",
     [

@@ -121,7 +121,7 @@ def import_checkpoint(
             raise UsageError(
                 f"{source.url} has different models, which begin with {' and '.join(found.rivals)}: "
                 f"{other_files(found.manifest)[found.rivals[1]]}",
-                remedy=f"say which one: --weights {found.rivals[0]}, or weights={found.rivals[0]!r}",
+                remedy=f"choose one of them: --weights {found.rivals[0]}, or weights={found.rivals[0]!r}",
                 path=source.url,
             )
         there = manifest_in(target)

@@ -89,7 +89,7 @@ def quantized(
 def parts_of_quantized(tensors: Mapping[str, str]) -> set[str]:
     """Return the floats among tensors, by name with dtypes, without whose exact bits others have no value.
 
-    These are scales of any name, and what else the module of a quantized tensor has, but for its bias.
+    These are scales of any name, and all tensors beside a quantized one in its module, except a bias.
     """
     scales = Scales(tensors)
     modules = {

@@ -66,7 +66,7 @@ class ForeignEntries:
     """Tensors and values, by item and name.  `sizes` are the bytes of all files that hold tensors.
 
     `inline` reads a tensor that is a part of a value, such as a learning rate.  `notes` has a sentence for
-    each file that lies there without being part of what was read.  `rivals` are the files with which
+    each file beside those that were read, such as another model.  `rivals` are the files with which
     different models in one folder begin, first the one that was read.
     """
 
