@@ -218,6 +218,42 @@ def test_entries_that_no_load_takes_are_filled_in_place_or_must_be_equal() -> No
         assert packed.weight.tolist() == [3.0] * 4
 
 
+def four_bits(seed: int, *, twice: bool = True) -> Any:
+    """Return a layer of 4-bit weights, whose scales are quantized `twice`."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    torch.manual_seed(seed)
+    kinds = {"compute_dtype": torch.float32, "quant_type": "nf4", "compress_statistics": twice}
+    return nn.Sequential(bitsandbytes.nn.Linear4bit(64, 64, **kinds)).to("cpu")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("twice", [True, False])
+def test_four_bit_weights_load_into_a_layer_with_others(tmp_path: Path, *, twice: bool) -> None:
+    saved, live = four_bits(0, twice=twice), four_bits(1, twice=twice)
+    offset = live[0].weight.quant_state.offset
+    reknit.save(tmp_path / "c", {"m": saved})
+    reknit.load(tmp_path / "c", {"m": live})
+    rows = torch.randn(3, 64)
+    assert torch.equal(live(rows), saved(rows))
+    assert live[0].weight.quant_state.offset is offset
+    reknit.save(tmp_path / "again", {"m": live})
+    for path in ("c", "again"):
+        with reknit.open(tmp_path / path) as checkpoint:
+            found = checkpoint.read_all(["m"])["m"]
+        assert all(torch.equal(found[name], entry) for name, entry in saved.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_four_bit_weights_of_another_kind_are_refused_before_anything_changes(tmp_path: Path) -> None:
+    reknit.save(tmp_path / "c", {"m": four_bits(0)})
+    live = four_bits(1)
+    live[0].weight.quant_state.dtype = torch.float16
+    before = {name: entry.clone() for name, entry in live.state_dict().items()}
+    with pytest.raises(StateError, match="another value"):
+        reknit.load(tmp_path / "c", {"m": live})
+    assert all(torch.equal(entry, before[name]) for name, entry in live.state_dict().items())
+
+
 @pytest.mark.parametrize("texts", [True, False])
 def test_a_computed_entry_of_another_value_is_refused_before_anything_changes(
     tmp_path: Path, *, texts: bool

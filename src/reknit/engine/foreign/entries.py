@@ -65,9 +65,9 @@ class ForeignCheckpoint:
 class ForeignEntries:
     """Tensors and values, by item and name.  `sizes` are the bytes of all files that hold tensors.
 
-    `inline` reads a tensor that is a part of a value, such as a learning rate.  `notes` has a sentence for
-    each file beside those that were read, such as another model.  `rivals` are the files with which
-    different models in one folder begin, first the one that was read.
+    `inline` reads a tensor that is a part of a value, such as a learning rate.  `notes` maps other files
+    of the folder to sentences about them.  `rivals` are the files with which different models in one folder
+    begin, first the one that was read.
     """
 
     storage: Storage

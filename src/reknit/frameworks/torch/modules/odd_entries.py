@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -123,6 +125,8 @@ def want(member: Member, at: Place, loading: Loading) -> None:
     value = member.value
     if isinstance(again, torch.Tensor) and again.numel() and memory_of(again) == memory_of(value):
         loading.tensor(value, at)
+    elif (offset := _packed_offset(owner, member.key[len(path) + 1 :] if path else member.key)) is not None:
+        _want_packed(value, offset, at, loading)
     elif loading.takes(at) and loading.saved.spec(at) is not None:
         saved = torch.empty_like(value, requires_grad=False)
         loading.tensor(saved, at, early=True)
@@ -131,6 +135,49 @@ def want(member: Member, at: Place, loading: Loading) -> None:
         loading.tensor(value, at)
 
 
+def _packed_offset(owner: nn.Module, rest: str) -> torch.Tensor | None:
+    """Return the offset of the scales of 4-bit weights, which are quantized too, if an entry packs it.
+
+    bitsandbytes writes the number into a text with the options of the weights.
+    """
+    name, found, _ = rest.partition(".quant_state.bitsandbytes__")
+    offset = getattr(getattr(owner._parameters.get(name), "quant_state", None), "offset", None)
+    return offset if found and isinstance(offset, torch.Tensor) else None
+
+
+def _want_packed(value: torch.Tensor, offset: torch.Tensor, at: Place, loading: Loading) -> None:
+    """Request a text with the options of 4-bit weights: the options are compared, and the offset is set."""
+    spec = loading.saved.spec(at)
+    if not loading.takes(at) or spec is None:
+        loading.tensor(value, at)
+        return
+    saved = torch.empty(spec.shape, dtype=value.dtype, device=value.device)
+    loading.tensor(saved, at, early=True)
+    loading.check(partial(_require_same_options, saved, value, at), early=True)
+    loading.later(partial(_set_offset, offset, saved))
+
+
+def _require_same_options(saved: torch.Tensor, present: torch.Tensor, at: Place) -> None:
+    try:
+        options, here = _options(saved), _options(present)
+        same = options | {_OFFSET: 0.0} == here | {_OFFSET: 0.0} and math.isfinite(options[_OFFSET])
+    except (ValueError, TypeError, KeyError):
+        same = False
+    if not same:
+        raise _another_value(at)
+
+
+def _set_offset(offset: torch.Tensor, saved: torch.Tensor) -> None:
+    with torch.no_grad():
+        offset.fill_(_options(saved)[_OFFSET])
+
+
+def _options(text: torch.Tensor) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(bytes(text.tolist()))
+    return found
+
+
+_OFFSET = "nested_offset"
 _OTHER = (
     "the module computes this entry of its state dict, no load_state_dict takes it, and here it is another "
     "value. Make the module as it was made when it was saved"
@@ -139,4 +186,9 @@ _OTHER = (
 
 def _require_same(saved: torch.Tensor, present: torch.Tensor, at: Place) -> None:
     if not tensor_numbers.same(saved, present):
-        raise StateError(f"{at}: {_OTHER.partition('. ')[0]}", remedy=_OTHER.partition(". ")[2])
+        raise _another_value(at)
+
+
+def _another_value(at: Place) -> StateError:
+    why, _, remedy = _OTHER.partition(". ")
+    return StateError(f"{at}: {why}", remedy=remedy)
