@@ -254,6 +254,25 @@ def test_four_bit_weights_of_another_kind_are_refused_before_anything_changes(tm
     assert all(torch.equal(entry, before[name]) for name, entry in live.state_dict().items())
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_eight_bit_weights_that_have_run_are_refused_before_anything_changes(tmp_path: Path) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+
+    def eight_bits() -> Any:
+        layer = bitsandbytes.nn.Linear8bitLt(64, 64, has_fp16_weights=False)
+        return nn.Sequential(layer, nn.Linear(64, 8)).to("cpu")
+
+    saved, live, fresh, rows = eight_bits(), eight_bits(), eight_bits(), torch.randn(3, 64)
+    reknit.save(tmp_path / "c", {"m": saved})
+    before = live(rows)
+    for strict in (True, False):
+        with pytest.raises(MismatchError, match=r"m/0: .* after a forward pass"):
+            reknit.load(tmp_path / "c", {"m": live}, strict=strict)
+    assert torch.equal(live(rows), before)
+    reknit.load(tmp_path / "c", {"m": fresh})
+    assert torch.equal(fresh(rows), saved(rows))
+
+
 @pytest.mark.parametrize("texts", [True, False])
 def test_a_computed_entry_of_another_value_is_refused_before_anything_changes(
     tmp_path: Path, *, texts: bool

@@ -12,7 +12,8 @@ from msgspec import Struct, field
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from reknit.errors import ReknitError, StateError
+from reknit.errors import MismatchError, ReknitError, StateError
+from reknit.frameworks.imported import imported
 from reknit.frameworks.torch import torch_private
 
 if TYPE_CHECKING:
@@ -94,7 +95,8 @@ class OwnLoad(Struct):
 def returns(held: ModuleHoldings, place: Place, loading: Loading) -> dict[int, OwnLoad]:
     """Return the entries that go back into each module whose state dict was read, by the id of its source.
 
-    Code that looks at parameters that are not whole cannot run, and is recorded as a mismatch.
+    Code that looks at parameters that are not whole cannot run, and is recorded as a mismatch.  Raises
+    `MismatchError` for a layer that would take the rest of its entries without its scales.
     """
     found = {}
     for source in held.states:
@@ -110,8 +112,23 @@ def returns(held: ModuleHoldings, place: Place, loading: Loading) -> dict[int, O
                     f"{one.what} would run at a load, and {at} is not whole on this rank: keep it from there "
                     "while you load, or wrap the model with fully_shard (FSDP2)",
                 )
+        for path in _refusing(source) if asked else ():
+            raise MismatchError(
+                f"{place.below(held.names.name(source.prefix + path))}: a layer of 8-bit weights of bitsandbytes "
+                "refuses its own state dict after a forward pass; nothing was changed",
+                remedy="load before the first forward pass, into a model that is made anew",
+            )
         found[id(source)] = OwnLoad(source, own, asked and not torn)
     return found
+
+
+def _refusing(source: ModuleState) -> Iterator[str]:
+    """Yield the paths of 8-bit layers that refuse their scales: a forward pass has moved them elsewhere."""
+    kind = imported("bitsandbytes.nn.modules", "Linear8bitLt")
+    for path, module in source.module.named_modules() if source.whole else ():
+        moved = isinstance(module, kind) and getattr(module.weight, "SCB", None) is None
+        if moved and f"{path}.SCB".removeprefix(".") in source.raw:
+            yield path
 
 
 def has_own(module: nn.Module) -> bool:
