@@ -431,10 +431,11 @@ def test_a_run_that_takes_a_folder_over_says_from_whom(
         with monkeypatch.context() as patch:
             patch.setattr("reknit.engine.record.run_record.socket.gethostname", lambda host=host: host)
             patch.setattr("reknit.engine.record.run_record.os.getpid", lambda pid=pid: pid)
-            with Checkpointer(tmp_path, wait=True) as old:
-                old.resume(state())
+            old = Checkpointer(tmp_path, wait=True)
+            old.resume(state())
         caplog.clear()
-        with caplog.at_level(logging.INFO, "reknit"), Checkpointer(tmp_path, wait=True) as new:
+        new = Checkpointer(tmp_path, wait=True, other_run="take_over")
+        with caplog.at_level(logging.INFO, "reknit"), new:
             new.resume(state())
         (line,) = [each for each in caplog.records if "this run takes" in each.message]
         assert line.levelno == level

@@ -24,6 +24,7 @@ from reknit.locations import location_text
 from reknit.policies import best, latest
 from reknit.policies.keep_policies import ranked
 from reknit.runs.checkpointer import Checkpointer
+from reknit.runs.later_steps import refuse_living
 from reknit.stored import steps
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from reknit.engine.call_reports import LoadReport
     from reknit.options import LoadOptions, SaveOptions
     from reknit.policies.policy import KeepRule, Policy
-    from reknit.runs.run_folder import LaterSteps
+    from reknit.runs.run_folder import LaterSteps, OtherRun
     from reknit.types.saved_step import SavedStep
 
 
@@ -63,7 +64,7 @@ class ReknitCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
     `mode`, `save_top_k`, `save_last`, `save_on_exception`, `save_weights_only`, `every_n_train_steps`,
     `every_n_epochs`, `train_time_interval`, `save_on_train_epoch_end`, `verbose`.  `keep`, a policy of
     `reknit.policies`, replaces those about steps to keep.  The newest step always stays.  `wait`, `options`,
-    `load_options` and `later_steps` are those of `Checkpointer`.
+    `load_options`, `later_steps` and `other_run` are those of `Checkpointer`.
 
     To go on, ``trainer.fit(model, ckpt_path="last")`` loads the newest committed step.  Other values are
     ``"best"``, `dirpath`, which means the same as ``"last"``, and the path of any step.  If the folder has
@@ -82,6 +83,7 @@ class ReknitCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
         options: SaveOptions | None = None,
         load_options: LoadOptions | None = None,
         later_steps: LaterSteps = "refuse",
+        other_run: OtherRun = "refuse",
         resume: bool = True,
         **arguments: Any,
     ) -> None:
@@ -102,6 +104,7 @@ class ReknitCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
             "options": options,
             "load_options": load_options,
             "later_steps": later_steps,
+            "other_run": other_run,
         }
         self._run: Checkpointer | None = None
         self._resume, self._is_due, self._waits_for_end = resume, False, False
@@ -161,8 +164,11 @@ class ReknitCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
         if trainer.is_global_zero and not trainer.strategy.goes_on_in(self._root):
             later = partial(lightning_folder.refuse_later, self._root, trainer.global_step)
             others = partial(lightning_folder.refuse_others, self._root, self._fs)
+            living = partial(refuse_living, self._root)
             error = lightning_folder.first_error(
-                *[later] * (self._call["later_steps"] == "refuse"), *[others] * (is_new and self._resume)
+                *[later] * (self._call["later_steps"] == "refuse"),
+                *[others] * (is_new and self._resume),
+                *[living] * (self._call["other_run"] == "refuse"),
             )
         if (error := trainer.strategy.broadcast(error)) is not None:
             raise error

@@ -64,6 +64,9 @@ class ReknitCheckpointManager(titan.BaseCheckpointManager):  # type: ignore[misc
         load_options: Annotated[LoadOptions | None, tyro.conf.Suppress] = None
         """The options of every load."""
 
+        other_run: Literal["refuse", "take_over"] = "refuse"
+        """"refuse" does not begin while another run lives in the folder; "take_over" takes it from that."""
+
         def __post_init__(self) -> None:
             titan.BaseCheckpointManager.Config.__post_init__(self)
             self.async_mode = self.async_mode.lower()  # type: ignore[assignment]
@@ -104,6 +107,7 @@ class ReknitCheckpointManager(titan.BaseCheckpointManager):  # type: ignore[misc
             wait=config.async_mode == "disabled",
             options=config.save_options,
             load_options=config.load_options,
+            other_run=config.other_run,
         )
 
     @torch.no_grad()

@@ -29,6 +29,7 @@ from reknit.options import SaveOptions
 from reknit.ranks import acting
 from reknit.runs.agreement import ask_root
 from reknit.runs.checkpointer import Checkpointer
+from reknit.runs.later_steps import refuse_living
 from reknit.runs.load_step import UNSOUND
 from reknit.runs.tiers import below
 
@@ -169,6 +170,8 @@ class ReknitTrainerMixin(_AnyTrainer):  # type: ignore[misc]
             self._reknit_ask("begin", later)
             if where is None:
                 trainer_objects.refuse_native(native)
+            if self._reknit_given.get("other_run", "refuse") == "refuse":
+                self._reknit_ask("owner", partial(refuse_living, root))
         if native is None or not where:
             return None
         logger.warning(

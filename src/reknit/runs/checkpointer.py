@@ -31,7 +31,7 @@ from reknit.runs.run_arguments import (
     policy_for,
     step_number,
 )
-from reknit.runs.run_folder import LaterSteps, RunFolder
+from reknit.runs.run_folder import LaterSteps, OtherRun, RunFolder
 from reknit.runs.tiers import Tier, below, opened
 from reknit.types.entry import OneAtATime
 
@@ -60,9 +60,11 @@ class Checkpointer(Shown):
     ``ROOT/step_00000500``, which all other calls take as well.
 
     The last Checkpointer that opens a folder for writing, with `resume` or its first `save`, owns it: the
-    saves of earlier ones cannot commit there any more (`FencedError`).  Without `resume`, a run that begins
-    before steps of an earlier run is refused.  ``later_steps="move"`` puts these steps aside in a folder
-    beside them, and ``later_steps="replace"`` removes them.
+    saves of earlier ones cannot commit there any more (`FencedError`).  While the owner lives, another run is
+    refused; after a death that it cannot see, it waits up to 30 seconds for a sign of life.  With
+    ``other_run="take_over"`` it takes the folder at once.  Without `resume`, a run that begins before steps
+    of an earlier run is refused.  ``later_steps="move"`` puts these steps aside in a folder beside them, and
+    ``later_steps="replace"`` removes them.
 
     `options.promote_to` and `load_options.replicas` are roots here too: each step is promoted to, and read
     from, the folder of its name there.  `tiers`, a list of `Tier`, replaces `root`, `save` and `keep`.  Saves
@@ -79,6 +81,7 @@ class Checkpointer(Shown):
         keep: KeepRule | None = None,
         cool: Cool | None = None,
         later_steps: LaterSteps = "refuse",
+        other_run: OtherRun = "refuse",
         wait: bool = False,
         options: SaveOptions | None = None,
         load_options: LoadOptions | None = None,
@@ -93,7 +96,7 @@ class Checkpointer(Shown):
             tiers = [Tier(root, None if save is None else policy_for("save", save), keep, cool=cool)]
         self._tiers = opened(tiers, options.durability)
         self._root = (first := self._tiers.levels[0]).url
-        self._folder = RunFolder(self._group, self._tiers, options, later_steps)
+        self._folder = RunFolder(self._group, self._tiers, options, later_steps, other_run)
         self._cadence = Cadence(self._group, self._tiers.levels, self._timeout_s)
         self._other_hosts = OtherHosts(self._group, first, self._timeout_s)
         decides, sinks = self._group.rank == 0, outlets_for(options.events)
@@ -334,6 +337,7 @@ class Checkpointer(Shown):
             self._folder.close()
             if promoted:
                 self._tiers.close()
+        self._folder.end()
         if self._agreement is not None:
             self._agreement.close()
 

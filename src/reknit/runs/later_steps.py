@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,6 +12,7 @@ from reknit.engine.record.at_path import manifest_in
 from reknit.engine.record.checkpoint_notes import add_metrics, held_by, metrics_of
 from reknit.engine.record.foreign_files import READABLE
 from reknit.engine.record.foreign_folders import run_of_others
+from reknit.engine.record.heartbeat import STALE_S, wait_for_owners
 from reknit.engine.record.other_formats import newest_of_others
 from reknit.engine.record.recognising import manifest_exists
 from reknit.engine.stored.copy_files import Promotion
@@ -110,6 +112,12 @@ def refuse_others(tiers: Tiers) -> None:
                 remedy=f"{run.remedy}; {begins}",
                 path=level.url,
             )
+
+
+def refuse_living(root: str) -> None:
+    """Raise `UsageError` if another run lives in a folder, in which a training would save only later."""
+    with closing(open_storage(root)) as storage:
+        wait_for_owners([storage], STALE_S)
 
 
 def give_way(tiers: Tiers, step: int, options: SaveOptions, *, copy: bool) -> list[Later]:

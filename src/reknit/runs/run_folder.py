@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack, closing, suppress
+import weakref
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from reknit.arguments import check_state
 from reknit.calls import raised_on_all_ranks
 from reknit.engine.record.at_path import manifest_in, size_of
+from reknit.engine.record.heartbeat import Heartbeat, wait_for_owners
 from reknit.engine.record.line import Branch, Line
 from reknit.engine.record.other_formats import refuse_other
 from reknit.engine.record.run_record import Run, folder_above, open_run, read_line
@@ -24,7 +26,7 @@ from reknit.storage.registry import open_storage, recipe
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from reknit.comm.group import Group
     from reknit.engine.outcome import PendingSave
@@ -37,6 +39,9 @@ logger = logging.getLogger("reknit")
 
 LaterSteps = Literal["refuse", "move", "replace"]
 """The fate of steps of an earlier run when a new run begins before them."""
+
+OtherRun = Literal["refuse", "take_over"]
+"""What a run does in a folder whose owner, another run, still lives."""
 
 _NEXT = 1 << 63
 """Higher than all generations."""
@@ -56,10 +61,21 @@ class RunFolder:
     opens the folder for writing: at `resume`, or before the first save.
     """
 
-    def __init__(self, group: Group, tiers: Tiers, options: SaveOptions, later_steps: LaterSteps) -> None:
+    def __init__(
+        self,
+        group: Group,
+        tiers: Tiers,
+        options: SaveOptions,
+        later_steps: LaterSteps,
+        other_run: OtherRun = "refuse",
+    ) -> None:
+        if other_run not in ("refuse", "take_over"):
+            raise UsageError(f"other_run is 'refuse' or 'take_over', not {shown(other_run)}")
         if later_steps not in ("refuse", "move", "replace"):
             raise UsageError(f"later_steps is 'refuse', 'move' or 'replace', not {shown(later_steps)}")
         self._group, self._tiers, self._options, self._later_steps = group, tiers, options, later_steps
+        self._takes_over = other_run == "take_over"
+        self._heartbeat: Heartbeat | None = None
         self.records: dict[str, str] = {}
         self.is_open = False
         """Whether this run may save: the folder is open, and later steps have given way."""
@@ -81,10 +97,11 @@ class RunFolder:
     def reaches(self, step: int) -> None:
         """Note the position of the run; the first one after a load shows whether the run went back.
 
-        A run that begins anew is refused here, and not at its first save, if there are later steps.
+        A run that begins anew is refused here, and not at its first save, if there are later steps, or if
+        another run lives in the folder.
         """
-        if not (self._begun or self.replaces):
-            self.ask("begin", partial(refuse_later, self._tiers, step))
+        if not self._begun:
+            self.ask("begin", partial(self._begin, step))
         self._begun = True
         self._next = step if self._next is None else self._next
 
@@ -145,6 +162,12 @@ class RunFolder:
         if self._clearing is not None:
             self._clearing.close()
 
+    def end(self) -> None:
+        """Mark the end of the run in its records, so that the next one need not wait for its heartbeat."""
+        heartbeat, self._heartbeat = self._heartbeat, None
+        if heartbeat is not None:
+            heartbeat.end()
+
     def runs(self) -> list[Run | None]:
         """Return this run for promotions to each tier, None for a tier that it has not opened."""
         found = [(level.url, self.records.get(_key(level.url))) for level in self._tiers.levels]
@@ -152,12 +175,21 @@ class RunFolder:
 
     # The steps of rank 0.
 
+    def _begin(self, step: int) -> None:
+        if not self.replaces:
+            refuse_later(self._tiers, step)
+        self._wait_for_owners(Deadline(self._options.timeout_s / 2))
+
     def _settle(self, timeout_s: float, *, alone: bool) -> dict[str, str]:
-        self._wait(timeout_s)
-        records = self.records
+        deadline, records = Deadline(timeout_s), self.records
+        if not records:
+            self._wait_for_owners(deadline)
+        self._wait(deadline.remaining())
         if alone and not records:
             refuse_others(self._tiers)
         if not records or self._is_overtaken():
+            if records:
+                self._wait_for_owners(deadline)
             try:
                 records = self._take(refuses=True)
             except StorageError as error:
@@ -169,9 +201,12 @@ class RunFolder:
 
     def _open(self, step: int, timeout_s: float, *, resumed: bool) -> dict[str, str]:
         refuses = not resumed and not self.replaces
+        deadline = Deadline(timeout_s)
         if refuses:  # before a run that may still use the folder is fenced
             refuse_later(self._tiers, step)
-        self._wait(timeout_s)
+        if not self.records:
+            self._wait_for_owners(deadline)
+        self._wait(deadline.remaining())
         records = self.records or self._take()
         self._forbid(step if not resumed and self.replaces else None)
         if refuses:
@@ -195,6 +230,23 @@ class RunFolder:
             return self.records
         logger.warning("going on from step %d: later steps of %s do not count", step, self._tiers.where)
         return self._take(self.records, _Start(step, generation))
+
+    def _wait_for_owners(self, deadline: Deadline) -> None:
+        """Wait until no other run lives in a tier or a place of `promote_to`.  Raises `UsageError`."""
+        if self._takes_over:
+            return
+        with self._opened() as roots:
+            wait_for_owners([root for _, root in roots], deadline.remaining())
+
+    @contextmanager
+    def _opened(self) -> Iterator[list[tuple[str, Storage]]]:
+        """Yield the URLs and the stores of all tiers, and then of the places of `promote_to`."""
+        with ExitStack() as opened:
+            roots = [(level.url, level.storage) for level in self._tiers.levels]
+            for target in self._options.promotions:
+                storage = opened.enter_context(closing(open_storage(target.path)))
+                roots.append((recipe(target.path).url, storage))
+            yield roots
 
     def _wait(self, timeout_s: float) -> None:
         deadline = Deadline(timeout_s)
@@ -229,11 +281,7 @@ class RunFolder:
         `refuses`, a folder of another program is one, too.
         """
         records: dict[str, str] = {}
-        with ExitStack() as opened:
-            roots = [(level.url, level.storage) for level in self._tiers.levels]
-            for target in self._options.promotions:
-                storage = opened.enter_context(closing(open_storage(target.path)))
-                roots.append((recipe(target.path).url, storage))
+        with self._opened() as roots:
             # A tier may be empty, since its host was lost, and its generations begin anew without the others.
             latest, line = _newest_line([root for _, root in roots])
             at_least = max(self._group.generation, latest + 1)
@@ -256,7 +304,16 @@ class RunFolder:
                     line, start = _after(line, start, at_least), None
                 elif size_of(roots[0][1], record) is not None:
                     raise UsageError(f"two roots of this run are one folder: {roots[0][0]} and {url}")
+        self._beat(records)
         return records
+
+    def _beat(self, records: Mapping[str, str]) -> None:
+        """Renew records from now on, until this run ends, its process dies, or nothing refers to it."""
+        if self._heartbeat is None:
+            self._heartbeat = Heartbeat(open_storage)
+            weakref.finalize(self, self._heartbeat.stop).atexit = False
+        self._heartbeat.records = records
+        self._heartbeat.begin()
 
 
 def _newest_line(roots: Sequence[Storage]) -> tuple[int, Line]:

@@ -182,6 +182,18 @@ class HasFolderAbove(Protocol):
         """
 
 
+@runtime_checkable
+class HasDates(Protocol):
+    """A store that dates its files by a clock of its own, so that the clocks of hosts need not agree."""
+
+    def age_s(self, path: str) -> float:
+        """Return the seconds since the last change of a file, by the store's clock alone, never negative.
+
+        The present time is the date of a file that is written for it, and that of this host if this user
+        cannot write.  Raises `StorageNotFoundError`.
+        """
+
+
 class Dated(NamedTuple):
     """A content of a store with the time of its last change: seconds since the epoch, by the store's clock.
 

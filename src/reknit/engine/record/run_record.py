@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("reknit")
 
-_MOST_NBYTES = 16 << 20
+MOST_NBYTES = 16 << 20
 _TRIES = 50
 """How often a run puts its record where others do so at the same moment."""
 _PAUSE_S = 0.05
@@ -62,11 +62,11 @@ class Run(NamedTuple):
     def check(self) -> None:
         """Raise `FencedError` where a newer run has opened the folder."""
         with closing(self.open()) as root:
-            _check(root, self.record)
+            check_record(root, self.record)
 
 
-def _check(root: Storage, record: str) -> None:
-    """Raise `FencedError` where a newer run than that of a record has opened a folder."""
+def check_record(root: Storage, record: str) -> bool:
+    """Return whether a record is there.  Raises `FencedError` where a newer run has opened its folder."""
     records = _recorded(root)
     # A listing may lack a record that was put while another one was deleted.
     if record not in records:
@@ -74,7 +74,7 @@ def _check(root: Storage, record: str) -> None:
     others = [each for each in records if _identity(each) != _identity(record)]
     newest = max(others, key=_generation, default=None)
     if newest is None or _generation(newest) < _generation(record):
-        return
+        return record in records
     raise FencedError(
         f"a newer run (generation {_generation(newest)}{_who(root, newest)}) has opened {root.url}; "
         f"this process belongs to generation {_generation(record)} and commits nothing there any more",
@@ -105,11 +105,11 @@ def open_run(
     its record there.  Raises `StorageError`, `FencedError` if a newer run has opened it since, and
     `CommitError` if other runs open it all the time.
     """
-    about = {"host": socket.gethostname(), "pid": os.getpid(), "opened": now()}
+    about = {"host": socket.gethostname(), "pid": os.getpid(), "opened": now(), "beats": 0}
     identity = uuid.uuid4().hex[:8] if own is None else _identity(own)
     for _ in range(_TRIES):
         if own is not None:
-            _check(root, own)
+            check_record(root, own)
         older = _recorded(root)
         generation = max([at_least, *(_generation(each) + 1 for each in older)])
         descent = read_line(root)[1] if line is None else line(generation)
@@ -141,11 +141,10 @@ def read_line(root: Storage) -> tuple[int, Line]:
     cannot read, or that is damaged, with a warning.
     """
     for _ in range(_TRIES):
-        newest = max(_recorded(root), key=_generation, default=None)
-        if newest is None:
+        if (newest := newest_record(root)) is None:
             return -1, Line()
         try:
-            data = root.get(newest, limit=_MOST_NBYTES)
+            data = root.get(newest, limit=MOST_NBYTES)
             branches = [Branch(*map(int, branch)) for branch in json.loads(data).get("branches", [])]
         except StorageNotFoundError:  # a newer run has just replaced it
             continue
@@ -154,6 +153,11 @@ def read_line(root: Storage) -> tuple[int, Line]:
             return _generation(newest), Line()
         return _generation(newest), Line(branches)
     return -1, Line()
+
+
+def newest_record(root: Storage) -> str | None:
+    """Return the record of the run that has opened a folder last, None if none has."""
+    return max(_recorded(root), key=_generation, default=None)
 
 
 def newest_run(root: Storage) -> int:
@@ -185,22 +189,32 @@ def _share(root: Storage) -> None:
             os.chmod(os.path.join(root.url, paths.RUN_FOLDER), os.stat(root.url).st_mode & 0o7777)
 
 
-class _Owner(NamedTuple):
-    """The process that opened a run, as its record has it."""
+class Owner(NamedTuple):
+    """The process that opened a run, as its record has it.
+
+    `beats` is how often the process has renewed the record, None for one that never does.
+    """
 
     host: str
     pid: int
     opened: float
+    beats: int | None = None
+    has_ended: bool = False
 
     def __str__(self) -> str:
         at = datetime.fromtimestamp(self.opened, timezone.utc)
         return f"process {self.pid} of {self.host}, at {at:%Y-%m-%d %H:%M:%S} UTC"
 
     @property
-    def is_dead(self) -> bool:
-        """Whether this host shows that the process has ended; of other hosts nothing is known."""
-        if self.host != socket.gethostname():
-            return False
+    def is_this(self) -> bool:
+        """Whether it is this process, which may begin several runs one after another."""
+        return self.pid == os.getpid() and self.host == socket.gethostname()
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the run has ended, or this host shows that its process is dead."""
+        if self.has_ended or self.host != socket.gethostname():
+            return self.has_ended
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
@@ -210,30 +224,39 @@ class _Owner(NamedTuple):
         return False
 
 
-def _owner(root: Storage, record: str) -> _Owner | None:
+def owner_of(root: Storage, record: str) -> Owner | None:
     """Return the process that opened a run, None if its record cannot be read."""
     try:
-        about = json.loads(root.get(record, limit=_MOST_NBYTES))
-        found = _Owner(str(about["host"])[:64], int(about["pid"]), float(about["opened"]))
+        about = json.loads(root.get(record, limit=MOST_NBYTES))
+        beats = None if about.get("beats") is None else int(about["beats"])
+        found = Owner(
+            str(about["host"])[:64],
+            int(about["pid"]),
+            float(about["opened"]),
+            beats,
+            about.get("ended") is True,
+        )
         str(found)  # a date may be out of range
-    except (StorageError, FormatError, ValueError, KeyError, TypeError, OverflowError, OSError):
+    except (StorageError, FormatError, OSError):
+        return None
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError):  # nobody of us has put it
         return None
     return found
 
 
 def _who(root: Storage, record: str) -> str:
     """Return the process that opened a run, for messages."""
-    owner = _owner(root, record)
+    owner = owner_of(root, record)
     return "" if owner is None else f", {owner}"
 
 
 def _say_taken(root: Storage, record: str) -> None:
     """Log that this run takes a folder from another; a warning unless the process of that one is dead."""
-    owner = _owner(root, record)
-    if owner is None or (owner.pid == os.getpid() and owner.host == socket.gethostname()):
-        return  # a run that this process has begun before
+    owner = owner_of(root, record)
+    if owner is None or owner.is_this:
+        return
     logger.log(
-        logging.INFO if owner.is_dead else logging.WARNING,
+        logging.INFO if owner.is_gone else logging.WARNING,
         "this run takes %s over from the run that opened it in %s; if that still trains, its saves there "
         "fail from now on (FencedError)",
         root.url,

@@ -146,6 +146,11 @@ class HdfsStorage:
             raise missing(self.client.url(full))
         return found.length
 
+    def age_s(self, path: str) -> float:
+        """Return the seconds since the last change of a file, by the clock of the NameNode."""
+        written: float = self.client.stat(self._full(path)).modification_time / 1000
+        return max(0.0, self.moment() - written)
+
     def read_into(self, path: str, start: int, buffers: list[memoryview]) -> None:
         """Read ranges, several in parallel, into the buffers."""
         if out := filled(start, buffers):

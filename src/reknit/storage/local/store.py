@@ -17,7 +17,7 @@ from reknit.options import Durability
 from reknit.storage.base import Listed, Reading
 from reknit.storage.errors import shorter
 from reknit.storage.local.descriptors import ReadCache
-from reknit.storage.local.folders import Folders, sweep, sync_folder
+from reknit.storage.local.folders import Folders, moment_of, sweep, sync_folder
 from reknit.storage.local.nofollow import open_below, status_below, target_of, unlink_below
 from reknit.storage.local.os_errors import translated
 from reknit.storage.local.posix import (
@@ -177,6 +177,13 @@ class LocalStorage:
         if not stat.S_ISREG(found.st_mode):
             raise StorageNotFoundError(f"{full} is not a regular file", path=full)
         return found.st_size
+
+    def age_s(self, path: str) -> float:
+        """Return the seconds since the last change of a file, by the clock of the file system."""
+        full = self._full(path)
+        with translated("find", full):
+            changed = found_anew(full, lambda: status_below(self._root, path, links=True)).st_mtime
+        return max(0.0, moment_of(os.path.dirname(full)) - changed)
 
     def read_into(self, path: str, start: int, buffers: list[memoryview]) -> None:
         """Fill the buffers with as few calls as the kernel allows."""

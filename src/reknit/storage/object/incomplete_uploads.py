@@ -71,6 +71,13 @@ def moment(client: Client, place: Bucket) -> float:
         return now()
 
 
+def age_s(client: Client, place: Bucket, key: str, url: str) -> float:
+    """Return the seconds since an object was written, by the clock of its bucket."""
+    with translated("find", url):
+        written: float = obstore.head(client, key)["last_modified"].timestamp()
+    return max(0.0, moment(client, place) - written)
+
+
 def discard(client: Client, place: Bucket, options: ObjectOptions, found: Dated) -> None:
     """Delete a temporary object, or abort an upload."""
     if found.kind == "upload":

@@ -175,8 +175,7 @@ class ObjectStorage:
 
     def size(self, path: str) -> int:
         """Return the size of an object in bytes."""
-        key, url = self._full(path)
-        return self._size(key, url)
+        return self._size(*self._full(path))
 
     def read_into(self, path: str, start: int, buffers: list[memoryview]) -> None:
         """Request the range in several concurrent parts, and copy them into the buffers."""
@@ -261,6 +260,10 @@ class ObjectStorage:
         """Return the present time by the clock of the bucket."""
         return incomplete_uploads.moment(self._client, self.place)
 
+    def age_s(self, path: str) -> float:
+        """Return the seconds since an object was written, by the clock of the bucket."""
+        return incomplete_uploads.age_s(self._client, self.place, *self._full(path))
+
     def discard(self, found: Dated) -> None:
         """Remove a temporary object, or abort an upload."""
         incomplete_uploads.discard(self._client, self.place, self.options, found)
@@ -304,9 +307,7 @@ class ObjectStorage:
 
     def _is_folder(self, key: str, url: str) -> bool:
         with translated("list", url):
-            for chunk in obstore.list(self._client, key, chunk_size=1):
-                return len(chunk) > 0
-        return False
+            return any(len(chunk) for chunk in obstore.list(self._client, key, chunk_size=1))
 
     def _check_place(self, path: str) -> None:
         """Refuse a file in the place of a folder, and a folder in the place of a file.

@@ -26,13 +26,14 @@ class ForwardingStorage(ABC):
     """A store that passes everything on to `inner`; the stores below are wrapped by `around`.
 
     Create, write, finish, put, commit, get, size, read_into, read_runs, delete, folders and list go through
-    `intercept`, under these names.  So does copy_from, which exists only if `inner` has it, as do files_at
-    and above.
+    `intercept`, under these names.  So do copy_from and age_s, which exist only if `inner` has them, as do
+    files_at and above.
     """
 
     copy_from: Callable[[Storage, str, str, int], bool]
     files_at: Callable[[str | None], Storage]
     above: Callable[[], tuple[Storage, str] | None]
+    age_s: Callable[[str], float]
 
     def __init__(self, inner: Storage) -> None:
         self.inner = inner
@@ -44,6 +45,8 @@ class ForwardingStorage(ABC):
             self.files_at = lambda place: self.around(found.files_at(place), "")
         if getattr(found, "above", None) is not None:
             self.above = partial(self._above, found)
+        if (age_s := getattr(found, "age_s", None)) is not None:
+            self.age_s = lambda path: self.intercept("age_s", path, 0, lambda: age_s(path))
 
     @abstractmethod
     def around(self, inner: Storage, path: str) -> Storage:

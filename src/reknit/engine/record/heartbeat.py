@@ -1,0 +1,179 @@
+"""The heartbeat of a run: does the run that owns a folder still live, so that another one must not take it?
+
+The process that opened a folder writes its record there anew every `EVERY_S` seconds, and marks the end of
+the run in it.  Another run that would open the folder finds such a mark, or sees that the process is dead if
+it ran on the same host, and takes the folder at once.  So it does if the record is older than `STALE_S`, by
+the clock of the store alone.  For a younger one it waits: a record that changes shows that the owner lives,
+and one that has not changed until it is `STALE_S` old shows that the owner is gone (docs/decisions/0027).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reknit.engine.record.run_record import MOST_NBYTES, Owner, check_record, newest_record, owner_of
+from reknit.errors import FencedError, ReknitError, StorageError, UsageError
+from reknit.monitor.phase import Deadline
+from reknit.storage.base import HasDates
+from reknit.system import AtExit, start_thread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from reknit.storage.base import Storage
+
+logger = logging.getLogger("reknit")
+
+EVERY_S = 10.0
+"""Seconds from one beat to the next."""
+STALE_S = 30.0
+"""Age of a record whose run is gone: three beats are missing."""
+_END_S = 5.0
+"""Longest wait for the mark of the end."""
+_PAUSE_S = 0.5
+
+
+class Heartbeat:
+    """Writes the records of a run anew as long as the run lives, in a thread of its own.
+
+    `open_root` opens the folder of a record.  `records` are the records by their folders, and may change.
+    The process that dies takes the thread along, so a dead run does not beat.
+    """
+
+    def __init__(self, open_root: Callable[[str], Storage]) -> None:
+        self._open = open_root
+        self.records: Mapping[str, str] = {}
+        self._roots: dict[str, Storage] = {}
+        self._about: dict[str, dict[str, Any]] = {}
+        """The contents of the records, as they were written last."""
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._at_exit: AtExit | None = None
+
+    def begin(self) -> None:
+        """Start the thread, unless it runs.  A process without a thread to spare has no heartbeat."""
+        if self._thread is not None or self._over.is_set():
+            return
+        try:
+            self._thread = start_thread("reknit-heartbeat", self._work)
+        except ReknitError as error:
+            logger.warning("another run may take the folder of this one, which has no heartbeat: %s", error)
+            return
+        self._at_exit = AtExit(self.end, last=True)
+
+    def stop(self) -> None:
+        """Let the thread mark the end of the run, and do not wait for that."""
+        self._over.set()
+
+    def end(self) -> None:
+        """Mark the end of the run, so that the next one need not wait.  A store that hangs is given up."""
+        self.stop()
+        if self._thread is not None:
+            self._thread.join(_END_S)
+        if self._at_exit is not None:
+            self._at_exit.cancel()
+
+    def _work(self) -> None:
+        while not self._over.wait(EVERY_S):
+            self.beat()
+        self.beat(ends=True)
+        for root in self._roots.values():
+            root.close()
+
+    def beat(self, *, ends: bool = False) -> None:
+        """Write each record anew; with `ends`, as that of a run that has ended."""
+        for url, record in list(self.records.items()):
+            try:
+                if url not in self._roots:
+                    self._roots[url] = self._open(url)
+                self._renew(self._roots[url], record, ends=ends)
+            except FencedError as error:  # this run commits nothing there any more
+                if not ends:
+                    logger.warning("%s", error.message)
+                self.records = {each: mine for each, mine in self.records.items() if mine != record}
+            except Exception as error:  # the store of a user may raise anything; the next beat tries again
+                logger.debug("the record of this run at %s is not renewed: %s", url, error)
+
+    def _renew(self, root: Storage, record: str, *, ends: bool) -> None:
+        if not check_record(root, record):  # this run is about to replace it, or somebody has removed it
+            return
+        if record not in self._about:
+            self._about[record] = json.loads(root.get(record, limit=MOST_NBYTES))
+        about = self._about[record]
+        about |= {"beats": about["beats"] + 1, "ended": ends}
+        root.put(record, json.dumps(about).encode(), if_absent=False)
+
+
+class _Watched(NamedTuple):
+    """A record whose run may live: the time until it is known to be gone begins with a look at the record."""
+
+    root: Storage
+    record: str
+    owner: Owner
+    silence: Deadline
+
+
+def wait_for_owners(roots: Sequence[Storage], timeout_s: float) -> None:
+    """Wait until no other run lives in any of several folders.  Raises `UsageError` for one that does.
+
+    A record that cannot be read says nothing: to open its folder shows why.
+    """
+    watched, deadline = [each for root in roots if (each := _watched(root)) is not None], Deadline(timeout_s)
+    if watched:
+        logger.warning(
+            "waiting up to %.0f s for a sign of life of the run that opened %s in %s: if there is none, this "
+            "run takes the folder",
+            max(each.silence.remaining() for each in watched),
+            watched[0].root.url,
+            watched[0].owner,
+        )
+    while watched:
+        time.sleep(_PAUSE_S)
+        for each in list(watched):
+            found = _owned(each.root)
+            is_silent = found == (each.record, each.owner)
+            if found is None or (is_silent and each.silence.passed()):
+                watched.remove(each)
+            elif not is_silent or deadline.passed():
+                raise _lives(each.root, found[1])
+
+
+def _watched(root: Storage) -> _Watched | None:
+    """Return the record of a run that may live in a folder, None without one."""
+    if (found := _owned(root)) is None:
+        return None
+    age_s = 0.0
+    if isinstance(root, HasDates):
+        with suppress(StorageError):
+            age_s = root.age_s(found[0])
+    return None if age_s >= STALE_S else _Watched(root, *found, Deadline(STALE_S - age_s))
+
+
+def _owned(root: Storage) -> tuple[str, Owner] | None:
+    """Return the record and the process of a run that has opened a folder, unless it must be gone.
+
+    A run of an earlier version never renews its record, so nothing shows whether it lives.
+    """
+    try:
+        record = newest_record(root)
+    except StorageError:
+        return None
+    owner = None if record is None else owner_of(root, record)
+    if record is None or owner is None or owner.beats is None or owner.is_this or owner.is_gone:
+        return None
+    return record, owner
+
+
+def _lives(root: Storage, owner: Owner) -> UsageError:
+    return UsageError(
+        f"{root.url} belongs to a run that lives ({owner}), so this one does not begin; nothing was changed",
+        path=root.url,
+        remedy="end that run first, or give this one a folder of its own (an evaluation reads with `load`, "
+        "which does not open the folder for writing); other_run='take_over' takes the folder from a run that "
+        "lives, whose saves fail from then on",
+    )

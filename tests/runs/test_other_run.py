@@ -1,0 +1,362 @@
+"""Another run owns the folder: while it lives, nobody takes the folder from it unless that is asked for."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import reknit
+from reknit import Checkpointer, Tier
+from reknit.engine.record import heartbeat
+from reknit.engine.record.heartbeat import EVERY_S, STALE_S, Heartbeat
+from reknit.engine.record.run_record import newest_record, open_run
+from reknit.errors import FencedError, UsageError
+from reknit.monitor.phase import CLOCK
+from reknit.storage.registry import open_storage
+from tests.runs.pieces import numbers, state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+LONG_S = 60.0
+
+
+class Waits:
+    """The waits of this process, each of which lets the clock go on at once, and calls `during`."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.ahead_s = 0.0
+        self.during: Callable[[], object] = lambda: None
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+        self.during()
+
+    def time(self) -> float:
+        return time.time() + self.ahead_s
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.seconds
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
+    """Replace the clock of this process, and let no thread beat by itself."""
+    found = Waits()
+    monkeypatch.setattr(heartbeat, "EVERY_S", LONG_S)
+    monkeypatch.setattr(heartbeat.time, "sleep", found.sleep)
+    token = CLOCK.set(found)
+    yield found
+    CLOCK.reset(token)
+
+
+class Owner:
+    """A process that has opened a folder, on another host or this one, and beats when it is told to."""
+
+    def __init__(self, url: Path | str, host: str = "elsewhere", pid: int = 7) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("reknit.engine.record.run_record.socket.gethostname", lambda: host)
+            patch.setattr("reknit.engine.record.run_record.os.getpid", lambda: pid)
+            self.url, self.root = str(url), open_storage(url)
+            self.record = open_run(self.root, 0)
+        self.heart = Heartbeat(open_storage)
+        self.heart.records = {self.url: self.record}
+
+    @property
+    def about(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.root.get(self.record, limit=1 << 20))
+        return found
+
+    def owns(self) -> bool:
+        return newest_record(self.root) == self.record
+
+    def age(self, seconds: float) -> None:
+        """Let the last beat be so long ago, by the clock of the file system."""
+        path, then = Path(self.url, self.record), time.time() - seconds
+        os.utime(path, (then, then))
+
+
+def opened(root: Path | str, **more: Any) -> int:
+    with Checkpointer(root, wait=True, **more) as run:
+        return run.resume(state())
+
+
+def test_a_folder_without_an_owner_is_opened_without_a_wait(tmp_path: Path, waits: Waits) -> None:
+    assert opened(tmp_path) == 0
+    assert waits.seconds == 0
+
+
+def test_a_run_that_has_ended_is_followed_at_once(
+    tmp_path: Path, waits: Waits, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner = Owner(tmp_path)
+    owner.heart.beat(ends=True)
+    with caplog.at_level(logging.INFO, "reknit"):
+        opened(tmp_path)
+    assert waits.seconds == 0
+    (line,) = [each for each in caplog.records if "this run takes" in each.message]
+    assert line.levelno == logging.INFO
+
+
+@pytest.mark.parametrize("ends", ["closed", "left by an error", "preempted"])
+def test_a_checkpointer_marks_its_end(tmp_path: Path, waits: Waits, ends: str) -> None:
+    save = reknit.policies.on_preemption(signal.SIGUSR2)
+    run = Checkpointer(tmp_path, wait=True, save=save)
+    run.resume(state())
+    record = newest_record(open_storage(tmp_path))
+    assert record is not None
+    assert "ended" not in json.loads((tmp_path / record).read_text())
+    if ends == "left by an error":
+        with pytest.raises(KeyError), run:
+            raise KeyError
+    else:
+        if ends == "preempted":
+            signal.raise_signal(signal.SIGUSR2)
+            assert run.should_save(1)
+            assert run.preempted
+        run.close()
+    assert json.loads((tmp_path / record).read_text())["ended"] is True
+
+
+def test_a_dead_process_of_this_host_is_followed_at_once(tmp_path: Path, waits: Waits) -> None:
+    ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    ended.wait()
+    Owner(tmp_path, socket.gethostname(), ended.pid)
+    opened(tmp_path)
+    assert waits.seconds == 0
+
+
+def test_a_process_may_begin_several_runs_in_a_folder(tmp_path: Path, waits: Waits) -> None:
+    first = Checkpointer(tmp_path, wait=True)
+    first.save(1, state(1.0))
+    assert opened(tmp_path) == 2
+    assert waits.seconds == 0
+    with pytest.raises(FencedError):
+        first.save(2, state(2.0))
+
+
+def test_a_run_of_an_earlier_version_has_no_heartbeat_and_is_followed_at_once(
+    tmp_path: Path, waits: Waits
+) -> None:
+    owner = Owner(tmp_path)
+    about = owner.about
+    del about["beats"]
+    owner.root.put(owner.record, json.dumps(about).encode(), if_absent=False)
+    opened(tmp_path)
+    assert waits.seconds == 0
+
+
+@pytest.mark.parametrize("text", [b"{", b"[]", b'{"host": 1}', b'{"host": "a", "pid": 1, "opened": 1e300}'])
+def test_a_record_that_nobody_can_read_keeps_nobody_out(tmp_path: Path, waits: Waits, text: bytes) -> None:
+    owner = Owner(tmp_path)
+    owner.root.put(owner.record, text, if_absent=False)
+    opened(tmp_path)
+    assert waits.seconds == 0
+
+
+@pytest.mark.parametrize("clock_ahead_s", [0.0, 7200.0, -7200.0])
+def test_only_the_clock_of_the_store_says_how_old_a_beat_is(
+    tmp_path: Path, waits: Waits, clock_ahead_s: float
+) -> None:
+    waits.ahead_s = clock_ahead_s
+    Owner(tmp_path).age(STALE_S + 1)
+    opened(tmp_path)
+    assert waits.seconds == 0
+    Owner(tmp_path).age(10)
+    opened(tmp_path)
+    assert STALE_S - 12 < waits.seconds <= STALE_S - 9
+
+
+@pytest.mark.parametrize("kind", ["local", "memory"])
+def test_a_process_that_was_killed_elsewhere_is_followed_once_its_beats_are_missing(
+    kind: str, tmp_path: Path, waits: Waits, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = str(tmp_path) if kind == "local" else f"memory://{uuid.uuid4().hex}/run"
+    Owner(url)
+    with caplog.at_level(logging.WARNING, "reknit"):
+        opened(url)
+    assert STALE_S - 2 < waits.seconds <= STALE_S + 1
+    assert "waiting up to 30 s for a sign of life of the run that opened" in caplog.text
+    assert "process 7 of elsewhere, at 20" in caplog.text
+    assert "this run takes" in caplog.text
+
+
+def test_a_process_of_this_host_that_stands_still_is_followed_once_its_beats_are_missing(
+    tmp_path: Path, waits: Waits
+) -> None:
+    Owner(tmp_path, socket.gethostname(), 1)
+    opened(tmp_path)
+    assert waits.seconds > STALE_S - 2
+
+
+def begun(root: Path, how: str) -> Checkpointer:
+    """Begin a run in one of the ways in which a run can begin."""
+    run = Checkpointer(root, wait=True, later_steps="replace" if how == "save, replacing" else "refuse")
+    if how == "resume":
+        run.resume(state())
+    elif how == "should_save":
+        run.should_save(5)
+    else:
+        run.save(5, state(5.0))
+    return run
+
+
+@pytest.mark.parametrize("how", ["resume", "should_save", "save", "save, replacing"])
+@pytest.mark.parametrize("host", ["elsewhere", "here"])
+def test_a_run_that_lives_keeps_its_folder(tmp_path: Path, waits: Waits, how: str, host: str) -> None:
+    owner = Owner(tmp_path, socket.gethostname() if host == "here" else host, 1)
+    waits.during = lambda: owner.heart.beat() if waits.seconds > EVERY_S / 2 else None
+    before = sorted(each.name for each in tmp_path.iterdir())
+    with pytest.raises(UsageError, match=r"belongs to a run that lives \(process 1 of .*not begin") as caught:
+        begun(tmp_path, how)
+    assert "other_run='take_over'" in (caught.value.remedy or "")
+    assert waits.seconds < EVERY_S
+    assert owner.owns()
+    assert sorted(each.name for each in tmp_path.iterdir()) == before
+
+
+def test_a_run_that_opens_the_folder_during_the_wait_keeps_it(tmp_path: Path, waits: Waits) -> None:
+    Owner(tmp_path)
+    others: list[Owner] = []
+    waits.during = lambda: others.append(Owner(tmp_path, "a third host")) if not others else None
+    with pytest.raises(UsageError, match="lives .*a third host"):
+        opened(tmp_path)
+
+
+def test_a_run_that_ends_during_the_wait_is_followed_then(tmp_path: Path, waits: Waits) -> None:
+    owner = Owner(tmp_path)
+    waits.during = lambda: owner.heart.beat(ends=True)
+    opened(tmp_path)
+    assert waits.seconds < 1
+
+
+def test_a_wait_that_may_take_less_time_than_it_needs_leaves_the_folder_to_its_owner(
+    tmp_path: Path, waits: Waits
+) -> None:
+    owner = Owner(tmp_path)
+    with pytest.raises(UsageError, match="belongs to a run that lives"):
+        opened(tmp_path, options=reknit.SaveOptions(timeout_s=20))
+    assert waits.seconds < 12
+    assert owner.owns()
+
+
+@pytest.mark.parametrize("place", ["tier", "promote_to"])
+def test_a_run_that_lives_keeps_the_places_that_two_hosts_share(
+    tmp_path: Path, waits: Waits, place: str
+) -> None:
+    hot, cold = tmp_path / "hot", tmp_path / "cold"
+    owner = Owner(cold)
+    waits.during = owner.heart.beat
+    if place == "tier":
+        run = Checkpointer(tiers=[Tier(hot), Tier(cold)], wait=True)
+    else:
+        run = Checkpointer(hot, wait=True, options=reknit.SaveOptions(promote_to=cold))
+    with pytest.raises(UsageError, match="cold belongs to a run that lives"):
+        run.save(1, state(1.0))
+    assert owner.owns()
+    assert not hot.exists()
+
+
+def test_a_run_that_is_told_to_takes_the_folder_from_one_that_lives(
+    tmp_path: Path, waits: Waits, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner = Owner(tmp_path)
+    with Checkpointer(tmp_path, wait=True, other_run="take_over") as run:
+        with caplog.at_level(logging.WARNING, "reknit"):
+            run.save(1, state(1.0))
+        assert waits.seconds == 0
+        assert "over from the run that opened it in process 7 of elsewhere" in caplog.text
+        caplog.clear()
+        owner.heart.beat()
+        owner.heart.beat()
+        (line,) = [each.message for each in caplog.records if each.levelno == logging.WARNING]
+        assert "a newer run (generation" in line, "its log has it before its next save fails"
+        assert not (tmp_path / owner.record).exists(), "a beat brings no record back"
+    assert numbers(tmp_path) == [1]
+
+
+def test_a_run_that_was_overtaken_does_not_take_the_folder_back_from_one_that_lives(
+    tmp_path: Path, waits: Waits
+) -> None:
+    with Checkpointer(tmp_path, wait=True) as run:
+        run.resume(state())
+        owner = Owner(tmp_path)
+        waits.during = owner.heart.beat
+        with pytest.raises(UsageError, match="belongs to a run that lives"):
+            run.resume(state())
+        assert owner.owns()
+
+
+def test_a_record_that_somebody_has_removed_is_not_put_back(tmp_path: Path) -> None:
+    owner = Owner(tmp_path)
+    owner.heart.beat()
+    assert owner.about["beats"] == 1
+    owner.root.delete(owner.record)
+    owner.heart.beat()
+    assert not list(tmp_path.rglob("run.*"))
+
+
+def test_a_store_that_fails_ends_no_heartbeat(tmp_path: Path) -> None:
+    owner = Owner(tmp_path)
+
+    def fail(url: str) -> Any:
+        raise OSError("away")
+
+    good, owner.heart._open = owner.heart._open, fail
+    owner.heart.beat()
+    owner.heart._open = good
+    owner.heart.beat()
+    assert owner.about["beats"] == 1
+
+
+def beating() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == "reknit-heartbeat"]
+
+
+def test_a_run_beats_until_it_ends_or_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "EVERY_S", 0.001)
+    before, beats = set(beating()), threading.Semaphore(0)
+    beat = Heartbeat.beat
+
+    def counted(heart: Heartbeat, *, ends: bool = False) -> None:
+        beat(heart, ends=ends)
+        beats.release()
+
+    monkeypatch.setattr(Heartbeat, "beat", counted)
+    run = Checkpointer(tmp_path, wait=True)
+    run.resume(state())
+    run.save(1, state(1.0))
+    (thread,) = set(beating()) - before
+    for _ in range(3):
+        assert beats.acquire(timeout=LONG_S)
+    record = newest_record(open_storage(tmp_path))
+    assert record is not None
+    assert json.loads((tmp_path / record).read_text())["beats"] >= 2
+    run.load(state(), 1)
+    run.save(1, state(2.0))  # opens the folder again, with another record
+    newer = newest_record(open_storage(tmp_path))
+    del run
+    gc.collect()
+    thread.join(LONG_S)
+    assert not thread.is_alive()
+    assert newer is not None
+    assert json.loads((tmp_path / newer).read_text())["ended"] is True
+
+
+def test_other_run_is_one_of_two(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="other_run is 'refuse' or 'take_over', not 'wait'"):
+        Checkpointer(tmp_path, other_run="wait")  # type: ignore[arg-type]
