@@ -84,6 +84,7 @@ MEANINGS = {
     "optional": "whether the rule may match no name",
     "options": "options of the call; None for the defaults",
     "order": "new order of the dimensions",
+    "other_run": "action in a folder whose owner, another run, still lives",
     "over": "name of the part of a name that is the number in the stack",
     "overhead": "share of the time that saves may take",
     "overwrite": "replace a checkpoint that is there already",

@@ -65,7 +65,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
 
 
 class Owner:
-    """A process that has opened a folder, on another host or this one, and beats when it is told to."""
+    """A process that has opened a folder, on another host or this one, whose heart a test beats."""
 
     def __init__(self, url: Path | str, host: str = "elsewhere", pid: int = 7) -> None:
         with pytest.MonkeyPatch.context() as patch:
@@ -233,7 +233,7 @@ def test_a_run_that_opens_the_folder_during_the_wait_keeps_it(tmp_path: Path, wa
     Owner(tmp_path)
     others: list[Owner] = []
     waits.during = lambda: others.append(Owner(tmp_path, "a third host")) if not others else None
-    with pytest.raises(UsageError, match="lives .*a third host"):
+    with pytest.raises(UsageError, match=r"lives .*a third host"):
         opened(tmp_path)
 
 

@@ -41,7 +41,7 @@ LaterSteps = Literal["refuse", "move", "replace"]
 """The fate of steps of an earlier run when a new run begins before them."""
 
 OtherRun = Literal["refuse", "take_over"]
-"""What a run does in a folder whose owner, another run, still lives."""
+"""The action of a run in a folder whose owner, another run, still lives."""
 
 _NEXT = 1 << 63
 """Higher than all generations."""

@@ -1,19 +1,19 @@
 """The heartbeat of a run: does the run that owns a folder still live, so that another one must not take it?
 
 The process that opened a folder writes its record there anew every `EVERY_S` seconds, and marks the end of
-the run in it.  Another run that would open the folder finds such a mark, or sees that the process is dead if
-it ran on the same host, and takes the folder at once.  So it does if the record is older than `STALE_S`, by
-the clock of the store alone.  For a younger one it waits: a record that changes shows that the owner lives,
-and one that has not changed until it is `STALE_S` old shows that the owner is gone (docs/decisions/0027).
+the run in it.  Another run takes the folder at once if it finds such a mark, or a dead process of its own
+host, or an old record: its age is that by the clock of the store alone, and `STALE_S` is old.  Otherwise it
+waits.  A record that changes shows that the owner lives, and one that becomes old that the owner is gone
+(docs/decisions/0027).
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
 from contextlib import suppress
+from threading import Event
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.engine.record.run_record import MOST_NBYTES, Owner, check_record, newest_record, owner_of
@@ -51,16 +51,16 @@ class Heartbeat:
         self._roots: dict[str, Storage] = {}
         self._about: dict[str, dict[str, Any]] = {}
         """The contents of the records, as they were written last."""
-        self._over = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._over = Event()
+        self._join: Callable[[float], object] | None = None
         self._at_exit: AtExit | None = None
 
     def begin(self) -> None:
         """Start the thread, unless it runs.  A process without a thread to spare has no heartbeat."""
-        if self._thread is not None or self._over.is_set():
+        if self._join is not None or self._over.is_set():
             return
         try:
-            self._thread = start_thread("reknit-heartbeat", self._work)
+            self._join = start_thread("reknit-heartbeat", self._work).join
         except ReknitError as error:
             logger.warning("another run may take the folder of this one, which has no heartbeat: %s", error)
             return
@@ -73,8 +73,8 @@ class Heartbeat:
     def end(self) -> None:
         """Mark the end of the run, so that the next one need not wait.  A store that hangs is given up."""
         self.stop()
-        if self._thread is not None:
-            self._thread.join(_END_S)
+        if self._join is not None:
+            self._join(_END_S)
         if self._at_exit is not None:
             self._at_exit.cancel()
 
@@ -110,7 +110,7 @@ class Heartbeat:
 
 
 class _Watched(NamedTuple):
-    """A record whose run may live: the time until it is known to be gone begins with a look at the record."""
+    """A record whose run may live, and the time until its silence shows that it does not."""
 
     root: Storage
     record: str
@@ -126,8 +126,8 @@ def wait_for_owners(roots: Sequence[Storage], timeout_s: float) -> None:
     watched, deadline = [each for root in roots if (each := _watched(root)) is not None], Deadline(timeout_s)
     if watched:
         logger.warning(
-            "waiting up to %.0f s for a sign of life of the run that opened %s in %s: if there is none, this "
-            "run takes the folder",
+            "waiting up to %.0f s for a sign of life of the run that opened %s in %s: without one, this run "
+            "takes the folder",
             max(each.silence.remaining() for each in watched),
             watched[0].root.url,
             watched[0].owner,

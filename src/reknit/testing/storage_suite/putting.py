@@ -6,11 +6,30 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+import pytest
+
+from reknit.errors import StorageNotFoundError
+from reknit.monitor.phase import CLOCK
+from reknit.storage.base import HasDates
 from reknit.testing.storage_suite.probes import listed, read, seen_meanwhile
 from reknit.testing.storage_suite.suite import Suite
 
 if TYPE_CHECKING:
     from reknit.storage.base import Storage
+
+
+_AHEAD_S = 3600.0
+
+
+class _Ahead:
+    """The clock of a host that is an hour ahead."""
+
+    def __init__(self) -> None:
+        self._right = CLOCK.get()
+        self.monotonic = self._right.monotonic
+
+    def time(self) -> float:
+        return self._right.time() + _AHEAD_S
 
 
 class PuttingSuite(Suite):
@@ -26,6 +45,20 @@ class PuttingSuite(Suite):
         assert self.raw_read(storage, "s/latest") == b"longer"
         assert read(storage, "s/latest", 0, 6) == b"longer"
         assert listed(storage) == {"s/latest": 6, "s/new": 0}
+
+    def test_the_age_of_a_file_is_measured_on_one_clock(self, storage: Storage) -> None:
+        """A new file is younger than an hour, however wrong the clock of this host is."""
+        if not isinstance(storage, HasDates):
+            pytest.skip("this store does not date its files")
+        storage.put("s/new", b"1", if_absent=False)
+        token = CLOCK.set(_Ahead())
+        try:
+            assert 0.0 <= storage.age_s("s/new") < _AHEAD_S
+            with pytest.raises(StorageNotFoundError):
+                storage.age_s("s/missing")
+        finally:
+            CLOCK.reset(token)
+        assert listed(storage) == {"s/new": 1}
 
     def test_readers_see_the_old_content_or_the_new(self, storage: Storage) -> None:
         """Never a mixture, never nothing, by `get`, by `read_into`, or raw."""
