@@ -11,10 +11,12 @@ import pytest
 import torch
 
 import reknit
+from reknit.engine.record import heartbeat
 from reknit.frameworks.same_value import same_value
 from tests import ranks
 from tests.integrations import lightning_hooks_job as jobs
 from tests.optional import needs
+from tests.runs.owners import Owner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -218,7 +220,7 @@ def test_the_best_model_of_a_run_with_an_average_is_the_average(tmp_path: Path) 
 
 def refusals(root: str) -> list[str]:
     """Return the first line of the error of each training that cannot go on, and a mark for a gone remedy."""
-    from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+    from lightning.pytorch.callbacks import LambdaCallback, LearningRateFinder, ModelCheckpoint
 
     from reknit.integrations.lightning import ReknitCheckpoint
 
@@ -249,7 +251,16 @@ def refusals(root: str) -> list[str]:
         outcome(ReknitCheckpoint(f"{root}/new")),
     ]
     jobs.train(ModelCheckpoint(f"{root}/last", every_n_epochs=1, save_last=True), [], path=None, max_epochs=1)
-    return [*found, outcome(ReknitCheckpoint(f"{root}/last"))]
+    found.append(outcome(ReknitCheckpoint(f"{root}/last")))
+    owner = Owner(f"{root}/owned")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heartbeat.time, "sleep", lambda _: owner.heart.beat())
+        trained: list[int] = []
+        watch = LambdaCallback(on_train_batch_end=lambda *_: trained.append(1))
+        found.append(outcome(ReknitCheckpoint(f"{root}/owned"), [watch], path=None))
+        assert not trained, "it is refused before it trains"
+        found.append(outcome(ReknitCheckpoint(f"{root}/owned", other_run="take_over"), path=None))
+    return found
 
 
 def test_no_training_begins_at_step_0_beside_other_work(tmp_path: Path) -> None:
@@ -266,7 +277,9 @@ def test_no_training_begins_at_step_0_beside_other_work(tmp_path: Path) -> None:
     assert found[6] == "began at 0"
     assert found[7].startswith("ROOT/steps/step_00000004 is itself a checkpoint")
     assert found[8].startswith("step 4 was loaded, and then a callback has restored another checkpoint")
-    assert found[9:] == ["began at 0", "began at 0", "began at 4"]
+    assert found[9:12] == ["began at 0", "began at 0", "began at 4"]
+    assert found[12].startswith("ROOT/owned belongs to a run that lives")
+    assert found[13] == "began at 0"
 
 
 def logged(root: str) -> list[tuple[str, str]]:

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 import reknit
+from reknit.engine.record import heartbeat
 from reknit.errors import CheckpointExistsError, UsageError
 from tests import ranks
 from tests.integrations.hf_runs import after_each_step, trainer
 from tests.optional import needs
+from tests.runs.owners import Owner
 
 pytestmark = [needs("transformers", "transformers"), needs("accelerate", "accelerate")]
 
@@ -72,7 +74,22 @@ def anew(folder: str) -> int:
     Path(folder, "checkpoint-4").mkdir()
     with pytest.raises(UsageError, match=r"checkpoint-4 is .* without trainer_state"):
         trainer(folder).train(resume_from_checkpoint=True)
+    refuse_beside_another(f"{folder}/other")
     return began(trainer(folder, max_steps=2, checkpoints={"wait": True}), resume_from_checkpoint=False)
+
+
+def refuse_beside_another(folder: str) -> None:
+    """Begin where another training is under way: refused before the first step, or it takes the folder."""
+    owner = Owner(f"{folder}/_reknit")
+    made = trainer(folder, max_steps=2, checkpoints={"wait": True})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heartbeat.time, "sleep", lambda _: owner.heart.beat())
+        with pytest.raises(UsageError, match="belongs to a run that lives"):
+            began(made)
+        assert made.first is None
+        assert owner.owns()
+        given = {"wait": True, "other_run": "take_over"}
+        assert began(trainer(folder, max_steps=2, checkpoints=given)) == 0
 
 
 def test_a_training_begins_beside_other_work_if_it_is_told_so(tmp_path: Path) -> None:

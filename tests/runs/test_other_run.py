@@ -5,15 +5,12 @@ from __future__ import annotations
 import gc
 import json
 import logging
-import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 import uuid
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,35 +19,18 @@ import reknit
 from reknit import Checkpointer, Tier
 from reknit.engine.record import heartbeat
 from reknit.engine.record.heartbeat import EVERY_S, STALE_S, Heartbeat
-from reknit.engine.record.run_record import newest_record, open_run
+from reknit.engine.record.run_record import newest_record
 from reknit.errors import FencedError, UsageError
 from reknit.monitor.phase import CLOCK
 from reknit.storage.registry import open_storage
+from tests.runs.owners import Owner, Waits
 from tests.runs.pieces import numbers, state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
+    from pathlib import Path
 
 LONG_S = 60.0
-
-
-class Waits:
-    """The waits of this process, each of which lets the clock go on at once, and calls `during`."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self.ahead_s = 0.0
-        self.during: Callable[[], object] = lambda: None
-
-    def sleep(self, seconds: float) -> None:
-        self.seconds += seconds
-        self.during()
-
-    def time(self) -> float:
-        return time.time() + self.ahead_s
-
-    def monotonic(self) -> float:
-        return time.monotonic() + self.seconds
 
 
 @pytest.fixture
@@ -62,32 +42,6 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
     token = CLOCK.set(found)
     yield found
     CLOCK.reset(token)
-
-
-class Owner:
-    """A process that has opened a folder, on another host or this one, whose heart a test beats."""
-
-    def __init__(self, url: Path | str, host: str = "elsewhere", pid: int = 7) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("reknit.engine.record.run_record.socket.gethostname", lambda: host)
-            patch.setattr("reknit.engine.record.run_record.os.getpid", lambda: pid)
-            self.url, self.root = str(url), open_storage(url)
-            self.record = open_run(self.root, 0)
-        self.heart = Heartbeat(open_storage)
-        self.heart.records = {self.url: self.record}
-
-    @property
-    def about(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.root.get(self.record, limit=1 << 20))
-        return found
-
-    def owns(self) -> bool:
-        return newest_record(self.root) == self.record
-
-    def age(self, seconds: float) -> None:
-        """Let the last beat be so long ago, by the clock of the file system."""
-        path, then = Path(self.url, self.record), time.time() - seconds
-        os.utime(path, (then, then))
 
 
 def opened(root: Path | str, **more: Any) -> int:

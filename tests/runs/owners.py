@@ -1,0 +1,63 @@
+"""Another process that owns the folder of a run, and the waits of this one, without any real time."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from reknit.engine.record.heartbeat import Heartbeat
+from reknit.engine.record.run_record import newest_record, open_run
+from reknit.storage.registry import open_storage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Waits:
+    """The waits of this process, each of which lets the clock go on at once, and calls `during`."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.ahead_s = 0.0
+        self.during: Callable[[], object] = lambda: None
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+        self.during()
+
+    def time(self) -> float:
+        return time.time() + self.ahead_s
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.seconds
+
+
+class Owner:
+    """A process that has opened a folder, on another host or this one, whose heart a test beats."""
+
+    def __init__(self, url: Path | str, host: str = "elsewhere", pid: int = 7) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("reknit.engine.record.run_record.socket.gethostname", lambda: host)
+            patch.setattr("reknit.engine.record.run_record.os.getpid", lambda: pid)
+            self.url, self.root = str(url), open_storage(url)
+            self.record = open_run(self.root, 0)
+        self.heart = Heartbeat(open_storage)
+        self.heart.records = {self.url: self.record}
+
+    @property
+    def about(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.root.get(self.record, limit=1 << 20))
+        return found
+
+    def owns(self) -> bool:
+        return newest_record(self.root) == self.record
+
+    def age(self, seconds: float) -> None:
+        """Let the last beat be so long ago, by the clock of the file system."""
+        path, then = Path(self.url, self.record), time.time() - seconds
+        os.utime(path, (then, then))
