@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -12,6 +16,7 @@ import pytest
 import reknit
 from reknit.engine.record import checkpoint_notes
 from reknit.engine.record.at_path import committed
+from reknit.engine.record.recognising import manifest_exists
 from reknit.engine.stored.delete import delete
 from reknit.errors import CheckpointNotFoundError, StoragePermissionError, UsageError
 from reknit.monitor.phase import CLOCK
@@ -23,7 +28,6 @@ from tests.at_operation import AtOperation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from reknit.storage.base import Storage
 
@@ -46,8 +50,12 @@ class SteppedClock:
     def monotonic(self) -> float:
         return time.monotonic() + self.ahead_s
 
-    def step(self, seconds: float) -> None:
+    def step(self, seconds: float, url: str = "") -> None:
+        """Let time pass, also for the notes about a checkpoint in a local folder."""
         self.ahead_s += seconds
+        for note in Path(url, ".notes").iterdir() if url.startswith("/") else ():
+            then = note.stat().st_mtime - seconds
+            os.utime(note, (then, then))
 
 
 STATE: dict[str, Any] = {"model": {"w": np.arange(10.0)}}
@@ -60,11 +68,11 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def write_id(path: Path) -> str:
+def write_id(path: Path | str) -> str:
     return committed(open_storage(path)).write_id
 
 
-def hold(path: Path, lease_s: float = 60.0) -> checkpoint_notes.Hold:
+def hold(path: Path | str, lease_s: float = 60.0) -> checkpoint_notes.Hold:
     return checkpoint_notes.Hold(open_storage(path), write_id(path), lease_s)
 
 
@@ -139,21 +147,29 @@ def test_nobody_removes_what_another_begins_to_hold_at_any_moment(
     assert number > 4
 
 
-def test_a_removal_whose_process_died_holds_nobody_back_for_long(root: Path) -> None:
-    path = root / "step_1"
+@pytest.fixture(params=["dates of the store", "clocks of the hosts"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Return the place of a checkpoint in a store with dates, and in one without."""
+    local = request.param == "dates of the store"
+    url = f"{tmp_path}/step_1" if local else f"memory://{uuid4().hex}/step_1"
+    reknit.save(url, STATE, step=1)
+    return url
+
+
+def test_a_removal_whose_process_died_holds_nobody_back_for_long(place: str) -> None:
     with SteppedClock() as clock:
-        died = checkpoint_notes.Removal(open_storage(path), write_id(path))
+        died = checkpoint_notes.Removal(open_storage(place), write_id(place))
         with pytest.raises(CheckpointNotFoundError, match=r"is being removed by 'process \d+"):
-            hold(path)
+            hold(place)
         with pytest.raises(CheckpointNotFoundError, match="is being removed"):
-            reknit.pin(path)
-        reknit.note(path, {"score": 1.0})
-        clock.step(checkpoint_notes.REMOVAL_S + 61.0)
-        hold(path).release()
+            reknit.pin(place)
+        reknit.note(place, {"score": 1.0})
+        clock.step(checkpoint_notes.REMOVAL_S + 61.0, place)
+        hold(place).release()
         with pytest.raises(UsageError, match="before it began"):
             died.check()
-        reknit.delete(path)
-    assert not path.exists()
+        reknit.delete(place)
+    assert not manifest_exists(open_storage(place))
 
 
 def test_on_a_full_disk_it_can_be_removed(root: Path) -> None:
@@ -163,19 +179,51 @@ def test_on_a_full_disk_it_can_be_removed(root: Path) -> None:
     assert not (root / "step_1").exists()
 
 
-def test_a_lease_ends_by_itself_and_lasts_as_long_as_it_is_renewed(root: Path) -> None:
+def test_a_lease_ends_by_itself_and_lasts_as_long_as_it_is_renewed(place: str) -> None:
     with SteppedClock() as clock:
-        held = hold(root / "step_1", 100.0)
-        clock.step(90.0)
+        held = hold(place, 100.0)
+        clock.step(90.0, place)
         held.renew()
-        clock.step(150.0)  # the lease is over, but the clock of its holder may be behind
+        clock.step(90.0, place)
         with pytest.raises(UsageError, match="reads it"):
-            reknit.delete(root / "step_1")
-        clock.step(20.0)
-        reknit.delete(root / "step_1")
+            reknit.delete(place)
+        clock.step(80.0, place)
+        reknit.delete(place)
         with pytest.raises(CheckpointNotFoundError, match="was removed or replaced"):
             held.renew()
-    assert not (root / "step_1").exists()
+    assert not manifest_exists(open_storage(place))
+
+
+@pytest.mark.parametrize("ahead_s", [7200.0, -7200.0])
+def test_a_lease_of_a_host_whose_clock_is_wrong_lasts_no_longer_and_no_shorter(
+    root: Path, ahead_s: float
+) -> None:
+    path = str(root / "step_1")
+    with SteppedClock() as clock:
+        clock.ahead_s = ahead_s
+        hold(path, 100.0)
+        checkpoint_notes.Removal(open_storage(root / "step_2"), write_id(root / "step_2"))
+    with pytest.raises(UsageError, match=r"reads it, for (9\d|10\d|10\d\.\d+|9\d\.\d+) s more"):
+        reknit.delete(path)
+    with pytest.raises(CheckpointNotFoundError, match="is being removed"):
+        hold(root / "step_2")
+    for each in (path, str(root / "step_2")):
+        SteppedClock().step(103.0, each)
+    reknit.delete(path)
+    hold(root / "step_2").release()
+
+
+def test_a_lease_of_an_earlier_version_ends_by_the_clock_of_its_holder(root: Path) -> None:
+    path = root / "step_1"
+    hold(path, 100.0)
+    (note,) = (path / ".notes").iterdir()
+    about = json.loads(note.read_text())
+    del about["seconds"]
+    note.write_text(json.dumps(about))
+    with pytest.raises(UsageError, match="reads it"):
+        reknit.delete(path)
+    note.write_text(json.dumps(about | {"until": time.time() - 61.0}))
+    reknit.delete(path)
 
 
 def test_nobody_holds_what_is_gone_or_was_replaced(root: Path) -> None:

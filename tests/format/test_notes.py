@@ -22,7 +22,7 @@ _NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
 _TEXTS = st.text(max_size=50)
 _NOTES = st.one_of(
     st.builds(Pin, _TEXTS),
-    st.builds(HolderLease, _TEXTS, _NUMBERS),
+    st.builds(HolderLease, _TEXTS, _NUMBERS, st.none() | _NUMBERS),
     st.builds(Metrics, st.dictionaries(_TEXTS, st.none() | _NUMBERS)),
     st.builds(Follower, st.dictionaries(_TEXTS, _TEXTS)),
 )

@@ -34,10 +34,15 @@ class Pin(msgspec.Struct, frozen=True):
 
 
 class HolderLease(msgspec.Struct, frozen=True):
-    """`holder` reads the checkpoint, or is about to remove it, until `until`, in seconds since the epoch."""
+    """`holder` reads the checkpoint, or is about to remove it.
+
+    That holds for `seconds` from the date of the note, by the clock of the store.  Without `seconds`, or in a
+    store without dates, it holds until `until`, in seconds since the epoch by the clock of the holder.
+    """
 
     holder: _Text
     until: float
+    seconds: float | None = None
 
 
 class Metrics(msgspec.Struct, frozen=True):

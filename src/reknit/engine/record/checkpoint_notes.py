@@ -1,7 +1,8 @@
 """Pin a committed checkpoint, hold it while it is read, and add metrics to it: small files in its folder.
 
 Their names carry the write id, so a note about a checkpoint does not hold for one that replaces it.  A lease
-ends by itself, by the clocks of the hosts, which may be a minute apart.
+ends by itself: its age is that of its file, by the clock of the store.  In a store without dates it ends by
+the clocks of the hosts, which may be a minute apart.
 
 No process removes a checkpoint that another process has just begun to hold.  A holder puts a lease or a pin
 there, *then* looks for the note of a removal, *then* for the manifest.  A remover puts the note of the
@@ -46,6 +47,7 @@ from reknit.format.notes import (
     encode_note,
 )
 from reknit.monitor.phase import Deadline, now
+from reknit.storage.base import HasDates
 from reknit.system import start_thread
 
 if TYPE_CHECKING:
@@ -63,6 +65,8 @@ LEASE_S = 300.0
 """Seconds that a lease lasts, where nobody says how many."""
 REMOVAL_S = 60.0
 _CLOCKS_APART_S = 60.0
+_DATES_APART_S = 2.0
+"""Dates of files may be whole seconds, or even ones."""
 _MAX_NOTES = 1 << 14
 _MAX_NOTES_NBYTES = 16 << 20
 
@@ -225,9 +229,8 @@ def held_by(storage: Storage, write_id: str | None, but: str | None = None) -> s
         pins = (pin for pin in _notes(storage, listed, "pin", Pin) if but is None or pin.reason != but)
         for pinned in pins:
             return "it is pinned" + (f": {pinned.reason!r}" if pinned.reason else "")
-        for lease in _notes(storage, listed, "lease", HolderLease):
-            if (left_s := _left_s(lease)) > 0:
-                return f"{lease.holder!r} reads it, for {left_s:.4g} s more unless it asks again"
+        for lease, left_s in _lasting(storage, listed, "lease"):
+            return f"{lease.holder!r} reads it, for {left_s:.4g} s more unless it asks again"
     except FormatError as error:
         return f"{error.message}: {error.path}"
     except StoragePermissionError as error:
@@ -272,23 +275,31 @@ def _add(storage: Storage, kind: paths.NoteKind, note: Pin | Metrics, write_id: 
 def _check_stays(storage: Storage, write_id: str) -> None:
     """Raise `CheckpointNotFoundError` where a checkpoint is gone, or about to go."""
     # In this order, because a remover deletes its own note after the manifest.
-    for removal in _notes(storage, _listed(storage, write_id), "removal", HolderLease):
-        if _left_s(removal) > 0:
-            raise CheckpointNotFoundError(
-                f"the checkpoint at {storage.url} is being removed by {removal.holder!r}",
-                path=storage.url,
-                remedy="if it is still there in two minutes, try again",
-            )
+    for removal, _ in _lasting(storage, _listed(storage, write_id), "removal"):
+        raise CheckpointNotFoundError(
+            f"the checkpoint at {storage.url} is being removed by {removal.holder!r}",
+            path=storage.url,
+            remedy="if it is still there in two minutes, try again",
+        )
     check_same(storage, write_id)
 
 
 def _lease(seconds: float) -> HolderLease:
-    return HolderLease(f"process {os.getpid()} of {socket.gethostname()}", now() + seconds)
+    return HolderLease(f"process {os.getpid()} of {socket.gethostname()}", now() + seconds, seconds)
 
 
-def _left_s(lease: HolderLease) -> float:
-    """Return the seconds for which a lease may still count for its holder, whose clock may be behind."""
-    return lease.until + _CLOCKS_APART_S - now()
+def _lasting(storage: Storage, listed: Notes, kind: paths.NoteKind) -> Iterator[tuple[HolderLease, float]]:
+    """Yield the leases of a kind that may still count for their holders, with the seconds that are left."""
+    _check_amount(storage, listed.get(kind, ()))
+    for each in listed.get(kind, ()):
+        for lease in _notes(storage, {kind: [each]}, kind, HolderLease):
+            left_s = lease.until + _CLOCKS_APART_S - now()
+            if lease.seconds is not None and isinstance(storage, HasDates):
+                left_s = 0.0  # if the holder has just ended it
+                with suppress(StorageNotFoundError):
+                    left_s = lease.seconds + _DATES_APART_S - storage.age_s(each.path)
+            if left_s > 0:
+                yield lease, left_s
 
 
 def _notes(storage: Storage, listed: Notes, kind: paths.NoteKind, as_type: type[Note]) -> Iterator[Note]:
