@@ -13,12 +13,12 @@ from reknit.engine.record.checkpoint_notes import add_metrics, held_by, metrics_
 from reknit.engine.record.foreign_files import READABLE
 from reknit.engine.record.foreign_folders import run_of_others
 from reknit.engine.record.heartbeat import STALE_S, wait_for_owners
-from reknit.engine.record.other_formats import newest_of_others
+from reknit.engine.record.other_formats import newest_of_others, refuse_other
 from reknit.engine.record.recognising import manifest_exists
 from reknit.engine.stored.copy_files import Promotion
 from reknit.engine.stored.moving import delete_moved
 from reknit.engine.stored.promote import promote_alone
-from reknit.engine.stored.steps import is_step_name, numbered
+from reknit.engine.stored.steps import descending, is_step_name, numbered
 from reknit.errors import CheckpointExistsError, FormatError, ReknitError, UsageError
 from reknit.monitor.phase import Recorder
 from reknit.runs.tiers import below
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from reknit.engine.outcome import PendingSave
     from reknit.options import SaveOptions
-    from reknit.runs.tiers import Tiers
+    from reknit.runs.tiers import Folder, Tiers
     from reknit.storage.base import Storage
 
 logger = logging.getLogger("reknit")
@@ -89,15 +89,21 @@ def refuse_later(tiers: Tiers, step: int) -> None:
         )
 
 
-def refuse_others(tiers: Tiers) -> None:
+def refuse_others(tiers: Tiers, folders: Sequence[Sequence[Folder]]) -> None:
     """Raise `UsageError` if a tier has a checkpoint of another program, but no tier has a step.
 
-    A run that begins with step 0 would ignore the work that is there.
+    A run that begins with step 0 would ignore the work that is there.  `folders` are those of the steps of
+    each tier, as `numbered` returns them.
     """
-    for level in tiers.levels if tiers.newest(damaged=True) is None else ():
+    found_in = zip(tiers.levels, folders, strict=True)
+    if any(True for level, own in found_in for _ in descending(level.storage, folders=own)):
+        return
+    for level, own in zip(tiers.levels, folders, strict=True):
         begins = (
             "to begin with step 0 beside it: resume(state, start=0); or give this run a folder of its own"
         )
+        if not own:
+            refuse_other(level.storage)
         if (found := newest_of_others(level.storage)) is not None:
             place, other = below(level.url, found[0]), found[1]
             goes_on = f"to go on from it: resume(state, start={place!r})"

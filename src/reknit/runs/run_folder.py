@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 import weakref
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from reknit.arguments import check_state
 from reknit.calls import raised_on_all_ranks
 from reknit.engine.record.at_path import manifest_in, size_of
 from reknit.engine.record.heartbeat import Heartbeat, wait_for_owners
-from reknit.engine.record.line import Branch, Line
+from reknit.engine.record.line import Line, Start
 from reknit.engine.record.other_formats import refuse_other
-from reknit.engine.record.run_record import Run, folder_above, open_run, read_line
+from reknit.engine.record.run_record import Run, folder_above, newest_line, open_run
 from reknit.engine.stored.steps import numbered
 from reknit.errors import FencedError, FormatError, StorageError, UsageError, shown
 from reknit.monitor.phase import Deadline
@@ -47,13 +47,6 @@ _NEXT = 1 << 63
 """Higher than all generations."""
 
 
-class _Start(NamedTuple):
-    """The step after which a branch begins, and the generation of its save."""
-
-    step: int
-    generation: int | None
-
-
 class RunFolder:
     """The work of rank 0 in the folder of a run, for all ranks.
 
@@ -82,6 +75,8 @@ class RunFolder:
         self._loaded: tuple[int, int | None] | None = None
         self._next: int | None = None
         self._clearing: Clearing | None = None
+        self._line: Line | None = None
+        """The line of descent that this run has recorded last."""
         self._begun = False
         """Whether this run has resumed, loaded a step, or been refused before later steps."""
 
@@ -107,7 +102,7 @@ class RunFolder:
 
     def line_after(self, step: int, generation: int | None) -> Line:
         """Return the line of descent of a step that a save of some generation made."""
-        return _after(self._tiers.line(), _Start(step, generation), _NEXT)
+        return self._tiers.line().branched(Start(step, generation), _NEXT)
 
     @property
     def roots(self) -> list[str | os.PathLike[str]]:
@@ -185,13 +180,14 @@ class RunFolder:
         if not records:
             self._wait_for_owners(deadline)
         self._wait(deadline.remaining())
+        folders = [numbered(level.storage) for level in self._tiers.levels] if not records else []
         if alone and not records:
-            refuse_others(self._tiers)
+            refuse_others(self._tiers, folders)
         if not records or self._is_overtaken():
             if records:
                 self._wait_for_owners(deadline)
             try:
-                records = self._take(refuses=True)
+                records = self._take(refuses=True, folders=folders)
             except StorageError as error:
                 where = self._tiers.where
                 logger.warning("%s is read, and not opened for writing: %s", where, error.message)
@@ -216,7 +212,7 @@ class RunFolder:
             self._clearing = Clearing(later)
             if later:
                 before = self._tiers.newest((step, ""))
-                records = self._take(records, _Start(step - 1, before and before.generation))
+                records = self._take(records, Start(step - 1, before and before.generation))
         return records
 
     def _go_back(self, step: int, generation: int | None, first: int) -> dict[str, str]:
@@ -229,7 +225,7 @@ class RunFolder:
         if not later and line.holds(generation, step):
             return self.records
         logger.warning("going on from step %d: later steps of %s do not count", step, self._tiers.where)
-        return self._take(self.records, _Start(step, generation))
+        return self._take(self.records, Start(step, generation))
 
     def _wait_for_owners(self, deadline: Deadline) -> None:
         """Wait until no other run lives in a tier or a place of `promote_to`.  Raises `UsageError`."""
@@ -262,7 +258,7 @@ class RunFolder:
         return False
 
     def _forbid(self, since: int | None) -> None:
-        line = self._tiers.line()
+        line = self._line or self._tiers.line()
         for tier, level in enumerate(self._tiers.levels):
             try:
                 forbid_markers(level.storage, line, since)
@@ -272,28 +268,37 @@ class RunFolder:
                 logger.warning("saves of an earlier run to %s may go on: %s", level.url, error.message)
 
     def _take(
-        self, own: Mapping[str, str] | None = None, start: _Start | None = None, *, refuses: bool = False
+        self,
+        own: Mapping[str, str] | None = None,
+        start: Start | None = None,
+        *,
+        refuses: bool = False,
+        folders: Sequence[Sequence[Folder]] = (),
     ) -> dict[str, str]:
         """Open the tiers, or the root and the places of `promote_to`, with the highest generation so far.
 
         A run that has opened them passes its records as `own`, and the `start` of a new branch.  A place that
         cannot be reached gets no record; for the first, to which the run saves, that is an error.  With
-        `refuses`, a folder of another program is one, too.
+        `refuses`, a folder of another program is one, too.  `folders` are those of the steps of the tiers, if
+        they were listed a moment ago.
         """
         records: dict[str, str] = {}
         with self._opened() as roots:
             # A tier may be empty, since its host was lost, and its generations begin anew without the others.
-            latest, line = _newest_line([root for _, root in roots])
+            latest, line = newest_line(root for _, root in roots)
             at_least = max(self._group.generation, latest + 1)
             for tier, (url, root) in enumerate(roots):
                 mine = None if own is None else own.get(_key(url))
                 if own is not None and mine is None:
                     continue
                 try:
-                    if not (folders := numbered(root)) and refuses:
+                    found = folders[tier] if tier < len(folders) else numbered(root)
+                    if refuses and not found:
                         refuse_other(root)
-                    at_least = max(at_least, _newest_generation(root, folders) + 1)
-                    records[_key(url)] = record = open_run(root, at_least, partial(_after, line, start), mine)
+                    at_least = max(at_least, _newest_generation(root, found) + 1)
+                    records[_key(url)] = record = open_run(
+                        root, at_least, partial(line.branched, start), mine
+                    )
                 except StorageError as error:
                     if not tier:
                         raise
@@ -301,9 +306,10 @@ class RunFolder:
                     continue
                 if not tier:  # its generation is that of the saves
                     at_least = Run(partial(open_storage, url), record).generation
-                    line, start = _after(line, start, at_least), None
+                    line, start = line.branched(start, at_least), None
                 elif size_of(roots[0][1], record) is not None:
                     raise UsageError(f"two roots of this run are one folder: {roots[0][0]} and {url}")
+        self._line = line
         self._beat(records)
         return records
 
@@ -314,23 +320,6 @@ class RunFolder:
             weakref.finalize(self, self._heartbeat.stop).atexit = False
         self._heartbeat.records = records
         self._heartbeat.begin()
-
-
-def _newest_line(roots: Sequence[Storage]) -> tuple[int, Line]:
-    """Return the generation of the run that has opened one of several roots last, and its line of descent."""
-    found = [(-1, Line())]
-    for root in roots:
-        with suppress(StorageError):  # the reason is logged where it is opened
-            found.append(read_line(root))
-    return max(found, key=lambda each: each[0])
-
-
-def _after(line: Line, start: _Start | None, generation: int) -> Line:
-    """Return a line, or that of a branch of a generation that begins after a step of it."""
-    if start is None:
-        return line
-    parent = -1 if start.generation is None else start.generation
-    return line.after(Branch(generation, parent, start.step))
 
 
 def _newest_generation(root: Storage, folders: Sequence[Folder]) -> int:

@@ -20,6 +20,13 @@ class Branch(NamedTuple):
     step: int
 
 
+class Start(NamedTuple):
+    """The step after which a branch begins, and the generation of its save."""
+
+    step: int
+    generation: int | None
+
+
 class _Span(NamedTuple):
     """A part of a line: generations from `first` to before `end`, and numbers above `above` up to `upto`."""
 
@@ -62,6 +69,13 @@ class Line:
     def after(self, branch: Branch) -> Line:
         """Return the line of a branch that begins now; branches of its generation or later end there."""
         return Line([*(each for each in self.branches if each.generation < branch.generation), branch])
+
+    def branched(self, start: Start | None, generation: int) -> Line:
+        """Return the line of a branch of a generation that begins after a step; without one this line."""
+        if start is None:
+            return self
+        parent = _FIRST if start.generation is None else start.generation
+        return self.after(Branch(generation, parent, start.step))
 
     def begun(self, steps: Sequence[tuple[int | None, int | None]]) -> Line:
         """Return the line of the newest branch that has one of `steps`, given as generation and number.

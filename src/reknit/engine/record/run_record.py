@@ -36,7 +36,7 @@ from reknit.monitor.phase import now
 from reknit.system import dice
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from reknit.storage.base import Storage
 
@@ -153,6 +153,15 @@ def read_line(root: Storage) -> tuple[int, Line]:
             return _generation(newest), Line()
         return _generation(newest), Line(branches)
     return -1, Line()
+
+
+def newest_line(roots: Iterable[Storage]) -> tuple[int, Line]:
+    """Return the generation of the run that has opened any of several folders last, and its line."""
+    found = [(-1, Line())]
+    for root in roots:
+        with suppress(StorageError):  # the reason is logged where it is opened
+            found.append(read_line(root))
+    return max(found, key=lambda each: each[0])
 
 
 def newest_record(root: Storage) -> str | None:

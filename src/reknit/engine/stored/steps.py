@@ -71,16 +71,20 @@ def numbered(root: Storage) -> list[tuple[int, str]]:
     return sorted(found, reverse=True)
 
 
-def descending(root: Storage, named: Collection[int] | None = None) -> Iterator[tuple[int, SavedStep]]:
+def descending(
+    root: Storage, named: Collection[int] | None = None, folders: Sequence[tuple[int, str]] | None = None
+) -> Iterator[tuple[int, SavedStep]]:
     """Yield the checkpoints that have a step, the newest first, with their numbers, without added metrics.
 
-    With `named`, only folders that are named like these steps are tried.
+    With `named`, only folders that are named like these steps are tried.  `folders` are those that `numbered`
+    has returned a moment ago; without them they are listed.
 
     No more manifests are read than checkpoints are asked for.  The manifest has the step.  The name of a
     folder only has the order of the search: a copy of step 10 that is called ``step_40`` comes as step 10.
     A checkpoint whose manifest cannot be read comes with its `problem`, where its name says.
     """
-    waiting = sorted(folder for folder in numbered(root) if named is None or folder[0] in named)
+    listed = numbered(root) if folders is None else folders
+    waiting = sorted(folder for folder in listed if named is None or folder[0] in named)
     known: dict[str, SavedStep] = {}
     while waiting:
         number, name = waiting.pop()
