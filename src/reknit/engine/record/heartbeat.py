@@ -2,8 +2,8 @@
 
 The process that opened a folder writes its record there anew every `EVERY_S` seconds, and marks the end of
 the run in it.  Another run takes the folder at once if it finds such a mark, a dead process of its own host,
-or an old record, with an age of `STALE_S` by the clock of the store.  Otherwise it waits.  A record that
-changes shows that the owner lives, and one that becomes old that the owner is gone (docs/decisions/0027).
+or a record that is old.  Otherwise it waits.  A record that changes shows that the owner lives, and one that
+becomes old that the owner is gone: `STALE_S` is old, by the clock of the store (docs/decisions/0027).
 """
 
 from __future__ import annotations

@@ -76,8 +76,8 @@ def descending(
 ) -> Iterator[tuple[int, SavedStep]]:
     """Yield the checkpoints that have a step, the newest first, with their numbers, without added metrics.
 
-    With `named`, only folders that are named like these steps are tried.  `folders` are those that `numbered`
-    has returned a moment ago; without them they are listed.
+    With `named`, only folders that are named like these steps are tried.  `folders` is a result of `numbered`
+    from a moment ago; without it the folders are listed.
 
     No more manifests are read than checkpoints are asked for.  The manifest has the step.  The name of a
     folder only has the order of the search: a copy of step 10 that is called ``step_40`` comes as step 10.
