@@ -17,6 +17,7 @@ import reknit
 from reknit.errors import MismatchError, StateError, UsageError
 from reknit.frameworks.deepspeed import deepspeed_private
 from reknit.integrations import deepspeed as integration
+from reknit.runs import load_step
 from tests import ranks
 from tests.deepspeed import engines
 from tests.integrations.random_death import death
@@ -197,9 +198,17 @@ def follow_remedies(root: str) -> list[str]:
         other.load_checkpoint(root)
     snippets = re.findall(r"load_module_strict=(False|\[[^\]]*\])", str(misfit.value.remedy))
     assert len(snippets) == 2
-    for snippet in snippets:
-        strict = ast.literal_eval(snippet.replace("model/head.*", "average*"))
-        assert other.load_checkpoint(root, load_module_strict=strict)[0] is not None
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load_step.logger, "log", lambda level, text, *parts: lines.append(text % parts))
+        for snippet in snippets:
+            strict = ast.literal_eval(snippet.replace("model/head.*", "average*"))
+            assert other.load_checkpoint(root, load_module_strict=strict)[0] is not None
+    assert len(lines) == (0 if dist.get_rank() else 2), "rank 0 says once what a load did"
+    for line in lines:
+        assert line.startswith(f"resumed from {root}/global_step"), line
+        assert "saved by 2 ranks, loaded by 2 ranks)" in line, line
+        assert "average" in line, line
     with pytest.raises(UsageError, match="leave exclude_frozen_parameters out"):
         engine.save_checkpoint(root, exclude_frozen_parameters=True)
     return [str(one.value.remedy) for one in (offloaded, misfit)]

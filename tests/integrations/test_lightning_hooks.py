@@ -291,7 +291,7 @@ def logged(root: str) -> list[tuple[str, str]]:
 
     class Lines(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if record.getMessage().startswith("resumed from step "):
+            if record.getMessage().startswith("resumed from "):
                 lines.append((record.levelname, record.getMessage().replace(root, "ROOT")))
 
     logging.getLogger("reknit").addHandler(Lines())
@@ -309,7 +309,7 @@ def test_a_resume_logs_the_step_the_ranks_and_what_is_not_restored(tmp_path: Pat
     (level, line), report = lines
     assert level == "WARNING"
     assert line.startswith(
-        "resumed from step 4 (ROOT/step_00000004), saved by 2 ranks, loaded by 1 rank: rng"
+        "resumed from ROOT/step_00000004 (step 4, saved by 2 ranks, loaded by 1 rank); rng"
     )
     assert report == ("report", "4")
 

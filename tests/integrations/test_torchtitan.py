@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 import reknit
+from reknit.errors import UsageError
+from reknit.runs import load_step
 from tests.integrations import torchtitan_job
 from tests.integrations.random_death import death
 from tests.optional import needs
@@ -163,7 +166,12 @@ def _policies(folder: str) -> None:
     trainer.close()
 
     again = torchtitan_job.trainer_of(folder, 6, load_step=3, exclude_from_loading=["lr_scheduler"])
-    assert again.checkpointer.load(3)
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load_step.logger, "log", lambda level, text, *parts: lines.append(text % parts))
+        assert again.checkpointer.load(3)
+    (line,) = lines
+    assert line.startswith(f"resumed from {steps.folder}/step_00000003 (step 3, saved by 1 rank, loaded by 1")
     assert (again.step, again.lr_schedulers.state_dict()["last_epoch"]) == (3, 0)
     with pytest.raises(reknit.CheckpointNotFoundError, match="step 4"):
         again.checkpointer.load(4)
@@ -239,7 +247,12 @@ def _from_torch(folder: str) -> None:
     trainer = theirs.build()
     trainer.train()
     trainer.close()
-    ours = torchtitan_job.trainer_of(f"{folder}/ours", 2, initial_load_path=f"{folder}/checkpoint/step-2")
+    beside = torchtitan_job.trainer_of(folder, 4)
+    with pytest.raises(UsageError, match=r"step-2 is one of torchtitan's own") as refused:
+        beside.checkpointer.load()
+    beside.close()
+    (named,) = re.findall(r"initial_load_path to '([^']*)'", str(refused.value.remedy))
+    ours = torchtitan_job.trainer_of(f"{folder}/ours", 2, initial_load_path=named)
     assert ours.checkpointer.load()
     assert ours.step == 2
     _require_equal(_truth(trainer), _truth(ours))

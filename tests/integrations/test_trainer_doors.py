@@ -11,6 +11,7 @@ import pytest
 import reknit
 from reknit.engine.record import heartbeat
 from reknit.errors import CheckpointExistsError, UsageError
+from reknit.runs import load_step
 from tests import ranks
 from tests.integrations.hf_runs import after_each_step, trainer
 from tests.optional import needs
@@ -46,7 +47,11 @@ def doors(folder: str) -> dict[str, Any]:
     found["trained before the refusal"] = refused.first
     found["natives"] = began(made := trainer(folder, max_steps=12, **quick), resume_from_checkpoint=True)
     found["report of natives"] = made.reknit_report
-    found["both"] = began(made := trainer(folder, max_steps=14, **quick), resume_from_checkpoint=True)
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load_step.logger, "log", lambda level, text, *parts: lines.append(text % parts))
+        found["both"] = began(made := trainer(folder, max_steps=14, **quick), resume_from_checkpoint=True)
+    found["lines"] = [line.replace(folder, "OUT") for line in lines]
     found["report"] = made.reknit_report.step, made.reknit_report.saved_by
     for options in ({}, {"resume_from_checkpoint": f"{folder}/checkpoint-8"}):
         refused = trainer(folder, max_steps=14, **quick)
@@ -63,6 +68,7 @@ def test_the_newest_work_decides_and_nothing_begins_beside_it_unasked(tmp_path: 
         "natives": 8,
         "report of natives": None,
         "both": 12,
+        "lines": ["resumed from OUT/_reknit/step_00000012 (step 12, saved by 1 rank, loaded by 1 rank)"],
         "report": (12, 1),
         "trained before the refusal, []": None,
         "trained before the refusal, ['resume_from_checkpoint']": None,

@@ -20,9 +20,12 @@ import pytest
 
 import reknit
 import reknit.integrations.orbax as ocp
+from reknit.engine.record import heartbeat
 from reknit.errors import CheckpointExistsError, CheckpointNotFoundError, FencedError, UsageError
+from reknit.runs import load_step
 from tests.faults.nursery import wait_until
 from tests.jax.trees import raises
+from tests.runs.owners import Owner
 
 LOSSES = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0]
 RULES: list[dict[str, Any]] = [
@@ -111,6 +114,23 @@ def check_steps_and_metrics_are_those_of_the_folder(folder: str) -> None:
         assert not manager.save(9, args=ocp.args.StandardSave(tree(9)), force=True)
         assert manager.restore(7)["step"] == 7
         assert manager.latest_step() == 7
+
+
+def check_a_manager_is_refused_while_another_run_lives_and_says_what_it_restores(folder: str) -> None:
+    with ocp.CheckpointManager(folder) as manager:
+        manager.save(3, args=ocp.args.StandardSave(tree(3)))
+    owner = Owner(folder)
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heartbeat.time, "sleep", lambda _: owner.heart.beat())
+        raises(UsageError, "belongs to a run that lives", lambda: ocp.CheckpointManager(folder))
+        assert owner.owns()
+        patch.setattr(load_step.logger, "log", lambda level, text, *parts: lines.append(text % parts))
+        reading = ocp.CheckpointManagerOptions(read_only=True)
+        with ocp.CheckpointManager(folder, options=reading) as manager:
+            assert manager.restore(3)["step"] == 3
+        ocp.CheckpointManager(folder, other_run="take_over").close()
+    assert lines == [f"resumed from {folder}/step_00000003 (step 3, saved by 1 rank, loaded by 1 rank)"]
 
 
 EARLIER = """

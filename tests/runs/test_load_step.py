@@ -208,3 +208,17 @@ def test_a_remark_of_one_rank_is_in_the_log_of_rank_0(
     run_ranks(2, work)
     (line,) = [each.message for each in caplog.records if each.message.startswith("resumed from")]
     assert "extra/f and 1 more: it is a function" in line
+
+
+def test_a_resume_that_loads_nothing_says_nothing_of_an_earlier_load(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Checkpointer(tmp_path, wait=True) as run:
+        run.save(1, state())
+        assert run.resume(state()) == 2
+        reknit.delete(tmp_path / "step_00000001")
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "reknit"):
+            assert run.resume(state()) == 0
+        assert run.report is None
+    assert "resumed from" not in caplog.text

@@ -21,6 +21,7 @@ from reknit.integrations.trainer_parts.private_hooks import private
 from reknit.options import CommOptions, SaveOptions
 from reknit.ranks import acting
 from reknit.runs.agreement import ask_root
+from reknit.runs.load_step import say_resumed
 
 try:
     from accelerate.utils import DistributedType
@@ -31,7 +32,6 @@ except ImportError as error:
     ) from error
 
 from reknit.integrations.trainer_parts.prepared_loaders import CountedLoader, LoaderRngState
-from reknit.integrations.trainer_parts.resumed import say_resumed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -145,7 +145,7 @@ def resume(
         group, refuse = acting(None, CommOptions()).group, partial(_refuse_own, checkpointer)
         ask_root(group, "begin", SaveOptions().timeout_s, refuse)
     files = Kept()
-    if _hooks(accelerator) and not checkpointer.resume({_FILES: files}, start=start):
+    if _hooks(accelerator) and not checkpointer._resume({_FILES: files}, start):
         return checkpointer.resume(state(accelerator, items), start=start)
     everything = _state(accelerator, _after_hooks(accelerator, files.values), items)
     return checkpointer.resume(everything, start=start)

@@ -18,11 +18,11 @@ from reknit.engine.record.other_formats import newest_of_others
 from reknit.errors import MismatchError, UsageError
 from reknit.frameworks.deepspeed import deepspeed_private
 from reknit.frameworks.stateful import Accessors, Kept
-from reknit.integrations.trainer_parts.resumed import say_resumed
 from reknit.locations import location_text
 from reknit.options import CommOptions, LoadOptions, SaveOptions
 from reknit.ranks import acting
 from reknit.runs.agreement import ask_root
+from reknit.runs.load_step import say_resumed
 from reknit.storage.registry import open_storage
 
 if TYPE_CHECKING:

@@ -26,9 +26,9 @@ from reknit.frameworks import tree
 from reknit.frameworks.megatron import dist_checkpointing, megatron_private
 from reknit.frameworks.megatron.sharded_leaves import names_of, with_flat_leaves
 from reknit.frameworks.stateful import Kept
-from reknit.integrations.trainer_parts.resumed import say_resumed
 from reknit.monitor.phase import Deadline
 from reknit.options import SaveOptions
+from reknit.runs.load_step import say_resumed
 from reknit.storage.registry import open_storage
 
 if TYPE_CHECKING:

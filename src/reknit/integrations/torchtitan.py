@@ -21,9 +21,9 @@ from reknit import policies
 from reknit.api import loads
 from reknit.errors import MissingExtraError, UsageError
 from reknit.integrations import dcp
-from reknit.integrations.trainer_parts.resumed import say_resumed
 from reknit.options import LoadOptions, SaveOptions  # noqa: TC001 - tyro reads the types of a config
 from reknit.runs.checkpointer import Checkpointer
+from reknit.runs.load_step import say_resumed
 
 try:
     import tyro

@@ -21,7 +21,6 @@ from reknit.frameworks.per_rank import RngState
 from reknit.frameworks.stateful import Kept
 from reknit.integrations.trainer_parts import peft_adapters, trainer_objects
 from reknit.integrations.trainer_parts.private_hooks import require_hooks
-from reknit.integrations.trainer_parts.resumed import say_resumed
 from reknit.integrations.trainer_parts.step_limit import StepLimit
 from reknit.integrations.trainer_parts.trainer_loader import TrainerLoader
 from reknit.locations import location_text
@@ -30,7 +29,7 @@ from reknit.ranks import acting
 from reknit.runs.agreement import ask_root
 from reknit.runs.checkpointer import Checkpointer
 from reknit.runs.later_steps import refuse_living
-from reknit.runs.load_step import UNSOUND
+from reknit.runs.load_step import UNSOUND, say_resumed
 from reknit.runs.tiers import below
 
 try:
@@ -190,7 +189,7 @@ class ReknitTrainerMixin(_AnyTrainer):  # type: ignore[misc]
         """Find the step to resume from, load the progress of the trainer, and return its number or 0."""
         run, self._reknit_saved = self._reknit_open, Kept()
         if where is True:
-            following = run.resume({"trainer": self._reknit_saved})
+            following = run._resume({"trainer": self._reknit_saved}, None)  # the rest of the step says it
             self._reknit_from = following - 1 if following else None
         elif (number := trainer_objects.number_at(where, self._reknit_root)) is not None:
             run.load({"trainer": self._reknit_saved}, number)

@@ -257,6 +257,10 @@ class Checkpointer(Shown):
         This waits for the saves of this run, and up to five minutes for agents of an earlier run on the host
         of rank 0.  Saves that the earlier run has not finished by then can never commit.
         """
+        self._loader.say_resumed(following := self._resume(state, start))
+        return following
+
+    def _resume(self, state: Mapping[str, Any], start: str | os.PathLike[str] | Literal[0] | None) -> int:
         with raised_on_all_ranks(self._group, "settle", self._timeout_s):
             check_state(state)
             check_start(start)

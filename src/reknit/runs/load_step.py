@@ -69,6 +69,7 @@ class StepLoader:
 
         Raises `CorruptError` if there are only steps that are not sound.
         """
+        self.report = None
         bad: list[str] = []
         before: Folder | None = None
         while (found := self.folder.find("newest", before=before)) is not None:
@@ -76,7 +77,7 @@ class StepLoader:
             path = below(self.tiers.levels[found.tiers[0]].url, found.name)
             try:
                 with Recorder("resume", 0, found.number, path, self.sinks).whole():
-                    report, reached = self.load(found, state)
+                    _, reached = self.load(found, state)
             except VersionError:
                 raise
             except UNSOUND as error:
@@ -87,7 +88,6 @@ class StepLoader:
                 self.say(logging.WARNING, "passed over step %d: %s", found.number, error.message)
             else:
                 self.pending_saves.tend(surplus=True)  # an earlier run may have ended before it removed them
-                self._say_resumed(report, reached + 1)
                 return reached + 1
         if bad:
             raise self.tiers.unsound(bad)
@@ -114,9 +114,7 @@ class StepLoader:
                 f"returns 0, reknit.load({location_text(start)!r}, state, ...): {error.remedy}"
             )
             raise
-        first = 0 if self.report.step is None else self.report.step + 1
-        self._say_resumed(self.report, first)
-        return first
+        return 0 if self.report.step is None else self.report.step + 1
 
     def load(self, found: FoundStep, state: Mapping[str, Any]) -> tuple[LoadReport, int]:
         """Load a step, and continue after it; also return its number, as its manifest has it."""
@@ -144,21 +142,13 @@ class StepLoader:
             self.pending_saves.promote_late(tier, numbers, work)
         return newest
 
-    def _say_resumed(self, report: LoadReport, following: int) -> None:
-        """Log one line about a resumed run: a warning if anything on any rank is not as it was saved."""
-        by = "" if report.saved_by is None else f"saved by {ranks(report.saved_by)}, "
-        layout = f"{by}loaded by {ranks(self.group.size)}"
+    def say_resumed(self, following: int) -> None:
+        """Log one line about a resumed run with the remarks of all ranks, unless nothing was loaded."""
+        if (report := self.report) is None:
+            return
 
         def decide(requests: Sequence[bytes]) -> list[bytes]:
-            said = [
-                f"; {name}{f' and {number - 1} more' * (number > 1)}: {why}"
-                for why, (number, name) in json.loads(_merged(requests)).items()
-            ]
-            if len(said) > _MOST_SAID:
-                said[_MOST_SAID:] = [f"; {len(said) - _MOST_SAID} more remarks in Checkpointer.report"]
-            level = logging.WARNING if said else logging.INFO
-            text = "resumed from %s (%s): the next step is %d%s"
-            self.say(level, text, report.path, layout, following, "".join(said))
+            say_resumed(report, self.group.size, json.loads(_merged(requests)), following=following)
             return [b""] * self.group.size
 
         with comm.turn(self.group, "remarks", self.options.timeout_s, merge=_merged) as turn:
@@ -168,6 +158,35 @@ class StepLoader:
         """Write a line to the log of rank 0."""
         if self.group.rank == 0:
             logger.log(level, message, *arguments)
+
+
+def say_resumed(
+    report: LoadReport,
+    num_ranks: int,
+    remarks: Mapping[str, tuple[int, str]] | None = None,
+    *,
+    following: int | None = None,
+    did: str = "resumed from",
+) -> None:
+    """Log one line about a load: a warning if anything is not as it was saved.
+
+    The remarks are those of the report, unless several ranks have merged theirs.
+    """
+    found = (_remarks(report) if remarks is None else remarks).items()
+    said = [f"; {name}{f' and {number - 1} more' * (number > 1)}: {why}" for why, (number, name) in found]
+    if len(said) > _MOST_SAID:
+        said[_MOST_SAID:] = [f"; {len(said) - _MOST_SAID} more remarks in the report of the load"]
+    layout = [] if following is not None or report.step is None else [f"step {report.step}"]
+    layout += [] if report.saved_by is None else [f"saved by {ranks(report.saved_by)}"]
+    logger.log(
+        logging.WARNING if said else logging.INFO,
+        "%s %s (%s)%s%s",
+        did,
+        report.path,
+        ", ".join([*layout, f"loaded by {ranks(num_ranks)}"]),
+        "" if following is None else f": the next step is {following}",
+        "".join(said),
+    )
 
 
 def _remarks(report: LoadReport) -> dict[str, tuple[int, str]]:

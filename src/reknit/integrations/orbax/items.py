@@ -17,7 +17,9 @@ from reknit.frameworks.per_rank import PerRank
 from reknit.frameworks.stateful import Kept, is_stateful
 from reknit.integrations.orbax.contents import CUSTOM, DEFAULT, contents, generators, is_kept
 from reknit.integrations.orbax.leaves import PLACEHOLDER, name_of, target_of, with_typed_keys
-from reknit.options import LoadOptions
+from reknit.options import CommOptions, LoadOptions
+from reknit.ranks import acting
+from reknit.runs.load_step import say_resumed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -108,6 +110,9 @@ def _load(path: str, wanted: Mapping[str, ItemTarget]) -> dict[str, Any]:
             path=path,
             remedy="restore with the target of the save, or leave these names out of it",
         )
+    group = acting(None, CommOptions()).group
+    if group.rank == 0:
+        say_resumed(report, group.size)
     return {name: each.restored(state[name]) for name, each in wanted.items()}
 
 

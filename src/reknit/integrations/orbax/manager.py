@@ -23,6 +23,7 @@ from reknit.options import SaveOptions
 from reknit.ranks import acting
 from reknit.runs.agreement import ask_root
 from reknit.runs.checkpointer import Checkpointer
+from reknit.runs.later_steps import refuse_living
 from reknit.runs.tiers import below
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from reknit.engine.outcome import PendingSave
+    from reknit.runs.run_folder import OtherRun
 
 _SETTLE_S = 300.0
 
@@ -48,7 +50,8 @@ class CheckpointManager:
     All processes make one and make the same calls.  It waits for agents of an earlier run, up to five
     minutes on this host; saves of that run that are not finished by then can never commit.  Step 500 is the
     checkpoint ``DIRECTORY/step_00000500``, with an item for each item of Orbax.  The newest step is never
-    removed.  `save_options` are those of `reknit.save`.
+    removed.  `save_options` are those of `reknit.save`, and `other_run` is that of `Checkpointer`: while
+    another run lives in the folder, a manager that is not ``read_only`` is refused.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class CheckpointManager:
         handler_registry: Any = None,
         *,
         save_options: SaveOptions | None = None,
+        other_run: OtherRun = "refuse",
     ) -> None:
         if metadata is not None:
             raise UsageError(
@@ -77,6 +81,8 @@ class CheckpointManager:
         self._group, self._timeout_s = acting(None, save_options.comm).group, save_options.timeout_s
         if not options.read_only:
             patience_s = min(_SETTLE_S, self._timeout_s / 2)
+            if other_run == "refuse":
+                ask_root(self._group, "owner", self._timeout_s, partial(refuse_living, self._root))
             ask_root(self._group, "settle", self._timeout_s, partial(settle, self._root, patience_s))
             ask_root(self._group, "begin", self._timeout_s, partial(refuse_orbax, self._root))
         self._open = partial(
@@ -85,6 +91,7 @@ class CheckpointManager:
             keep=None if options.read_only else keep_rule(options),
             wait=not options.enable_async_checkpointing,
             options=save_options,
+            other_run=other_run,
         )
         self._run = self._open()
         self._rule = save_rule(options)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from reknit.integrations.orbax.manager_options import StepFacts
     from reknit.options import SaveOptions
+    from reknit.runs.run_folder import OtherRun
 
 save_decision_policies = _orbax.save_decision_policies
 preservation_policies = _orbax.preservation_policies
@@ -42,6 +43,7 @@ class RunCheckpointer:
         lightweight_initialize: bool = False,
         logger: Any = None,
         save_options: SaveOptions | None = None,
+        other_run: OtherRun = "refuse",
     ) -> None:
         if context is not None:
             raise UsageError("a context of Orbax has no counterpart", remedy="pass save_options")
@@ -54,6 +56,7 @@ class RunCheckpointer:
             ),
             metadata=custom_metadata,
             save_options=save_options,
+            other_run=other_run,
         )
 
     @property

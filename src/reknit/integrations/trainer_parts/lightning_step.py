@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from reknit import stored
 from reknit.api import loads
-from reknit.engine.display import ranks
 from reknit.errors import CheckpointNotFoundError, VersionError
 from reknit.frameworks import tree
 from reknit.frameworks.stateful import Kept
@@ -30,7 +29,6 @@ logger = logging.getLogger("reknit")
 TRAINER = "trainer"
 """The item with the state of a trainer that is not the state of its objects."""
 _OPTIMIZERS = ("optimizer*",)
-_MOST_NOTES = 4
 
 T = TypeVar("T")
 
@@ -126,7 +124,7 @@ def find(path: str, folders: Mapping[str, FolderOfRun], broadcast: Any, *, fits:
         run = folder.run
         if path == root and run is not None:
             # Lightning's own door decides about other work in the folder, in Lightning's words.
-            if not (following := run.resume({TRAINER: rest}, start=0)):
+            if not (following := run._resume({TRAINER: rest}, 0)):
                 return None
             number = following - 1
             place = next((each.path for each in run.steps() if each.step == number), below(root, "?"))
@@ -181,22 +179,3 @@ def sound(step: StepOfRun, use: Callable[[StepOfRun], T], find_again: Callable[[
             assert found is not None
             step = found
             step.gives_way = True
-
-
-def log_load(report: LoadReport, size: int, *, fits: bool) -> None:
-    """Log a line about a load of so many ranks: a warning if the trainer does not go on as it was saved."""
-    with stored.open(report.path) as checkpoint:
-        before = checkpoint.manifest.origin.get("world_size")
-    notes = [f"{name}: {why}" for name, why in report.notes.items()]
-    if more := len(notes) - _MOST_NOTES:
-        notes[_MOST_NOTES:] = [f"and {more} more"] * (more > 0)
-    logger.log(
-        logging.WARNING if notes else logging.INFO,
-        "%s step %s (%s), saved by %s, loaded by %s%s",
-        "resumed from" if fits else "loaded the model of",
-        report.step,
-        report.path,
-        ranks(before) if isinstance(before, int) else "an unknown number of ranks",
-        ranks(size),
-        ": " * bool(notes) + "; ".join(notes),
-    )

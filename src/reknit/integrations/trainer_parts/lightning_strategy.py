@@ -31,13 +31,14 @@ from reknit.integrations.trainer_parts.lightning_hooks import (
     shown_as,
     trainable,
 )
-from reknit.integrations.trainer_parts.lightning_step import TRAINER, find, log_load, optimizer_name, sound
+from reknit.integrations.trainer_parts.lightning_step import TRAINER, find, optimizer_name, sound
 from reknit.integrations.trainer_parts.positioned_loader import (
     PositionedLoader,
     begin_next_epoch,
     is_plain,
 )
 from reknit.integrations.trainer_parts.private_hooks import private
+from reknit.runs.load_step import say_resumed
 from reknit.storage.registry import open_storage
 
 if TYPE_CHECKING:
@@ -267,7 +268,8 @@ class ReknitStrategy:
         if state:
             report = step.load(state, lenient=not module.strict_loading)
             if self.is_global_zero:
-                log_load(report, trainer.world_size, fits=self._fits)
+                did = "resumed from" if self._fits else "loaded the model of"
+                say_resumed(report, trainer.world_size, did=did)
             for folder in self.runs.values():
                 folder.note(report)
         if self._by_hooks and len(objects) > 1:
