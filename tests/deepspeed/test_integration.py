@@ -204,7 +204,7 @@ def follow_remedies(root: str) -> list[str]:
         for snippet in snippets:
             strict = ast.literal_eval(snippet.replace("model/head.*", "average*"))
             assert other.load_checkpoint(root, load_module_strict=strict)[0] is not None
-    assert len(lines) == (0 if dist.get_rank() else 2), "rank 0 says once what a load did"
+    assert len(lines) == (0 if dist.get_rank() else 2), "rank 0 alone logs a line about a load"
     for line in lines:
         assert line.startswith(f"resumed from {root}/global_step"), line
         assert "saved by 2 ranks, loaded by 2 ranks)" in line, line
