@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 import reknit
 from reknit import Checkpointer, PerRank
 from reknit.errors import CheckpointExistsError, MismatchError, UsageError
+from reknit.integrations.trainer_parts import lightning_folder
 from reknit.policies import every
 from reknit.testing.world import run_ranks
 from tests.runs.pieces import numbers, state
@@ -58,6 +60,13 @@ def folders_of_dcp_with_names_of_steps(root: Path) -> str:
     return "step_00000010"
 
 
+def folders_of_fsdp(root: Path) -> str:
+    for step in (5, 10):
+        place = root / f"checkpoint-{step}" / "pytorch_model_fsdp_0"
+        dcp.save({"model": {"w": W + step}}, checkpoint_id=place, no_dist=True)
+    return "checkpoint-10"
+
+
 KINDS = [
     files_of_torch,
     folders_with_files_of_torch,
@@ -98,6 +107,89 @@ def test_a_run_does_not_begin_at_0_beside_checkpoints_of_others_unless_that_is_s
 
     first = 11 if make is folders_of_dcp_with_names_of_steps else 0  # the others record none
     assert run_ranks(ranks, begun) == [(first, first + 101, 13.0)] * ranks
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_shards_of_fsdp_are_earlier_work_and_their_parts_open(tmp_path: Path) -> None:
+    newest = tmp_path / folders_of_fsdp(tmp_path)
+    with Checkpointer(tmp_path) as run, pytest.raises(UsageError) as caught:
+        run.resume(target())
+    assert f"{newest} is a checkpoint of Accelerate or transformers with shards of FSDP" in str(caught.value)
+    assert f"accelerator.load_state('{newest}')" in str(caught.value.remedy)
+    assert lightning_folder_refuses(tmp_path)
+    held = target()
+    reknit.load(newest / "pytorch_model_fsdp_0", held)
+    assert held["model"]["w"][3] == 13.0
+
+
+def lightning_folder_refuses(root: Path) -> bool:
+    try:
+        lightning_folder.refuse_others(str(root), fsspec.filesystem("file"))
+    except UsageError:
+        return True
+    return False
+
+
+def arrays(place: Path) -> None:
+    place.parent.mkdir(exist_ok=True)
+    np.savez(place, w=np.zeros(3))
+
+
+def model_of_hugging_face(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    save_file({"w": W}, folder / "model.safetensors")
+
+
+WEIGHTS: dict[str, Callable[[Path], object]] = {
+    "nothing": lambda root: None,
+    "npz": lambda root: np.savez(root / "base.npz", w=np.zeros(3)),
+    "npz in a folder": lambda root: (
+        (root / "v2").mkdir(),
+        np.savez(root / "v2" / "base.npz", w=np.zeros(3)),
+    ),
+    "npy": lambda root: np.save(root / "data.npy", np.zeros(3)),
+    "GGUF": lambda root: (root / "base.gguf").write_bytes(b"GGUF" + (3).to_bytes(4, "little") + bytes(64)),
+    "safetensors": lambda root: save_file({"w": W}, root / "base-00002-of-00002.safetensors"),
+    "a model": lambda root: model_of_hugging_face(root / "Llama-3-8B"),
+    "a model in the folder itself": model_of_hugging_face,
+}
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_weights_from_which_a_run_may_start_are_not_earlier_work(tmp_path: Path, kind: str) -> None:
+    WEIGHTS[kind](tmp_path)
+    assert not lightning_folder_refuses(tmp_path)
+    with Checkpointer(tmp_path, wait=True) as run:
+        assert run.steps() == []
+        assert run.latest() is None
+        assert run.resume(target()) == 0
+        run.save(0, target())
+    with Checkpointer(tmp_path, wait=True) as run:
+        assert run.resume(target()) == 1
+
+
+WORK: dict[str, Callable[[Path], object]] = {
+    "a numbered npz": lambda root: arrays(root / "ckpt_10.npz"),
+    "a numbered model": lambda root: model_of_hugging_face(root / "checkpoint-10"),
+    "weights in a numbered folder": lambda root: arrays(root / "epoch_3" / "w.npz"),
+    "a model beside the state of its trainer": lambda root: (
+        model_of_hugging_face(root / "last"),
+        (root / "last" / "trainer_state.json").write_text("{}"),
+    ),
+    "a file of torch behind many files of weights": lambda root: (
+        [save_file({"w": W}, root / f"model-0000{n}-of-00006.safetensors") for n in range(1, 7)],
+        torch.save({"w": W}, root / "last.pt"),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WORK)
+def test_weights_of_a_step_are_earlier_work(tmp_path: Path, kind: str) -> None:
+    WORK[kind](tmp_path)
+    assert lightning_folder_refuses(tmp_path)
+    with Checkpointer(tmp_path) as run, pytest.raises(UsageError, match="there is no step of this run below"):
+        run.resume(target())
 
 
 def test_own_steps_count_and_not_the_start_nor_files_of_others(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def missing(levels: Sequence[Level], reached: int, line: Line) -> tuple[list[Mis
         chosen = _due(level.when, candidates, last)
         kept = {number for number, _, _ in chosen}
         if level.keep is not None and chosen:
-            below = steps_below(level.storage)
+            below = steps_below(level.storage, of_run=True)
             there = [s for s in below if s.step is not None and line.holds(s.generation, s.step)]
             kept = kept & level.keep.kept([*there, *(step for _, step, _ in chosen)], now())
         wanted = [each for each in chosen if each[0] in kept]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reknit.engine.record.at_path import manifest_in
 from reknit.engine.record.checkpoint_notes import add_metrics, held_by, metrics_of
-from reknit.engine.record.foreign_files import READABLE
+from reknit.engine.record.foreign_files import READABLE, WEIGHTS
 from reknit.engine.record.foreign_folders import run_of_others
 from reknit.engine.record.heartbeat import STALE_S, wait_for_owners
 from reknit.engine.record.other_formats import newest_of_others, refuse_other
@@ -92,7 +92,8 @@ def refuse_later(tiers: Tiers, step: int) -> None:
 def refuse_others(tiers: Tiers, folders: Sequence[Sequence[Folder]]) -> None:
     """Raise `UsageError` if a tier has a checkpoint of another program, but no tier has a step.
 
-    A run that begins with step 0 would ignore the work that is there.  `folders` are those of the steps of
+    A run that begins with step 0 would ignore the work that is there.  Weights from which it may start are
+    not work of a run.  `folders` are those of the steps of
     each tier, as `numbered` returns them.
     """
     found_in = zip(tiers.levels, folders, strict=True)
@@ -103,8 +104,8 @@ def refuse_others(tiers: Tiers, folders: Sequence[Sequence[Folder]]) -> None:
             "to begin with step 0 beside it: resume(state, start=0); or give this run a folder of its own"
         )
         if not own:
-            refuse_other(level.storage)
-        if (found := newest_of_others(level.storage)) is not None:
+            refuse_other(level.storage, of_run=True)
+        if (found := newest_of_others(level.storage, works=True)) is not None:
             place, other = below(level.url, found[0]), found[1]
             goes_on = f"to go on from it: resume(state, start={place!r})"
             raise UsageError(
@@ -112,7 +113,7 @@ def refuse_others(tiers: Tiers, folders: Sequence[Sequence[Folder]]) -> None:
                 remedy=f"{goes_on if other.kind in READABLE else other.remedy}; {begins}",
                 path=level.url,
             )
-        if (run := run_of_others(level.storage)) is not None:
+        if (run := run_of_others(level.storage)) is not None and run.kind not in WEIGHTS:
             raise UsageError(
                 f"there is no step of this run below {level.url}, which is {run.what}",
                 remedy=f"{run.remedy}; {begins}",

@@ -294,7 +294,7 @@ class RunFolder:
                 try:
                     found = folders[tier] if tier < len(folders) else numbered(root)
                     if refuses and not found:
-                        refuse_other(root)
+                        refuse_other(root, of_run=True)
                     at_least = max(at_least, _newest_generation(root, found) + 1)
                     records[_key(url)] = record = open_run(
                         root, at_least, partial(line.branched, start), mine

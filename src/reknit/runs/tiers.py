@@ -152,7 +152,7 @@ class Tiers:
         if before is None:
             for level in self.levels:
                 if not numbered(level.storage):
-                    refuse_other(level.storage)
+                    refuse_other(level.storage, of_run=True)
             if not (self._warned or damaged):  # a run that resumes is refused there
                 self._warned = True
                 for level in self.levels:
@@ -240,7 +240,7 @@ class Tiers:
         """Return the steps of all tiers, ascending, each from the fastest tier that has it."""
         found: dict[tuple[int | None, str], SavedStep] = {}
         for level in self.levels:
-            for step in steps_below(level.storage):
+            for step in steps_below(level.storage, of_run=True):
                 key = step.step, step.path.rpartition("/")[2]
                 faster = found.get(key)
                 if faster is None or (faster.problem and not step.problem):

@@ -49,6 +49,9 @@ _FOLDERS = frozenset({"DCP", "Hugging Face", "PEFT", "Megatron", "DeepSpeed", "O
 READABLE = _FILES | _FOLDERS
 """The kinds of checkpoints of other programs that reknit opens as they are."""
 
+WEIGHTS = frozenset({"safetensors", "npz", "npy", "GGUF", "Hugging Face", "PEFT"})
+"""The kinds of checkpoints that have weights alone, such as those from which a run starts."""
+
 OPENS = (
     "reknit.open({path}) and reknit.load({path}, state) read it as it is, and `reknit import` makes a "
     "checkpoint of reknit of it"

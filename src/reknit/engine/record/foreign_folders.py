@@ -10,7 +10,7 @@ from reknit.engine.record.foreign_files import OPENS, READABLE, Foreign, head_of
 from reknit.errors import StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from reknit.storage.base import Storage
 
@@ -18,7 +18,8 @@ _MOST_LISTED = 100
 _MOST_HEADS = 4
 """Files of a folder without known names that are looked into."""
 _NUMBER = re.compile(r"[0-9]{1,18}")
-_SINGLE_FILES = (".ckpt", ".pt", ".pth", ".npz", ".gguf", ".safetensors")
+_SINGLE_WEIGHTS = (".npz", ".gguf", ".safetensors")
+_SINGLE_FILES = (".ckpt", ".pt", ".pth", *_SINGLE_WEIGHTS)
 _YET = "which reknit cannot read yet"
 _PICKLE = rb"\x80[\x02-\x05].*"
 _JSON = rb"\s*\{.*"
@@ -56,6 +57,12 @@ _PEFT = (
     "PEFT",
     "an adapter as PEFT saves it",
     OPENS,
+)
+_SHARDS = (
+    "FSDP shards",
+    "a checkpoint of Accelerate or transformers with shards of FSDP",
+    "load it with accelerator.load_state({path}), or with the trainer that saved it; reknit.open reads the "
+    "folder pytorch_model_fsdp_0, or the file pytorch_model_fsdp.bin, in it as it is",
 )
 _TORCH = ("torch.save",)
 
@@ -102,6 +109,10 @@ _CHECKPOINTS = (
     ),
     _Mark("mp_rank_00_model_states.pt", _TORCH, *_ZERO),
     _Mark("zero_pp_rank_0_mp_rank_00_model_states.pt", _TORCH, *_ZERO),
+    _Mark("pytorch_model_fsdp_0/.metadata", _PICKLE + rb"torch\.distributed\.checkpoint\.metadata", *_SHARDS),
+    _Mark("pytorch_model_fsdp.bin", _TORCH, *_SHARDS),
+    _Mark("pytorch_model_fsdp_rank0.bin", _TORCH, *_SHARDS),
+    _Mark("pytorch_model_fsdp_0_rank0.bin", _TORCH, *_SHARDS),
     _Mark("adapter_model.safetensors", ("safetensors",), *_PEFT),
     _Mark("adapter_model.bin", _TORCH, *_PEFT),
     _Mark("adapter_config.json", _JSON + rb'"peft_type"\s*:', *_PEFT),
@@ -178,7 +189,7 @@ def _marked(storage: Storage, marks: tuple[_Mark, ...]) -> Foreign | None:
         else:
             fits = kind_of(head.data, head.nbytes) in mark.content
         if fits:
-            what = mark.what if mark.kind in READABLE else f"{mark.what}, {_YET}"
+            what = mark.what if mark.kind in {*READABLE, _SHARDS[0]} else f"{mark.what}, {_YET}"
             return Foreign(what, mark.remedy.replace("{path}", repr(storage.url)), mark.kind)
     return None
 
@@ -207,15 +218,21 @@ def _single_files(storage: Storage) -> Foreign | None:
     return Foreign(what, f"pass {storage.url}/{name} to see how to read it", kind)
 
 
-def single_file(storage: Storage) -> tuple[str, str] | None:
-    """Return the newest file, by name, directly in a folder that is a checkpoint in itself, and its kind."""
+def single_file(storage: Storage, counts: Callable[[str, str], bool] | None = None) -> tuple[str, str] | None:
+    """Return the newest file, by name, directly in a folder that is a checkpoint in itself, and its kind.
+
+    `counts` returns whether a file with this name and kind counts; then files of weights come last.
+    """
     try:
         names = [each.path for each in islice(storage.list(), _MOST_LISTED) if "/" not in each.path]
     except StorageError:
         return None
     likely = newest_first(name for name in names if name.lower().endswith(_SINGLE_FILES))
+    if counts is not None:
+        likely.sort(key=lambda name: name.lower().endswith(_SINGLE_WEIGHTS))
     for name in likely[:_MOST_HEADS]:
-        if (kind := _kind_in(storage, name)) and kind != "zip":
+        kind = _kind_in(storage, name)
+        if kind and kind != "zip" and (counts is None or counts(name, kind)):
             return name, kind
     return None
 

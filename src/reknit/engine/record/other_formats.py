@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from reknit.engine.record.foreign_files import Foreign, file_at, file_in
+from reknit.engine.record.foreign_files import WEIGHTS, Foreign, file_at, file_in, head_of
 from reknit.engine.record.foreign_folders import (
     checkpoint_of_others,
     newest_first,
@@ -26,6 +27,10 @@ logger = logging.getLogger("reknit")
 
 MOST_FOREIGN = 1_000
 """Files of a folder that are looked at before it is held to be of another program."""
+_OF_STEP = re.compile(r"(?i)(?:.*(?:checkpoint|ckpt|step|epoch|iter|iteration)s?[-_=]?)?[0-9]{1,18}")
+"""Names of folders and files of a step, which models with a number in their name do not have."""
+_STATES = ("trainer_state.json", "optimizer.pt", "optimizer.bin", "random_states_0.pkl")
+"""Files that trainers save beside the weights of a step."""
 _DEPTH = 3
 _MOST_FOLDERS = 2_000
 _LOOK_S = 2.0
@@ -73,10 +78,11 @@ def absent(root: Storage, what: str = "there is no checkpoint at") -> Checkpoint
     return CheckpointNotFoundError(message, path=root.url, remedy=remedy)
 
 
-def refuse_other(root: Storage) -> None:
+def refuse_other(root: Storage, *, of_run: bool = False) -> None:
     """Raise `UsageError` for a path that does not lead to a folder of checkpoints.
 
-    A None instead would make the job start anew, which a user who named a checkpoint does not want.
+    A None instead would make the job start anew, which a user who named a checkpoint does not want.  The
+    folder `of_run` may have weights from which the run starts.
     """
     if manifest_exists(root):
         raise UsageError(
@@ -84,7 +90,7 @@ def refuse_other(root: Storage) -> None:
             remedy=f"load it as it is, or pass the folder above: {root.url.rpartition('/')[0] or '/'}",
             path=root.url,
         )
-    if (other := foreign(root)) is not None:
+    if (other := foreign(root)) is not None and not (of_run and is_start(root, "", other.kind)):
         raise UsageError(
             f"{root.url} is not a folder of checkpoints: it is {other.what}",
             remedy=other.remedy,
@@ -101,27 +107,43 @@ def foreign_inside(storage: Storage) -> str | None:
     return None
 
 
-def newest_of_others(storage: Storage) -> tuple[str, Foreign] | None:
+def is_start(folder: Storage, name: str, kind: str) -> bool:
+    """Return whether a folder, or a file in it, with this name has weights from which a run may start.
+
+    They are not earlier work of a run.  Weights of a step are: their name ends with its number, or the state
+    of a trainer is beside them.
+    """
+    if kind not in WEIGHTS or _OF_STEP.fullmatch(name):
+        return False
+    return all(head_of(folder, state) is None for state in _STATES)
+
+
+def newest_of_others(storage: Storage, *, works: bool = False) -> tuple[str, Foreign] | None:
     """Return the newest checkpoint of another program in a folder, by name: its path there, and its kind.
 
-    Files that are checkpoints in themselves may also be in a folder with a number in its name.
+    Files that are checkpoints in themselves may also be in a folder with a number in its name.  With `works`,
+    weights from which a run may start do not count.
     """
     ordered = newest_first(name for name in storage.folders() if not name.startswith("."))
     for numbered, names in groupby(ordered, key=lambda name: any(map(str.isdigit, name))):
         for name in islice(names, _MOST_INSIDE):
             try:
                 folder = storage.sub(name)
-                if (other := foreign(folder)) is not None:
+                other = foreign(folder)
+                if other is not None and not (works and is_start(folder, name, other.kind)):
                     return name, other
-                if numbered and (found := _single_file(folder)) is not None:
+                if numbered and (found := _single_file(folder, name, works=works)) is not None:
                     return f"{name}/{found[0]}", found[1]
             except StorageError:  # a name that no store takes
                 continue
-    return _single_file(storage)
+    return _single_file(storage, "", works=works)
 
 
-def _single_file(folder: Storage) -> tuple[str, Foreign] | None:
-    if (found := single_file(folder)) is None:
+def _single_file(folder: Storage, above: str, *, works: bool) -> tuple[str, Foreign] | None:
+    def counts(name: str, kind: str) -> bool:
+        return _OF_STEP.fullmatch(above) is not None or not is_start(folder, name.rpartition(".")[0], kind)
+
+    if (found := single_file(folder, counts if works else None)) is None:
         return None
     other = file_in(folder, found[0], f"{folder.url}/{found[0]}")
     return None if other is None else (found[0], other)

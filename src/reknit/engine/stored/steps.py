@@ -98,14 +98,15 @@ def descending(
             yield number, step
 
 
-def steps_below(root: Storage) -> list[SavedStep]:
+def steps_below(root: Storage, *, of_run: bool = False) -> list[SavedStep]:
     """Return the committed checkpoints directly below a folder, by step; those without one come first.
 
-    Raises `UsageError` if the folder is itself a checkpoint, or belongs to another program.
+    Raises `UsageError` if the folder is itself a checkpoint, or belongs to another program.  The folder
+    `of_run` may have weights from which the run starts.
     """
     found = [step for step in described(root, folders_of_steps(root)) if step is not None]
     if not found:
-        refuse_other(root)
+        refuse_other(root, of_run=of_run)
     return sorted(found, key=lambda step: (-1 if step.step is None else step.step, step.created, step.path))
 
 

@@ -6,20 +6,17 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.engine.record.foreign_folders import checkpoint_of_others, run_of_others
+from reknit.engine.record.other_formats import is_start, newest_of_others
 from reknit.engine.record.recognising import manifest_exists
 from reknit.engine.record.run_record import read_line
 from reknit.engine.stored.steps import numbered
-from reknit.errors import CheckpointExistsError, ReknitError, StorageError, UsageError
+from reknit.errors import CheckpointExistsError, ReknitError, UsageError
 from reknit.storage.registry import open_storage
 
 if TYPE_CHECKING:
     from reknit.storage.base import Storage
 
 _SUFFIX = ".ckpt"
-_DATA = frozenset({"npz", "npy", "GGUF"})
-"""Kinds of files that are rarely checkpoints of a training."""
-_MOST_INSIDE = 4
-"""Folders, the last by name, that are looked at for checkpoints of other programs."""
 
 
 class FolderContents(NamedTuple):
@@ -95,20 +92,10 @@ def _newest_file(root: str, files: Any) -> str | None:
 def _others(storage: Storage) -> str | None:
     """Return a description of checkpoints of other programs in a folder, or in folders of it; or None."""
     for found in (checkpoint_of_others(storage), run_of_others(storage)):
-        if found is not None and found.kind not in _DATA:
+        if found is not None and not is_start(storage, "", found.kind):
             return found.what
-    try:
-        names = storage.folders()[-_MOST_INSIDE:]
-    except StorageError:
-        return None
-    for name in reversed(names):
-        try:
-            other = checkpoint_of_others(storage.sub(name))
-        except StorageError:  # a name that no store takes
-            continue
-        if other is not None:
-            return f"{name} in it is {other.what}"
-    return None
+    other = newest_of_others(storage, works=True)
+    return None if other is None else f"{other[0]} in it is {other[1].what}"
 
 
 def first_error(*checks: Any) -> ReknitError | None:
