@@ -158,8 +158,8 @@ class ItemContents(msgspec.Struct, array_like=True):
 
     `manifest` is a file of format 1 with fewer entries: it has all items, and of files just the index and
     those of values.  `tensors` are item, FQN, dtype and shape of all tensors, `files` those in which they
-    lie, `blobs` the files of shared values, by path.  `own` is there where things are to be renamed: no rank
-    reads the files of others for the names in them.
+    lie, `blobs` the files of shared values, by path; each rank reads the large ones, `unsent`, itself.
+    `own` is there where things are to be renamed: no rank reads the files of others for the names in them.
     """
 
     manifest: bytes
@@ -168,6 +168,7 @@ class ItemContents(msgspec.Struct, array_like=True):
     blobs: dict[str, bytes]
     own: OwnNames | None = None
     other: OtherFormat | None = None
+    unsent: list[str] = []
 
 
 class Items(msgspec.Struct, array_like=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from importlib import import_module
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -140,13 +141,14 @@ def trained(tensor: Any, record: Mapping[str, Any]) -> Any:
     return tensor.requires_grad_() if requires_grad else tensor
 
 
-def from_neutral(value: Any) -> Any:
+def from_neutral(value: Any, *, given: bool = False) -> Any:
     """Return the original of a value from `to_neutral`, without sharing memory with the argument.
 
     Placeholders of tensors that are stored elsewhere, `Tagged("tensor", ...)` and `Tagged(COMPOSITE, ...)`,
-    are kept.
+    are kept.  With `given`, the memory of the argument's arrays becomes that of the original, so that a large
+    value is in memory once.
     """
-    return tree.map_leaves(value, _live_leaf)
+    return tree.map_leaves(value, partial(_live_leaf, given=given))
 
 
 def placed_as(value: Any, present: Any) -> Any:
@@ -180,9 +182,9 @@ def put_array(array: NDArray[Any], target: Any) -> None:
     sys.modules["torch"].Tensor.copy_(target.detach(), from_neutral(Tagged("torch.tensor", value)))
 
 
-def _live_leaf(path: tree.Path, leaf: Any) -> Any:
+def _live_leaf(path: tree.Path, leaf: Any, *, given: bool) -> Any:
     if isinstance(leaf, np.ndarray):
-        return leaf.copy()
+        return leaf if given else leaf.copy()
     if not isinstance(leaf, Tagged) or leaf.tag in ("tensor", COMPOSITE):
         return tree.DESCEND
     if leaf.tag == "enum":
@@ -198,7 +200,7 @@ def _live_leaf(path: tree.Path, leaf: Any) -> Any:
     if needs == "jax":
         library.require_no_trace(f"the saved value {tree.dotted(path)}", "loaded")
     try:
-        return _live(library, leaf)
+        return _live(library, leaf, given=given)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         # A damaged or hostile value can raise any of these; the error has to name the value.
         failure = FormatError(f"the saved value {tree.dotted(path)} is not a {leaf.tag}: {error}")
@@ -215,12 +217,12 @@ def _no_member(value: Any, where: str) -> FormatError:
     )
 
 
-def _live(library: ModuleType, tagged: Tagged) -> Any:
+def _live(library: ModuleType, tagged: Tagged, *, given: bool) -> Any:
     """Return the object of a tagged value, made by torch or by the module for JAX's arrays."""
     if tagged.tag == "jax.array":
-        return library.from_value(tagged.value)
+        return library.from_value(tagged.value, given=given)
     if tagged.tag == "torch.tensor":
-        return _live_tensor(library, tagged.value)
+        return _live_tensor(library, tagged.value, given=given)
     if tagged.tag == "torch.dtype":
         return _dtype(library, tagged.value)
     if tagged.tag == "torch.device":
@@ -237,17 +239,22 @@ def _dtype(torch: ModuleType, name: str) -> Any:
     return dtype
 
 
-def checked_bytes(value: Mapping[str, Any]) -> tuple[str, list[int], bytes]:
-    """Return dtype, shape and bytes of a saved array.  Raises `ValueError` if they contradict each other."""
-    name, shape, data = str(value["dtype"]), [int(n) for n in value["shape"]], bytes(value["data"])
+def checked_bytes(value: Mapping[str, Any], *, given: bool) -> tuple[str, list[int], bytearray]:
+    """Return dtype, shape and bytes of a saved array; the bytes are new memory unless they are `given`.
+
+    Raises `TypeError` for other values, and `ValueError` if they contradict each other.
+    """
+    name, shape, data = str(value["dtype"]), [int(n) for n in value["shape"]], value["data"]
+    if not isinstance(data, (bytes, bytearray)):
+        raise TypeError(f"{type(data).__name__} is not bytes")
     if min(shape, default=0) < 0 or prod(shape) * ITEMSIZE[name] != len(data):
         raise ValueError(f"{len(data)} bytes are not a {name}{shape}")
-    return name, shape, data
+    return name, shape, data if given and isinstance(data, bytearray) else bytearray(data)
 
 
-def _live_tensor(torch: ModuleType, value: dict[str, Any]) -> Any:
-    name, shape, data = checked_bytes(value)
+def _live_tensor(torch: ModuleType, value: dict[str, Any], *, given: bool) -> Any:
+    name, shape, data = checked_bytes(value, given=given)
     if not data:
         return trained(torch.empty(shape, dtype=_dtype(torch, name)), value)
-    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    flat = torch.frombuffer(data, dtype=torch.uint8)
     return trained(flat.view(_dtype(torch, name)).reshape(shape), value)

@@ -213,7 +213,8 @@ class PerRankAdapter(Adapter):
         if places is None:
             same = mine in saved and len(saved) == loading.world.size
         own = loading.saved.own(place.item, mine) if same else {}
-        state = from_neutral(own[place.fqn]) if place.fqn in own else None
+        # Nothing else in this load takes it, so it is in memory once.
+        state = from_neutral(own[place.fqn], given=True) if place.fqn in own else None
         taker = taker_of(value.value, place, loading, state)
         if taker is SETTLED:
             return

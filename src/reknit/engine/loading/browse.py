@@ -66,7 +66,7 @@ class Checkpoint(Shown):
             contents = within(
                 options.timeout_s,
                 lambda: f"reading manifest and index of {storage.url}",
-                lambda: read_opened(storage, None, own=own, replicas=replicas, once=True),
+                lambda: read_opened(storage, None, own=own, replicas=replicas, most_kept=0),
             )
             self._open: OpenCheckpoint = opened(storage, contents, None, options, replicas)
         self._options = options

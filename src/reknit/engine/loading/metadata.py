@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,7 +14,9 @@ from reknit.engine import round_messages
 from reknit.engine.loading import index_part
 from reknit.engine.loading.match import uncovered
 from reknit.engine.packed_columns import Name, left_over, packed, taken_numbers, unpacked
+from reknit.engine.record.file_checks import read_once
 from reknit.engine.stored.opening import Contents, opened, read_opened, unknown_items
+from reknit.engine.stored.places import files_at
 from reknit.engine.stored.renaming import Naming
 from reknit.format.checksum import num_blocks
 from reknit.format.manifest_file import decode_manifest, encode_manifest
@@ -24,11 +27,16 @@ from reknit.types.shard import TensorSpec
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from collections.abc import Set as AbstractSet
+    from mmap import mmap
 
     from reknit.engine.loading.index_part import Reach
     from reknit.engine.loading.load_job import LoadJob
     from reknit.engine.stored.opening import OpenCheckpoint
     from reknit.types.manifest import Manifest
+
+
+_MOST_SENT = 16 << 20
+"""Bytes of files of values that the root sends to other ranks; it and they have a few copies meanwhile."""
 
 
 class RootMetadata(NamedTuple):
@@ -59,8 +67,9 @@ class ReceivedMetadata(Struct, frozen=True):
         message = round_messages.decode(data, round_messages.ItemContents)
         tensors = [TensorEntry(i, fqn, TensorSpec(shape, dtype)) for i, fqn, dtype, shape in message.tensors]
         manifest = structs.replace(decode_manifest(message.manifest), other=message.other)
-        contents = Contents(manifest, names_only(tensors), message.blobs, message.own)
-        checkpoint = opened(job.storage, contents, job.items, job.options, job.replicas)
+        blobs = message.blobs | _read_unsent(message.unsent, manifest, job)
+        contents = Contents(manifest, names_only(tensors), blobs, message.own)
+        checkpoint = opened(job.storage, contents, job.items, job.options, job.replicas, writable=True)
         return cls(checkpoint, message.files)
 
     def with_rows(
@@ -92,9 +101,9 @@ def read_for_all(job: LoadJob, wanted: Sequence[round_messages.Items]) -> RootMe
         None if renaming else items,
         own=renaming,
         replicas=job.replicas,
-        once=len(wanted) == 1,  # else other ranks get the files too
+        most_kept=0 if len(wanted) == 1 else _MOST_SENT,
     )
-    whole = opened(job.storage, contents, items, job.options, job.replicas)
+    whole = opened(job.storage, contents, items, job.options, job.replicas, writable=True)
     known = whole.offered
     if absent := [item for item in items if item not in known and item not in optional]:
         remedy = "leave the others out of `state`, or name those to load in `items`"
@@ -129,10 +138,24 @@ def _part(
         manifest=encode_manifest(structs.replace(manifest if whole_manifest else part, other=None)),
         tensors=[(e.item, e.fqn, e.spec.dtype, e.spec.shape) for e in index.tensors],
         files=_columns(manifest, frozenset(index.files)),
-        blobs={path: bytes(data) for path, data in contents.blobs.items() if path in named},
+        blobs={path: bytes(data) for path, data in contents.blobs.items() if path in named - contents.once},
         own=contents.own,
         other=manifest.other,
+        unsent=sorted(named & contents.once),
     )
+
+
+def _read_unsent(paths: Sequence[str], manifest: Manifest, job: LoadJob) -> dict[str, bytearray | mmap]:
+    """Read the files of values that the root does not send, and that are in memory once so."""
+    files = {file.path: file for file in manifest.files}
+    storage = files_at(job.storage, manifest.moved_to)
+    return {
+        path: job.within_deadline(
+            "reading values of",
+            partial(read_once, storage, files[path], manifest.block_nbytes, job.replicas),
+        )
+        for path in paths
+    }
 
 
 def _columns(manifest: Manifest, paths: AbstractSet[str]) -> round_messages.Files:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import Struct, structs
@@ -154,7 +155,7 @@ class OpenCheckpoint:
 
     def _read_own(self, file: BlobFile) -> None:
         data = read_once(self.source, self.files[file.path], self.manifest.block_nbytes, self.replicas)
-        self._own[file.path] = decode_blobs(data, allow_pickle=self.allow_pickle)
+        self._own[file.path] = decode_blobs(data, allow_pickle=self.allow_pickle, writable=True)
 
     def _files_at(self, item: str, coordinate: Mapping[str, int]) -> list[BlobFile]:
         """Return the files that the ranks with this coordinate wrote of an item; there may be thousands."""
@@ -177,12 +178,16 @@ def _place(file: BlobFile) -> tuple[tuple[str, int], ...]:
 
 
 class Contents(Struct, frozen=True):
-    """The checked metadata of a checkpoint; `blobs` are files of shared values, by path."""
+    """The checked metadata of a checkpoint; `blobs` are files of shared values, by path.
+
+    `opened` gives the memory of the files `once` back, and may be called once then.
+    """
 
     manifest: Manifest
     index: Index
     blobs: Mapping[str, bytes | bytearray | mmap]
     own: OwnNames | None = None
+    once: frozenset[str] = frozenset()
 
 
 def read_opened(
@@ -191,22 +196,21 @@ def read_opened(
     *,
     own: bool = False,
     replicas: Sequence[Storage] = (),
-    once: bool = False,
+    most_kept: int | None = None,
 ) -> Contents:
     """Read manifest, index and shared values of `items` (None: all); see `read_manifest` for errors.
 
-    With `own`, find the names of ranks' own values too, of all items.  With `once`, `opened` gives the memory
-    of the values' files back, and may be called once.  A missing or damaged file is read from
-    the first of `replicas` that has it: the manifest vouches for itself and for all other files.  If the
-    files move meanwhile, or another checkpoint takes this one's place, everything is read again.  A
-    checkpoint of another program, in a format that reknit reads in place, is opened as it is.
+    With `own`, find the names of ranks' own values too, of all items.  Of the values' files, the smallest
+    ones with `most_kept` bytes in all are kept; `opened` gives the memory of the others back.  A missing or
+    damaged file is read from the first of `replicas` that has it: the manifest vouches for itself and for all
+    other files.  If the files move meanwhile, or another checkpoint takes this one's place, everything is
+    read again.  A checkpoint of another program, in a format that reknit reads in place, is opened as it is.
     """
-
     try:
         return again(
             lambda: first_sound(storage, replicas, lambda place: _decoded(read_manifest(place), place)),
             lambda manifest: _contents(
-                files_at(storage, manifest.moved_to), manifest, items, replicas, own=own, once=once
+                files_at(storage, manifest.moved_to), manifest, items, replicas, own=own, most_kept=most_kept
             ),
             lambda manifest, error: changed(storage, manifest, error, replicas) is not None,
         )
@@ -245,21 +249,34 @@ def _contents(
     replicas: Sequence[Storage],
     *,
     own: bool,
-    once: bool,
+    most_kept: int | None,
 ) -> Contents:
     """Read the files that the manifest lists."""
-    read = read_once if once else read_checked
     data = read_checked(storage, manifest.index, manifest.block_nbytes, replicas)
     manifest = with_table(manifest, data)
     files = {file.path: file for file in manifest.files}
-    blobs = {
-        blob.path: read(storage, files[blob.path], manifest.block_nbytes, replicas)
+    shared = [
+        files[blob.path]
         for blob in manifest.blobs
         if blob.coordinate is None and (items is None or blob.item in items)
+    ]
+    once = frozenset[str]() if most_kept is None else _beyond(most_kept, shared)
+    blobs = {
+        file.path: (read_once if file.path in once else read_checked)(
+            storage, file, manifest.block_nbytes, replicas
+        )
+        for file in shared
     }
     index = decode_index(data)
     check_extents(index, {file.path: file.nbytes for file in manifest.files})
-    return Contents(manifest, index, blobs, own_names(storage, manifest, replicas) if own else None)
+    return Contents(manifest, index, blobs, own_names(storage, manifest, replicas) if own else None, once)
+
+
+def _beyond(most: int, files: Sequence[FileEntry]) -> frozenset[str]:
+    """Return the paths of the files without the smallest ones, which have at most so many bytes in all."""
+    by_size = sorted(files, key=lambda file: file.nbytes)
+    sums = accumulate(file.nbytes for file in by_size)
+    return frozenset(file.path for file, total in zip(by_size, sums, strict=True) if total > most)
 
 
 def opened(
@@ -268,18 +285,21 @@ def opened(
     items: Sequence[str] | None,
     options: LoadOptions,
     replicas: Sequence[Storage] = (),
+    *,
+    writable: bool = False,
 ) -> OpenCheckpoint:
     """Return a checkpoint with `items` (None: all) of the contents of `read_opened`, or of the root's part.
 
-    The state's names are given here, once, if the options have others than the checkpoint; then everything
-    must have been read.
+    `writable` is as for `decode_blobs`.  The state's names are given here, once, if the options have others
+    than the checkpoint; then everything must have been read.
     """
     manifest = contents.manifest
     wanted = manifest.items if items is None else tuple(items)
     blobs: dict[str, dict[str, Any]] = {item: {} for item in (*manifest.items, *wanted)}
     for file in manifest.blobs:
         if file.path in contents.blobs:
-            values = decode_blobs(contents.blobs[file.path], allow_pickle=options.allow_pickle)
+            data = contents.blobs[file.path]
+            values = decode_blobs(data, allow_pickle=options.allow_pickle, writable=writable)
             blobs[file.item].update(values)
     foreign = None
     if manifest.other is not None:

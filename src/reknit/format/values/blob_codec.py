@@ -117,11 +117,12 @@ def _readable(data: bytes) -> bytes:
 
 
 def decode_blobs(
-    data: bytes | bytearray | memoryview | mmap, *, allow_pickle: bool = False
+    data: bytes | bytearray | memoryview | mmap, *, allow_pickle: bool = False, writable: bool = False
 ) -> dict[str, Any]:
     """Return the values of a file of blobs, by FQN.
 
-    Memory of `file_memory` can be decoded once: its pages go back to the system while they are read.
+    Memory of `file_memory` can be decoded once: its pages go back to the system while they are read.  With
+    `writable`, the binaries of a `Tagged` are a `bytearray`, which its original can take as its memory.
     Nothing is imported or run to build them, unless `allow_pickle`.  Raises `CorruptError` for damage, and
     `FormatError` for pickled values without `allow_pickle` and for values above a limit.
     """
@@ -139,7 +140,8 @@ def decode_blobs(
         except (TypeError, ValueError, OverflowError) as error:
             raise CorruptError(f"a value of extension type {code} is impossible: {error}") from error
 
-    values = read_msgpack(data if isinstance(data, mmap) else bytes(data), unpack, trusted=allow_pickle)
+    data = data if isinstance(data, mmap) else bytes(data)
+    values = read_msgpack(data, unpack, trusted=allow_pickle, writable=writable)
     if type(values) is not dict or any(type(fqn) is not str for fqn in values):
         raise CorruptError("a file of blobs is not a map of names")
     return values

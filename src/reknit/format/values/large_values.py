@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 LARGE_NBYTES = 1 << 20
 _PIECE_NBYTES = 4 << 20
-ARRAY, BYTEARRAY = 7, 24
-"""Extensions whose bytes are built as an array of bytes, and as a `bytearray`."""
+ARRAY, BYTEARRAY, TAGGED = 7, 24, 25
+"""Extensions whose bytes are built as an array of bytes, and as a `bytearray`; the last one on request."""
 
 
 def file_memory(nbytes: int) -> bytearray | mmap.mmap:
@@ -32,6 +32,9 @@ def file_memory(nbytes: int) -> bytearray | mmap.mmap:
 class LargeValues:
     """Builds large values out of the bytes of a file, each from the bytes after those of the one before."""
 
+    writable = False
+    """Whether the binaries of tagged values are a `bytearray`, which an array can have as its memory."""
+
     def __init__(self, data: bytes | mmap.mmap) -> None:
         self._data = data
         self._given = 0
@@ -45,7 +48,7 @@ class LargeValues:
                 array[place : place + len(piece)] = np.frombuffer(piece, np.uint8)
                 place += len(piece)
             return array
-        if code == BYTEARRAY:
+        if code == BYTEARRAY or (self.writable and code == TAGGED):
             grown = bytearray()
             for piece in pieces:
                 grown += piece

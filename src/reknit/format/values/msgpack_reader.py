@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reknit.errors import CorruptError, FormatError
-from reknit.format.values.large_values import LARGE_NBYTES, LargeValues
+from reknit.format.values.large_values import LARGE_NBYTES, TAGGED, LargeValues
 from reknit.system import without_collections
 from reknit.types.shard import MAX_DEPTH
 
@@ -52,15 +52,18 @@ _MAP = {0xDE: 2, 0xDF: 4}
 _FIXEXT = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
 
 
-def read_msgpack(data: bytes | mmap, unpack: Unpack, *, trusted: bool = False) -> Any:
+def read_msgpack(data: bytes | mmap, unpack: Unpack, *, trusted: bool = False, writable: bool = False) -> Any:
     """Return the one value that `data` holds.  Memory of `file_memory` is given back, and has no bytes then.
 
     `unpack(code, value)` returns the value of an extension, whose payload is itself one msgpack value.
     Raises `CorruptError`, or `FormatError` for more structure than `check_structure` allows, and for more
     than `MAX_DEPTH` levels of arrays, maps and extensions; the array that is all of an extension's payload
-    does not count.  `trusted` data may have as much structure as older versions wrote.
+    does not count.  `trusted` data may have as much structure as older versions wrote.  With `writable`, the
+    binaries of tagged values are a `bytearray`.
     """
-    return _read(_Reader(data, unpack, _MOST_TRUSTED if trusted else _MOST_STRUCTURE), data)
+    reader = _Reader(data, unpack, _MOST_TRUSTED if trusted else _MOST_STRUCTURE)
+    reader.large.writable = writable
+    return _read(reader, data)
 
 
 def check_structure(data: bytes) -> None:
@@ -132,7 +135,8 @@ class _Reader:
         if nbytes >= LARGE_NBYTES:
             return self.large.binary(start, nbytes, self._code)
         self.large.give_back(start)
-        return self._data[start : start + nbytes]
+        data = self._data[start : start + nbytes]
+        return bytearray(data) if self.large.writable and self._code == TAGGED else data
 
     def _array(self, tag: int, depth: int) -> list[Any]:
         if depth >= MAX_DEPTH:

@@ -140,11 +140,11 @@ def keys(data: NDArray[Any], dtype: Any) -> Any:
     return jax.random.wrap_key_data(jax.device_put(data), impl=jax_private.implementation(dtype))
 
 
-def from_value(value: dict[str, Any]) -> Any:
-    """Return the array that `to_tagged` made plain, on the default device.
+def from_value(value: dict[str, Any], *, given: bool) -> Any:
+    """Return the array that `to_tagged` made plain, on the default device, maybe in its memory if `given`.
 
     Raises `KeyError`, `TypeError` or `ValueError` for a value that `to_tagged` never returns.
     """
-    name, shape, data = checked_bytes(value)
-    array = jax.device_put(np.frombuffer(bytearray(data), numpy_dtype(name)).reshape(shape))
+    name, shape, data = checked_bytes(value, given=given)
+    array = jax.device_put(np.frombuffer(data, numpy_dtype(name)).reshape(shape))
     return as_recorded(array, value)

@@ -160,8 +160,8 @@ class Loading(Selecting):
         """Request a saved value.  If it is to be loaded and the checkpoint lacks it, record that."""
         if not self.takes(place):
             return FoundValue(None, "it is not selected for this load")
-        self.claim_name(place, ("value", object()), None)
-        found = self.saved.look_up(place)
+        self.claim_name(place, ("value", object()), None)  # so no other object takes it
+        found = self.saved.look_up(place, give=True)
         if found.why is not None:
             self.report_missing(place, found.why)
         else:

@@ -85,15 +85,15 @@ class RankCatalog:
         value = self.own(place.item, {"rank": self._world.rank}).get(place.fqn)
         return value if isinstance(value, np.ndarray) and value.dtype.name in ITEMSIZE else None
 
-    def look_up(self, place: Place) -> FoundValue:
-        """Return a saved value, without a request for it."""
+    def look_up(self, place: Place, *, give: bool = False) -> FoundValue:
+        """Return a saved value, without a request for it, or `give` the value itself to the only request."""
         shared = self._catalog.blobs.get(place.item, {})
         if place.fqn in shared:
-            return FoundValue(from_neutral(shared[place.fqn]))
+            return FoundValue(from_neutral(shared[place.fqn], given=give))
         saved = self.ranks_saved(place.item)
         mine = self.own(place.item, {"rank": self._world.rank}) if saved == self._world.size else {}
         if place.fqn in mine:
-            return FoundValue(from_neutral(mine[place.fqn]))
+            return FoundValue(from_neutral(mine[place.fqn], given=give))
         return FoundValue(None, self.differed(place) or "the checkpoint does not have it")
 
     def differed(self, place: Place) -> str | None:
