@@ -62,6 +62,13 @@ def prefixed(folder: Path, **more: Any) -> Any:
     return reknit.load(path, {"m": {name: np.zeros(2) for name in ("v", "w")}}, **more)
 
 
+def stepped(folder: Path) -> reknit.Checkpointer:
+    """Return a run with a step."""
+    run = reknit.Checkpointer(folder / "run", wait=True)
+    run.save(1, {"m": {"w": np.ones(4), "v": np.ones(1)}}, force=True)
+    return run
+
+
 def options(call: Callable[..., Any]) -> Callable[[Path, str], Any]:
     """Return a function that makes a call with the keywords that a remedy names."""
     names = {"reknit": reknit, "LoadOptions": reknit.LoadOptions, "call": call}
@@ -82,6 +89,14 @@ CASES: dict[str, Case] = {
     "another dtype": (halves, r"LoadOptions\(cast=True\)", options(halves)),
     "another shape": (shorter, r"LoadOptions\(allow_shape_mismatch=\.\.\.\)", resized),
     "a lenient load": (shorter, r"strict=False", options(shorter)),
+    "a step of a run": (
+        lambda folder: stepped(folder).load({"m": {"w": np.zeros(3)}}),
+        r"reknit\.load\(\.\.\., strict=False\).* reknit\.load\('[^']*', state, \.\.\.\)",
+        lambda _, said: eval(
+            said.partition("; for a part of the step: ")[2].replace("...", "strict=False"),
+            {"reknit": reknit, "state": {"m": {"w": np.zeros(3), "v": np.zeros(1)}}},
+        ),
+    ),
     "a prefix": (prefixed, r"options=reknit\.LoadOptions\(.*\)\]\)", options(prefixed)),
     "an extra state as BytesIO": (
         lambda folder: reknit.save(folder / "x", {"m": Extra(io.BytesIO)}),

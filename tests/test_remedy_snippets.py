@@ -26,6 +26,105 @@ CLASSES = {
 PREFIX = re.compile(r"\b(reknit\.[a-z_.]+[A-Za-z_]*|LoadOptions|SaveOptions|CommOptions|Checkpointer)\(")
 KEYWORD = re.compile(r"(?<![\w.])([a-z_]+)=(?!=)")
 FIELD = re.compile(r"\b(LoadOptions|SaveOptions|CommOptions)\.([a-z_]+)")
+NAMED = re.compile(r"([A-Za-z_][A-Za-z_.]*)\(")
+BARE = re.compile(r"(?<![\w.?&'-])([a-z_][a-z_0-9]*)=(?![=\s>])")
+SAVES = "api/saves.py:save runs/checkpointer.py:Checkpointer"
+TAKERS = {
+    "arguments.py options": "api/saves.py:save api/loads.py:load",
+    "arguments.py path": "api/saves.py:save api/loads.py:load",
+    "arguments.py state": "api/saves.py:save api/loads.py:load",
+    "arguments.py step": "api/saves.py:save",
+    "cli/program/error_catalog.py overwrite": "api/saves.py:save stored.py:promote",
+    "cli/program/error_catalog.py wait": SAVES,
+    "comm/meeting/address_store.py token": "ranks.py:connect",
+    "comm/round_errors.py group": f"{SAVES} api/loads.py:load",
+    "compat/bytecheckpoint.py framework": "compat/bytecheckpoint.py:save compat/bytecheckpoint.py:load",
+    "dataloader/place.py place": (
+        "dataloader/loader.py:TokenLoader dataloader/torchdata_loader.py:SourceDataset"
+    ),
+    "dataloader/token_sets.py num_workers": "dataloader/loader.py:TokenLoader",
+    "dataloader/torchdata_loader.py snapshot_every_n_steps": (
+        "torchdata.stateful_dataloader.StatefulDataLoader"
+    ),
+    "engine/background/agent_job.py wait": SAVES,
+    "engine/background/trainer/agent_link.py wait": SAVES,
+    "engine/loading/match.py strict": "api/loads.py:load",
+    "engine/loading/prefixes.py strict": "api/loads.py:load",
+    "engine/record/at_path.py overwrite": "api/saves.py:save stored.py:promote "
+    "integrations/deepspeed.py:save "
+    "integrations/accelerate.py:save_state interop/import_foreign.py:import_checkpoint "
+    "interop/ray_ranks.py:import_on_ray",
+    "engine/stored/newest.py pending": "stored.py:latest",
+    "frameworks/fresh_arrays.py framework": "engine/loading/browse.py:Checkpoint.read",
+    "frameworks/jax/jax_job.py at": "ranks.py:connect",
+    "frameworks/loaders/drawn.py shuffle": "torch.utils.data.DataLoader",
+    "frameworks/loaders/positions.py num_workers": "torch.utils.data.DataLoader",
+    "frameworks/optimizer/flat_states.py use_orig_params": "torch.distributed.fsdp.FullyShardedDataParallel",
+    "frameworks/optimizer/slots.py overlap_with_ddp": "torch.distributed.optim.ZeroRedundancyOptimizer",
+    "integrations/deepspeed.py load_module_strict": "integrations/deepspeed.py:_Calls.load_checkpoint",
+    "integrations/deepspeed.py strict": "api/loads.py:load",
+    "integrations/megatron.py strict": "integrations/megatron.py:load",
+    "integrations/orbax/handlers.py force": "integrations/orbax/checkpointers.py:WaitingCheckpointer.save",
+    "integrations/orbax/handlers.py overwrite": "integrations/orbax/v1.py:_write",
+    "integrations/orbax/items.py strict": "integrations/orbax/checkpointers.py:StandardCheckpointer.restore",
+    "integrations/orbax/manager.py args": "integrations/orbax/manager.py:CheckpointManager.save",
+    "integrations/torch_dcp/reader.py group": "integrations/torch_dcp/reader.py:DcpReader "
+    "integrations/torch_dcp/writer.py:DcpWriter",
+    "integrations/torch_dcp/writer.py async_stager": "torch.distributed.checkpoint.async_save",
+    "integrations/trainer_parts/lightning_folder.py later_steps": (
+        "integrations/lightning.py:ReknitCheckpoint"
+    ),
+    "integrations/trainer_parts/lightning_folder.py resume": "integrations/lightning.py:ReknitCheckpoint",
+    "integrations/trainer_parts/trainer_objects.py checkpoints": (
+        "integrations/transformers.py:ReknitTrainerMixin"
+    ),
+    "integrations/transformers.py resume_from_checkpoint": (
+        "integrations/transformers.py:ReknitTrainerMixin.train"
+    ),
+    "interop/export_folder.py overwrite": "interop/safetensors_export.py:export_hf "
+    "interop/states/npz_export.py:export_npz interop/states/torch_export.py:export_torch",
+    "interop/safetensors_export.py verify": "interop/safetensors_export.py:export_hf",
+    "keywords.py options": "api/saves.py:save api/loads.py:load",
+    "monitor/sinks/scalars.py run_id": "monitor/sinks/scalars.py:MLflow",
+    "options/__init__.py bind": "options/__init__.py:CommOptions",
+    "options/__init__.py interface": "options/__init__.py:CommOptions",
+    "options/__init__.py verify": "options/__init__.py:LoadOptions",
+    "options/fields.py wait": SAVES,
+    "policies/keep_policies.py keep": "runs/checkpointer.py:Checkpointer",
+    "policies/policy.py keep": "runs/checkpointer.py:Checkpointer",
+    "policies/policy.py save": "runs/checkpointer.py:Checkpointer",
+    "ranks.py at": "ranks.py:connect",
+    "ranks.py group": f"{SAVES} api/loads.py:load",
+    "runs/tiers.py tiers": "runs/checkpointer.py:Checkpointer",
+    "types/entry.py wait": SAVES,
+}
+"""The calls that take each keyword which a message names without a call: those that raise the message."""
+NO_CALLS = re.compile(
+    r"(cli/maps/target_layout|cli/show|engine/display|monitor/page/page_file|storage/hdfs/.*)\.py"
+    r"|storage/local/space\.py"
+    "|frameworks/torch/mesh_places.py preserve_rank_order"  # a keyword of torch from 2.15 on
+    "|frameworks/vescale.py overlap_param_gather"
+    "|integrations/trainer_parts/lightning_folder.py ckpt_path"  # its import takes ten seconds
+)
+"""Texts of other forms: pages, addresses, axes; and keywords of libraries that need not be there."""
+CALLED = {
+    "Checkpointer": "runs/checkpointer.py:Checkpointer",
+    "LoadOptions": "options/__init__.py:LoadOptions",
+    "Tier": "runs/tiers.py:Tier",
+    "FaultyStorage": "testing/faulty_storage.py:FaultyStorage",
+    "latest": "stored.py:latest",
+    "load_checkpoint": "integrations/deepspeed.py:_Calls.load_checkpoint",
+    "module.to_empty": "torch.nn.Module.to_empty",
+    "names": "transforms/__init__.py:names",
+    "on_preemption": "policies/save_policies.py:on_preemption",
+    "resume": "runs/checkpointer.py:Checkpointer.resume",
+    "save": "runs/checkpointer.py:Checkpointer.save",
+    "torch.load": "torch.load",
+    "train": "integrations/transformers.py:ReknitTrainerMixin.train",
+    "DataLoader": "torch.utils.data.DataLoader",
+}
+"""The calls that messages name without their package."""
+OTHERS = {"ArrayRestoreArgs", "Circumstances"}
 COMMAND = re.compile(r"(`?)\breknit ([a-z][a-z-]*)((?: --[a-z-]+| [{}A-Z]+\b| \{\}| [0-9]+)*)")
 
 
@@ -142,3 +241,90 @@ def test_command_lines_in_messages_exist_with_their_options() -> None:
 @pytest.mark.parametrize(("name", "keyword"), [("reknit.save", "overwrit"), ("LoadOptions", "casts")])
 def test_a_keyword_that_a_call_lacks_is_found(name: str, keyword: str) -> None:
     assert unknown(name, [keyword]) == {keyword}
+
+
+def outside(text: str) -> str:
+    """Return a text without the calls that it names."""
+    kept, at = "", 0
+    for match in NAMED.finditer(text):
+        if match.start() >= at:
+            kept += text[at : match.start()] + "()"
+            at = match.end() + len(whole(text, match.end() - 1))
+    return kept + text[at:]
+
+
+def whole(text: str, start: int) -> str:
+    """Return the text behind an opening parenthesis, with the one that closes it."""
+    depth = 0
+    for at, letter in enumerate(text[start:], start):
+        depth += (letter in "([{") - (letter in ")]}")
+        if depth == 0:
+            return text[start + 1 : at + 1]
+    return text[start + 1 :]
+
+
+def taken(call: str) -> set[str]:
+    """Return the keywords of a call: ``file:name`` of reknit, which is not imported, or a name elsewhere."""
+    file, _, name = call.partition(":")
+    if not name:
+        module, _, name = call.rpartition(".")
+        while True:
+            try:
+                found: Any = pytest.importorskip(module)
+                break
+            except pytest.skip.Exception:
+                if "." not in module:
+                    raise
+                module, _, rest = module.rpartition(".")
+                name = f"{rest}.{name}"
+        for part in name.split("."):
+            found = getattr(found, part)
+        return {*inspect.signature(found).parameters}
+    body: list[ast.stmt] = ast.parse((SOURCE / file).read_text()).body
+    for part in name.split("."):
+        node = next(one for one in body if getattr(one, "name", "") == part)
+        assert isinstance(node, (ast.ClassDef, ast.FunctionDef))
+        body = node.body
+    if isinstance(node, ast.ClassDef):
+        made = [one for one in body if isinstance(one, ast.FunctionDef) and one.name == "__init__"]
+        if not made:
+            return {str(getattr(one.target, "id", "")) for one in body if isinstance(one, ast.AnnAssign)}
+        (node,) = made
+    return {one.arg for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
+
+
+@cache
+def bare() -> dict[str, set[str]]:
+    """Return the keywords without a call in messages, each with its file, and the places of the messages."""
+    found: dict[str, set[str]] = {}
+    for place, text in texts():
+        for match in BARE.finditer(outside(text)) if " " in text else ():
+            key = f"{place.rpartition(':')[0]} {match[1]}"
+            if not NO_CALLS.match(key):
+                found.setdefault(key, set()).add(place)
+    return found
+
+
+def test_keywords_without_a_call_in_messages_have_calls_that_take_them() -> None:
+    assert {key: places for key, places in bare().items() if key not in TAKERS} == {}
+    assert TAKERS.keys() - bare().keys() == set()
+
+
+@pytest.mark.parametrize("key", TAKERS)
+def test_the_calls_that_raise_a_message_take_the_keyword_in_it(key: str) -> None:
+    keyword = key.rpartition(" ")[2]
+    assert [call for call in TAKERS[key].split() if keyword not in taken(call)] == []
+
+
+def test_calls_without_their_package_in_messages_exist_with_their_keywords() -> None:
+    found = {
+        f"{place} {match[1]}": (match[1], KEYWORD.findall(arguments(text, match.end() - 1)))
+        for place, text in texts()
+        if " " in text
+        for match in NAMED.finditer(text)
+        if not PREFIX.match(text, match.start()) and not match[1].startswith("reknit.")
+    }
+    known = {at: each for at, each in found.items() if each[1] and each[0] not in OTHERS}
+    assert {at for at, (name, _) in known.items() if name not in CALLED} == set()
+    wrong = {at: words for at, (name, words) in known.items() if not {*words} <= taken(CALLED[name])}
+    assert wrong == {}

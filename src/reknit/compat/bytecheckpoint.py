@@ -28,7 +28,7 @@ from reknit.storage.registry import open_storage
 from reknit.system import start_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from os import PathLike
 
     from reknit.comm.group import Group
@@ -104,7 +104,7 @@ def load(
     checkpoint_state: dict[str, Any],
     framework: str,
     fast_loading: bool = False,
-    strict: bool = True,
+    strict: bool | Sequence[str] = True,
     role: str | None = None,
     *,
     load_decomposed_model_optimizer: bool = False,

@@ -34,7 +34,7 @@ except ImportError as error:
 from reknit.integrations.trainer_parts.prepared_loaders import CountedLoader, LoaderRngState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from os import PathLike
 
     from accelerate import Accelerator
@@ -95,7 +95,7 @@ def load_state(
     path: str | PathLike[str],
     *,
     items: Mapping[str, Any] | None = None,
-    strict: bool = True,
+    strict: bool | Sequence[str] = True,
     options: LoadOptions | None = None,
 ) -> LoadReport:
     """Load a checkpoint of `save_state` into the prepared and registered objects, in place.

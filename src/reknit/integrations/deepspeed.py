@@ -8,6 +8,7 @@ into plain modules.  `take_over` lets a script keep the calls of its engine.
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from os import PathLike
 
-    from reknit.engine.call_reports import LoadReport
     from reknit.engine.outcome import PendingSave
 
 _DEEPSPEED = "DeepSpeed"
@@ -85,35 +85,9 @@ def load(
 
     Every rank calls it, between two steps.  Without the optimizer's states, its copies of the weights follow
     the model.  With `load_module_only` nothing but the model is loaded, and the client state is empty: that
-    takes any checkpoint that has an item ``model``.  All else is as for `reknit.load`, and so are the errors.
+    takes any checkpoint that has an item ``model``.  `engine.reknit_report` is the report.  All else is as
+    for `reknit.load`, and so are the errors.
     """
-    values = _load(
-        engine,
-        path,
-        items=items,
-        load_optimizer_states=load_optimizer_states,
-        load_lr_scheduler_states=load_lr_scheduler_states,
-        load_module_only=load_module_only,
-        strict=strict,
-        options=options,
-        group=group,
-    )[1]
-    return location_text(path), values
-
-
-def _load(
-    engine: Any,
-    path: str | PathLike[str],
-    *,
-    items: Mapping[str, Any] | None,
-    load_optimizer_states: bool,
-    load_lr_scheduler_states: bool,
-    load_module_only: bool,
-    strict: bool | Sequence[str],
-    options: LoadOptions | None,
-    group: Any = None,
-) -> tuple[LoadReport, dict[str, Any]]:
-    """Load an engine; return the report and the client state."""
     state = _state(engine, items)
     kept = state["client_state"] = Kept()
     if load_module_only:
@@ -122,8 +96,8 @@ def _load(
         state.pop("optimizer", None)
     if not load_lr_scheduler_states:
         state.pop("lr_scheduler", None)
-    report = loads.load(path, state, strict=strict, options=options, group=group)
-    return report, kept.values
+    engine.reknit_report = loads.load(path, state, strict=strict, options=options, group=group)
+    return location_text(path), kept.values
 
 
 def take_over(
@@ -144,8 +118,22 @@ def take_over(
     Raises `UsageError` for any other object.
     """
     _require_engine(engine)
+    calls = _Calls(engine, items, wait, options, load_options)
+    engine.save_checkpoint, engine.load_checkpoint = calls.save_checkpoint, calls.load_checkpoint
+
+
+@dataclass
+class _Calls:
+    """The calls of an engine that save and load, with the arguments of `take_over`."""
+
+    engine: Any
+    items: Mapping[str, Any] | None
+    wait: bool
+    options: SaveOptions | None
+    load_options: LoadOptions | None
 
     def save_checkpoint(
+        self,
         save_dir: str | PathLike[str],
         tag: Any = None,
         client_state: Mapping[str, Any] | None = None,
@@ -158,19 +146,19 @@ def take_over(
                 "a checkpoint of reknit has all parameters",
                 remedy="leave exclude_frozen_parameters out; unchanged files are linked, not written again",
             )
-        path = _tagged(save_dir, f"global_step{engine.global_steps}" if tag is None else tag)
         save(
-            engine,
-            path,
+            self.engine,
+            _tagged(save_dir, f"global_step{self.engine.global_steps}" if tag is None else tag),
             client_state=client_state,
-            items=items,
-            wait=wait,
+            items=self.items,
+            wait=self.wait,
             overwrite=True,
-            options=options,
+            options=self.options,
         )
         return True
 
     def load_checkpoint(
+        self,
         load_dir: str | PathLike[str],
         tag: Any = None,
         load_module_strict: bool | Sequence[str] = True,
@@ -186,25 +174,28 @@ def take_over(
         if path is None:
             return None, {}
         try:
-            report, values = _load(
-                engine,
+            found = load(
+                self.engine,
                 path,
-                items=items,
+                items=self.items,
                 load_optimizer_states=load_optimizer_states,
                 load_lr_scheduler_states=load_lr_scheduler_states,
                 load_module_only=load_module_only,
                 strict=load_module_strict,
-                options=load_options,
+                options=self.load_options,
             )
         except MismatchError as error:
-            error.remedy = (error.remedy or "").replace("strict=", "load_module_strict=")
+            error.remedy = _in_words_of_engine(error.remedy or "")
             raise
-        engine.reknit_report = report
-        if engine.global_rank == 0:
-            say_resumed(report, engine.world_size)
-        return path, values
+        if self.engine.global_rank == 0:
+            say_resumed(self.engine.reknit_report, self.engine.world_size)
+        return found
 
-    engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
+
+def _in_words_of_engine(remedy: str) -> str:
+    """Return a remedy that names the keyword of `load_checkpoint` in place of that of `reknit.load`."""
+    own = remedy.replace("reknit.load(..., strict=", "load_checkpoint(..., load_module_strict=")
+    return own.replace("as in strict=", "as in load_module_strict=")
 
 
 def _tagged(root: str | PathLike[str], tag: Any) -> str:

@@ -119,7 +119,14 @@ class StepLoader:
     def load(self, found: FoundStep, state: Mapping[str, Any]) -> tuple[LoadReport, int]:
         """Load a step, and continue after it; also return its number, as its manifest has it."""
         levels = self.tiers.levels
-        report = load_step(levels, found, state, options=self.load_options, group=self.given, say=self.say)
+        try:
+            report = load_step(
+                levels, found, state, options=self.load_options, group=self.given, say=self.say
+            )
+        except MismatchError as error:
+            path = below(levels[found.tiers[0]].url, found.name)
+            error.remedy = f"{error.remedy}; for a part of the step: reknit.load({path!r}, state, ...)"
+            raise
         if report.step not in (None, found.number):
             self.say(logging.WARNING, "%s holds step %d", report.path, report.step)
         reached = found.number if report.step is None else report.step

@@ -150,7 +150,7 @@ CATALOG: dict[str, Explanation] = {
         ),
         remedies=(
             "Compare the lines of the message with `reknit show PATH --tensors '*'`.",
-            "Restore the part that fits with `strict=False` or a list of patterns.",
+            "Restore the part that fits with `reknit.load(..., strict=False)` or a list of patterns.",
             "Map names and layouts with `transforms`, or dtypes with `LoadOptions(cast=True)`.",
         ),
         pages=("howto/partial-and-lenient-loading.md", "howto/transforms.md", "troubleshooting.md#loading"),
@@ -206,7 +206,7 @@ CATALOG: dict[str, Explanation] = {
         causes=("The job saves faster than the store writes, and `when_busy` is `skip`.",),
         remedies=(
             "Accept it: the next save that finds memory free is written.",
-            "Save less often, raise `host_nbytes`, or wait with `when_busy='wait'`.",
+            "Save less often, raise `host_nbytes`, or wait with `SaveOptions(when_busy='wait')`.",
         ),
         pages=("howto/async.md", "howto/tuning.md"),
     ),

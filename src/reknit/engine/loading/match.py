@@ -270,8 +270,9 @@ def _refusal(problems: Sequence[Problem], url: str, hint: str | None) -> ReknitE
             remedy="restore the files that are damaged, or load another checkpoint",
         )
     remedy = (
-        "mend the names or shapes, load fewer items, or pass the option that a line names; strict=False (or "
-        "patterns, as in strict=['!model/head.*']) leaves out all entries that do not fit, and reports them"
+        "mend the names or shapes, load fewer items, or pass the option that a line names; "
+        "reknit.load(..., strict=False) (or patterns, as in strict=['!model/head.*']) leaves out all entries "
+        "that do not fit, and reports them"
     )
     if "quantized" in kinds:
         remedy = (

@@ -45,7 +45,7 @@ def refuse(place: Place, why: str, loading: Loading, remedy: str = _OTHER_READER
         return
     raise MismatchError(
         f"the data loader {place} cannot continue where it was saved, and nothing was changed: {why}",
-        remedy=f"{remedy}.  To leave the loader as it is, load with strict=['!{place}*']",
+        remedy=f"{remedy}.  To leave the loader as it is: reknit.load(..., strict=['!{place}*'])",
     )
 
 

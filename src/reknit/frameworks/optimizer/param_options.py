@@ -235,7 +235,7 @@ def _want_group(
 def _foreign(saved: Sequence[str], here: Sequence[str], place: Place) -> str:
     return (
         f"{saved[0]} saved it, and here {here[0]} steps it: leave the optimizer out of the "
-        f"state, or let it begin anew with strict=[{f'!{place.item}/*'!r}]"
+        f"state, or let it begin anew: reknit.load(..., strict=[{f'!{place.item}/*'!r}])"
     )
 
 

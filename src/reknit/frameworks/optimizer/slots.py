@@ -287,7 +287,9 @@ def _slots(
 def _alone(place: Place, walk: Walk) -> str:
     """Return words about a load of an optimizer from a checkpoint without its model."""
     only = [f"{place.item}/*"]
-    return f"; options=reknit.LoadOptions(only={only}) then loads the optimizer alone" if walk.fills else ""
+    if not walk.fills:
+        return ""
+    return f"; reknit.load(..., options=reknit.LoadOptions(only={only})) then loads the optimizer alone"
 
 
 def _slot(named: NamedParameter, group: dict[str, Any], kind: tuple[str, ...]) -> ParamSlot:

@@ -62,7 +62,7 @@ class StepBarrier:
             self._warned = True
             logger.warning(
                 "steps of the %s are compiled, captured or changed from outside, and cannot be made to wait: "
-                "with stage='lazy' its parameters and states are copied before save returns",
+                "with SaveOptions(stage='lazy') its parameters and states are copied before save returns",
                 type(optimizer).__name__,
             )
         passed, self._passed = self._passed, False

@@ -143,7 +143,9 @@ class DcpWriter(StorageWriter):
             if own:
                 raise UsageError(
                     f"the state was copied before {type(planner).__name__} could plan it",
-                    remedy="pass async_stager=DefaultStager() to async_save, or leave planner out",
+                    # Without these options it needs an accelerator.
+                    remedy="pass async_stager=DefaultStager(StagingOptions(False, False, False, False)) to "
+                    "async_save, or leave planner out",
                 )
             pending = self._staged.popleft()
             if pending is not None:

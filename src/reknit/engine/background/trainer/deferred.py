@@ -109,7 +109,8 @@ class Deferred:
 @cache
 def _log_at_once(device_type: str) -> None:
     logger.info(
-        "torch has no streams for %s: its tensors are copied before save returns, also with stage='lazy'",
+        "torch has no streams for %s: its tensors are copied before save returns, also with "
+        "SaveOptions(stage='lazy')",
         device_type,
     )
 

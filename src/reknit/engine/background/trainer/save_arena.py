@@ -36,7 +36,7 @@ class SaveArena:
             if self.lease is None and skip:
                 raise SkippedError(
                     "earlier saves are still being written, and this one was skipped",
-                    remedy="save less often, or wait for them with when_busy='wait'",
+                    remedy="save less often, or wait for them: SaveOptions(when_busy='wait')",
                 )
             if self.lease is None:
                 raise DeadlineError(f"earlier saves gave no host memory free within {options.timeout_s:g} s")

@@ -79,8 +79,9 @@ class Snapshot:
                 f"{changed[0]}{more} was changed while it was staged lazily, and not by a step of its "
                 "optimizer; nothing was committed",
                 phase="stage",
-                remedy="call pending.staged() before such a change, or save with stage='eager'; the "
-                "next saves copy the tensors of this optimizer before they return",
+                remedy="call pending.staged() before such a change, or save with "
+                "SaveOptions(stage='eager'); the next saves copy the tensors of this optimizer before they "
+                "return",
             )
         self._complete()
 
