@@ -98,7 +98,7 @@ TAKERS = {
     "runs/tiers.py tiers": "runs/checkpointer.py:Checkpointer",
     "types/entry.py wait": SAVES,
 }
-"""The calls that take each keyword which a message names without a call: those that raise the message."""
+"""For each file and keyword of a message without a call: the calls that raise this message."""
 NO_CALLS = re.compile(
     r"(cli/maps/target_layout|cli/show|engine/display|monitor/page/page_file|storage/hdfs/.*)\.py"
     r"|storage/local/space\.py"

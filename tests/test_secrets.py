@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from reknit.errors import ReknitError, from_wire, without_secrets
 from reknit.monitor.phase import Recorder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 STATE: dict[str, Any] = {"model": {"w": np.zeros(3)}}
 SECRET = "s3cr3t"
@@ -108,6 +110,86 @@ def test_a_line_of_the_log_and_an_event_have_no_secrets(caplog: pytest.LogCaptur
     with recorder.phase("write"):
         pass
     assert recorder.records[0].path == "ftp://user:***@host/x"
+
+
+class Printing(logging.Handler):
+    """Keeps the text of each line, with its traceback, as a stream would show it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self.failed: list[object] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self.lines.append(self.format(record))
+        except Exception:
+            self.failed.append((record.msg, record.args))
+
+
+@pytest.fixture
+def printing() -> Iterator[Printing]:
+    handler, loggers = Printing(), [logging.getLogger(name) for name in LOGGERS]
+    for logger in loggers:
+        logger.addHandler(handler)
+    yield handler
+    for logger in loggers:
+        logger.removeHandler(handler)
+
+
+SOURCE = Path(reknit.__file__).parent
+LOGGERS = sorted(
+    {
+        name
+        for path in SOURCE.rglob("*.py")
+        for name in re.findall(r'getLogger\("(reknit[^"]*)"\)', path.read_text())
+    }
+)
+
+
+@pytest.mark.parametrize("name", LOGGERS)
+def test_no_logger_shows_secrets_of_lines_tracebacks_and_stacks(name: str, printing: Printing) -> None:
+    logger, url = logging.getLogger(name), f"ftp://user:{SECRET}@host/x"
+    logger.propagate, before = False, logger.propagate
+    try:
+        try:
+            raise OSError(url) from ValueError(f"of {url}")
+        except OSError as error:
+            logger.exception("a look failed")
+            logger.warning("%s", "again", exc_info=error)
+        exec(f"logger.warning('%s', 'here', stack_info='{url}')", {"logger": logger})
+        try:
+            raise OSError("no secret")
+        except OSError:
+            logger.exception("as it is")
+    finally:
+        logger.propagate = before
+    assert [line.partition("\n")[0] for line in printing.lines] == [
+        "a look failed",
+        "again",
+        "here",
+        "as it is",
+    ]
+    assert not any(SECRET in line for line in printing.lines)
+    assert all("OSError: ftp://user:***@host/x" in line for line in printing.lines[:2])
+    assert "OSError: no secret" in printing.lines[3]
+
+
+def test_a_wrong_line_of_the_log_raises_nothing_and_shows_no_secrets(printing: Printing) -> None:
+    class Odd:
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    logger, odd = logging.getLogger("reknit"), Odd()
+    logger.propagate = False  # the handler of pytest raises
+    try:
+        logger.warning("%d of %s", f"http://user:{SECRET}@host")
+        logger.warning("%s at %s", odd, f"http://user:{SECRET}@host")
+    finally:
+        logger.propagate = True
+    assert printing.lines == []
+    shown = "http://user:***@host"
+    assert printing.failed == [("%d of %s", (shown,)), ("%s at %s", (odd, shown))]
 
 
 def test_a_long_text_with_many_beginnings_of_a_secret_is_searched_once() -> None:

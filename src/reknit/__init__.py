@@ -29,13 +29,31 @@ _here = threading.local()
 
 
 def _hide_secrets(record: logging.LogRecord) -> bool:
-    """Remove passwords and tokens of URLs from a line of the log."""
-    if (text := record.getMessage()) != (shown := without_secrets(text)):
-        record.msg, record.args = shown, ()
+    """Remove passwords and tokens of URLs from a line of the log and its traceback; never raises."""
+    try:
+        text = record.getMessage()
+        if text != (shown := without_secrets(text)):
+            record.msg, record.args = shown, ()
+        if record.exc_info:
+            text = logging.Formatter().formatException(record.exc_info)
+            if text != (shown := without_secrets(text)):
+                # Handlers would format the error itself again.
+                record.exc_info, record.exc_text = None, shown
+        if record.stack_info:
+            record.stack_info = without_secrets(record.stack_info)
+    except Exception:  # of a value in the line, or of wrong arguments: handlers report both, with these texts
+        record.msg = _without_secrets(record.msg)
+        if isinstance(record.args, tuple):
+            record.args = tuple(map(_without_secrets, record.args))
     return True
 
 
-logging.getLogger("reknit").addFilter(_hide_secrets)
+def _without_secrets(value: object) -> Any:
+    return without_secrets(value) if isinstance(value, str) else value
+
+
+for _name in ("reknit", "reknit.comm"):  # a filter has no effect on loggers below its own
+    logging.getLogger(_name).addFilter(_hide_secrets)
 
 
 def __getattr__(name: str) -> Any:

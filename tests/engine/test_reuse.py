@@ -23,6 +23,7 @@ from reknit.engine.saving.save import EarlierSaves, save
 from reknit.engine.saving.save_job import SaveJob
 from reknit.engine.stored.verify import verify
 from reknit.errors import ReknitError, StorageError
+from reknit.format import paths
 from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions, SaveOptions
 from reknit.storage.local.store import LocalStorage
@@ -303,6 +304,22 @@ def test_only_names_that_differ_in_their_last_number_are_looked_at(
     place = LocalStorage(tmp_path / name)
     assert earlier_files(AboveOnly(place, Noting(LocalStorage(tmp_path)))) == {}
     assert looked == [name, *found]
+
+
+def test_an_earlier_checkpoint_that_cannot_be_read_costs_one_line_of_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = LocalStorage(tmp_path / "step_2")
+    assert earlier_files(place) == {}
+    assert caplog.messages == []
+    reknit.save(tmp_path / "step_1", {"m": {"w": np.ones(4)}})
+    manifest = tmp_path / "step_1" / paths.MANIFEST_PATH
+    manifest.write_bytes(manifest.read_bytes()[:-9] + bytes(9))
+    caplog.clear()
+    assert earlier_files(place) == {}
+    (line,) = caplog.messages
+    assert line.startswith(f"{place.url}: all files are written")
+    assert "cannot be read" in line
 
 
 class AboveOnly(FaultyStorage):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def said(cause: Callable[[], Any], words: str) -> str:
     """Return the part of a remedy that matches `words`, from the error of a call."""
-    with pytest.raises(BaseException, match=r"\n *-> ") as caught:  # DCP has errors that are no Exception
+    with pytest.raises(BaseException, match=r"\n *-> ") as caught:  # errors of DCP derive from it alone
         cause()
     found = re.search(words, str(caught.value).rpartition("-> ")[2])
     assert found is not None, str(caught.value)

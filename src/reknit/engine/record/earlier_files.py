@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from reknit.storage.base import Storage
     from reknit.types.manifest import FileEntry, Manifest
 
+logger = logging.getLogger("reknit")
+
 _MOST_LOOKS = 2
 """Folders beside a checkpoint that are looked at for an earlier one."""
 
@@ -33,7 +36,13 @@ def earlier_files(storage: Storage) -> dict[int, round_messages.EarlierFiles]:
         return {}
     try:
         found = _newest_beside(storage)
-    except ReknitError:
+    except ReknitError as error:
+        logger.warning(
+            "%s: all files are written, also those that are equal to files of an earlier checkpoint, since "
+            "that cannot be read: %s",
+            storage.url,
+            error.message,
+        )
         return {}
     if found is None:
         return {}
