@@ -24,15 +24,15 @@
     │   ├── StorageFullError
     │   ├── StoragePermissionError
     │   └── StorageUnavailableError    it could not be reached, or was overloaded: try again
+    │       └── UndecidedError         it gave no answer to a commit, and may still carry it out
     ├── ShortageError                  this process has too little memory, threads or open files
     └── CommError                      ranks could not reach each other
         ├── DeadlineError (TimeoutError)
         ├── GroupClosedError           a rank left on purpose
         └── ProtocolError              ranks are not doing the same thing
 
-Every error has a message, a place (`rank`, `phase`, `path`) and a remedy.  `with phase(...)` adds the place
-as an error passes; `to_wire` and `from_wire` send an error to the other ranks, which raise it with the same
-type.  `typed` converts foreign errors.
+Every error has a message, a place (`rank`, `phase`, `path`), which `with phase(...)` adds, and a remedy.
+`to_wire` and `from_wire` send it to the other ranks, with its type.  `typed` converts foreign errors.
 """
 
 from __future__ import annotations
@@ -161,8 +161,7 @@ class CommitError(ReknitError):
 class FencedError(CommitError):
     """A newer run of this job, or a later save to the same path, has replaced this one.
 
-    This save committed nothing, and must not: the newer save counts.  A process that receives this error and
-    was replaced on purpose (its job was requeued, its node was given up) should end.
+    This save committed nothing, and must not: the newer save counts.  A process that was replaced should end.
     """
 
 
@@ -194,11 +193,12 @@ class StorageUnavailableError(StorageError):
     """The store could not be reached, or was overloaded; it may or may not have carried out the request."""
 
 
-class ShortageError(ReknitError):
-    """This process has too little memory, threads or open files for the call.
+class UndecidedError(StorageUnavailableError):
+    """The store gave no answer to a commit, and may still carry it out: its files stay."""
 
-    The checkpoint may be sound: try again with more of the missing resource.
-    """
+
+class ShortageError(ReknitError):
+    """This process has too little memory, threads or open files; the checkpoint may be sound: try again."""
 
 
 class CommError(ReknitError):

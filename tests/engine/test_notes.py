@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.engine.record import checkpoint_notes
+from reknit.engine.record import checkpoint_notes, removals
 from reknit.engine.record.at_path import committed
 from reknit.engine.record.recognising import manifest_exists
 from reknit.engine.stored.delete import delete
@@ -158,13 +158,13 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 def test_a_removal_whose_process_died_holds_nobody_back_for_long(place: str) -> None:
     with SteppedClock() as clock:
-        died = checkpoint_notes.Removal(open_storage(place), write_id(place))
+        died = removals.Removal(open_storage(place), write_id(place))
         with pytest.raises(CheckpointNotFoundError, match=r"is being removed by 'process \d+"):
             hold(place)
         with pytest.raises(CheckpointNotFoundError, match="is being removed"):
             reknit.pin(place)
         reknit.note(place, {"score": 1.0})
-        clock.step(checkpoint_notes.REMOVAL_S + 61.0, place)
+        clock.step(removals.REMOVAL_S + 61.0, place)
         hold(place).release()
         with pytest.raises(UsageError, match="before it began"):
             died.check()

@@ -21,6 +21,9 @@ FILE_TABLE = "file_table"
 MOVED = "moved"
 """All files but the manifest are at another place, which the manifest names."""
 
+TOMBSTONE = "tombstone"
+"""There is no checkpoint: the file only keeps a late commit from making one."""
+
 FEATURES = frozenset({FILE_TABLE, MOVED})
 """Names in ``requires`` of a manifest: features that a reader must support to read the checkpoint."""
 

@@ -25,11 +25,12 @@ from reknit.engine.record.at_path import check_absent, manifest_in, size_of
 from reknit.engine.record.commit import clear_out, put_manifest
 from reknit.engine.record.marker import Marker, remove_marker, take_marker
 from reknit.engine.record.other_formats import no_checkpoint
+from reknit.engine.record.removals import delete_copies
 from reknit.engine.saving.write import PIECE_NBYTES, write_files
-from reknit.engine.small_files import discard, write_bytes
+from reknit.engine.small_files import write_bytes
 from reknit.engine.stored.copy_files import is_sound
 from reknit.environment import num_threads
-from reknit.errors import CorruptError, UsageError
+from reknit.errors import CorruptError, UndecidedError, UsageError
 from reknit.format.checksum import BLOCK_NBYTES, digest
 from reknit.format.index.file import encode_index
 from reknit.format.manifest_file import encode_manifest
@@ -226,7 +227,7 @@ class _Import:
                 found.append(digest(here))
             else:
                 return np.array(found, np.uint64)
-        discard(self.target, file.path)
+        delete_copies(self.target, [file.path])
         return None
 
     def _commit(self, plan: ImportPlan, ranks: list[_Done], step: int | None, *, overwrite: bool) -> None:
@@ -241,12 +242,14 @@ class _Import:
             for number, data in each.files
         ]
         small = {index_path(self.write_id): encode_index(plan.index), **self._values()}
+        delete_copies(self.target, small)
         for path, data in small.items():
-            discard(self.target, path)
             one = write_bytes(self.target, path, data)
             files.append(FileEntry(one.path, one.nbytes, tuple(one.digests.tolist())))
         old = self.found.manifest
-        mine = take_marker(self.target, Marker(0, self.write_id), overwrite=overwrite, newest=True)
+        mine = take_marker(
+            self.target, Marker(0, self.write_id), overwrite=overwrite, newest=True, is_copy=True
+        )
         try:
             manifest = Manifest(
                 format_version=old.format_version,
@@ -263,6 +266,8 @@ class _Import:
             )
             data = encode_manifest(manifest)
             put_manifest(self.target, mine, data, overwrite=overwrite)
+        except UndecidedError:
+            raise
         except BaseException:
             remove_marker(self.target, mine)
             raise

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from reknit.engine.record.at_path import manifest_in
+from reknit.engine.record.late_commits import fence
 from reknit.engine.record.marker import begun_in
 from reknit.engine.stored.running_agents import at_work
 from reknit.engine.stored.steps import numbered
@@ -53,7 +54,7 @@ def wait_for_agents(root: Storage, timeout_s: float) -> None:
 def forbid_markers(root: Storage, line: Line, since: int | None = None) -> None:
     """Delete the markers of saves newer than the newest step of a line, or from the step `since` on.
 
-    Without its marker a save cannot commit.  Markers of older steps stay, because a run does not resume from
+    A save cannot commit after that.  Markers of older steps stay, because a run does not resume from
     these.  A run that did not resume begins with the step `since`.
     """
     for number, name in numbered(root):
@@ -63,7 +64,7 @@ def forbid_markers(root: Storage, line: Line, since: int | None = None) -> None:
         if since is not None and number < since:
             return
         for begun in begun_in(folder):
-            folder.delete(begun.path)
+            fence(begun)
             logger.warning(
                 "step %d of an earlier run was not finished, and will not be: %s", number, folder.url
             )

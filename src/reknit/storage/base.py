@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     import numpy as np
     from numpy.typing import NDArray
@@ -86,7 +86,8 @@ class Storage(Protocol):
         Raises `StorageNotFoundError` if it is gone, and then changes nothing.  If the result is False, as
         with `put`, the file `pending` still exists, with any content.
 
-        After any other error, or on a network that repeats requests, only a read of `path` shows the outcome.
+        After any other error, or on a network that repeats requests, only a read of `path` shows the outcome,
+        and it is final once `pending` is removed.  A store that `CommitsLate` may write `path` even later.
         In stores that can, the look and the write are one atomic step.  Other stores look and then put, and
         their documentation says how safe that is.
         """
@@ -129,6 +130,27 @@ class Storage(Protocol):
 
     def close(self) -> None:
         """Release all connections and files that the store holds open."""
+
+
+LONGEST_REQUEST_S = 900.0
+"""Seconds after which no store carries out a request any more: the signatures of S3 and Azure end then."""
+
+
+@runtime_checkable
+class CommitsLate(Protocol):
+    """A store that may carry out a commit after it was given up, though its marker is gone by then.
+
+    In any other store the removal of the marker makes a commit impossible.
+    """
+
+    def swap(self, path: str, change: Callable[[bytes | None], bytes | None], *, limit: int) -> bool:
+        """Replace a small file by the bytes that `change` makes of it, if nobody writes it meanwhile.
+
+        `change` receives the content, None without a file, and is called again after a write of another
+        process.  If it returns None, the file stays as it is.  Once the file is replaced by other bytes, the
+        store refuses every commit that was sent before.  Returns False, and changes nothing, in a store
+        without conditional writes: a commit may then be carried out as long as the store keeps a request.
+        """
 
 
 @runtime_checkable

@@ -28,7 +28,7 @@ from reknit.storage.ranges import filled, read_runs, spread
 from reknit.storage.writing import Progress, TakenNames
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
@@ -96,10 +96,13 @@ class FsspecStorage:
         """Look for the file `pending`, put the other, and delete it."""
         with self._lock:
             self.size(pending)
-            placed = self.put(path, data, if_absent=if_absent)
-            if placed:
+            if placed := self.put(path, data, if_absent=if_absent):
                 self.delete(pending)
         return placed
+
+    def swap(self, path: str, change: Callable[[bytes | None], bytes | None], *, limit: int) -> bool:
+        """Return False: fsspec has no conditional writes."""
+        return False
 
     def get(self, path: str, *, limit: int) -> bytes:
         """Return a whole small file."""

@@ -30,7 +30,6 @@ from reknit.errors import (
     FormatError,
     ReknitError,
     StorageError,
-    StorageFullError,
     StorageNotFoundError,
     StoragePermissionError,
     UsageError,
@@ -46,7 +45,7 @@ from reknit.format.notes import (
     decode_note,
     encode_note,
 )
-from reknit.monitor.phase import Deadline, now
+from reknit.monitor.phase import now
 from reknit.storage.base import HasDates
 from reknit.system import start_thread
 
@@ -63,7 +62,6 @@ logger = logging.getLogger("reknit")
 
 LEASE_S = 300.0
 """Seconds that a lease lasts, where nobody says how many."""
-REMOVAL_S = 60.0
 _CLOCKS_APART_S = 60.0
 _DATES_APART_S = 2.0
 """Dates of files may be whole seconds, or even ones."""
@@ -77,7 +75,7 @@ class Hold:
     def __init__(self, storage: Storage, write_id: str, lease_s: float) -> None:
         """Take the lease.  Raises `CheckpointNotFoundError` where the checkpoint is gone, or about to go."""
         self._storage, self._write_id, self._lease_s = storage, write_id, lease_s
-        self._path = paths.note_path("lease", write_id, _identity())
+        self._path = paths.note_path("lease", write_id, new_identity())
         self._put()
         try:
             _check_stays(storage, write_id)
@@ -92,7 +90,7 @@ class Hold:
 
     def _put(self) -> None:
         check_same(self._storage, self._write_id)  # or the lease would be all that is in its folder
-        self._storage.put(self._path, encode_note(_lease(self._lease_s)), if_absent=False)
+        self._storage.put(self._path, encode_note(lease_for(self._lease_s)), if_absent=False)
 
     def release(self) -> None:
         """Hold it no longer."""
@@ -137,31 +135,6 @@ class RenewedHold:
             self._hold.release()
         except ReknitError as error:
             logger.warning("a lease could not be removed and stays until it expires: %s", error)
-
-
-class Removal:
-    """The note of a removal: from when it is there nobody begins to hold the checkpoint."""
-
-    def __init__(self, storage: Storage, write_id: str) -> None:
-        self._storage, self._write_id = storage, write_id
-        self._path = paths.note_path("removal", write_id, _identity())
-        self._deadline = Deadline(REMOVAL_S)
-        with suppress(StorageFullError):  # then nobody else can put a note there either
-            storage.put(self._path, encode_note(_lease(REMOVAL_S)), if_absent=False)
-
-    def check(self) -> None:
-        """Raise where it counts no longer, or another checkpoint is here by now."""
-        check_same(self._storage, self._write_id)
-        if self._deadline.passed():
-            raise UsageError(
-                f"the removal of {self._storage.url} took more than {REMOVAL_S:g} s before it began",
-                path=self._storage.url,
-                remedy="try again",
-            )
-
-    def give_up(self) -> None:
-        """Let others hold the checkpoint again."""
-        self._storage.delete(self._path)
 
 
 def pin(storage: Storage, reason: str) -> None:
@@ -215,7 +188,7 @@ def noted(
 
 def put_note(storage: Storage, kind: paths.NoteKind, note: Pin | ColdCopy, write_id: str) -> None:
     """Put a note about a write, whether it is committed here or not."""
-    storage.put(paths.note_path(kind, write_id, _identity()), encode_note(note), if_absent=False)
+    storage.put(paths.note_path(kind, write_id, new_identity()), encode_note(note), if_absent=False)
 
 
 def held_by(storage: Storage, write_id: str | None, but: str | None = None) -> str | None:
@@ -229,8 +202,8 @@ def held_by(storage: Storage, write_id: str | None, but: str | None = None) -> s
         pins = (pin for pin in _notes(storage, listed, "pin", Pin) if but is None or pin.reason != but)
         for pinned in pins:
             return "it is pinned" + (f": {pinned.reason!r}" if pinned.reason else "")
-        for lease, left_s in _lasting(storage, listed, "lease"):
-            return f"{lease.holder!r} reads it, for {left_s:.4g} s more unless it asks again"
+        for lease, seconds in _lasting(storage, listed, "lease"):
+            return f"{lease.holder!r} reads it, for {seconds:.4g} s more unless it asks again"
     except FormatError as error:
         return f"{error.message}: {error.path}"
     except StoragePermissionError as error:
@@ -260,7 +233,7 @@ def _add(storage: Storage, kind: paths.NoteKind, note: Pin | Metrics, write_id: 
     except FormatError as error:
         raise UsageError(error.message, path=storage.url) from error
     write_id = write_id or committed(storage).save_id
-    path = paths.note_path(kind, write_id, _identity())
+    path = paths.note_path(kind, write_id, new_identity())
     storage.put(path, data, if_absent=False)
     try:
         if kind == "pin":
@@ -284,7 +257,8 @@ def _check_stays(storage: Storage, write_id: str) -> None:
     check_same(storage, write_id)
 
 
-def _lease(seconds: float) -> HolderLease:
+def lease_for(seconds: float) -> HolderLease:
+    """Return a lease of this process, from now on."""
     return HolderLease(f"process {os.getpid()} of {socket.gethostname()}", now() + seconds, seconds)
 
 
@@ -293,13 +267,21 @@ def _lasting(storage: Storage, listed: Notes, kind: paths.NoteKind) -> Iterator[
     _check_amount(storage, listed.get(kind, ()))
     for each in listed.get(kind, ()):
         for lease in _notes(storage, {kind: [each]}, kind, HolderLease):
-            left_s = lease.until + _CLOCKS_APART_S - now()
-            if lease.seconds is not None and isinstance(storage, HasDates):
-                left_s = 0.0  # if the holder has just ended it
-                with suppress(StorageNotFoundError):
-                    left_s = lease.seconds + _DATES_APART_S - storage.age_s(each.path)
-            if left_s > 0:
-                yield lease, left_s
+            if (seconds := left_s(storage, each.path, lease)) > 0:
+                yield lease, seconds
+
+
+def left_s(storage: Storage, path: str, lease: HolderLease) -> float:
+    """Return the seconds for which the lease in a note may still count for its holder.
+
+    They are measured by the date of the note where the store has dates, and else by the clocks of two hosts.
+    """
+    if lease.seconds is None or not isinstance(storage, HasDates):
+        return lease.until + _CLOCKS_APART_S - now()
+    try:
+        return lease.seconds + _DATES_APART_S - storage.age_s(path)
+    except StorageNotFoundError:  # the holder has just ended it
+        return float("-inf")
 
 
 def _notes(storage: Storage, listed: Notes, kind: paths.NoteKind, as_type: type[Note]) -> Iterator[Note]:
@@ -339,6 +321,6 @@ def _listed(storage: Storage, write_id: str | None) -> Notes:
     return found
 
 
-def _identity() -> str:
+def new_identity() -> str:
     """Return a name that sorts by time: 24 hex digits."""
     return f"{time.time_ns():016x}{secrets.token_hex(4)}"

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from reknit.engine.record.at_path import check_absent, committed, is_committed, manifest_in
-from reknit.engine.record.checkpoint_notes import Removal, noted, refuse_held
+from reknit.engine.record.checkpoint_notes import noted, refuse_held
+from reknit.engine.record.late_commits import discard_index, is_blind, may_land, settled, undecided
 from reknit.engine.record.marker import begun_in, fenced_off, is_last, named, put_marker, remove_marker
-from reknit.engine.record.recognising import is_of_others
+from reknit.engine.record.recognising import has_tombstone, is_of_others
+from reknit.engine.record.removals import Removal
 from reknit.engine.small_files import discard
 from reknit.errors import (
     CheckpointExistsError,
     CommError,
+    CommitError,
     FormatError,
     ReknitError,
+    StorageFullError,
     StorageNotFoundError,
+    StoragePermissionError,
+    UndecidedError,
     UsageError,
 )
 from reknit.format import paths
 from reknit.format.notes import Pin
+from reknit.monitor.phase import retries
 from reknit.storage.base import PerHost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container
+    from collections.abc import Callable, Container, Iterator
 
     from reknit.comm import group as comm
     from reknit.engine.record.marker import Marker
@@ -79,40 +87,50 @@ def fate_of(storage: Storage, write_id: str, error: BaseException, *, sent: bool
     """Return the fate of a commit that ended with `error`, after this rank gave it up.
 
     `sent` is whether the request to commit may be on its way to the root.  From then on only a rank that has
-    the answer, or gives it, can exclude that the root commits.
+    the answer, or gives it, can exclude that the root commits.  Then the store may still have to decide.
     """
     committed = is_committed(storage, write_id)
     lost = isinstance(error, CommError)
     answered = is_root or (isinstance(error, ReknitError) and not lost)
     # That a rank was interrupted after the commit, or is gone, does not undo the commit.
     elsewhere = lost or type(error) is ReknitError
-    return Fate(bool(committed) and sent and elsewhere, committed is False and (answered or not sent))
+    never = answered and not isinstance(error, UndecidedError) and not may_land(storage, write_id)
+    return Fate(bool(committed) and sent and elsewhere, committed is False and (never or not sent))
 
 
 def replace_manifest(storage: Storage, old: Manifest, mine: Marker, write: Callable[[], bytes]) -> None:
     """Replace a manifest by the bytes that `write` returns, under a marker of its own.
 
     Raises `UsageError` if another process holds the checkpoint, saves to its path, or has changed it.  A save
-    that begins meanwhile removes the marker, as it does that of an older save, and then this raises.
+    that begins meanwhile removes the marker, as it does that of an older save, and then this raises.  After
+    an `UndecidedError` the store may still replace the manifest.
     """
     removal = Removal(storage, old.save_id)
     try:
-        refuse_held(storage, old.save_id)
-        data = write()
-        storage.put(mine.path, b"", if_absent=True)
-        if others := [each for each in begun_in(storage) if each.path != mine.path]:
-            raise UsageError(
-                f"a save to {storage.url} has begun: {named(others)}",
-                path=storage.url,
-                remedy="wait until it is over, then try again",
-            )
-        removal.check()
-        now_there = committed(storage)
-        if (now_there.write_id, now_there.moved_to) != (old.write_id, old.moved_to):
-            raise UsageError(
-                f"{storage.url} was changed meanwhile", path=storage.url, remedy="look at it, then try again"
-            )
-        place_manifest(storage, mine, data, if_absent=False)
+        with never_if_it_fails(storage, mine):
+            refuse_held(storage, old.save_id)
+            data = write()
+            storage.put(mine.path, b"", if_absent=True)
+            if others := [each for each in begun_in(storage) if each.path != mine.path]:
+                raise UsageError(
+                    f"a save to {storage.url} has begun: {named(others)}",
+                    path=storage.url,
+                    remedy="wait until it is over, then try again",
+                )
+            removal.check()
+            now_there = committed(storage)
+            if (now_there.write_id, now_there.moved_to) != (old.write_id, old.moved_to):
+                raise UsageError(
+                    f"{storage.url} was changed meanwhile",
+                    path=storage.url,
+                    remedy="look at it, then try again",
+                )
+        if mine.owns_index:
+            _place_or_settle(storage, mine, data, if_absent=False)
+        else:  # a redirect, which may also be placed later: no file goes before it is there
+            place_manifest(storage, mine, data, if_absent=False)
+    except UndecidedError:
+        raise
     except BaseException:
         remove_marker(storage, mine)
         raise
@@ -121,27 +139,62 @@ def replace_manifest(storage: Storage, old: Manifest, mine: Marker, write: Calla
 
 
 def put_manifest(storage: Storage, mine: Marker, data: bytes, *, overwrite: bool) -> None:
-    """Commit, or raise; after an error only `is_committed` can say whether the checkpoint exists.
+    """Commit, or raise; after an `UndecidedError` the store may still commit, and the marker has to stay.
 
     Another program may have put a file of that name there since the save began, so this looks just before.
     """
-    if mine.run is not None:  # one that began since may have left this marker, at a step that it passed over
-        mine.run.check()
-    if overwrite:
-        check_absent(storage, overwrite=overwrite)
-    try:
-        placed = place_manifest(storage, mine, data, if_absent=not overwrite)
-    except ReknitError:
+    with never_if_it_fails(storage, mine):
+        if (
+            mine.run is not None
+        ):  # one that began since may have left this marker, at a step that it passed over
+            mine.run.check()
+        if overwrite:
+            check_absent(storage, overwrite=overwrite)
+    placed = _place_or_settle(storage, mine, data, if_absent=not overwrite)
+    if not placed and has_tombstone(storage):
+        placed = _place_or_settle(storage, mine, data, if_absent=False)
+    if placed:
+        return
+    with never_if_it_fails(storage, mine):
         if not is_committed(storage, mine.write_id):
+            check_absent(storage, overwrite=True)
+            raise CheckpointExistsError(
+                "another save committed to this path meanwhile",
+                path=storage.url,
+                remedy="give each save a path of its own",
+            )
+    remove_marker(storage, mine)  # an attempt without an answer has committed, and left it
+
+
+def _place_or_settle(storage: Storage, mine: Marker, data: bytes, *, if_absent: bool) -> bool:
+    """Put the manifest as `place_manifest` does, and decide about a commit without an answer."""
+    tries = retries.get()
+    try:
+        return place_manifest(storage, mine, data, if_absent=if_absent)
+    except BaseException as error:
+        answered = retries.get() == tries  # every attempt
+        if isinstance(error, CommitError) and answered:  # it was fenced
+            outcome: bool | None = False
+        else:
+            refused = isinstance(error, (StorageFullError, StoragePermissionError))
+            outcome = settled(storage, mine, refused=refused and answered)
+        if not isinstance(error, ReknitError) or outcome is False:
+            if outcome is False:
+                discard_index(storage, mine)
             raise
-        placed = _commit_again(storage, mine, data)
-    if not placed and not is_committed(storage, mine.write_id):
-        check_absent(storage, overwrite=True)
-        raise CheckpointExistsError(
-            "another save committed to this path meanwhile",
-            path=storage.url,
-            remedy="give each save a path of its own",
-        )
+        if outcome is None:
+            raise undecided(storage, error) from error
+    return _commit_again(storage, mine, data)
+
+
+@contextmanager
+def never_if_it_fails(storage: Storage, mine: Marker) -> Iterator[None]:
+    """Delete the index after an error, to show that no commit is on its way."""
+    try:
+        yield
+    except BaseException:
+        discard_index(storage, mine)
+        raise
 
 
 def _commit_again(storage: Storage, mine: Marker, data: bytes) -> bool:
@@ -177,9 +230,11 @@ def clear_out(storage: Storage, mine: Marker, manifest: bytes, needed: Container
     """Delete the files of earlier saves to this path, and return a warning for files that stay.
 
     Files of an earlier save that the manifest names stay: these are `needed`.  A file may also belong to a
-    later save.  If a later save has begun, all files are left to that save.
+    later save.  If a later save has begun, all files are left to that save.  Files of a save that was under
+    way stay for one save more where its commit may replace this one, in a store without conditional writes.
     """
     try:
+        late = mine.met if mine.met and is_blind(storage) else ()
         names = {listed.path: paths.parse_path(listed.path) for listed in storage.list()}
         own = (None, paths.short_id(mine.write_id))
         old = [
@@ -189,6 +244,7 @@ def clear_out(storage: Storage, mine: Marker, manifest: bytes, needed: Container
             and name.write_id8 not in own
             and path not in needed
             and name.kind != "copy"  # a note about a copy goes after the copy
+            and name.write_id8 not in late
         ]
         if old and is_last(storage, mine, manifest):
             for path in old:

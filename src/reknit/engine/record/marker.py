@@ -6,9 +6,10 @@ markers, and it looks for markers before it looks for the manifest, into which a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reknit.engine.record.at_path import check_absent
+from reknit.engine.record.removals import refuse_removal
 from reknit.engine.small_files import discard
 from reknit.errors import CommitError, FencedError, FormatError, StorageNotFoundError
 from reknit.format import paths
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from reknit.storage.base import Listed, Storage
 
 _MOST_NAMED = 4
+_Begins = Literal["save", "copy"]
 
 
 class Marker(NamedTuple):
@@ -28,10 +30,12 @@ class Marker(NamedTuple):
 
     generation: int
     write_id: str
-    met_others: bool = False
-    """Whether it removed markers of other saves; another save may have removed this one at that moment."""
+    met: tuple[str, ...] = ()
+    """Short ids of saves whose markers it removed; another of them may have removed this one meanwhile."""
     run: Run | None = None
     """The run that the save belongs to, which no newer one may have followed."""
+    owns_index: bool = True
+    """Whether the index of its write was written for this commit alone."""
 
     @property
     def path(self) -> str:
@@ -39,12 +43,18 @@ class Marker(NamedTuple):
         return paths.marker_path(self.generation, self.write_id)
 
 
-def take_marker(storage: Storage, mine: Marker, *, overwrite: bool, newest: bool = False) -> Marker:
-    """Put a marker there and return it, as `put_marker` does; raise as `check_absent` for files that stay."""
+def take_marker(
+    storage: Storage, mine: Marker, *, overwrite: bool, newest: bool = False, is_copy: bool = False
+) -> Marker:
+    """Put a marker there and return it, as `put_marker` does; raise as `check_absent` for files that stay.
+
+    Raises `CommitError` where the store may still delete files of the names of this save.  Only those of a
+    copy have been there before.
+    """
     check_absent(
         storage, overwrite=overwrite
     )  # also before, so that nothing is touched where there is a checkpoint
-    mine = put_marker(storage, mine, newest=newest)
+    mine = put_marker(storage, mine, newest=newest, begins_as="copy" if is_copy else "save")
     try:
         if not overwrite:
             check_absent(storage, overwrite=overwrite)
@@ -54,8 +64,12 @@ def take_marker(storage: Storage, mine: Marker, *, overwrite: bool, newest: bool
     return mine
 
 
-def put_marker(storage: Storage, mine: Marker, *, newest: bool = False) -> Marker:
+def put_marker(
+    storage: Storage, mine: Marker, *, newest: bool = False, begins_as: _Begins | None = None
+) -> Marker:
     """Put the marker of this save there, so that no save which began here before can commit, and return it.
+
+    One that begins is refused where files may still be deleted (`CommitError`).
 
     If the path has a higher generation, a save that is the `newest` takes that generation, since clocks may
     differ.  Any other save raises `FencedError`: a newer run of the job is at work here, or has been.  It
@@ -64,11 +78,11 @@ def put_marker(storage: Storage, mine: Marker, *, newest: bool = False) -> Marke
     """
     while True:
         try:
-            others, outrun = _placed_among(storage, mine)
+            others, outrun = _placed_among(storage, mine, begins_as=begins_as)
             if mine.run is not None:
                 mine.run.check()
             if outrun is None:
-                return mine._replace(met_others=bool(others))
+                return mine._replace(met=tuple(path.rpartition(".")[2] for path in others))
             if not newest:
                 raise outrun.error(storage, mine)
         except BaseException:
@@ -103,7 +117,7 @@ def fenced_off(storage: Storage, mine: Marker) -> CommitError:
     """
     others = (*_others(storage, mine).values(), _committed_generation(storage))
     if max(others) < mine.generation:
-        return (FencedError if mine.met_others else CommitError)(
+        return (FencedError if mine.met else CommitError)(
             "the marker of this save was removed while it was under way, and no other save is here now; "
             "somebody deleted it, or cleaned up, or another save removed it and failed, too; nothing is "
             "committed",
@@ -178,10 +192,15 @@ class _Outrun(NamedTuple):
         )
 
 
-def _placed_among(storage: Storage, mine: Marker) -> tuple[Iterable[str], _Outrun | None]:
+def _placed_among(
+    storage: Storage, mine: Marker, *, begins_as: _Begins | None
+) -> tuple[Iterable[str], _Outrun | None]:
     """Put a marker there and delete older ones; return the others, and a file of a newer run, if any."""
     storage.put(mine.path, b"", if_absent=True)
-    others = _others(storage, mine)
+    files = list(storage.list())
+    others = _others(storage, mine, files)
+    if begins_as is not None:
+        refuse_removal(storage, files, is_copy=begins_as == "copy")
     for path, generation in others.items():
         if generation > mine.generation:
             return others, _Outrun(path, generation)
@@ -191,9 +210,9 @@ def _placed_among(storage: Storage, mine: Marker) -> tuple[Iterable[str], _Outru
     return others, _Outrun(paths.MANIFEST_PATH, generation) if generation > mine.generation else None
 
 
-def _others(storage: Storage, mine: Marker) -> dict[str, int]:
+def _others(storage: Storage, mine: Marker, files: Iterable[Listed] | None = None) -> dict[str, int]:
     """Return the markers of other saves, by path, with their generations."""
-    return {begun.path: begun.generation for begun in begun_in(storage) if begun.path != mine.path}
+    return {begun.path: begun.generation for begun in begun_in(storage, files) if begun.path != mine.path}
 
 
 def _committed_generation(storage: Storage) -> int:

@@ -8,6 +8,8 @@ bounded look decides for all calls:
   it, with a write id in their names.  If the file says something of its own, it also has to name that write:
   a document of another program stays, also among files of reknit.
 
+A tombstone has that name too, and is taken for no file: it shows that there is no checkpoint.
+
 Everything else is not a checkpoint to anybody, and no call replaces or removes it.
 """
 
@@ -28,6 +30,7 @@ from reknit.errors import (
 )
 from reknit.format import paths
 from reknit.format.manifest_file import MAX_MANIFEST_NBYTES
+from reknit.format.tombstone import is_tombstone
 from reknit.format.versions import check_version
 
 if TYPE_CHECKING:
@@ -69,6 +72,8 @@ def find_manifest(storage: Storage) -> FoundManifest | None:
     """Return the file with the name of the manifest in a folder, or None.  Raises `StorageError`."""
     for _ in range(_TRIES):
         if (head := _head(storage)) is not None:
+            if is_tombstone(head):
+                return None
             return FoundManifest(_OURS.match(head) is not None or _is_damaged(storage, head), head)
         if not _in_the_way(storage):
             return None
@@ -81,6 +86,12 @@ def manifest_exists(storage: Storage) -> bool:
     """Return whether a checkpoint is committed in a folder; it may be damaged."""
     found = find_manifest(storage)
     return found is not None and found.ours
+
+
+def has_tombstone(storage: Storage) -> bool:
+    """Return whether a tombstone is in the place of the manifest."""
+    head = _head(storage)
+    return head is not None and is_tombstone(head)
 
 
 def is_of_others(storage: Storage) -> bool:
@@ -101,6 +112,8 @@ def manifest_bytes(storage: Storage) -> bytes | None:
         if is_of_others(storage):
             return None
         raise
+    if is_tombstone(data):
+        return None
     return data if _OURS.match(data) or not is_of_others(storage) else None
 
 

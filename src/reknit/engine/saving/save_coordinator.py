@@ -16,7 +16,7 @@ from reknit.engine.saving.packing import merge_claims, merge_receipts, merged_ch
 from reknit.engine.saving.plan_cache import PlanCache, keep_latest
 from reknit.engine.saving.receipt import chunks_said
 from reknit.engine.saving.root import begin, commit
-from reknit.errors import CommitError, ProtocolError, StateError, UsageError
+from reknit.errors import CommitError, ProtocolError, StateError, UndecidedError, UsageError
 from reknit.format import paths
 from reknit.format.index.checks import check_index
 from reknit.format.index.file import encode_index
@@ -120,7 +120,10 @@ class Coordinator:
         ]
 
     def give_up(self) -> None:
-        """Remove the marker of the last save, unless it is committed, so that it never can be."""
+        """Remove the marker of the last save, so that it never can be committed, if it is not yet.
+
+        The marker stays where the store may still commit it.
+        """
         begun, self._begun = self._begun, None
         if begun is not None:
             remove_marker(*begun)
@@ -138,7 +141,11 @@ class Coordinator:
         if ahead is None:
             assembled = self.assembled(receipts, chunks)
             ahead = _encoded(assembled, mine, collected.kept)
-        outcome = commit(job, mine, ahead.data, collected, ahead.warnings)
+        try:
+            outcome = commit(job, mine, ahead.data, collected, ahead.warnings)
+        except UndecidedError:
+            self._begun = None
+            raise
         self._begun = None
         return [encode(outcome)] * len(receipts.ranks)
 

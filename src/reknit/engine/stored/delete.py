@@ -6,9 +6,8 @@ A reader that opens the path after that gets an error.  Only files that the mani
 checkpoint are removed, so a save that begins meanwhile loses none of its files.  Files of other names stay,
 and so does a folder that holds some.  `reknit gc` finds the files that a process leaves that dies in between.
 
-No reader can begin to hold the checkpoint once it was looked for holders (`record.checkpoint_notes`).  A save
-to its path may begin after the look at markers here.  If it also commits between the last look at the
-manifest and its removal, one request later, its checkpoint is removed.
+No reader can begin to hold the checkpoint once it was looked for holders (`record.checkpoint_notes`), and no
+save can begin at its path until all requests are answered (`record.removals`).
 
 `drop` removes items, such as an old optimizer, and keeps the others.  A new manifest takes the place of the
 old one in the same atomic step as that of a save.  It has an index and a write id of its own, so a reader
@@ -28,17 +27,19 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from reknit.engine.record.at_path import check_same, committed, read_manifest
-from reknit.engine.record.checkpoint_notes import Removal, notes_of, refuse_held
+from reknit.engine.record.checkpoint_notes import notes_of, refuse_held
 from reknit.engine.record.commit import replace_manifest
 from reknit.engine.record.file_checks import read_checked, whole_manifest
+from reknit.engine.record.late_commits import may_land
 from reknit.engine.record.marker import Marker, begun_in, named
 from reknit.engine.record.other_formats import absent
 from reknit.engine.record.recognising import manifest_exists
+from reknit.engine.record.removals import PathRemoval, Removal, is_over
 from reknit.engine.saving.manifest_content import list_files
 from reknit.engine.small_files import discard, write_bytes
 from reknit.engine.stored.opening import unknown_items
 from reknit.engine.stored.running_agents import at_work
-from reknit.errors import FormatError, StoragePermissionError, UsageError, VersionError
+from reknit.errors import FormatError, StoragePermissionError, UndecidedError, UsageError, VersionError
 from reknit.format import paths
 from reknit.format.file_table import table_of
 from reknit.format.index.file import decode_index, encode_index
@@ -85,15 +86,14 @@ def delete(
     if dry_run:
         refuse_held(storage, None if manifest is None else manifest.save_id, but)
         return sum(file.nbytes for file in files)
-    if manifest is None:  # nobody can read it, nor hold it
-        refuse_held(storage, None, but)
-        storage.delete(paths.MANIFEST_PATH)
-    else:
-        _remove_record(storage, manifest.save_id, but, still)
+    removal = _begin_removal(storage, manifest, but, still)
+    storage.delete(paths.MANIFEST_PATH)
+    if manifest is not None:
         notes += notes_of(storage, manifest.save_id)
     for file in files:
         storage.delete(file.path)
     _delete_notes(storage, notes)
+    removal.end()
     remove_empty(storage)
     return sum(file.nbytes for file in files)
 
@@ -177,31 +177,43 @@ def _replace(storage: Storage, old: Manifest, new: Manifest, index: Index) -> No
 
     try:
         replace_manifest(storage, old, Marker(new.generation or 0, new.write_id), write)
+    except UndecidedError:
+        raise
     except BaseException:
-        if committed(storage).write_id != new.write_id:  # the answer may be all that was lost
+        if not may_land(storage, new.write_id) and committed(storage).write_id != new.write_id:
             discard(storage, new.index_path)
         raise
 
 
-def _remove_record(
-    storage: Storage, write_id: str, but: str | None, still: Callable[[], object] | None
-) -> None:
-    """Remove the manifest of a write, unless somebody holds the checkpoint, or `still` fails."""
-    removal = Removal(storage, write_id)
+def _begin_removal(
+    storage: Storage, manifest: Manifest | None, but: str | None, still: Callable[[], object] | None
+) -> PathRemoval:
+    """Put the notes there before the manifest goes, and return the one that ends last.
+
+    Raises `UsageError` where somebody holds the checkpoint or writes to it, and the error of `still`.
+    """
+    # Nobody can read a damaged one, nor begin to hold it.
+    removal = None if manifest is None else Removal(storage, manifest.save_id)
+    of_path = PathRemoval(storage)
     try:
-        refuse_held(storage, write_id, but)
+        refuse_held(storage, None if manifest is None else manifest.save_id, but)
         if still is not None:
             still()
-        removal.check()
+        _refuse_begun(storage)
+        if removal is not None:
+            removal.check()
     except BaseException:
-        removal.give_up()
+        of_path.end()
+        if removal is not None:
+            removal.give_up()
         raise
-    storage.delete(paths.MANIFEST_PATH)
+    return of_path
 
 
 def _delete_notes(storage: Storage, notes: list[Listed]) -> None:
     """Delete notes, pins last; those in a folder of another user may stay, and say nothing any more."""
     try:
+        notes = [note for note in notes if is_over(storage, note)]
         for note in sorted(notes, key=lambda note: note.path.startswith(f"{paths.NOTES_FOLDER}/pin.")):
             storage.delete(note.path)
     except StoragePermissionError as error:
@@ -230,12 +242,7 @@ def refuse_busy(storage: Storage) -> None:
             path=storage.url,
             remedy="remove the link, or the checkpoint where it is",
         )
-    if begun := begun_in(storage):
-        raise UsageError(
-            f"a save to {storage.url} is under way, or was killed: {named(begun)}",
-            path=storage.url,
-            remedy="wait until it is over; `reknit gc` removes the files of killed saves",
-        )
+    _refuse_begun(storage)
     if working := sorted({each.pid for each in at_work(storage.url) if each.path is not None}):
         if os.getpid() in working:
             raise UsageError(
@@ -247,6 +254,16 @@ def refuse_busy(storage: Storage) -> None:
             f"agents of this host are at work for {storage.url}: processes {working}",
             path=storage.url,
             remedy="wait until they are done: reknit agents --wait",
+        )
+
+
+def _refuse_begun(storage: Storage) -> None:
+    """Raise `UsageError` for a path with a marker."""
+    if begun := begun_in(storage):
+        raise UsageError(
+            f"a save to {storage.url} is under way, or was killed: {named(begun)}",
+            path=storage.url,
+            remedy="wait until it is over; `reknit gc` removes the files of killed saves",
         )
 
 

@@ -13,6 +13,10 @@ Nothing is removed that belongs to a committed checkpoint, or to a save that may
   and temporary files, without a name yet, are not part of a checkpoint: a save that finds them gone fails
   before it commits.
 
+- *A late commit is made impossible.*  An object store may carry out a commit that the save has sent before.
+  Where an index shows that, the manifest is changed, or a tombstone put in its place, before a file goes
+  (`record.late_commits`).  Without conditional writes, files stay as long as a store keeps a request.
+
 One window of one request remains, between the last check and the first removal.  It matters only if a save
 that was idle for longer than the limit puts its marker, checks its files and commits within it.  On an object
 store, where a commit is a check and a write, markers have that window in any case.
@@ -28,11 +32,13 @@ from typing import TYPE_CHECKING
 
 from reknit.engine.record.at_path import manifest_in
 from reknit.engine.record.file_checks import whole_manifest
-from reknit.engine.record.recognising import is_of_others
+from reknit.engine.record.late_commits import forbid
+from reknit.engine.record.recognising import has_tombstone, is_of_others
 from reknit.engine.stored.moving import remove_noted
 from reknit.engine.stored.newest import folder_in
 from reknit.errors import FormatError, StoragePermissionError
 from reknit.format import paths
+from reknit.storage.base import LONGEST_REQUEST_S, CommitsLate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -104,8 +110,10 @@ def remove(storage: Storage, sweep: Sweepable, leftover: Leftover, open_at: Call
     for each in markers:
         storage.delete(each.path)
     has_files = any(each.kind == "file" for each in others)
-    if leftover.write_id8 is not None and has_files and _may_commit(folder, leftover.write_id8):
-        return False
+    if leftover.write_id8 is not None and has_files:
+        if _may_commit(folder, leftover.write_id8) or not _forbidden(folder, sweep, leftover):
+            return False
+        others.sort(key=_is_index)  # as long as it is there, the next sweep forbids a late commit again
     for each in others:
         if (place := _place(each.path)) is not None and place[1].kind == "copy":
             remove_noted(folder, each.path[len(leftover.folder) :].lstrip("/"), open_at)
@@ -152,6 +160,20 @@ def _is_marker(each: Dated) -> bool:
     return each.kind == "file" and place is not None and place[1].kind == "marker"
 
 
+def _is_index(each: Dated) -> bool:
+    place = _place(each.path)
+    return each.kind == "file" and place is not None and place[1].kind == "index"
+
+
+def _forbidden(folder: Storage, sweep: Sweepable, leftover: Leftover) -> bool:
+    """Return whether the store cannot commit a save any more, also if it received the request before."""
+    if not isinstance(folder, CommitsLate) or not any(map(_is_index, leftover.found)):
+        return True
+    if forbid(folder, leftover.write_id8 or ""):
+        return not _may_commit(folder, leftover.write_id8 or "")
+    return sweep.moment() - leftover.modified > LONGEST_REQUEST_S
+
+
 def _are_plain_files(folder: _Folder) -> bool:
     return all(
         each.kind == "file" and not _is_marker(each) for save in folder.saves.values() for each in save
@@ -175,7 +197,7 @@ def _in_folder(storage: Storage, name: str, folder: _Folder, before: float) -> l
                 saves = _not_of(manifest, name, saves)
             elif is_of_others(here):
                 kept = "the manifest there cannot be read: nothing shows that it is of reknit"
-            else:
+            elif not has_tombstone(here):
                 return []  # the checkpoint is being removed
     if not any(saves.values()):
         return []

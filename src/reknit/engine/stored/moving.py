@@ -24,6 +24,7 @@ from reknit.engine.record.checkpoint_notes import LEASE_S, RenewedHold, noted, p
 from reknit.engine.record.commit import replace_manifest
 from reknit.engine.record.marker import Marker, begun_in
 from reknit.engine.record.recognising import is_of_others, not_ours
+from reknit.engine.record.removals import delete_copies
 from reknit.engine.stored.delete import delete, refuse_busy, remove_empty
 from reknit.engine.stored.places import moved_to
 from reknit.engine.stored.promote import promote_alone
@@ -63,7 +64,7 @@ def move(job: Promotion, place: str, open_at: Callable[[str], Storage]) -> int:
         if is_of_others(cold):
             raise not_ours(cold)
         # No save has this marker: only an earlier try, which was killed.
-        mine = Marker(manifest.generation or 0, manifest.write_id)
+        mine = Marker(manifest.generation or 0, manifest.write_id, owns_index=False)
         hot.delete(mine.path)
         refuse_busy(hot)
         copy = _copy_of(hot, manifest, place)
@@ -118,8 +119,7 @@ def _clear(hot: Storage, redirect: Manifest) -> int:
     # A listed file may belong to a later save only if its marker or its manifest is there now.
     if not mine or begun_in(hot) or committed(hot) != redirect:
         return 0
-    for listed in mine:
-        hot.delete(listed.path)
+    delete_copies(hot, [listed.path for listed in mine])  # they come back if the copy is promoted here
     return sum(listed.nbytes for listed in mine)
 
 
@@ -199,8 +199,7 @@ def _remove_copy(cold: Storage, copy: ColdCopy) -> int:
         own = {paths.short_id(copy.write_id), paths.short_id(copy.save_id)}
         names = [(listed, paths.parse_path(listed.path)) for listed in cold.list()]
         left = [each for each, name in names if name is not None and name.write_id8 in own]
-        for each in sorted(left, key=lambda each: each.path in mine):
-            cold.delete(each.path)
+        delete_copies(cold, [each.path for each in sorted(left, key=lambda each: each.path in mine)])
         remove_empty(cold)
         return sum(each.nbytes for each in left)
     if there.write_id == copy.write_id and len(mine) == len(noted(cold, "pin", Pin, copy.save_id)):

@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from reknit.engine.record.at_path import size_of
+from reknit.engine.record.late_commits import fence
 from reknit.engine.record.marker import Begun, begun_in, named
 from reknit.engine.stored.running_agents import at_work
 from reknit.errors import DeadlineError, StorageError, StoragePermissionError
@@ -64,7 +65,7 @@ def fence_off(root: Storage) -> None:
     work; agents of other hosts cannot be seen.
     """
     for begun in _begun_below(root):
-        begun.folder.delete(begun.path)
+        fence(begun)
     if working := at_work(root.url):
         logger.warning(
             "agents of this host are at work below %s: %s; saves whose markers they put from now on may "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
@@ -12,17 +13,19 @@ from reknit.comm import group as comm
 from reknit.engine.memory.pace import Pace
 from reknit.engine.record.at_path import is_committed, read_manifest, size_of
 from reknit.engine.record.checkpoint_notes import LEASE_S, RenewedHold
-from reknit.engine.record.commit import clear_out, fate_of, put_manifest
+from reknit.engine.record.commit import clear_out, fate_of, never_if_it_fails, put_manifest
 from reknit.engine.record.file_checks import whole_manifest
 from reknit.engine.record.marker import Marker, fenced_off, remove_marker, take_marker
 from reknit.engine.record.recognising import find_manifest
-from reknit.engine.small_files import discard
+from reknit.engine.record.removals import delete_copies
 from reknit.engine.stored.copy_files import Promotion, copy_files, unsound_files
 from reknit.engine.stored.places import again, changed, files_at, moved_to
 from reknit.errors import (
     CheckpointExistsError,
     CommitError,
     FencedError,
+    ReknitError,
+    UndecidedError,
 )
 from reknit.format.checksum import BLOCK_NBYTES
 from reknit.format.manifest_file import decode_record, encode_manifest
@@ -60,24 +63,36 @@ class Target(NamedTuple):
 
 
 class _Commit:
-    """The commit at the target, with the manifest of the source."""
+    """The commit at the target, with the manifest of the source.
 
-    def __init__(self, job: Promotion) -> None:
+    Where other processes may promote the same checkpoint, `alone` is false, and its index is not this one's.
+    """
+
+    def __init__(self, job: Promotion, *, alone: bool) -> None:
         self._job = job
         self._data, self.manifest = again(
             lambda: read_manifest(job.source),
             lambda data: (_unmoved(data), _whole(job, decode_record(data))),
             lambda data, error: changed(job.source, decode_record(data), error) is not None,
         )
-        self._mine = Marker(self.manifest.generation or 0, self.manifest.write_id, run=job.run)
+        self._mine = Marker(
+            self.manifest.generation or 0, self.manifest.write_id, run=job.run, owns_index=alone
+        )
 
     def claim(self) -> None:
         """Put up the marker.  Raises `CheckpointExistsError`, `FencedError`."""
-        take_marker(self._job.target, self._mine, overwrite=self._job.overwrite)
+        take_marker(self._job.target, self._mine, overwrite=self._job.overwrite, is_copy=True)
 
     def put(self) -> None:
         """Put the manifest where all files are.  Raises `CommitError`, `FencedError`."""
         target = self._job.target
+        with never_if_it_fails(target, self._mine):
+            self._check_files(target)
+        put_manifest(target, self._mine, self._data, overwrite=self._job.overwrite)
+        clear_out(target, self._mine, self._data, {file.path for file in self.manifest.files})
+
+    def _check_files(self, target: Storage) -> None:
+        """Raise `CommitError` unless all files are at the target."""
         listed = {file.path: file.nbytes for file in target.list()}
         absent = [
             file
@@ -90,8 +105,6 @@ class _Commit:
             raise fenced_off(target, self._mine)
         if absent:
             raise self.incomplete(absent)
-        put_manifest(target, self._mine, self._data, overwrite=self._job.overwrite)
-        clear_out(target, self._mine, self._data, {file.path for file in self.manifest.files})
 
     def incomplete(self, absent: Sequence[FileEntry]) -> CommitError:
         """Return the error of a promotion whose target lacks files."""
@@ -107,6 +120,10 @@ class _Commit:
     def give_up(self) -> None:
         """Remove the marker, so that the promotion can never commit."""
         remove_marker(self._job.target, self._mine)
+
+    def copy_index(self, copied: list[FileEntry]) -> None:
+        """Copy the index, which is the last file before the commit, as in a save."""
+        copy_files(self._job, [self.manifest.index], BLOCK_NBYTES, copied, keep=True)
 
 
 def _unmoved(data: bytes) -> bytes:
@@ -127,15 +144,12 @@ class _Root:
         self._job, self._write_id = job, write_id
         self._commit: _Commit | None = None
         self._hold: RenewedHold | None = None
-
-    @property
-    def index(self) -> list[FileEntry]:
-        """The index: the root of the save wrote it, and only the manifest lists it."""
-        return [self._commit.manifest.index] if self._commit else []
+        self.copied: list[FileEntry] = []
+        """The index, once it is copied: the root of the save wrote it, and only the manifest lists it."""
 
     def begin(self, requests: list[bytes]) -> list[bytes]:
         """Put up the marker, if the checkpoint is still the one that was saved, and hold that for all."""
-        found = _Commit(self._job)
+        found = _Commit(self._job, alone=True)
         if found.manifest.write_id != self._write_id:
             raise CommitError(
                 "a later save replaced this checkpoint before it was promoted",
@@ -150,7 +164,12 @@ class _Root:
     def put(self, requests: list[bytes]) -> list[bytes]:
         """Commit."""
         assert self._commit is not None
-        self._commit.put()
+        self._commit.copy_index(self.copied)
+        try:
+            self._commit.put()
+        except UndecidedError:
+            self._commit = None  # its marker stays
+            raise
         return [b""] * len(requests)
 
     def give_up(self) -> None:
@@ -233,20 +252,22 @@ def promote(
             job.recorder.phase("promoted"),
             comm.turn(group, "promoted", timeout_s, subject=write_id) as turn,
         ):
-            copy_files(job, [*mine, *root.index], BLOCK_NBYTES, copied, keep=False)
+            copy_files(job, mine, BLOCK_NBYTES, copied, keep=True)  # deleted below, under a note
             sent = True
             turn.exchange(b"", root.put)
     except BaseException as error:  # Ctrl-C too: the copies are part of a checkpoint, or litter
         root.give_up()
+        copied += root.copied
         fate = fate_of(job.target, write_id, error, sent=sent, is_root=group.rank == 0)
         if fate.committed:
             return job.report(step, write_id, copied)
-        for file in copied if fate.litter else ():
-            discard(job.target, file.path)
+        if fate.litter:
+            with suppress(ReknitError):  # a note stays there then, and the error of the promotion counts
+                delete_copies(job.target, [file.path for file in copied])
         raise
     finally:
         root.release()
-    return job.report(step, write_id, copied)
+    return job.report(step, write_id, [*copied, *root.copied])
 
 
 def decline(group: comm.Group, error: BaseException, write_id: str, timeout_s: float) -> NoReturn:
@@ -260,7 +281,7 @@ def promote_alone(job: Promotion) -> PromotionReport:
     Files of an earlier try are checked, and kept if they are sound.  A lease keeps the source from being
     removed meanwhile.  Raises `CommitError` if files are in neither store.
     """
-    begun, copied = _Commit(job), list[FileEntry]()
+    begun, copied = _Commit(job, alone=False), list[FileEntry]()
     manifest = begun.manifest
     if not is_committed(job.target, manifest.write_id):
         with RenewedHold(job.source, manifest.save_id, LEASE_S):  # now the files do not move any more
@@ -285,6 +306,8 @@ def _copy_and_commit(job: Promotion, begun: _Commit, copied: list[FileEntry]) ->
         with job.recorder.phase("commit"):
             begun.claim()
             begun.put()
+    except UndecidedError:
+        raise
     except BaseException as error:
         begun.give_up()
         # Of several hosts that do this at the same time, one commits for all.
@@ -299,8 +322,7 @@ def _copy_lacking(
     """Copy those of some files that only the source has, and return the files that are in neither store."""
     lacking = unsound_files(job, files, block_nbytes)
     here = [file for file in lacking if size_of(job.source, file.path) is not None]
-    for file in here:
-        discard(job.target, file.path)  # a part of it may be left of a killed try
+    delete_copies(job.target, [file.path for file in here])  # a part may be left of a killed try
     # After an error finished files stay for the next try: another host may have committed them by then.
     copy_files(job, here, block_nbytes, copied, keep=True)
     found = {file.path for file in here}

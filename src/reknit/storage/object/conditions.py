@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 import obstore
 from obstore import exceptions
 
-from reknit.errors import DeadlineError, StorageError
+from reknit.errors import DeadlineError, StorageError, StorageNotFoundError
 from reknit.monitor.phase import Deadline, now
+from reknit.storage.errors import shorter, too_large
 from reknit.storage.object.client import moment_of
 from reknit.storage.object.errors import as_ours, gave_whole, plain, translated
 from reknit.system import dice
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from obstore import UpdateVersion
 
@@ -74,6 +75,18 @@ class Conditions:
             if not (isinstance(error, _LOST) and self._is_own(key, url, data, nonce)):
                 raise as_ours("write", url, error) from None
         return True
+
+    def swap(self, key: str, url: str, change: Callable[[bytes | None], bytes | None], limit: int) -> bool:
+        """Replace a small object by its changed bytes, as `CommitsLate.swap` does."""
+        while self._are_kept():
+            try:
+                old, seen = whole(self._client, key, url, limit)
+            except StorageNotFoundError:
+                old = seen = None
+            new = change(old)
+            if new is None or self.put(key, url, new, seen):
+                return True
+        return False
 
     def _is_own(self, key: str, url: str, data: bytes, nonce: dict[str, str]) -> bool:
         """Return whether an object was put there by this very write."""
@@ -261,6 +274,19 @@ def look(client: Client, key: str, url: str) -> UpdateVersion | None:
             return version(obstore.head(client, key))
         except FileNotFoundError:
             return None
+
+
+def whole(client: Client, key: str, url: str, limit: int) -> tuple[bytes, UpdateVersion]:
+    """Return the bytes of a small object, and its version; a larger object is not fetched."""
+    with translated("read", url):
+        found = obstore.get(client, key)
+        nbytes = found.meta["size"]
+        data = bytes(found.bytes()) if nbytes <= limit else b""
+    if nbytes > limit:
+        raise too_large(url, nbytes, limit)
+    if len(data) != nbytes:
+        raise shorter(url, 0, nbytes, len(data))
+    return data, version(found.meta)
 
 
 def version(found: Any) -> UpdateVersion:

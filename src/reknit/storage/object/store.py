@@ -13,10 +13,10 @@ from obstore import exceptions
 
 from reknit.errors import StorageError, StorageNotFoundError
 from reknit.storage.base import Listed, Reading
-from reknit.storage.errors import existing, missing, shorter, too_large
+from reknit.storage.errors import existing, missing, shorter
 from reknit.storage.object import incomplete_uploads
 from reknit.storage.object.client import Bucket, ObjectOptions, connect, parse_url
-from reknit.storage.object.conditions import Conditions, look
+from reknit.storage.object.conditions import Conditions, look, whole
 from reknit.storage.object.errors import as_ours, forks, translated
 from reknit.storage.object.writer import ObjectWriter, copied
 from reknit.storage.paths import check_path
@@ -24,7 +24,7 @@ from reknit.storage.ranges import checked_runs, filled, near, read_runs, spread
 from reknit.storage.writing import TakenNames
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
@@ -160,18 +160,13 @@ class ObjectStorage:
                         path=url,
                     )
 
+    def swap(self, path: str, change: Callable[[bytes | None], bytes | None], *, limit: int) -> bool:
+        """Put the changed bytes on the condition that the object is still the one that was read."""
+        return self.bucket.conditions.swap(*self._full(path), change, limit)
+
     def get(self, path: str, *, limit: int) -> bytes:
         """Return a whole small object; a larger one is not fetched."""
-        key, url = self._full(path)
-        with translated("read", url):
-            found = obstore.get(self._client, key)
-            nbytes = found.meta["size"]
-            data = bytes(found.bytes()) if nbytes <= limit else b""
-        if nbytes > limit:
-            raise too_large(url, nbytes, limit)
-        if len(data) != nbytes:
-            raise shorter(url, 0, nbytes, len(data))
-        return data
+        return whole(self._client, *self._full(path), limit)[0]
 
     def size(self, path: str) -> int:
         """Return the size of an object in bytes."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from reknit.storage.base import CopiesFiles, HasFolderAbove, Listed, Reading, Storage, Writer
+    from reknit.storage.base import CommitsLate, CopiesFiles, HasFolderAbove, Listed, Reading, Storage, Writer
 
     Half = Callable[[], object] | None
 
@@ -26,7 +26,7 @@ class ForwardingStorage(ABC):
     """A store that passes everything on to `inner`; the stores below are wrapped by `around`.
 
     Create, write, finish, put, commit, get, size, read_into, read_runs, delete, folders and list go through
-    `intercept`, under these names.  So do copy_from and age_s, which exist only if `inner` has them, as do
+    `intercept`, under these names.  So do copy_from, age_s and swap, which exist only if `inner` has them, as do
     files_at and above.
     """
 
@@ -34,6 +34,7 @@ class ForwardingStorage(ABC):
     files_at: Callable[[str | None], Storage]
     above: Callable[[], tuple[Storage, str] | None]
     age_s: Callable[[str], float]
+    swap: Callable[..., bool]
 
     def __init__(self, inner: Storage) -> None:
         self.inner = inner
@@ -41,6 +42,8 @@ class ForwardingStorage(ABC):
         found: Any = inner
         if getattr(found, "copy_from", None) is not None:
             self.copy_from = partial(self._copy_from, found)
+        if getattr(found, "swap", None) is not None:
+            self.swap = partial(self._swap, found)
         if getattr(found, "files_at", None) is not None:
             self.files_at = lambda place: self.around(found.files_at(place), "")
         if getattr(found, "above", None) is not None:
@@ -81,6 +84,12 @@ class ForwardingStorage(ABC):
         """Copy a file of another store, past the wrappers of that store."""
         whole = partial(inner.copy_from, innermost(source), source_path, path, nbytes)
         return self.intercept("copy_from", path, 0, whole)
+
+    def _swap(
+        self, inner: CommitsLate, path: str, change: Callable[[bytes | None], bytes | None], *, limit: int
+    ) -> bool:
+        """Replace a small file by other bytes, if nobody writes it meanwhile."""
+        return self.intercept("swap", path, 0, lambda: inner.swap(path, change, limit=limit))
 
     def _above(self, inner: HasFolderAbove) -> tuple[Storage, str] | None:
         """Return the store of the folder that holds the root, wrapped, and the name of the root there."""

@@ -1,0 +1,124 @@
+"""A commit without an answer may be carried out later: make that impossible before a file of it goes.
+
+Where the marker turns into the manifest, its removal ends the commit.  A store that `CommitsLate` has looked
+for the marker before, so there the manifest is changed, or a tombstone is put in its place: the late commit
+has a condition, which no longer holds.  The index of a write shows that its commit may have been sent, since
+it is written right before.  It is the last file of the write that goes (docs/decisions/0029).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from reknit.engine.record.at_path import is_committed, size_of
+from reknit.engine.small_files import discard
+from reknit.errors import FormatError, ReknitError, UndecidedError
+from reknit.format import paths
+from reknit.format.manifest_file import MAX_MANIFEST_NBYTES, decode_record
+from reknit.format.tombstone import changed, encode_tombstone, is_tombstone
+from reknit.storage.base import LONGEST_REQUEST_S, CommitsLate
+
+if TYPE_CHECKING:
+    from reknit.engine.record.marker import Begun, Marker
+    from reknit.storage.base import Storage
+
+logger = logging.getLogger("reknit")
+
+
+def may_land(storage: Storage, write_id: str) -> bool:
+    """Return whether a commit of a write may have been sent, and may still be carried out.
+
+    Its manifest is not there, and its marker was removed.
+    """
+    if not isinstance(storage, CommitsLate):
+        return False
+    try:
+        return size_of(storage, paths.index_path(write_id)) is not None
+    except ReknitError:
+        return True
+
+
+def settled(storage: Storage, mine: Marker, *, refused: bool = False) -> bool | None:
+    """Decide a commit that ended with an error, and return whether it was carried out.
+
+    If not, it never will be.  None if that could not be decided: then its files and its marker have to stay.
+    `refused` is whether the store has answered that it does not carry it out.
+    """
+    try:
+        if is_committed(storage, mine.write_id):
+            return True
+        if refused and isinstance(storage, CommitsLate):
+            return False
+        if not isinstance(storage, CommitsLate):
+            storage.delete(mine.path)
+        elif not forbid(storage, paths.short_id(mine.write_id)):
+            return None
+        return is_committed(storage, mine.write_id)
+    except ReknitError:
+        return None
+
+
+def discard_index(storage: Storage, mine: Marker) -> None:
+    """Delete the index of a write that can never be committed, for `may_land` on all ranks."""
+    if mine.owns_index and isinstance(storage, CommitsLate):
+        discard(storage, paths.index_path(mine.write_id))
+
+
+def forbid(storage: Storage, write_id8: str) -> bool:
+    """Keep the commits to a path that were sent before from being carried out; return whether that is sure.
+
+    It is not in a store without conditional writes, and if the manifest cannot be read or is another
+    program's.  A manifest of the write itself stays.  Raises `StorageError`.
+    """
+    sure = True
+
+    def change(data: bytes | None) -> bytes | None:
+        nonlocal sure
+        sure = True
+        if data is None or is_tombstone(data):
+            return encode_tombstone()
+        try:
+            if paths.short_id(decode_record(data).write_id) != write_id8:
+                return changed(data)
+        except FormatError:
+            sure = False
+        return None
+
+    assert isinstance(storage, CommitsLate)
+    return storage.swap(paths.MANIFEST_PATH, change, limit=MAX_MANIFEST_NBYTES) and sure
+
+
+def fence(begun: Begun) -> None:
+    """Keep a save from ever committing, by its marker; log a warning where a late commit stays possible."""
+    begun.folder.delete(begun.path)
+    name = paths.parse_path(begun.path)
+    write_id8 = "" if name is None or name.write_id8 is None else name.write_id8
+    if (
+        not isinstance(begun.folder, CommitsLate)
+        or size_of(begun.folder, paths.index_name(write_id8)) is None
+    ):
+        return
+    if not forbid(begun.folder, write_id8):
+        logger.warning(
+            "a commit to %s may have been sent, and its store may carry it out up to %g minutes later",
+            begun.folder.url,
+            LONGEST_REQUEST_S / 60,
+        )
+
+
+def is_blind(storage: Storage) -> bool:
+    """Return whether a late commit may replace whatever is there: the store has no conditional writes."""
+    return isinstance(storage, CommitsLate) and not storage.swap(
+        paths.MANIFEST_PATH, lambda _: None, limit=MAX_MANIFEST_NBYTES
+    )
+
+
+def undecided(storage: Storage, error: BaseException) -> UndecidedError:
+    """Return the error of a commit that the store may still carry out."""
+    return UndecidedError(
+        f"the store gave no answer to the commit, and may still carry it out: {error}",
+        path=storage.url,
+        remedy="the checkpoint may still appear at this path, whole, and its files stay there: look again "
+        "later, or save again; `reknit gc` removes the files if it does not appear",
+    )

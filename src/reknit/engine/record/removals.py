@@ -1,0 +1,127 @@
+"""Notes of removals: who removes a checkpoint, and which names of files may still be removed late.
+
+A request to delete a file has no condition.  If it gets no answer, the store may carry it out later, and then
+it removes a file that has taken the name since.  Files of a save have names of their own.  But every manifest
+at a path has one name, and a copy has the names of its original.  So such files are deleted under a note
+about the path.  A save puts its marker there and *then* looks for notes; a remover puts its note there and
+*then* looks for markers.  The note goes when all requests are answered, or else counts as long as any store
+keeps a request (docs/decisions/0029).
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from reknit.engine.record.at_path import check_same, size_of
+from reknit.engine.record.checkpoint_notes import lease_for, left_s, new_identity, noted
+from reknit.errors import CommitError, FormatError, StorageError, StorageFullError, UsageError
+from reknit.format import paths
+from reknit.format.notes import HolderLease, encode_note
+from reknit.monitor.phase import Deadline
+from reknit.storage.base import LONGEST_REQUEST_S
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from reknit.storage.base import Listed, Storage
+
+logger = logging.getLogger("reknit")
+
+REMOVAL_S = 60.0
+OF_ALL, OF_COPIES = "f" * 32, "e" * 32
+"""In place of a write id: the note is about the manifest of a path and all files, or about copies alone."""
+
+
+class Removal:
+    """The note of a removal: from when it is there nobody begins to hold the checkpoint."""
+
+    def __init__(self, storage: Storage, write_id: str) -> None:
+        self._storage, self._write_id = storage, write_id
+        self._path = paths.note_path("removal", write_id, new_identity())
+        self._deadline = Deadline(REMOVAL_S)
+        with suppress(StorageFullError):  # then nobody else can put a note there either
+            storage.put(self._path, encode_note(lease_for(REMOVAL_S)), if_absent=False)
+
+    def check(self) -> None:
+        """Raise where it counts no longer, or another checkpoint is here by now."""
+        check_same(self._storage, self._write_id)
+        if self._deadline.passed():
+            raise UsageError(
+                f"the removal of {self._storage.url} took more than {REMOVAL_S:g} s before it began",
+                path=self._storage.url,
+                remedy="try again",
+            )
+
+    def give_up(self) -> None:
+        """Let others hold the checkpoint again."""
+        self._storage.delete(self._path)
+
+
+class PathRemoval:
+    """The note that files of a path are being deleted: from when it is there no save begins at the path.
+
+    If it is about copies, no copy with the same names begins there.
+    """
+
+    def __init__(self, storage: Storage, about: str = OF_ALL) -> None:
+        self._storage = storage
+        self._path = paths.note_path("removal", about, new_identity())
+        with suppress(StorageFullError):  # then no save can put its marker there either
+            storage.put(self._path, encode_note(lease_for(REMOVAL_S)), if_absent=False)
+
+    def end(self) -> None:
+        """Let saves begin there: all requests to delete files are answered, or none was sent."""
+        try:
+            self._storage.delete(self._path)
+        except StorageError as error:
+            logger.warning("no save can begin at %s for a while: %s", self._storage.url, error.message)
+
+
+def delete_copies(storage: Storage, names: Iterable[str]) -> None:
+    """Delete files that are there, whose names a later copy may have again.  Raises `StorageError`."""
+    there = [name for name in names if size_of(storage, name) is not None]
+    if there:
+        removal = PathRemoval(storage, OF_COPIES)
+        for name in there:  # after an error the note stays
+            storage.delete(name)
+        removal.end()
+
+
+def refuse_removal(storage: Storage, files: Iterable[Listed], *, is_copy: bool) -> None:
+    """Raise `CommitError` if one of the `files` of a path shows that others there may still be deleted."""
+    abouts = [OF_ALL, OF_COPIES] if is_copy else [OF_ALL]
+    for about in abouts if any(map(_of_path, files)) else ():
+        for path, note in _noted(storage, about):
+            if (seconds := left_s(storage, path, note) + LONGEST_REQUEST_S) > 0:
+                raise CommitError(
+                    f"files of this path are being deleted by {note.holder!r}, or were, and the store gave "
+                    "no answer, so that it may delete a file of this save later",
+                    path=storage.url,
+                    remedy=f"save to another path, or here in {seconds / 60:.0f} minutes; or delete "
+                    f"{storage.url}/{path} if that process is dead, and the store answers every request",
+                )
+
+
+def is_over(storage: Storage, listed: Listed) -> bool:
+    """Return whether a note does not protect a path any more: it is another one, or its time has passed."""
+    if (about := _of_path(listed)) is None:
+        return True
+    note = dict(_noted(storage, about)).get(listed.path)
+    return note is None or left_s(storage, listed.path, note) + LONGEST_REQUEST_S <= 0
+
+
+def _of_path(listed: Listed) -> str | None:
+    """Return the id in a note about a path, None for any other file."""
+    name = paths.parse_path(listed.path)
+    if name is None or name.kind != "removal":
+        return None
+    return next((about for about in (OF_ALL, OF_COPIES) if name.write_id8 == paths.short_id(about)), None)
+
+
+def _noted(storage: Storage, about: str) -> list[tuple[str, HolderLease]]:
+    try:
+        return noted(storage, "removal", HolderLease, about)
+    except FormatError:  # a damaged one says nothing
+        return []
