@@ -265,7 +265,7 @@ class _Import:
                 generation=mine.generation,
             )
             data = encode_manifest(manifest)
-            put_manifest(self.target, mine, data, overwrite=overwrite)
+            mine = put_manifest(self.target, mine, data, overwrite=overwrite)
         except UndecidedError:
             raise
         except BaseException:

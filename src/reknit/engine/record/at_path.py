@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reknit.engine.record.other_formats import absent, no_checkpoint
-from reknit.engine.record.recognising import find_manifest, manifest_bytes, not_ours
+from reknit.engine.record.recognising import find_file, manifest_bytes, not_ours
 from reknit.errors import CheckpointExistsError, CheckpointNotFoundError, ReknitError, StorageNotFoundError
 from reknit.format.manifest_file import decode_record
 
@@ -52,14 +52,16 @@ def check_same(storage: Storage, write_id: str) -> None:
         )
 
 
-def check_absent(storage: Storage, *, overwrite: bool) -> None:
+def check_absent(storage: Storage, *, overwrite: bool) -> bool:
     """Raise `CheckpointExistsError` if there is a checkpoint that may not be replaced.
+
+    Returns whether a tombstone is there.
 
     A file that is not shown to be a manifest of reknit is never replaced (`UsageError`).  Neither is a
     checkpoint of a newer version (`VersionError`): the files that belong to it are unknown.
     """
-    if (found := find_manifest(storage)) is None:
-        return
+    if (found := find_file(storage)) is None or found.is_tombstone:
+        return found is not None
     if not found.ours:
         raise not_ours(storage)
     if not overwrite:
@@ -69,6 +71,7 @@ def check_absent(storage: Storage, *, overwrite: bool) -> None:
             remedy="save to another path, or pass overwrite=True to replace it safely",
         )
     found.check_version()
+    return False
 
 
 def size_of(storage: Storage, path: str) -> int | None:

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reknit.engine.record.at_path import check_absent, committed, is_committed, manifest_in
 from reknit.engine.record.checkpoint_notes import noted, refuse_held
-from reknit.engine.record.late_commits import discard_index, is_blind, may_land, settled, undecided
+from reknit.engine.record.late_commits import (
+    discard_index,
+    is_blind,
+    may_land,
+    note_unanswered,
+    settled,
+    undecided,
+)
 from reknit.engine.record.marker import begun_in, fenced_off, is_last, named, put_marker, remove_marker
 from reknit.engine.record.recognising import has_tombstone, is_of_others
 from reknit.engine.record.removals import Removal
@@ -27,7 +34,7 @@ from reknit.errors import (
 from reknit.format import paths
 from reknit.format.notes import Pin
 from reknit.monitor.phase import retries
-from reknit.storage.base import PerHost
+from reknit.storage.base import CommitsLate, PerHost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator
@@ -138,32 +145,36 @@ def replace_manifest(storage: Storage, old: Manifest, mine: Marker, write: Calla
         removal.give_up()
 
 
-def put_manifest(storage: Storage, mine: Marker, data: bytes, *, overwrite: bool) -> None:
-    """Commit, or raise; after an `UndecidedError` the store may still commit, and the marker has to stay.
+def put_manifest(storage: Storage, mine: Marker, data: bytes, *, overwrite: bool) -> Marker:
+    """Commit, and return the marker for `clear_out`; or raise.
 
-    Another program may have put a file of that name there since the save began, so this looks just before.
+    After an `UndecidedError` the store may still commit, and the marker has to stay.  Another program may
+    have put a file of that name there since the save began, so this looks just before.
     """
     with never_if_it_fails(storage, mine):
         if (
             mine.run is not None
         ):  # one that began since may have left this marker, at a step that it passed over
             mine.run.check()
-        if overwrite:
-            check_absent(storage, overwrite=overwrite)
+        over_tombstone = overwrite and check_absent(storage, overwrite=overwrite)
+    tries = retries.get()
     placed = _place_or_settle(storage, mine, data, if_absent=not overwrite)
     if not placed and has_tombstone(storage):
+        over_tombstone = True
         placed = _place_or_settle(storage, mine, data, if_absent=False)
-    if placed:
-        return
-    with never_if_it_fails(storage, mine):
-        if not is_committed(storage, mine.write_id):
-            check_absent(storage, overwrite=True)
-            raise CheckpointExistsError(
-                "another save committed to this path meanwhile",
-                path=storage.url,
-                remedy="give each save a path of its own",
-            )
-    remove_marker(storage, mine)  # an attempt without an answer has committed, and left it
+    if not placed:
+        with never_if_it_fails(storage, mine):
+            if not is_committed(storage, mine.write_id):
+                check_absent(storage, overwrite=True)
+                raise CheckpointExistsError(
+                    "another save committed to this path meanwhile",
+                    path=storage.url,
+                    remedy="give each save a path of its own",
+                )
+        remove_marker(storage, mine)  # an attempt without an answer has committed, and left it
+    if over_tombstone or retries.get() != tries:
+        mine = mine._replace(met=(*mine.met, *note_unanswered(storage)))
+    return mine
 
 
 def _place_or_settle(storage: Storage, mine: Marker, data: bytes, *, if_absent: bool) -> bool:
@@ -230,11 +241,13 @@ def clear_out(storage: Storage, mine: Marker, manifest: bytes, needed: Container
     """Delete the files of earlier saves to this path, and return a warning for files that stay.
 
     Files of an earlier save that the manifest names stay: these are `needed`.  A file may also belong to a
-    later save.  If a later save has begun, all files are left to that save.  Files of a save that was under
-    way stay for one save more where its commit may replace this one, in a store without conditional writes.
+    later save.  If a later save has begun, all files are left to that save.  Of saves that were under way, an
+    index stays until the next save, as the note of a late commit; and all files where that may replace this
+    one, in a store without conditional writes.
     """
     try:
-        late = mine.met if mine.met and is_blind(storage) else ()
+        late = mine.met if isinstance(storage, CommitsLate) else ()
+        all_stay = bool(late) and is_blind(storage)
         names = {listed.path: paths.parse_path(listed.path) for listed in storage.list()}
         own = (None, paths.short_id(mine.write_id))
         old = [
@@ -244,7 +257,7 @@ def clear_out(storage: Storage, mine: Marker, manifest: bytes, needed: Container
             and name.write_id8 not in own
             and path not in needed
             and name.kind != "copy"  # a note about a copy goes after the copy
-            and name.write_id8 not in late
+            and not (name.write_id8 in late and (all_stay or name.kind == "index"))
         ]
         if old and is_last(storage, mine, manifest):
             for path in old:

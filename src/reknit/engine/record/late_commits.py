@@ -9,6 +9,7 @@ it is written right before.  It is the last file of the write that goes (docs/de
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from reknit.engine.record.at_path import is_committed, size_of
@@ -22,6 +23,7 @@ from reknit.storage.base import LONGEST_REQUEST_S, CommitsLate
 if TYPE_CHECKING:
     from reknit.engine.record.marker import Begun, Marker
     from reknit.storage.base import Storage
+    from reknit.types.manifest import Manifest
 
 logger = logging.getLogger("reknit")
 
@@ -89,22 +91,59 @@ def forbid(storage: Storage, write_id8: str) -> bool:
     return storage.swap(paths.MANIFEST_PATH, change, limit=MAX_MANIFEST_NBYTES) and sure
 
 
+def rule_out(storage: Storage, write_id8: str) -> bool:
+    """Return whether no commit of a write that was given up will be carried out; see to that, if necessary.
+
+    Its marker was removed.  Raises `StorageError`.
+    """
+    if not isinstance(storage, CommitsLate) or size_of(storage, paths.index_name(write_id8)) is None:
+        return True
+    return forbid(storage, write_id8)
+
+
 def fence(begun: Begun) -> None:
     """Keep a save from ever committing, by its marker; log a warning where a late commit stays possible."""
     begun.folder.delete(begun.path)
     name = paths.parse_path(begun.path)
-    write_id8 = "" if name is None or name.write_id8 is None else name.write_id8
-    if (
-        not isinstance(begun.folder, CommitsLate)
-        or size_of(begun.folder, paths.index_name(write_id8)) is None
-    ):
+    if name is None or name.write_id8 is None or rule_out(begun.folder, name.write_id8):
         return
-    if not forbid(begun.folder, write_id8):
-        logger.warning(
-            "a commit to %s may have been sent, and its store may carry it out up to %g minutes later",
-            begun.folder.url,
-            LONGEST_REQUEST_S / 60,
-        )
+    logger.warning(
+        "a commit to %s may have been sent, and its store may carry it out up to %g minutes later",
+        begun.folder.url,
+        LONGEST_REQUEST_S / 60,
+    )
+
+
+def note_unanswered(storage: Storage) -> list[str]:
+    """Note that a commit to a path may have been sent without an answer; return the short id of the note.
+
+    The note is an index without a write: with such an index, the removal of the checkpoint leaves a
+    tombstone (`entomb`).  A store that fails now only lacks the note.
+    """
+    write_id = paths.new_write_id()
+    if not isinstance(storage, CommitsLate):
+        return []
+    with suppress(ReknitError):
+        storage.put(paths.index_path(write_id), b"", if_absent=True)
+    return [paths.short_id(write_id)]
+
+
+def entomb(storage: Storage, manifest: Manifest | None) -> bool:
+    """Put a tombstone in the place of a manifest that is to be removed, if a late commit may take it.
+
+    An index that is not the manifest's shows that.  Returns whether the manifest is gone.
+    """
+    if manifest is None or not isinstance(storage, CommitsLate):
+        return False
+    names = [paths.parse_path(listed.path) for listed in storage.list()]
+    own = (paths.short_id(manifest.write_id), None)
+    if not any(name is not None and name.kind == "index" and name.write_id8 not in own for name in names):
+        return False
+    return storage.swap(
+        paths.MANIFEST_PATH,
+        lambda data: None if data is None or is_tombstone(data) else encode_tombstone(),
+        limit=MAX_MANIFEST_NBYTES,
+    )
 
 
 def is_blind(storage: Storage) -> bool:

@@ -82,7 +82,7 @@ def put_marker(
             if mine.run is not None:
                 mine.run.check()
             if outrun is None:
-                return mine._replace(met=tuple(path.rpartition(".")[2] for path in others))
+                return mine._replace(met=(*mine.met, *(path.rpartition(".")[2] for path in others)))
             if not newest:
                 raise outrun.error(storage, mine)
         except BaseException:

@@ -58,6 +58,11 @@ class FoundManifest(NamedTuple):
     ours: bool
     head: bytes
 
+    @property
+    def is_tombstone(self) -> bool:
+        """Whether the file only shows that there is no checkpoint."""
+        return is_tombstone(self.head)
+
     def check_version(self) -> None:
         """Raise `VersionError` for a manifest of an unknown version."""
         if match := _VERSION.match(self.head):
@@ -69,11 +74,18 @@ class FoundManifest(NamedTuple):
 
 
 def find_manifest(storage: Storage) -> FoundManifest | None:
+    """Return the file with the name of the manifest in a folder, or None, also for a tombstone.
+
+    Raises `StorageError`.
+    """
+    found = find_file(storage)
+    return None if found is None or found.is_tombstone else found
+
+
+def find_file(storage: Storage) -> FoundManifest | None:
     """Return the file with the name of the manifest in a folder, or None.  Raises `StorageError`."""
     for _ in range(_TRIES):
         if (head := _head(storage)) is not None:
-            if is_tombstone(head):
-                return None
             return FoundManifest(_OURS.match(head) is not None or _is_damaged(storage, head), head)
         if not _in_the_way(storage):
             return None
@@ -90,8 +102,8 @@ def manifest_exists(storage: Storage) -> bool:
 
 def has_tombstone(storage: Storage) -> bool:
     """Return whether a tombstone is in the place of the manifest."""
-    head = _head(storage)
-    return head is not None and is_tombstone(head)
+    found = find_file(storage)
+    return found is not None and found.is_tombstone
 
 
 def is_of_others(storage: Storage) -> bool:

@@ -30,7 +30,7 @@ from reknit.engine.record.at_path import check_same, committed, read_manifest
 from reknit.engine.record.checkpoint_notes import notes_of, refuse_held
 from reknit.engine.record.commit import replace_manifest
 from reknit.engine.record.file_checks import read_checked, whole_manifest
-from reknit.engine.record.late_commits import may_land
+from reknit.engine.record.late_commits import entomb, may_land
 from reknit.engine.record.marker import Marker, begun_in, named
 from reknit.engine.record.other_formats import absent
 from reknit.engine.record.recognising import manifest_exists
@@ -87,7 +87,8 @@ def delete(
         refuse_held(storage, None if manifest is None else manifest.save_id, but)
         return sum(file.nbytes for file in files)
     removal = _begin_removal(storage, manifest, but, still)
-    storage.delete(paths.MANIFEST_PATH)
+    if not entomb(storage, manifest):
+        storage.delete(paths.MANIFEST_PATH)
     if manifest is not None:
         notes += notes_of(storage, manifest.save_id)
     for file in files:

@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from reknit.engine.record.at_path import committed, is_committed, manifest_in
 from reknit.engine.record.checkpoint_notes import LEASE_S, RenewedHold, noted, pin, put_note
 from reknit.engine.record.commit import replace_manifest
+from reknit.engine.record.late_commits import rule_out
 from reknit.engine.record.marker import Marker, begun_in
 from reknit.engine.record.recognising import is_of_others, not_ours
 from reknit.engine.record.removals import delete_copies
@@ -29,7 +30,14 @@ from reknit.engine.stored.delete import delete, refuse_busy, remove_empty
 from reknit.engine.stored.places import moved_to
 from reknit.engine.stored.promote import promote_alone
 from reknit.engine.stored.verify import verify
-from reknit.errors import CheckpointNotFoundError, CorruptError, FormatError, StorageError, UsageError
+from reknit.errors import (
+    CheckpointNotFoundError,
+    CorruptError,
+    FormatError,
+    StorageError,
+    UndecidedError,
+    UsageError,
+)
 from reknit.format import paths
 from reknit.format.manifest_file import encode_manifest
 from reknit.format.notes import ColdCopy, Pin
@@ -194,12 +202,22 @@ def _remove_copy(cold: Storage, copy: ColdCopy) -> int:
     """
     if not (mine := _pins(cold, copy)):
         return 0
+    if not rule_out(cold, paths.short_id(copy.write_id)):
+        raise UndecidedError(
+            f"the store may still carry out the commit of the copy at {cold.url}", path=cold.url
+        )
     there = manifest_in(cold)
     if there is None:  # the copy, or its removal, was cut short
-        own = {paths.short_id(copy.write_id), paths.short_id(copy.save_id)}
+        own, index = (
+            {paths.short_id(copy.write_id), paths.short_id(copy.save_id)},
+            paths.index_path(copy.write_id),
+        )
         names = [(listed, paths.parse_path(listed.path)) for listed in cold.list()]
         left = [each for each, name in names if name is not None and name.write_id8 in own]
-        delete_copies(cold, [each.path for each in sorted(left, key=lambda each: each.path in mine)])
+        delete_copies(
+            cold,
+            [each.path for each in sorted(left, key=lambda each: (each.path in mine, each.path == index))],
+        )
         remove_empty(cold)
         return sum(each.nbytes for each in left)
     if there.write_id == copy.write_id and len(mine) == len(noted(cold, "pin", Pin, copy.save_id)):

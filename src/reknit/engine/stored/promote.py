@@ -81,15 +81,15 @@ class _Commit:
 
     def claim(self) -> None:
         """Put up the marker.  Raises `CheckpointExistsError`, `FencedError`."""
-        take_marker(self._job.target, self._mine, overwrite=self._job.overwrite, is_copy=True)
+        self._mine = take_marker(self._job.target, self._mine, overwrite=self._job.overwrite, is_copy=True)
 
     def put(self) -> None:
         """Put the manifest where all files are.  Raises `CommitError`, `FencedError`."""
         target = self._job.target
         with never_if_it_fails(target, self._mine):
             self._check_files(target)
-        put_manifest(target, self._mine, self._data, overwrite=self._job.overwrite)
-        clear_out(target, self._mine, self._data, {file.path for file in self.manifest.files})
+        mine = put_manifest(target, self._mine, self._data, overwrite=self._job.overwrite)
+        clear_out(target, mine, self._data, {file.path for file in self.manifest.files})
 
     def _check_files(self, target: Storage) -> None:
         """Raise `CommitError` unless all files are at the target."""
