@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 
 from reknit.engine.record.at_path import manifest_in
 from reknit.engine.record.file_checks import whole_manifest
-from reknit.engine.record.late_commits import rule_out
+from reknit.engine.record.late_commits import is_blind, rule_out
 from reknit.engine.record.recognising import has_tombstone, is_of_others
 from reknit.engine.stored.moving import remove_noted
 from reknit.engine.stored.newest import folder_in
@@ -107,11 +107,14 @@ def remove(storage: Storage, sweep: Sweepable, leftover: Leftover, open_at: Call
     folder = storage.sub(leftover.folder) if leftover.folder else storage
     markers = [each for each in leftover.found if _is_marker(each)]
     others = [each for each in leftover.found if not _is_marker(each)]
+    was_sent = any(map(_is_index, others))  # maybe
+    if was_sent and is_blind(folder) and sweep.moment() - leftover.modified < LONGEST_REQUEST_S:
+        return False
     for each in markers:
         storage.delete(each.path)
     has_files = any(each.kind == "file" for each in others)
     if leftover.write_id8 is not None and has_files:
-        if _may_commit(folder, leftover.write_id8) or not _ruled_out(folder, sweep, leftover):
+        if _may_commit(folder, leftover.write_id8) or not _ruled_out(folder, leftover.write_id8):
             return False
         others.sort(key=_is_index)  # as long as it is there, the next sweep forbids a late commit again
     for each in others:
@@ -165,12 +168,11 @@ def _is_index(each: Dated) -> bool:
     return each.kind == "file" and place is not None and place[1].kind == "index"
 
 
-def _ruled_out(folder: Storage, sweep: Sweepable, leftover: Leftover) -> bool:
+def _ruled_out(folder: Storage, write_id8: str) -> bool:
     """Return whether the store cannot commit a save any more, also if it received the request before."""
-    write_id8 = leftover.write_id8 or ""
-    if not rule_out(folder, write_id8):
-        return sweep.moment() - leftover.modified > LONGEST_REQUEST_S
-    return not isinstance(folder, CommitsLate) or not _may_commit(folder, write_id8)
+    if rule_out(folder, write_id8):
+        return not isinstance(folder, CommitsLate) or not _may_commit(folder, write_id8)
+    return is_blind(folder)  # its files are so old that the request is over
 
 
 def _are_plain_files(folder: _Folder) -> bool:

@@ -1,8 +1,9 @@
-"""A bucket in memory that leaves chosen requests without an answer, and carries them out when it is told to."""
+"""Stores in memory that leave chosen requests without an answer, and carry them out when they are told to."""
 
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -65,32 +66,79 @@ class Requests:
         """Carry out all that wait."""
         waiting, self.waiting = self.waiting, []
         for action in waiting:
-            action()
+            with suppress(StorageError):  # nobody receives the answer
+                action()
 
 
-class LateBucket(ProcessMemory):
-    """A bucket as S3 is one: a commit looks, and then sends a request with a condition.
-
-    The version of an object is that of its bytes.  With `conditional` false no request has a condition.
-    """
+class LateFolder(ProcessMemory):
+    """A folder of a file server: a commit renames the marker, and a process may be stuck in that call."""
 
     requests: ClassVar[dict[str, Requests]] = {}
-    conditional: ClassVar[bool] = True
 
     @property
     def calls(self) -> Requests:
-        """The requests of the whole bucket."""
+        """The requests of the whole store."""
         return self.requests.setdefault(self._name, Requests())
 
-    def create(self, path: str, nbytes: int) -> _LateWriter:
+    def create(self, path: str, nbytes: int) -> _LateWriter:  # type: ignore[override]
+        """Start a file, whose finish is a request."""
         return _LateWriter(self, path, super().create(path, nbytes))
 
     def put(self, path: str, data: bytes, *, if_absent: bool) -> bool:
-        return self.calls.send(
-            f"put {path}", lambda: super(LateBucket, self).put(path, data, if_absent=if_absent)
-        )
+        """Send a request with a small file."""
+        return self.calls.send(f"put {path}", lambda: self._put(path, data, if_absent=if_absent))
 
     def commit(self, path: str, data: bytes, *, pending: str, if_absent: bool) -> bool:
+        """Send a request to rename the marker."""
+
+        def rename() -> bool:
+            self._find(pending)
+            if placed := self._put(path, data, if_absent=if_absent):
+                super(LateFolder, self).delete(pending)
+            return placed
+
+        return self.calls.send(f"commit {path}", rename)
+
+    def delete(self, path: str) -> None:
+        """Send a request to delete a file."""
+
+        def delete() -> bool:
+            super(LateFolder, self).delete(path)
+            return True
+
+        self.calls.send(f"delete {path}", delete)
+
+    @property
+    def unseen(self) -> str | None:
+        """None: all files are seen."""
+        return None
+
+    def dated(self) -> Iterator[Dated]:
+        """Yield all files, which have one date."""
+        return (Dated("file", listed.path, listed.nbytes, NOW) for listed in self.list())
+
+    def moment(self) -> float:
+        """Return the date of all files."""
+        return NOW
+
+    def discard(self, found: Dated) -> None:
+        """Fail: there are no temporary files."""
+        raise AssertionError(found)
+
+    def _put(self, path: str, data: bytes, *, if_absent: bool) -> bool:
+        return ProcessMemory.put(self, path, data, if_absent=if_absent)
+
+
+class LateBucket(LateFolder):
+    """A bucket: a commit looks, and then sends a request with a condition, or without one in a `BlindBucket`.
+
+    The version of an object is that of its bytes, as on S3.
+    """
+
+    conditional: ClassVar[bool] = True
+
+    def commit(self, path: str, data: bytes, *, pending: str, if_absent: bool) -> bool:
+        """Look for the marker, and send a request with a condition."""
         while True:
             seen = self._version(path)
             self._find(pending)
@@ -101,6 +149,7 @@ class LateBucket(ProcessMemory):
                 return True
 
     def swap(self, path: str, change: Callable[[bytes | None], bytes | None], *, limit: int) -> bool:
+        """Replace a file on the condition that it has not changed."""
         while self.conditional:
             seen = self._version(path)
             new = change(None if seen is None else self.get(path, limit=limit))
@@ -108,33 +157,12 @@ class LateBucket(ProcessMemory):
                 return True
         return False
 
-    def delete(self, path: str) -> None:
-        def delete() -> bool:
-            super(LateBucket, self).delete(path)
-            return True
-
-        self.calls.send(f"delete {path}", delete)
-
-    @property
-    def unseen(self) -> str | None:
-        return None
-
-    def dated(self) -> Iterator[Dated]:
-        return (Dated("file", listed.path, listed.nbytes, NOW) for listed in self.list())
-
-    def moment(self) -> float:
-        return NOW
-
-    def discard(self, found: Dated) -> None:
-        raise AssertionError
-
     def _put_over(self, path: str, data: bytes, seen: str | None) -> bool:
         def put() -> bool:
-            if self.conditional and self._version(path) != seen:
-                return False
-            return super(LateBucket, self).put(path, data, if_absent=False)
+            fits = not self.conditional or self._version(path) == seen
+            return fits and self._put(path, data, if_absent=False)
 
-        return self.calls.send(f"replace {path}", put)
+        return self.calls.send(f"commit {path}", put)
 
     def _version(self, path: str) -> str | None:
         try:
@@ -143,10 +171,16 @@ class LateBucket(ProcessMemory):
             return None
 
 
+class BlindBucket(LateBucket):
+    """A bucket without conditional writes."""
+
+    conditional = False
+
+
 class _LateWriter:
     """A file whose last request may wait."""
 
-    def __init__(self, bucket: LateBucket, path: str, inner: MemoryWriter) -> None:
+    def __init__(self, bucket: LateFolder, path: str, inner: MemoryWriter) -> None:
         self._bucket, self._path, self._inner = bucket, path, inner
         self._sent = False
 
