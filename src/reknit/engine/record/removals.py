@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from reknit.engine.record.at_path import check_same, size_of
 from reknit.engine.record.checkpoint_notes import lease_for, left_s, new_identity, noted
-from reknit.errors import CommitError, FormatError, StorageError, StorageFullError, UsageError
+from reknit.engine.small_files import discard
+from reknit.errors import CommitError, FormatError, StorageFullError, StoragePermissionError, UsageError
 from reknit.format import paths
 from reknit.format.notes import HolderLease, encode_note
 from reknit.monitor.phase import Deadline
@@ -55,8 +56,8 @@ class Removal:
             )
 
     def give_up(self) -> None:
-        """Let others hold the checkpoint again."""
-        self._storage.delete(self._path)
+        """Let others hold the checkpoint again; a note that cannot be deleted counts for a minute."""
+        discard(self._storage, self._path)
 
 
 class PathRemoval:
@@ -75,7 +76,7 @@ class PathRemoval:
         """Let saves begin there: all requests to delete files are answered, or none was sent."""
         try:
             self._storage.delete(self._path)
-        except StorageError as error:
+        except StoragePermissionError as error:  # a folder of another user
             logger.warning("no save can begin at %s for a while: %s", self._storage.url, error.message)
 
 

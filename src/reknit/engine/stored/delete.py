@@ -39,7 +39,14 @@ from reknit.engine.saving.manifest_content import list_files
 from reknit.engine.small_files import discard, write_bytes
 from reknit.engine.stored.opening import unknown_items
 from reknit.engine.stored.running_agents import at_work
-from reknit.errors import FormatError, StoragePermissionError, UndecidedError, UsageError, VersionError
+from reknit.errors import (
+    FormatError,
+    StorageError,
+    StoragePermissionError,
+    UndecidedError,
+    UsageError,
+    VersionError,
+)
 from reknit.format import paths
 from reknit.format.file_table import table_of
 from reknit.format.index.file import decode_index, encode_index
@@ -204,7 +211,8 @@ def _begin_removal(
         if removal is not None:
             removal.check()
     except BaseException:
-        of_path.end()
+        with suppress(StorageError):  # the first error counts
+            of_path.end()
         if removal is not None:
             removal.give_up()
         raise
