@@ -18,6 +18,7 @@ import reknit
 from reknit.engine.memory.elements import convert
 from reknit.engine.stored.opening import opened, read_opened
 from reknit.engine.stored.verify import check_all
+from reknit.errors import StorageNotFoundError
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import register
 from reknit.testing.world import run_ranks
@@ -537,22 +538,34 @@ def test_real_ranks_raise_the_same_error_before_anything_changes(tmp_path: Path)
     assert also
 
 
-def test_a_file_that_cannot_be_read_after_all_leaves_a_target_partly_written(path: Path) -> None:
+def test_a_read_that_fails_says_that_the_target_is_partly_written_only_where_a_byte_of_it_was(
+    tmp_path: Path,
+) -> None:
     class Failing(LocalStorage):
+        failure: reknit.ReknitError
+
         def read_into(self, path: str, start: int, buffers: list[memoryview]) -> None:
-            if path.endswith(".safetensors"):
-                raise reknit.StorageError("the disk is gone")
+            if path.startswith("model/"):
+                raise self.failure
             super().read_into(path, start, buffers)
 
     register("failing-read", lambda url, _: Failing(url.removeprefix("failing-read://")))
+    small, large = tmp_path / "small", tmp_path / "large"
+    reknit.save(small, state(1.0))
+    reknit.save(large, {"model": np.zeros(1 << 15)})  # it is read straight into the target
+    gone = reknit.StorageError("the disk is gone")
+    lost = StorageNotFoundError("the store has lost it")
     target = state(0.0)
-    with pytest.raises(
-        reknit.StorageError, match="the disk is gone; reknit had changed no tensor of the target yet"
+    for path, wanted, failure, said in (
+        (small, target, gone, "the disk is gone; reknit had changed no tensor of the target yet"),
+        (small, {"model": target["model"]}, gone, "the disk is gone; reknit had changed no tensor"),
+        (large, {"model": np.ones(1 << 15)}, lost, "has lost it; reknit had changed no tensor"),
+        (large, {"model": np.ones(1 << 15)}, gone, "the disk is gone; the target is partly written"),
     ):
-        reknit.load(f"failing-read://{path}", target)
-    del target["average"]
-    with pytest.raises(reknit.StorageError, match="the disk is gone; the target is partly written"):
-        reknit.load(f"failing-read://{path}", target)
+        Failing.failure = failure
+        with pytest.raises(reknit.StorageError, match=said):
+            reknit.load(f"failing-read://{path}", wanted)
+        failure.message = failure.message.partition(";")[0]
     assert (target["extra"]["epoch"], target["extra"]["mine"].value) == (0, [0.0])
 
 

@@ -245,7 +245,10 @@ def test_what_the_system_refuses_is_told_once_with_what_can_be_done(
 def test_a_load_that_is_interrupted_says_that_the_target_is_a_mixture(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def interrupted(*_: object) -> None:
+    run = RangeReader.run
+
+    def interrupted(self: RangeReader, *args: Any) -> None:
+        run(self, *args)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(RangeReader, "run", interrupted)

@@ -55,7 +55,7 @@ def existing(url: str, action: str = "create") -> ExistingError:
 
 TAKEN = "files are never written twice: use another name, or delete the old one first"
 """The remedy for a name that is taken."""
-SPELLING = "check how it is spelled, and whether another process moved or deleted it"
+SPELLING = "check how it is spelled; if it was there, it was moved or deleted, or the store has lost it"
 """The remedy for a file that is not there."""
 
 
@@ -68,7 +68,7 @@ def shorter(url: str, start: int, end: int, nbytes: int) -> StorageError:
     """Return the error of a file that ends before the bytes `start` to `end` that are wanted of it."""
     return StorageError(
         f"{url} is shorter than expected: wanted bytes {start} to {end}, but it has {nbytes}",
-        remedy="the file was truncated; verify the checkpoint, and load another one if this is damaged",
+        remedy="its end is missing: verify the checkpoint, and load another one if this is damaged",
         path=url,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from reknit.engine.loading.collect import Collected
     from reknit.engine.loading.load_job import LoadJob
     from reknit.engine.loading.metadata import RootMetadata
+    from reknit.engine.loading.read import RangeReader
     from reknit.engine.stored.opening import OpenCheckpoint
 
 logger = logging.getLogger("reknit")
@@ -42,6 +44,7 @@ FIRST_ROUND = "open"
 """The round in which a load begins."""
 
 _UNCHANGED = "; reknit had changed no tensor of the target yet"
+_OWN_UNCHANGED = "; no tensor of this rank had changed yet, but those of other ranks may be partly written"
 _PARTLY = "; the target is partly written"
 
 
@@ -82,9 +85,9 @@ def _load(job: LoadJob, root: LoadCoordinator) -> LoadReport:
         # 5 Read, verify, deliver: first for objects, whose tensors are read into new memory.  When an object
         # refuses them, only its own code can have changed a live tensor.
         recorder.expect(sum(part.reader.plan.nbytes for part in parts if part is not None))
-        for name, part, share, deliver, left in (
-            ("objects", early, decision.early_share, collected.wanted.deliver_early, _UNCHANGED),
-            ("load", late, decision.share, collected.wanted.deliver, _PARTLY),
+        for name, part, share, deliver in (
+            ("objects", early, decision.early_share, collected.wanted.deliver_early),
+            ("load", late, decision.share, collected.wanted.deliver),
         ):
             if name == "objects" and not decision.early:
                 continue
@@ -97,11 +100,12 @@ def _load(job: LoadJob, root: LoadCoordinator) -> LoadReport:
             stopped = b""
             with comm.turn(group, name, timeout_s) as turn:
                 try:
-                    with _said(job, left):
+                    with _said(job, late, alone=group.size == 1 or name == "objects") as target:
                         if part is not None and part.shared is not None and share is not None:
                             part.nbytes_received = part.shared.run(share, recorder, timeout_s)
                         elif part is not None:
                             part.reader.run(recorder, timeout_s)
+                        target.is_delivered = part is late
                         with recorder.phase("deliver"):
                             deliver()
                 except StoppedError as error:  # the rank that failed reports the cause, if one did
@@ -188,14 +192,30 @@ def _request(job: LoadJob, collected: Collected, early: LoadPart | None, late: L
     )
 
 
+@dataclass
+class _Target:
+    """The target of a rank, and whether reknit has begun to deliver values into it."""
+
+    reader: RangeReader
+    alone: bool
+    """Whether no other rank delivers at the same time."""
+    is_delivered: bool = False
+
+    def __str__(self) -> str:
+        if self.is_delivered or self.reader.touched:
+            return _PARTLY
+        return _UNCHANGED if self.alone else _OWN_UNCHANGED
+
+
 @contextmanager
-def _said(job: LoadJob, left: str) -> Iterator[None]:
+def _said(job: LoadJob, late: LoadPart, *, alone: bool) -> Iterator[_Target]:
     """Add the state of the target to errors that pass."""
+    target = _Target(late.reader, alone)
     try:
-        yield
+        yield target
     except ReknitError as error:
-        error.message += left
+        error.message += str(target)
         raise
     except BaseException as error:  # an interrupt is raised as it is
-        logger.warning("the load of %s was ended by %s" + left, job.storage.url, type(error).__name__)
+        logger.warning("the load of %s was ended by %s%s", job.storage.url, type(error).__name__, target)
         raise

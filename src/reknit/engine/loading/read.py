@@ -15,7 +15,7 @@ from reknit.engine.memory.transfer import Transfer
 from reknit.engine.memory.workers import Gate, run_jobs
 from reknit.engine.record.file_checks import corrupt_block
 from reknit.environment import num_threads
-from reknit.errors import ReknitError, UsageError
+from reknit.errors import ReknitError, StorageNotFoundError, UsageError
 from reknit.format.checksum import digest
 from reknit.monitor.phase import Stopwatch
 from reknit.planner.load import Granularity, plan_load
@@ -94,6 +94,8 @@ class RangeReader:
         self._lock = threading.Lock()
         self._nbytes_read = 0
         self._under_way: dict[int, str] = {}
+        self.touched = 0
+        """Number of reads that may have changed bytes of a target."""
 
     def jobs(self, reads: Iterable[int]) -> Sequence[int]:
         """Return the numbers of some reads of the plan and of all strided reads, which no other rank can use.
@@ -149,25 +151,19 @@ class RangeReader:
             return
         path, start, nbytes = self._place(number)
         scratch = arena.view(nbytes)
-        spans, indirect = spans_of(self._deliverer.pieces(number), start, scratch)
-        self._fill(path, start, spans)
+        pieces = self._deliverer.pieces(number)
+        spans, indirect = spans_of(pieces, start, scratch)
+        self._fill(path, start, spans, live=len(indirect) < len(pieces))
         with self._delivering(path, start, nbytes, arena):
             self._deliverer.deliver(indirect, start, scratch)
         self._moved(nbytes)
 
     def fetch(self, path: str, start: int, buffer: NDArray[np.uint8]) -> None:
-        """Fill `buffer` with the bytes of a file from `start` on, verified unless that is off.
-
-        Verified bytes have to begin and end at digest blocks, or at the end of the file.
-        """
+        """Fill `buffer` with whole digest blocks of a file from `start` on, verified unless that is off."""
         self._fill(path, start, [ReadSpan(start, buffer)])
 
     def wrong(self, path: str, start: int, data: NDArray[np.uint8]) -> list[tuple[int, int]]:
-        """Return the ranges of a file's bytes whose digests differ from those of the checkpoint.
-
-        `data` has the bytes from `start` on, as after `fetch`.  Without verification the list is
-        empty.
-        """
+        """Return the ranges of a file's bytes, from `start` on, whose digests are wrong; none unverified."""
         if self.options.verify == "off":
             return []
         with self._clocks["verify"].lap(len(data)):
@@ -191,10 +187,7 @@ class RangeReader:
         self._moved(nbytes)
 
     def abandon(self) -> None:
-        """Give up: after this call, bytes that are still being read are not delivered.
-
-        A read that the storage has begun, straight into a target, cannot be recalled.
-        """
+        """Give up: bytes that are still being read are not delivered, unless straight into a target."""
         self._gate.close()
 
     def under_way(self) -> str:
@@ -222,7 +215,7 @@ class RangeReader:
         buffer = arena.view(len(starts) * run) if direct is None else direct
         try:
             self._repairer.require_sound(path)
-            with self._reading(path, len(buffer)):
+            with self._reading(path, len(buffer), live=direct is not None):
                 self.checkpoint.source.read_runs(path, starts, run, buffer.data)
         except UNREADABLE as error:
             if not self._repairer.able:
@@ -234,12 +227,12 @@ class RangeReader:
                     self._deliverer.deliver_runs(number, buffer)
         self._moved(len(buffer))
 
-    def _fill(self, path: str, start: int, spans: Sequence[ReadSpan]) -> None:
-        """Read the bytes of a file from `start` on into `spans`, and verify them."""
+    def _fill(self, path: str, start: int, spans: Sequence[ReadSpan], *, live: bool = False) -> None:
+        """Read the bytes of a file from `start` on into `spans`, also of targets if `live`; verify them."""
         nbytes = sum(len(span.buffer) for span in spans)
         try:
             self._repairer.require_sound(path)
-            with self._reading(path, nbytes):
+            with self._reading(path, nbytes, live=live):
                 self.checkpoint.source.read_into(path, start, [span.buffer.data for span in spans])
         except UNREADABLE as error:
             if not self._repairer.able:
@@ -256,14 +249,19 @@ class RangeReader:
                 self._put(path, block, self._repairer.replaced(path, block, damage), spans)
 
     @contextmanager
-    def _reading(self, path: str, nbytes: int) -> Iterator[None]:
+    def _reading(self, path: str, nbytes: int, *, live: bool) -> Iterator[None]:
         """Time and count a call of the storage; raise an error after it if the load was abandoned."""
         thread = threading.get_ident()
         with self._lock:
             self._under_way[thread] = path
+            self.touched += live
         try:
             with self._clocks["read"].lap(nbytes), self._signed("read", path):
                 yield
+        except StorageNotFoundError:  # the target is as it was
+            with self._lock:
+                self.touched -= live
+            raise
         finally:
             with self._lock:
                 del self._under_way[thread]
@@ -297,6 +295,7 @@ class RangeReader:
 
     def _put(self, path: str, block: int, data: NDArray[np.uint8], spans: Sequence[ReadSpan]) -> None:
         """Copy the parts of a block into its spans."""
+        self.touched += 1
         with self._gate.passing():
             put(data, block * self.block_nbytes, spans)
 
@@ -329,6 +328,7 @@ class RangeReader:
         def name() -> str:
             return ", ".join(self._names(path, start, start + nbytes)[:_MOST_NAMES]) or path
 
+        self.touched += 1
         with (
             self._clocks["deliver"].lap(),
             self._signed("deliver", path),

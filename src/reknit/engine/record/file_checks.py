@@ -111,7 +111,7 @@ def _check_own_size(storage: Storage, file: FileEntry) -> None:
         raise CorruptError(
             f"{file.path} has {found} bytes, the manifest says {file.nbytes}",
             path=f"{storage.url}/{file.path}",
-            remedy="the file was truncated, extended or swapped: restore it, or load another checkpoint",
+            remedy="it is not the file that was saved: restore it, or load another checkpoint",
         )
 
 

@@ -118,12 +118,10 @@ def fenced_off(storage: Storage, mine: Marker) -> CommitError:
     others = (*_others(storage, mine).values(), _committed_generation(storage))
     if max(others) < mine.generation:
         return (FencedError if mine.met else CommitError)(
-            "the marker of this save was removed while it was under way, and no other save is here now; "
-            "somebody deleted it, or cleaned up, or another save removed it and failed, too; nothing is "
-            "committed",
+            "the marker of this save is gone, and no other save is here now; nothing is committed",
             path=f"{storage.url}/{mine.path}",
-            remedy="save again, let only one save at a time go to a path, and delete no files of a save that "
-            "is under way, also not with `reknit gc`",
+            remedy="save again; if that fails too, see that the store keeps what it has confirmed, that only "
+            "one save at a time goes to a path, and that nothing deletes files of a save that is under way",
         )
     return FencedError(
         "another save to this path began while this one (generation "

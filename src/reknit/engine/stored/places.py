@@ -68,9 +68,10 @@ def changed(
     except (FormatError, StorageError):
         return None
     raise CheckpointNotFoundError(
-        f"the checkpoint was deleted while it was read; the first error was: {error.message}",
+        "the checkpoint was deleted while it was read, or the store has lost it; the first error was: "
+        + error.message,
         path=storage.url,
-        remedy="load another checkpoint, or keep checkpoints until they are loaded",
+        remedy="load another checkpoint, and keep checkpoints until they are loaded",
     ) from error
 
 
