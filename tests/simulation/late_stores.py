@@ -34,30 +34,33 @@ class Requests:
 
     count: int = 0
     first: int = 0
+    label: str | None = None
     hang: int = 0
     dies: bool = False
     sent: list[str] = field(default_factory=list)
     waiting: list[Callable[[], object]] = field(default_factory=list)
 
-    def expect(self, first: int, hang: int, *, dies: bool = False) -> None:
-        """Leave requests without an answer, counted from now on."""
-        self.count, self.first, self.hang, self.dies = 0, first, hang, dies
+    def expect(self, first: int | str, hang: int, *, dies: bool = False) -> None:
+        """Leave requests without an answer, from one on: its number from now on, or the begin of its name."""
+        self.label = first if isinstance(first, str) else None
+        self.count, self.first, self.hang, self.dies = 0, 0 if isinstance(first, str) else first, hang, dies
         self.sent.clear()
 
-    @property
-    def reached(self) -> bool:
-        """Whether there was such a request."""
-        return self.count >= self.first
+    def end(self) -> None:
+        """Answer all requests from now on."""
+        self.expect(0, 0)
 
     def send(self, label: str, action: Callable[[], bool]) -> bool:
         """Carry out a request, or let it wait and raise `StorageUnavailableError`."""
         self.count += 1
         self.sent.append(label)
-        if self.dies and self.count >= self.first:
+        if self.label is not None and label.startswith(self.label):
+            self.first, self.label = self.count, None
+        if self.dies and 0 < self.first <= self.count:
             if self.count == self.first:
                 self.waiting.append(action)
             raise Killed
-        if self.first <= self.count < self.first + self.hang:
+        if 0 < self.first <= self.count < self.first + self.hang:
             self.waiting.append(action)
             raise StorageUnavailableError(f"no answer to request {self.count}, {label}")
         return action()

@@ -1,0 +1,275 @@
+"""A store carries out a request after its process has given up or died: no checkpoint loses a file.
+
+Each action is repeated with another request without an answer.  Then somebody does something else at the same
+place, and before or after that the store carries the request out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import reknit
+from reknit.engine.record.marker import begun_in
+from reknit.engine.record.recognising import has_tombstone
+from reknit.engine.stored.leftovers import leftovers, remove
+from reknit.errors import CheckpointNotFoundError, CommitError, ReknitError, UndecidedError
+from reknit.storage.registry import open_storage, register
+from tests.running.examples import is_night
+from tests.simulation.late_stores import BlindBucket, Killed, LateBucket, LateFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from reknit.storage.base import Storage
+
+KINDS: dict[str, type[LateFolder]] = {"bucket": LateBucket, "folder": LateFolder, "blind": BlindBucket}
+ROOT = "{}-late://all/run"
+HOT, COLD = f"{ROOT}/step_00000001", "{}-late://all/cold/step_00000001"
+OLD, NEW, LATER = 1.0, 2.0, 3.0
+FOR_EVER = 1000
+
+
+def _opened(kind: type[LateFolder], url: str) -> Storage:
+    name, _, below = url.partition("://")[2].strip("/").partition("/")
+    return kind(name).sub(below) if below else kind(name)
+
+
+for scheme, each in KINDS.items():
+    register(f"{scheme}-late", lambda url, _, kind=each: _opened(kind, url))  # type: ignore[misc]
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"m": {"w": np.full(4, value)}, "o": {"w": np.full(3, value)}}
+
+
+class Place:
+    """A store of a kind, with a checkpoint at one of two paths, or at both."""
+
+    def __init__(self, kind: str) -> None:
+        self.hot, self.cold, self.root = HOT.format(kind), COLD.format(kind), ROOT.format(kind)
+        KINDS[kind].clear("all")
+        KINDS[kind].requests.clear()
+        self.store = open_storage(self.root.partition("/run")[0])
+        self.calls = KINDS[kind]("all").calls
+
+    def save(self, value: float, *, cold: bool = False, overwrite: bool = False) -> None:
+        path = self.cold if cold else self.hot
+        reknit.save(path, state(value), step=1, overwrite=overwrite)
+
+    def promote(self, *, back: bool = False) -> None:
+        here, there = (self.cold, self.hot) if back else (self.hot, self.cold)
+        reknit.promote(here, there, overwrite=True)
+
+    def sweep(self) -> None:
+        for left in leftovers(self.store, self.store.dated(), float("inf")):  # type: ignore[attr-defined]
+            if left.kept is None:
+                remove(self.store, self.store, left, open_storage)  # type: ignore[arg-type]
+
+    def value(self, path: str) -> float | None:
+        """Return the value in a checkpoint, None without one; a checkpoint that is not whole is an error."""
+        target = {"m": state(0.0)["m"]}
+        try:
+            reknit.load(path, target)
+        except CheckpointNotFoundError:
+            return None
+        assert reknit.verify(path, "data").ok
+        (value,) = set(target["m"]["w"].tolist())
+        return float(value)
+
+
+BEFORE: dict[str, Callable[[Place], object]] = {
+    "save": lambda place: None,
+    "save over": lambda place: place.save(OLD),
+    "promote": lambda place: place.save(NEW),
+    "promote over": lambda place: (place.save(OLD, cold=True), place.save(NEW)),
+    "drop": lambda place: place.save(OLD),
+    "cool": lambda place: place.save(OLD),
+    "delete": lambda place: place.save(OLD),
+}
+ACTIONS: dict[str, Callable[[Place], object]] = {
+    "save": lambda place: place.save(NEW),
+    "save over": lambda place: place.save(NEW, overwrite=True),
+    "promote": lambda place: place.promote(),
+    "promote over": lambda place: place.promote(),
+    "drop": lambda place: reknit.delete(place.hot, items=["o"]),
+    "cool": lambda place: reknit.cool(place.hot, place.cold),
+    "delete": lambda place: reknit.delete(place.hot),
+}
+AFTERWARDS: dict[str, Callable[[Place], object]] = {
+    "nothing": lambda place: None,
+    "save": lambda place: place.save(LATER),
+    "save over": lambda place: place.save(LATER, overwrite=True),
+    "sweep": lambda place: place.sweep(),
+    "fence": lambda place: reknit.latest(place.root, pending="fence"),
+    "delete": lambda place: reknit.delete(place.hot),
+    "promote": lambda place: place.promote(),
+    "promote back": lambda place: place.promote(back=True),
+    "sweep, save": lambda place: (place.sweep(), place.save(LATER)),
+    "save, delete": lambda place: (place.save(LATER), reknit.delete(place.hot)),
+    "sweep, save, delete": lambda place: (place.sweep(), place.save(LATER), reknit.delete(place.hot)),
+}
+
+
+def attempt(work: Callable[[Place], object], place: Place) -> BaseException | None:
+    try:
+        work(place)
+    except (ReknitError, Killed) as error:
+        return error
+    return None
+
+
+def requests_of(kind: str, action: str) -> list[int]:
+    """Return the numbers of the requests of an action: all at night, else those that decide."""
+    place = Place(kind)
+    BEFORE[action](place)
+    place.calls.end()
+    ACTIONS[action](place)
+    deciding = ("commit manifest", "delete manifest", "delete index", "delete m/")
+    return [
+        number for number, label in enumerate(place.calls.sent, 1) if is_night() or label.startswith(deciding)
+    ]
+
+
+def situations(kind: str, action: str) -> Iterator[tuple[int, int, str, bool]]:
+    """Yield a request, the length of the silence (0: the process dies), the next action, and the order."""
+    ways = list(itertools.product((0, 1, 2, FOR_EVER), (False, True)))
+    for number, (turn, then) in itertools.product(requests_of(kind, action), enumerate(AFTERWARDS)):
+        for way in ways if is_night() else [ways[(number + turn) % len(ways)]]:
+            yield number, way[0], then, way[1]
+
+
+def happens(kind: str, action: str, number: int, silence: int, then: str, at_once: bool) -> None:
+    """Let it happen, and judge it."""
+    place = Place(kind)
+    BEFORE[action](place)
+    before = {path: place.value(path) for path in (place.hot, place.cold)}
+    place.calls.expect(number, silence or 1, dies=silence == 0)
+    error = attempt(ACTIONS[action], place)
+    place.calls.end()
+    if at_once:
+        place.calls.release()
+        place.value(place.hot)
+    other = attempt(AFTERWARDS[then], place)
+    between = place.value(place.hot)
+    place.calls.release()
+    after = {path: place.value(path) for path in (place.hot, place.cold)}
+    if before[place.hot] is not None and "delete" not in (action, *then.split(", ")):
+        assert after[place.hot] is not None, "a checkpoint is lost that nobody removed"
+    if before[place.cold] is not None:
+        assert after[place.cold] is not None, "a copy is lost that nobody removed"
+    if other is None and then in ("save", "save over", "sweep, save") and kind != "blind":
+        assert after[place.hot] == LATER, "an acknowledged save is replaced"
+    if error is None and action.startswith("save") and then in ("nothing", "sweep", "fence"):
+        assert after[place.hot] == NEW, "an acknowledged save is lost"
+    if action.startswith("save") and not isinstance(error, (UndecidedError, Killed)) and kind != "blind":
+        assert between == after[place.hot], "a save that was said to have failed appears"
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_whatever_request_of_a_bucket_is_carried_out_late_no_checkpoint_loses_a_file(
+    action: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+    for situation in situations("bucket", action):
+        happens("bucket", action, *situation)
+
+
+@pytest.mark.parametrize("action", ["save over", "drop", "cool"])
+def test_nor_where_a_marker_is_renamed_late(action: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    for situation in situations("folder", action):
+        happens("folder", action, *situation)
+
+
+@pytest.mark.parametrize("action", ["save", "save over"])
+def test_nor_without_conditional_writes_though_an_older_save_may_come_back(
+    action: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+    for number, silence, then, at_once in situations("blind", action):
+        if then not in ("save, delete", "sweep, save, delete"):  # files of the older one go with the second
+            happens("blind", action, number, silence, then, at_once)
+
+
+# Single situations.
+
+
+def unanswered(place: Place, *, overwrite: bool, silence: int) -> ReknitError:
+    """Return the error of a save whose commit gets no answer, and some requests after it."""
+    place.calls.expect("commit manifest", silence)
+    with pytest.raises(ReknitError) as caught:
+        place.save(NEW, overwrite=overwrite)
+    place.calls.end()
+    return caught.value
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_save_whose_commit_may_still_land_says_so_and_keeps_its_files_and_its_marker(
+    overwrite: bool,
+) -> None:
+    place = Place("bucket")
+    if overwrite:
+        place.save(OLD)
+    error = unanswered(place, overwrite=overwrite, silence=2)
+    assert isinstance(error, UndecidedError)
+    assert "may still carry it out" in error.message
+    assert "may still appear" in (error.remedy or "")
+    assert place.value(place.hot) == (OLD if overwrite else None)
+    assert begun_in(open_storage(place.hot))
+    place.calls.release()
+    assert place.value(place.hot) == NEW
+
+
+def test_a_save_whose_commit_is_ruled_out_leaves_a_tombstone_and_no_file() -> None:
+    place = Place("bucket")
+    error = unanswered(place, overwrite=False, silence=1)
+    assert not isinstance(error, UndecidedError)
+    assert [listed.path for listed in open_storage(place.hot).list()] == ["manifest.json"]
+    assert has_tombstone(open_storage(place.hot))
+    place.calls.release()
+    assert place.value(place.hot) is None
+    assert reknit.latest(place.root) is None
+    assert reknit.steps(place.root) == []
+    with pytest.raises(CheckpointNotFoundError):
+        reknit.delete(place.hot)
+    with pytest.raises(CheckpointNotFoundError):
+        reknit.verify(place.hot)
+    place.sweep()
+    place.save(LATER)
+    assert place.value(place.hot) == LATER
+    assert reknit.latest(place.root) == open_storage(place.hot).url
+
+
+def test_a_manifest_that_was_changed_to_rule_out_a_late_one_is_the_same_checkpoint() -> None:
+    place = Place("bucket")
+    place.save(OLD)
+    before, sizes = reknit.steps(place.root), set()
+    for _ in range(3):
+        unanswered(place, overwrite=True, silence=1)
+        sizes.add(open_storage(place.hot).size("manifest.json"))
+    place.calls.release()
+    assert place.value(place.hot) == OLD
+    assert reknit.steps(place.root) == before
+    assert len(sizes) == 1  # one change takes the place of the one before
+
+
+def test_no_save_begins_where_the_manifest_may_still_be_deleted() -> None:
+    place = Place("bucket")
+    place.save(OLD)
+    place.calls.expect("delete manifest", 1)
+    with pytest.raises(ReknitError, match="no answer"):
+        reknit.delete(place.hot)
+    place.calls.end()
+    with pytest.raises(CommitError, match="may delete a file of this save later") as caught:
+        place.save(LATER, overwrite=True)
+    note = str(caught.value.remedy).partition("delete ")[2].split()[0]
+    place.calls.release()
+    assert place.value(place.hot) is None
+    open_storage(place.hot).delete(note.removeprefix(f"{open_storage(place.hot).url}/"))  # as the remedy says
+    place.save(LATER)
+    assert place.value(place.hot) == LATER
