@@ -1,4 +1,4 @@
-"""A proxy for HTTP that spoils one request: refuses it, cuts it, keeps it waiting, or loses its answer."""
+"""A proxy for HTTP that spoils requests: refuses, cuts, delays, holds or doubles them, or loses answers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import http.server
 import socket
 import struct
 import threading
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tests.storage.local_server import LocalServer
 
-Fault = Literal[
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Refusal = Literal[
     "500",
     "503",
     "429",
@@ -22,7 +25,10 @@ Fault = Literal[
     "applied then reset",
     "applied then 500",
 ]
-FAULTS: tuple[Fault, ...] = get_args(Fault)
+Delivery = Literal["delayed", "doubled", "held"]
+Fault = Refusal | Delivery
+FAULTS: tuple[Refusal, ...] = get_args(Refusal)
+DELAY_S = 0.2
 _HANG_S = 60.0
 _UPSTREAM_S = 60.0
 
@@ -30,11 +36,15 @@ _UPSTREAM_S = 60.0
 class FaultProxy(LocalServer):
     """Passes requests on to `upstream` (``http://host:port/...``); use it in a ``with`` statement.
 
-    After `spoil`, one or more requests meet a fault.  ``"500"``, ``"503"`` and ``"429"`` are immediate
-    answers.  ``"reset before"`` closes the connection after the head of the request, and ``"reset mid"`` in
-    the middle of its body, if it has one.  ``"hang"`` never answers, and ``"truncated"`` ends in the middle
-    of the answer's body.  ``"applied then reset"`` closes the connection after the server has carried the
-    request out, and ``"applied then 500"`` then answers with a failure.
+    After `spoil` or `spoil_those`, one or more requests meet a fault.  ``"500"``, ``"503"`` and ``"429"`` are
+    immediate answers.  ``"reset before"`` closes the connection after the head of the request, and
+    ``"reset mid"`` in the middle of its body, if it has one.  ``"hang"`` never answers, and ``"truncated"``
+    ends in the middle of the answer's body.  ``"applied then reset"`` closes the connection after the server
+    has carried the request out, and ``"applied then 500"`` then answers with a failure.
+
+    A ``"delayed"`` request arrives late, within the client's patience.  A ``"doubled"`` request arrives
+    twice, and the client gets the second answer.  The connection of a ``"held"`` request is closed, and the
+    request arrives at `release`.
     """
 
     def __init__(self, upstream: str) -> None:
@@ -43,8 +53,11 @@ class FaultProxy(LocalServer):
         """The method and target of each request since the last call of `spoil`."""
         self._lock = threading.Lock()
         self._at: range = range(0)
-        self._fault: Fault | None = None
+        self._matches: Callable[[str], bool] = lambda request: False
+        self._left = 0
+        self._fault: Fault = "500"
         self._over = threading.Event()
+        self._held: list[Callable[[], int]] = []
         super().__init__(_Handler, proxy=self)
 
     @property
@@ -55,18 +68,43 @@ class FaultProxy(LocalServer):
     def spoil(self, at: int | None, fault: Fault = "500", *, times: int = 1) -> None:
         """Restart the count of requests, and plan a fault for `times` ones from number `at` on."""
         with self._lock:
-            self.requests = []
+            self.requests, self._left = [], 0
             self._at, self._fault = range(0) if at is None else range(at, at + times), fault
+
+    def spoil_those(self, matches: Callable[[str], bool], fault: Fault, *, times: int = 1) -> None:
+        """Restart the count of requests, and plan a fault for the first `times` ones that match."""
+        with self._lock:
+            self.requests, self._at = [], range(0)
+            self._matches, self._left, self._fault = matches, times, fault
+
+    @property
+    def unspoilt(self) -> int:
+        """The number of requests that `spoil_those` still waits for."""
+        return self._left
 
     def fault_for(self, request: str) -> Fault | None:
         """Count a request, and return its planned fault."""
         with self._lock:
             self.requests.append(request)
+            if self._left and self._matches(request):
+                self._left -= 1
+                return self._fault
             return self._fault if len(self.requests) - 1 in self._at else None
 
-    def wait_forever(self) -> None:
-        """Wait until the proxy ends, or the client must have timed out."""
-        self._over.wait(_HANG_S)
+    def hold(self, request: Callable[[], int]) -> None:
+        """Keep a request for `release`."""
+        with self._lock:
+            self._held.append(request)
+
+    def release(self) -> list[int]:
+        """Let all held requests arrive, in their order, and return the status of each answer."""
+        with self._lock:
+            held, self._held = self._held, []
+        return [request() for request in held]
+
+    def wait(self, seconds: float = _HANG_S) -> None:
+        """Wait some seconds, by default until the client must have timed out, or until the proxy ends."""
+        self._over.wait(seconds)
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
@@ -88,12 +126,19 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._reset()
             return
         body = self.rfile.read(nbytes)
-        if fault == "hang":
-            self.proxy.wait_forever()
+        if fault == "held":
+            self.proxy.hold(lambda: self._ask(body)[0])
+            self._reset()
+        elif fault == "hang":
+            self.proxy.wait()
             self._reset()
         elif fault in ("500", "503", "429"):
             self._answer(int(fault), [], b"spoilt")
         else:
+            if fault == "delayed":
+                self.proxy.wait(DELAY_S)
+            elif fault == "doubled":
+                self._ask(body)
             status, headers, data = self._ask(body)
             if fault == "applied then reset":
                 self._reset()
