@@ -9,6 +9,7 @@ import pytest
 
 import reknit
 from reknit.comm import group as comm
+from reknit.engine.record import marker
 from reknit.engine.record.at_path import is_committed
 from reknit.engine.record.commit import put_manifest
 from reknit.engine.record.marker import Marker, fenced_off, is_last, put_marker, take_marker
@@ -22,6 +23,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 WRITE_ID = "0123456789abcdef0123456789abcdef"
+
+
+@pytest.fixture(autouse=True)
+def _short_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let saves without a marker look for others only briefly."""
+    monkeypatch.setattr(marker, "_ALONE_S", 0.01)
 
 
 def test_a_dead_runs_marker_keeps_older_runs_out_until_it_is_deleted_and_no_newer_one() -> None:
@@ -107,6 +114,41 @@ def test_both_of_two_saves_that_take_each_others_marker_away_are_fenced() -> Non
     assert strays(place) == {mine.path}
     place.delete(mine.path)
     assert type(fenced_off(place, mine)) is FencedError
+
+
+def test_a_save_whose_marker_another_has_removed_that_lost_its_own_puts_it_again() -> None:
+    place, mine = Annals("again"), Marker(2, WRITE_ID)
+    place.put(Marker(2, "1" * 32).path, b"", if_absent=True)
+    removed: list[str] = []
+
+    def remove() -> None:
+        removed.append(mine.path)
+        place.delete(mine.path)
+
+    looks = [Fault("stall", 1, "size"), Fault("stall", 2, "size")]
+    found = put_marker(FaultyStorage(place, plan=looks, stall=remove), mine)
+    assert removed == [mine.path], "no other marker was there the second time, and it did not look again"
+    assert found == mine._replace(met_others=True)
+    assert strays(place) == {mine.path}
+
+
+@pytest.mark.parametrize("rival", ["goes on", "has committed"])
+def test_a_save_whose_marker_is_gone_when_it_begins_leaves_the_path_to_the_other(rival: str) -> None:
+    place, mine, other = Annals("rival"), Marker(2, WRITE_ID), Marker(2, "1" * 32)
+    assert save_as(place, 1, 2) is None
+    place.put(other.path, b"", if_absent=True)
+
+    def remove() -> None:
+        place.delete(mine.path)
+        if rival == "goes on":
+            place.put(other.path, b"", if_absent=True)
+        else:
+            assert save_as(place, 2, 2) is None
+
+    store = FaultyStorage(place, plan=[Fault("stall", 1, "size")], stall=remove)
+    with pytest.raises(FencedError, match="another save to this path began"):
+        put_marker(store, mine)
+    assert strays(place) == ({other.path} if rival == "goes on" else set())
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from reknit.engine.record import marker
 from reknit.engine.saving import write
 from reknit.engine.saving.save import save
 from reknit.engine.saving.save_job import SaveJob
@@ -18,6 +19,7 @@ from reknit.monitor.phase import Recorder
 from reknit.options import SaveOptions
 from reknit.types.box import Box
 from reknit.types.shard import Blob, Holdings, Shard, TensorSpec
+from tests.simulation.process import sleep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -176,7 +178,7 @@ def _in_turn(
 
 @contextmanager
 def one_thread(random: Random) -> Iterator[None]:
-    """Let saves start no threads and draw their ids from `random`, as long as the block takes.
+    """Let saves start no threads, wait in virtual time, and draw from `random`, as long as the block takes.
 
     This holds for all saves of this process, so let no other one run meanwhile.
     """
@@ -184,5 +186,10 @@ def one_thread(random: Random) -> Iterator[None]:
     def new_id() -> str:
         return f"{random.getrandbits(128):032x}"
 
-    with patch.object(write, "run_jobs", _in_turn), patch.object(paths, "new_write_id", new_id):
+    with (
+        patch.object(write, "run_jobs", _in_turn),
+        patch.object(paths, "new_write_id", new_id),
+        patch.object(marker, "sleep", sleep),
+        patch.object(marker, "dice", random),
+    ):
         yield

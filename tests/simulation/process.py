@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from contextvars import copy_context
+from contextvars import ContextVar, copy_context
 from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
@@ -24,6 +24,14 @@ if TYPE_CHECKING:
 
     Plan = Mapping[int, Sequence[Callable[["Process"], None]]]
     """Faults of a process, by the number of its step, from 1."""
+
+
+_RUNNING: ContextVar[Process] = ContextVar("running")
+
+
+def sleep(seconds: float) -> None:
+    """Wait for some virtual seconds, in the process whose code calls this."""
+    _RUNNING.get().sleep(seconds)
 
 
 class Dead(BaseException):
@@ -84,6 +92,7 @@ class Process:
         self.schedule.after(0.0, partial(self._resume, self._ticket))
 
     def _live(self, work: Callable[[], object]) -> None:
+        _RUNNING.set(self)
         try:
             self.hold()
             work()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +24,7 @@ from reknit.options import MIB
 from reknit.storage.object.client import ObjectOptions, parse_url
 from reknit.storage.object.store import ObjectStorage
 from reknit.storage.registry import open_storage
+from tests.running.examples import is_night
 from tests.servers import environment, new_url, raw_get, server, uploads_left
 from tests.storage.fault_proxy import FAULTS, FaultProxy
 
@@ -186,11 +188,16 @@ def test_an_upload_whose_parts_are_all_refused_fails_and_leaves_none(proxy: Faul
         storage.size("x")
 
 
-def test_of_two_saves_of_one_step_at_most_one_wins(proxy: FaultProxy) -> None:
-    """The type of the loser's error shows the conflict; both may lose, if each prevents the other."""
-    url, line = new_url("s3"), threading.Barrier(2)
+@pytest.mark.parametrize("store", ["s3", "gcs", "azure"])
+def test_of_four_saves_of_one_step_that_begin_together_exactly_one_wins(
+    store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The types of the losers' errors show the conflict."""
+    for name, value in environment(store).items():
+        monkeypatch.setenv(name, value)
+    line = threading.Barrier(4)
 
-    def save(value: int) -> ReknitError | None:
+    def save(url: str, value: int) -> ReknitError | None:
         line.wait(60)
         try:
             reknit.save(url, state(value))
@@ -198,15 +205,14 @@ def test_of_two_saves_of_one_step_at_most_one_wins(proxy: FaultProxy) -> None:
             return error
         return None
 
-    for _ in range(3):
-        with ThreadPoolExecutor(2) as pool:
-            ends = list(pool.map(save, (1, 2)))
-        failed = [end for end in ends if end is not None]
-        assert failed
-        assert all(isinstance(error, (FencedError, CheckpointExistsError)) for error in failed), ends
-        if len(failed) == 1:
-            assert loaded(url) == ends.index(None) + 1
-        url = new_url("s3")
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(20 if is_night() else 4):
+            url = new_url(store)
+            ends = list(pool.map(partial(save, url), range(4)))
+            assert ends.count(None) == 1, ends
+            assert loaded(url) == ends.index(None)
+            lost = [end for end in ends if end is not None]
+            assert all(isinstance(end, (FencedError, CheckpointExistsError)) for end in lost), ends
 
 
 def test_a_reader_during_overwrites_sees_the_old_or_the_new(proxy: FaultProxy) -> None:

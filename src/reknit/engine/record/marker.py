@@ -6,14 +6,17 @@ markers, and it looks for markers before it looks for the manifest, into which a
 
 from __future__ import annotations
 
+from time import sleep
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from reknit.engine.record.at_path import check_absent
+from reknit.engine.record.at_path import check_absent, size_of
 from reknit.engine.record.removals import refuse_removal
 from reknit.engine.small_files import discard
 from reknit.errors import CommitError, FencedError, FormatError, StorageNotFoundError
 from reknit.format import paths
 from reknit.format.manifest_file import MAX_MANIFEST_NBYTES, decode_generation
+from reknit.monitor.phase import Deadline, monotonic
+from reknit.system import dice
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -23,6 +26,11 @@ if TYPE_CHECKING:
 
 _MOST_NAMED = 4
 _Begins = Literal["save", "copy"]
+_MOST_TRIES = 30
+"""How often a save puts its marker while other saves and it remove each other's."""
+_LONGEST_PAUSE_S = 1.0
+_ALONE_S = 2.0
+"""How long a save that has lost its marker looks for the save that has removed it."""
 
 
 class Marker(NamedTuple):
@@ -75,21 +83,33 @@ def put_marker(
     differ.  Any other save raises `FencedError`: a newer run of the job is at work here, or has been.  It
     also raises if a newer run has opened the folder above.  After any error the marker is removed again, as
     far as the store still answers.
+
+    Saves that begin at the same moment remove each other's markers.  A save whose marker is gone raises
+    `FencedError` if another save continues, and else puts its marker again: of all these saves, one begins.
     """
+    tries = 0
     while True:
+        began, tries = monotonic(), tries + 1
         try:
-            others, outrun = _placed_among(storage, mine, begins_as=begins_as)
+            others, manifest, outrun = _placed_among(storage, mine, begins_as=begins_as)
             if mine.run is not None:
                 mine.run.check()
-            if outrun is None:
-                return mine._replace(met=(*mine.met, *(path.rpartition(".")[2] for path in others)))
-            if not newest:
+            if outrun is not None and not newest:
                 raise outrun.error(storage, mine)
+            mine = mine._replace(met=(*mine.met, *(path.rpartition(".")[2] for path in others)))
+            pause_s = min(monotonic() - began, _LONGEST_PAUSE_S)
+            if outrun is None:
+                if not others or _stays(storage, mine, manifest, pause_s):
+                    return mine
+                if tries == _MOST_TRIES:
+                    raise fenced_off(storage, mine)
+                sleep(dice.uniform(0, min(pause_s * 2.0 ** min(tries, 32), _LONGEST_PAUSE_S)))
         except BaseException:
             remove_marker(storage, mine)
             raise
-        remove_marker(storage, mine)
-        mine = mine._replace(generation=outrun.generation)
+        if outrun is not None:
+            remove_marker(storage, mine)
+            mine = mine._replace(generation=outrun.generation)
 
 
 def remove_marker(storage: Storage, mine: Marker) -> None:
@@ -115,8 +135,10 @@ def fenced_off(storage: Storage, mine: Marker) -> CommitError:
 
     It is a `FencedError` if another save is here, or has committed, or was seen before.
     """
-    others = (*_others(storage, mine).values(), _committed_generation(storage))
-    if max(others) < mine.generation:
+    deadline = Deadline(_ALONE_S)
+    while (alone := _is_alone(storage, mine)) and not deadline.passed():
+        sleep(_ALONE_S / 5)  # the save that removed the marker may be about to put its own again
+    if alone:
         return (FencedError if mine.met else CommitError)(
             "the marker of this save is gone, and no other save is here now; nothing is committed",
             path=f"{storage.url}/{mine.path}",
@@ -192,8 +214,12 @@ class _Outrun(NamedTuple):
 
 def _placed_among(
     storage: Storage, mine: Marker, *, begins_as: _Begins | None
-) -> tuple[Iterable[str], _Outrun | None]:
-    """Put a marker there and delete older ones; return the others, and a file of a newer run, if any."""
+) -> tuple[Iterable[str], bytes | None, _Outrun | None]:
+    """Put a marker there and delete older ones.
+
+    Returns the others, the manifest, which is not read if a marker is of a newer run, and a file of a newer
+    run, if any.
+    """
     storage.put(mine.path, b"", if_absent=True)
     files = list(storage.list())
     others = _others(storage, mine, files)
@@ -201,11 +227,27 @@ def _placed_among(
         refuse_removal(storage, files, is_copy=begins_as == "copy")
     for path, generation in others.items():
         if generation > mine.generation:
-            return others, _Outrun(path, generation)
+            return others, None, _Outrun(path, generation)
     for path in others:
         storage.delete(path)
-    generation = _committed_generation(storage)
-    return others, _Outrun(paths.MANIFEST_PATH, generation) if generation > mine.generation else None
+    manifest = _manifest_bytes(storage)
+    generation = _generation_of(manifest)
+    newer = generation > mine.generation
+    return others, manifest, _Outrun(paths.MANIFEST_PATH, generation) if newer else None
+
+
+def _stays(storage: Storage, mine: Marker, manifest: bytes | None, pause_s: float) -> bool:
+    """Return whether a marker is still there after a pause, in which saves that have listed it remove it.
+
+    Raises `FencedError` if it is gone, and another save continues or has replaced the `manifest`.
+    """
+    sleep(pause_s)
+    if size_of(storage, mine.path) is not None:
+        return True
+    rivals = [each for each in _others(storage, mine).values() if each >= mine.generation]
+    if rivals or _manifest_bytes(storage) != manifest:
+        raise fenced_off(storage, mine)
+    return False
 
 
 def _others(storage: Storage, mine: Marker, files: Iterable[Listed] | None = None) -> dict[str, int]:
@@ -213,10 +255,23 @@ def _others(storage: Storage, mine: Marker, files: Iterable[Listed] | None = Non
     return {begun.path: begun.generation for begun in begun_in(storage, files) if begun.path != mine.path}
 
 
-def _committed_generation(storage: Storage) -> int:
-    """Return the generation of the run that committed here; -1 without one, or with a damaged manifest."""
+def _is_alone(storage: Storage, mine: Marker) -> bool:
+    """Return whether no other save that may commit is here, and none has committed."""
+    others = (*_others(storage, mine).values(), _generation_of(_manifest_bytes(storage)))
+    return max(others) < mine.generation
+
+
+def _manifest_bytes(storage: Storage) -> bytes | None:
     try:
-        generation = decode_generation(storage.get(paths.MANIFEST_PATH, limit=MAX_MANIFEST_NBYTES))
-    except (StorageNotFoundError, FormatError):  # any run may replace a damaged manifest
+        return storage.get(paths.MANIFEST_PATH, limit=MAX_MANIFEST_NBYTES)
+    except StorageNotFoundError:
+        return None
+
+
+def _generation_of(manifest: bytes | None) -> int:
+    """Return the generation of the run that committed a manifest; -1 without one, or for a damaged one."""
+    try:
+        generation = None if manifest is None else decode_generation(manifest)
+    except FormatError:  # any run may replace a damaged manifest
         return -1
     return -1 if generation is None else generation
