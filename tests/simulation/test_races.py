@@ -1,4 +1,4 @@
-"""Saves of several processes to one path that begin together: exactly one commits, in any order of requests."""
+"""Saves of several processes to one path that begin together: in any order of requests, one commits."""
 
 from __future__ import annotations
 
