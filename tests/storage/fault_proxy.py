@@ -25,10 +25,12 @@ Refusal = Literal[
     "applied then reset",
     "applied then 500",
 ]
-Delivery = Literal["delayed", "doubled", "held"]
+Delivery = Literal["delayed", "doubled", "held", "409", "applied then 404"]
 Fault = Refusal | Delivery
 FAULTS: tuple[Refusal, ...] = get_args(Refusal)
-DELAY_S = 0.2
+DELAY_S = 0.05
+_CONFLICT = b"<Error><Code>ConditionalRequestConflict</Code><Message>At once.</Message></Error>"
+_UNKNOWN = b"<Error><Code>NoSuchUpload</Code><Message>No such upload.</Message></Error>"
 _HANG_S = 60.0
 _UPSTREAM_S = 60.0
 
@@ -44,7 +46,8 @@ class FaultProxy(LocalServer):
 
     A ``"delayed"`` request arrives late, within the client's patience.  A ``"doubled"`` request arrives
     twice, and the client gets the second answer.  The connection of a ``"held"`` request is closed, and the
-    request arrives at `release`.
+    request arrives at `release`.  ``"409"`` and ``"applied then 404"`` are answers of stores that saw two
+    requests at once, or that no longer know an upload.
     """
 
     def __init__(self, upstream: str) -> None:
@@ -132,8 +135,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         elif fault == "hang":
             self.proxy.wait()
             self._reset()
-        elif fault in ("500", "503", "429"):
-            self._answer(int(fault), [], b"spoilt")
+        elif fault in ("500", "503", "429", "409"):
+            self._answer(int(fault), [], b"spoilt" if fault != "409" else _CONFLICT)
         else:
             if fault == "delayed":
                 self.proxy.wait(DELAY_S)
@@ -145,6 +148,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 return
             if fault == "applied then 500":
                 status, headers, data = 500, [], b"spoilt"
+            elif fault == "applied then 404":
+                status, headers, data = 404, [], _UNKNOWN
             self._answer(status, headers, data, cut=fault == "truncated")
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = pass_on

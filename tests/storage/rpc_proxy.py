@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 Fault = Literal["dropped", "lost", "delayed", "doubled"]
 FAULTS: tuple[Fault, ...] = get_args(Fault)
-DELAY_S = 0.2
+DELAY_S = 0.05
 _HELLO_NBYTES = 7
 """The length of the greeting that precedes the first call of a connection."""
 _UPSTREAM_S = 60.0

@@ -206,7 +206,7 @@ def test_of_four_saves_of_one_step_that_begin_together_exactly_one_wins(
         return None
 
     with ThreadPoolExecutor(4) as pool:
-        for _ in range(20 if is_night() else 4):
+        for _ in range(20 if is_night() else 3):
             url = new_url(store)
             ends = list(pool.map(partial(save, url), range(4)))
             assert ends.count(None) == 1, ends

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
+from reknit.storage.object import conditions
 from tests.storage.local_server import LocalServer
 
 Conditions = Literal["kept", "ignored", "unknown"]
@@ -25,6 +26,10 @@ class TinyS3(LocalServer):
         self.lock = threading.Lock()
         super().__init__(_Handler, store=self)
         self.endpoint = self.address
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        conditions._endpoints.clear()  # another server may get this port
 
 
 def etag(data: bytes) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, get_args
@@ -156,4 +157,5 @@ def moment_of(client: Client, prefix: str) -> float:
         written: float = obstore.head(client, key)["last_modified"].timestamp()
         return written
     finally:
-        obstore.delete(client, key)
+        with suppress(exceptions.BaseError, OSError):  # it is never listed, and does no harm
+            obstore.delete(client, key)

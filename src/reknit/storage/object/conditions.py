@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import uuid
 import warnings
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import obstore
 from obstore import exceptions
@@ -17,6 +18,7 @@ from reknit.monitor.phase import Deadline, now
 from reknit.storage.errors import shorter, too_large
 from reknit.storage.object.client import moment_of
 from reknit.storage.object.errors import as_ours, gave_whole, plain, translated
+from reknit.storage.object.own_writes import look, new_mark, put_if, unsupported, version
 from reknit.system import dice
 
 if TYPE_CHECKING:
@@ -24,37 +26,69 @@ if TYPE_CHECKING:
 
     from obstore import UpdateVersion
 
-    from reknit.storage.object.client import Client, Fallback
+    from reknit.storage.object.client import Bucket, Client, ObjectOptions
 
-    Put = dict[str, Any]
-
-_NONCE = "reknitput"
-"""Name of the metadata that marks the object of a writer: letters alone, as Azure requires."""
-_REFUSED = (exceptions.AlreadyExistsError, exceptions.PreconditionError, FileNotFoundError)
-_LOST = (exceptions.GenericError, exceptions.JoinError)
-"""Errors of the client without an answer, so that the request may have been carried out."""
+_CONFLICTS = 8
+"""How often a write is sent that the store refuses although nothing has changed: it saw two at once."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+_TRIES = 3
 _LOCK_WAIT_S = 120.0
 _LOCK_STALE_S = 60.0
+_PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
+_PLACE = ("ENDPOINT", "URL", "ACCOUNT", "EMULATOR", "REGION")
+"""Parts of the names of variables that say where a bucket is; other variables may be renewed at any time."""
+
+
+class _Outcome(NamedTuple):
+    """The outcome of a test of an endpoint."""
+
+    fault: str | None
+    """What it does wrong with conditions; None for an endpoint that obeys them."""
+    unknown: bool = False
+    """Whether it reports that it does not support conditions."""
+    whole_only: bool = False
+    """Whether it ignores ranges, so that nothing could be loaded."""
+
+
+class _Endpoint:
+    """A bucket at its endpoint, whose outcome is kept as long as the process."""
+
+    def __init__(self) -> None:
+        self.testing = threading.Lock()
+        self.outcome: _Outcome | None = None
+
+
+_endpoints: dict[object, _Endpoint] = {}
+
+
+def _endpoint_of(place: Bucket, options: ObjectOptions) -> _Endpoint:
+    """Return the endpoint that the client of a bucket uses, by the options and the environment."""
+    where = frozenset(
+        hash((name, value))
+        for name, value in os.environ.items()
+        if name.startswith(_PREFIXES[place.scheme]) and any(part in name for part in _PLACE)
+    )
+    key = place.scheme, place.bucket, options.endpoint, options.region, where
+    return _endpoints.setdefault(key, _Endpoint())
 
 
 class Conditions:
     """Writes that have a condition, in one bucket.
 
-    Before the first one, a test shows whether the endpoint really obeys conditions: some endpoints write
-    anyway, and some do not support conditions.  `settle_s` is longer than a small write takes to become
-    visible to all processes.
+    Before the first one of a process, a test shows whether the endpoint really obeys conditions: some
+    endpoints write anyway, and some do not support conditions.  `settle_s` is longer than a small write takes
+    to become visible to all processes.
     """
 
     settle_s = 1.0
 
-    def __init__(self, client: Client, url: str, prefix: str, fallback: Fallback) -> None:
-        self._client, self._url, self._prefix = client, url, prefix
-        self._fallback = fallback
-        self._checking = threading.Lock()
-        self._kept: bool | None = None
+    def __init__(self, client: Client, place: Bucket, options: ObjectOptions) -> None:
+        self._client, self._url, self._prefix = client, place.url, place.prefix
+        self._fallback = options.conditional
+        self._endpoint = _endpoint_of(place, options)
+        self._warned = False
         self.unknown = False
         """Whether the endpoint has reported that it does not support conditions; it is not asked again."""
-        self._whole_only = False
         self._one = threading.Lock()
 
     def put(self, key: str, url: str, data: bytes, seen: UpdateVersion | None) -> bool:
@@ -64,17 +98,18 @@ class Conditions:
         """
         if not self._are_kept():
             return self._put_locked(key, url, data, seen)
-        nonce = new_nonce()
-        mode: Any = "create" if seen is None else seen
-        try:
-            obstore.put(self._client, key, data, mode=mode, attributes=nonce)
-        except _REFUSED:
-            # The client repeats a request whose answer is lost; then it is its own first try that refuses it.
-            return self._is_own(key, url, data, nonce)
-        except exceptions.BaseError as error:
-            if not (isinstance(error, _LOST) and self._is_own(key, url, data, nonce)):
-                raise as_ours("write", url, error) from None
-        return True
+        mark = new_mark()
+        for tries in range(_CONFLICTS):
+            with translated("write", url):
+                placed = put_if(self._client, key, url, data, mark=mark, seen=seen)
+            if placed is not None:
+                return placed
+            _pause(tries)
+        raise StorageError(
+            f"{url} is unchanged, but the endpoint reports that it was changed",
+            remedy="try again; if it happens again, add ?conditional=lock to the URL",
+            path=url,
+        )
 
     def swap(self, key: str, url: str, change: Callable[[bytes | None], bytes | None], limit: int) -> bool:
         """Replace a small object by its changed bytes, as `CommitsLate.swap` does."""
@@ -88,86 +123,101 @@ class Conditions:
                 return True
         return False
 
-    def _is_own(self, key: str, url: str, data: bytes, nonce: dict[str, str]) -> bool:
-        """Return whether an object was put there by this very write."""
-        with translated("read back", url):
-            try:
-                found = obstore.get(self._client, key)
-            except FileNotFoundError:
-                return False
-            mark = found.attributes.get(_NONCE)
-            if mark is not None:
-                return bool(mark == nonce[_NONCE])
-            # Some endpoints drop unknown metadata.
-            return data != b"" and found.meta["size"] == len(data) and bytes(found.bytes()) == data
-
     def _are_kept(self) -> bool:
         """Return whether the endpoint obeys conditions; test it the first time."""
-        with self._checking:
-            if self._kept is None:
-                fault = self._try_out()
-                if fault is not None and self._fallback == "refuse":
-                    raise StorageError(
-                        f"checkpoints cannot be committed to {self._url}: {fault}, so two saves could both "
-                        "report success",
-                        remedy="use an endpoint that supports conditional writes (If-None-Match, If-Match); "
-                        "or add ?conditional=lock to the URL, which uses a lock object, and works only if "
-                        "every write becomes visible within a second",
-                        path=self._url,
-                    )
-                if fault is not None:
-                    warnings.warn(
-                        f"{self._url}: {fault}; saves use a lock object, which is weaker: it works only if "
-                        "every write becomes visible within a second",
-                        RuntimeWarning,
-                        stacklevel=2,
-                    )
-                if self._whole_only:
-                    warnings.warn(
-                        f"{self._url}: the endpoint returns whole objects for ranged reads: checkpoints that "
-                        "are saved here cannot be loaded from here, only from a copy elsewhere",
-                        RuntimeWarning,
-                        stacklevel=2,
-                    )
-                self._kept = fault is None
-        return self._kept
+        endpoint = self._endpoint
+        with endpoint.testing:
+            if endpoint.outcome is None:
+                endpoint.outcome = self._try_out()
+            outcome = endpoint.outcome
+            if outcome.fault is not None and self._fallback == "refuse":
+                endpoint.outcome = None  # it may be mended, and nothing is saved there before
+        self.unknown = self.unknown or outcome.unknown
+        if outcome.fault is not None and self._fallback == "refuse":
+            raise StorageError(
+                f"checkpoints cannot be committed to {self._url}: {outcome.fault}, so two saves could both "
+                "report success",
+                remedy="use an endpoint that supports conditional writes (If-None-Match, If-Match); "
+                "or add ?conditional=lock to the URL, which uses a lock object, and works only if "
+                "every write becomes visible within a second",
+                path=self._url,
+            )
+        self._warn(outcome)
+        return outcome.fault is None
 
-    def _try_out(self) -> str | None:
-        """Return the fault of the endpoint, None for an endpoint that obeys conditions."""
+    def _warn(self, outcome: _Outcome) -> None:
+        """Warn of the weaknesses of an endpoint, once."""
+        if self._warned:
+            return
+        self._warned = True
+        if outcome.fault is not None:
+            warnings.warn(
+                f"{self._url}: {outcome.fault}; saves use a lock object, which is weaker: it works only if "
+                "every write becomes visible within a second",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        if outcome.whole_only:
+            warnings.warn(
+                f"{self._url}: the endpoint returns whole objects for ranged reads: checkpoints that "
+                "are saved here cannot be loaded from here, only from a copy elsewhere",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def _try_out(self) -> _Outcome:
+        """Test the endpoint with an object of a new name."""
         key = f"{self._prefix}.{uuid.uuid4().hex}.tmp"
-        what = "the first of two conditional creates"
+        what, whole_only = "the first of two conditional creates", False
         try:
-            first = obstore.put(self._client, key, b"12", mode="create")
-            self._whole_only = self._gives_whole(key)
+            mine = self._written(key, None, expected=True)
+            if mine is None:
+                return _Outcome(f"the endpoint refused {what}")
+            whole_only = self._gives_whole(key)
             what = "a second conditional create of one object"
-            if self._gets_through(key, "create"):
-                return f"the endpoint accepted {what}"
+            if self._written(key, None, expected=False):
+                return _Outcome(f"the endpoint accepted {what}", whole_only=whole_only)
             what = "a write over an object that was read before"
-            mine = version(first)
-            if not self._gets_through(key, mine):
-                return f"the endpoint refused {what} (If-Match)"
+            if not self._written(key, mine, expected=True):
+                return _Outcome(f"the endpoint refused {what} (If-Match)", whole_only=whole_only)
             what = "a write over an object that is gone"
-            if self._gets_through(key, mine):
-                return f"the endpoint accepted {what} (If-Match)"
+            if self._written(key, mine, expected=False):
+                return _Outcome(f"the endpoint accepted {what} (If-Match)", whole_only=whole_only)
         except (exceptions.GenericError, exceptions.NotSupportedError) as error:
-            failure = as_ours(f"try out {what} in", self._url, error)
-            if unsupported(error):
-                self.unknown = True
-                return f"the endpoint does not support {what} ({plain(error)})"
-            raise failure from None
+            if not unsupported(error):
+                raise as_ours(f"try out {what} in", self._url, error) from None
+            text = f"the endpoint does not support {what} ({plain(error)})"
+            return _Outcome(text, unknown=True, whole_only=whole_only)
         except (exceptions.BaseError, FileNotFoundError) as error:
             raise as_ours("write to", self._url, error) from None
         finally:
             with suppress(exceptions.BaseError, FileNotFoundError):  # it is never listed, and does no harm
                 obstore.delete(self._client, key)
-        return None
+        return _Outcome(None, whole_only=whole_only)
 
-    def _gets_through(self, key: str, mode: Any) -> bool:
-        try:
-            obstore.put(self._client, key, uuid.uuid4().bytes, mode=mode)
-        except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
-            return False
-        return True
+    def _written(self, key: str, seen: UpdateVersion | None, *, expected: bool) -> UpdateVersion | None:
+        """Write the object of the test, and return its new version; None if the endpoint refuses that.
+
+        The answer may be lost, and the client's second request refused because of the first one.  So if an
+        answer is missing, or a refusal not `expected`, the object itself shows the outcome.
+        """
+        mode: Any = "create" if seen is None else seen
+        data = uuid.uuid4().bytes
+        for tries in range(_TRIES):
+            try:
+                return version(obstore.put(self._client, key, data, mode=mode))
+            except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
+                if not expected:
+                    return None
+            except exceptions.GenericError as error:
+                if unsupported(error) or tries + 1 == _TRIES:
+                    raise
+            with suppress(FileNotFoundError):
+                found = obstore.get(self._client, key)
+                if bytes(found.bytes()) == data:
+                    return version(found.meta)
+            _pause(tries)
+        return None
 
     def _gives_whole(self, key: str) -> bool:
         """Return whether the endpoint ignores ranges, so that nothing could be loaded."""
@@ -253,29 +303,6 @@ class Conditions:
             return holder if age_s < _LOCK_STALE_S else None
 
 
-def new_nonce() -> dict[str, str]:
-    """Return new metadata that marks the object of one writer."""
-    return {_NONCE: uuid.uuid4().hex}
-
-
-def seen_nonce(client: Client, key: str) -> dict[str, str] | None:
-    """Return the mark of an object, empty for an object without a mark; None for a missing object."""
-    try:
-        mark = obstore.get(client, key).attributes.get(_NONCE)
-    except FileNotFoundError:
-        return None
-    return {} if mark is None else {_NONCE: mark}
-
-
-def look(client: Client, key: str, url: str) -> UpdateVersion | None:
-    """Return the version of an object; None for a missing object."""
-    with translated("find", url):
-        try:
-            return version(obstore.head(client, key))
-        except FileNotFoundError:
-            return None
-
-
 def whole(client: Client, key: str, url: str, limit: int) -> tuple[bytes, UpdateVersion]:
     """Return the bytes of a small object, and its version; a larger object is not fetched."""
     with translated("read", url):
@@ -289,12 +316,6 @@ def whole(client: Client, key: str, url: str, limit: int) -> tuple[bytes, Update
     return data, version(found.meta)
 
 
-def version(found: Any) -> UpdateVersion:
-    """Return the version in a result of `obstore.head` or `obstore.put`, as a condition for `obstore.put`."""
-    names = ("e_tag", "version")
-    return {name: found[name] for name in names if found[name] is not None}  # type: ignore[return-value]
-
-
-def unsupported(error: Exception) -> bool:
-    """Return whether an endpoint does not support the request that it answered with this error."""
-    return isinstance(error, exceptions.NotSupportedError) or "status code: 501" in str(error)
+def _pause(tries: int) -> None:
+    """Wait before a request is repeated, longer after each try."""
+    time.sleep(dice.uniform(0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**tries)))

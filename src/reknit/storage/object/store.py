@@ -16,8 +16,9 @@ from reknit.storage.base import Listed, Reading
 from reknit.storage.errors import existing, missing, shorter
 from reknit.storage.object import incomplete_uploads
 from reknit.storage.object.client import Bucket, ObjectOptions, connect, parse_url
-from reknit.storage.object.conditions import Conditions, look, whole
+from reknit.storage.object.conditions import Conditions, whole
 from reknit.storage.object.errors import as_ours, forks, translated
+from reknit.storage.object.own_writes import look
 from reknit.storage.object.writer import ObjectWriter, copied
 from reknit.storage.paths import check_path
 from reknit.storage.ranges import checked_runs, filled, near, read_runs, spread
@@ -69,8 +70,7 @@ class ObjectStorage:
         self.place, self.options = place, options or ObjectOptions()
         client = connect(place, self.options)
         self._uploading = connect(place, self.options, uploading=True)
-        conditions = Conditions(client, self.url, place.prefix, self.options.conditional)
-        self.bucket = _Bucket(conditions)
+        self.bucket = _Bucket(Conditions(client, place, self.options))
         self._client = client
         self._folders: set[str] = set()
 
@@ -153,12 +153,6 @@ class ObjectStorage:
                     return True
                 # Another process has committed since: begin again, with the look for the marker, which it may
                 # have removed.  With `if_absent` that ends the commit.
-                if look(self._client, key, url) == seen:
-                    raise StorageError(
-                        f"{url} is unchanged, but the endpoint reports that it was changed",
-                        remedy="try again; if it happens again, add ?conditional=lock to the URL",
-                        path=url,
-                    )
 
     def swap(self, path: str, change: Callable[[bytes | None], bytes | None], *, limit: int) -> bool:
         """Put the changed bytes on the condition that the object is still the one that was read."""

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import obstore
+from obstore import exceptions
 
-from reknit.errors import ReknitError, StorageError
+from reknit.errors import ReknitError, StorageError, StorageNotFoundError, StorageUnavailableError
 from reknit.monitor.phase import Deadline
-from reknit.storage.object.errors import translated
-from reknit.system import start_thread
+from reknit.storage.object.errors import as_ours, translated
+from reknit.storage.object.own_writes import is_own, new_mark
+from reknit.system import dice, start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,6 +31,9 @@ if TYPE_CHECKING:
 MAX_PARTS = 10_000
 """The most parts of one file that S3 takes."""
 _MIB = 1 << 20
+_STARTS, _STARTING_S = 4, 60.0
+"""How often, and how long, the start of an upload is repeated."""
+_LONGEST_PAUSE_S = 1.0
 _PATIENCE_S = 2.0
 """How long a piece waits for a missing earlier piece before it is copied to memory of its own."""
 _LETTING_GO_S = 30.0
@@ -82,7 +89,8 @@ class MultipartUpload:
         """The part that the client takes next."""
         self._lent: set[int] = set()
         self._own: set[int] = set()
-        self._given_up = self._finishing = False
+        self._given_up = self._finishing = self._sent = False
+        self._mark = new_mark()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
@@ -104,13 +112,19 @@ class MultipartUpload:
         self._wait_for(mine, self._concurrency if gave else None)
 
     def finish(self) -> None:
-        """Wait until the object exists.  The caller has written all bytes."""
+        """Wait until the object exists.  The caller has written all bytes.
+
+        If the answer to the last request is lost, the client repeats that request, and the store may no longer
+        know the upload.  So after an error of that request, the object itself shows whether it was made.
+        """
         self._start()
         with self._changed:
             self._finishing = True
             self._changed.notify_all()
         assert self._thread is not None
         self._thread.join()
+        if self._error is not None and self._sent and self._is_made():
+            return
         self._check()
 
     def give_up(self) -> None:
@@ -168,19 +182,34 @@ class MultipartUpload:
                 self._thread = start_thread("reknit-upload", self._run)
 
     def _run(self) -> None:
+        deadline = Deadline(_STARTING_S)
         try:
-            obstore.put(
-                self._client,
-                self._key,
-                self._parts(),  # type: ignore[arg-type]  # arrays are buffers, from Python 3.12 on by type
-                use_multipart=True,
-                chunk_size=self._part_nbytes,
-                max_concurrency=self._concurrency,
-            )
+            for tries in count(1):
+                try:
+                    self._send()
+                    return
+                except exceptions.GenericError as error:
+                    # The client does not repeat the request that starts an upload to every store.
+                    failure = as_ours("write", self._url, error)
+                    begun = self._next or not isinstance(failure, StorageUnavailableError)
+                    if begun or tries == _STARTS or deadline.passed():
+                        raise
+                    time.sleep(dice.uniform(0, _LONGEST_PAUSE_S))
         except BaseException as error:  # the threads that wait for their parts raise it again
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
+
+    def _send(self) -> None:
+        obstore.put(
+            self._client,
+            self._key,
+            self._parts(),  # type: ignore[arg-type]  # arrays are buffers, from Python 3.12 on by type
+            use_multipart=True,
+            chunk_size=self._part_nbytes,
+            max_concurrency=self._concurrency,
+            attributes=self._mark,
+        )
 
     def _parts(self) -> Iterator[_Lent]:
         """Yield the parts in order, each as soon as it is complete."""
@@ -198,6 +227,11 @@ class MultipartUpload:
             self._changed.wait_for(lambda: self._finishing or self._given_up)
             if self._given_up:
                 raise _GivenUpError
+            self._sent = True
+
+    def _is_made(self) -> bool:
+        """Return whether the object exists although its upload ended with an error."""
+        return is_own(self._client, self._key, self._url, mark=self._mark, nbytes=self._nbytes)
 
     def _returned(self, part: int) -> None:
         """Note that a part is released.  A thread of the client calls this."""
@@ -221,7 +255,20 @@ class MultipartUpload:
         if isinstance(error, ReknitError):
             raise error
         if error is not None and not isinstance(error, _GivenUpError):
-            with translated("write", self._url):
-                raise error
+            try:
+                with translated("write", self._url):
+                    raise error
+            except StorageNotFoundError:
+                raise _ended(self._url) from None
         if self._given_up:
             raise StorageError(f"cannot write {self._url}: it is aborted", path=self._url)
+
+
+def _ended(url: str) -> StorageError:
+    """Return the error of an upload that the store no longer knows."""
+    return StorageError(
+        f"cannot write {url}: the store has ended its upload in parts, and the object does not exist",
+        remedy="save again; let no lifecycle rule, and no `reknit gc` with a short age, abort uploads of a save "
+        "that is under way",
+        path=url,
+    )

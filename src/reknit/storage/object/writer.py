@@ -12,8 +12,8 @@ from obstore import exceptions
 
 from reknit.errors import StorageUnavailableError
 from reknit.storage.errors import existing, removed
-from reknit.storage.object.conditions import new_nonce, seen_nonce, unsupported
 from reknit.storage.object.errors import as_ours, translated
+from reknit.storage.object.own_writes import look, new_mark, put_if, unsupported
 from reknit.storage.object.upload import MultipartUpload, part_size
 from reknit.storage.writing import Progress
 
@@ -96,29 +96,18 @@ class ObjectWriter:
         self._names.free(self._key, self)
 
     def _put(self) -> None:
-        if self._conditions.unknown:
-            self._put_anyway()
-            return
-        nonce = new_nonce()
-        try:
-            obstore.put(self._client, self._key, self._small, mode="create", attributes=nonce)
-        except (exceptions.BaseError, OSError) as error:
-            if unsupported(error):
+        placed = None
+        if not self._conditions.unknown:
+            try:
+                placed = put_if(
+                    self._client, self._key, self._url, self._small, mark=new_mark(), seen=None
+                )
+            except exceptions.BaseError:
                 self._conditions.unknown = True
-                self._put_anyway()
-                return
-            refused = isinstance(error, exceptions.AlreadyExistsError)
-            if not refused and not isinstance(error, exceptions.GenericError):
-                raise as_ours("write", self._url, error) from None
-            with translated("read back", self._url):
-                found = seen_nonce(self._client, self._key)
-            if found == nonce:
-                return  # it was this request, whose answer was lost
-            if not refused:
-                raise as_ours("write", self._url, error) from None
-            if found is not None:
-                raise existing(self._url) from None
-            self._put_anyway()  # the rest of an upload in parts counts as an object on Azure
+        if placed is False:
+            raise existing(self._url)
+        if placed is None:  # on Azure also because the rest of an upload in parts counts as an object
+            self._put_anyway()
 
     def _put_anyway(self) -> None:
         self._check_free()
@@ -127,28 +116,28 @@ class ObjectWriter:
 
     def _check_free(self) -> None:
         """Raise if another writer has written an object of this name meanwhile."""
-        with translated("find", self._url):
-            try:
-                obstore.head(self._client, self._key)
-            except FileNotFoundError:
-                return
-        raise existing(self._url)
+        if look(self._client, self._key, self._url) is not None:
+            raise existing(self._url)
 
 
 def copied(client: Client, source: str, key: str, url: str, nbytes: int) -> bool:
     """Copy an object of `nbytes` bytes in its bucket, and return whether the copy exists.
 
-    A refusal is an answer: the object can be written instead.  Without an answer, the copy may still appear
-    and replace an object that was written in its place, so this raises an error.
+    A refusal is an answer: the object can be written instead.  Without an answer, the object shows whether it
+    was made.  If it was not, the copy may still appear and replace an object that was written in its place,
+    so this raises an error.
     """
     try:
         obstore.copy(client, source, key)
     except (exceptions.BaseError, OSError, ValueError) as error:
         failure = as_ours("copy to", url, error)
         refused = isinstance(error, _ANSWERS) or _REFUSED.search(str(error))
-        if not refused or isinstance(failure, StorageUnavailableError):
-            raise failure from None
-        return False
+        if refused and not isinstance(failure, StorageUnavailableError):
+            return False
+        with suppress(exceptions.BaseError, OSError):
+            if _size(client, key) == nbytes:
+                return True
+        raise failure from None
     with translated("find", url):
         if _size(client, key) == nbytes:
             return True

@@ -15,6 +15,7 @@ from msgspec import Struct, field
 
 from reknit.errors import StorageError, StorageNotFoundError, StorageUnavailableError, UsageError
 from reknit.monitor.phase import monotonic, retries
+from reknit.storage.errors import ExistingError
 from reknit.storage.wrappers.forwarding import KINDS, ForwardingStorage, ForwardingWriter, innermost
 from reknit.storage.writing import Progress
 from reknit.system import dice
@@ -228,6 +229,7 @@ class RetryingStorage(ForwardingStorage):
 
         def work(tries: int) -> bool:
             if tries and self.has(path, data):
+                self.inner.delete(pending)  # perhaps only that request has failed
                 return True
             return self.inner.commit(path, data, pending=pending, if_absent=if_absent)
 
@@ -275,10 +277,22 @@ class KeptWriter:
         self._inner.abort()
 
     def _write_all(self, tries: int) -> None:
-        if tries:
-            self._inner.abort()
-            if self._storage.has(self._path, bytes(self._kept)):
-                return  # an attempt before has succeeded, and its answer was lost
-            self._inner = self._storage.inner.create(self._path, len(self._kept))
+        if not tries:
+            self._write()
+            return
+        self._inner.abort()
+        try:
+            if not self._is_there():
+                self._inner = self._storage.inner.create(self._path, len(self._kept))
+                self._write()
+        except ExistingError:
+            if not self._is_there():  # else an attempt before has succeeded since
+                raise
+
+    def _write(self) -> None:
         self._inner.write(0, memoryview(self._kept))
         self._inner.finish()
+
+    def _is_there(self) -> bool:
+        """Return whether an attempt before has succeeded, and its answer was lost."""
+        return self._storage.has(self._path, bytes(self._kept))
