@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import uuid
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
@@ -22,6 +24,7 @@ from reknit.storage.wrappers.forwarding import innermost
 from reknit.testing.storage_suite import listed, pattern, read
 from tests.servers import environment, new_url, server
 from tests.storage.fault_proxy import FaultProxy
+from tests.storage.tiny_s3 import TinyS3
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,29 +36,44 @@ OPTIONS = "?part_mib=5&retries=3&timeout_s=20"
 LARGE = pattern(5 * MIB + 1000)
 
 
-@pytest.fixture(params=["s3", "gcs", "azure"])
-def proxy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    """Lead all requests to a store through a proxy, and repeat them after short pauses."""
+@pytest.fixture(scope="module", params=["tiny", "s3", "gcs", "azure"])
+def served(request: pytest.FixtureRequest) -> Iterator[tuple[str, FaultProxy]]:
+    """Start a proxy before a store: a server in this process that drops metadata, or a real one."""
+    with ExitStack() as stack:
+        tiny = request.param == "tiny"
+        behind = stack.enter_context(TinyS3("kept")).endpoint if tiny else server(request.param)["endpoint"]
+        yield request.param, stack.enter_context(FaultProxy(behind))
+
+
+@pytest.fixture
+def store(served: tuple[str, FaultProxy]) -> str:
+    """Return the name of the store."""
+    return served[0]
+
+
+@pytest.fixture
+def proxy(served: tuple[str, FaultProxy], monkeypatch: pytest.MonkeyPatch) -> FaultProxy:
+    """Lead all requests to the store through its proxy, and repeat them after short pauses."""
+    store, proxy = served
     short = timedelta(seconds=0.001)
     monkeypatch.setattr(clients, "_BACKOFF", {"init_backoff": short, "base": 2, "max_backoff": short})
     monkeypatch.setattr(conditions, "_FIRST_PAUSE_S", 0.001)
-    with FaultProxy(server(request.param)["endpoint"]) as proxy:
-        for name, value in environment(request.param, proxy.endpoint).items():
-            monkeypatch.setenv(name, value)
-        yield proxy
+    tiny = {"AWS_ENDPOINT_URL": proxy.endpoint, "AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "mine"}
+    for name, value in (tiny if store == "tiny" else environment(store, proxy.endpoint)).items():
+        monkeypatch.setenv(name, value)
+    proxy.spoil(None)
+    return proxy
+
+
+def new_folder(store: str) -> str:
+    url = f"s3://bucket/{uuid.uuid4().hex}" if store == "tiny" else new_url(store)
+    return f"{url}{OPTIONS}"
 
 
 @pytest.fixture
-def store(proxy: FaultProxy, request: pytest.FixtureRequest) -> str:
-    """Return the name of the store behind the proxy."""
-    name: str = request.node.callspec.params["proxy"]
-    return name
-
-
-@pytest.fixture
-def storage(store: str) -> Storage:
+def storage(proxy: FaultProxy, store: str) -> Storage:
     """Return a new folder, in a bucket whose endpoint has been tested."""
-    found = open_storage(new_url(store) + OPTIONS)
+    found = open_storage(new_folder(store))
     assert found.put("first", b"1", if_absent=True)
     return found
 
@@ -132,7 +150,7 @@ def copy(storage: Storage) -> None:
     if storage.copy_from(storage, "first", "x", 1):
         assert storage.get("x", limit=1) == b"1"
     else:
-        assert storage.url.startswith("az:"), "the other stores copy"
+        assert storage.url.startswith(("az:", "s3://bucket/")), "the other stores copy"
 
 
 def delete(storage: Storage) -> None:
@@ -228,13 +246,16 @@ def test_the_test_of_an_endpoint_is_not_misled_by_faults(
             return len(tried) == number + 1
 
         proxy.spoil_those(is_next, fault)
-        assert open_storage(f"{new_url(store)}{OPTIONS}").put("x", b"1", if_absent=True)
+        assert open_storage(new_folder(store)).put("x", b"1", if_absent=True)
 
 
-def test_an_endpoint_is_tested_once_in_a_process(proxy: FaultProxy, store: str) -> None:
+def test_an_endpoint_is_tested_once_in_a_process(
+    proxy: FaultProxy, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conditions, "_endpoints", {})
     for number in range(3):
         proxy.spoil(None)
-        reknit.save(f"{new_url(store)}{OPTIONS}", {"x": np.arange(3.0)})
+        reknit.save(new_folder(store), {"x": np.arange(3.0)})
         tried = [request for request in proxy.requests if unquote(request).endswith(".tmp")]
         assert len(tried) in ((0,) if number else (5, 6)), "Azure deletes by another request"
 

@@ -22,6 +22,8 @@ class TinyS3(LocalServer):
     def __init__(self, conditions: Conditions) -> None:
         self.conditions = conditions
         self.files: dict[str, bytes] = {}
+        self.uploads: dict[str, dict[int, bytes]] = {}
+        """The parts of unfinished uploads."""
         self.requests: list[tuple[str, str]] = []
         self.lock = threading.Lock()
         super().__init__(_Handler, store=self)
@@ -63,6 +65,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def answer(self, key: str, query: dict[str, list[str]], body: bytes) -> tuple[int, bytes]:
         files = self.store.files
+        if "uploads" in query or "uploadId" in query:
+            return self.upload(key, query, body)
         if self.command == "PUT":
             return self.put(key, body), b""
         if "list-type" in query:
@@ -78,6 +82,25 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         first, last = int(wanted[1]), min(int(wanted[2]), len(files[key]) - 1)
         self.range = f"bytes {first}-{last}/{len(files[key])}"
         return 206, files[key][first : last + 1]
+
+    def upload(self, key: str, query: dict[str, list[str]], body: bytes) -> tuple[int, bytes]:
+        uploads = self.store.uploads
+        if "uploads" in query:
+            name = f"{len(self.store.requests)}"
+            uploads[name] = {}
+            return 200, f"<Started><UploadId>{name}</UploadId></Started>".encode()
+        name = query["uploadId"][0]
+        if name not in uploads:
+            return 404, b"<Error><Code>NoSuchUpload</Code><Message>It is over.</Message></Error>"
+        if self.command == "PUT":
+            uploads[name][int(query["partNumber"][0])] = body
+            return 200, b""
+        parts = uploads.pop(name)
+        if self.command == "POST":
+            self.store.files[key] = b"".join(parts[number] for number in sorted(parts))
+            tag = escape(etag(self.store.files[key]))
+            return 200, f"<Ended><ETag>{tag}</ETag></Ended>".encode()
+        return 204, b""
 
     def put(self, key: str, body: bytes) -> int:
         files = self.store.files
