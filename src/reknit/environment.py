@@ -33,6 +33,9 @@ _LAUNCHED = {
 """The variables in which launchers say how many processes they start.  The first that is set decides: a
 launcher may itself be started by one further down, such as torchrun by Slurm."""
 
+_OF_BUCKETS = ("ENDPOINT", "URL", "ACCOUNT", "EMULATOR", "REGION")
+"""Parts of the names of the variables that say where buckets are."""
+
 _SHELLS = {"interactive", "bash", "sh", "zsh"}
 
 _OF_AGENTS = {
@@ -108,6 +111,18 @@ def hadoop_conf_dir() -> str | None:
         return folder
     home = os.environ.get("HADOOP_HOME")
     return os.path.join(home, "etc", "hadoop") if home else None
+
+
+def bucket_variables(prefix: str) -> frozenset[tuple[str, str]]:
+    """Return the variables with a prefix, such as ``"AWS_"``, that say where buckets are.
+
+    Other variables, such as tokens, may be renewed at any time.
+    """
+    return frozenset(
+        (name, value)
+        for name, value in os.environ.items()
+        if name.startswith(prefix) and any(part in name for part in _OF_BUCKETS)
+    )
 
 
 def hadoop_user() -> str:

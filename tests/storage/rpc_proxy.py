@@ -22,10 +22,10 @@ _UPSTREAM_S = 60.0
 class RpcProxy:
     """Passes the calls of Hadoop RPC on to a NameNode; use it in a ``with`` statement.
 
-    After `spoil`, the first call of a method meets a fault, or more of them.  The connection of a
-    ``"dropped"`` call is closed before the NameNode gets the call, and that of a ``"lost"`` one after the
-    NameNode has answered.  A ``"delayed"`` call arrives late, within the client's patience.  A ``"doubled"``
-    call arrives twice, and the client gets both answers.
+    After `spoil`, the next call of each of some methods meets a fault.  The connection of a ``"dropped"``
+    call is closed before the NameNode gets it, and that of a ``"lost"`` one after it has answered.  A
+    ``"delayed"`` call arrives late, within the client's patience.  A ``"doubled"`` call arrives twice, and
+    the client gets both answers.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -35,20 +35,17 @@ class RpcProxy:
         self.calls: list[str] = []
         """The methods that were called since the last call of `spoil`, with their faults."""
         self._lock = threading.Lock()
-        self._method, self._fault, self._left = b"", FAULTS[0], 0
+        self._fault = FAULTS[0]
+        self.unspoilt: set[str] = set()
+        """The methods of which `spoil` waits for a call."""
         self._over = threading.Event()
         self._open: list[socket.socket] = [self._listener]
 
-    def spoil(self, method: str, fault: Fault, *, times: int = 1) -> None:
-        """Plan a fault for the first `times` calls of a method of `ClientProtocol` from now on."""
+    def spoil(self, fault: Fault, *methods: str) -> None:
+        """Plan a fault for the next call of each of some methods of `ClientProtocol`."""
         with self._lock:
             self.calls = []
-            self._method, self._fault, self._left = method.encode(), fault, times
-
-    @property
-    def unspoilt(self) -> int:
-        """The number of calls that `spoil` still waits for."""
-        return self._left
+            self.unspoilt, self._fault = set(methods), fault
 
     def __enter__(self) -> Self:
         threading.Thread(target=self._accept, daemon=True).start()
@@ -71,12 +68,11 @@ class RpcProxy:
 
     def fault_for(self, call: bytes) -> Fault | None:
         """Return the planned fault of a call."""
-        name = _method_of(call)
+        name = _method_of(call).decode(errors="replace")
         with self._lock:
-            spoilt = self._left > 0 and name == self._method
-            self._left -= spoilt
-            fault = self._fault if spoilt else None
-            self.calls.append(name.decode(errors="replace") + (f" ({fault})" if fault else ""))
+            fault = self._fault if name in self.unspoilt else None
+            self.unspoilt.discard(name)
+            self.calls.append(f"{name} ({fault})" if fault else name)
         return fault
 
     def wait(self, seconds: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 import numpy as np
@@ -13,12 +13,15 @@ import pytest
 
 pytest.importorskip("obstore", reason="the object stores need obstore")
 
+import obstore
+from obstore import exceptions
+
 import reknit
 from reknit.errors import StorageError
 from reknit.options import MIB
 from reknit.storage.base import CopiesFiles, Sweepable
 from reknit.storage.object import client as clients
-from reknit.storage.object import conditions
+from reknit.storage.object import conditions, upload
 from reknit.storage.registry import open_storage
 from reknit.storage.wrappers.forwarding import innermost
 from reknit.testing.storage_suite import listed, pattern, read
@@ -220,6 +223,24 @@ def test_an_upload_that_the_store_no_longer_knows_at_its_end_is_recognised_by_it
     assert proxy.unspoilt == 0
 
 
+def test_an_upload_whose_first_request_the_client_does_not_repeat_is_begun_again(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client repeats it to S3, and not to Google."""
+    put, failed = obstore.put, list[str]()
+
+    def first_fails(client: Any, key: str, data: Any, **options: Any) -> Any:
+        if options.get("use_multipart") and not failed:
+            failed.append(key)
+            raise exceptions.GenericError("HTTP error: error sending request")
+        return put(client, key, data, **options)
+
+    monkeypatch.setattr(upload, "_LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(obstore, "put", first_fails)
+    write_large(storage)
+    assert failed
+
+
 def test_an_upload_that_is_gone_without_its_object_is_not_said_to_be_misspelt(
     proxy: FaultProxy, storage: Storage, store: str
 ) -> None:
@@ -258,4 +279,3 @@ def test_an_endpoint_is_tested_once_in_a_process(
         reknit.save(new_folder(store), {"x": np.arange(3.0)})
         tried = [request for request in proxy.requests if unquote(request).endswith(".tmp")]
         assert len(tried) in ((0,) if number else (5, 6)), "Azure deletes by another request"
-

@@ -79,6 +79,16 @@ class HdfsClient:
         """Move a file in one step; without `overwrite`, only where nothing is.  Errors are about `target`."""
         self.ask("write", target, lambda client: client.rename(source, target, overwrite))
 
+    def has_moved(self, source: str, target: str, nbytes: int) -> bool:
+        """Return whether a file that no other process uses is at its target, although its move has failed.
+
+        Then the move was carried out, and its answer was lost.
+        """
+        if self.find(source) is not None:
+            return False
+        found = self.find(target)
+        return found is not None and not found.isdir and found.length == nbytes
+
     def delete(self, path: str) -> bool:
         """Remove a file or an empty folder, and return whether it existed."""
         return self.ask("delete", path, lambda client: client.delete(path, recursive=False))

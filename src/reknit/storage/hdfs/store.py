@@ -97,14 +97,14 @@ class HdfsStorage:
         return writer
 
     def put(self, path: str, data: bytes, *, if_absent: bool) -> bool:
-        """Write a temporary file and rename it."""
+        """Write a temporary file and rename it; after an error, the files show whether it was renamed."""
         full = self._full(path)
         if if_absent and full in self._names:
             return False
         temporary = f"{full.rpartition('/')[0]}/.{uuid.uuid4().hex}.tmp"
         try:
             self.placement.write(temporary, [bytes(data)] if data else [])
-            self.client.rename(temporary, full, overwrite=not if_absent)
+            self._move(temporary, full, len(data), overwrite=not if_absent)
         except ExistingError:
             self.client.discard(temporary)
             return False
@@ -125,7 +125,7 @@ class HdfsStorage:
             return False
         try:
             self._fill(marker, bytes(data))
-            self.client.rename(marker, full, overwrite=not if_absent)
+            self._move(marker, full, len(data), overwrite=not if_absent)
         except ExistingError:
             return False
         except StorageNotFoundError as error:
@@ -264,6 +264,14 @@ class HdfsStorage:
     def _full(self, path: str) -> str:
         """Return the absolute path of a file in HDFS."""
         return f"{self.place.folder}/{encoded(check_path(path, self.url))}"
+
+    def _move(self, source: str, target: str, nbytes: int, *, overwrite: bool) -> None:
+        """Rename a file that no other process uses, whether or not the answer arrives."""
+        try:
+            self.client.rename(source, target, overwrite=overwrite)
+        except (StorageNotFoundError, ExistingError, StorageUnavailableError):
+            if not self.client.has_moved(source, target, nbytes):
+                raise
 
     def _taken(self, full: str) -> None:
         """Note that a file has just been created."""

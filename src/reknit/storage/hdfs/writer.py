@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reknit.errors import StorageError, StorageNotFoundError
+from reknit.errors import StorageError, StorageNotFoundError, StorageUnavailableError
 from reknit.storage.errors import ExistingError, removed
 from reknit.storage.hdfs.upload import SubFiles
 from reknit.storage.writing import Progress
@@ -90,16 +90,12 @@ class HdfsWriter:
     def _give_name(self) -> None:
         """Rename the sub-file in one step of the NameNode, and not onto an existing file.
 
-        No other process uses the sub-file.  If it is gone, and a file of this size has the name, then an
-        earlier request was carried out and its answer was lost.
+        No other process uses the sub-file, so after an error the files show whether it was carried out.
         """
         first = self.upload.names[0]
         try:
             self._client.rename(first, self._path, overwrite=False)
-        except (StorageNotFoundError, ExistingError):
+        except (StorageNotFoundError, ExistingError, StorageUnavailableError):
             self._names.add(self._path)
-            if self._client.find(first) is None:
-                found = self._client.find(self._path)
-                if found is not None and not found.isdir and found.length == self._nbytes:
-                    return
-            raise
+            if not self._client.has_moved(first, self._path, self._nbytes):
+                raise

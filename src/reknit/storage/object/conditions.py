@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import uuid
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import obstore
 from obstore import exceptions
 
+from reknit.environment import bucket_variables
 from reknit.errors import DeadlineError, StorageError, StorageNotFoundError
 from reknit.monitor.phase import Deadline, now
 from reknit.storage.errors import shorter, too_large
@@ -35,8 +35,6 @@ _TRIES = 3
 _LOCK_WAIT_S = 120.0
 _LOCK_STALE_S = 60.0
 _PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
-_PLACE = ("ENDPOINT", "URL", "ACCOUNT", "EMULATOR", "REGION")
-"""Parts of the names of variables that say where a bucket is; other variables may be renewed at any time."""
 
 
 class _Outcome(NamedTuple):
@@ -63,12 +61,8 @@ _endpoints: dict[object, _Endpoint] = {}
 
 def _endpoint_of(place: Bucket, options: ObjectOptions) -> _Endpoint:
     """Return the endpoint that the client of a bucket uses, by the options and the environment."""
-    where = frozenset(
-        hash((name, value))
-        for name, value in os.environ.items()
-        if name.startswith(_PREFIXES[place.scheme]) and any(part in name for part in _PLACE)
-    )
-    key = place.scheme, place.bucket, options.endpoint, options.region, where
+    variables = hash(bucket_variables(_PREFIXES[place.scheme]))
+    key = place.scheme, place.bucket, options.endpoint, options.region, variables
     return _endpoints.setdefault(key, _Endpoint())
 
 

@@ -1,8 +1,8 @@
 """Recognise objects that this process has written, although the answers to its requests were lost.
 
 The client repeats a request without an answer.  If the first request was carried out, a store may refuse the
-second one: the object exists, has another version by now, or the upload in parts is over.  So after a refusal,
-and after an error without an answer, the object itself shows the outcome.
+second one: the object exists, has another version by now, or its upload in parts is over.  So after a
+refusal, and after an error without an answer, the object itself shows the outcome.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -114,8 +113,8 @@ class MultipartUpload:
     def finish(self) -> None:
         """Wait until the object exists.  The caller has written all bytes.
 
-        If the answer to the last request is lost, the client repeats that request, and the store may no longer
-        know the upload.  So after an error of that request, the object itself shows whether it was made.
+        If the answer to the last request is lost, the client repeats that request, and the store may have
+        forgotten the upload.  So after an error of that request, the object itself shows whether it was made.
         """
         self._start()
         with self._changed:
@@ -182,34 +181,38 @@ class MultipartUpload:
                 self._thread = start_thread("reknit-upload", self._run)
 
     def _run(self) -> None:
-        deadline = Deadline(_STARTING_S)
+        deadline, tries = Deadline(_STARTING_S), 1
         try:
-            for tries in count(1):
-                try:
-                    self._send()
-                    return
-                except exceptions.GenericError as error:
-                    # The client does not repeat the request that starts an upload to every store.
-                    failure = as_ours("write", self._url, error)
-                    begun = self._next or not isinstance(failure, StorageUnavailableError)
-                    if begun or tries == _STARTS or deadline.passed():
-                        raise
-                    time.sleep(dice.uniform(0, _LONGEST_PAUSE_S))
+            while not self._send(again=tries < _STARTS and not deadline.passed()):
+                time.sleep(dice.uniform(0, _LONGEST_PAUSE_S))
+                tries += 1
         except BaseException as error:  # the threads that wait for their parts raise it again
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
 
-    def _send(self) -> None:
-        obstore.put(
-            self._client,
-            self._key,
-            self._parts(),  # type: ignore[arg-type]  # arrays are buffers, from Python 3.12 on by type
-            use_multipart=True,
-            chunk_size=self._part_nbytes,
-            max_concurrency=self._concurrency,
-            attributes=self._mark,
-        )
+    def _send(self, *, again: bool) -> bool:
+        """Upload the parts, and return whether the object exists.
+
+        The client does not repeat the request that starts an upload to every store.  So this returns False if
+        that request failed, no part was sent, and the caller tries `again`.
+        """
+        try:
+            obstore.put(
+                self._client,
+                self._key,
+                self._parts(),  # type: ignore[arg-type]  # arrays are buffers, from Python 3.12 on by type
+                use_multipart=True,
+                chunk_size=self._part_nbytes,
+                max_concurrency=self._concurrency,
+                attributes=self._mark,
+            )
+        except exceptions.GenericError as error:
+            unreached = isinstance(as_ours("write", self._url, error), StorageUnavailableError)
+            if self._next or not unreached or not again:
+                raise
+            return False
+        return True
 
     def _parts(self) -> Iterator[_Lent]:
         """Yield the parts in order, each as soon as it is complete."""
@@ -268,7 +271,7 @@ def _ended(url: str) -> StorageError:
     """Return the error of an upload that the store no longer knows."""
     return StorageError(
         f"cannot write {url}: the store has ended its upload in parts, and the object does not exist",
-        remedy="save again; let no lifecycle rule, and no `reknit gc` with a short age, abort uploads of a save "
-        "that is under way",
+        remedy="save again; let no lifecycle rule, and no `reknit gc` with a short age, abort the uploads "
+        "of a save that is under way",
         path=url,
     )

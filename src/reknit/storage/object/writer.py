@@ -13,7 +13,7 @@ from obstore import exceptions
 from reknit.errors import StorageUnavailableError
 from reknit.storage.errors import existing, removed
 from reknit.storage.object.errors import as_ours, translated
-from reknit.storage.object.own_writes import look, new_mark, put_if, unsupported
+from reknit.storage.object.own_writes import look, new_mark, put_if
 from reknit.storage.object.upload import MultipartUpload, part_size
 from reknit.storage.writing import Progress
 
@@ -99,9 +99,7 @@ class ObjectWriter:
         placed = None
         if not self._conditions.unknown:
             try:
-                placed = put_if(
-                    self._client, self._key, self._url, self._small, mark=new_mark(), seen=None
-                )
+                placed = put_if(self._client, self._key, self._url, self._small, mark=new_mark(), seen=None)
             except exceptions.BaseError:
                 self._conditions.unknown = True
         if placed is False:

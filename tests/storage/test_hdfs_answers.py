@@ -1,0 +1,133 @@
+"""Calls of a NameNode that are dropped, delayed or doubled, or whose answers are lost: done once."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.importorskip("hdfs_native", reason="HDFS needs hdfs-native")
+
+from reknit.options import MIB
+from reknit.storage.hdfs.store import open_hdfs
+from reknit.storage.wrappers.forwarding import innermost
+from reknit.storage.wrappers.retrying import RetryingStorage, RetryPolicy
+from reknit.testing.storage_suite import listed, pattern, read
+from tests.servers import server
+from tests.storage.rpc_proxy import FAULTS, RpcProxy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from reknit.storage.base import Storage
+    from tests.storage.rpc_proxy import Fault
+
+LARGE = pattern(2 * MIB + 1)
+POLICY = RetryPolicy(deadline_s=60, first_s=0.01, longest_s=0.5)
+
+
+@pytest.fixture(scope="module")
+def proxy() -> Iterator[RpcProxy]:
+    host, port = server("hdfs")["endpoint"].removeprefix("hdfs://").split(":")
+    with RpcProxy(host, int(port)) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def storage(proxy: RpcProxy) -> Storage:
+    folder = f"hdfs://127.0.0.1:{proxy.port}/answers-{uuid.uuid4().hex}"
+    found = RetryingStorage(open_hdfs(f"{folder}?part_mib=1&block_mib=1&timeout_s=10&tries=2"), POLICY)
+    assert found.put("first", b"1", if_absent=True)
+    return found
+
+
+def put_new(storage: Storage) -> None:
+    assert storage.put("x", b"new", if_absent=True)
+    assert storage.get("x", limit=9) == b"new"
+
+
+def put_marker(storage: Storage) -> None:
+    assert storage.put("x", b"", if_absent=True)
+    assert listed(storage) == {"first": 1, "x": 0}
+
+
+def put_over(storage: Storage) -> None:
+    assert storage.put("first", b"2", if_absent=False)
+    assert storage.get("first", limit=9) == b"2"
+
+
+def write(storage: Storage, data: bytes) -> None:
+    writer = storage.create("below/x", len(data))
+    writer.write(0, memoryview(data))
+    writer.finish()
+    assert read(storage, "below/x", 0, len(data)) == data
+
+
+def write_small(storage: Storage) -> None:
+    write(storage, b"small")
+
+
+def write_large(storage: Storage) -> None:
+    write(storage, LARGE)
+
+
+def commit(storage: Storage) -> None:
+    assert storage.put("pending", b"", if_absent=True)
+    assert storage.commit("x", b"new", pending="pending", if_absent=True)
+    assert listed(storage) == {"first": 1, "x": 3}
+
+
+def commit_over(storage: Storage) -> None:
+    assert storage.put("pending", b"", if_absent=True)
+    assert storage.commit("first", b"new", pending="pending", if_absent=False)
+    assert storage.get("first", limit=9) == b"new"
+
+
+def delete(storage: Storage) -> None:
+    storage.delete("first")
+    assert listed(storage) == {}
+
+
+def look(storage: Storage) -> None:
+    assert listed(storage) == {"first": 1}
+    assert (storage.size("first"), storage.get("first", limit=1)) == (1, b"1")
+
+
+CALLS: list[tuple[Callable[[Storage], None], tuple[str, ...]]] = [
+    (put_new, ("create", "addBlock", "fsync", "complete", "rename2")),
+    (put_marker, ("create", "complete", "rename2")),
+    (put_over, ("rename2",)),
+    (write_small, ("mkdirs", "create", "addBlock", "complete", "rename2")),
+    (write_large, ("create", "complete", "concat", "rename2")),
+    (commit, ("append", "addBlock", "complete", "rename2")),
+    (commit_over, ("append", "rename2")),
+    (delete, ("delete",)),
+    (look, ("getListing", "getFileInfo", "getBlockLocations")),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("operation", "methods"), CALLS)
+def test_an_operation_whose_calls_meet_a_fault_is_done_once(
+    proxy: RpcProxy,
+    storage: Storage,
+    operation: Callable[[Storage], None],
+    methods: tuple[str, ...],
+    fault: Fault,
+) -> None:
+    """The next call of each method meets it, also when the operation is repeated."""
+    proxy.spoil(fault, *methods)
+    operation(storage)
+    assert not proxy.unspoilt, proxy.calls
+
+
+@pytest.mark.parametrize("operation", [put_new, put_over, write_small, commit, commit_over])
+def test_a_rename_whose_answer_was_lost_is_recognised_without_another_try(
+    proxy: RpcProxy, storage: Storage, operation: Callable[[Storage], None]
+) -> None:
+    proxy.spoil("lost", "rename2")
+    operation(innermost(storage))
+    assert len([call for call in proxy.calls if call.startswith("rename2 ")]) == 1
+    if operation in (put_new, put_over, write_small):
+        assert "rename2" not in proxy.calls
