@@ -21,7 +21,11 @@ from tests.megatron.torch_dist_jobs import CUT_BY_MEGATRON, RESHAPED, SAVED
 from tests.optional import needs
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.megatron.layouts import Layout
+
+    Saved = Callable[..., Path]
 
 pytestmark = needs("megatron", "Megatron-Core")
 
@@ -32,27 +36,41 @@ BY_PARAMETER = [name for name, (_, form, _) in SAVED.items() if form in (jobs.FU
 SAME: dict[str, dict[str, Layout]] = {name: {"same": layout} for name, (layout, _, _) in SAVED.items()}
 
 
+GROUPS = {
+    "by parameter": ("fully", "fully-fp32", "fully-moe", "fully-single-experts"),
+    "by buffer": ("by-bucket", "by-bucket-bf16", "by-bucket-moe", "by-buffer"),
+    "not distributed": ("float16", "float16-moe", "fp32"),
+    "cut": CUT_BY_MEGATRON,
+}
+"""The folders that are saved together, with the first test that needs one of them."""
+
+
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder with a checkpoint of each form, saved by Megatron."""
-    folder = tmp_path_factory.mktemp("torch_dist")
-    run(2, jobs.save_all, str(folder), tuple(SAVED))
-    return folder
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Return a function that gives the folder with these checkpoints, saved by Megatron once."""
+    root = tmp_path_factory.mktemp("torch_dist")
+
+    def ensure(*names: str) -> Path:
+        for group in GROUPS.values():
+            if any(name in group and not (root / name).exists() for name in names):
+                run(2, jobs.save_all, str(root), group)
+        return root
+
+    return ensure
 
 
 def _exact(layouts: dict[str, dict[str, Layout]]) -> dict[str, list[str]]:
     return {f"{name} into {way}": [] for name, into in layouts.items() for way in into}
 
 
-def test_live_models_and_optimizers_load_every_form_in_other_layouts(root: Path) -> None:
-    layouts = {
-        name: {**SAME[name], **RESHAPED.get(name, {})} for name in SAVED if name not in CUT_BY_MEGATRON
-    }
-    for differing in run(2, jobs.load_each, str(root), layouts):
+@pytest.mark.parametrize("group", ["by parameter", "by buffer", "not distributed"])
+def test_live_models_and_optimizers_load_every_form_in_other_layouts(saved: Saved, group: str) -> None:
+    layouts = {name: {**SAME[name], **RESHAPED.get(name, {})} for name in GROUPS[group]}
+    for differing in run(2, jobs.load_each, str(saved(*layouts)), layouts):
         assert differing == _exact(layouts)
 
 
-def test_scripts_receive_what_megatron_itself_loads(root: Path) -> None:
+def test_scripts_receive_what_megatron_itself_loads(saved: Saved) -> None:
     layouts = {
         "fully": {**SAME["fully"], "pp2": RESHAPED["fully"]["pp2"]},
         "fully-fp32": RESHAPED["fully-fp32"],
@@ -62,41 +80,42 @@ def test_scripts_receive_what_megatron_itself_loads(root: Path) -> None:
         "by-bucket-moe": SAME["by-bucket-moe"],
         "float16": SAME["float16"],
     }
-    for differing in run(2, jobs.load_as_script, str(root), layouts):
+    for differing in run(2, jobs.load_as_script, str(saved(*layouts)), layouts):
         assert differing == _exact(layouts)
 
 
-def test_states_in_the_order_of_buffers_load_into_other_numbers_of_data_parallel_ranks(root: Path) -> None:
+def test_states_in_the_order_of_buffers_load_into_other_numbers_of_data_parallel_ranks(saved: Saved) -> None:
     one: dict[str, dict[str, Layout]] = {
         name: {"dp1": replace(SAVED[name][0], world=1)} for name in ("by-bucket", "by-buffer")
     }
-    (differing,) = run(1, jobs.load_each, str(root), one)
+    (differing,) = run(1, jobs.load_each, str(saved(*one)), one)
     assert differing == _exact(one)
 
 
-def test_states_in_the_order_of_buffers_are_refused_in_other_tensor_parallel_sizes(root: Path) -> None:
+def test_states_in_the_order_of_buffers_are_refused_in_other_tensor_parallel_sizes(saved: Saved) -> None:
     other = {
         "by-bucket-bf16": {"dp2": replace(SAVED["by-buffer"][0], bucket=None)},
         "by-buffer": {"not distributed": replace(SAVED["by-buffer"][0], distributed=False)},
     }
-    for refused in run(2, jobs.load_each, str(root), other):
+    for refused in run(2, jobs.load_each, str(saved(*other)), other):
         for error in refused.values():
             assert "nothing was changed" in error
             assert "in the order of the buffers of its job" in error
             assert "load items=['model']" in error
 
 
-def test_a_script_whose_state_has_the_optimizer_itself_loads_states_by_buffers(root: Path) -> None:
-    for answer in run(2, jobs.load_live_optimizer, str(root), "by-buffer"):
+def test_a_script_whose_state_has_the_optimizer_itself_loads_states_by_buffers(saved: Saved) -> None:
+    for answer in run(2, jobs.load_live_optimizer, str(saved("by-buffer")), "by-buffer"):
         assert answer == ([], 7, "unfused")
 
 
-def test_states_by_buckets_pass_through_a_checkpoint_of_reknit(root: Path) -> None:
-    assert run(2, jobs.save_and_load_by_bucket, str(root)) == [[], []]
+def test_states_by_buckets_pass_through_a_checkpoint_of_reknit(saved: Saved) -> None:
+    assert run(2, jobs.save_and_load_by_bucket, str(saved())) == [[], []]
 
 
 @pytest.mark.parametrize("name", sorted(SAVED))
-def test_an_opened_folder_has_the_tensors_of_a_model_in_one_process(root: Path, name: str) -> None:
+def test_an_opened_folder_has_the_tensors_of_a_model_in_one_process(saved: Saved, name: str) -> None:
+    root = saved(name)
     truth = torch.load(root / f"{name}.truth", weights_only=False)
     with reknit.open(root / name) as checkpoint:
         assert set(checkpoint.items) == {"model", "optimizer", "common", "rng_state"}
@@ -133,7 +152,8 @@ def _unlike(wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> 
     ]
 
 
-def test_the_code_of_the_page_continues_from_a_folder_of_megatron(root: Path) -> None:
+def test_the_code_of_the_page_continues_from_a_folder_of_megatron(saved: Saved) -> None:
+    root = saved("by-bucket")
     page = (PAGES / "migrate.md").read_text()
     (snippet,) = re.findall(r"## Megatron-Core\n.*?```\{code-block\} python\n(.*?)```", page, re.DOTALL)[:1]
     (root / "page" / "old").mkdir(parents=True)
@@ -147,8 +167,9 @@ DAMAGES = ("removed", "half", "empty", "swapped")
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", ["fully-fp32", "by-bucket"])
 def test_damage_of_a_file_is_refused_or_changes_no_value(
-    root: Path, tmp_path: Path, name: str, damage: str, caplog: pytest.LogCaptureFixture
+    saved: Saved, tmp_path: Path, name: str, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    root = saved(name)
     files = sorted(path.name for path in (root / name).iterdir())
     assert len(files) >= 5
     sound = _values(root / name)
@@ -199,10 +220,10 @@ def _refusal(folder: Path) -> str:
 
 
 def test_folders_of_other_formats_and_of_saves_that_did_not_end_are_refused_in_words(
-    root: Path, tmp_path: Path
+    saved: Saved, tmp_path: Path
 ) -> None:
     folder = tmp_path / "iter_0000007"
-    shutil.copytree(root / "fully", folder)
+    shutil.copytree(saved("fully") / "fully", folder)
     settings = json.loads((folder / "metadata.json").read_text())
     (folder / "metadata.json").write_text(json.dumps(settings | {"sharded_backend": "zarr"}))
     assert "names the format 'zarr', and reknit reads torch_dist" in _refusal(folder)
@@ -216,7 +237,7 @@ def test_folders_of_other_formats_and_of_saves_that_did_not_end_are_refused_in_w
         reknit.load(folder, {"common": {"iteration": 0}})
 
 
-def test_the_folder_above_is_refused_with_the_newest_iteration(root: Path, tmp_path: Path) -> None:
+def test_the_folder_above_is_refused_with_the_newest_iteration(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7\n")
     assert "iter_0000007, which latest_checkpointed_iteration.txt names" in _refusal(tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")

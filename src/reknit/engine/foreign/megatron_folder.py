@@ -7,6 +7,7 @@ in their names, as in the models that reknit saves.  So any layout loads any lay
 from __future__ import annotations
 
 import json
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +65,7 @@ def read_folder(storage: Storage) -> ForeignEntries:
             continue
         if not (places := table.places.get(key)):
             raise CorruptError(f".metadata names no place for {shown(key)}")
-        _add_object(entries, key, lambda at=places[0][1]: object_at(folder, at, _WORDS))
+        _add_object(entries, key, partial(object_at, folder, places[0][1], _WORDS))
     _add_common(entries)
     return entries
 
@@ -307,7 +308,7 @@ def _add_options(entries: ForeignEntries, saved: Any, place: Place) -> None:
         if isinstance(listed, list):
             step = _common_step(inner)
             groups += [_group(group, step) for group in listed]
-        if "grad_scaler" in part and ("shared", "grad_scaler") not in entries.values.get(_OPTIMIZER, {}):
+        if "grad_scaler" in part and "shared/grad_scaler" not in entries.values.get(_OPTIMIZER, {}):
             entries.nested(_OPTIMIZER, ("shared", "grad_scaler"), Whole(part["grad_scaler"]), place)
     if groups:
         entries.nested(_OPTIMIZER, (megatron_names.GROUPS,), Whole(groups), place)
