@@ -26,8 +26,8 @@ class ForwardingStorage(ABC):
     """A store that passes everything on to `inner`; the stores below are wrapped by `around`.
 
     Create, write, finish, put, commit, get, size, read_into, read_runs, delete, folders and list go through
-    `intercept`, under these names.  So do copy_from, age_s and swap, which exist only if `inner` has them, as do
-    files_at and above.
+    `intercept`, under these names.  So do copy_from, age_s and swap, which exist only if `inner` has them,
+    as do files_at and above.
     """
 
     copy_from: Callable[[Storage, str, str, int], bool]

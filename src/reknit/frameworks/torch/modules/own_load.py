@@ -114,8 +114,8 @@ def returns(held: ModuleHoldings, place: Place, loading: Loading) -> dict[int, O
                 )
         for path in _refusing(source) if asked else ():
             raise MismatchError(
-                f"{place.below(held.names.name(source.prefix + path))}: a layer of 8-bit weights of bitsandbytes "
-                "refuses its own state dict after a forward pass; nothing was changed",
+                f"{place.below(held.names.name(source.prefix + path))}: a layer of 8-bit weights of "
+                "bitsandbytes refuses its own state dict after a forward pass; nothing was changed",
                 remedy="load before the first forward pass, into a model that is made anew",
             )
         found[id(source)] = OwnLoad(source, own, asked and not torn)
