@@ -318,7 +318,7 @@ def test_an_earlier_checkpoint_that_cannot_be_read_costs_one_line_of_the_log(
     caplog.clear()
     assert earlier_files(place) == {}
     (line,) = caplog.messages
-    assert line.startswith(f"{place.url}: all files are written")
+    assert line.startswith(f"{place.url}: the save writes all files")
     assert "cannot be read" in line
 
 

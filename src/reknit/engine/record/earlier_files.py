@@ -38,8 +38,8 @@ def earlier_files(storage: Storage) -> dict[int, round_messages.EarlierFiles]:
         found = _newest_beside(storage)
     except ReknitError as error:
         logger.warning(
-            "%s: all files are written, also those that are equal to files of an earlier checkpoint, since "
-            "that cannot be read: %s",
+            "%s: the save writes all files, also those with the bytes of an earlier checkpoint, since this "
+            "checkpoint cannot be read: %s",
             storage.url,
             error.message,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-import xxhash
+from xxhash import xxh3_128_digest
 
 from reknit.engine.call_reports import SaveReport
 from reknit.engine.memory.file_image import live, staged
@@ -26,11 +26,13 @@ from reknit.system import start_thread
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from reknit.engine.call_reports import SaveTotals
     from reknit.engine.outgoing import Outgoing
     from reknit.engine.saving.compared_copies import Chosen
     from reknit.engine.saving.file_layout import Outline
     from reknit.engine.saving.save_job import SaveJob
     from reknit.engine.small_files import Written
+    from reknit.options import SaveOptions
 
 
 class EarlierSaves:
@@ -45,6 +47,11 @@ class EarlierSaves:
         self.coordinator = Coordinator(plans_follow=True)
         self.claimed: dict[bytes, dict[str, Chosen]] = {}
         self.planned: dict[bytes, Outline] = {}
+
+    def keep_plans(self, layout: bytes, chosen: dict[str, Chosen], plan: bytes, outlined: Outline) -> None:
+        """Keep what this rank claimed under a layout, and its chunks under a plan."""
+        keep_latest(self.claimed, layout, chosen, PLANS_KEPT)
+        keep_latest(self.planned, plan, outlined, PLANS_KEPT)
 
     def forget_plans(self) -> None:
         """Drop the plans of this rank after an error, as they may be wrong or unknown to the root."""
@@ -75,19 +82,20 @@ def save(job: SaveJob, earlier: EarlierSaves | None = None) -> tuple[SaveReport,
             with commit_turn(job, coordinator, claimed, assigned) as commit:
                 # 3 plan (local)
                 with recorder.phase("plan"):
-                    commit.plan = plan = _plan_of(layout, assigned.shard_owners)
+                    owners = assigned.shard_owners
+                    # 16 bytes stand for the files of a layout under these owners of guessed shards.
+                    commit.plan = plan = xxh3_128_digest(layout + owners) if layout and owners else layout
                     known = earlier.planned.get(plan)
-                    outlined = known or part.outline(assigned.shard_owners)
+                    outlined = known or part.outline(owners)
                     images = outlined.images(assigned.write_id, part.sources)
                 # 4 stage, digest and write, except files that the last checkpoint has
                 reuse = Reuse(job, earlier.committed, assigned.write_id, outlined.listed)
-                threads, piece_nbytes = num_threads(options.threads), _piece_nbytes(reuse.files)
                 with Transfer(part.sources.on_devices, "what is saved", options.timeout_s) as transfer:
                     commit.written += write_files(
                         job.storage,
                         reuse.files,
                         staged(images, transfer),
-                        tuner=Tuner(threads=threads, piece_nbytes=piece_nbytes),
+                        tuner=_tuner(options, reuse.files),
                         recorder=recorder,
                         phase="stage",
                         budget_nbytes=options.inflight_nbytes,
@@ -104,23 +112,29 @@ def save(job: SaveJob, earlier: EarlierSaves | None = None) -> tuple[SaveReport,
             raise
     if not alone:
         by_check = {**(chosen or {}), options.check_replicas: compared}
-        keep_latest(earlier.claimed, layout, by_check, PLANS_KEPT)
-        keep_latest(earlier.planned, plan, outlined, PLANS_KEPT)
+        earlier.keep_plans(layout, by_check, plan, outlined)
     reuse.remember(commit.written)
-    report = SaveReport(
+    totals = commit.totals(reuse.nbytes)
+    return _report(job, assigned.write_id, clock.seconds, totals), commit.written
+
+
+def _report(job: SaveJob, write_id: str, blocked_s: float, totals: SaveTotals) -> SaveReport:
+    return SaveReport(
         path=job.storage.url,
         step=job.step,
-        write_id=assigned.write_id,
-        phases=tuple(recorder.records),
-        blocked_s=clock.seconds,
-        **commit.totals(reuse.nbytes)._asdict(),
+        write_id=write_id,
+        phases=tuple(job.recorder.records),
+        blocked_s=blocked_s,
+        **totals._asdict(),
     )
-    return report, commit.written
 
 
-def _plan_of(layout: bytes, owners: bytes) -> bytes:
-    """Return 16 bytes that stand for the files of a layout under these owners of guessed shards, or none."""
-    return xxhash.xxh3_128_digest(layout + owners) if layout and owners else layout
+def _tuner(options: SaveOptions, files: Sequence[Outgoing]) -> Tuner:
+    """Return the settings of the write; pieces of a small save are smaller, so that writing begins early."""
+    is_small = sum([file.nbytes for file in files]) <= 2 * PIECE_NBYTES
+    return Tuner(
+        threads=num_threads(options.threads), piece_nbytes=BLOCK_NBYTES if is_small else PIECE_NBYTES
+    )
 
 
 def _meanwhile(job: SaveJob, coordinator: Coordinator, outlined: Outline) -> Callable[[], None] | None:
@@ -128,8 +142,3 @@ def _meanwhile(job: SaveJob, coordinator: Coordinator, outlined: Outline) -> Cal
     if job.group.size == 1:
         return partial(coordinator.encode_ahead, outlined.columns)
     return coordinator.import_ahead if job.group.rank == 0 else None
-
-
-def _piece_nbytes(files: Sequence[Outgoing]) -> int:
-    """Return the size of a piece, which is less for a small save, so that writing begins early."""
-    return PIECE_NBYTES if sum(file.nbytes for file in files) > 2 * PIECE_NBYTES else BLOCK_NBYTES
