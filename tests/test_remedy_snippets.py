@@ -290,6 +290,7 @@ def taken(call: str) -> set[str]:
         if not made:
             return {str(getattr(one.target, "id", "")) for one in body if isinstance(one, ast.AnnAssign)}
         (node,) = made
+    assert isinstance(node, ast.FunctionDef)
     return {one.arg for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
 
 

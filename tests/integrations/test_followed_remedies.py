@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +29,12 @@ def said(cause: Callable[[], Any], words: str) -> str:
 
 def dcp(folder: str) -> None:
     """Follow the remedies of the writer and the reader of DCP."""
-    import torch.distributed.checkpoint as torch_dcp
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
     from reknit.integrations.dcp import Reader, Writer
+
+    torch_dcp: Any = import_module("torch.distributed.checkpoint")
 
     class Planner(DefaultSavePlanner):
         def create_local_plan(self) -> Any:

@@ -38,8 +38,7 @@ def earlier_files(storage: Storage) -> dict[int, round_messages.EarlierFiles]:
         found = _newest_beside(storage)
     except ReknitError as error:
         logger.warning(
-            "%s: the save writes all files, also those with the bytes of an earlier checkpoint, since this "
-            "checkpoint cannot be read: %s",
+            "%s: the save writes all files and takes none over: the earlier checkpoint cannot be read: %s",
             storage.url,
             error.message,
         )

@@ -42,7 +42,7 @@ def taker_of(loader: Any, place: Place, loading: Loading, state: Any) -> Any:
     at = place.below(POSITION)
     agreed = at.fqn in loading.catalog.blobs.get(place.item, {})
     record = (loading.value(at) if agreed else loading.saved.look_up(at)).value
-    saved = None if record is None else EpochPosition.of_record(record)
+    saved = None if record is None else EpochPosition.of_record(record, at)
     reading = reading_of(loader, loading.world.size)
     if saved is None or saved.order is None or reading is None:
         why = _other_readers(loader, saved, state, loading) or _other_order(loader, saved)

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
+
+from reknit.errors import CorruptError
 
 
 class SampleOrder(NamedTuple):
@@ -94,7 +97,14 @@ class EpochPosition(NamedTuple):
         return self._asdict() | {"order": None if self.order is None else self.order._asdict()}
 
     @classmethod
-    def of_record(cls, record: dict[str, Any]) -> EpochPosition:
-        """Return the position in a checkpoint."""
-        order = record["order"]
-        return cls(**record | {"order": None if order is None else SampleOrder(**order)})
+    def of_record(cls, record: Any, where: object) -> EpochPosition:
+        """Return the position that a checkpoint has at a place.  Raises `CorruptError` for anything else."""
+        try:
+            order = record["order"]
+            found = cls(**record | {"order": None if order is None else SampleOrder(**order)})
+            return msgspec.convert(found, cls)
+        except (TypeError, KeyError, ValueError) as error:
+            raise CorruptError(
+                f"{where} is damaged: it is not a position of a data loader ({error})",
+                remedy="load another checkpoint",
+            ) from error

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from msgspec import Struct, field
 
+from reknit.errors import CorruptError
 from reknit.frameworks.same_value import same_value
 from reknit.frameworks.torch import dtensor
 from reknit.frameworks.torch.tensor import dtype_name, local_memory
@@ -51,7 +53,18 @@ def saved(place: Place, loading: Loading) -> MemoryNotes:
     if found.why is None:
         loading.value(place)
     value: Any = found.value if isinstance(found.value, Mapping) else {}
-    return MemoryNotes(dict(value.get(_ORDERS) or {}), list(value.get(_APART) or ()), value.get(_PART))
+    orders, apart = value.get(_ORDERS) or {}, value.get(_APART) or []
+    try:
+        orders, apart = msgspec.convert((orders, apart), tuple[dict[str, list[int]], list[str]])
+        sound = all(sorted(order) == list(range(len(order))) for order in orders.values())
+    except ValueError:
+        sound = False
+    if not sound:
+        raise CorruptError(
+            f"{place} is damaged: it does not describe the states of a parameter",
+            remedy="load another checkpoint, or leave the optimizer out of the state",
+        )
+    return MemoryNotes(orders, apart, value.get(_PART))
 
 
 def misplaced(notes: MemoryNotes, slot: ParamSlot) -> str | None:

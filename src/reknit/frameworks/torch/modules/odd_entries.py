@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from reknit.errors import StateError
+from reknit.errors import StateError, shortage
 from reknit.frameworks.same_value import same_value
 from reknit.frameworks.torch import tensor_numbers, torch_private
 from reknit.frameworks.torch.modules import own_load
@@ -59,7 +59,9 @@ def _resizes(member: Member, at: Place, loading: Loading) -> bool:
             if spec is not None and isinstance(value, torch.Tensor) and tuple(value.shape) != spec.shape:
                 entries[key] = torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device=value.device)
         errors = torch_private.load_own_entries(tried, entries)
-    except Exception:  # of the module's own code, which does not take them
+    except Exception as error:  # of the module's own code, which does not take them
+        if short := shortage(error):
+            raise short from error
         return False
     wanted: TensorSpec | None = loading.saved.spec(at)
     return not errors and wanted is not None and tuple(getattr(tried, name).shape) == wanted.shape
