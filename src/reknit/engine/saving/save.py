@@ -49,7 +49,7 @@ class EarlierSaves:
         self.planned: dict[bytes, Outline] = {}
 
     def keep_plans(self, layout: bytes, chosen: dict[str, Chosen], plan: bytes, outlined: Outline) -> None:
-        """Keep what this rank claimed under a layout, and its chunks under a plan."""
+        """Keep the claims of this rank under a layout, and its chunks under a plan."""
         keep_latest(self.claimed, layout, chosen, PLANS_KEPT)
         keep_latest(self.planned, plan, outlined, PLANS_KEPT)
 
