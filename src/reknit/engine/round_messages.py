@@ -166,7 +166,7 @@ class ItemContents(msgspec.Struct, array_like=True):
     files: Files
     blobs: dict[str, bytes]
     own: OwnNames | None = None
-    other: tuple[str, bool, str] | None = None
+    other: tuple[str, bool, str, tuple[tuple[str, str], ...]] | None = None
 
 
 class Items(msgspec.Struct, array_like=True):

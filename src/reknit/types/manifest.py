@@ -177,12 +177,14 @@ class OtherFormat(NamedTuple):
     """The format of a checkpoint of another program, which is read in place.
 
     `is_file` is whether the checkpoint is one file, which lies in the folder above.  `unchecked` says which
-    checks of its bytes are not possible.
+    checks of its bytes are not possible.  `left_out` has the names of entries that reknit cannot read, each
+    with the reason.
     """
 
     kind: str
     is_file: bool
     unchecked: str
+    left_out: tuple[tuple[str, str], ...] = ()
 
 
 class Manifest(Struct, frozen=True):
@@ -246,6 +248,7 @@ class Catalog(Struct, frozen=True):
     are the coordinates of ranks that saved values of their own.  `own(item, coordinate)` reads the values of
     one coordinate, by fqn; `read_ahead(item, coordinates)` reads those of several at once, for `own`.
     `terms` are the terms of the load.  `num_ranks` is the number of ranks that saved, None if it is unknown.
+    `keys_as_text` is whether the program that saved kept all keys of dicts as texts, and boxes as dicts.
     """
 
     items: tuple[str, ...]
@@ -256,3 +259,4 @@ class Catalog(Struct, frozen=True):
     terms: Terms = field(default_factory=Terms)
     read_ahead: Callable[[str, Sequence[Mapping[str, int]]], None] = field(default=lambda *_: None)
     num_ranks: int | None = None
+    keys_as_text: bool = False

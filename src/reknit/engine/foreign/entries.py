@@ -49,7 +49,8 @@ class ForeignCheckpoint:
 class ForeignEntries:
     """Tensors and values, by item and name.  `sizes` are the bytes of all files that hold tensors.
 
-    `inline` reads a tensor that is a part of a value, such as a learning rate.
+    `inline` reads a tensor that is a part of a value, such as a learning rate.  `left_out` has the names of
+    entries that reknit cannot read, each with the reason.
     """
 
     storage: Storage
@@ -57,6 +58,7 @@ class ForeignEntries:
     tensors: dict[tuple[str, str], tuple[TensorSpec, Chunks]] = field(default_factory=dict)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     step: int | None = None
+    left_out: dict[str, str] = field(default_factory=dict)
     inline: Callable[[TensorView], bytes] | None = None
     _nbytes_inline: int = 0
     _num_nodes: int = 0
@@ -180,7 +182,7 @@ class ForeignEntries:
             blobs=tuple(BlobFile(item, paths[item], None) for item in blobs),
             block_nbytes=BLOCK_NBYTES,
             origin={"format": other.kind},
-            other=other,
+            other=other._replace(left_out=tuple(self.left_out.items())),
         )
         return ForeignCheckpoint(manifest, index, {paths[item]: data for item, data in blobs.items()})
 

@@ -109,7 +109,8 @@ class OpenCheckpoint:
             )
             for item in self.items
         }
-        num_ranks = self.manifest.origin.get("world_size")
+        origin = self.manifest.origin
+        num_ranks = origin.get("world_size")
         return Catalog(
             items=self.items,
             tensors=tensors,
@@ -119,6 +120,7 @@ class OpenCheckpoint:
             terms=terms or Terms(),
             read_ahead=self.read_ahead,
             num_ranks=num_ranks if isinstance(num_ranks, int) else None,
+            keys_as_text="Orbax" in (origin.get("format"), origin.get("imported")),
         )
 
     def blob_names(self) -> list[tuple[str, str]]:
