@@ -50,13 +50,13 @@ class _Extended(msgspec.Struct):
     random_key_impl: str | None = None
 
 
-class _Array(msgspec.Struct):
+class _ArrayRecord(msgspec.Struct):
     param_name: str
     ext_metadata: _Extended | None = None
 
 
 class _ArrayHolder(msgspec.Struct):
-    array_metadata: _Array
+    array_metadata: _ArrayRecord
 
 
 class _Arrays(msgspec.Struct):
