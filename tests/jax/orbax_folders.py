@@ -5,11 +5,16 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax
 import orbax.checkpoint as real
@@ -268,3 +273,108 @@ def contents(path: Path) -> Any:
             for fqn, spec in checkpoint.tensors[item].items()
         }
         return tensors, dict(checkpoint.values)
+
+
+class OwnFiles(real.CheckpointHandler):  # type: ignore[misc]
+    """A handler that writes a file of its own."""
+
+    def save(self, directory: Any, args: Any) -> None:
+        (directory / "own.bin").write_bytes(args.item)
+
+    def restore(self, directory: Any, args: Any = None) -> Any:
+        return (directory / "own.bin").read_bytes()
+
+
+@real.args.register_with_handler(OwnFiles, for_save=True, for_restore=True)
+@dataclass
+class OwnFilesArgs(real.args.CheckpointArgs):  # type: ignore[misc]
+    item: Any = None
+
+
+def check_items_of_a_step_come_along_or_are_named(folder: str) -> None:
+    numpy_state, generator = np.random.get_state(), np.random.default_rng(3).bit_generator.state
+    options = real.CheckpointManagerOptions(best_fn=lambda found: found["loss"], step_prefix="run")
+    with real.CheckpointManager(f"{folder}/old", options=options) as manager:
+        args = real.args.Composite(
+            state=real.args.StandardSave({"w": jnp.ones(4)}),
+            key=real.args.JaxRandomKeySave(jax.random.key(5)),
+            raw=real.args.JaxRandomKeySave(jax.random.PRNGKey(6)),
+            legacy=real.args.NumpyRandomKeySave(numpy_state),
+            numpy=real.args.NumpyRandomKeySave({"state": generator["state"]["state"] % 1000, "n": 1}),
+            notes=real.args.JsonSave({"a": [1, None, float("inf")]}),
+            array=real.args.ArraySave(jnp.arange(3.0)),
+            own=OwnFilesArgs(b"x"),
+        )
+        manager.save(3, args=args, metrics={"loss": float("nan")}, custom_metadata={"who": "me"})
+        manager.wait_until_finished()
+    path, new = f"{folder}/old/run_3", f"{folder}/new"
+    report = import_checkpoint(path, new)
+    assert report.step == 3
+    assert list(report.left_out) == ["own"]
+    assert "OwnFiles writes files of its own" in report.left_out["own"]
+    for place in (path, new):
+        live = {
+            "state": {"w": jnp.zeros(4)},
+            "key": jax.random.key(0),
+            "raw": jax.random.PRNGKey(0),
+            "legacy": ("", np.zeros(624, np.uint32), 0, 0, 1.0),
+            "numpy": {"state": 0, "n": 0},
+            "notes": {},
+            "metrics": {},
+            "custom_metadata": {},
+            "array": jnp.zeros(3),
+        }
+        report = reknit.load(place, live)
+        assert (report.step, live["state"]["w"].tolist(), live["array"].tolist()) == (3, [1.0] * 4, [0, 1, 2])
+        assert bits(live["key"]) == bits(jax.random.key(5))
+        assert bits(live["raw"]) == bits(jax.random.PRNGKey(6))
+        assert str(live["legacy"]) == str(numpy_state)
+        assert live["notes"] == {"a": [1, None, float("inf")]}
+        assert np.isnan(live["metrics"]["loss"])
+        assert live["custom_metadata"] == {"who": "me"}
+    assert "own" in str(reknit.load(path, {"state": {"w": jnp.zeros(4)}}).unchecked)
+
+
+def check_a_lost_item_is_damage(folder: str) -> None:
+    with real.CheckpointManager(f"{folder}/run", item_names=("state", "notes", "unused")) as manager:
+        args = real.args.Composite(
+            state=real.args.StandardSave({"w": jnp.ones(4)}), notes=real.args.JsonSave({"a": 1})
+        )
+        manager.save(3, args=args)
+        manager.wait_until_finished()
+    assert reknit.verify(f"{folder}/run/3").ok
+    for lost in ("notes", "notes/metadata", "state", "state/_METADATA"):
+        shutil.copytree(f"{folder}/run/3", f"{folder}/copy")
+        path = Path(folder, "copy", lost)
+        path.unlink() if path.is_file() else shutil.rmtree(path)
+        raises(CorruptError, lost.partition("/")[0], lambda: reknit.open(f"{folder}/copy"))
+        shutil.rmtree(f"{folder}/copy")
+
+
+def check_leaves_without_a_place_in_reknit_are_named_and_close_nothing(folder: str) -> None:
+    lacking = ("int4", "int2", "float8_e3m4", "float8_e4m3b11fnuz", "float4_e2m1fn")
+    kinds = {name: np.dtype(getattr(ml_dtypes, name)) for name in lacking}
+    tree = {"m": {"w": np.ones(3), **{name: np.zeros(4, kind) for name, kind in kinds.items()}}}
+    path = saved(f"{folder}/c", tree)
+    with reknit.open(path) as checkpoint:
+        assert checkpoint.read("m", "w").tolist() == [1, 1, 1]
+        assert list(checkpoint.tensors["m"]) == ["w"]
+        assert set(checkpoint.manifest.left_out) == {f"m/{name}" for name in lacking}
+        raises(MismatchError, "its dtype, int4", lambda: checkpoint.read("m", "int4"))
+    target = {"m": {"w": np.zeros(3)}}
+    raises(MismatchError, "unexpected: m/float4", lambda: reknit.load(path, target))
+    assert not target["m"]["w"].any()
+    report = reknit.load(path, target, strict=[f"!m/{name}" for name in lacking])
+    assert target["m"]["w"].tolist() == [1, 1, 1]
+    assert set(report.unexpected) == {f"m/{name}" for name in lacking}
+    wanted = {"m": {"w": np.zeros(3), "int4": np.zeros(4, np.int8)}}
+    raises(MismatchError, "its dtype, int4", lambda: reknit.load(path, wanted))
+    import_checkpoint(path, f"{folder}/new")
+    said = subprocess.run(
+        [sys.executable, "-m", "reknit", "diff", path, f"{folder}/new"], capture_output=True, text=True
+    )
+    assert said.returncode == 1
+    assert said.stdout.count("not compared: of A, reknit does not have its dtype") == len(lacking)
+    for command in ("show", "verify"):
+        said = subprocess.run([sys.executable, "-m", "reknit", command, path], capture_output=True, text=True)
+        assert "m/int4" in said.stdout

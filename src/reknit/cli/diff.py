@@ -134,6 +134,9 @@ class Comparison:
             for item in side.manifest.items:
                 if item not in others and not _only_own(side, item):
                     self.note("item", item, f"only in {name}")
+        for name, side in (("A", self.a), ("B", self.b)):
+            for entry, why in side.manifest.left_out.items():
+                self.note("tensor" if "/" in entry else "item", entry, f"not compared: of {name}, {why}")
         return [item for item in sides[0] if item in sides[1]]
 
     def own(self) -> list[str]:

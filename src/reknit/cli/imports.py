@@ -55,4 +55,6 @@ def run(args: argparse.Namespace) -> int:
         f"{amount(report.nbytes)} in {report.num_files} files copied{kept}"
     )
     print(printable(f"of the source, {report.unchecked.removeprefix('it has no digests: ')}"))
+    for name, why in report.left_out.items():
+        print(f"left out: {printable(name)} -- {printable(why)}")
     return 0

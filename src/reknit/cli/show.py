@@ -160,6 +160,7 @@ def summary(checkpoint: OpenCheckpoint) -> dict[str, Any]:
             for item in manifest.items
         ],
         "files": files,
+        "left_out": manifest.left_out,
     }
 
 
@@ -261,5 +262,7 @@ def _show_summary(facts: dict[str, Any]) -> None:
         [(i["item"], i["tensors"], count_text(i["elements"]), amount(i["nbytes"])) for i in facts["items"]],
         right=("TENSORS", "ELEMENTS", "SIZE"),
     )
+    for name, why in facts["left_out"].items():
+        print(f"left out: {printable(name)} -- {printable(why)}")
     print()
     print_table(("FILE", "SIZE"), [(f["path"], amount(f["nbytes"])) for f in facts["files"]], right=("SIZE",))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.engine.display import Shown, some
+from reknit.errors import shown
 from reknit.monitor.progress_text import amount
 
 if TYPE_CHECKING:
@@ -15,10 +16,22 @@ if TYPE_CHECKING:
     from reknit.types.manifest import Manifest
 
 
+_MOST_NAMED = 5
+
+
 def unchecked(manifest: Manifest) -> str | None:
     """Return the missing checks of a checkpoint of another program; None for a checkpoint of reknit."""
-    other = manifest.other
-    return None if other is None else f"a checkpoint of {other.kind}: {other.unchecked}"
+    if (other := manifest.other) is None:
+        return None
+    text = f"a checkpoint of {other.kind}: {other.unchecked}"
+    return f"{text}; {left_out_text(manifest)}" if other.left_out else text
+
+
+def left_out_text(manifest: Manifest) -> str:
+    """Name the first entries of a checkpoint of another program that are not read, with the reasons."""
+    found = [f"{shown(name)} ({why})" for name, why in manifest.left_out.items()]
+    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+    return f"it is read without {', '.join(found[:_MOST_NAMED])}{more}"
 
 
 class SaveTotals(NamedTuple):

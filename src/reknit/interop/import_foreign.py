@@ -61,6 +61,7 @@ class ImportReport(NamedTuple):
     """An imported checkpoint: `nbytes` and `num_files` count the files that this process wrote now.
 
     `num_kept` files were there from an earlier try.  `unchecked` has the missing checks of the other format.
+    `left_out` maps entries that reknit cannot read to the reason.
     """
 
     path: str
@@ -72,6 +73,7 @@ class ImportReport(NamedTuple):
     num_kept: int
     num_tensors: int
     unchecked: str
+    left_out: dict[str, str]
 
 
 class _Done(msgspec.Struct):
@@ -159,6 +161,7 @@ class _Import:
             num_kept=len(kept),
             num_tensors=len(self.found.index.tensors),
             unchecked=other.unchecked,
+            left_out=self.found.manifest.left_out,
         )
 
     def _copy(

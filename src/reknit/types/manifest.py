@@ -240,6 +240,11 @@ class Manifest(Struct, frozen=True):
         """Bytes of all these files."""
         return sum(file.nbytes for file in self.files) + (self.table.files_nbytes if self.table else 0)
 
+    @property
+    def left_out(self) -> dict[str, str]:
+        """The entries of a checkpoint of another program that reknit cannot read, with the reasons."""
+        return {} if self.other is None else dict(self.other.left_out)
+
 
 class Catalog(Struct, frozen=True):
     """The content of a checkpoint that a loading rank can request, by item and fqn.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
@@ -47,7 +48,7 @@ _THREEFRY = 2
 """Numbers in a key of JAX's first generator, the only one with so few."""
 
 
-class _Place(NamedTuple):
+class _TreeFolder(NamedTuple):
     """A folder with a tree: its item, and the keys that lead to the arrays in it.
 
     Without an item, the first keys are the items.  With `is_array`, the tree is a single array.
@@ -73,11 +74,12 @@ class _Place(NamedTuple):
 def read_folder(storage: Storage) -> ForeignEntries:
     """Return the entries of a tree, or of the items of a step, each a folder with a tree or with values."""
     entries = ForeignEntries(storage)
-    reader = _Reader(entries, ZarrArrays(storage.url))
+    reader = _ItemReader(entries, ZarrArrays(storage.url))
     data = small_file(storage, _STEP, MAX_NBYTES)
     step = None if data is None else decode_step(data, _STEP)
     handlers = {} if step is None else step.handlers
-    if not reader.add_tree(_Place("", None)):
+    has_items = not reader.add_tree(_TreeFolder("", None))
+    if has_items:
         folders = storage.folders()
         for folder in folders:
             reader.add_item(folder, handlers.get(folder, ""))
@@ -87,12 +89,17 @@ def read_folder(storage: Storage) -> ForeignEntries:
             raise FormatError("no folder in it has a tree of arrays")
     if step is not None and step.custom:
         entries.value(CUSTOM, "", step.custom)
-    name = storage.url.rstrip("/").rpartition("/")[2]
-    entries.step = int(name) if name.isdecimal() and len(name) < 19 else None
+    entries.step = _step_of(storage.url.rstrip("/").rpartition("/")[2], prefixed=has_items)
     return entries
 
 
-class _Reader:
+def _step_of(name: str, *, prefixed: bool) -> int | None:
+    """Return the step by which a folder is called, which managers may prefix, as in ``checkpoint_0500``."""
+    found = re.fullmatch(r"(?:.+_)?([0-9]{1,18})" if prefixed else r"([0-9]{1,18})", name)
+    return None if found is None else int(found[1])
+
+
+class _ItemReader:
     """Adds the items of a step to entries."""
 
     def __init__(self, entries: ForeignEntries, arrays: ZarrArrays) -> None:
@@ -101,7 +108,7 @@ class _Reader:
     def add_item(self, folder: str, handler: str) -> None:
         """Add an item by the name of the class that wrote it, if that is on record, and by its files."""
         item = folder
-        place = _Place(folder, item, is_array=handler.endswith(_OF_ARRAYS))
+        place = _TreeFolder(folder, item, is_array=handler.endswith(_OF_ARRAYS))
         if self.add_tree(place) or self._add_random(folder) or self._add_json(folder):
             return
         if handler.endswith((*_OF_TREES, *_OF_VALUES, _OF_ARRAYS)):
@@ -109,7 +116,7 @@ class _Reader:
         if handler:
             self._leave_out(item, f"{handler.rpartition('.')[2]} writes files of its own")
 
-    def add_tree(self, place: _Place) -> bool:
+    def add_tree(self, place: _TreeFolder) -> bool:
         """Add the leaves of a folder, if it has a tree."""
         path = place.path(_TREE)
         if (data := small_file(self._storage, path, MAX_NBYTES)) is None:
@@ -132,13 +139,13 @@ class _Reader:
             self._leave_out(f"{place.folder or 'the tree'} ({CUSTOM})", "metadata of a tree have no place")
         return True
 
-    def _add_empty(self, place: _Place, leaf: OrbaxLeaf) -> None:
+    def _add_empty(self, place: _TreeFolder, leaf: OrbaxLeaf) -> None:
         try:
             self._entries.value(*place.names(leaf), leaf.empty)
         except KeyError:
             self._leave_out(full_name(*place.names(leaf)), f"Orbax left it out, as {shown(leaf.kind)}")
 
-    def _add_texts(self, place: _Place, leaves: list[OrbaxLeaf]) -> None:
+    def _add_texts(self, place: _TreeFolder, leaves: list[OrbaxLeaf]) -> None:
         if not leaves:
             return
         path = place.path("_strings.json")
@@ -148,7 +155,7 @@ class _Reader:
         for leaf in leaves:
             self._entries.value(*place.names(leaf), text_at(texts, leaf.name, path))
 
-    def _add_arrays(self, place: _Place, tree: OrbaxTree, leaves: list[OrbaxLeaf]) -> None:
+    def _add_arrays(self, place: _TreeFolder, tree: OrbaxTree, leaves: list[OrbaxLeaf]) -> None:
         database = self._has_database(place, tree)
         kind = f"{'ocdbt' if database else 'file'}-zarr{'3' if tree.use_zarr3 else ''}"
         kind += "" if tree.is_complete else f"-{SPARSE}"
@@ -164,7 +171,7 @@ class _Reader:
             if (generator := generators.get(leaf.name)) is not None:
                 self._entries.value(item, f"{fqn}/{_GENERATOR}" if fqn else _GENERATOR, generator)
 
-    def _has_database(self, place: _Place, tree: OrbaxTree) -> bool:
+    def _has_database(self, place: _TreeFolder, tree: OrbaxTree) -> bool:
         """Return whether the arrays of a folder are in a database of OCDBT."""
         path = place.path("manifest.ocdbt")
         is_there = small_file(self._storage, path, MAX_NBYTES) is not None
@@ -172,7 +179,7 @@ class _Reader:
             raise CorruptError(f"{path} is missing")
         return is_there if tree.use_ocdbt is None else tree.use_ocdbt
 
-    def _generators(self, place: _Place, leaves: list[OrbaxLeaf]) -> dict[str, str | None]:
+    def _generators(self, place: _TreeFolder, leaves: list[OrbaxLeaf]) -> dict[str, str | None]:
         """Return the names of the random generators of all arrays of keys, by the names of these."""
         folder = place.path("array_metadatas")
         found: dict[str, str | None] = {}
@@ -209,7 +216,7 @@ class _Reader:
                 continue
             form = decode_json(data, about)
             is_key = isinstance(form, dict) and "typed" in form
-            if not self.add_tree(_Place(f"{folder}/{inner}", folder, is_array=is_key)):
+            if not self.add_tree(_TreeFolder(f"{folder}/{inner}", folder, is_array=is_key)):
                 raise CorruptError(f"{folder}/{inner} lacks its {_TREE}")
             spec, _ = self._entries.tensors.get((folder, ""), (None, None))
             if is_key and form["typed"] and spec is not None and spec.shape[-1:] == (_THREEFRY,):

@@ -139,7 +139,9 @@ class Checkpoint(Shown):
         if item not in self.items:
             return unknown_items([item], self.items, self._open.manifest, url)
         remedy = "`tensors` lists its tensors; `reknit show` does on a terminal"
-        if fqn in self.values[item]:
+        if (why := self._open.manifest.left_out.get(full_name(item, fqn))) is not None:
+            remedy = f"the files have it, but {why}: read it with the program that saved it"
+        elif fqn in self.values[item]:
             remedy = "it is a value and no tensor: look in `values`"
         elif question := did_you_mean(fqn, self.tensors[item]):
             remedy = f"{question}  {remedy}"

@@ -62,6 +62,7 @@ class LoadCoordinator:
         job, handout = self._job, self._handout
         loads = [round_messages.decode(request, round_messages.LoadRequest) for request in requests]
         taken = terms(job.options).takes
+        self._explain(loads, handout)
         unexpected = [name for key in handout.left if taken(name := full_name(*key))]
         self._require_use(loads, unexpected, handout)
         shares = share_out([load.offer for load in loads], job.options)
@@ -73,6 +74,20 @@ class LoadCoordinator:
             )
             for share, early_share in zip(shares, early_shares, strict=True)
         ]
+
+    def _explain(self, loads: Sequence[round_messages.LoadRequest], handout: Handout) -> None:
+        """Say why the checkpoint lacks entries that reknit cannot read, and count the others as left over."""
+        assert self.metadata is not None
+        checkpoint = self.metadata.checkpoint
+        left_out = checkpoint.manifest.left_out
+        wanted = set[str]()
+        for load in loads:
+            load.missing = [(name, left_out.get(name, why)) for name, why in load.missing]
+            wanted |= {name for name, _ in load.missing}
+        for name in sorted(left_out.keys() - wanted):
+            item, _, fqn = name.partition("/")
+            if item in checkpoint.items:
+                handout.left.append((item, fqn))
 
     def _require_use(
         self, loads: Sequence[round_messages.LoadRequest], unexpected: Sequence[str], handout: Handout
@@ -90,7 +105,8 @@ class LoadCoordinator:
             return prefix_hint(missing, left, settled, free=not job.options.transforms)
 
         require_rules(loads, collected)
-        items, every = [*checkpoint.items, *handout.items], [*saved, *(each[:2] for each in whole)]
+        items = [*checkpoint.items, *handout.items]
+        every = [*saved, *handout.left, *(each[:2] for each in whole)]
         idle = idle_patterns(loads, job.options, job.lenient, partial(known_names, every, collected), items)
         require_fit(loads, unexpected, idle, job.lenient, url, damaged=handout.damaged, hint=hint)
         odd = require_some(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import Struct, structs
 
+from reknit.engine.call_reports import left_out_text
 from reknit.engine.memory.workers import run_jobs
 from reknit.engine.record.at_path import read_manifest
 from reknit.engine.record.file_checks import first_sound, read_checked, read_once
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from reknit.storage.base import Storage
     from reknit.types.manifest import BlobFile, FileEntry, Index, Manifest
     from reknit.types.shard import TensorSpec
+
+logger = logging.getLogger("reknit")
 
 _Read = TypeVar("_Read")
 
@@ -218,6 +222,8 @@ def read_opened(
 
     if (found := read_foreign(storage)) is None:
         raise absent
+    if found.manifest.left_out:
+        logger.warning("%s: %s", storage.url, left_out_text(found.manifest))
     return Contents(found.manifest, found.index, found.blobs, OwnNames([], []) if own else None)
 
 

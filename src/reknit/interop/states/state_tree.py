@@ -74,6 +74,11 @@ def state_of(
             for blob in contents.manifest.blobs
             if blob.coordinate is not None and blob.item in wanted
         }
+        left_out |= {
+            dotted(tuple(name.split("/"))): why
+            for name, why in contents.manifest.left_out.items()
+            if name.partition("/")[0] in wanted
+        }
         try:
             checkpoint = opened(storage, contents, wanted, OPTIONS)
         except CorruptError:
