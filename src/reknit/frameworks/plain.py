@@ -141,6 +141,8 @@ class ContainerAdapter(Adapter):
             saving.blob({} if foreign else to_neutral(value, str(place)), place)
             return
         _enter(value, place, saving)
+        if not value:  # a class without fields keeps its place, which other programs count
+            saving.blob(None, place)
         united = is_united(value, saving)
         for key, inner in tree.children(value):
             saving.visit(inner, place if united else place.child(key))

@@ -122,6 +122,8 @@ class JaxNodeAdapter(Adapter):
     def collect(self, value: Any, place: Place, saving: Saving) -> None:
         """Collect the children."""
         node = _opened(value, place)
+        if not node.children:  # it keeps its place, which other programs count
+            saving.blob(None, place)
         for key, inner in node.children.items():
             saving.visit(inner, place if node.box else place.child(key))
 
