@@ -78,7 +78,7 @@ class CheckpointManager:
         if not options.read_only:
             patience_s = min(_SETTLE_S, self._timeout_s / 2)
             ask_root(self._group, "settle", self._timeout_s, partial(settle, self._root, patience_s))
-            ask_root(self._group, "begin", self._timeout_s, partial(refuse_orbax, self._root))
+        ask_root(self._group, "begin", self._timeout_s, partial(refuse_orbax, self._root))
         self._open = partial(
             Checkpointer,
             self._root,
