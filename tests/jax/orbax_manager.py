@@ -237,10 +237,10 @@ def check_a_folder_in_which_orbax_has_the_newest_step_is_refused(folder: str) ->
         Path(root, "llama_70").mkdir()
         for more in ({}, {"read_only": True}):
             chosen = ocp.CheckpointManagerOptions(**more)
-            with pytest.raises(UsageError, match="no step of reknit .*5 is a checkpoint of Orbax"):
+            with pytest.raises(UsageError, match=r"no step of reknit .*5 is a checkpoint of Orbax"):
                 ocp.CheckpointManager(root, options=chosen)
         reknit.save(f"{root}/step_00000003", {"default": {"w": np.ones(2)}}, step=3)
-        with pytest.raises(UsageError, match="newest step of reknit is 3 .*5 is a checkpoint of Orbax"):
+        with pytest.raises(UsageError, match=r"newest step of reknit is 3 .*5 is a checkpoint of Orbax"):
             ocp.CheckpointManager(root)
         reknit.save(f"{root}/step_00000006", {"default": {"w": np.ones(2)}}, step=6)
         with ocp.CheckpointManager(root) as manager:
