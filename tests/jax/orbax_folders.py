@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from flax import linen, nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import reknit
-from reknit.errors import CorruptError, MismatchError
+from reknit.errors import CorruptError, MismatchError, StateError, UsageError
 from reknit.interop.import_foreign import import_checkpoint
 from tests.jax.trees import raises
 
@@ -351,11 +352,32 @@ def check_a_lost_item_is_damage(folder: str) -> None:
         shutil.rmtree(f"{folder}/copy")
 
 
+_NARROW = (
+    "int2",
+    "int4",
+    "float4_e2m1fn",
+    "float8_e3m4",
+    "float8_e4m3b11fnuz",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+)
+"""The types of at most a byte that Orbax writes, besides integers of NumPy."""
+
+
 def check_leaves_without_a_place_in_reknit_are_named_and_close_nothing(folder: str) -> None:
-    lacking = ("int4", "int2", "float8_e3m4", "float8_e4m3b11fnuz", "float4_e2m1fn")
+    page = Path(__file__).parents[2] / "docs" / "howto" / "orbax.md"
+    (row,) = re.findall(r"^\| leaves of (.*?) \|", page.read_text(), re.MULTILINE)
+    lacking = re.findall(r"`(\w+)`", row)
     kinds = {name: np.dtype(getattr(ml_dtypes, name)) for name in lacking}
     tree = {"m": {"w": np.ones(3), **{name: np.zeros(4, kind) for name, kind in kinds.items()}}}
     path = saved(f"{folder}/c", tree)
+    bytes_each = [name for name in _NARROW if name not in lacking]
+    others = {name: np.zeros(4, np.dtype(getattr(ml_dtypes, name))) for name in bytes_each}
+    with reknit.open(saved(f"{folder}/others", {"m": others})) as checkpoint:
+        assert set(checkpoint.tensors["m"]) == set(bytes_each)
     with reknit.open(path) as checkpoint:
         assert checkpoint.read("m", "w").tolist() == [1, 1, 1]
         assert list(checkpoint.tensors["m"]) == ["w"]
@@ -378,3 +400,30 @@ def check_leaves_without_a_place_in_reknit_are_named_and_close_nothing(folder: s
     for command in ("show", "verify"):
         said = subprocess.run([sys.executable, "-m", "reknit", command, path], capture_output=True, text=True)
         assert "m/int4" in said.stdout
+
+
+def check_arrays_are_read_as_those_of_jax(folder: str) -> None:
+    tree = {
+        "m": {"w": jnp.arange(8.0), "half": jnp.ones(2, jnp.bfloat16), "text": "x"},
+        "key": jax.random.key(1, impl="rbg"),
+    }
+    path = saved(f"{folder}/c", tree)
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    rows = NamedSharding(mesh, PartitionSpec("x"))
+    with reknit.open(path) as checkpoint:
+        found = checkpoint.read_all(framework="jax")
+        assert bits(found["m"]["w"]) == bits(tree["m"]["w"])
+        assert (type(found["m"]["half"]), found["m"]["half"].dtype) == (type(tree["m"]["w"]), jnp.bfloat16)
+        assert found["key"][""].dtype == tree["key"].dtype
+        assert bits(found["key"][""]) == bits(tree["key"])
+        assert checkpoint.read("m", "w", slice(2, 4), framework="jax").tolist() == [2, 3]
+        cut = checkpoint.read_all(["m"], framework="jax", sharding={"m/w": rows})["m"]["w"]
+        assert cut.sharding == rows
+        assert cut.tolist() == tree["m"]["w"].tolist()
+        there = checkpoint.read_all(["m"], framework="jax", device=jax.devices()[2])["m"]["w"]
+        assert there.devices() == {jax.devices()[2]}
+        both = {"device": jax.devices()[0], "sharding": rows}
+        raises(UsageError, "leave one out", lambda: checkpoint.read_all(framework="jax", **both))
+    reknit.save(f"{folder}/wide", {"m": {"w": np.arange(3)}})
+    with reknit.open(f"{folder}/wide") as checkpoint:
+        raises(StateError, "jax_enable_x64", lambda: checkpoint.read_all(framework="jax"))

@@ -27,7 +27,7 @@ from reknit.storage.tensor_store import SPARSE, ZarrArrays
 from reknit.types.box import Box
 from reknit.types.dtype import ITEMSIZE
 from reknit.types.manifest import Extent
-from reknit.types.shard import TensorSpec, full_name
+from reknit.types.shard import GENERATOR, TensorSpec, full_name
 
 if TYPE_CHECKING:
     from reknit.storage.base import Storage
@@ -38,8 +38,6 @@ MAX_CELLS = 1 << 20
 """Chunks of an array; each is a row of the index."""
 CUSTOM = "custom_metadata"
 """The item with the metadata of the user, as reknit's own calls of Orbax name it."""
-_GENERATOR = "~prng"
-"""Path element of the name of a key's random generator, as in `frameworks.jax.jax_arrays`."""
 _JSON_FILES = ("metadata", "metrics")
 _OF_TREES = ("StandardCheckpointHandler", "PyTreeCheckpointHandler", "PyTreeHandler")
 _OF_ARRAYS = "ArrayCheckpointHandler"
@@ -169,7 +167,7 @@ class _ItemReader:
             title = full_name(item, fqn)
             self._add_array((item, fqn), Cell(kind, (), (), 0, place.folder, leaf.name, title), fact)
             if (generator := generators.get(leaf.name)) is not None:
-                self._entries.value(item, f"{fqn}/{_GENERATOR}" if fqn else _GENERATOR, generator)
+                self._entries.value(item, f"{fqn}/{GENERATOR}" if fqn else GENERATOR, generator)
 
     def _has_database(self, place: _TreeFolder, tree: OrbaxTree) -> bool:
         """Return whether the arrays of a folder are in a database of OCDBT."""
@@ -220,7 +218,7 @@ class _ItemReader:
                 raise CorruptError(f"{folder}/{inner} lacks its {_TREE}")
             spec, _ = self._entries.tensors.get((folder, ""), (None, None))
             if is_key and form["typed"] and spec is not None and spec.shape[-1:] == (_THREEFRY,):
-                self._entries.value(folder, _GENERATOR, "threefry2x32")
+                self._entries.value(folder, GENERATOR, "threefry2x32")
             return True
         return False
 

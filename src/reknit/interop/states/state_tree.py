@@ -16,7 +16,7 @@ from reknit.engine.stored.opening import opened, read_opened, unknown_items
 from reknit.errors import CorruptError, FormatError, MismatchError, UsageError
 from reknit.frameworks import fresh_arrays, tree
 from reknit.interop.tensor_stream import OPTIONS
-from reknit.types.shard import full_name
+from reknit.types.shard import GENERATOR, full_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from reknit.types.shard import TensorSpec
 
 _GROUPS, _STATES, _NAMES = "param_groups", "state", "params"
-GENERATOR = "~prng"
-"""Last element of the name of a typed key's generator (`frameworks.jax.jax_arrays.IMPLEMENTATION`)."""
 
 
 class Stub(NamedTuple):
