@@ -23,7 +23,7 @@ from flax import linen, nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import reknit
-from reknit.errors import CorruptError, MismatchError, StateError, UsageError
+from reknit.errors import CorruptError, FormatError, MismatchError, StateError, UsageError
 from reknit.interop.import_foreign import import_checkpoint
 from tests.jax.trees import raises
 
@@ -334,6 +334,12 @@ def check_items_of_a_step_come_along_or_are_named(folder: str) -> None:
         assert np.isnan(live["metrics"]["loss"])
         assert live["custom_metadata"] == {"who": "me"}
     assert "own" in str(reknit.load(path, {"state": {"w": jnp.zeros(4)}}).unchecked)
+
+
+def check_a_save_that_orbax_did_not_finish_is_refused(folder: str) -> None:
+    path = Path(saved(f"{folder}/3", {"m": {"w": jnp.ones(4)}}))
+    unfinished = path.rename(f"{path}.orbax-checkpoint-tmp")
+    raises(FormatError, "did not finish this save", lambda: reknit.open(unfinished))
 
 
 def check_a_lost_item_is_damage(folder: str) -> None:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from reknit.storage.tensor_store import ArrayFacts
 
 _TREE, _STEP = "_METADATA", "_CHECKPOINT_METADATA"
+_UNFINISHED = ".orbax-checkpoint-tmp"
+"""The end of the name of a folder that Orbax still writes, or never finished."""
 MAX_CELLS = 1 << 20
 """Chunks of an array; each is a row of the index."""
 CUSTOM = "custom_metadata"
@@ -71,6 +73,11 @@ class _TreeFolder(NamedTuple):
 
 def read_folder(storage: Storage) -> ForeignEntries:
     """Return the entries of a tree, or of the items of a step, each a folder with a tree or with values."""
+    folder = storage.url.rstrip("/").rpartition("/")[2]
+    if folder.endswith(_UNFINISHED):
+        raise FormatError(
+            "Orbax did not finish this save", remedy="take another step: Orbax ignores this one"
+        )
     entries = ForeignEntries(storage)
     reader = _ItemReader(entries, ZarrArrays(storage.url))
     data = small_file(storage, _STEP, MAX_NBYTES)
@@ -87,7 +94,7 @@ def read_folder(storage: Storage) -> ForeignEntries:
             raise FormatError("no folder in it has a tree of arrays")
     if step is not None and step.custom:
         entries.value(CUSTOM, "", step.custom)
-    entries.step = _step_of(storage.url.rstrip("/").rpartition("/")[2], prefixed=has_items)
+    entries.step = _step_of(folder, prefixed=has_items)
     return entries
 
 
