@@ -225,18 +225,19 @@ def check_wrong_calls_are_refused(folder: str) -> None:
 
 
 def check_a_folder_in_which_orbax_has_the_newest_step_is_refused(folder: str) -> None:
-    for name, options in {
+    kinds: dict[str, dict[str, Any]] = {
         "prefix": {"step_prefix": "run"},
         "zeros": {"step_format_fixed_length": 8},
         "plain": {},
-    }.items():
+    }
+    for name, options in kinds.items():
         root = f"{folder}/{name}"
         with real.CheckpointManager(root, options=real.CheckpointManagerOptions(**options)) as manager:
             manager.save(5, args=real.args.StandardSave({"w": jnp.ones(2)}))
             manager.wait_until_finished()
         Path(root, "llama_70").mkdir()
-        for more in ({}, {"read_only": True}):
-            chosen = ocp.CheckpointManagerOptions(**more)
+        for read_only in (False, True):
+            chosen = ocp.CheckpointManagerOptions(read_only=read_only)
             with pytest.raises(UsageError, match=r"no step of reknit .*5 is a checkpoint of Orbax"):
                 ocp.CheckpointManager(root, options=chosen)
         reknit.save(f"{root}/step_00000003", {"default": {"w": np.ones(2)}}, step=3)

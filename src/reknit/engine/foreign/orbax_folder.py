@@ -38,6 +38,8 @@ _UNFINISHED = ".orbax-checkpoint-tmp"
 """The end of the name of a folder that Orbax still writes, or never finished."""
 MAX_CELLS = 1 << 20
 """Chunks of an array; each is a row of the index."""
+ARRAY = "array"
+"""The item of a tree that is a single array."""
 CUSTOM = "custom_metadata"
 """The item with the metadata of the user, as reknit's own calls of Orbax name it."""
 _JSON_FILES = ("metadata", "metrics")
@@ -63,7 +65,7 @@ class _TreeFolder(NamedTuple):
         if self.is_array:
             return self.item or "", ""
         if self.item is None:
-            return str(leaf.keys[0]), named(leaf.keys[1:])
+            return str(leaf.keys[0]) if leaf.keys else ARRAY, named(leaf.keys[1:])
         return self.item, named(leaf.keys)
 
     def path(self, name: str) -> str:
@@ -85,10 +87,10 @@ def read_folder(storage: Storage) -> ForeignEntries:
     handlers = {} if step is None else step.handlers
     has_items = not reader.add_tree(_TreeFolder("", None))
     if has_items:
-        folders = storage.folders()
-        for folder in folders:
-            reader.add_item(folder, handlers.get(folder, ""))
-        if lost := sorted(handlers.keys() - set(folders)):
+        items = storage.folders()
+        for item in items:
+            reader.add_item(item, handlers.get(item, ""))
+        if lost := sorted(handlers.keys() - set(items)):
             raise CorruptError(f"the item {shown(lost[0])} is missing, which {_STEP} names")
         if not (entries.tensors or entries.values or entries.left_out):
             raise FormatError("no folder in it has a tree of arrays")

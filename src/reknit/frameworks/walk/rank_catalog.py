@@ -70,7 +70,7 @@ class RankCatalog:
         self._nones: dict[str, dict[str, set[tuple[str, str]]]] = {}
         self._held: dict[str, set[str]] = {}
 
-    def child(self, place: Place, key: object) -> Place:
+    def child(self, place: Place, key: str | int) -> Place:
         """Return the place of the content of a container under a key.
 
         Where keys were saved as texts, an integer has the place of its text, if only that was saved.

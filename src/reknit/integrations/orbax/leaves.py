@@ -76,7 +76,8 @@ def with_dtypes(value: Any, args: Any) -> Any:
 
     def cast(leaf: Any, arg: Any) -> Any:
         dtype = getattr(arg, "dtype", None)
-        if dtype is None or jnp.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key):
+        held: Any = getattr(leaf, "dtype", None)
+        if dtype is None or jnp.issubdtype(held, jax.dtypes.prng_key):
             return leaf
         if isinstance(leaf, (bool, int, float)):
             return np.asarray(leaf).astype(dtype).item()
