@@ -38,8 +38,6 @@ _UNFINISHED = ".orbax-checkpoint-tmp"
 """The end of the name of a folder that Orbax still writes, or never finished."""
 MAX_CELLS = 1 << 20
 """Chunks of an array; each is a row of the index."""
-ARRAY = "array"
-"""The item of a tree that is a single array."""
 CUSTOM = "custom_metadata"
 """The item with the metadata of the user, as reknit's own calls of Orbax name it."""
 _JSON_FILES = ("metadata", "metrics")
@@ -65,7 +63,9 @@ class _TreeFolder(NamedTuple):
         if self.is_array:
             return self.item or "", ""
         if self.item is None:
-            return str(leaf.keys[0]) if leaf.keys else ARRAY, named(leaf.keys[1:])
+            if not leaf.keys:
+                raise FormatError("its tree is a single array without a name")
+            return str(leaf.keys[0]), named(leaf.keys[1:])
         return self.item, named(leaf.keys)
 
     def path(self, name: str) -> str:
