@@ -65,6 +65,14 @@ def test_a_number_comes_in_the_kind_of_the_target_with_all_its_bits(saved: Any, 
     assert repr(complex(one)) == repr(complex(other))
 
 
+@pytest.mark.parametrize("target", [True, False, np.bool_(True), np.bool_(False)])
+def test_a_boolean_comes_from_a_tensor_of_a_boolean(target: Any) -> None:
+    state = {"s": {"on": target}}
+    load(state, save({"s": {"on": torch.tensor(not target)}}))
+    assert state["s"]["on"] == (not target)
+    assert type(state["s"]["on"]) is type(target)
+
+
 @pytest.mark.parametrize(
     ("saved", "target", "why"),
     [
@@ -78,7 +86,7 @@ def test_a_number_comes_in_the_kind_of_the_target_with_all_its_bits(saved: Any, 
         (torch.tensor(0.5), 0, "it is a tensor of float32 in the checkpoint and a number of type int here"),
         (torch.tensor(5), 0.0, "may round it (LoadOptions(cast=True)"),
         (torch.tensor(True), 0, "another kind of number"),
-        (torch.tensor(0.5), bool(0), "a tensor in the checkpoint and a plain value"),
+        (torch.tensor(0.5), bool(0), "it is a tensor of float32 in the checkpoint and a boolean here"),
         (torch.zeros(1), 0, "a tensor in the checkpoint and a plain value"),
         (np.array(0.1), np.float32(0), "may round it (LoadOptions(cast=True)"),
     ],

@@ -242,3 +242,27 @@ def check_wrong_calls_are_refused(folder: str) -> None:
         wrong = ocp.args.Composite(custom_metadata=ocp.args.JsonSave({}))
         raises(UsageError, "reknit's own", lambda: manager.save(1, args=wrong))
         assert manager.all_steps() == []
+
+
+def check_a_folder_in_which_orbax_has_the_newest_step_is_refused(folder: str) -> None:
+    kinds: dict[str, dict[str, Any]] = {
+        "prefix": {"step_prefix": "run"},
+        "zeros": {"step_format_fixed_length": 8},
+        "plain": {},
+    }
+    for name, options in kinds.items():
+        root = f"{folder}/{name}"
+        with real.CheckpointManager(root, options=real.CheckpointManagerOptions(**options)) as manager:
+            manager.save(5, args=real.args.StandardSave({"w": jnp.ones(2)}))
+            manager.wait_until_finished()
+        Path(root, "llama_70").mkdir()
+        for read_only in (False, True):
+            chosen = ocp.CheckpointManagerOptions(read_only=read_only)
+            with pytest.raises(UsageError, match=r"no step of reknit .*5 is a checkpoint of Orbax"):
+                ocp.CheckpointManager(root, options=chosen)
+        reknit.save(f"{root}/step_00000003", {"default": {"w": np.ones(2)}}, step=3)
+        with pytest.raises(UsageError, match=r"newest step of reknit is 3 .*5 is a checkpoint of Orbax"):
+            ocp.CheckpointManager(root)
+        reknit.save(f"{root}/step_00000006", {"default": {"w": np.ones(2)}}, step=6)
+        with ocp.CheckpointManager(root) as manager:
+            assert manager.latest_step() == 6

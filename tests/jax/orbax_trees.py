@@ -263,3 +263,46 @@ def check_calls_of_the_first_version(folder: str) -> None:
         assert run.metadata(5).custom_metadata == {}
         run.delete(4)
         assert [each.step for each in run.checkpoints] == [5]
+
+
+def check_folders_of_orbax_itself_are_restored(folder: str) -> None:
+    saved = {**tree(), "layers": [jnp.ones(2), jnp.zeros(3)]}
+    abstract = jax.tree.map(
+        lambda leaf: real.utils.to_shape_dtype_struct(leaf) if hasattr(leaf, "shape") else leaf, saved
+    )
+    with real.StandardCheckpointer() as checkpointer:
+        checkpointer.save(f"{folder}/tree", saved)
+    with real.CheckpointManager(f"{folder}/run") as manager:
+        manager.save(7, args=real.args.StandardSave(saved))
+        manager.wait_until_finished()
+    for place in (f"{folder}/tree", f"{folder}/run/7/default"):
+        with real.StandardCheckpointer() as checkpointer:
+            wanted = described(checkpointer.restore(place, abstract))
+        assert described(ocp.StandardCheckpointer().restore(place, abstract)) == wanted
+        assert ocp.StandardCheckpointer().restore(place)["params"]["w"].tolist() == list(range(8))
+        assert ocp.StandardCheckpointer().metadata(place)["layers"][1].shape == (3,)
+        some = {"params": abstract["params"]}
+        raises(MismatchError, "the target", lambda: ocp.StandardCheckpointer().restore(place, some))  # noqa: B023
+        partial = ocp.args.PyTreeRestore(some, partial_restore=True)
+        found = ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).restore(place, args=partial)
+        assert found["params"]["w"].tolist() == list(range(8))
+
+
+def check_arrays_are_saved_in_the_dtypes_of_their_arguments(folder: str) -> None:
+    saved = {"m": {"w": jax.device_put(jnp.arange(8.0) / 3, cut("x")), "n": np.arange(3.0), "rate": 0.1}}
+    half = real.SaveArgs(dtype=jnp.dtype("bfloat16"))
+    args = {"m": {"w": half, "n": real.SaveArgs(), "rate": half}}
+    found = []
+    for library, item, prefix in ((real, "m", ""), (ocp, "default", "m/")):
+        path = f"{folder}/{item}"
+        with library.Checkpointer(library.PyTreeCheckpointHandler()) as checkpointer:
+            checkpointer.save(path, saved, save_args=args)
+        with reknit.open(path) as checkpoint:
+            found.append([checkpoint.read(item, f"{prefix}{name}").tolist() for name in ("w", "n")])
+            assert checkpoint.tensors[item][f"{prefix}w"].dtype == "bfloat16"
+    assert found[0] == found[1]
+    assert ocp.PyTreeCheckpointer().restore(f"{folder}/default")["m"]["rate"] == 0.10009765625
+    with ocp.CheckpointManager(f"{folder}/run") as manager:
+        manager.save(1, args=ocp.args.Composite(a=ocp.args.ArraySave(jnp.arange(3.0), save_args=half)))
+        found_a = manager.restore(1, args=ocp.args.Composite(a=None))["a"]
+        assert found_a.dtype == jnp.bfloat16

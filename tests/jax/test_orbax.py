@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 pytestmark = needs("orbax", "Orbax")
 
 STEPS = 9
-MODULES = ("orbax_manager", "orbax_trees")
+MODULES = ("orbax_folders", "orbax_manager", "orbax_trees")
 
 
 @pytest.mark.parametrize(

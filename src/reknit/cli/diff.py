@@ -134,6 +134,11 @@ class Comparison:
             for item in side.manifest.items:
                 if item not in others and not _only_own(side, item):
                     self.note("item", item, f"only in {name}")
+        for name, side in (("A", self.a), ("B", self.b)):
+            for entry in side.manifest.unread:
+                self.note(
+                    "tensor" if entry.fqn else "item", entry.name, f"not compared: of {name}, {entry.why}"
+                )
         return [item for item in sides[0] if item in sides[1]]
 
     def own(self) -> list[str]:

@@ -159,10 +159,7 @@ def summary(checkpoint: OpenCheckpoint) -> dict[str, Any]:
             {"item": item, "tensors": tensors[item], "elements": numel[item], "nbytes": nbytes[item]}
             for item in manifest.items
         ],
-        "unread": [
-            {"entry": entry.name, "why": entry.why}
-            for entry in (manifest.other.unread if manifest.other else ())
-        ],
+        "unread": [{"entry": entry.name, "why": entry.why} for entry in manifest.unread],
         "files": files,
     }
 

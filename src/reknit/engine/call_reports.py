@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 def unchecked(manifest: Manifest) -> str | None:
     """Return the missing checks of a checkpoint of another program; None for a checkpoint of reknit."""
-    other = manifest.other
-    return None if other is None else f"a checkpoint of {other.kind}: {other.unchecked}"
+    if (other := manifest.other) is None:
+        return None
+    return f"a checkpoint of {other.kind}: {other.unchecked}"
 
 
 def other_files(manifest: Manifest) -> dict[str, str]:

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import msgspec
 
-from reknit.types.manifest import OtherFormat  # noqa: TC001 (msgspec looks it up)
+from reknit.types.foreign.other_format import OtherFormat  # noqa: TC001 (msgspec looks it up)
 
 Message = TypeVar("Message")
 

@@ -26,9 +26,9 @@ class Fresh(NamedTuple):
 def fresh(item: str, fqn: str, spec: TensorSpec, framework: str, device: Any, *, sharding: Any) -> Fresh:
     """Return an uninitialised tensor on a device, or this rank's part of a tensor that `sharding` cuts.
 
-    `framework` is ``"numpy"`` or ``"torch"``, and without a device the tensor is on the CPU.  `sharding` is
-    as for `reknit.Checkpoint.read_all`.  Raises `UsageError` for a request that the framework does not
-    support.
+    `framework` is ``"numpy"``, ``"torch"`` or ``"jax"``.  Without a device a tensor of torch is on the CPU,
+    and an array of JAX on its default device; call `filled` on it.  `sharding` is as for
+    `reknit.Checkpoint.read_all`.  Raises `UsageError` for a request that the framework does not support.
     """
     if framework == "numpy":
         if sharding is not None or (device is not None and str(device) != "cpu"):
@@ -37,8 +37,13 @@ def fresh(item: str, fqn: str, spec: TensorSpec, framework: str, device: Any, *,
             )
         array = np.empty(spec.shape, numpy_dtype(spec.dtype))
         return Fresh(array, ((Box.whole(spec.shape), array),))
+    if framework == "jax":
+        from reknit.frameworks.jax.jax_arrays import new_array
+
+        filling = new_array(Place(item, fqn), spec, device, _one(full_name(item, fqn), spec, sharding))
+        return Fresh(filling, filling.view(World(0, 1, (0,))).parts)
     if framework != "torch":
-        raise UsageError(f"framework is 'numpy' or 'torch', not {framework!r}")
+        raise UsageError(f"framework is 'numpy', 'torch' or 'jax', not {framework!r}")
     try:
         import torch
     except ImportError as error:
@@ -53,12 +58,25 @@ def fresh(item: str, fqn: str, spec: TensorSpec, framework: str, device: Any, *,
     return Fresh(tensor, ((Box.whole(spec.shape), tensor),))
 
 
+def filled(tensor: Any, generator: str | None = None) -> Any:
+    """Return the array that new memory has become: one of JAX, with typed keys of a generator, if named."""
+    if not hasattr(tensor, "filled") or isinstance(tensor, np.ndarray):
+        return tensor
+    from reknit.frameworks.jax.array_values import as_recorded
+
+    return as_recorded(tensor.filled(), {"keys": generator})
+
+
+def _one(name: str, spec: TensorSpec, sharding: Any) -> Any:
+    """Return the sharding of one tensor, given that of all or a mapping or function for it."""
+    if isinstance(sharding, Mapping):
+        return sharding.get(name)
+    return sharding(name, spec.shape) if callable(sharding) else sharding
+
+
 def _layout(name: str, spec: TensorSpec, sharding: Any) -> tuple[Any, Any] | None:
     """Return mesh and placements of a tensor, or None for a whole, plain tensor."""
-    if isinstance(sharding, Mapping):
-        sharding = sharding.get(name)
-    elif callable(sharding):
-        sharding = sharding(name, spec.shape)
+    sharding = _one(name, spec, sharding)
     if sharding is None:
         return None
     if not isinstance(sharding, tuple) or len(sharding) != 2 or not hasattr(sharding[0], "get_coordinate"):

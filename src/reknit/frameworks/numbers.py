@@ -59,8 +59,11 @@ def read_as(dtype: str, target: Any, *, cast: bool = False) -> tuple[str, str | 
 
     Returns as well the reason why it cannot become one, or None.  Each element of its dtype has to fit, or,
     with `cast`, be rounded.  An integer of Python holds integers of any dtype, a float of Python is a
-    float64, and a boolean is not a number.
+    float64, and a boolean is not a number: it comes from booleans alone.
     """
+    if isinstance(target, (bool, np.bool_)):
+        fits = dtype == "bool"
+        return "bool", None if fits else f"it is a tensor of {dtype} in the checkpoint and a boolean here"
     integer = isinstance(target, int) and dtype in INTEGERS
     wanted = dtype if integer else _dtype_of(target)
     if _holds_all(dtype, wanted):
@@ -88,6 +91,8 @@ def like(number: Any, target: Any) -> Any:
 
 def from_element(array: NDArray[Any], target: Any) -> Any:
     """Return the element of an array, read in the dtype of `read_as`, as a number of the type of `target`."""
+    if isinstance(target, (bool, np.bool_)):
+        return type(target)(array)
     number = number_of(array)
     return number if isinstance(target, int) else _as_type(number, target, _dtype_of(target))
 

@@ -141,6 +141,8 @@ class ContainerAdapter(Adapter):
             saving.blob({} if foreign else to_neutral(value, str(place)), place)
             return
         _enter(value, place, saving)
+        if not value:  # a class without fields keeps its place, which other programs count
+            saving.blob(None, place)
         united = is_united(value, saving)
         for key, inner in tree.children(value):
             saving.visit(inner, place if united else place.child(key))
@@ -153,18 +155,20 @@ class ContainerAdapter(Adapter):
             want_value(value, place, loading, assign)
             return
         _enter(value, place, loading)
-        loading.leave_nones(place, (key for key, _ in tree.children(value)))
+        children = [(key, inner, loading.saved.child(place, key)) for key, inner in tree.children(value)]
+        if not children:
+            loading.leave_empty(place)
+        loading.leave_nones(place, (key for key, _, _ in children))
         if is_united(value, loading):
             for inner in value:
                 loading.visit(inner, place, None)
         elif isinstance(value, tuple) or not _is_first(value, loading):
-            children = [(key, inner, place.child(key)) for key, inner in tree.children(value)]
             if tree.is_named(value):
                 children = filled_fields(children, loading)
             want_successor(children, partial(_with, value), loading, assign)
         else:
-            for key, inner in tree.children(value):
-                loading.visit(inner, place.child(key), setter(value, key))
+            for key, inner, at in children:
+                loading.visit(inner, at, setter(value, key))
 
 
 def filled_fields(children: Iterable[Child], loading: Loading) -> list[Child]:
@@ -285,7 +289,8 @@ def want_value(target: Any, place: Place, loading: Loading, assign: Assign) -> N
     if isinstance(target, (Mapping, list, tuple)) and not target and loading.saved.is_divided(place):
         return  # its saved contents belong to other ranks
     spec = loading.saved.spec(place)
-    if is_number(target) and assign is not None and spec is not None and not spec.shape:
+    single = is_number(target) or isinstance(target, (bool, np.bool_))
+    if single and assign is not None and spec is not None and not spec.shape:
         _want_element(target, spec.dtype, place, loading, assign)
         return
     found = loading.value(place)

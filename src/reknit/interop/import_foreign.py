@@ -63,6 +63,7 @@ class ImportReport(NamedTuple):
     """An imported checkpoint: `nbytes` and `num_files` count the files that this process wrote now.
 
     `num_kept` files were there from an earlier try.  `unchecked` has the missing checks of the other format.
+    `unread` maps entries that reknit cannot read to the reason.
     """
 
     path: str
@@ -74,6 +75,7 @@ class ImportReport(NamedTuple):
     num_kept: int
     num_tensors: int
     unchecked: str
+    unread: dict[str, str]
 
 
 class _Done(msgspec.Struct):
@@ -171,6 +173,7 @@ class _Import:
             num_kept=len(kept),
             num_tensors=len(self.found.index.tensors),
             unchecked=other.unchecked,
+            unread={entry.name: entry.why for entry in self.found.manifest.unread},
         )
 
     def _copy(

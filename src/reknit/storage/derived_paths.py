@@ -13,11 +13,14 @@ _STRIDED = re.compile(rf"~strided/([0-9]+)/([0-9]+)/{_NUMBERS}/{_NUMBERS}/(.+)",
 _INFLATED = re.compile(r"~inflated/([0-9]+)/([0-9]+)/([0-9]+)/(.+)", re.DOTALL)
 
 
-_CELL = re.compile(rf"~array/([a-z0-9-]+)/{_NUMBERS}/{_NUMBERS}/([0-9]+)/([0-9]+)/(.+)", re.DOTALL)
+_CELL = re.compile(rf"~array/([a-z0-9-]+)/{_NUMBERS}/{_NUMBERS}/([0-9]+)/([0-9]+)/([0-9]+)/(.+)", re.DOTALL)
 
 
 class Cell(NamedTuple):
-    """A box of an array that a library reads, row-major: the array `name` in a `folder` of the checkpoint."""
+    """A box of an array that a library reads, row-major: the array `name` in a `folder` of the checkpoint.
+
+    `title` is the name of the tensor in messages.
+    """
 
     kind: str
     offsets: tuple[int, ...]
@@ -25,6 +28,7 @@ class Cell(NamedTuple):
     itemsize: int
     folder: str
     name: str
+    title: str
 
 
 class StridedPart(NamedTuple):
@@ -60,7 +64,8 @@ def cell_path(cell: Cell) -> str:
     """Return the path of a derived file with the elements of a box of an array."""
     depth = cell.folder.count("/") + 1 if cell.folder else 0
     sides = f"{_text(cell.offsets)}/{_text(cell.lengths)}/{cell.itemsize}"
-    return f"~array/{cell.kind}/{sides}/{depth}/{cell.folder}{'/' if depth else ''}{cell.name}"
+    place = f"{depth}/{cell.name.count('/') + 1}/{cell.folder}{'/' if depth else ''}{cell.name}"
+    return f"~array/{cell.kind}/{sides}/{place}/{cell.title}"
 
 
 def derived(path: str) -> StridedPart | Inflated | Cell | None:
@@ -75,8 +80,9 @@ def derived(path: str) -> StridedPart | Inflated | Cell | None:
     if match := _INFLATED.fullmatch(path):
         return Inflated(match[4], int(match[1]), int(match[2]), int(match[3]))
     if match := _CELL.fullmatch(path):
-        parts, depth = match[6].split("/"), int(match[5])
-        where = "/".join(parts[:depth]), "/".join(parts[depth:])
+        parts, depth = match[7].split("/"), int(match[5])
+        stop = depth + int(match[6])
+        where = "/".join(parts[:depth]), "/".join(parts[depth:stop]), "/".join(parts[stop:])
         return Cell(match[1], _numbers(match[2]), _numbers(match[3]), int(match[4]), *where)
     return None
 

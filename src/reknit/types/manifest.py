@@ -9,8 +9,8 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from reknit.types.box import Box
+from reknit.types.foreign.other_format import OtherFormat, Unread  # noqa: TC001 (msgspec looks them up)
 from reknit.types.lazy_property import lazy_property
-from reknit.types.shard import full_name
 from reknit.types.wanted import Terms
 
 if TYPE_CHECKING:
@@ -174,42 +174,6 @@ class TablePlace(Struct, frozen=True):
     files_nbytes: int
 
 
-class Unread(NamedTuple):
-    """An entry of another program's checkpoint that reknit cannot read, and the reason.
-
-    Names below `fqn` belong to it as well; without an `fqn` it is the whole item.
-    """
-
-    item: str
-    fqn: str
-    why: str
-
-    @property
-    def name(self) -> str:
-        """Its name in messages to users."""
-        return full_name(self.item, self.fqn)
-
-    def covers(self, name: str) -> bool:
-        """Return whether a name in messages to users belongs to this entry."""
-        return f"{name}/".startswith(f"{self.name}/")
-
-
-class OtherFormat(NamedTuple):
-    """The format of a checkpoint of another program, which is read in place.
-
-    `is_file` is whether the checkpoint is one file, which lies in the folder above.  `unchecked` says which
-    checks of its bytes are not possible, and names the entries that are `unread`.  `notes` has a sentence for
-    each file that does not belong to the opened checkpoint though it lies there, such as an older model in
-    the same folder.
-    """
-
-    kind: str
-    is_file: bool
-    unchecked: str
-    unread: tuple[Unread, ...] = ()
-    notes: tuple[tuple[str, str], ...] = ()
-
-
 class Manifest(Struct, frozen=True):
     """The commit record: a checkpoint exists if, and only if, its manifest exists.
 
@@ -263,6 +227,11 @@ class Manifest(Struct, frozen=True):
         """Bytes of all these files."""
         return sum(file.nbytes for file in self.files) + (self.table.files_nbytes if self.table else 0)
 
+    @property
+    def unread(self) -> tuple[Unread, ...]:
+        """The entries of a checkpoint of another program that reknit cannot read."""
+        return () if self.other is None else self.other.unread
+
 
 class Catalog(Struct, frozen=True):
     """The content of a checkpoint that a loading rank can request, by item and fqn.
@@ -271,6 +240,7 @@ class Catalog(Struct, frozen=True):
     are the coordinates of ranks that saved values of their own.  `own(item, coordinate)` reads the values of
     one coordinate, by fqn; `read_ahead(item, coordinates)` reads those of several at once, for `own`.
     `terms` are the terms of the load.  `num_ranks` is the number of ranks that saved, None if it is unknown.
+    `keys_as_text` is whether the program that saved kept all keys of dicts as texts, and boxes as dicts.
     """
 
     items: tuple[str, ...]
@@ -281,3 +251,4 @@ class Catalog(Struct, frozen=True):
     terms: Terms = field(default_factory=Terms)
     read_ahead: Callable[[str, Sequence[Mapping[str, int]]], None] = field(default=lambda *_: None)
     num_ranks: int | None = None
+    keys_as_text: bool = False

@@ -29,6 +29,9 @@ MAX_DEPTH = 64
 INTEGER = re.compile(r"-?[0-9]+")
 """The texts that look like the path element of a number."""
 
+GENERATOR = "~prng"
+"""Last element of the name of the random generator of typed keys of JAX; it differs from all escaped keys."""
+
 MAX_NDIM = 32
 """Dimensions that a tensor may have."""
 

@@ -18,15 +18,14 @@ from reknit.format.values.blob_codec import encode_blobs
 from reknit.format.versions import FORMAT_VERSION
 from reknit.planner.tiling import untiled
 from reknit.types.box import Box, padded
+from reknit.types.foreign.other_format import Unread
 from reknit.types.manifest import (
     BlobFile,
     Extent,
     FileEntry,
     Index,
     Manifest,
-    OtherFormat,
     TensorEntry,
-    Unread,
 )
 from reknit.types.shard import MAX_DEPTH, Tagged, TensorSpec, escaped, full_name
 
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reknit.storage.base import Storage
+    from reknit.types.foreign.other_format import OtherFormat
 
 MODEL = "model"
 """The item of tensors that the other program puts into no group."""

@@ -25,7 +25,7 @@ from reknit.errors import (
     UsageError,
 )
 from reknit.storage.base import HasDerivedFiles, HasFolderAbove
-from reknit.types.manifest import OtherFormat
+from reknit.types.foreign.other_format import OtherFormat
 
 if TYPE_CHECKING:
     from collections.abc import Callable

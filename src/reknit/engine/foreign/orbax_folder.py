@@ -2,123 +2,244 @@
 
 from __future__ import annotations
 
+import re
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from typing import TYPE_CHECKING, NamedTuple
 
 from reknit.engine.foreign.entries import Chunks, ForeignEntries, named
 from reknit.engine.foreign.safetensors_files import small_file
 from reknit.errors import CorruptError, FormatError, shown
-from reknit.format.strict_json import decode_strict
+from reknit.format.foreign.orbax_metadata import (
+    ARRAYS,
+    MAX_NBYTES,
+    TEXT,
+    OrbaxLeaf,
+    OrbaxTree,
+    decode_json,
+    decode_random_keys,
+    decode_step,
+    decode_tree,
+    text_at,
+)
 from reknit.storage.derived_paths import Cell, cell_path
-from reknit.storage.tensor_store import ArrayFacts, ZarrArrays
+from reknit.storage.tensor_store import SPARSE, ZarrArrays
 from reknit.types.box import Box
 from reknit.types.dtype import ITEMSIZE
+from reknit.types.foreign.other_format import Unread
 from reknit.types.manifest import Extent
-from reknit.types.shard import TensorSpec
+from reknit.types.shard import GENERATOR, TensorSpec, full_name
 
 if TYPE_CHECKING:
     from reknit.storage.base import Storage
+    from reknit.storage.tensor_store import ArrayFacts
 
-_METADATA = "_METADATA"
-_MAX_NBYTES = 64 << 20
+_TREE, _STEP = "_METADATA", "_CHECKPOINT_METADATA"
+_UNFINISHED = ".orbax-checkpoint-tmp"
+"""The end of the name of a folder that Orbax still writes, or never finished."""
 MAX_CELLS = 1 << 20
 """Chunks of an array; each is a row of the index."""
-_SEQUENCE = 1
-"""The type of a key that is a position in a list."""
+CUSTOM = "custom_metadata"
+"""The item with the metadata of the user, as reknit's own calls of Orbax name it."""
+_JSON_FILES = ("metadata", "metrics")
+_OF_TREES = ("StandardCheckpointHandler", "PyTreeCheckpointHandler", "PyTreeHandler")
+_OF_ARRAYS = "ArrayCheckpointHandler"
+_OF_VALUES = ("JsonCheckpointHandler", "JsonHandler", "RandomKeyCheckpointHandler")
+_THREEFRY = 2
+"""Numbers in a key of JAX's first generator, the only one with so few."""
 
 
-class _Key(msgspec.Struct):
-    key: str
-    key_type: int
+class _TreeFolder(NamedTuple):
+    """A folder with a tree: its item, and the keys that lead to the arrays in it.
 
+    Without an item, the first keys are the items.  With `is_array`, the tree is a single array.
+    """
 
-class _Value(msgspec.Struct):
-    value_type: str = ""
-    skip_deserialize: bool = False
+    folder: str
+    item: str | None
+    is_array: bool = False
 
+    def names(self, leaf: OrbaxLeaf) -> tuple[str, str]:
+        """Return the item and the name of a leaf."""
+        if self.is_array:
+            return self.item or "", ""
+        if self.item is None:
+            if not leaf.keys:
+                raise FormatError("its tree is a single array without a name")
+            return str(leaf.keys[0]), named(leaf.keys[1:])
+        return self.item, named(leaf.keys)
 
-class _Leaf(msgspec.Struct):
-    key_metadata: list[_Key]
-    value_metadata: _Value
-
-
-class _Tree(msgspec.Struct):
-    tree_metadata: dict[str, _Leaf]
-    use_zarr3: bool = False
+    def path(self, name: str) -> str:
+        """Return the path of a file in the folder."""
+        return f"{self.folder}/{name}" if self.folder else name
 
 
 def read_folder(storage: Storage) -> ForeignEntries:
-    """Return the entries of a tree, or of the items of a step, each a folder with a tree or with JSON."""
+    """Return the entries of a tree, or of the items of a step, each a folder with a tree or with values."""
+    folder = storage.url.rstrip("/").rpartition("/")[2]
+    if folder.endswith(_UNFINISHED):
+        raise FormatError(
+            "Orbax did not finish this save", remedy="take another step: Orbax ignores this one"
+        )
     entries = ForeignEntries(storage)
-    arrays = ZarrArrays(storage.url)
-    if not _add_tree(entries, arrays, "", None):
-        for folder in storage.folders():
-            if not _add_tree(entries, arrays, folder, folder):
-                _add_json(entries, folder)
-        if not entries.tensors and not entries.values:
+    reader = _ItemReader(entries, ZarrArrays(storage.url))
+    data = small_file(storage, _STEP, MAX_NBYTES)
+    step = None if data is None else decode_step(data, _STEP)
+    handlers = {} if step is None else step.handlers
+    has_items = not reader.add_tree(_TreeFolder("", None))
+    if has_items:
+        items = storage.folders()
+        for item in items:
+            reader.add_item(item, handlers.get(item, ""))
+        if lost := sorted(handlers.keys() - set(items)):
+            raise CorruptError(f"the item {shown(lost[0])} is missing, which {_STEP} names")
+        if not (entries.tensors or entries.values or entries.unread_entries):
             raise FormatError("no folder in it has a tree of arrays")
-    name = storage.url.rstrip("/").rpartition("/")[2]
-    entries.step = int(name) if name.isdecimal() and len(name) < 19 else None
+    if step is not None and step.custom:
+        entries.value(CUSTOM, "", step.custom)
+    entries.step = _step_of(folder, prefixed=has_items)
     return entries
 
 
-def _add_tree(entries: ForeignEntries, arrays: ZarrArrays, folder: str, item: str | None) -> bool:
-    """Add the arrays of a folder, if it has a tree; without `item`, the first keys are the items."""
-    path = f"{folder}/{_METADATA}" if folder else _METADATA
-    if (data := small_file(entries.storage, path, _MAX_NBYTES)) is None:
+def _step_of(name: str, *, prefixed: bool) -> int | None:
+    """Return the step by which a folder is called, which managers may prefix, as in ``checkpoint_0500``."""
+    found = re.fullmatch(r"(?:.+_)?([0-9]{1,18})" if prefixed else r"([0-9]{1,18})", name)
+    return None if found is None else int(found[1])
+
+
+class _ItemReader:
+    """Adds the items of a step to entries."""
+
+    def __init__(self, entries: ForeignEntries, arrays: ZarrArrays) -> None:
+        self._entries, self._arrays, self._storage = entries, arrays, entries.storage
+
+    def add_item(self, folder: str, handler: str) -> None:
+        """Add an item by the name of the class that wrote it, if that is on record, and by its files."""
+        item = folder
+        place = _TreeFolder(folder, item, is_array=handler.endswith(_OF_ARRAYS))
+        if self.add_tree(place) or self._add_random(folder) or self._add_json(folder):
+            return
+        if handler.endswith((*_OF_TREES, *_OF_VALUES, _OF_ARRAYS)):
+            raise CorruptError(f"the item {shown(item)} lacks files that {shown(handler)} writes")
+        if handler:
+            self._leave_out(item, "", f"{handler.rpartition('.')[2]} writes files of its own")
+
+    def add_tree(self, place: _TreeFolder) -> bool:
+        """Add the leaves of a folder, if it has a tree."""
+        path = place.path(_TREE)
+        if (data := small_file(self._storage, path, MAX_NBYTES)) is None:
+            return False
+        tree = decode_tree(data, path)
+        arrays, texts = [], []
+        for leaf in tree.leaves:
+            if leaf.is_empty:
+                self._add_empty(place, leaf)
+            elif leaf.kind == TEXT:
+                texts.append(leaf)
+            elif leaf.kind in ARRAYS:
+                arrays.append(leaf)
+            else:
+                why = f"it has the type {shown(leaf.kind)}, which a class of its own reads"
+                self._leave_out(*place.names(leaf), why)
+        self._add_texts(place, texts)
+        self._add_arrays(place, tree, arrays)
+        if tree.custom:
+            self._entries.notes[path] = "its metadata of the whole tree have no place in reknit, and stay"
+        return True
+
+    def _add_empty(self, place: _TreeFolder, leaf: OrbaxLeaf) -> None:
+        try:
+            self._entries.value(*place.names(leaf), leaf.empty)
+        except KeyError:
+            self._leave_out(*place.names(leaf), f"Orbax left it out, as {shown(leaf.kind)}")
+
+    def _add_texts(self, place: _TreeFolder, leaves: list[OrbaxLeaf]) -> None:
+        if not leaves:
+            return
+        path = place.path("_strings.json")
+        if (data := small_file(self._storage, path, MAX_NBYTES)) is None:
+            raise CorruptError(f"{path} is missing, with the text {full_name(*place.names(leaves[0]))!r}")
+        texts = decode_json(data, path)
+        for leaf in leaves:
+            self._entries.value(*place.names(leaf), text_at(texts, leaf.name, path))
+
+    def _add_arrays(self, place: _TreeFolder, tree: OrbaxTree, leaves: list[OrbaxLeaf]) -> None:
+        database = self._has_database(place, tree)
+        kind = f"{'ocdbt' if database else 'file'}-zarr{'3' if tree.use_zarr3 else ''}"
+        kind += "" if tree.is_complete else f"-{SPARSE}"
+        generators = self._generators(place, leaves)
+        facts = self._arrays.facts(kind, place.folder, [leaf.name for leaf in leaves])
+        for leaf, fact in zip(leaves, facts, strict=True):
+            item, fqn = place.names(leaf)
+            if fact.dtype not in ITEMSIZE:
+                self._leave_out(item, fqn, f"reknit does not have its dtype, {fact.dtype}")
+                continue
+            title = full_name(item, fqn)
+            self._add_array((item, fqn), Cell(kind, (), (), 0, place.folder, leaf.name, title), fact)
+            if (generator := generators.get(leaf.name)) is not None:
+                self._entries.value(item, f"{fqn}/{GENERATOR}" if fqn else GENERATOR, generator)
+
+    def _has_database(self, place: _TreeFolder, tree: OrbaxTree) -> bool:
+        """Return whether the arrays of a folder are in a database of OCDBT."""
+        path = place.path("manifest.ocdbt")
+        is_there = small_file(self._storage, path, MAX_NBYTES) is not None
+        if tree.use_ocdbt and not is_there:
+            raise CorruptError(f"{path} is missing")
+        return is_there if tree.use_ocdbt is None else tree.use_ocdbt
+
+    def _generators(self, place: _TreeFolder, leaves: list[OrbaxLeaf]) -> dict[str, str | None]:
+        """Return the names of the random generators of all arrays of keys, by the names of these."""
+        folder = place.path("array_metadatas")
+        found: dict[str, str | None] = {}
+        for each in self._storage.list(folder):
+            data = self._storage.get(each.path, limit=MAX_NBYTES)
+            found |= decode_random_keys(data, each.path)
+        for leaf in leaves:
+            if leaf.is_described and leaf.name not in found:
+                raise CorruptError(f"{folder} lacks the array {full_name(*place.names(leaf))!r}")
+        return found
+
+    def _add_array(self, name: tuple[str, str], cell: Cell, facts: ArrayFacts) -> None:
+        """Add an array with a chunk for each of its own chunks."""
+        spec = TensorSpec(facts.shape, facts.dtype)
+        counts = [-(-n // max(c, 1)) for n, c in zip(facts.shape, facts.chunk, strict=True)]
+        if prod(counts) > MAX_CELLS:
+            raise CorruptError(f"{shown(cell.title)} has more than {MAX_CELLS} chunks")
+        chunks: Chunks = []
+        for at in product(*map(range, counts)) if spec.numel else [(0,) * len(facts.shape)]:
+            offsets = tuple(number * c for number, c in zip(at, facts.chunk, strict=True))
+            lengths = tuple(min(c, n - o) for c, n, o in zip(facts.chunk, facts.shape, offsets, strict=True))
+            box = Box(offsets, lengths if spec.numel else facts.shape)
+            one = cell._replace(offsets=box.offsets, lengths=box.lengths, itemsize=spec.itemsize)
+            path, nbytes = cell_path(one), box.numel * spec.itemsize
+            self._entries.sizes[path] = nbytes  # a missing chunk closes no other tensor
+            chunks.append((box, Extent(path, 0, nbytes)))
+        self._entries.tensor(*name, spec, chunks)
+
+    def _add_random(self, folder: str) -> bool:
+        """Add the state of a random generator: a folder with it, and one with a document about its form."""
+        for inner in self._storage.sub(folder).folders():
+            about = f"{folder}/{inner}_metadata/metadata"
+            if (data := small_file(self._storage, about, MAX_NBYTES)) is None:
+                continue
+            form = decode_json(data, about)
+            is_key = isinstance(form, dict) and "typed" in form
+            if not self.add_tree(_TreeFolder(f"{folder}/{inner}", folder, is_array=is_key)):
+                raise CorruptError(f"{folder}/{inner} lacks its {_TREE}")
+            spec, _ = self._entries.tensors.get((folder, ""), (None, None))
+            if is_key and form["typed"] and spec is not None and spec.shape[-1:] == (_THREEFRY,):
+                self._entries.value(folder, GENERATOR, "threefry2x32")
+            return True
         return False
-    tree = decode_strict(data, _Tree, what=path, max_nbytes=_MAX_NBYTES, max_depth=32, max_values=1 << 22)
-    store = "ocdbt" if _has_database(entries.storage, folder) else "file"
-    kind = f"{store}-zarr{'3' if tree.use_zarr3 else ''}"
-    leaves = [leaf for leaf in tree.tree_metadata.values() if _is_array(leaf.value_metadata)]
-    names = [".".join(key.key for key in leaf.key_metadata) for leaf in leaves]
-    for leaf, name, facts in zip(leaves, names, arrays.facts(kind, folder, names), strict=True):
-        keys: list[Any] = [
-            int(each.key) if each.key_type == _SEQUENCE and each.key.isdecimal() else each.key
-            for each in leaf.key_metadata
-        ]
-        first, rest = (str(keys[0]), keys[1:]) if item is None else (item, keys)
-        _add_array(entries, (first, named(rest)), Cell(kind, (), (), 0, folder, name), facts)
-    return True
 
+    def _add_json(self, folder: str) -> bool:
+        """Add the JSON document of an item, if the folder holds one."""
+        for name in _JSON_FILES:
+            path = f"{folder}/{name}"
+            if (data := small_file(self._storage, path, MAX_NBYTES)) is not None:
+                self._entries.value(folder, "", decode_json(data, path))
+                return True
+        return False
 
-def _is_array(value: _Value) -> bool:
-    return value.value_type not in ("None", "", "string", "str") and not value.skip_deserialize
-
-
-def _has_database(storage: Storage, folder: str) -> bool:
-    path = f"{folder}/manifest.ocdbt" if folder else "manifest.ocdbt"
-    return small_file(storage, path, _MAX_NBYTES) is not None
-
-
-def _add_array(entries: ForeignEntries, place: tuple[str, str], cell: Cell, facts: ArrayFacts) -> None:
-    """Add an array with a chunk for each of its own chunks."""
-    if facts.dtype not in ITEMSIZE:
-        raise FormatError(
-            f"{shown(cell.name)} has the dtype {shown(facts.dtype)}, which reknit does not have"
-        )
-    spec = TensorSpec(facts.shape, facts.dtype)
-    counts = [-(-n // max(c, 1)) for n, c in zip(facts.shape, facts.chunk, strict=True)]
-    if prod(counts) > MAX_CELLS:
-        raise CorruptError(f"{shown(cell.name)} has more than {MAX_CELLS} chunks")
-    chunks: Chunks = []
-    for at in product(*map(range, counts)) if spec.numel else [(0,) * len(facts.shape)]:
-        offsets = tuple(number * c for number, c in zip(at, facts.chunk, strict=True))
-        lengths = tuple(min(c, n - o) for c, n, o in zip(facts.chunk, facts.shape, offsets, strict=True))
-        box = Box(offsets, lengths if spec.numel else facts.shape)
-        one = cell._replace(offsets=box.offsets, lengths=box.lengths, itemsize=spec.itemsize)
-        path = cell_path(one)
-        entries.size(path)
-        chunks.append((box, Extent(path, 0, box.numel * spec.itemsize)))
-    entries.tensor(*place, spec, chunks)
-
-
-def _add_json(entries: ForeignEntries, folder: str) -> None:
-    """Add the JSON document of an item, if the folder holds one."""
-    if (data := small_file(entries.storage, f"{folder}/metadata", _MAX_NBYTES)) is None:
-        return
-    value = decode_strict(data, object, what=folder, max_nbytes=_MAX_NBYTES, max_depth=32, max_values=1 << 20)
-    entries.value(folder, "", value)
+    def _leave_out(self, item: str, fqn: str, why: str) -> None:
+        self._entries.unread_entries.append(Unread(item, fqn, why))

@@ -18,7 +18,7 @@ from reknit.keywords import checked_call
 from reknit.monitor.progress_text import amount
 from reknit.types.box import Box
 from reknit.types.pattern_suggestions import suggest
-from reknit.types.shard import TensorSpec, full_name
+from reknit.types.shard import GENERATOR, TensorSpec, full_name
 from reknit.types.wanted import matches
 
 if TYPE_CHECKING:
@@ -40,6 +40,9 @@ class NewArrays(Protocol):
         self, item: str, fqn: str, spec: TensorSpec, framework: str, device: Any, *, sharding: Any
     ) -> Any:
         """Return a new `tensor`, with its `parts`: boxes, and the memory of each box."""
+
+    def filled(self, tensor: Any, generator: str | None = None) -> Any:
+        """Return the array that a new tensor has become; typed keys, if a generator is named."""
 
     def live(self, value: Any, fqn: str, tensors: Mapping[str, Any]) -> Any:
         """Return a saved value in its original types, with the tensors to which it refers."""
@@ -120,8 +123,8 @@ class Checkpoint(Shown):
         """Read a tensor, or the part of it that `index` selects, from the files that hold it.
 
         `index` is as for an array: integers, slices of step 1, and one ellipsis.  `framework` is ``"numpy"``
-        (bfloat16 and float8 come as ml_dtypes types) or ``"torch"``.  Raises `MismatchError` for an unknown
-        name.
+        (bfloat16 and float8 come as ml_dtypes types), ``"torch"`` or ``"jax"``.  Raises `MismatchError` for
+        an unknown name.
         """
         number = self._open.index.ids.get((item, fqn))
         if number is None:
@@ -129,14 +132,14 @@ class Checkpoint(Shown):
         spec = self.tensors[item][fqn]
         box, kept = selected(spec.shape, index)
         part = TensorSpec(box.lengths, spec.dtype)
-        array = self._arrays.fresh(item, fqn, part, framework, None, sharding=None).tensor
-        self._fill([(number, box, array)])
-        return array.reshape(kept)
+        parts = self._arrays.fresh(item, fqn, part, framework, None, sharding=None)
+        self._fill([(number, Box(box.offsets, inner.lengths), memory) for inner, memory in parts.parts])
+        return self._arrays.filled(parts.tensor).reshape(kept)
 
     def _unread(self, item: str, fqn: str) -> FormatError | None:
         """Return the error of an entry that another program wrote and reknit cannot read; None for others."""
         name = full_name(item, fqn)
-        for entry in self.manifest.other.unread if self.manifest.other is not None else ():
+        for entry in self.manifest.unread:
             if entry.covers(name):
                 return FormatError(
                     f"{name!r} cannot be read: {entry.why}",
@@ -178,7 +181,8 @@ class Checkpoint(Shown):
         under the empty name.  Values that ranks saved for themselves are not among the values.
 
         `items` are names, default all.  `only` are patterns (``fnmatch``) of names ``item/fqn`` to read.
-        `framework` is ``"torch"`` or ``"numpy"``.  `device`: where torch tensors are made, such as
+        `framework` is ``"torch"``, ``"numpy"`` or ``"jax"``, for which typed keys are keys, and `device` and
+        `sharding` are those of JAX.  `device`: where torch tensors are made, such as
         ``"cuda"``; default the CPU.  `sharding`: a pair of a `DeviceMesh` and placements, a mapping of names
         to such pairs, or a function of name and shape that returns one; then the tensors are DTensors on the
         mesh's device, and each rank reads its own part only.  A placement that cuts a dimension which a
@@ -201,12 +205,18 @@ class Checkpoint(Shown):
             tensors[item, fqn] = made[tied].tensor
         self._fill(fills)
         result: dict[str, dict[str, Any]] = {item: {} for item in names.items}
+        whole = {id(tensor): self._filled(*name, tensor) for name, tensor in tensors.items()}
         for (item, fqn), tensor in tensors.items():
-            result[item][fqn] = tensor
+            result[item][fqn] = whole[id(tensor)]
         for item, fqn in names.values:
             # Values refer only to tensors of their own item, which are all in the result.
             result[item][fqn] = self._arrays.live(self.values[item][fqn], fqn, result[item])
         return result
+
+    def _filled(self, item: str, fqn: str, tensor: Any) -> Any:
+        """Return a tensor that was read; for JAX, with the generator of its keys."""
+        generator = self.values[item].get(f"{fqn}/{GENERATOR}" if fqn else GENERATOR)
+        return self._arrays.filled(tensor, generator if isinstance(generator, str) else None)
 
     def _chosen(self, items: Sequence[str] | None, only: Sequence[str]) -> _Selection:
         """Return the entries to read of the checkpoint, by item, name and pattern."""

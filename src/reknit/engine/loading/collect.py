@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from reknit.engine.stored.opening import OpenCheckpoint
     from reknit.transforms.apply import Transformed
     from reknit.transforms.quantized import Quantized
-    from reknit.types.manifest import Catalog, Manifest, Unread
+    from reknit.types.foreign.other_format import Unread
+    from reknit.types.manifest import Catalog, Manifest
     from reknit.types.wanted import Wanted
 
 
@@ -106,8 +107,8 @@ def collect(job: LoadJob, checkpoint: OpenCheckpoint) -> Collected:
         fills, problems = match(part.index, wanted, options, part.stored)
         if wanted.unlike:
             problems.refuse(_quantized(part, wanted, transformed))
-        if part.manifest.other is not None and part.manifest.other.unread:
-            _name_unread(problems, part.manifest.other.unread, job)
+        if part.manifest.unread:
+            _name_unread(problems, part.manifest.unread, job)
     return Collected(
         checkpoint=part,
         wanted=wanted,

@@ -90,7 +90,8 @@ class LoadCoordinator:
             return prefix_hint(missing, left, settled, free=not job.options.transforms)
 
         require_rules(loads, collected)
-        items, every = [*checkpoint.items, *handout.items], [*saved, *(each[:2] for each in whole)]
+        items = [*checkpoint.items, *handout.items]
+        every = [*saved, *handout.left, *(each[:2] for each in whole)]
         idle = idle_patterns(loads, job.options, job.lenient, partial(known_names, every, collected), items)
         require_fit(loads, unexpected, idle, job.lenient, url, damaged=handout.damaged, hint=hint)
         odd = require_some(

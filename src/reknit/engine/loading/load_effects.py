@@ -28,8 +28,7 @@ def known_names(saved: Iterable[tuple[str, str]], collected: Collected) -> list[
     names = [fill.name for fill in collected.fills]
     names += [name for found in (problems.missing, problems.mismatched) for name, _ in found]
     entries = [*wanted.blobs, *wanted.own, *(note[:2] for note in wanted.notes), *saved]
-    if (other := collected.checkpoint.manifest.other) is not None:
-        entries += [entry[:2] for entry in other.unread]
+    entries += [entry[:2] for entry in collected.checkpoint.manifest.unread]
     if transformed is not None:
         catalog = transformed.catalog
         for part in (catalog.tensors, catalog.blobs):

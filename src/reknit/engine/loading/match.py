@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from reknit.options import LoadOptions
     from reknit.planner.tiling import Gap
     from reknit.transforms.quantized import Quantized
-    from reknit.types.manifest import Index, Unread
+    from reknit.types.foreign.other_format import Unread
+    from reknit.types.manifest import Index
     from reknit.types.shard import TensorSpec
     from reknit.types.wanted import Wanted
 

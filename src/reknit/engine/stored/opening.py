@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from itertools import accumulate
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from reknit.storage.base import Storage
     from reknit.types.manifest import BlobFile, FileEntry, Index, Manifest
     from reknit.types.shard import TensorSpec
+
+logger = logging.getLogger("reknit")
 
 _Read = TypeVar("_Read")
 
@@ -110,7 +113,8 @@ class OpenCheckpoint:
             )
             for item in self.items
         }
-        num_ranks = self.manifest.origin.get("world_size")
+        origin = self.manifest.origin
+        num_ranks = origin.get("world_size")
         return Catalog(
             items=self.items,
             tensors=tensors,
@@ -120,6 +124,7 @@ class OpenCheckpoint:
             terms=terms or Terms(),
             read_ahead=self.read_ahead,
             num_ranks=num_ranks if isinstance(num_ranks, int) else None,
+            keys_as_text="Orbax" in (origin.get("format"), origin.get("imported")),
         )
 
     def blob_names(self) -> list[tuple[str, str]]:

@@ -9,7 +9,8 @@ from reknit.engine.call_reports import VerifyReport, unchecked
 from reknit.engine.foreign.open_foreign import read_foreign, store_of
 from reknit.engine.foreign.small_reads import part_of
 from reknit.engine.foreign.zip_files import LOCAL_MARK, Archive, ZipMember
-from reknit.errors import FormatError, StorageError, shown
+from reknit.engine.record.file_checks import check_size
+from reknit.errors import CorruptError, FormatError, StorageError, shown
 from reknit.storage.derived_paths import Cell, derived
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def verify_foreign(storage: Storage, level: str) -> VerifyReport | None:
             level,
             len(files),
             0,
-            (),
+            tuple(_lost(place, files)),
             num_unread=len(files),
             nbytes_unread=total,
             unchecked=unchecked(manifest),
@@ -68,6 +69,16 @@ def verify_foreign(storage: Storage, level: str) -> VerifyReport | None:
         except (FormatError, StorageError) as error:
             problems.append(error.message)
     return VerifyReport(url, level, len(files), total, tuple(problems), unchecked=said)
+
+
+def _lost(storage: Storage, files: list[FileEntry]) -> Iterator[str]:
+    """Yield a problem for each missing part of an array; other files were found as it was opened."""
+    for file in files:
+        if derived(file.path) is not None:
+            try:
+                check_size(storage, file)
+            except CorruptError as error:
+                yield error.message
 
 
 def _is_stored(path: str) -> bool:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 TAG: Final = "jax.array"
 
+KIND: Final = jax.Array
+"""The class of all arrays, those of typed keys among them."""
+
 
 def is_array(value: Any) -> bool:
     """Return whether this is an array of JAX."""
@@ -138,6 +141,11 @@ def keys(data: NDArray[Any], dtype: Any) -> Any:
     A function of jax.numpy would put the data on all devices of the mesh that is set.
     """
     return jax.random.wrap_key_data(jax.device_put(data), impl=jax_private.implementation(dtype))
+
+
+def keys_of(data: NDArray[Any], generator: str) -> Any:
+    """Return typed keys of a random generator, given their data."""
+    return jax.random.wrap_key_data(jax.device_put(data), impl=generator)
 
 
 def from_value(value: dict[str, Any], *, given: bool) -> Any:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import jax
 import numpy as np
 
-from reknit.errors import StateError
+from reknit.errors import StateError, UsageError
 from reknit.frameworks.jax import jax_private
 from reknit.frameworks.jax.array_values import require_no_trace
 from reknit.frameworks.jax.filling import Filling, box_of, is_reduced, require_reduced, spec_of, with_data
@@ -17,6 +17,7 @@ from reknit.frameworks.walk.adapter import Adapter
 from reknit.frameworks.walk.walk import Place, View
 from reknit.types.devices import memory_of
 from reknit.types.dtype import numpy_dtype
+from reknit.types.shard import GENERATOR
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
     from reknit.types.box import Box
     from reknit.types.shard import TensorSpec
 
-IMPLEMENTATION: Final = "~prng"
-"""Path element of the name of a key's random generator; no escaped key looks like it."""
+IMPLEMENTATION: Final = GENERATOR
+"""Path element of the name of a key's random generator."""
 
 
 def adapters() -> tuple[Adapter, ...]:
@@ -91,6 +92,20 @@ class JaxArrays:
                 return filling
             sharding = like.sharding if like.committed else None
         return Filling(spec.shape, numpy_dtype(spec.dtype), sharding, place, weak=False)
+
+
+def new_array(place: Place, spec: TensorSpec, device: Any, sharding: Any) -> Filling:
+    """Return memory that will become an array on a device, or in a sharding, or on the default device.
+
+    Raises `UsageError` for both, and `StateError` for a dtype that this JAX does not have.
+    """
+    if device is not None and sharding is not None:
+        raise UsageError(
+            f"{place} has a device and a sharding, which has devices of its own", remedy="leave one out"
+        )
+    if device is not None:
+        sharding = jax.sharding.SingleDeviceSharding(device)
+    return Filling(spec.shape, numpy_dtype(spec.dtype), sharding, place, weak=False)
 
 
 def _require_values(array: Any, place: Place) -> None:

@@ -122,22 +122,30 @@ class JaxNodeAdapter(Adapter):
     def collect(self, value: Any, place: Place, saving: Saving) -> None:
         """Collect the children."""
         node = _opened(value, place)
+        if not node.children:  # it keeps its place, which other programs count
+            saving.blob(None, place)
         for key, inner in node.children.items():
             saving.visit(inner, place if node.box else place.child(key))
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
         """Request the children; if one of them has to be replaced, the node is replaced, too."""
         node = _opened(value, place)
+        if not node.children:
+            loading.leave_empty(place)
         loading.leave_nones(place, node.children)
+        inside = loading.saved.inside(place) if node.box else place
         if _is_variable(value):
             for inner in node.children.values():
-                loading.visit(inner, place, VariableSetter(value))  # it keeps its place in the model
+                loading.visit(inner, inside, VariableSetter(value))  # it keeps its place in the model
             return
 
         def rebuilt(fresh: dict[str | int, Any]) -> Any:
             return tree_util.tree_unflatten(node.build, list((node.children | fresh).values()))
 
-        children = [(k, inner, place if node.box else place.child(k)) for k, inner in node.children.items()]
+        children = [
+            (key, inner, inside if node.box else loading.saved.child(place, key))
+            for key, inner in node.children.items()
+        ]
         if not isinstance(value, Mapping):
             children = filled_fields(children, loading)
         want_successor(children, rebuilt, loading, assign)

@@ -76,7 +76,7 @@ class Loading(Selecting):
     def leave_nones(self, place: Place, keys: Iterable[str | int]) -> None:
         """Leave out each saved None in a container, here with these keys, that has no place in it."""
         if nones := self.saved.nones_in(place):
-            self._superseded += nones - {(place.item, place.child(key).fqn) for key in keys}
+            self._superseded += nones - {(place.item, self.saved.child(place, key).fqn) for key in keys}
 
     def early(self, action: Callable[[], None]) -> None:
         """Run `action`, which gives an object its state, before any live tensor changes.
@@ -126,9 +126,9 @@ class Loading(Selecting):
         self._superseded.append((place.item, place.fqn))
 
     def leave_empty(self, place: Place) -> None:
-        """Record that an object needs nothing of an empty container, as `state` of an optimizer may be."""
+        """Record that an object needs nothing of an empty container or None saved here, if there is one."""
         value = self.catalog.blobs.get(place.item, {}).get(place.fqn)
-        if isinstance(value, (dict, list, tuple)) and not value:
+        if value is None or (isinstance(value, (dict, list, tuple)) and not value):
             self._superseded.append((place.item, place.fqn))
 
     def view(

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from reknit.types.manifest import Catalog
 
 
+_CONTENT = "value"
+"""The key under which other programs save the content of a box, such as a variable of Flax."""
+
+
 class FoundValue(NamedTuple):
     """A saved value, or the reason `why` this rank has none."""
 
@@ -64,6 +68,34 @@ class RankCatalog:
         self._own: dict[tuple[str, frozenset[tuple[str, int]]], Mapping[str, Any]] = {}
         self._num_saved: dict[str, int] = {}
         self._nones: dict[str, dict[str, set[tuple[str, str]]]] = {}
+        self._held: dict[str, set[str]] = {}
+
+    def child(self, place: Place, key: str | int) -> Place:
+        """Return the place of the content of a container under a key.
+
+        Where keys were saved as texts, an integer has the place of its text, if only that was saved.
+        """
+        at = place.child(key)
+        if not self._catalog.keys_as_text or not isinstance(key, int) or self._holds(at):
+            return at
+        text = place.child(str(key))
+        return text if self._holds(text) else at
+
+    def inside(self, place: Place) -> Place:
+        """Return the place of the content of a box, which has no name but where keys were saved as texts."""
+        inner = place.child(_CONTENT)
+        return inner if self._catalog.keys_as_text and self._holds(inner) else place
+
+    def _holds(self, place: Place) -> bool:
+        """Return whether ranks shared an entry at this place or below."""
+        if place.item not in self._held:
+            held = self._held[place.item] = set[str]()
+            for names in (self._catalog.tensors, self._catalog.blobs):
+                for fqn in names.get(place.item, {}):
+                    while fqn and fqn not in held:
+                        held.add(fqn)
+                        fqn = fqn.rpartition("/")[0]
+        return place.fqn in self._held[place.item]
 
     def spec(self, place: Place) -> TensorSpec | None:
         """Return the spec of the tensor that was saved here for this rank, or None."""

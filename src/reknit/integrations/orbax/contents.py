@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 DEFAULT = "default"
 """The item of a checkpoint that has only one object, as in Orbax."""
 
+TREE = ""
+"""The item that stands for a tree of Orbax alone, whose first keys are items of reknit."""
+_TREE_FILE, _STEP = "_METADATA", "_CHECKPOINT_METADATA"
+
 CUSTOM = "custom_metadata"
 """The item with the metadata that a user adds to a checkpoint."""
 
@@ -106,7 +110,20 @@ def located(directory: str | PathLike[str]) -> tuple[str, str | None]:
     for place in (above, _of_step(further, number)):
         if place and name in (items_at(place) or ()):
             return place, name
-    return path, None
+    return _located_of_orbax(path, above, name)
+
+
+def _located_of_orbax(path: str, above: str, name: str) -> tuple[str, str | None]:
+    """Return the checkpoint of Orbax itself that a path means, and its item, or `TREE` for a tree alone."""
+    if above and _has(above, _STEP) and not _has(above, _TREE_FILE):
+        return above, name
+    return path, TREE if _has(path, _TREE_FILE) else None
+
+
+def _has(folder: str, name: str) -> bool:
+    if "://" in folder:  # folders of Orbax are read from local disks only
+        return False
+    return os.path.isfile(os.path.join(folder, name))
 
 
 def _of_step(above: str, number: str) -> str | None:

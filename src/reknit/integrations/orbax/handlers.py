@@ -12,13 +12,14 @@ from reknit.errors import CheckpointExistsError, UsageError, shown
 from reknit.integrations.orbax.contents import (
     CUSTOM,
     DEFAULT,
+    TREE,
     contents,
     is_kept,
     items_at,
     kept_value,
     located,
 )
-from reknit.integrations.orbax.items import restored, saved_state
+from reknit.integrations.orbax.items import restored, restored_tree, saved_state
 from reknit.locations import location_text
 
 if TYPE_CHECKING:
@@ -136,7 +137,9 @@ def read(directory: str | PathLike[str], args: Any) -> Any:
     """Restore the items of the arguments from the checkpoint, or the item in it, that a directory names."""
     path, item = located(directory)
     with stored.open(path) as checkpoint:
-        return restored(path, args, checkpoint, item)
+        if item == TREE and not isinstance(args, ocp.args.Composite):
+            return restored_tree(path, args, checkpoint)
+        return restored(path, args, checkpoint, item or None)
 
 
 def described(checkpoint: Checkpoint, item: str | None = None) -> Any:
@@ -145,8 +148,10 @@ def described(checkpoint: Checkpoint, item: str | None = None) -> Any:
     found = {
         name: kept_value(checkpoint, name) if is_kept(checkpoint, name) else contents(checkpoint, name)
         for name in names
-        if item in (None, name)
+        if item in (None, TREE, name)
     }
+    if item == TREE:
+        return found
     one = item or (DEFAULT if names == [DEFAULT] else None)
     return ocp.args.Composite(**found) if one is None else found[one]
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import glob
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from reknit.frameworks import tree
 from reknit.frameworks.per_rank import PerRank
 from reknit.frameworks.stateful import Kept, is_stateful
 from reknit.integrations.orbax.contents import CUSTOM, DEFAULT, contents, generators, is_kept
-from reknit.integrations.orbax.leaves import PLACEHOLDER, name_of, target_of, with_typed_keys
+from reknit.integrations.orbax.leaves import PLACEHOLDER, name_of, target_of, with_dtypes, with_typed_keys
 from reknit.options import CommOptions, LoadOptions
 from reknit.ranks import acting
 from reknit.runs.load_step import say_resumed
@@ -59,7 +60,7 @@ def saved_state(args: Any, custom: Mapping[str, Any] | None = None) -> dict[str,
 
 
 def _saved(name: str, args: Any) -> Any:
-    item = getattr(args, "item", None)
+    item = with_dtypes(getattr(args, "item", None), getattr(args, "save_args", None))
     if item is not None and _is_iterator(item):
         return PerRank(Kept(item.get_state()))
     if isinstance(args, _AS_THEY_ARE):
@@ -93,6 +94,34 @@ def restored(path: str, args: Any, checkpoint: Checkpoint, only: str | None = No
         for name, value in _load(path, wanted).items()
     }
     return next(iter(found.values())) if single else ocp.args.Composite(**found)
+
+
+def restored_tree(path: str, args: Any, checkpoint: Checkpoint) -> Any:
+    """Restore a tree that Orbax saved alone, whose first keys are items.  Raises as `restored`."""
+    items = [name for name in checkpoint.items if name != CUSTOM]
+    if (item := getattr(args, "item", None)) is None:
+        return dict(restored(path, ocp.args.Composite(**dict.fromkeys(items)), checkpoint).items())
+    children, build = _one_level(item)
+    given, _ = _one_level(getattr(args, "restore_args", None))
+    partly = getattr(args, "partial_restore", False) or getattr(args, "transforms", None) == {}
+    if (more := [name for name in items if name not in children]) and not partly:
+        raise MismatchError(
+            f"the checkpoint has {', '.join(map(repr, more[:5]))}, which the target lacks",
+            path=path,
+            remedy="restore with the target of the save, or with PyTreeRestore(partial_restore=True)",
+        )
+    parts = {
+        name: replace(args, item=child, **({"restore_args": given[name]} if given else {}))
+        for name, child in children.items()
+    }
+    found = dict(restored(path, ocp.args.Composite(**parts), checkpoint).items())
+    return jax.tree_util.tree_unflatten(build, [found[name] for name in children])
+
+
+def _one_level(value: Any) -> tuple[dict[str, Any], Any]:
+    """Return the children of a tree by the names of their items, and its structure."""
+    paths, build = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda inner: inner is not value)
+    return {name_of(path): inner for path, inner in paths}, build
 
 
 def _load(path: str, wanted: Mapping[str, ItemTarget]) -> dict[str, Any]:

@@ -69,6 +69,23 @@ def _key(entry: Any) -> Any:
     return next((getattr(entry, at) for at in ("name", "idx", "key") if hasattr(entry, at)), str(entry))
 
 
+def with_dtypes(value: Any, args: Any) -> Any:
+    """Return a tree with the arrays and numbers in the dtypes that ``SaveArgs(dtype=...)`` has for them."""
+    if not any(getattr(arg, "dtype", None) is not None for arg in jax.tree.leaves(args)):
+        return value
+
+    def cast(leaf: Any, arg: Any) -> Any:
+        dtype = getattr(arg, "dtype", None)
+        held: Any = getattr(leaf, "dtype", None)
+        if dtype is None or jnp.issubdtype(held, jax.dtypes.prng_key):
+            return leaf
+        if isinstance(leaf, (bool, int, float)):
+            return np.asarray(leaf).astype(dtype).item()
+        return leaf.astype(dtype) if hasattr(leaf, "astype") else leaf
+
+    return jax.tree.map(cast, value, args)
+
+
 def with_typed_keys(value: Any, generators: Mapping[str, str]) -> Any:
     """Return a tree with typed keys in the place of their data, also if the target has the data, as in Orbax.
 

@@ -84,7 +84,7 @@ class CheckpointManager:
             if other_run == "refuse":
                 ask_root(self._group, "owner", self._timeout_s, partial(refuse_living, self._root))
             ask_root(self._group, "settle", self._timeout_s, partial(settle, self._root, patience_s))
-            ask_root(self._group, "begin", self._timeout_s, partial(refuse_orbax, self._root))
+        ask_root(self._group, "begin", self._timeout_s, partial(refuse_orbax, self._root))
         self._open = partial(
             Checkpointer,
             self._root,

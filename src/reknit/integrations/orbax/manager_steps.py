@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import closing
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
+from reknit.engine.record.foreign_folders import checkpoint_of_others
 from reknit.engine.record.line import Line
-from reknit.engine.record.other_formats import newest_of_others
 from reknit.engine.stored.steps import numbered, step_name
 from reknit.errors import CheckpointExistsError, UsageError
 from reknit.integrations.orbax.manager_options import StepFacts
@@ -19,7 +20,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reknit.engine.outcome import PendingSave
+    from reknit.storage.base import Storage
     from reknit.types.saved_step import SavedStep
+
+
+_STEP = re.compile(r"(?:.+_)?([0-9]{1,18})")
+_MOST_LOOKED_AT = 100
+"""Folders that are looked into for steps of Orbax, the highest numbers first."""
 
 
 class ManagedSteps:
@@ -95,14 +102,27 @@ def settle(root: str, timeout_s: float) -> None:
 
 
 def refuse_orbax(root: str) -> None:
-    """Raise `UsageError` for a folder without steps of reknit, but with those of Orbax itself."""
+    """Raise `UsageError` for a folder in which Orbax itself has the newest step."""
     with closing(open_storage(root)) as storage:
-        found = None if numbered(storage) else newest_of_others(storage)
-    if found is not None and found[1].kind == "Orbax":
-        name, other = found
+        newest = max((number for number, _ in numbered(storage)), default=None)
+        found = _newest_of_orbax(storage)
+    if found is not None and (newest is None or found[0] > newest):
+        name = found[1]
+        mine = "there is no step of reknit" if newest is None else f"the newest step of reknit is {newest}"
         raise UsageError(
-            f"there is no step of reknit below {root}, but {name} is {other.what}",
+            f"{mine} below {root}, but {name} is a checkpoint of Orbax",
             remedy="give the manager another directory; to go on from this checkpoint, call "
             f"reknit.load({below(root, name)!r}, state) while that directory has no step",
             path=root,
         )
+
+
+def _newest_of_orbax(storage: Storage) -> tuple[int, str] | None:
+    """Return number and name of the newest of Orbax's steps, which may have a prefix and zeros before."""
+    matches = filter(None, map(_STEP.fullmatch, storage.folders()))
+    steps = sorted(((int(match[1]), match[0]) for match in matches), reverse=True)
+    for number, name in steps[:_MOST_LOOKED_AT]:
+        other = checkpoint_of_others(storage.sub(name))
+        if other is not None and other.kind == "Orbax":
+            return number, name
+    return None

@@ -73,8 +73,9 @@ def export_dcp(
     folder = ExportFolder(out)
     with state_of(path, items) as (checkpoint, whole):
         saved = for_torch(whole)
+        saved.stubs()  # DCP joins the keys, so two names may be one
         stubs = stub_tensors(saved)
-        nbytes = sum(stub.spec.nbytes for stub in stubs.values())
+        nbytes = sum(stub.spec.nbytes for stub in stubs)
         with folder.filling() as storage:
             require_room(storage.url, nbytes)
             _write(checkpoint, saved.state, storage.url)

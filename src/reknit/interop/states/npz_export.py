@@ -53,7 +53,7 @@ def export_npz(
     `CheckpointNotFoundError`, `CorruptError`, `MismatchError`, `StorageError`.
     """
     with new_file(out, overwrite=overwrite) as beside, state_of(path, items) as (checkpoint, whole):
-        saved = kept(whole, _why_not)
+        saved = kept(whole.without_generators(), _why_not)
         stubs = saved.stubs()
         values = {
             dotted(place): np.asarray(leaf)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from glob import escape, glob
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from reknit.engine.stored.opening import OpenCheckpoint
 
-_LACKING = frozenset({"complex32", "float8_e8m0fnu", "float4_e2m1fn_x2"})
+_LACKING = frozenset({"complex32", "float4_e2m1fn_x2"})
 """Types that the files of Orbax cannot hold."""
 
 
@@ -39,10 +40,11 @@ def export_orbax(
 ) -> StateReport:
     """Write the checkpoint at `path` as the folder `out`, which ``PyTreeCheckpointer().restore(out)`` reads.
 
-    The tree has the `items` (default: all), in which tensors and values are nested as they were saved.
-    Numbers and texts are kept, tuples become lists, and other values are left out, as are tensors without
-    elements.  Memory is bounded by twice the largest tensor, since Orbax writes whole arrays.  `verify`
-    restores the folder with Orbax and compares every bit.  It needs the extra ``orbax``.
+    The tree has the `items` (default: all), in which tensors and values are nested as they were saved.  Keys
+    that are the numbers from 0 on make a list: so Orbax restores lists, tuples and states of optax into the
+    tree of the run.  Typed keys of JAX, numbers, texts and None are kept, and other values are left out, as
+    are tensors without elements.  Memory is bounded by twice the largest tensor, since Orbax writes whole
+    arrays.  `verify` restores the folder with Orbax and compares every bit.  It needs the extra ``orbax``.
 
     `out` is a local folder, empty or absent, and appears whole or not at all.  Raises `UsageError`,
     `MissingExtraError`, `CheckpointNotFoundError`, `CorruptError`, `MismatchError`, `StorageError`.
@@ -52,6 +54,7 @@ def export_orbax(
     with state_of(path, items) as (checkpoint, whole):
         saved = kept(whole, _why_not)
         stubs = saved.stubs()
+        tree = {item: _listed(value) for item, value in saved.state.items()}
         for name, stub in stubs.items():
             if stub.spec.dtype in _LACKING:
                 raise MismatchError(
@@ -60,9 +63,9 @@ def export_orbax(
         nbytes = sum(stub.spec.nbytes for stub in stubs.values())
         with folder.filling() as storage:
             require_room(storage.url, nbytes)
-            _write(orbax, checkpoint, saved.state, storage.url)
+            _write(orbax, checkpoint, tree, saved.generators, storage.url)
             if verify:
-                _verify(orbax, checkpoint, saved.state, storage.url)
+                _verify(orbax, checkpoint, tree, storage.url)
     return StateReport(
         path=folder.path,
         format="orbax",
@@ -90,9 +93,23 @@ def _why_not(value: Any) -> str | None:
         return None if value.spec.numel else "Orbax writes no array without elements"
     if type(value) is int and not -(1 << 63) <= value < 1 << 63:
         return "the integer needs more than 64 bits"
-    if type(value) in (int, float, str) or (type(value) in (dict, list, tuple) and not value):
+    if type(value) in (int, float, bool, str, type(None)):
+        return None
+    if type(value) in (dict, list, tuple) and not value:
         return None
     return f"it is a {type(value).__name__}, which Orbax does not keep as it is"
+
+
+def _listed(value: Any) -> Any:
+    """Return a state with lists for dicts whose keys are the numbers from 0 on."""
+    if type(value) in (list, tuple) and not isinstance(value, Stub):
+        return [_listed(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    inside = {key: _listed(one) for key, one in value.items()}
+    if inside and all(type(key) is int for key in inside) and set(inside) == set(range(len(inside))):
+        return [inside[number] for number in range(len(inside))]
+    return inside
 
 
 class SavedTensor:
@@ -112,7 +129,13 @@ class SavedTensor:
         return array
 
 
-def _write(orbax: Any, checkpoint: OpenCheckpoint, state: Mapping[str, Any], path: str) -> None:
+def _write(
+    orbax: Any,
+    checkpoint: OpenCheckpoint,
+    state: Mapping[str, Any],
+    generators: Mapping[str, str],
+    path: str,
+) -> None:
     handlers = orbax.type_handlers
     base: Any = handlers.NumpyHandler
     failed: list[ReknitError] = []
@@ -132,15 +155,22 @@ def _write(orbax: Any, checkpoint: OpenCheckpoint, state: Mapping[str, Any], pat
                     future.result()
             return []
 
+    from reknit.frameworks.jax.array_values import KIND, keys_of  # Orbax needs JAX too
+
     registry = handlers.create_type_handler_registry(
         (SavedTensor, OneByOne(deepcopy_host_arrays=False)),
+        (KIND, handlers.get_type_handler(KIND)),
         (int, handlers.ScalarHandler()),
         (float, handlers.ScalarHandler()),
         (str, handlers.StringHandler()),
     )
 
-    def array(_: tuple[str | int, ...], leaf: Any) -> Any:
-        return SavedTensor(checkpoint, leaf) if isinstance(leaf, Stub) else leaf
+    def array(place: tuple[str | int, ...], leaf: Any) -> Any:
+        if not isinstance(leaf, Stub):
+            return leaf
+        tensor = SavedTensor(checkpoint, leaf)
+        generator = generators.get(dotted(place))
+        return tensor if generator is None else keys_of(tensor.read(), generator)
 
     tree = mapped(dict(state), array)
     handler = orbax.PyTreeCheckpointHandler(type_handler_registry=registry)
@@ -161,14 +191,18 @@ def _write(orbax: Any, checkpoint: OpenCheckpoint, state: Mapping[str, Any], pat
 
 def _verify(orbax: Any, checkpoint: OpenCheckpoint, state: Mapping[str, Any], path: str) -> None:
     """Restore the folder with Orbax, and compare it.  Raises `CorruptError`."""
-    with orbax.Checkpointer(orbax.PyTreeCheckpointHandler()) as checkpointer:
+    from reknit.frameworks.jax.array_values import host_data, is_array
+
+    with orbax.Checkpointer(orbax.PyTreeCheckpointHandler()) as checkpointer, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sharding info not provided")  # for typed keys
         tree = checkpointer.restore(path)
     found = {dotted(place): leaf for place, leaf in leaves(tree)}
     stubs = {leaf.number: dotted(place) for place, leaf in leaves(state) if isinstance(leaf, Stub)}
     wanted = {number: Named(name, checkpoint.index.tensors[number].spec) for number, name in stubs.items()}
 
     def read(number: int) -> ReadBack:
-        array = np.asarray(found[stubs[number]])
+        array = found[stubs[number]]
+        array = host_data(array) if is_array(array) else np.asarray(array)
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         return ReadBack(TensorSpec(array.shape, str(array.dtype)), data)
 

@@ -16,10 +16,10 @@ from reknit.engine.stored.opening import opened, read_opened, unknown_items
 from reknit.errors import CorruptError, FormatError, MismatchError, UsageError
 from reknit.frameworks import fresh_arrays, tree
 from reknit.interop.tensor_stream import OPTIONS
-from reknit.types.shard import full_name
+from reknit.types.shard import GENERATOR, full_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from os import PathLike
 
     from reknit.engine.stored.opening import OpenCheckpoint
@@ -37,20 +37,40 @@ class Stub(NamedTuple):
 
 @dataclass
 class SavedState:
-    """A nested state with a `Stub` for each tensor; `left_out` maps entries that it lacks to the reason."""
+    """A nested state with a `Stub` for each tensor; `left_out` maps entries that it lacks to the reason.
+
+    `generators` has the names of the random generators of typed keys of JAX, whose numbers are tensors, by
+    the names of these.
+    """
 
     state: dict[str, Any]
     left_out: dict[str, str] = field(default_factory=dict)
+    generators: dict[str, str] = field(default_factory=dict)
+
+    def tensors(self) -> dict[tuple[str | int, ...], Stub]:
+        """Return all tensors by the keys that lead to them."""
+        return {path: leaf for path, leaf in leaves(self.state) if isinstance(leaf, Stub)}
 
     def stubs(self) -> dict[str, Stub]:
         """Return all tensors by their names: the keys that lead to them, joined by dots."""
         found: dict[str, Stub] = {}
-        for path, leaf in leaves(self.state):
-            if isinstance(leaf, Stub) and found.setdefault(dotted(path), leaf) is not leaf:
+        for path, leaf in self.tensors().items():
+            if found.setdefault(dotted(path), leaf) is not leaf:
                 raise MismatchError(
-                    f"two tensors would be named {dotted(path)!r}", remedy="export the items one by one"
+                    f"two tensors would be named {dotted(path)!r}",
+                    remedy="this format joins keys by dots: `reknit export torch` nests them, or leave out "
+                    "the item with --item, or items, that name the others",
                 )
         return found
+
+    def without_generators(self) -> SavedState:
+        """Return a state that has typed keys as numbers alone, and says so."""
+        lost = {
+            f"{name}.{GENERATOR}": f"the key is written as numbers; jax.random.wrap_key_data(numbers, "
+            f"impl={generator!r}) makes it again"
+            for name, generator in self.generators.items()
+        }
+        return SavedState(self.state, self.left_out | lost)
 
 
 @contextmanager
@@ -74,6 +94,11 @@ def state_of(
             for blob in contents.manifest.blobs
             if blob.coordinate is not None and blob.item in wanted
         }
+        left_out |= {
+            dotted(tuple(entry.name.split("/"))): entry.why
+            for entry in contents.manifest.unread
+            if entry.item in wanted
+        }
         try:
             checkpoint = opened(storage, contents, wanted, OPTIONS)
         except CorruptError:
@@ -83,7 +108,19 @@ def state_of(
             left_out |= {item: "its values are pickled, and are not read" for item in wanted}
         numbers = [n for n, entry in enumerate(checkpoint.index.tensors) if entry.item in wanted]
         require_covered(checkpoint.index, numbers)
-        yield checkpoint, SavedState({item: _item(checkpoint, item) for item in wanted}, left_out)
+        state = {item: _item(checkpoint, item) for item in wanted}
+        yield checkpoint, SavedState(state, left_out, _generators(checkpoint, wanted))
+
+
+def _generators(checkpoint: OpenCheckpoint, items: Iterable[str]) -> dict[str, str]:
+    """Return the names of the random generators of typed keys, by the names of these."""
+    found = {}
+    for item in items:
+        for fqn, generator in checkpoint.blobs.get(item, {}).items():
+            *parts, last = fqn.split("/")
+            if last == GENERATOR:
+                found[dotted((item, *map(tree.unescape, parts)))] = str(generator)
+    return found
 
 
 def _item(checkpoint: OpenCheckpoint, item: str) -> Any:
@@ -94,7 +131,9 @@ def _item(checkpoint: OpenCheckpoint, item: str) -> Any:
         if entry.item == item
     }
     values = {
-        fqn: fresh_arrays.live(value, fqn, stubs) for fqn, value in checkpoint.blobs.get(item, {}).items()
+        fqn: fresh_arrays.live(value, fqn, stubs)
+        for fqn, value in checkpoint.blobs.get(item, {}).items()
+        if fqn.rpartition("/")[2] != GENERATOR
     }
     # the dict of an object that was saved by its `state_dict` has all tensors below its name in their places
     whole = {fqn.removesuffix(tree.SKELETON): fqn for fqn in values if fqn.endswith(tree.SKELETON)}
@@ -114,7 +153,9 @@ def _put(state: dict[Any, Any], keys: Sequence[str | int], value: Any, name: str
     for key in keys[:-1]:
         at = at.setdefault(key, {}) if isinstance(at, dict) else None
     if not isinstance(at, dict) or keys[-1] in at:
-        raise MismatchError(f"{name} has the place of another entry", remedy="export the items one by one")
+        raise MismatchError(
+            f"{name} has the place of another entry", remedy="leave out its item: name the others"
+        )
     at[keys[-1]] = value
 
 
@@ -194,4 +235,4 @@ def kept(saved: SavedState, why_not: Callable[[Any], str | None]) -> SavedState:
         left_out[dotted(path)] = reason
         return LEFT_OUT
 
-    return SavedState(mapped(saved.state, change), left_out)
+    return SavedState(mapped(saved.state, change), left_out, saved.generators)

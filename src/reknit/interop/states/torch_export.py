@@ -58,10 +58,10 @@ def export_torch(
     with new_file(out, overwrite=overwrite) as beside, state_of(path, items) as (checkpoint, whole):
         saved = for_torch(whole)
         stubs = stub_tensors(saved)
-        nbytes = sum(stub.spec.nbytes for stub in stubs.values())
+        nbytes = sum(stub.spec.nbytes for stub in stubs)
         require_room(beside, nbytes)
-        tied = tied_names(checkpoint, sorted({stub.number for stub in stubs.values()}))
-        order = list(dict.fromkeys(tied.get(stub.number, stub.number) for stub in stubs.values()))
+        tied = tied_names(checkpoint, sorted({stub.number for stub in stubs}))
+        order = list(dict.fromkeys(tied.get(stub.number, stub.number) for stub in stubs))
         _write_frame(saved.state, tied, beside)
         with translated("write", beside), open(beside, "r+b") as file:
             _fill(file, checkpoint, order)
@@ -166,5 +166,5 @@ def _verify(checkpoint: OpenCheckpoint, state: Mapping[str, Any], path: str) -> 
         for number, place in tensors.items()
     }
     require_equal(wanted, stream(checkpoint, list(wanted)), lambda number: read_back(found[tensors[number]]))
-    values = {dotted(place): leaf for place, leaf in leaves(state) if not isinstance(leaf, Stub)}
-    require_same_values(values, {dotted(place): leaf for place, leaf in found.items()})
+    values = {str(place): leaf for place, leaf in leaves(state) if not isinstance(leaf, Stub)}
+    require_same_values(values, {str(place): leaf for place, leaf in found.items()})

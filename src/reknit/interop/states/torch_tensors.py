@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from reknit.errors import MismatchError
-from reknit.interop.states.state_tree import SavedState, Stub, kept
+from reknit.interop.states.state_tree import SavedState, Stub, dotted, kept
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +32,7 @@ def for_torch(saved: SavedState) -> SavedState:
 
     The groups of optimizers have all options that DCP asks for.
     """
-    safe = kept(saved, _why_not)
+    safe = kept(saved.without_generators(), _why_not)
     return SavedState(_with_options(safe.state), safe.left_out)
 
 
@@ -84,9 +84,9 @@ def tensor_of(data: NDArray[Any], dtype: torch.dtype, shape: Sequence[int]) -> t
     return torch.from_numpy(data.reshape(-1).view(np.uint8)).view(dtype).reshape(tuple(shape))
 
 
-def stub_tensors(saved: SavedState) -> dict[str, Stub]:
-    """Return the tensors of a state by name.  Raises `MismatchError` for one that torch cannot hold."""
-    stubs = saved.stubs()
-    for name, stub in stubs.items():
-        torch_dtype(name, stub.spec)
-    return stubs
+def stub_tensors(saved: SavedState) -> list[Stub]:
+    """Return the tensors of a state.  Raises `MismatchError` for one that torch cannot hold."""
+    stubs = saved.tensors()
+    for path, stub in stubs.items():
+        torch_dtype(dotted(path), stub.spec)
+    return list(stubs.values())

@@ -39,11 +39,15 @@ class DerivedStorage(ForwardingStorage):
         return DerivedStorage(inner)
 
     def size(self, path: str) -> int:
-        """Return the size of a file in bytes, also of a derived one."""
+        """Return the size of a file in bytes, also of a derived one.
+
+        Raises `CorruptError` for a part of an array whose file is missing.
+        """
         rule = derived(path)
         if rule is None:
             return self.inner.size(path)
         if isinstance(rule, Cell):
+            self._arrays_below().require(rule)
             return rule.itemsize * prod(rule.lengths)
         return rule.nbytes if isinstance(rule, Inflated) else rule.itemsize * prod(rule.shape)
 

@@ -1,0 +1,43 @@
+"""The format of a checkpoint that another program wrote, and the entries in it that reknit cannot read."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from reknit.types.shard import full_name
+
+
+class Unread(NamedTuple):
+    """An entry of another program's checkpoint that reknit cannot read, and the reason.
+
+    Names below `fqn` belong to it as well; without an `fqn` it is the whole item.
+    """
+
+    item: str
+    fqn: str
+    why: str
+
+    @property
+    def name(self) -> str:
+        """Its name in messages to users."""
+        return full_name(self.item, self.fqn)
+
+    def covers(self, name: str) -> bool:
+        """Return whether a name in messages to users belongs to this entry."""
+        return f"{name}/".startswith(f"{self.name}/")
+
+
+class OtherFormat(NamedTuple):
+    """The format of a checkpoint of another program, which is read in place.
+
+    `is_file` is whether the checkpoint is one file, which lies in the folder above.  `unchecked` says which
+    checks of its bytes are not possible, and names the entries that are `unread`.  `notes` has a sentence for
+    each file that does not belong to the opened checkpoint though it lies there, such as an older model in
+    the same folder.
+    """
+
+    kind: str
+    is_file: bool
+    unchecked: str
+    unread: tuple[Unread, ...] = ()
+    notes: tuple[tuple[str, str], ...] = ()
