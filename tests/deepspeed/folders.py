@@ -279,6 +279,28 @@ def convert(root: str, names: Sequence[str]) -> None:
         )
 
 
+def train_with_transformers(root: str) -> None:
+    """Let the Trainer of transformers save with DeepSpeed: ``root/trainer/checkpoint-2/global_step2``."""
+    transformers = import_module("transformers")
+    engines.deepspeed()
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 16}
+    config = transformers.LlamaConfig(num_attention_heads=2, tie_word_embeddings=True, **sizes)
+    zero = {
+        "zero_optimization": {"stage": 3},
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    how = {"max_steps": 2, "save_steps": 2, "per_device_train_batch_size": 2, "use_cpu": True}
+    trainer = transformers.Trainer(
+        transformers.LlamaForCausalLM(config),
+        transformers.TrainingArguments(f"{root}/trainer", deepspeed=zero, report_to=[], **how),
+        train_dataset=[{"input_ids": torch.arange(6), "labels": torch.arange(6)}] * 4,
+    )
+    trainer.train()
+    torch.save(truth(trainer.deepspeed), f"{root}/trainer.truth")
+
+
 def continued(root: str, name: str, layout: str) -> list[str]:
     """Load a folder into an engine of another layout; return the names of values that differ."""
     engine = build(layout, steps=0)

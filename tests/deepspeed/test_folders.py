@@ -18,6 +18,7 @@ from tests import ranks
 from tests.deepspeed import folders
 from tests.interop.damage import FLIPPED, KINDS, damages, wrong_in_silence
 from tests.optional import needs
+from tests.running.examples import is_night
 
 pytestmark = needs("deepspeed", "DeepSpeed")
 
@@ -84,6 +85,15 @@ def test_a_folder_has_all_that_the_ranks_had(name: str, root: Path) -> None:
     else:
         assert unlike(found, expected, "optimizer") == []
     assert found["engine"]["global_steps"] == 2
+
+
+@pytest.mark.skipif(not is_night(), reason="at night: transformers takes 8 s")
+def test_a_folder_of_the_trainer_of_transformers_has_all_that_it_had(root: Path) -> None:
+    pytest.importorskip("transformers")
+    ranks.run(1, folders.train_with_transformers, str(root), warm="deepspeed", joined=False)
+    found, expected = read(root / "trainer/checkpoint-2/global_step2"), truth(root, "trainer")
+    assert unlike(found, expected, "model") == []
+    assert unlike(found, expected, "optimizer") == []
 
 
 def test_states_without_zero_have_the_numbers_of_their_parameters(root: Path) -> None:
@@ -182,6 +192,14 @@ def test_files_of_two_saves_are_refused_by_name(what: str, root: Path, tmp_path:
     shutil.copytree(root / "z2-bf16" / "tag", tmp_path / "tag")
     shutil.copy(root / other / "tag" / file, tmp_path / "tag" / file)
     with pytest.raises(FormatError, match=words):
+        reknit.open(tmp_path / "tag")
+
+
+@pytest.mark.parametrize("name", ["z2-bf16", "z3-bf16"])
+def test_the_file_of_a_rank_that_is_missing_is_named(name: str, root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / name / "tag", tmp_path / "tag")
+    (tmp_path / "tag" / PARTITION).unlink()
+    with pytest.raises(FormatError, match=f"lacks {PARTITION}"):
         reknit.open(tmp_path / "tag")
 
 
