@@ -220,7 +220,7 @@ def truth(engine: Any) -> dict[str, dict[str, Any]]:
     model = {name: one.clone() for name, one in engine.module.named_buffers() if name in persistent}
     parts: list[tuple[str, tuple[int, ...], int, torch.Tensor]] = []
     values: dict[str, Any] = {}
-    inner = getattr(engine.optimizer, "optimizer", None)
+    inner: Any = getattr(engine.optimizer, "optimizer", None)
     if inner is not None and hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()

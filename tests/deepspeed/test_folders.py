@@ -203,6 +203,15 @@ def test_the_file_of_a_rank_that_is_missing_is_named(name: str, root: Path, tmp_
         reknit.open(tmp_path / "tag")
 
 
+def test_values_of_other_types_than_deepspeed_has_are_refused(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "z3-bf16" / "tag", tmp_path / "tag")
+    file = tmp_path / "tag" / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    state = torch.load(file, weights_only=False)
+    torch.save({**state, "shared_params": 3}, file)
+    with pytest.raises(FormatError, match="values in an unknown form: AttributeError"):
+        reknit.open(tmp_path / "tag")
+
+
 def test_states_that_were_offloaded_to_disks_are_refused(root: Path, tmp_path: Path) -> None:
     shutil.copytree(root / "z3-bf16" / "tag", tmp_path / "tag")
     (tmp_path / "tag" / "offloaded_tensors" / "rank00").mkdir(parents=True)

@@ -41,9 +41,9 @@ def files_of(paths: list[str]) -> DeepSpeedFiles:
     """Return the files that hold something.  Raises `FormatError` for two files of one rank."""
     files = DeepSpeedFiles({}, {}, {}, {}, {})
     for path in paths:
-        for pattern, found in zip(_KINDS, files, strict=False):
+        for pattern, found in zip(_KINDS, files[:4], strict=True):
             if match := pattern.fullmatch(path):
-                key: Any = tuple(-1 if each is None else int(each) for each in match.groups())
+                key = tuple(-1 if each is None else int(each) for each in match.groups())
                 if key in found:
                     raise FormatError(f"{found[key]} and {path} are files of one rank, of different saves")
                 found[key] = path

@@ -34,7 +34,7 @@ from reknit.engine.foreign.deepspeed.universal import add_universal
 from reknit.engine.foreign.entries import MODEL, ForeignEntries, named
 from reknit.engine.foreign.optimizer_states import named_states
 from reknit.engine.foreign.torch_files import TorchFile, add_extent
-from reknit.errors import CorruptError, FormatError, shown
+from reknit.errors import CorruptError, FormatError, ReknitError, shown
 from reknit.format.foreign.torch_values import TensorView
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 _EXPERT = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)([0-9]{1,9})(\..*)")
 _COUNTS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+_ODD = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+"""Errors of a walk through values that have other types than DeepSpeed gives them."""
 _NOT_JOINED = "which reknit does not join"
 _UNNAMED = (
     "without ZeRO, DeepSpeed saves no names of parameters with an optimizer in bf16, fp16 or with experts"
@@ -54,6 +56,19 @@ def read_folder(storage: Storage) -> ForeignEntries:
     """Return the entries of a checkpoint.  Raises `FormatError` for one that cannot be read whole."""
     entries = ForeignEntries(storage)
     files = files_of([listed.path for listed in storage.list()])
+    try:
+        _add_all(entries, files)
+    except ReknitError:
+        raise
+    except _ODD as error:
+        raise FormatError(
+            f"the checkpoint has values in an unknown form: {type(error).__name__} {shown(str(error))}"
+        ) from error
+    return entries
+
+
+def _add_all(entries: ForeignEntries, files: DeepSpeedFiles) -> None:
+    """Add the entries of all files."""
     stages = sorted({rank for _, rank in files.models})
     models = [_models(entries, files, stage) for stage in stages]
     first = models[0][0].value
@@ -61,12 +76,11 @@ def read_folder(storage: Storage) -> ForeignEntries:
     _add_progress(entries, first)
     if files.universal:
         add_universal(entries, files, models[0])
-        return entries
+        return
     _add_layers(entries, files, {name for each in models for name in chain(*shapes_of(each[0].value))})
     experts = _add_experts(entries, files, first.get("num_experts"))
     for stage, of_stage in zip(stages, models, strict=True):
         _add_stage(entries, files, stage, of_stage, experts)
-    return entries
 
 
 def _check_layout(state: dict[str, Any], files: DeepSpeedFiles, num_stages: int) -> None:

@@ -54,7 +54,7 @@ class RankPartition(NamedTuple):
     def counts(self) -> list[int]:
         """The number of the ranks that share a group, for each group; one number if it is that of all."""
         found = self.state.get("partition_count")
-        counts = found if isinstance(found, list) else [found]
+        counts: list[Any] = found if isinstance(found, list) else [found]
         if not counts or not all(type(one) is int and one > 0 for one in counts):
             raise FormatError(f"{self.file.path} does not record the number of its partitions")
         return counts
@@ -162,7 +162,9 @@ def places_on_lines(
             ends, at = [0, *accumulate(sizes)], 0
             for number, (name, shape) in enumerate(members.items()):
                 numel = prod(shape)
-                ranges = [(line.ranks[each], *rest) for each, *rest in _cut(ends, at, numel)]
+                ranges = [
+                    (line.ranks[each], there, here, num) for each, there, here, num in _cut(ends, at, numel)
+                ]
                 if sum(each[3] for each in ranges) < numel:
                     raise CorruptError(f"{name[:200]!r} lies beyond the partitions of its group")
                 places.append(ParameterPlace(line.rename(name), shape, group, ranges))
