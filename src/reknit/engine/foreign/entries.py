@@ -41,7 +41,7 @@ MODEL = "model"
 """The item of tensors that the other program puts into no group."""
 MAX_NODES = 1 << 22
 """Containers, and values in them, that are walked: a small pickle can hold one list at very many places."""
-_NAMED = 3
+_NAMED = 5
 """Names of each reason, and reasons, that a sentence lists."""
 MAX_INLINE_NBYTES = 64 << 20
 """Bytes of all tensors that are parts of values."""
