@@ -235,6 +235,7 @@ def test_a_save_whose_commit_is_ruled_out_leaves_a_tombstone_and_no_file() -> No
     assert place.value(place.hot) is None
     assert reknit.latest(place.root) is None
     assert reknit.steps(place.root) == []
+    assert reknit.latest(place.hot) is None  # nor is it a checkpoint whose steps somebody looks for
     with pytest.raises(CheckpointNotFoundError):
         reknit.delete(place.hot)
     with pytest.raises(CheckpointNotFoundError):
@@ -272,4 +273,54 @@ def test_no_save_begins_where_the_manifest_may_still_be_deleted() -> None:
     assert place.value(place.hot) is None
     open_storage(place.hot).delete(note.removeprefix(f"{open_storage(place.hot).url}/"))  # as the remedy says
     place.save(LATER)
+    assert place.value(place.hot) == LATER
+
+
+def test_a_save_that_was_fenced_off_never_commits_though_its_request_was_sent() -> None:
+    place = Place("bucket")
+    place.calls.expect("commit manifest", 1, dies=True)
+    with pytest.raises(Killed):
+        place.save(NEW)
+    place.calls.end()
+    assert reknit.latest(place.root, pending="fence") is None
+    place.calls.release()
+    assert reknit.latest(place.root) is None
+
+
+def test_a_checkpoint_that_was_saved_over_a_tombstone_leaves_one_when_it_is_removed() -> None:
+    place = Place("bucket")
+    unanswered(place, overwrite=False, silence=1)
+    place.save(LATER)
+    reknit.delete(place.hot)
+    place.calls.release()
+    assert place.value(place.hot) is None
+    assert has_tombstone(open_storage(place.hot))
+
+
+def test_a_copy_that_may_still_be_committed_stays_when_its_original_is_removed() -> None:
+    place = Place("bucket")
+    place.save(OLD)
+    place.calls.expect("commit manifest", 2)
+    with pytest.raises(UndecidedError):
+        reknit.cool(place.hot, place.cold)
+    place.calls.expect("commit manifest", 1)  # nor can it be ruled out
+    reknit.delete(place.hot)
+    place.calls.end()
+    assert place.value(place.hot) is None
+    place.calls.release()
+    assert place.value(place.cold) == OLD
+
+
+def test_files_that_may_still_be_deleted_are_not_copied_again() -> None:
+    place = Place("bucket")
+    place.save(OLD)
+    place.calls.expect("delete m/", 1)
+    with pytest.raises(ReknitError, match="no answer"):
+        reknit.cool(place.hot, place.cold)  # it has moved, and its files go
+    place.calls.end()
+    with pytest.raises(CommitError, match="may delete a file of this save later"):
+        place.promote(back=True)
+    place.calls.release()
+    assert place.value(place.hot) == OLD  # from where it has moved to
+    place.save(LATER, overwrite=True)
     assert place.value(place.hot) == LATER

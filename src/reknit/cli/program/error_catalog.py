@@ -268,6 +268,15 @@ CATALOG: dict[str, Explanation] = {
         ),
         pages=("howto/tuning.md", "howto/events-and-phases.md"),
     ),
+    "UndecidedError": Explanation(
+        causes=("The store did not answer the request that commits, nor those that would rule it out.",),
+        remedies=(
+            "Look for the checkpoint when the store answers again: it is whole if it is there.",
+            "Save again, to this path or another; nothing that was there before is lost.",
+            "Leave its files where they are, or let `reknit gc` rule the commit out and remove them.",
+        ),
+        pages=("reliability.md", "howto/clean-up.md"),
+    ),
     "ShortageError": Explanation(
         causes=(
             "A limit of the container or of the shell: memory, processes or open files.",

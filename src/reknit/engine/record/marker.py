@@ -140,7 +140,8 @@ def fenced_off(storage: Storage, mine: Marker) -> CommitError:
         sleep(_ALONE_S / 5)  # the save that removed the marker may be about to put its own again
     if alone:
         return (FencedError if mine.met else CommitError)(
-            "the marker of this save is gone, and no other save is here now; nothing is committed",
+            "the marker of this save was removed while it was under way, or the store has lost it, and no "
+            "other save is here now; nothing is committed",
             path=f"{storage.url}/{mine.path}",
             remedy="save again; if that fails too, see that the store keeps what it has confirmed, that only "
             "one save at a time goes to a path, and that nothing deletes files of a save that is under way",
