@@ -151,7 +151,7 @@ def test_one_process_is_told_of_a_checkpoint_that_was_deleted_whatever_it_was_do
         except CheckpointNotFoundError as error:
             outcomes.append(error.message)
     assert any("was deleted while it was read" in outcome for outcome in outcomes)
-    # No byte of its small target had arrived, which is told.
+    # No byte of the small target had arrived, and the error says so.
     assert any("changed no tensor of the target" in outcome for outcome in outcomes)
     assert not any("partly written" in outcome for outcome in outcomes)
     assert outcomes[-1] == "whole"  # the load was over before the operation at which it would be deleted

@@ -1,4 +1,4 @@
-"""Stores in memory that leave chosen requests without an answer, and carry them out when they are told to."""
+"""Stores in memory that leave chosen requests without an answer, and carry them out at a later call."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ NOW = 1_800_000_000.0
 
 
 class Killed(BaseException):
-    """The process is dead: whatever it does from now on has no effect."""
+    """The process is dead: its further calls have no effect."""
 
 
 @dataclass
 class Requests:
-    """The requests that change a bucket: their number, and those that wait.
+    """The requests that change a bucket: their number, and the waiting ones.
 
     The next `hang` requests from number `first` on get no answer.  With `dies` the process dies during the
     first of them, and sends no other.  `release` carries them out in the order in which they were sent, each

@@ -124,7 +124,7 @@ def attempt(work: Callable[[Place], object], place: Place) -> BaseException | No
 
 
 def requests_of(kind: str, action: str) -> list[int]:
-    """Return the numbers of the requests of an action: all at night, else those that decide."""
+    """Return the numbers of the requests of an action: all at night, else the deciding ones."""
     place = Place(kind)
     BEFORE[action](place)
     place.calls.end()

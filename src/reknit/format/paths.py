@@ -130,12 +130,7 @@ def blob_tail(write_id: str, own: int | None = None) -> str:
 
 def index_path(write_id: str) -> str:
     """Return the path of the index."""
-    return index_name(short_id(write_id))
-
-
-def index_name(write_id8: str) -> str:
-    """Return the path of the index of the write with this short id."""
-    return f"index.{write_id8}.parquet"
+    return f"index.{short_id(write_id)}.parquet"
 
 
 def marker_path(generation: int, write_id: str) -> str:

@@ -269,7 +269,7 @@ CATALOG: dict[str, Explanation] = {
         pages=("howto/tuning.md", "howto/events-and-phases.md"),
     ),
     "UndecidedError": Explanation(
-        causes=("The store did not answer the request that commits, nor those that would rule it out.",),
+        causes=("The store answered neither the commit nor the requests to rule it out.",),
         remedies=(
             "Look for the checkpoint when the store answers again: it is whole if it is there.",
             "Save again, to this path or another; nothing that was there before is lost.",

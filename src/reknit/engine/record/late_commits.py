@@ -1,9 +1,9 @@
 """A commit without an answer may be carried out later: make that impossible before a file of it goes.
 
 Where the marker turns into the manifest, its removal ends the commit.  A store that `CommitsLate` has looked
-for the marker before, so there the manifest is changed, or a tombstone is put in its place: the late commit
-has a condition, which no longer holds.  The index of a write shows that its commit may have been sent, since
-it is written right before.  It is the last file of the write that goes (docs/decisions/0029).
+for the marker before.  There the manifest is changed, or a tombstone is put in its place, so that the
+condition of the late commit no longer holds.  The index of a write, which is written right before, shows that
+its commit may have been sent.  It is the last file of the write that goes (docs/decisions/0029).
 """
 
 from __future__ import annotations
@@ -96,7 +96,10 @@ def rule_out(storage: Storage, write_id8: str) -> bool:
 
     Its marker was removed.  Raises `StorageError`.
     """
-    if not isinstance(storage, CommitsLate) or size_of(storage, paths.index_name(write_id8)) is None:
+    if (
+        not isinstance(storage, CommitsLate)
+        or size_of(storage, paths.index_path(f"{write_id8:0<32}")) is None
+    ):
         return True
     return forbid(storage, write_id8)
 
@@ -147,7 +150,7 @@ def entomb(storage: Storage, manifest: Manifest | None) -> bool:
 
 
 def is_blind(storage: Storage) -> bool:
-    """Return whether a late commit may replace whatever is there: the store has no conditional writes."""
+    """Return whether a late commit may replace any manifest: the store has no conditional writes."""
     return isinstance(storage, CommitsLate) and not storage.swap(
         paths.MANIFEST_PATH, lambda _: None, limit=MAX_MANIFEST_NBYTES
     )

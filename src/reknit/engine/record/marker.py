@@ -143,8 +143,8 @@ def fenced_off(storage: Storage, mine: Marker) -> CommitError:
             "the marker of this save was removed while it was under way, or the store has lost it, and no "
             "other save is here now; nothing is committed",
             path=f"{storage.url}/{mine.path}",
-            remedy="save again; if that fails too, see that the store keeps what it has confirmed, that only "
-            "one save at a time goes to a path, and that nothing deletes files of a save that is under way",
+            remedy="save again, let only one save at a time go to a path, and delete no files of a save that "
+            "is under way, also not with `reknit gc`; if it happens again, the store loses files",
         )
     return FencedError(
         "another save to this path began while this one (generation "

@@ -108,10 +108,10 @@ class Conditions:
     def swap(self, key: str, url: str, change: Callable[[bytes | None], bytes | None], limit: int) -> bool:
         """Replace a small object by its changed bytes, as `CommitsLate.swap` does."""
         while self._are_kept():
-            try:
+            old: bytes | None = None
+            seen: UpdateVersion | None = None
+            with suppress(StorageNotFoundError):
                 old, seen = whole(self._client, key, url, limit)
-            except StorageNotFoundError:
-                old = seen = None
             new = change(old)
             if new is None or self.put(key, url, new, seen):
                 return True
