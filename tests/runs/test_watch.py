@@ -11,7 +11,7 @@ import pytest
 
 import reknit
 from reknit.engine.record.at_path import committed
-from reknit.engine.record.checkpoint_notes import Removal
+from reknit.engine.record.removals import Removal
 from reknit.errors import CheckpointNotFoundError, CorruptError, StoragePermissionError, UsageError
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import open_storage

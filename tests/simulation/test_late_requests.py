@@ -82,11 +82,21 @@ class Place:
         return float(value)
 
 
+def in_turn(*steps: Callable[[Place], object]) -> Callable[[Place], object]:
+    """Return a function that does all steps."""
+
+    def work(place: Place) -> None:
+        for step in steps:
+            step(place)
+
+    return work
+
+
 BEFORE: dict[str, Callable[[Place], object]] = {
     "save": lambda place: None,
     "save over": lambda place: place.save(OLD),
     "promote": lambda place: place.save(NEW),
-    "promote over": lambda place: (place.save(OLD, cold=True), place.save(NEW)),
+    "promote over": in_turn(lambda place: place.save(OLD, cold=True), lambda place: place.save(NEW)),
     "drop": lambda place: place.save(OLD),
     "cool": lambda place: place.save(OLD),
     "delete": lambda place: place.save(OLD),
@@ -109,9 +119,11 @@ AFTERWARDS: dict[str, Callable[[Place], object]] = {
     "delete": lambda place: reknit.delete(place.hot),
     "promote": lambda place: place.promote(),
     "promote back": lambda place: place.promote(back=True),
-    "sweep, save": lambda place: (place.sweep(), place.save(LATER)),
-    "save, delete": lambda place: (place.save(LATER), reknit.delete(place.hot)),
-    "sweep, save, delete": lambda place: (place.sweep(), place.save(LATER), reknit.delete(place.hot)),
+    "sweep, save": in_turn(lambda place: place.sweep(), lambda place: place.save(LATER)),
+    "save, delete": in_turn(lambda place: place.save(LATER), lambda place: reknit.delete(place.hot)),
+    "sweep, save, delete": in_turn(
+        lambda place: place.sweep(), lambda place: place.save(LATER), lambda place: reknit.delete(place.hot)
+    ),
 }
 
 
