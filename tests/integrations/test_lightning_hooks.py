@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import reknit
-from reknit.engine.record import heartbeat
 from reknit.frameworks.same_value import same_value
 from tests import ranks
 from tests.integrations import lightning_hooks_job as jobs
@@ -254,7 +253,7 @@ def refusals(root: str) -> list[str]:
     found.append(outcome(ReknitCheckpoint(f"{root}/last")))
     owner = Owner(f"{root}/owned")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(heartbeat.time, "sleep", lambda _: owner.heart.beat())
+        patch.setattr("reknit.engine.record.heartbeat.time.sleep", lambda _: owner.heart.beat())
         trained: list[int] = []
         watch = LambdaCallback(on_train_batch_end=lambda *_: trained.append(1))
         found.append(outcome(ReknitCheckpoint(f"{root}/owned"), [watch], path=None))

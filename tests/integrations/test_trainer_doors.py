@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 import reknit
-from reknit.engine.record import heartbeat
 from reknit.errors import CheckpointExistsError, UsageError
 from reknit.runs import load_step
 from tests import ranks
@@ -89,7 +88,7 @@ def refuse_beside_another(folder: str) -> None:
     owner = Owner(f"{folder}/_reknit")
     made = trainer(folder, max_steps=2, checkpoints={"wait": True})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(heartbeat.time, "sleep", lambda _: owner.heart.beat())
+        patch.setattr("reknit.engine.record.heartbeat.time.sleep", lambda _: owner.heart.beat())
         with pytest.raises(UsageError, match="belongs to a run that lives"):
             began(made)
         assert made.first is None

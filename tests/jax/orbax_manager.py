@@ -20,7 +20,6 @@ import pytest
 
 import reknit
 import reknit.integrations.orbax as ocp
-from reknit.engine.record import heartbeat
 from reknit.errors import CheckpointExistsError, CheckpointNotFoundError, FencedError, UsageError
 from reknit.runs import load_step
 from tests.faults.nursery import wait_until
@@ -122,7 +121,7 @@ def check_a_manager_is_refused_while_another_run_lives_and_says_what_it_restores
     owner = Owner(folder)
     lines: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(heartbeat.time, "sleep", lambda _: owner.heart.beat())
+        patch.setattr("reknit.engine.record.heartbeat.time.sleep", lambda _: owner.heart.beat())
         raises(UsageError, "belongs to a run that lives", lambda: ocp.CheckpointManager(folder))
         assert owner.owns()
         patch.setattr(load_step.logger, "log", lambda level, text, *parts: lines.append(text % parts))

@@ -143,11 +143,8 @@ def model_of_hugging_face(folder: Path) -> None:
 
 WEIGHTS: dict[str, Callable[[Path], object]] = {
     "nothing": lambda root: None,
-    "npz": lambda root: np.savez(root / "base.npz", w=np.zeros(3)),
-    "npz in a folder": lambda root: (
-        (root / "v2").mkdir(),
-        np.savez(root / "v2" / "base.npz", w=np.zeros(3)),
-    ),
+    "npz": lambda root: arrays(root / "base.npz"),
+    "npz in a folder": lambda root: arrays(root / "v2" / "base.npz"),
     "npy": lambda root: np.save(root / "data.npy", np.zeros(3)),
     "GGUF": lambda root: (root / "base.gguf").write_bytes(b"GGUF" + (3).to_bytes(4, "little") + bytes(64)),
     "safetensors": lambda root: save_file({"w": W}, root / "base-00002-of-00002.safetensors"),
@@ -169,18 +166,23 @@ def test_weights_from_which_a_run_may_start_are_not_earlier_work(tmp_path: Path,
         assert run.resume(target()) == 1
 
 
+def model_of_a_trainer(root: Path) -> None:
+    model_of_hugging_face(root / "last")
+    (root / "last" / "trainer_state.json").write_text("{}")
+
+
+def file_behind_weights(root: Path) -> None:
+    for number in range(1, 7):
+        save_file({"w": W}, root / f"model-0000{number}-of-00006.safetensors")
+    torch.save({"w": W}, root / "last.pt")
+
+
 WORK: dict[str, Callable[[Path], object]] = {
     "a numbered npz": lambda root: arrays(root / "ckpt_10.npz"),
     "a numbered model": lambda root: model_of_hugging_face(root / "checkpoint-10"),
     "weights in a numbered folder": lambda root: arrays(root / "epoch_3" / "w.npz"),
-    "a model beside the state of its trainer": lambda root: (
-        model_of_hugging_face(root / "last"),
-        (root / "last" / "trainer_state.json").write_text("{}"),
-    ),
-    "a file of torch behind many files of weights": lambda root: (
-        [save_file({"w": W}, root / f"model-0000{n}-of-00006.safetensors") for n in range(1, 7)],
-        torch.save({"w": W}, root / "last.pt"),
-    ),
+    "a model beside the state of its trainer": model_of_a_trainer,
+    "a file of torch behind many files of weights": file_behind_weights,
 }
 
 

@@ -17,7 +17,6 @@ import pytest
 
 import reknit
 from reknit import Checkpointer, Tier
-from reknit.engine.record import heartbeat
 from reknit.engine.record.heartbeat import EVERY_S, STALE_S, Heartbeat
 from reknit.engine.record.run_record import newest_record
 from reknit.errors import FencedError, UsageError
@@ -38,7 +37,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
     """Replace the clock of this process, and let no thread beat by itself."""
     found = Waits()
     monkeypatch.setattr(heartbeat, "EVERY_S", LONG_S)
-    monkeypatch.setattr(heartbeat.time, "sleep", found.sleep)
+    monkeypatch.setattr("reknit.engine.record.heartbeat.time.sleep", found.sleep)
     token = CLOCK.set(found)
     yield found
     CLOCK.reset(token)

@@ -90,7 +90,9 @@ def refuse_other(root: Storage, *, of_run: bool = False) -> None:
             remedy=f"load it as it is, or pass the folder above: {root.url.rpartition('/')[0] or '/'}",
             path=root.url,
         )
-    if (other := foreign(root)) is not None and not (of_run and is_start(root, "", other.kind)):
+    if (other := foreign(root)) is not None and (
+        other.is_file or not of_run or not is_start(root, "", other.kind)
+    ):
         raise UsageError(
             f"{root.url} is not a folder of checkpoints: it is {other.what}",
             remedy=other.remedy,
