@@ -107,9 +107,7 @@ def test_every_call_names_the_program_and_a_way_to_read_its_files(
             lambda at: reknit.Checkpointer(at, save=every(steps=1)).resume({"model": {"w": np.ones(4)}}),
         ]
         other = foreign(open_storage(place))
-        has_run = place.is_dir() and (
-            other is None or other.kind not in WEIGHTS
-        )  # a run may start from these
+        has_run = place.is_dir() and (other is None or other.kind not in WEIGHTS)
         for call in roots[: 3 if has_run else 2]:
             with pytest.raises(reknit.UsageError, match=what) as refused:
                 call(place)

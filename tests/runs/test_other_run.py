@@ -17,6 +17,7 @@ import pytest
 
 import reknit
 from reknit import Checkpointer, Tier
+from reknit.engine.record import heartbeat
 from reknit.engine.record.heartbeat import EVERY_S, STALE_S, Heartbeat
 from reknit.engine.record.run_record import newest_record
 from reknit.errors import FencedError, UsageError
