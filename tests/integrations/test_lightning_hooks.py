@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -253,7 +254,9 @@ def refusals(root: str) -> list[str]:
     found.append(outcome(ReknitCheckpoint(f"{root}/last")))
     owner = Owner(f"{root}/owned")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("reknit.engine.record.heartbeat.time.sleep", lambda _: owner.heart.beat())
+        patch.setattr(
+            "reknit.engine.record.heartbeat.time", SimpleNamespace(sleep=lambda _: owner.heart.beat())
+        )
         trained: list[int] = []
         watch = LambdaCallback(on_train_batch_end=lambda *_: trained.append(1))
         found.append(outcome(ReknitCheckpoint(f"{root}/owned"), [watch], path=None))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import uuid
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -38,7 +39,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
     """Replace the clock of this process, and let no thread beat by itself."""
     found = Waits()
     monkeypatch.setattr(heartbeat, "EVERY_S", LONG_S)
-    monkeypatch.setattr("reknit.engine.record.heartbeat.time.sleep", found.sleep)
+    monkeypatch.setattr("reknit.engine.record.heartbeat.time", SimpleNamespace(sleep=found.sleep))
     token = CLOCK.set(found)
     yield found
     CLOCK.reset(token)
