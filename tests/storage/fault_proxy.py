@@ -47,7 +47,7 @@ class FaultProxy(LocalServer):
     A ``"delayed"`` request arrives late, within the client's patience.  A ``"doubled"`` request arrives
     twice, and the client gets the second answer.  The connection of a ``"held"`` request is closed, and the
     request arrives at `release`.  ``"409"`` and ``"applied then 404"`` are answers of stores that saw two
-    requests at once, or that no longer know an upload.
+    requests at once, or that have ended an upload.
     """
 
     def __init__(self, upstream: str) -> None:

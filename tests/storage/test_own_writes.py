@@ -154,6 +154,7 @@ def copy(storage: Storage) -> None:
         assert storage.get("x", limit=1) == b"1"
     else:
         assert storage.url.startswith(("az:", "s3://bucket/")), "the other stores copy"
+        assert listed(storage) == {"first": 1}
 
 
 def delete(storage: Storage) -> None:

@@ -41,7 +41,7 @@ class _Outcome(NamedTuple):
     """The outcome of a test of an endpoint."""
 
     fault: str | None
-    """What it does wrong with conditions; None for an endpoint that obeys them."""
+    """The fault of an endpoint that does not obey conditions; None for one that does."""
     unknown: bool = False
     """Whether it reports that it does not support conditions."""
     whole_only: bool = False

@@ -268,7 +268,7 @@ class MultipartUpload:
 
 
 def _ended(url: str) -> StorageError:
-    """Return the error of an upload that the store no longer knows."""
+    """Return the error of an upload that the store has ended."""
     return StorageError(
         f"cannot write {url}: the store has ended its upload in parts, and the object does not exist",
         remedy="save again; let no lifecycle rule, and no `reknit gc` with a short age, abort the uploads "

@@ -219,7 +219,10 @@ class RetryingStorage(ForwardingStorage):
 
         def work(tries: int) -> bool:
             if tries and self._is_there(path):
-                return self.inner.size(path) == nbytes
+                if self.inner.size(path) == nbytes:
+                    return True
+                self.inner.delete(path)  # the store makes no right copy, and then did not delete it
+                return False
             return inner.copy_from(innermost(source), source_path, path, nbytes)
 
         return self.again("copy_from", work)
