@@ -139,7 +139,7 @@ def load_as_script(root: str, layouts: dict[str, dict[str, Layout]]) -> dict[str
     for name, into in layouts.items():
         _, form, more = SAVED[name]
         for way, layout in into.items():
-            loaded = []
+            loaded: list[Any] = []
             for load in (dist_checkpointing.load, megatron.load):
                 state = _prepared(layout, form or FULLY, more)
                 if way != "same":  # Megatron keys random states by the grid, and refuses another one
@@ -147,7 +147,7 @@ def load_as_script(root: str, layouts: dict[str, dict[str, Layout]]) -> dict[str
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     loaded.append(load(state, f"{root}/{name}"))
-            differing[f"{name} into {way}"] = _unlike(*loaded, "")
+            differing[f"{name} into {way}"] = _unlike(loaded[0], loaded[1], "")
     return differing
 
 
@@ -178,7 +178,7 @@ def _unlike(one: Any, other: Any, path: str) -> list[str]:
         if len(one) != len(other):
             return [path]
         pairs = zip(one, other, strict=True)
-        return [found for n, pair in enumerate(pairs) for found in _unlike(*pair, f"{path}/{n}")]
+        return [found for n, pair in enumerate(pairs) for found in _unlike(*pair, path=f"{path}/{n}")]
     if hasattr(one, "getvalue"):
         one, other = one.getvalue(), other.getvalue()
     return [] if one == other else [f"{path}: {one!r:.80} and {other!r:.80}"]

@@ -79,12 +79,16 @@ class _FlatLoad:
         self._optimizer, self._at, self._place, self._loading = optimizer, at, place, loading
         self._buckets = megatron_private.buckets(optimizer)
         self._names = list(_names_below(at, loading))
+        self._tensors: dict[str, list[str]] = {}
+        for name in self._names:
+            if self._spec(name) is not None:
+                self._tensors.setdefault(name.rpartition("/")[0], []).append(name)
 
     def misfit(self) -> str | None:
         """Return why the saved buffers are not those of this optimizer, or None."""
         if not self._buckets:
             return f"is a {type(self._optimizer).__name__}"
-        tensors = {name for name in self._names if self._spec(name) is not None}
+        tensors = {name for names in self._tensors.values() for name in names}
         for bucket in self._buckets:
             found = self._saved(bucket)
             if not found:
@@ -103,10 +107,9 @@ class _FlatLoad:
         """Return the saved states of a bucket."""
         forms = ((bucket.name, 0, bucket.numel), (bucket.buffer_name, bucket.first, bucket.buffer_numel))
         return [
-            _Saved(name.removeprefix(below), Place(self._at.item, name), start, numel)
+            _Saved(name.rpartition("/")[2], Place(self._at.item, name), start, numel)
             for part, start, numel in forms
-            for name in self._names
-            if name.startswith(below := f"{self._at.fqn}/{part}/") and self._spec(name) is not None
+            for name in self._tensors.get(f"{self._at.fqn}/{part}", ())
         ]
 
     def want(self) -> None:
@@ -139,12 +142,12 @@ class _FlatLoad:
         assert spec is not None
         if not self._loading.takes(one.at):
             return None
-        dtype, present = torch_dtype(spec.dtype), (work.inner.state.get(work.main) or {}).get(one.state)
-        fits = isinstance(present, torch.Tensor) and present.dtype == dtype and present.is_contiguous()
-        if not fits or present.numel() != work.main.numel():
-            present = torch.empty_like(work.main, dtype=dtype, memory_format=torch.contiguous_format)
-        states[one.state] = present
-        return present.detach().view(-1)
+        dtype, state = torch_dtype(spec.dtype), (work.inner.state.get(work.main) or {}).get(one.state)
+        fits = isinstance(state, torch.Tensor) and state.dtype == dtype and state.is_contiguous()
+        if not isinstance(state, torch.Tensor) or not fits or state.numel() != work.main.numel():
+            state = torch.empty_like(work.main, dtype=dtype, memory_format=torch.contiguous_format)
+        states[one.state] = state
+        return state.detach().view(-1)
 
     def _request(self, one: _Saved, rows: list[tuple[Box, Any]]) -> None:
         """Request a saved tensor into rows, or leave it out if its elements are those of the parameters."""

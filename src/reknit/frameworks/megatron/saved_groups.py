@@ -55,14 +55,16 @@ def paired(
                 at, f"two saved groups have {_shown(identity)}, and other options differ"
             )
             return ()
-    found = [(identity := _identity(group), known.get(identity)) for group in groups]
-    for identity, options in found:
-        if options is None:
+    found: list[dict[str, Any]] = []
+    for group in groups:
+        wanted = _identity(group)
+        if wanted not in known:
             loading.report_mismatched(
-                at, f"no saved group has {_shown(identity)}: make the optimizer with the options of that job"
+                at, f"no saved group has {_shown(wanted)}: make the optimizer with the options of that job"
             )
             return ()
-    return tuple(options for _, options in found if options is not None)
+        found.append(dict(known[wanted]))
+    return tuple(found)
 
 
 def _identity(group: Mapping[str, Any]) -> tuple[Any, ...] | None:
