@@ -62,10 +62,6 @@ class Global(NamedTuple):
     name: str
 
 
-_MEMBERS = frozenset({str, bytes, int, float, bool, type(None), Global})
-"""Members of a key that is a tuple, such as a pair of dtypes."""
-
-
 class PickledObject:
     """An object of a class of another program, as its name, its arguments and its state."""
 
