@@ -81,7 +81,7 @@ def load_all(root: str, by_megatron: bool) -> dict[str, list[str]]:
 
 
 def load_megatrons(root: str) -> dict[str, list[str]]:
-    """Load what Megatron saved in the space of the model into other layouts, and return the differences."""
+    """Load Megatron's folders in the space of the model into other layouts, and return the differences."""
     from tests.megatron import gpt, truth
 
     differing = {}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from reknit.errors import StateError
 from reknit.frameworks.megatron import megatron_private
 from reknit.frameworks.numbers import whole
-from reknit.frameworks.optimizer.param_options import NumberedGroups
+from reknit.frameworks.optimizer.slots import NumberedGroups
 from reknit.frameworks.same_value import same_value
 from reknit.frameworks.torch import tensor_numbers
 from reknit.types.foreign.megatron_names import GROUPS

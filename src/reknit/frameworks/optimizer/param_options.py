@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from msgspec import Struct, field
 
 from reknit.frameworks.neutral import to_neutral
 from reknit.frameworks.optimizer import optimizer_protocol
+from reknit.frameworks.optimizer.slots import NumberedGroups
 from reknit.frameworks.same_value import same_value
 from reknit.frameworks.torch import tensor_numbers
 
@@ -63,18 +64,6 @@ def of_group(group: Mapping[str, Any], kind: Sequence[str], plain: Sequence[str]
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a group that have a meaning in other layouts."""
     return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
-
-
-class NumberedGroups(NamedTuple):
-    """The groups of a saved optimizer that numbers its parameters, as the `state_dict` of torch does.
-
-    They are the saved options of each group, and the saved number of each parameter here, by its name.  A
-    number is a position in the groups of the optimizer that loads it.
-    """
-
-    place: Place
-    options: Sequence[dict[str, Any]] = ()
-    numbers: dict[str, int] = {}  # noqa: RUF012  # of a named tuple, and never changed
 
 
 def find_numbered(slots: Slots, place: Place, loading: Loading) -> NumberedGroups | None:

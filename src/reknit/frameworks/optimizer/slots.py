@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
@@ -21,7 +21,6 @@ from reknit.types.shard import escaped
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 
-    from reknit.frameworks.optimizer.param_options import NumberedGroups
     from reknit.frameworks.optimizer.whole_state import Layout
     from reknit.frameworks.torch.flat_part import FlatPart
     from reknit.frameworks.torch.modules.members import NamedParameter
@@ -112,6 +111,18 @@ class ParamSlot(msgspec.Struct, frozen=True, eq=False):
     def is_elsewhere(self) -> bool:
         """Whether other ranks have the states; states of zero elements count as not kept."""
         return not self.kept or (self.flat is not None and not self.flat.numel and not self.joint)
+
+
+class NumberedGroups(NamedTuple):
+    """The groups of a saved optimizer that numbers its parameters, as the `state_dict` of torch does.
+
+    They are the saved options of each group, and the saved number of each parameter here, by its name.  A
+    number is a position in the groups of the optimizer that loads it.
+    """
+
+    place: Place
+    options: Sequence[dict[str, Any]] = ()
+    numbers: dict[str, int] = {}  # noqa: RUF012  # of a named tuple, and never changed
 
 
 class Slots(Struct, frozen=True):
