@@ -75,17 +75,17 @@ def tiny() -> Any:
     """Return the class of a model with the tensors of these folders."""
     from transformers import PretrainedConfig, PreTrainedModel
 
-    class TinyConfig(PretrainedConfig):
+    class TinyConfig(PretrainedConfig):  # type: ignore[no-untyped-call]
         model_type = "reknit_tiny"
 
-    class Tiny(PreTrainedModel):
+    class Tiny(PreTrainedModel):  # type: ignore[no-untyped-call]
         config_class = TinyConfig
 
         def __init__(self, config: Any) -> None:
             super().__init__(config)
             self.a = torch.nn.Linear(4, 4, bias=False)
             self.b = torch.nn.Linear(4, 4, bias=False)
-            self.post_init()
+            self.post_init()  # type: ignore[no-untyped-call]
 
         def _init_weights(self, module: Any) -> None:
             pass
@@ -95,7 +95,8 @@ def tiny() -> Any:
 
 def taken(paths: list[Path]) -> list[Tensors | None]:
     """Return the weights that `from_pretrained` takes of each folder, None if it finds none."""
-    kind, found = tiny(), []
+    kind = tiny()
+    found: list[Tensors | None] = []
     for path in paths:
         try:
             found.append(dict(kind.from_pretrained(path).state_dict()))
@@ -144,7 +145,8 @@ def train(folder: Path) -> tuple[Tensors, list[str]]:
     trainer = Trainer(model=llama(), args=args, train_dataset=rows)
     trainer.train()
     saved = folder / "checkpoint-1"
-    weights = type(trainer.model).from_pretrained(saved).state_dict()
+    kind: Any = type(trainer.model)
+    weights = kind.from_pretrained(saved).state_dict()
     return dict(weights), sorted(each.name for each in saved.iterdir())
 
 

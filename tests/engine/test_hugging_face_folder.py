@@ -25,6 +25,11 @@ from tests.optional import needs
 run = partial(ranks.run, 1, warm="transformers", joined=False)
 
 
+def kind_of(checkpoint: Any) -> str:
+    """Return the program that wrote a checkpoint."""
+    return str(checkpoint.manifest.other.kind)
+
+
 @needs("transformers", "transformers")
 def test_of_every_combination_of_files_the_weights_of_from_pretrained_are_opened(tmp_path: Path) -> None:
     mine = "mine.safetensors"
@@ -157,12 +162,12 @@ def test_an_adapter_is_read_alone_and_beside_its_model_as_transformers_reads_it(
     (of_peft, of_transformers), *_ = run(hf.save_adapter, alone, [beside])
     adapter = {name: one for name, one in of_peft.items() if "lora" in name}
     with reknit.open(alone) as checkpoint:
-        assert checkpoint.manifest.other.kind == "PEFT"
+        assert kind_of(checkpoint) == "PEFT"
         saved = checkpoint.read_all(["model"])["model"]
     assert hf.equal({name.replace(".weight", ".default.weight"): one for name, one in saved.items()}, adapter)
     assert not caplog.text
     with reknit.open(beside) as checkpoint:
-        assert checkpoint.manifest.other.kind == "Hugging Face"
+        assert kind_of(checkpoint) == "Hugging Face"
         assert hf.equal(checkpoint.read_all(["adapter"])["adapter"], saved)
         base = checkpoint.read_all(["model"])["model"]
     plain = {
@@ -175,7 +180,7 @@ def test_an_adapter_is_read_alone_and_beside_its_model_as_transformers_reads_it(
     (bare / "config.json").unlink()
     caplog.clear()
     with reknit.open(bare) as checkpoint:
-        assert checkpoint.manifest.other.kind == "PEFT"
+        assert kind_of(checkpoint) == "PEFT"
         assert hf.equal(checkpoint.read_all(["model"])["model"], saved)
     assert "model.safetensors: the folder is an adapter of PEFT" in caplog.text
 

@@ -202,7 +202,7 @@ def test_a_lease_of_a_host_whose_clock_is_wrong_lasts_no_longer_and_no_shorter(
     with SteppedClock() as clock:
         clock.ahead_s = ahead_s
         hold(path, 100.0)
-        checkpoint_notes.Removal(open_storage(root / "step_2"), write_id(root / "step_2"))
+        removals.Removal(open_storage(root / "step_2"), write_id(root / "step_2"))
     with pytest.raises(UsageError, match=r"reads it, for (9\d|10\d|10\d\.\d+|9\d\.\d+) s more"):
         reknit.delete(path)
     with pytest.raises(CheckpointNotFoundError, match="is being removed"):

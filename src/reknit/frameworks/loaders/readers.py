@@ -65,14 +65,14 @@ def taker_of(value: Any, place: Place, loading: Loading, state: Any) -> Any:
         return SETTLED
     if isinstance(value, imported("torchdata.stateful_dataloader", "StatefulDataLoader")):
         return import_module("reknit.frameworks.loaders.positions").taker_of(value, place, loading, state)
-    why = other_ranks(loading)
+    others = other_ranks(loading)
     taker = _NodesLoader(value) if isinstance(value, imported("torchdata.nodes.loader", "Loader")) else value
-    if why is None or (loading.catalog.terms.only and not loading.may_take_below(place)):
+    if others is None or (loading.catalog.terms.only and not loading.may_take_below(place)):
         return taker
     differed = state is None and is_loader(value) and loading.saved.differed(place.below(tree.SKELETON))
     continues = getattr(value, "continues", True)  # of `Kept`
     if differed or is_of_one_reader(value) or (continues is not False and _holds_position(state)):
-        refuse(place, why, loading)
+        refuse(place, others, loading)
         return SETTLED
     return taker
 

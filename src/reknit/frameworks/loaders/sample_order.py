@@ -102,7 +102,8 @@ class EpochPosition(NamedTuple):
         try:
             order = record["order"]
             found = cls(**record | {"order": None if order is None else SampleOrder(**order)})
-            return msgspec.convert(found, cls)
+            checked: EpochPosition = msgspec.convert(found, cls)
+            return checked
         except (TypeError, KeyError, ValueError) as error:
             raise CorruptError(
                 f"{where} is damaged: it is not a position of a data loader ({error})",
