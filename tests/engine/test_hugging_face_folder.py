@@ -7,6 +7,7 @@ import shutil
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch

@@ -103,9 +103,9 @@ class EpochPosition(NamedTuple):
             order = record["order"]
             found = cls(**record | {"order": None if order is None else SampleOrder(**order)})
             checked: EpochPosition = msgspec.convert(found, cls)
-            return checked
         except (TypeError, KeyError, ValueError) as error:
             raise CorruptError(
                 f"{where} is damaged: it is not a position of a data loader ({error})",
                 remedy="load another checkpoint",
             ) from error
+        return checked
