@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("hdfs_native", reason="HDFS needs hdfs-native")
 
+from reknit.errors import StorageNotFoundError
 from reknit.options import MIB
 from reknit.storage.hdfs.store import open_hdfs
 from reknit.storage.wrappers.forwarding import innermost
@@ -131,3 +132,24 @@ def test_a_rename_whose_answer_was_lost_is_recognised_without_another_try(
     assert len([call for call in proxy.calls if call.startswith("rename2 ")]) == 1
     if operation in (put_new, put_over, write_small):
         assert "rename2" not in proxy.calls
+
+
+def test_a_commit_whose_marker_another_save_removed_has_not_happened(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other save commits a manifest of the same length just before the rename."""
+    inner = innermost(storage)
+    assert inner.put("marker", b"", if_absent=True)
+    client = inner.client  # type: ignore[attr-defined]
+    rename = client.rename
+
+    def late(source: str, target: str, *, overwrite: bool) -> None:
+        monkeypatch.setattr(client, "rename", rename)
+        inner.delete("marker")
+        assert inner.put("manifest", b"theirs", if_absent=True)
+        rename(source, target, overwrite=overwrite)
+
+    monkeypatch.setattr(client, "rename", late)
+    with pytest.raises(StorageNotFoundError):
+        inner.commit("manifest", b"behind", pending="marker", if_absent=False)
+    assert inner.get("manifest", limit=9) == b"theirs"

@@ -104,7 +104,7 @@ class HdfsStorage:
         temporary = f"{full.rpartition('/')[0]}/.{uuid.uuid4().hex}.tmp"
         try:
             self.placement.write(temporary, [bytes(data)] if data else [])
-            self._move(temporary, full, len(data), overwrite=not if_absent)
+            self._move(temporary, full, data, overwrite=not if_absent)
         except ExistingError:
             self.client.discard(temporary)
             return False
@@ -125,7 +125,7 @@ class HdfsStorage:
             return False
         try:
             self._fill(marker, bytes(data))
-            self._move(marker, full, len(data), overwrite=not if_absent)
+            self._move(marker, full, data, overwrite=not if_absent)
         except ExistingError:
             return False
         except StorageNotFoundError as error:
@@ -265,12 +265,17 @@ class HdfsStorage:
         """Return the absolute path of a file in HDFS."""
         return f"{self.place.folder}/{encoded(check_path(path, self.url))}"
 
-    def _move(self, source: str, target: str, nbytes: int, *, overwrite: bool) -> None:
-        """Rename a file that no other process uses, whether or not the answer arrives."""
+    def _move(self, source: str, target: str, data: bytes, *, overwrite: bool) -> None:
+        """Rename a file with these bytes, whether or not the answer arrives.
+
+        Another save may have removed a marker, and committed a manifest of the same length: the bytes decide.
+        """
         try:
             self.client.rename(source, target, overwrite=overwrite)
         except (StorageNotFoundError, ExistingError, StorageUnavailableError):
-            if not self.client.has_moved(source, target, nbytes):
+            if not self.client.has_moved(source, target, len(data)):
+                raise
+            if self._readers.whole(target, len(data)) != bytes(data):
                 raise
 
     def _taken(self, full: str) -> None:
