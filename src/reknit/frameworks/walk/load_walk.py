@@ -127,7 +127,10 @@ class Loading(Selecting):
 
     def leave_empty(self, place: Place) -> None:
         """Record that an object needs nothing of an empty container or None saved here, if there is one."""
-        value = self.catalog.blobs.get(place.item, {}).get(place.fqn)
+        values = self.catalog.blobs.get(place.item, {})
+        if place.fqn not in values:
+            return
+        value = values[place.fqn]
         if value is None or (isinstance(value, (dict, list, tuple)) and not value):
             self._superseded.append((place.item, place.fqn))
 
