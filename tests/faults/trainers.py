@@ -323,8 +323,14 @@ class Strikes:
         self._victim = victim
 
     def state_dict(self) -> dict[str, Any]:
-        (agent,) = agents_of(os.getpid())
-        os.kill(agent if self._victim == "agent" else os.getpid(), signal.SIGKILL)
+        victim = os.getpid()
+        if self._victim == "agent":
+            deadline = time.monotonic() + PATIENCE_S
+            while len(agents := agents_of(os.getpid())) != 1:  # it may still be starting
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            (victim,) = agents
+        os.kill(victim, signal.SIGKILL)
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
