@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from reknit.types.shard import full_name
-
 
 class Unread(NamedTuple):
     """An entry of another program's checkpoint that reknit cannot read, and the reason.
@@ -20,7 +18,7 @@ class Unread(NamedTuple):
     @property
     def name(self) -> str:
         """Its name in messages to users."""
-        return full_name(self.item, self.fqn)
+        return f"{self.item}/{self.fqn}" if self.fqn else self.item
 
     def covers(self, name: str) -> bool:
         """Return whether a name in messages to users belongs to this entry."""
