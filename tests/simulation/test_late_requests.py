@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import reknit
+from reknit.engine.record import removals
 from reknit.engine.record.marker import begun_in
 from reknit.engine.record.recognising import has_tombstone
 from reknit.engine.stored.leftovers import leftovers, remove
@@ -45,6 +46,12 @@ for scheme, each in KINDS.items():
 
 def state(value: float) -> dict[str, Any]:
     return {"m": {"w": np.full(4, value)}, "o": {"w": np.full(3, value)}}
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no save wait for a removal, whose process stands still here."""
+    monkeypatch.setattr(removals, "_PATIENCE_S", 0.0)
 
 
 class Place:
@@ -278,7 +285,7 @@ def test_no_save_begins_where_the_manifest_may_still_be_deleted() -> None:
     with pytest.raises(ReknitError, match="no answer"):
         reknit.delete(place.hot)
     place.calls.end()
-    with pytest.raises(CommitError, match="may delete a file of this save later") as caught:
+    with pytest.raises(CommitError, match="a file of this save may still be deleted") as caught:
         place.save(LATER, overwrite=True)
     note = str(caught.value.remedy).partition("delete ")[2].split()[0]
     place.calls.release()
@@ -330,7 +337,7 @@ def test_files_that_may_still_be_deleted_are_not_copied_again() -> None:
     with pytest.raises(ReknitError, match="no answer"):
         reknit.cool(place.hot, place.cold)  # it has moved, and its files go
     place.calls.end()
-    with pytest.raises(CommitError, match="may delete a file of this save later"):
+    with pytest.raises(CommitError, match="a file of this save may still be deleted"):
         place.promote(back=True)
     place.calls.release()
     assert place.value(place.hot) == OLD  # from where it has moved to

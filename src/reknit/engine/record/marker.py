@@ -10,7 +10,7 @@ from time import sleep
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reknit.engine.record.at_path import check_absent, size_of
-from reknit.engine.record.removals import refuse_removal
+from reknit.engine.record.removals import outlast_removal
 from reknit.engine.small_files import discard
 from reknit.errors import CommitError, FencedError, FormatError, StorageNotFoundError
 from reknit.format import paths
@@ -223,9 +223,9 @@ def _placed_among(
     """
     storage.put(mine.path, b"", if_absent=True)
     files = list(storage.list())
+    if begins_as is not None and outlast_removal(storage, files, is_copy=begins_as == "copy"):
+        files = list(storage.list())  # another save may have begun meanwhile
     others = _others(storage, mine, files)
-    if begins_as is not None:
-        refuse_removal(storage, files, is_copy=begins_as == "copy")
     for path, generation in others.items():
         if generation > mine.generation:
             return others, None, _Outrun(path, generation)

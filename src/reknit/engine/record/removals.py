@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from time import sleep
 from typing import TYPE_CHECKING
 
 from reknit.engine.record.at_path import check_same, size_of
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("reknit")
 
 REMOVAL_S = 60.0
+_PATIENCE_S = 65.0
+"""How long a save waits for a removal at its path: as long as that of a dead process counts in a folder."""
+_PAUSE_S = 0.1
 OF_ALL, OF_COPIES = "f" * 32, "e" * 32
 """In place of a write id: the note is about the manifest of a path and all files, or about copies alone."""
 
@@ -90,19 +94,39 @@ def delete_copies(storage: Storage, names: Iterable[str]) -> None:
         removal.end()
 
 
-def refuse_removal(storage: Storage, files: Iterable[Listed], *, is_copy: bool) -> None:
-    """Raise `CommitError` if one of the `files` of a path shows that others there may still be deleted."""
+def outlast_removal(storage: Storage, files: Iterable[Listed], *, is_copy: bool) -> bool:
+    """Wait for a removal, if one of the `files` of a path shows one, and return whether there was one.
+
+    Raises `CommitError` if it does not end: a store may still delete files there.
+    """
     abouts = [OF_ALL, OF_COPIES] if is_copy else [OF_ALL]
-    for about in abouts if any(map(_of_path, files)) else ():
+    deadline, waited = Deadline(_PATIENCE_S), False
+    if not any(map(_of_path, files)):
+        return False
+    while (found := _going_on(storage, abouts)) is not None:
+        if deadline.passed():
+            path, holder, seconds = found
+            raise CommitError(
+                f"files of this path are being deleted by {holder!r}, or were, without an answer of the "
+                "store to each request: a file of this save may still be deleted",
+                path=storage.url,
+                remedy=f"save to another path, or here in {seconds / 60:.1f} minutes; or delete "
+                f"{storage.url}/{path} if that process is dead, and the store answers every request",
+            )
+        if not waited:
+            logger.warning("a save waits at %s, whose files %r is deleting", storage.url, found[1])
+        waited = True
+        sleep(_PAUSE_S)
+    return waited
+
+
+def _going_on(storage: Storage, abouts: list[str]) -> tuple[str, str, float] | None:
+    """Return the note of a removal that may go on, its holder, and the seconds for which it may."""
+    for about in abouts:
         for path, note in _noted(storage, about):
-            if (seconds := left_s(storage, path, note) + LONGEST_REQUEST_S) > 0:
-                raise CommitError(
-                    f"files of this path are being deleted by {note.holder!r}, or were, and the store gave "
-                    "no answer, so that it may delete a file of this save later",
-                    path=storage.url,
-                    remedy=f"save to another path, or here in {seconds / 60:.0f} minutes; or delete "
-                    f"{storage.url}/{path} if that process is dead, and the store answers every request",
-                )
+            if (seconds := _counts_for_s(storage, path, note)) > 0:
+                return path, note.holder, seconds
+    return None
 
 
 def is_over(storage: Storage, listed: Listed) -> bool:
@@ -110,7 +134,15 @@ def is_over(storage: Storage, listed: Listed) -> bool:
     if (about := _of_path(listed)) is None:
         return True
     note = dict(_noted(storage, about)).get(listed.path)
-    return note is None or left_s(storage, listed.path, note) + LONGEST_REQUEST_S <= 0
+    return note is None or _counts_for_s(storage, listed.path, note) <= 0
+
+
+def _counts_for_s(storage: Storage, path: str, note: HolderLease) -> float:
+    """Return the seconds for which a file may still be deleted under a note.
+
+    A store may keep a request without an answer; in a folder, a deletion ends with its process.
+    """
+    return left_s(storage, path, note) + (LONGEST_REQUEST_S if "://" in storage.url else 0.0)
 
 
 def _of_path(listed: Listed) -> str | None:
