@@ -437,8 +437,8 @@ def test_an_index_that_cannot_be_read_is_refused(path: Path, index: Any) -> None
 def test_a_tensor_or_a_framework_that_is_not_there_is_refused(path: Path) -> None:
     with pytest.raises(reknit.MismatchError, match="no tensor 'x' in item 'model'"):
         reknit.open(path).read("model", "x")
-    with pytest.raises(reknit.UsageError, match="'numpy' or 'torch'"):
-        reknit.open(path).read("model", "w", framework="jax")
+    with pytest.raises(reknit.UsageError, match="'numpy', 'torch' or 'jax', not 'tensorflow'"):
+        reknit.open(path).read("model", "w", framework="tensorflow")
 
 
 @pytest.mark.parametrize("verify", ["touched", "off"])
