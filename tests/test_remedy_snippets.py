@@ -54,11 +54,17 @@ TAKERS = {
     "integrations/deepspeed.py:save "
     "integrations/accelerate.py:save_state interop/import_foreign.py:import_checkpoint "
     "interop/ray_ranks.py:import_on_ray",
+    "engine/foreign/open_foreign.py weights": "interop/import_foreign.py:import_checkpoint",
+    "engine/record/heartbeat.py other_run": (
+        "runs/checkpointer.py:Checkpointer integrations/lightning.py:ReknitCheckpoint"
+    ),
     "engine/stored/newest.py pending": "stored.py:latest",
     "frameworks/fresh_arrays.py framework": "engine/loading/browse.py:Checkpoint.read",
     "frameworks/jax/jax_job.py at": "ranks.py:connect",
     "frameworks/loaders/drawn.py shuffle": "torch.utils.data.DataLoader",
     "frameworks/loaders/positions.py num_workers": "torch.utils.data.DataLoader",
+    "frameworks/megatron/flat_states.py items": "api/loads.py:load",
+    "interop/import_foreign.py weights": "interop/import_foreign.py:import_checkpoint",
     "frameworks/optimizer/flat_states.py use_orig_params": "torch.distributed.fsdp.FullyShardedDataParallel",
     "frameworks/optimizer/slots.py overlap_with_ddp": "torch.distributed.optim.ZeroRedundancyOptimizer",
     "integrations/deepspeed.py load_module_strict": "integrations/deepspeed.py:_Calls.load_checkpoint",
@@ -114,6 +120,8 @@ CALLED = {
     "FaultyStorage": "testing/faulty_storage.py:FaultyStorage",
     "latest": "stored.py:latest",
     "load_checkpoint": "integrations/deepspeed.py:_Calls.load_checkpoint",
+    "PyTreeRestore": "orbax.checkpoint.args.PyTreeRestore",
+    "jax.random.wrap_key_data": "jax.random.wrap_key_data",
     "module.to_empty": "torch.nn.Module.to_empty",
     "names": "transforms/__init__.py:names",
     "on_preemption": "policies/save_policies.py:on_preemption",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from itertools import accumulate
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
     from reknit.storage.base import Storage
     from reknit.types.manifest import BlobFile, FileEntry, Index, Manifest
     from reknit.types.shard import TensorSpec
-
-logger = logging.getLogger("reknit")
 
 _Read = TypeVar("_Read")
 
@@ -207,9 +204,8 @@ def read_opened(
 
     With `own`, find the names of ranks' own values too, of all items.  Of the values' files, the smallest
     ones with `most_kept` bytes in all are kept; `opened` gives the memory of the others back.  A missing or
-    damaged file is read from the first of `replicas` that has it: the manifest vouches for itself and for all
-    other files.  If the files move meanwhile, or another checkpoint takes this one's place, everything is
-    read again.  A checkpoint of another program, in a format that reknit reads in place, is opened as it is.
+    damaged file is read from the first of `replicas` that has it: the manifest vouches for itself and all
+    others.  If the files move meanwhile, or another checkpoint comes, all is read again.
     """
     try:
         return again(

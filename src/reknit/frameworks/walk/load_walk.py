@@ -127,10 +127,7 @@ class Loading(Selecting):
 
     def leave_empty(self, place: Place) -> None:
         """Record that an object needs nothing of an empty container or None saved here, if there is one."""
-        values = self.catalog.blobs.get(place.item, {})
-        if place.fqn not in values:
-            return
-        value = values[place.fqn]
+        value = self.catalog.blobs.get(place.item, {}).get(place.fqn, self)
         if value is None or (isinstance(value, (dict, list, tuple)) and not value):
             self._superseded.append((place.item, place.fqn))
 
