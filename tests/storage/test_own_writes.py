@@ -259,7 +259,7 @@ def test_the_test_of_an_endpoint_is_not_misled_by_faults(
 ) -> None:
     """Each of its requests meets the fault in turn."""
     for number in range(6):
-        monkeypatch.setattr(conditions, "_endpoints", {})
+        monkeypatch.setattr(conditions, "ENDPOINTS", {})
         tried: list[str] = []
 
         def is_next(request: str, tried: list[str] = tried, number: int = number) -> bool:
@@ -274,7 +274,7 @@ def test_the_test_of_an_endpoint_is_not_misled_by_faults(
 def test_an_endpoint_is_tested_once_in_a_process(
     proxy: FaultProxy, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conditions, "_endpoints", {})
+    monkeypatch.setattr(conditions, "ENDPOINTS", {})
     for number in range(3):
         proxy.spoil(None)
         reknit.save(new_folder(store), {"x": np.arange(3.0)})

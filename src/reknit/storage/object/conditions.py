@@ -56,14 +56,15 @@ class _Endpoint:
         self.outcome: _Outcome | None = None
 
 
-_endpoints: dict[object, _Endpoint] = {}
+ENDPOINTS: dict[object, _Endpoint] = {}
+"""The endpoints that this process has met."""
 
 
 def _endpoint_of(place: Bucket, options: ObjectOptions) -> _Endpoint:
     """Return the endpoint that the client of a bucket uses, by the options and the environment."""
     variables = hash(bucket_variables(_PREFIXES[place.scheme]))
     key = place.scheme, place.bucket, options.endpoint, options.region, variables
-    return _endpoints.setdefault(key, _Endpoint())
+    return ENDPOINTS.setdefault(key, _Endpoint())
 
 
 class Conditions:
