@@ -86,3 +86,30 @@ def test_tensors_at_the_top_without_an_optimizer(
     dcp.save(state, checkpoint_id=tmp_path)
     with reknit.open(tmp_path) as checkpoint:
         assert {item: list(names) for item, names in checkpoint.tensors.items()} == items
+
+
+def save_of_lightning(path: Path, rest: Any) -> torch.nn.Module:
+    model = torch.nn.Linear(2, 3)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=path)
+    torch.save(rest, path / "meta.pt")
+    return model
+
+
+def test_the_rest_of_a_sharded_checkpoint_of_lightning_comes_along(tmp_path: Path) -> None:
+    model = save_of_lightning(tmp_path, {"global_step": 7, "lr_schedulers": [{"last_epoch": 3}]})
+    with reknit.open(tmp_path) as checkpoint:
+        assert checkpoint.step == 7
+        assert checkpoint.values["scheduler"]["last_epoch"] == 3
+    other = torch.nn.Linear(2, 3)
+    assert reknit.load(tmp_path, {"model": other}).step == 7
+    assert torch.equal(other.weight, model.weight)
+
+
+@pytest.mark.parametrize("rest", [{"model": {"weight": torch.zeros(1)}}, [1]])
+def test_another_file_of_that_name_is_named_and_closes_nothing(rest: Any, tmp_path: Path) -> None:
+    model = save_of_lightning(tmp_path, rest)
+    with reknit.open(tmp_path) as checkpoint:
+        assert checkpoint.items == ("model",)
+        assert checkpoint.manifest.other is not None
+        assert [name for name, _ in checkpoint.manifest.other.notes] == ["meta.pt"]
+        assert torch.equal(checkpoint.read("model", "weight", framework="torch"), model.weight)

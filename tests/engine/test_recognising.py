@@ -288,3 +288,20 @@ def test_a_manifest_of_reknit_begins_as_it_is_recognised(saved: Path) -> None:
     found = find_manifest(open_storage(saved))
     assert found is not None
     assert found.ours
+
+
+def test_a_folder_of_verl_is_named_with_the_command_that_merges_it(tmp_path: Path) -> None:
+    actor = tmp_path / "global_step_5" / "actor"
+    actor.mkdir(parents=True)
+    torch = pytest.importorskip("torch")
+    torch.save({"rng": 1}, actor / "extra_state_world_size_1_rank_0.pt")
+    (actor / "fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 1}')
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
+    with pytest.raises(
+        CheckpointNotFoundError, match="it is a checkpoint of verl with shards of FSDP"
+    ) as caught:
+        reknit.open(actor)
+    assert f"verl.model_merger merge --backend fsdp --local_dir '{actor}'" in (caught.value.remedy or "")
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        reknit.open(tmp_path)
+    assert f"pass a folder in {tmp_path}/global_step_5, such as actor" in (caught.value.remedy or "")

@@ -12,9 +12,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from reknit.engine.foreign.entries import MODEL, Chunks, ForeignEntries, named
 from reknit.engine.foreign.optimizer_states import named_states
 from reknit.engine.foreign.small_reads import do_each, part_of
-from reknit.engine.foreign.torch_files import TorchFile, add_extent, extent_of, single_tensor, views_in
+from reknit.engine.foreign.torch_files import (
+    TorchFile,
+    add_extent,
+    add_file,
+    extent_of,
+    items_of,
+    single_tensor,
+    views_in,
+)
 from reknit.engine.foreign.zip_files import LOCAL_MARK
-from reknit.errors import CorruptError, FormatError, shown
+from reknit.errors import CorruptError, FormatError, StorageNotFoundError, shown
 from reknit.format.foreign.safe_pickle import (
     MAX_PICKLE_NBYTES,
     PickledObject,
@@ -33,6 +41,7 @@ if TYPE_CHECKING:
     from reknit.storage.base import Storage
 
 METADATA = ".metadata"
+_META = "meta.pt"
 _OPTIMIZER = "optimizer"
 _FAMILIES = (
     "torch.distributed.checkpoint.",
@@ -62,7 +71,26 @@ def read_folder(storage: Storage) -> ForeignEntries:
     """Return the entries of a checkpoint."""
     entries = ForeignEntries(storage)
     add_folder(DcpFolder(entries))
+    _add_rest(entries)
     return entries
+
+
+def _add_rest(entries: ForeignEntries) -> None:
+    """Add the file in which Lightning and Fabric put the entries that are not of a model or an optimizer."""
+    try:
+        nbytes = entries.storage.size(_META)
+    except StorageNotFoundError:
+        return
+    items, step = {*entries.values, *(item for item, _ in entries.tensors)}, entries.step
+    try:
+        value = TorchFile(entries.storage, _META, 0, nbytes).value
+        if not isinstance(value, dict) or items & items_of(value).keys():
+            raise FormatError("it is not the rest of a checkpoint of Lightning")
+        add_file(entries, _META)
+    except FormatError as error:
+        entries.notes[_META] = f"it is not read: {error.message}"
+    if entries.step is None:
+        entries.step = step
 
 
 class FolderTable(NamedTuple):

@@ -64,6 +64,12 @@ _SHARDS = (
     "load it with accelerator.load_state({path}), or with the trainer that saved it; reknit.open reads the "
     "folder pytorch_model_fsdp_0, or the file pytorch_model_fsdp.bin, in it as it is",
 )
+_VERL = (
+    "verl",
+    "a checkpoint of verl with shards of FSDP",
+    "python -m verl.model_merger merge --backend fsdp --local_dir {path} --target_dir merged makes a folder "
+    "of Hugging Face of it, which opens as it is; its folder huggingface may have no weights",
+)
 _TORCH = ("torch.save",)
 
 _MODELS = (
@@ -109,6 +115,7 @@ _CHECKPOINTS = (
     ),
     _Mark("mp_rank_00_model_states.pt", _TORCH, *_ZERO),
     _Mark("zero_pp_rank_0_mp_rank_00_model_states.pt", _TORCH, *_ZERO),
+    _Mark("fsdp_config.json", _JSON + rb'"FSDP_version"\s*:', *_VERL),
     _Mark("pytorch_model_fsdp_0/.metadata", _PICKLE + rb"torch\.distributed\.checkpoint\.metadata", *_SHARDS),
     _Mark("pytorch_model_fsdp.bin", _TORCH, *_SHARDS),
     _Mark("pytorch_model_fsdp_rank0.bin", _TORCH, *_SHARDS),
@@ -165,6 +172,9 @@ def run_of_others(storage: Storage) -> Foreign | None:
     """
     found = _marked(storage, _RUNS)
     if found is not None and found.kind == "Megatron" and (newest := _iteration(storage)) is not None:
+        if (step := _step_of_verl(storage, newest)) is not None:
+            what = "a folder of verl's own checkpoints"
+            return Foreign(what, f"pass a folder in {storage.url}/{step}, such as actor", _VERL[0])
         return found._replace(remedy=f"pass {storage.url}/{newest}, which {_TRACKER} names as the newest")
     return found or _single_files(storage)
 
@@ -174,6 +184,12 @@ def _iteration(storage: Storage) -> str | None:
     head = head_of(storage, _TRACKER)
     text = "" if head is None else head.data.decode("ascii", "replace").strip()
     return f"iter_{int(text):07d}" if text.isdecimal() else text or None
+
+
+def _step_of_verl(storage: Storage, newest: str) -> str | None:
+    """Return the folder of verl's newest step, whose file of this is called as that of Megatron."""
+    step = f"global_step_{int(newest[len('iter_') :])}" if newest.startswith("iter_") else ""
+    return step if step in storage.folders() else None
 
 
 def _marked(storage: Storage, marks: tuple[_Mark, ...]) -> Foreign | None:
@@ -189,7 +205,7 @@ def _marked(storage: Storage, marks: tuple[_Mark, ...]) -> Foreign | None:
         else:
             fits = kind_of(head.data, head.nbytes) in mark.content
         if fits:
-            what = mark.what if mark.kind in {*READABLE, _SHARDS[0]} else f"{mark.what}, {_YET}"
+            what = mark.what if mark.kind in {*READABLE, _SHARDS[0], _VERL[0]} else f"{mark.what}, {_YET}"
             return Foreign(what, mark.remedy.replace("{path}", repr(storage.url)), mark.kind)
     return None
 
