@@ -31,7 +31,7 @@ class TinyS3(LocalServer):
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
-        conditions._endpoints.clear()  # another server may get this port
+        conditions.ENDPOINTS.clear()  # another server may get this port
 
 
 def etag(data: bytes) -> str:
