@@ -19,6 +19,7 @@ from reknit.engine.record.marker import begun_in
 from reknit.engine.record.recognising import has_tombstone
 from reknit.engine.stored.leftovers import leftovers, remove
 from reknit.errors import CheckpointNotFoundError, CommitError, ReknitError, UndecidedError
+from reknit.storage.base import LONGEST_REQUEST_S
 from reknit.storage.registry import open_storage, register
 from tests.running.examples import is_night
 from tests.simulation.late_stores import BlindBucket, Killed, LateBucket, LateFolder
@@ -328,6 +329,29 @@ def test_a_copy_that_may_still_be_committed_stays_when_its_original_is_removed()
     assert place.value(place.hot) is None
     place.calls.release()
     assert place.value(place.cold) == OLD
+
+
+def test_a_committed_copy_goes_with_its_original_also_without_conditional_writes() -> None:
+    place = Place("blind")
+    place.save(OLD)
+    reknit.cool(place.hot, place.cold)
+    reknit.delete(place.hot)
+    assert list(place.store.list()) == []
+
+
+@pytest.mark.parametrize("age_s", [LONGEST_REQUEST_S - 1, LONGEST_REQUEST_S])
+def test_a_part_of_a_copy_goes_without_conditional_writes_once_its_request_is_over(
+    age_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place("blind")
+    place.save(OLD)
+    place.calls.expect("commit manifest", 2)
+    with pytest.raises(UndecidedError):
+        reknit.cool(place.hot, place.cold)
+    place.calls.end()
+    monkeypatch.setattr(BlindBucket, "age_s", lambda _, path: age_s, raising=False)
+    reknit.delete(place.hot)
+    assert bool(list(open_storage(place.cold).list())) == (age_s < LONGEST_REQUEST_S)
 
 
 def test_files_that_may_still_be_deleted_are_not_copied_again() -> None:

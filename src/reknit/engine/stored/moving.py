@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from reknit.engine.record.at_path import committed, is_committed, manifest_in
 from reknit.engine.record.checkpoint_notes import LEASE_S, RenewedHold, noted, pin, put_note
 from reknit.engine.record.commit import replace_manifest
-from reknit.engine.record.late_commits import rule_out
+from reknit.engine.record.late_commits import is_blind, rule_out
 from reknit.engine.record.marker import Marker, begun_in
 from reknit.engine.record.recognising import is_of_others, not_ours
 from reknit.engine.record.removals import delete_copies
@@ -42,6 +42,7 @@ from reknit.format import paths
 from reknit.format.manifest_file import encode_manifest
 from reknit.format.notes import ColdCopy, Pin
 from reknit.options import LoadOptions
+from reknit.storage.base import LONGEST_REQUEST_S, HasDates
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -202,11 +203,10 @@ def _remove_copy(cold: Storage, copy: ColdCopy) -> int:
     """
     if not (mine := _pins(cold, copy)):
         return 0
-    if not rule_out(cold, paths.short_id(copy.write_id)):
-        raise UndecidedError(
-            f"the store may still carry out the commit of the copy at {cold.url}", path=cold.url
-        )
     there = manifest_in(cold)
+    if there is None:
+        _rule_out(cold, copy)
+        there = manifest_in(cold)  # a late commit may have come just before
     if there is None:  # the copy, or its removal, was cut short
         own, index = (
             {paths.short_id(copy.write_id), paths.short_id(copy.save_id)},
@@ -224,6 +224,20 @@ def _remove_copy(cold: Storage, copy: ColdCopy) -> int:
         return delete(cold, copy.save_id, but=copy.reason)
     _unpin(cold, copy)
     return 0
+
+
+def _rule_out(cold: Storage, copy: ColdCopy) -> None:
+    """Raise `UndecidedError` where the store may still carry out the commit of a copy."""
+    if rule_out(cold, paths.short_id(copy.write_id)):
+        return
+    index = paths.index_path(copy.write_id)
+    if is_blind(cold) and isinstance(cold, HasDates) and cold.age_s(index) >= LONGEST_REQUEST_S:
+        return
+    raise UndecidedError(
+        f"the store may still carry out the commit of the copy at {cold.url}",
+        path=cold.url,
+        remedy=f"run `reknit gc` where its original was, in {LONGEST_REQUEST_S / 60:g} minutes or later",
+    )
 
 
 def _copies(hot: Storage) -> list[tuple[str, ColdCopy]]:
