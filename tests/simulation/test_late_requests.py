@@ -14,11 +14,19 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.engine.record import removals
+from reknit.engine.record import commit, late_commits, removals
 from reknit.engine.record.marker import begun_in
 from reknit.engine.record.recognising import has_tombstone
+from reknit.engine.stored import delete as stored_delete
 from reknit.engine.stored.leftovers import leftovers, remove
-from reknit.errors import CheckpointNotFoundError, CommitError, ReknitError, UndecidedError
+from reknit.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CommitError,
+    ReknitError,
+    UndecidedError,
+    UsageError,
+)
 from reknit.storage.base import LONGEST_REQUEST_S
 from reknit.storage.registry import open_storage, register
 from tests.running.examples import is_night
@@ -28,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from reknit.storage.base import Storage
+    from reknit.types.manifest import Manifest
 
 KINDS: dict[str, type[LateFolder]] = {"bucket": LateBucket, "folder": LateFolder, "blind": BlindBucket}
 ROOT = "{}-late://all/run"
@@ -315,6 +324,44 @@ def test_a_checkpoint_that_was_saved_over_a_tombstone_leaves_one_when_it_is_remo
     place.calls.release()
     assert place.value(place.hot) is None
     assert has_tombstone(open_storage(place.hot))
+
+
+def test_a_save_over_a_tombstone_does_not_replace_what_another_commits_at_that_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = Place("bucket")
+    unanswered(place, overwrite=False, silence=1)
+    place.save(LATER, cold=True)
+
+    def other_commits(storage: Storage) -> bool:
+        there = open_storage(place.cold)
+        for path in [each.path for each in there.list()]:
+            storage.put(path, there.get(path, limit=1 << 20), if_absent=False)
+        return True
+
+    monkeypatch.setattr(commit, "has_tombstone", other_commits)
+    with pytest.raises(CheckpointExistsError, match="another save committed"):
+        place.save(NEW)
+    assert place.value(place.hot) == LATER
+
+
+def test_what_replaces_a_checkpoint_that_is_to_be_removed_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place("bucket")
+    place.save(OLD)
+    unanswered(place, overwrite=True, silence=2)
+    for each in begun_in(open_storage(place.hot)):
+        each.folder.delete(each.path)
+
+    def entomb_late(storage: Storage, manifest: Manifest | None) -> bool:
+        place.calls.release()
+        return late_commits.entomb(storage, manifest)
+
+    monkeypatch.setattr(stored_delete, "entomb", entomb_late)
+    with pytest.raises(UsageError, match="was replaced while"):
+        reknit.delete(place.hot)
+    assert place.value(place.hot) == NEW
+    place.save(LATER, overwrite=True)  # no note of the removal is in the way
+    assert place.value(place.hot) == LATER
 
 
 def test_a_copy_that_may_still_be_committed_stays_when_its_original_is_removed() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from reknit.engine.record.at_path import check_absent, committed, is_committed, manifest_in
+from reknit.engine.record.at_path import check_absent, committed, is_committed, manifest_in, size_of
 from reknit.engine.record.checkpoint_notes import noted, refuse_held
 from reknit.engine.record.late_commits import (
     discard_index,
@@ -32,7 +32,9 @@ from reknit.errors import (
     UsageError,
 )
 from reknit.format import paths
+from reknit.format.manifest_file import MAX_MANIFEST_NBYTES
 from reknit.format.notes import Pin
+from reknit.format.tombstone import is_tombstone
 from reknit.monitor.phase import retries
 from reknit.storage.base import CommitsLate, PerHost
 
@@ -75,6 +77,32 @@ def place_manifest(storage: Storage, mine: Marker, data: bytes, *, if_absent: bo
         return storage.commit(paths.MANIFEST_PATH, data, pending=mine.path, if_absent=if_absent)
     except StorageNotFoundError as error:
         raise fenced_off(storage, mine) from error
+
+
+def _place_over_tombstone(storage: Storage, mine: Marker, data: bytes) -> bool:
+    """Put the manifest in the place of a tombstone as `place_manifest` does; return False for a manifest.
+
+    A late commit may have replaced the tombstone just before.
+    """
+    if not isinstance(storage, CommitsLate):
+        return place_manifest(storage, mine, data, if_absent=False)
+    placed = False
+
+    def change(old: bytes | None) -> bytes | None:
+        nonlocal placed
+        # An attempt before, of which no answer came, may have put it.
+        placed = old is None or old == data or is_tombstone(old)
+        if not placed or old == data:
+            return None
+        # As in `Storage.commit`, the look for the marker is between the look for the file and the write.
+        if size_of(storage, mine.path) is None:
+            raise fenced_off(storage, mine)
+        return data
+
+    placed = storage.swap(paths.MANIFEST_PATH, change, limit=MAX_MANIFEST_NBYTES) and placed
+    if placed:
+        remove_marker(storage, mine)
+    return placed
 
 
 class Fate(NamedTuple):
@@ -161,7 +189,7 @@ def put_manifest(storage: Storage, mine: Marker, data: bytes, *, overwrite: bool
     placed = _place_or_settle(storage, mine, data, if_absent=not overwrite)
     if not placed and has_tombstone(storage):
         over_tombstone = True
-        placed = _place_or_settle(storage, mine, data, if_absent=False)
+        placed = _place_or_settle(storage, mine, data, if_absent=True, over_tombstone=True)
     if not placed:
         with never_if_it_fails(storage, mine):
             if not is_committed(storage, mine.write_id):
@@ -177,10 +205,14 @@ def put_manifest(storage: Storage, mine: Marker, data: bytes, *, overwrite: bool
     return mine
 
 
-def _place_or_settle(storage: Storage, mine: Marker, data: bytes, *, if_absent: bool) -> bool:
+def _place_or_settle(
+    storage: Storage, mine: Marker, data: bytes, *, if_absent: bool, over_tombstone: bool = False
+) -> bool:
     """Put the manifest as `place_manifest` does, and decide about a commit without an answer."""
     tries = retries.get()
     try:
+        if over_tombstone:
+            return _place_over_tombstone(storage, mine, data)
         return place_manifest(storage, mine, data, if_absent=if_absent)
     except BaseException as error:
         answered = retries.get() == tries  # every attempt

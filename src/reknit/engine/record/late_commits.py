@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from reknit.engine.record.at_path import is_committed, size_of
 from reknit.engine.small_files import discard
-from reknit.errors import FormatError, ReknitError, UndecidedError
+from reknit.errors import FormatError, ReknitError, UndecidedError, UsageError
 from reknit.format import paths
 from reknit.format.manifest_file import MAX_MANIFEST_NBYTES, decode_record
 from reknit.format.tombstone import changed, encode_tombstone, is_tombstone
@@ -134,7 +134,8 @@ def note_unanswered(storage: Storage) -> list[str]:
 def entomb(storage: Storage, manifest: Manifest | None) -> bool:
     """Put a tombstone in the place of a manifest that is to be removed, if a late commit may take it.
 
-    An index that is not the manifest's shows that.  Returns whether the manifest is gone.
+    An index that is not the manifest's shows that.  Returns whether the manifest is gone.  Raises
+    `UsageError` where such a commit has replaced it since: it may name the same files.
     """
     if manifest is None or not isinstance(storage, CommitsLate):
         return False
@@ -142,11 +143,20 @@ def entomb(storage: Storage, manifest: Manifest | None) -> bool:
     own = (paths.short_id(manifest.write_id), None)
     if not any(name is not None and name.kind == "index" and name.write_id8 not in own for name in names):
         return False
-    return storage.swap(
-        paths.MANIFEST_PATH,
-        lambda data: None if data is None or is_tombstone(data) else encode_tombstone(),
-        limit=MAX_MANIFEST_NBYTES,
-    )
+
+    def change(data: bytes | None) -> bytes | None:
+        if data is None or is_tombstone(data):
+            return None
+        with suppress(FormatError):
+            if decode_record(data).write_id != manifest.write_id:
+                raise UsageError(
+                    f"{storage.url} was replaced while it was to be removed",
+                    path=storage.url,
+                    remedy="look at it, then try again",
+                )
+        return encode_tombstone()
+
+    return storage.swap(paths.MANIFEST_PATH, change, limit=MAX_MANIFEST_NBYTES)
 
 
 def is_blind(storage: Storage) -> bool:

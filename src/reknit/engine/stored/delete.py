@@ -94,8 +94,12 @@ def delete(
         refuse_held(storage, None if manifest is None else manifest.save_id, but)
         return sum(file.nbytes for file in files)
     removal = _begin_removal(storage, manifest, but, still)
-    if not entomb(storage, manifest):
-        storage.delete(paths.MANIFEST_PATH)
+    try:
+        if not entomb(storage, manifest):
+            storage.delete(paths.MANIFEST_PATH)
+    except UsageError:  # no request to delete was sent
+        removal.end()
+        raise
     if manifest is not None:
         notes += notes_of(storage, manifest.save_id)
     for file in files:
