@@ -18,6 +18,7 @@ from obstore import exceptions
 
 import reknit
 from reknit.errors import StorageError
+from reknit.monitor.phase import retries
 from reknit.options import MIB
 from reknit.storage.base import CopiesFiles, Sweepable
 from reknit.storage.object import client as clients
@@ -192,6 +193,21 @@ def test_an_operation_whose_every_request_meets_a_fault_is_done_once(
     spoil_each(proxy, fault)
     operation(storage)
     assert proxy.unspoilt < 1000 or (operation is copy and storage.url.startswith("az:"))
+
+
+@pytest.mark.parametrize("fault", ["500", "503", "reset before"])
+@pytest.mark.parametrize("if_absent", [True, False])
+def test_every_attempt_of_a_commit_without_an_answer_is_counted(
+    proxy: FaultProxy, storage: Storage, fault: Fault, if_absent: bool
+) -> None:
+    """Who knows of it rules out that the store carries it out later."""
+    storage.put("pending", b"", if_absent=True)
+    path, before = "x" if if_absent else "first", retries.get()
+    proxy.spoil_those(
+        lambda request: request.startswith("PUT") and f"/{path}" in unquote(request), fault, times=2
+    )
+    assert storage.commit(path, b"new", pending="pending", if_absent=if_absent)
+    assert retries.get() == before + 2
 
 
 @pytest.mark.parametrize("fault", ["delayed", "reset before", "truncated", "doubled"])

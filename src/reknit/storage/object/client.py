@@ -49,7 +49,7 @@ class ObjectOptions:
     have more than 10,000.  `concurrency`: parts of one file in flight at once.  `timeout_s`: longest time for
     one request; None for 30 seconds plus the time of a part at 128 KiB/s.  `retries`: how often the client
     repeats a failed request of an upload, within three minutes.  It repeats other requests at most four
-    times; after that, `retry_s` applies.  `endpoint`, `region`: override the environment variables of the
+    times, and a conditional write never; after that, `retry_s` applies.  `endpoint`, `region`: override the environment variables of the
     same meaning.  `unsigned`: sign S3 requests without their bodies, which halves the processor time; digests
     check the stored bytes in any case.
     """
@@ -107,11 +107,12 @@ def parse_url(url: str) -> tuple[Bucket, ObjectOptions]:
     return Bucket(scheme, bucket, f"{prefix}/" if prefix else ""), ObjectOptions(**found)
 
 
-def connect(place: Bucket, options: ObjectOptions, *, uploading: bool = False) -> Client:
+def connect(place: Bucket, options: ObjectOptions, *, uploading: bool = False, once: bool = False) -> Client:
     """Return the client of a bucket.  Nothing is sent yet.
 
     A client for `uploading` repeats requests as often as the options say, because its callers cannot repeat a
-    part of an upload.  Other clients leave most retries to their callers, which can log that they wait.
+    part of an upload.  Other clients leave most retries to their callers, which can log that they wait.  A
+    client that sends a request `once` leaves all to them, which then know whether every attempt was answered.
 
     The client takes endpoint, account and credentials from the environment (AWS_*, GOOGLE_*, AZURE_*), or
     from its machine.  Raises `UsageError` for values that the client does not accept.
@@ -126,7 +127,7 @@ def connect(place: Bucket, options: ObjectOptions, *, uploading: bool = False) -
     given: dict[str, Any] = {
         "client_options": client_options,
         "retry_config": {
-            "max_retries": options.retries if uploading else min(options.retries, _FEW),
+            "max_retries": 0 if once else options.retries if uploading else min(options.retries, _FEW),
             "retry_timeout": timedelta(seconds=_LONGEST_S),
             "backoff": _BACKOFF,
         },

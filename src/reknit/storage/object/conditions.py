@@ -16,7 +16,7 @@ from reknit.environment import bucket_variables
 from reknit.errors import DeadlineError, StorageError, StorageNotFoundError
 from reknit.monitor.phase import Deadline, now
 from reknit.storage.errors import shorter, too_large
-from reknit.storage.object.client import moment_of
+from reknit.storage.object.client import connect, moment_of
 from reknit.storage.object.errors import as_ours, gave_whole, plain, translated
 from reknit.storage.object.own_writes import look, new_mark, put_if, unsupported, version
 from reknit.system import dice
@@ -79,6 +79,8 @@ class Conditions:
 
     def __init__(self, client: Client, place: Bucket, options: ObjectOptions) -> None:
         self._client, self._url, self._prefix = client, place.url, place.prefix
+        # A request that may still be carried out is followed by no other that its caller does not know of.
+        self._once = connect(place, options, once=True)
         self._fallback = options.conditional
         self._endpoint = _endpoint_of(place, options)
         self._warned = False
@@ -96,7 +98,7 @@ class Conditions:
         mark = new_mark()
         for tries in range(_CONFLICTS):
             with translated("write", url):
-                placed = put_if(self._client, key, url, data, mark=mark, seen=seen)
+                placed = put_if(self._once, key, url, data, mark=mark, seen=seen)
             if placed is not None:
                 return placed
             _pause(tries)
@@ -232,7 +234,7 @@ class Conditions:
             if not self._still(key, url, seen):
                 return False
             with translated("write", url):
-                obstore.put(self._client, key, data)
+                obstore.put(self._once, key, data)
                 try:
                     there = bytes(obstore.get(self._client, key).bytes())
                 except FileNotFoundError:

@@ -34,7 +34,9 @@ _DENIED = re.compile(r"status code: 40[13]|AccessDenied|token request", re.IGNOR
 _CLOCK = re.compile(r"RequestTimeTooSkewed|RequestExpired|request time and the current time", re.IGNORECASE)
 _BUSY = re.compile(r"status code: (429|503)|SlowDown|TooManyRequests|ServerBusy", re.IGNORECASE)
 _NO_RANGES = re.compile(r"non-partial response", re.IGNORECASE)
-_UNREACHED = re.compile(r"HTTP error|error sending request|connect|timed? ?out|connection", re.IGNORECASE)
+_UNREACHED = re.compile(
+    r"status code: 5(?!01)|HTTP error|error sending request|connect|timed? ?out|connection", re.IGNORECASE
+)
 
 
 forks = ForkGuard("an object store")
