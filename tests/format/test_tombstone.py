@@ -19,6 +19,13 @@ def test_readers_that_do_not_know_it_refuse_a_tombstone_and_no_two_are_the_same(
         decode_record(data)
 
 
+def test_a_tombstone_of_a_version_that_counts_on_is_one() -> None:
+    head, number, rest = encode_tombstone().partition(b'"format_version":1')
+    assert number
+    assert is_tombstone(head + b'"format_version":12' + rest)
+    assert not is_tombstone(head + b'"format_version":"x"' + rest)
+
+
 def test_a_changed_manifest_has_other_bytes_of_one_size_and_the_same_content() -> None:
     reknit.save("mem://test_tombstone/step", {"m": {"n": 1}}, step=3, overwrite=True)
     data = open_storage("mem://test_tombstone/step").get("manifest.json", limit=1 << 20)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,8 +19,10 @@ from reknit.errors import (
 
 pytest.importorskip("hdfs_native", reason="HDFS needs hdfs-native")
 
+from reknit.monitor.phase import now
 from reknit.storage.errors import ExistingError
 from reknit.storage.hdfs.errors import as_ours, of_class, plain, unreached
+from reknit.storage.hdfs.store import HdfsStorage
 
 
 @pytest.mark.parametrize(
@@ -78,3 +82,17 @@ def test_too_few_open_files_are_a_shortage_of_this_process_and_not_a_cluster_out
         assert type(error) is ShortageError
         assert "no further file can be opened" in error.message
         assert error.path == "hdfs://nn/x"
+
+
+@pytest.mark.parametrize("kind", [StoragePermissionError, StorageFullError])
+def test_the_time_of_a_cluster_that_takes_no_file_is_that_of_this_host(kind: type[StorageError]) -> None:
+    def refuse(*_: object) -> None:
+        raise kind("no file is made")
+
+    store: Any = SimpleNamespace(
+        place=SimpleNamespace(folder="/f"),
+        placement=SimpleNamespace(write=refuse),
+        client=SimpleNamespace(discard=lambda _: None),
+    )
+    before = now()
+    assert before <= HdfsStorage.moment(store) <= now()

@@ -10,6 +10,11 @@ import pytest
 
 pytest.importorskip("obstore", reason="the object stores need obstore")
 
+from obstore import exceptions
+
+from reknit.monitor.phase import now
+from reknit.storage.object import incomplete_uploads
+from reknit.storage.object.client import ObjectOptions, connect, parse_url
 from tests.servers import environment, new_url
 
 SCRIPT = """
@@ -42,3 +47,15 @@ def test_too_few_open_files_are_a_shortage_and_not_retried(name: str) -> None:
     )
     assert done.stderr == ""
     assert done.stdout.splitlines() == ["no further file can be opened: [Errno 24] Too many open files"] * 2
+
+
+@pytest.mark.parametrize("status", ["403 Forbidden", "507 Insufficient Storage"])
+def test_the_time_of_a_bucket_that_takes_no_object_is_that_of_this_host(
+    status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> float:
+        raise exceptions.GenericError(f"Server returned non-2xx status code: {status}")
+
+    monkeypatch.setattr(incomplete_uploads, "moment_of", refused)
+    place, before = parse_url("s3://bucket/folder")[0], now()
+    assert before <= incomplete_uploads.moment(connect(place, ObjectOptions(region="r")), place) <= now()

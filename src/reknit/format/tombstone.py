@@ -14,6 +14,10 @@ from reknit.format.checksum import digest
 from reknit.format.manifest_file import decode_record
 from reknit.format.versions import FORMAT_VERSION, TOMBSTONE
 
+_HEAD_OF_ANY = re.compile(
+    rb'\{"format":"reknit","format_version":\d+,"requires":\["%s"\]' % TOMBSTONE.encode()
+)
+"""A later version may write its own number; what it requires shows what it is."""
 _HEAD = f'{{"format":"reknit","format_version":{FORMAT_VERSION},"requires":["{TOMBSTONE}"]'.encode()
 _TAIL_NBYTES = len(',"digest":"0123456789abcdef"}')
 _CHANGE = re.compile(rb',"changed":"[0-9a-f]{32}"\Z')
@@ -27,7 +31,7 @@ def encode_tombstone() -> bytes:
 
 def is_tombstone(head: bytes) -> bool:
     """Return whether a file with the name of the manifest is a tombstone, by its first bytes."""
-    return head.startswith(_HEAD)
+    return _HEAD_OF_ANY.match(head) is not None
 
 
 def changed(manifest: bytes) -> bytes:

@@ -211,8 +211,8 @@ class HasDates(Protocol):
     def age_s(self, path: str) -> float:
         """Return the seconds since the last change of a file, by the store's clock alone, never negative.
 
-        The present time is the date of a file that is written for it, and that of this host if this user
-        cannot write.  Raises `StorageNotFoundError`.
+        The present time is the date of a file that is written for it, and that of this host if none
+        can be written.  Raises `StorageNotFoundError`.
         """
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from reknit.errors import (
     StorageError,
+    StorageFullError,
     StorageNotFoundError,
     StoragePermissionError,
     StorageUnavailableError,
@@ -213,12 +214,12 @@ class HdfsStorage:
         return self._walk(self.place.folder)
 
     def moment(self) -> float:
-        """Return the present time by the clock of the NameNode, of this host without the right to write."""
+        """Return the present time by the clock of the NameNode, of this host where no file can be written."""
         temporary = f"{self.place.folder}/.{uuid.uuid4().hex}.tmp"
         try:
             self.placement.write(temporary, [])
             written: float = self.client.stat(temporary).modification_time / 1000
-        except StoragePermissionError:
+        except (StoragePermissionError, StorageFullError):
             return now()
         finally:
             self.client.discard(temporary)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import obstore
 
-from reknit.errors import MissingExtraError, StorageError, StoragePermissionError
+from reknit.errors import MissingExtraError, StorageError, StorageFullError, StoragePermissionError
 from reknit.monitor.phase import now
 from reknit.storage.base import Dated
 from reknit.storage.object.client import moment_of
@@ -63,11 +63,11 @@ def objects(client: Client, place: Bucket, folder: str, url: str) -> Iterator[Da
 
 
 def moment(client: Client, place: Bucket) -> float:
-    """Return the present time by the clock of a bucket, that of this host without the right to write."""
+    """Return the present time by the clock of a bucket, that of this host where no object can be written."""
     try:
         with translated("write", place.url):
             return moment_of(client, place.prefix)
-    except StoragePermissionError:
+    except (StoragePermissionError, StorageFullError):
         return now()
 
 
