@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,10 +13,13 @@ from reknit.comm import group as comm
 from reknit.engine.record import marker
 from reknit.engine.record.at_path import is_committed
 from reknit.engine.record.commit import put_manifest
-from reknit.engine.record.marker import Marker, fenced_off, is_last, put_marker, take_marker
+from reknit.engine.record.marker import Marker, begun_in, fenced_off, is_last, put_marker, take_marker
+from reknit.engine.stored import pending
+from reknit.engine.stored.pending import fence_off
 from reknit.errors import CheckpointExistsError, CommitError, FencedError, StorageError, from_wire
 from reknit.format.manifest_file import decode_manifest
 from reknit.format.paths import MANIFEST_PATH
+from reknit.storage.registry import open_storage
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 from tests.engine.runs import Annals, pausing, save_as, strays, value_in
 
@@ -130,6 +134,21 @@ def test_a_save_whose_marker_another_has_removed_that_lost_its_own_puts_it_again
     assert removed == [mine.path], "no other marker was there the second time, and it did not look again"
     assert found == mine._replace(met=("1" * 8,))
     assert strays(place) == {mine.path}
+
+
+def test_a_marker_that_a_beginning_save_puts_again_is_fenced_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    root, later = open_storage("mem://fenced_again"), [Marker(3, WRITE_ID), Marker(4, "1" * 32)]
+    folder = root.sub("step_00000001")
+    folder.put(Marker(2, WRITE_ID).path, b"", if_absent=True)
+
+    def put_again(_: float) -> None:
+        for each in later:
+            folder.put(each.path, b"", if_absent=True)
+        later.clear()
+
+    monkeypatch.setattr(pending, "time", SimpleNamespace(sleep=put_again))
+    fence_off(root)
+    assert [each.path for each in begun_in(folder)] == [Marker(4, "1" * 32).path], "it has begun since"
 
 
 @pytest.mark.parametrize("rival", ["goes on", "has committed"])

@@ -18,6 +18,7 @@ from reknit.engine.record import commit, late_commits, removals
 from reknit.engine.record.marker import begun_in
 from reknit.engine.record.recognising import has_tombstone
 from reknit.engine.stored import delete as stored_delete
+from reknit.engine.stored import pending
 from reknit.engine.stored.leftovers import leftovers, remove
 from reknit.errors import (
     CheckpointExistsError,
@@ -52,6 +53,11 @@ def _opened(kind: type[LateFolder], url: str) -> Storage:
 
 for scheme, each in KINDS.items():
     register(f"{scheme}-late", lambda url, _, kind=each: _opened(kind, url))  # type: ignore[misc]
+
+
+@pytest.fixture(autouse=True)
+def _no_save_begins_in_a_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pending, "RETURNS_WITHIN_S", 0.0)
 
 
 def state(value: float) -> dict[str, Any]:

@@ -29,6 +29,8 @@ _Begins = Literal["save", "copy"]
 _MOST_TRIES = 30
 """How often a save puts its marker while other saves and it remove each other's."""
 _LONGEST_PAUSE_S = 1.0
+RETURNS_WITHIN_S = 3 * _LONGEST_PAUSE_S
+"""Within this time a save that begins puts a removed marker again: two pauses and a few requests."""
 _ALONE_S = 2.0
 """How long a save that has lost its marker looks for the save that has removed it."""
 
@@ -166,6 +168,11 @@ class Begun(NamedTuple):
     def url(self) -> str:
         """Where the marker is."""
         return f"{self.folder.url}/{self.path}"
+
+    @property
+    def save(self) -> str:
+        """The short id of the save, which may put a marker of another generation."""
+        return self.path.rpartition(".")[2]
 
 
 def begun_in(folder: Storage, files: Iterable[Listed] | None = None) -> list[Begun]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from reknit.engine.record.at_path import size_of
 from reknit.engine.record.late_commits import fence
-from reknit.engine.record.marker import Begun, begun_in, named
+from reknit.engine.record.marker import RETURNS_WITHIN_S, Begun, begun_in, named
 from reknit.engine.stored.running_agents import at_work
 from reknit.errors import DeadlineError, StorageError, StoragePermissionError
 from reknit.monitor.phase import Deadline
@@ -61,11 +61,18 @@ def wait_for_saves(root: Storage, timeout_s: float) -> None:
 def fence_off(root: Storage) -> None:
     """Fence all saves directly below a folder that have put their marker: they can never commit.
 
+    A save that just begins may put its marker again, as if a rival had removed it.  So this takes some
+    seconds, and looks again until no marker returns.
+
     A staged save without a marker is not fenced.  A warning names the agents of this host that are still at
     work; agents of other hosts cannot be seen.
     """
-    for begun in _begun_below(root):
-        fence(begun)
+    begun = _begun_below(root)
+    while begun:
+        for each in begun:
+            fence(each)
+        time.sleep(RETURNS_WITHIN_S)
+        begun = [again for each in begun for again in begun_in(each.folder) if again.save == each.save]
     if working := at_work(root.url):
         logger.warning(
             "agents of this host are at work below %s: %s; saves whose markers they put from now on may "
