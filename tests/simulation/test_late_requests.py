@@ -15,7 +15,7 @@ import pytest
 
 import reknit
 from reknit.engine.record import commit, late_commits, removals
-from reknit.engine.record.marker import begun_in
+from reknit.engine.record.marker import Marker, begun_in
 from reknit.engine.record.recognising import has_tombstone
 from reknit.engine.stored import delete as stored_delete
 from reknit.engine.stored import pending
@@ -28,6 +28,7 @@ from reknit.errors import (
     UndecidedError,
     UsageError,
 )
+from reknit.format.paths import index_path
 from reknit.storage.base import LONGEST_REQUEST_S
 from reknit.storage.registry import open_storage, register
 from tests.running.examples import is_night
@@ -349,6 +350,28 @@ def test_a_save_over_a_tombstone_does_not_replace_what_another_commits_at_that_m
     with pytest.raises(CheckpointExistsError, match="another save committed"):
         place.save(NEW)
     assert place.value(place.hot) == LATER
+
+
+def test_a_commit_that_is_made_again_refuses_the_commit_of_a_save_that_began_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place, other = Place("bucket"), Marker(0, "b" * 32)
+    first, index = list[bytes](), index_path(other.write_id)
+    hot = open_storage(place.hot)
+
+    def other_begins(storage: Storage, mine: Marker, *, refused: bool) -> bool | None:
+        place.calls.release()  # the commit, of which no answer came
+        first.append(hot.get("manifest.json", limit=1 << 20))
+        for path in (index, other.path):
+            hot.put(path, b"", if_absent=True)
+        return late_commits.settled(storage, mine, refused=refused)
+
+    monkeypatch.setattr(commit, "settled", other_begins)
+    place.calls.expect("commit manifest", 1)
+    place.save(NEW)
+    assert hot.get("manifest.json", limit=1 << 20) != first[0], "the other may have seen the first one"
+    assert hot.size(index) == 0, "its removal would show that the other was not sent"
+    assert place.value(place.hot) == NEW
 
 
 def test_what_replaces_a_checkpoint_that_is_to_be_removed_stays(monkeypatch: pytest.MonkeyPatch) -> None:

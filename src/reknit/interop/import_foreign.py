@@ -268,7 +268,7 @@ class _Import:
                 generation=mine.generation,
             )
             data = encode_manifest(manifest)
-            mine = put_manifest(self.target, mine, data, overwrite=overwrite)
+            mine, data = put_manifest(self.target, mine, data, overwrite=overwrite)
         except UndecidedError:
             raise
         except BaseException:

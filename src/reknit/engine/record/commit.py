@@ -34,7 +34,7 @@ from reknit.errors import (
 from reknit.format import paths
 from reknit.format.manifest_file import MAX_MANIFEST_NBYTES
 from reknit.format.notes import Pin
-from reknit.format.tombstone import is_tombstone
+from reknit.format.tombstone import changed, is_tombstone
 from reknit.monitor.phase import retries
 from reknit.storage.base import CommitsLate, PerHost
 
@@ -173,8 +173,8 @@ def replace_manifest(storage: Storage, old: Manifest, mine: Marker, write: Calla
         removal.give_up()
 
 
-def put_manifest(storage: Storage, mine: Marker, data: bytes, *, overwrite: bool) -> Marker:
-    """Commit, and return the marker for `clear_out`; or raise.
+def put_manifest(storage: Storage, mine: Marker, data: bytes, *, overwrite: bool) -> tuple[Marker, bytes]:
+    """Commit, and return the marker and the bytes for `clear_out`; or raise.
 
     After an `UndecidedError` the store may still commit, and the marker has to stay.  Another program may
     have put a file of that name there since the save began, so this looks just before.
@@ -200,20 +200,25 @@ def put_manifest(storage: Storage, mine: Marker, data: bytes, *, overwrite: bool
                     remedy="give each save a path of its own",
                 )
         remove_marker(storage, mine)  # an attempt without an answer has committed, and left it
+    mine, data = placed or (mine, data)
     if over_tombstone or retries.get() != tries:
         mine = mine._replace(met=(*mine.met, *note_unanswered(storage)))
-    return mine
+    return mine, data
 
 
 def _place_or_settle(
     storage: Storage, mine: Marker, data: bytes, *, if_absent: bool, over_tombstone: bool = False
-) -> bool:
-    """Put the manifest as `place_manifest` does, and decide about a commit without an answer."""
+) -> tuple[Marker, bytes] | None:
+    """Put the manifest as `place_manifest` does, and decide about a commit without an answer.
+
+    Returns the marker and the bytes of the commit, None if there is a manifest already.
+    """
     tries = retries.get()
     try:
         if over_tombstone:
-            return _place_over_tombstone(storage, mine, data)
-        return place_manifest(storage, mine, data, if_absent=if_absent)
+            placed = _place_over_tombstone(storage, mine, data)
+        else:
+            placed = place_manifest(storage, mine, data, if_absent=if_absent)
     except BaseException as error:
         answered = retries.get() == tries  # every attempt
         if isinstance(error, CommitError) and answered:  # it was fenced
@@ -227,7 +232,8 @@ def _place_or_settle(
             raise
         if outcome is None:
             raise undecided(storage, error) from error
-    return _commit_again(storage, mine, data)
+        return _commit_again(storage, mine, data)
+    return (mine, data) if placed else None
 
 
 @contextmanager
@@ -240,16 +246,20 @@ def never_if_it_fails(storage: Storage, mine: Marker) -> Iterator[None]:
         raise
 
 
-def _commit_again(storage: Storage, mine: Marker, data: bytes) -> bool:
-    """Commit once more a manifest whose commit the store did not confirm, and return whether it is placed.
+def _commit_again(storage: Storage, mine: Marker, data: bytes) -> tuple[Marker, bytes]:
+    """Commit once more a manifest whose commit the store did not confirm; return the marker and the bytes.
 
     The answer was lost, or a folder not synced, and the store has to confirm that the manifest will stay.
-    That is one more save of the same files, and begins like one.
+    That is one more save of the same files, and begins like one.  Other bytes refuse a late commit of a save
+    that has seen the first ones.
     """
-    put_marker(storage, mine)
+    mine = put_marker(storage, mine)
     if not is_committed(storage, mine.write_id):
         raise fenced_off(storage, mine)
-    return place_manifest(storage, mine, data, if_absent=False)
+    if isinstance(storage, CommitsLate):
+        data = changed(data)
+    place_manifest(storage, mine, data, if_absent=False)
+    return mine, data
 
 
 def clear_own_host(storage: Storage, group: comm.Group, write_id: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from time import sleep
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from reknit.engine.record.at_path import check_absent, size_of
+from reknit.engine.record.at_path import check_absent, is_committed, size_of
 from reknit.engine.record.removals import outlast_removal
 from reknit.engine.small_files import discard
 from reknit.errors import CommitError, FencedError, FormatError, StorageNotFoundError
@@ -148,9 +148,11 @@ def fenced_off(storage: Storage, mine: Marker) -> CommitError:
             remedy="save again, let only one save at a time go to a path, and delete no files of a save that "
             "is under way, also not with `reknit gc`; if it happens again, the store loses files",
         )
+    there = is_committed(storage, mine.write_id)
+    fate = "its checkpoint is there, and the other may replace it" if there else "it is not committed"
     return FencedError(
         "another save to this path began while this one (generation "
-        f"{mine.generation}) was under way, and took its marker away; nothing of this one is committed",
+        f"{mine.generation}) was under way, and took its marker away; {fate}",
         path=f"{storage.url}/{mine.path}",
         remedy="end this process if a newer run of its job has taken its place; if not, give each job a path "
         "of its own, and let only one save at a time go to a path",

@@ -92,7 +92,7 @@ def commit(
     manifest = replace(manifest, files=(*manifest.files, own))
     data = encode_manifest(manifest)
     # The commit: this write makes the checkpoint exist.
-    mine = put_manifest(storage, mine, data, overwrite=job.overwrite)
+    mine, data = put_manifest(storage, mine, data, overwrite=job.overwrite)
     all_warnings = [*warnings, *merged.warnings, *clear_out(storage, mine, data)]
     return round_messages.CommitOutcome(manifest.nbytes, all_warnings)
 

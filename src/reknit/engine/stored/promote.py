@@ -88,8 +88,8 @@ class _Commit:
         target = self._job.target
         with never_if_it_fails(target, self._mine):
             self._check_files(target)
-        mine = put_manifest(target, self._mine, self._data, overwrite=self._job.overwrite)
-        clear_out(target, mine, self._data, {file.path for file in self.manifest.files})
+        mine, data = put_manifest(target, self._mine, self._data, overwrite=self._job.overwrite)
+        clear_out(target, mine, data, {file.path for file in self.manifest.files})
 
     def _check_files(self, target: Storage) -> None:
         """Raise `CommitError` unless all files are at the target."""
