@@ -180,9 +180,8 @@ def put_manifest(storage: Storage, mine: Marker, data: bytes, *, overwrite: bool
     have put a file of that name there since the save began, so this looks just before.
     """
     with never_if_it_fails(storage, mine):
-        if (
-            mine.run is not None
-        ):  # one that began since may have left this marker, at a step that it passed over
+        # One that began since may have left this marker, at a step that it passed over.
+        if mine.run is not None:
             mine.run.check()
         over_tombstone = overwrite and check_absent(storage, overwrite=overwrite)
     tries = retries.get()

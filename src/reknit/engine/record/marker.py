@@ -61,9 +61,8 @@ def take_marker(
     Raises `CommitError` where the store may still delete files of the names of this save.  Only those of a
     copy have been there before.
     """
-    check_absent(
-        storage, overwrite=overwrite
-    )  # also before, so that nothing is touched where there is a checkpoint
+    # Also before, so that nothing is touched where there is a checkpoint.
+    check_absent(storage, overwrite=overwrite)
     mine = put_marker(storage, mine, newest=newest, begins_as="copy" if is_copy else "save")
     try:
         if not overwrite:

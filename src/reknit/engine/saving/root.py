@@ -127,9 +127,8 @@ def _check_files(storage: Storage, merged: ManifestContent, mine: Marker) -> Non
     for number, path, nbytes in unseen:
         if size_of(storage, path) == nbytes:
             continue
-        if (
-            size_of(storage, mine.path) is None
-        ):  # the save that removed the marker may have cleared away the files
+        # The save that removed the marker may have cleared away the files.
+        if size_of(storage, mine.path) is None:
             raise fenced_off(storage, mine)
         if isinstance(storage, PerHost) and size_of(storage, path) is None:
             continue

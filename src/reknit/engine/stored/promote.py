@@ -99,9 +99,8 @@ class _Commit:
             for file in self.manifest.files
             if listed.get(file.path) != file.nbytes and size_of(target, file.path) != file.nbytes
         ]
-        if (
-            absent and size_of(target, self._mine.path) is None
-        ):  # the save that removed it cleared them away, too
+        # The save that removed the marker cleared them away, too.
+        if absent and size_of(target, self._mine.path) is None:
             raise fenced_off(target, self._mine)
         if absent:
             raise self.incomplete(absent)

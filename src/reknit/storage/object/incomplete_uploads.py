@@ -44,9 +44,8 @@ def unseen(place: Bucket) -> str | None:
 
 def dated(client: Client, place: Bucket, options: ObjectOptions) -> Iterator[Dated]:
     """Yield the objects below the prefix, also temporary objects, and on S3 uploads in parts."""
-    uploads = (
-        Uploads(place, options) if place.scheme == "s3" else None
-    )  # first, since a package may be missing
+    # First, since a package may be missing.
+    uploads = Uploads(place, options) if place.scheme == "s3" else None
     yield from objects(client, place, place.prefix.rstrip("/"), place.url)
     if uploads is not None:
         yield from uploads.under_way()
