@@ -200,7 +200,7 @@ def test_an_operation_whose_every_request_meets_a_fault_is_done_once(
 def test_every_attempt_of_a_commit_without_an_answer_is_counted(
     proxy: FaultProxy, storage: Storage, fault: Fault, if_absent: bool
 ) -> None:
-    """Who knows of it rules out that the store carries it out later."""
+    """By the count, the caller rules out that the store carries one out later."""
     storage.put("pending", b"", if_absent=True)
     path, before = "x" if if_absent else "first", retries.get()
     proxy.spoil_those(

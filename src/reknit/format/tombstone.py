@@ -17,7 +17,7 @@ from reknit.format.versions import FORMAT_VERSION, TOMBSTONE
 _HEAD_OF_ANY = re.compile(
     rb'\{"format":"reknit","format_version":\d+,"requires":\["%s"\]' % TOMBSTONE.encode()
 )
-"""A later version may write its own number; what it requires shows what it is."""
+"""The begin of a tombstone of any version: a later one may write its own number."""
 _HEAD = f'{{"format":"reknit","format_version":{FORMAT_VERSION},"requires":["{TOMBSTONE}"]'.encode()
 _TAIL_NBYTES = len(',"digest":"0123456789abcdef"}')
 _CHANGE = re.compile(rb',"changed":"[0-9a-f]{32}"\Z')

@@ -112,7 +112,7 @@ def connect(place: Bucket, options: ObjectOptions, *, uploading: bool = False, o
 
     A client for `uploading` repeats requests as often as the options say, because its callers cannot repeat a
     part of an upload.  Other clients leave most retries to their callers, which can log that they wait.  A
-    client that sends a request `once` leaves all to them, which then know whether every attempt was answered.
+    client that sends a request `once` leaves all to them, so that they count each attempt without an answer.
 
     The client takes endpoint, account and credentials from the environment (AWS_*, GOOGLE_*, AZURE_*), or
     from its machine.  Raises `UsageError` for values that the client does not accept.

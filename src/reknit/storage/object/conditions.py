@@ -79,7 +79,7 @@ class Conditions:
 
     def __init__(self, client: Client, place: Bucket, options: ObjectOptions) -> None:
         self._client, self._url, self._prefix = client, place.url, place.prefix
-        # A request that may still be carried out is followed by no other that its caller does not know of.
+        # The caller counts the attempts: one without an answer may still be carried out.
         self._once = connect(place, options, once=True)
         self._fallback = options.conditional
         self._endpoint = _endpoint_of(place, options)
