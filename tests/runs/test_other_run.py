@@ -18,10 +18,10 @@ import pytest
 
 import reknit
 from reknit import Checkpointer, Tier
-from reknit.engine.record import heartbeat
+from reknit.engine.record import heartbeat, run_record
 from reknit.engine.record.heartbeat import EVERY_S, STALE_S, Heartbeat
 from reknit.engine.record.run_record import newest_record
-from reknit.errors import FencedError, UsageError
+from reknit.errors import FencedError, StorageUnavailableError, UsageError
 from reknit.monitor.phase import CLOCK
 from reknit.storage.registry import open_storage
 from tests.runs.owners import Owner, Waits
@@ -116,11 +116,46 @@ def test_a_run_of_an_earlier_version_has_no_heartbeat_and_is_followed_at_once(
 
 
 @pytest.mark.parametrize("text", [b"{", b"[]", b'{"host": 1}', b'{"host": "a", "pid": 1, "opened": 1e300}'])
-def test_a_record_that_nobody_can_read_keeps_nobody_out(tmp_path: Path, waits: Waits, text: bytes) -> None:
+def test_a_record_that_nobody_can_read_keeps_nobody_out_for_longer_than_a_silence(
+    tmp_path: Path, waits: Waits, text: bytes
+) -> None:
     owner = Owner(tmp_path)
     owner.root.put(owner.record, text, if_absent=False)
     opened(tmp_path)
+    assert STALE_S - 2 < waits.seconds <= STALE_S + 1, "its run may be about to write the rest"
+    owner = Owner(tmp_path)
+    owner.root.put(owner.record, text, if_absent=False)
+    owner.age(STALE_S + 1)
+    waits.seconds = 0
+    opened(tmp_path)
     assert waits.seconds == 0
+
+
+@pytest.mark.parametrize("trouble", ["list", "get"])
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_look_without_an_answer_takes_no_folder_from_a_run_that_lives(
+    tmp_path: Path, waits: Waits, monkeypatch: pytest.MonkeyPatch, trouble: str, first: int
+) -> None:
+    owner, looks = Owner(tmp_path), 0
+    renewed = heartbeat.newest_record
+
+    def look(root: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        if looks == 5:
+            owner.heart.beat()
+        if trouble == "list" and first <= looks < 4:
+            raise StorageUnavailableError("away")
+        return renewed(root)
+
+    def owner_of(root: Any, record: str) -> Any:
+        return None if trouble != "list" and first <= looks < 4 else run_record.owner_of(root, record)
+
+    monkeypatch.setattr(heartbeat, "newest_record", look)
+    monkeypatch.setattr(heartbeat, "owner_of", owner_of)
+    with pytest.raises(UsageError, match="belongs to a run that lives"):
+        opened(tmp_path)
+    assert owner.owns()
 
 
 @pytest.mark.parametrize("clock_ahead_s", [0.0, 7200.0, -7200.0])

@@ -16,7 +16,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.engine.record.run_record import MOST_NBYTES, Owner, check_record, newest_record, owner_of
-from reknit.errors import FencedError, ReknitError, StorageError, UsageError
+from reknit.errors import FencedError, ReknitError, StorageError, StorageUnavailableError, UsageError
 from reknit.monitor.phase import Deadline
 from reknit.storage.base import HasDates
 from reknit.system import AtExit, start_thread
@@ -108,69 +108,99 @@ class Heartbeat:
         root.put(record, json.dumps(about).encode(), if_absent=False)
 
 
-class _Watched(NamedTuple):
-    """A record whose run may live, and the time until its silence shows that it does not."""
+class _Seen(NamedTuple):
+    """The record of a run that may live, as far as it can be read."""
 
-    root: Storage
-    record: str
-    owner: Owner
-    silence: Deadline
+    record: str | None = None
+    owner: Owner | None = None
+    error: StorageError | None = None
+    """The reason why the folder cannot be looked at."""
+
+
+class _Watched:
+    """A folder whose run may live, and the time until its silence shows that it does not."""
+
+    def __init__(self, root: Storage, seen: _Seen) -> None:
+        self.root, self.seen = root, seen
+        self.silence = Deadline(STALE_S - _age_s(root, seen.record))
+
+    def is_free(self) -> bool:
+        """Look again, and return whether the run must be gone.  Raises `UsageError` if it lives.
+
+        A look without an answer says neither: another one may have it before the silence is over.
+        """
+        if (seen := _look(self.root)) is None:
+            return True
+        if seen.owner is not None and self.seen.owner is None:  # the first answer
+            self.seen, self.silence = seen, Deadline(STALE_S - _age_s(self.root, seen.record))
+        if seen.owner is not None and seen != self.seen:
+            raise _lives(self.root, seen.owner)
+        return self.silence.passed()
 
 
 def wait_for_owners(roots: Sequence[Storage], timeout_s: float) -> None:
     """Wait until no other run lives in any of several folders.  Raises `UsageError` for one that does.
 
-    A record that cannot be read says nothing: to open its folder shows why.
+    A folder that cannot be looked at for so long has an error for who opens it.
     """
     watched, deadline = [each for root in roots if (each := _watched(root)) is not None], Deadline(timeout_s)
     if watched:
         logger.warning(
-            "waiting up to %.0f s for a sign of life of the run that opened %s in %s: without one, this run "
+            "waiting up to %.0f s for a sign of life of the run that opened %s%s: without one, this run "
             "takes the folder",
             max(each.silence.remaining() for each in watched),
             watched[0].root.url,
-            watched[0].owner,
+            _by(watched[0].seen),
         )
     while watched:
         time.sleep(_PAUSE_S)
-        for each in list(watched):
-            found = _owned(each.root)
-            is_silent = found == (each.record, each.owner)
-            if found is None or (is_silent and each.silence.passed()):
-                watched.remove(each)
-            elif not is_silent or deadline.passed():
-                raise _lives(each.root, found[1])
+        watched = [each for each in watched if not each.is_free()]
+        if watched and deadline.passed():
+            raise _lives(watched[0].root, watched[0].seen.owner)
 
 
 def _watched(root: Storage) -> _Watched | None:
-    """Return the record of a run that may live in a folder, None without one."""
-    if (found := _owned(root)) is None:
+    """Return a folder whose run may live, None for one to open at once: that fails if it cannot be listed."""
+    seen = _look(root)
+    if seen is None or not (seen.error is None or isinstance(seen.error, StorageUnavailableError)):
         return None
-    age_s = 0.0
-    if isinstance(root, HasDates):
-        with suppress(StorageError):
-            age_s = root.age_s(found[0])
-    return None if age_s >= STALE_S else _Watched(root, *found, Deadline(STALE_S - age_s))
+    found = _Watched(root, seen)
+    return None if found.silence.passed() else found
 
 
-def _owned(root: Storage) -> tuple[str, Owner] | None:
-    """Return the record and the process of a run that has opened a folder, unless it must be gone.
+def _look(root: Storage) -> _Seen | None:
+    """Return the record of the run that has opened a folder, None if none has, or if it must be gone.
 
     A run of an earlier version never renews its record, so nothing shows whether it lives.
     """
     try:
         record = newest_record(root)
-    except StorageError:
+    except StorageError as error:
+        return _Seen(error=error)
+    if record is None:
         return None
-    owner = None if record is None else owner_of(root, record)
-    if record is None or owner is None or owner.beats is None or owner.is_this or owner.is_gone:
-        return None
-    return record, owner
+    if (owner := owner_of(root, record)) is None:  # half of it may be written, or the store is away
+        return _Seen(record)
+    return None if owner.beats is None or owner.is_this or owner.is_gone else _Seen(record, owner)
 
 
-def _lives(root: Storage, owner: Owner) -> UsageError:
+def _age_s(root: Storage, record: str | None) -> float:
+    """Return the age of a record by the clock of its store, 0 if that is not known."""
+    if record is not None and isinstance(root, HasDates):
+        with suppress(StorageError):
+            return root.age_s(record)
+    return 0.0
+
+
+def _by(seen: _Seen) -> str:
+    """Return the process that opened a folder, for messages."""
+    return "" if seen.owner is None else f" in {seen.owner}"
+
+
+def _lives(root: Storage, owner: Owner | None) -> UsageError:
+    who = "its record cannot be read" if owner is None else str(owner)
     return UsageError(
-        f"{root.url} belongs to a run that lives ({owner}), so this one does not begin; nothing was changed",
+        f"{root.url} belongs to a run that lives ({who}), so this one does not begin; nothing was changed",
         path=root.url,
         remedy="end that run first, or give this one a folder of its own (an evaluation reads with `load`, "
         "which does not open the folder for writing); other_run='take_over' takes the folder from a run that "
