@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,13 +39,21 @@ class Waits:
         return time.monotonic() + self.seconds
 
 
+def act_as(patch: pytest.MonkeyPatch, host: str, pid: int, *, in_container: bool = False) -> None:
+    """Let this process open folders as another one, of another host or of a container on this one."""
+    patch.setattr("reknit.engine.record.run_record._process", uuid.uuid4().hex)
+    if in_container or host != socket.gethostname():
+        patch.setattr("reknit.engine.record.run_record._pids", lambda: "a boot.7")
+    patch.setattr("reknit.engine.record.run_record.socket.gethostname", lambda: host)
+    patch.setattr("reknit.engine.record.run_record.os.getpid", lambda: pid)
+
+
 class Owner:
     """A process that has opened a folder, on another host or this one, whose heart a test beats."""
 
-    def __init__(self, url: Path | str, host: str = "elsewhere", pid: int = 7) -> None:
+    def __init__(self, url: Path | str, host: str = "elsewhere", pid: int = 7, **more: bool) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("reknit.engine.record.run_record.socket.gethostname", lambda: host)
-            patch.setattr("reknit.engine.record.run_record.os.getpid", lambda: pid)
+            act_as(patch, host, pid, **more)
             self.url, self.root = str(url), open_storage(url)
             self.record = open_run(self.root, 0)
         self.heart = Heartbeat(open_storage)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import uuid
+import warnings
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -189,6 +191,37 @@ def test_a_process_of_this_host_that_stands_still_is_followed_once_its_beats_are
     tmp_path: Path, waits: Waits
 ) -> None:
     Owner(tmp_path, socket.gethostname(), 1)
+    opened(tmp_path)
+    assert waits.seconds > STALE_S - 2
+
+
+@pytest.mark.parametrize("pid", [os.getpid(), 1 << 22], ids=["number of this process", "number of none"])
+def test_a_container_with_the_name_of_its_host_has_numbers_of_its_own(
+    tmp_path: Path, waits: Waits, pid: int
+) -> None:
+    owner = Owner(tmp_path, socket.gethostname(), pid, in_container=True)
+    waits.during = owner.heart.beat
+    with pytest.raises(UsageError, match="belongs to a run that lives"):
+        opened(tmp_path)
+    assert owner.owns()
+
+
+def test_a_forked_process_is_another_one(tmp_path: Path, waits: Waits) -> None:
+    mine = run_record.open_run(open_storage(tmp_path), 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # since other threads may run
+        child = os.fork()
+    if not child:
+        found = run_record.owner_of(open_storage(tmp_path), mine)
+        os._exit(0 if found is not None and not found.is_this and not found.is_gone else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_process_whose_numbers_are_unknown_is_not_called_dead(
+    tmp_path: Path, waits: Waits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("reknit.engine.record.run_record._pids", lambda: None)
+    Owner(tmp_path, socket.gethostname(), 1 << 22)
     opened(tmp_path)
     assert waits.seconds > STALE_S - 2
 

@@ -33,6 +33,7 @@ from reknit.format import paths
 from reknit.runs import run_folder
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import open_storage
+from tests.runs.owners import act_as
 from tests.servers import environment, new_url, server
 
 if TYPE_CHECKING:
@@ -429,8 +430,7 @@ def test_a_run_that_takes_a_folder_over_says_from_whom(
         (here, ended.pid, 20),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr("reknit.engine.record.run_record.socket.gethostname", lambda host=host: host)
-            patch.setattr("reknit.engine.record.run_record.os.getpid", lambda pid=pid: pid)
+            act_as(patch, host, pid)
             old = Checkpointer(tmp_path, wait=True)
             old.resume(state())
         caplog.clear()

@@ -48,6 +48,15 @@ _TRIES = 50
 _PAUSE_S = 0.05
 
 
+def _name_process() -> None:
+    global _process
+    _process = uuid.uuid4().hex
+
+
+_name_process()
+os.register_at_fork(after_in_child=_name_process)
+
+
 class Run(NamedTuple):
     """A run, as its saves carry it: a function that opens the store of its folder, and its record there."""
 
@@ -106,6 +115,7 @@ def open_run(
     `CommitError` if other runs open it all the time.
     """
     about = {"host": socket.gethostname(), "pid": os.getpid(), "opened": now(), "beats": 0}
+    about |= {"process": _process, "pids": _pids()}
     identity = uuid.uuid4().hex[:8] if own is None else _identity(own)
     for _ in range(_TRIES):
         if own is not None:
@@ -198,10 +208,23 @@ def _share(root: Storage) -> None:
             os.chmod(os.path.join(root.url, paths.RUN_FOLDER), os.stat(root.url).st_mode & 0o7777)
 
 
+def _pids() -> str | None:
+    """Return a key of the processes that see each other by their numbers: boot and namespace.
+
+    Containers may share the name of their host, and each have a process 1.  None if the key is not known.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
+            return f"{boot.read().strip()}.{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return None
+
+
 class Owner(NamedTuple):
     """The process that opened a run, as its record has it.
 
-    `beats` is how often the process has renewed the record, None for one that never does.
+    `beats` is how often the process has renewed the record, None for one that never does.  `process` are
+    random digits of the process, and `pids` is the key of the processes that know it by `pid`.
     """
 
     host: str
@@ -209,6 +232,8 @@ class Owner(NamedTuple):
     opened: float
     beats: int | None = None
     has_ended: bool = False
+    process: str | None = None
+    pids: str | None = None
 
     def __str__(self) -> str:
         at = datetime.fromtimestamp(self.opened, timezone.utc)
@@ -217,12 +242,12 @@ class Owner(NamedTuple):
     @property
     def is_this(self) -> bool:
         """Whether it is this process, which may begin several runs one after another."""
-        return self.pid == os.getpid() and self.host == socket.gethostname()
+        return self.process == _process
 
     @property
     def is_gone(self) -> bool:
         """Whether the run has ended, or this host shows that its process is dead."""
-        if self.has_ended or self.host != socket.gethostname():
+        if self.has_ended or self.pids is None or self.pids != _pids() or self.host != socket.gethostname():
             return self.has_ended
         try:
             os.kill(self.pid, 0)
@@ -244,6 +269,8 @@ def owner_of(root: Storage, record: str) -> Owner | None:
             float(about["opened"]),
             beats,
             about.get("ended") is True,
+            about.get("process"),
+            about.get("pids"),
         )
         str(found)  # a date may be out of range
     except (StorageError, FormatError, OSError):
