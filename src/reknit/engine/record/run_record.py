@@ -223,8 +223,8 @@ def _pids() -> str | None:
 class Owner(NamedTuple):
     """The process that opened a run, as its record has it.
 
-    `beats` is how often the process has renewed the record, None for one that never does.  `process` are
-    random digits of the process, and `pids` is the key of the processes that know it by `pid`.
+    `beats` is how often the process has renewed the record, None for one that never does.  `process` has
+    random digits of the process, and `pids` names the namespace of `pid`.
     """
 
     host: str
@@ -253,7 +253,7 @@ class Owner(NamedTuple):
             os.kill(self.pid, 0)
         except ProcessLookupError:
             return True
-        except OSError:  # of another user, or no number of a process
+        except (OSError, OverflowError):  # of another user, or no number of a process
             return False
         return False
 
