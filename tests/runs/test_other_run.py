@@ -23,8 +23,9 @@ from reknit import Checkpointer, Tier
 from reknit.engine.record import heartbeat, run_record
 from reknit.engine.record.heartbeat import EVERY_S, STALE_S, Heartbeat
 from reknit.engine.record.run_record import newest_record
-from reknit.errors import FencedError, StorageUnavailableError, UsageError
+from reknit.errors import FencedError, StoragePermissionError, StorageUnavailableError, UsageError
 from reknit.monitor.phase import CLOCK
+from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import open_storage
 from tests.runs.owners import Owner, Waits
 from tests.runs.pieces import numbers, state
@@ -206,6 +207,12 @@ def test_a_container_with_the_name_of_its_host_has_numbers_of_its_own(
     assert owner.owns()
 
 
+def test_a_number_that_no_process_of_this_host_can_have_says_nothing(tmp_path: Path, waits: Waits) -> None:
+    Owner(tmp_path, socket.gethostname(), 1 << 80)
+    opened(tmp_path)
+    assert waits.seconds > STALE_S - 2
+
+
 def test_a_forked_process_is_another_one(tmp_path: Path, waits: Waits) -> None:
     mine = run_record.open_run(open_storage(tmp_path), 0)
     with warnings.catch_warnings():
@@ -258,6 +265,30 @@ def test_a_run_that_opens_the_folder_during_the_wait_keeps_it(tmp_path: Path, wa
     waits.during = lambda: others.append(Owner(tmp_path, "a third host")) if not others else None
     with pytest.raises(UsageError, match=r"lives .*a third host"):
         opened(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["root", "promote_to"])
+def test_a_run_that_may_not_write_to_a_folder_leaves_its_owner_alone(
+    tmp_path: Path, waits: Waits, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    root, other = tmp_path / "root", tmp_path / "other"
+    with Checkpointer(root, wait=True) as run:
+        run.save(3, state(3.0))
+    owners = [Owner(root), Owner(other)] if place == "root" else [Owner(other)]
+    waits.during = lambda: [each.heart.beat() for each in owners]
+    put, denied = LocalStorage.put, str(owners[0].url)
+
+    def refuse(store: LocalStorage, path: str, data: bytes, *, if_absent: bool) -> bool:
+        if store.url == denied and path != owners[0].record:
+            raise StoragePermissionError("read-only file system")
+        return put(store, path, data, if_absent=if_absent)
+
+    monkeypatch.setattr(LocalStorage, "put", refuse)
+    into = state()
+    assert Checkpointer(root, wait=True, options=reknit.SaveOptions(promote_to=other)).resume(into) == 4
+    assert into["model"]["w"].max() == 3.0
+    assert waits.seconds == 0
+    assert all(each.owns() for each in owners)
 
 
 def test_a_run_that_ends_during_the_wait_is_followed_then(tmp_path: Path, waits: Waits) -> None:

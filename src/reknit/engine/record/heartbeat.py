@@ -11,12 +11,21 @@ from __future__ import annotations
 import json
 import logging
 import time
+import uuid
 from contextlib import suppress
 from threading import Event
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.engine.record.run_record import MOST_NBYTES, Owner, check_record, newest_record, owner_of
-from reknit.errors import FencedError, ReknitError, StorageError, StorageUnavailableError, UsageError
+from reknit.errors import (
+    FencedError,
+    ReknitError,
+    StorageError,
+    StoragePermissionError,
+    StorageUnavailableError,
+    UsageError,
+)
+from reknit.format import paths
 from reknit.monitor.phase import Deadline
 from reknit.storage.base import HasDates
 from reknit.system import AtExit, start_thread
@@ -141,9 +150,14 @@ class _Watched:
 def wait_for_owners(roots: Sequence[Storage], timeout_s: float) -> None:
     """Wait until no other run lives in any of several folders.  Raises `UsageError` for one that does.
 
-    A folder that cannot be looked at for so long has an error for who opens it.
+    A folder that cannot be looked at for so long has an error for who opens it.  Nobody opens one that cannot
+    be written, so its run is left alone.  The first of the folders is that to which this run saves.
     """
-    watched, deadline = [each for root in roots if (each := _watched(root)) is not None], Deadline(timeout_s)
+    deadline, watched = Deadline(timeout_s), [each for root in roots if (each := _watched(root)) is not None]
+    readable = [each.root for each in watched if not _is_writable(each.root)]
+    if roots[0] in readable:  # this run opens none of them
+        return
+    watched = [each for each in watched if each.root not in readable]
     if watched:
         logger.warning(
             "waiting up to %.0f s for a sign of life of the run that opened %s%s: without one, this run "
@@ -184,6 +198,20 @@ def _look(root: Storage) -> _Seen | None:
     return None if owner.beats is None or owner.is_this or owner.is_gone else _Seen(record, owner)
 
 
+def _is_writable(root: Storage) -> bool:
+    """Return whether a file can be put beside the record of a run; another failure is one of the opening."""
+    path = f"{paths.RUN_FOLDER}/try.{uuid.uuid4().hex}"
+    try:
+        root.put(path, b"", if_absent=False)
+    except StoragePermissionError:
+        return False
+    except StorageError:
+        return True
+    with suppress(StorageError):
+        root.delete(path)
+    return True
+
+
 def _age_s(root: Storage, record: str | None) -> float:
     """Return the age of a record by the clock of its store, 0 if that is not known."""
     if record is not None and isinstance(root, HasDates):
@@ -202,7 +230,7 @@ def _lives(root: Storage, owner: Owner | None) -> UsageError:
     return UsageError(
         f"{root.url} belongs to a run that lives ({who}), so this one does not begin; nothing was changed",
         path=root.url,
-        remedy="end that run first, or give this one a folder of its own (an evaluation reads with `load`, "
-        "which does not open the folder for writing); other_run='take_over' takes the folder from a run that "
-        "lives, whose saves fail from then on",
+        remedy="end that run first, or give this one a folder of its own; an evaluation reads with `load`, which "
+        "does not open the folder for writing, or with a manager of Orbax that has `read_only`; "
+        "other_run='take_over' takes the folder from a run that lives, whose saves fail from then on",
     )
