@@ -254,9 +254,7 @@ def refusals(root: str) -> list[str]:
     found.append(outcome(ReknitCheckpoint(f"{root}/last")))
     owner = Owner(f"{root}/owned")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "reknit.engine.record.heartbeat.time", SimpleNamespace(sleep=lambda _: owner.heart.beat())
-        )
+        patch.setattr("reknit.engine.record.heartbeat.time", SimpleNamespace(sleep=lambda _: owner.beat()))
         trained: list[int] = []
         watch = LambdaCallback(on_train_batch_end=lambda *_: trained.append(1))
         found.append(outcome(ReknitCheckpoint(f"{root}/owned"), [watch], path=None))

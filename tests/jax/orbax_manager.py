@@ -122,9 +122,7 @@ def check_a_manager_is_refused_while_another_run_lives_and_says_what_it_restores
     owner = Owner(folder)
     lines: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "reknit.engine.record.heartbeat.time", SimpleNamespace(sleep=lambda _: owner.heart.beat())
-        )
+        patch.setattr("reknit.engine.record.heartbeat.time", SimpleNamespace(sleep=lambda _: owner.beat()))
         raises(UsageError, "belongs to a run that lives", lambda: ocp.CheckpointManager(folder))
         assert owner.owns()
         patch.setattr(load_step.logger, "log", lambda level, text, *parts: lines.append(text % parts))

@@ -64,6 +64,9 @@ class Owner:
         found: dict[str, Any] = json.loads(self.root.get(self.record, limit=1 << 20))
         return found
 
+    def beat(self, *, ends: bool = False) -> None:
+        self.heart.beat(self.url, ends=ends)
+
     def owns(self) -> bool:
         return newest_record(self.root) == self.record
 

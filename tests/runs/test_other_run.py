@@ -23,10 +23,18 @@ from reknit import Checkpointer, Tier
 from reknit.engine.record import heartbeat, run_record
 from reknit.engine.record.heartbeat import EVERY_S, STALE_S, Heartbeat
 from reknit.engine.record.run_record import newest_record
-from reknit.errors import FencedError, StoragePermissionError, StorageUnavailableError, UsageError
+from reknit.errors import (
+    FencedError,
+    StorageFullError,
+    StoragePermissionError,
+    StorageUnavailableError,
+    UsageError,
+)
 from reknit.monitor.phase import CLOCK
+from reknit.runs import run_folder
 from reknit.storage.local.store import LocalStorage
-from reknit.storage.registry import open_storage
+from reknit.storage.registry import factories, open_storage
+from reknit.storage.wrappers.retrying import with_retries
 from tests.runs.owners import Owner, Waits
 from tests.runs.pieces import numbers, state
 
@@ -62,7 +70,7 @@ def test_a_run_that_has_ended_is_followed_at_once(
     tmp_path: Path, waits: Waits, caplog: pytest.LogCaptureFixture
 ) -> None:
     owner = Owner(tmp_path)
-    owner.heart.beat(ends=True)
+    owner.beat(ends=True)
     with caplog.at_level(logging.INFO, "reknit"):
         opened(tmp_path)
     assert waits.seconds == 0
@@ -146,7 +154,7 @@ def test_a_look_without_an_answer_takes_no_folder_from_a_run_that_lives(
         nonlocal looks
         looks += 1
         if looks == 5:
-            owner.heart.beat()
+            owner.beat()
         if trouble == "list" and first <= looks < 4:
             raise StorageUnavailableError("away")
         return renewed(root)
@@ -201,7 +209,7 @@ def test_a_container_with_the_name_of_its_host_has_numbers_of_its_own(
     tmp_path: Path, waits: Waits, pid: int
 ) -> None:
     owner = Owner(tmp_path, socket.gethostname(), pid, in_container=True)
-    waits.during = owner.heart.beat
+    waits.during = owner.beat
     with pytest.raises(UsageError, match="belongs to a run that lives"):
         opened(tmp_path)
     assert owner.owns()
@@ -249,7 +257,7 @@ def begun(root: Path, how: str) -> Checkpointer:
 @pytest.mark.parametrize("host", ["elsewhere", "here"])
 def test_a_run_that_lives_keeps_its_folder(tmp_path: Path, waits: Waits, how: str, host: str) -> None:
     owner = Owner(tmp_path, socket.gethostname() if host == "here" else host, 1)
-    waits.during = lambda: owner.heart.beat() if waits.seconds > EVERY_S / 2 else None
+    waits.during = lambda: owner.beat() if waits.seconds > EVERY_S / 2 else None
     before = sorted(each.name for each in tmp_path.iterdir())
     with pytest.raises(UsageError, match=r"belongs to a run that lives \(process 1 of .*not begin") as caught:
         begun(tmp_path, how)
@@ -275,7 +283,7 @@ def test_a_run_that_may_not_write_to_a_folder_leaves_its_owner_alone(
     with Checkpointer(root, wait=True) as run:
         run.save(3, state(3.0))
     owners = [Owner(root), Owner(other)] if place == "root" else [Owner(other)]
-    waits.during = lambda: [each.heart.beat() for each in owners]
+    waits.during = lambda: [each.beat() for each in owners]
     put, denied = LocalStorage.put, str(owners[0].url)
 
     def refuse(store: LocalStorage, path: str, data: bytes, *, if_absent: bool) -> bool:
@@ -293,7 +301,7 @@ def test_a_run_that_may_not_write_to_a_folder_leaves_its_owner_alone(
 
 def test_a_run_that_ends_during_the_wait_is_followed_then(tmp_path: Path, waits: Waits) -> None:
     owner = Owner(tmp_path)
-    waits.during = lambda: owner.heart.beat(ends=True)
+    waits.during = lambda: owner.beat(ends=True)
     opened(tmp_path)
     assert waits.seconds < 1
 
@@ -314,7 +322,7 @@ def test_a_run_that_lives_keeps_the_places_that_two_hosts_share(
 ) -> None:
     hot, cold = tmp_path / "hot", tmp_path / "cold"
     owner = Owner(cold)
-    waits.during = owner.heart.beat
+    waits.during = owner.beat
     if place == "tier":
         run = Checkpointer(tiers=[Tier(hot), Tier(cold)], wait=True)
     else:
@@ -335,8 +343,8 @@ def test_a_run_that_is_told_to_takes_the_folder_from_one_that_lives(
         assert waits.seconds == 0
         assert "over from the run that opened it in process 7 of elsewhere" in caplog.text
         caplog.clear()
-        owner.heart.beat()
-        owner.heart.beat()
+        owner.beat()
+        owner.beat()
         (line,) = [each.message for each in caplog.records if each.levelno == logging.WARNING]
         assert "a newer run (generation" in line, "its log has it before its next save fails"
         assert not (tmp_path / owner.record).exists(), "a beat brings no record back"
@@ -349,7 +357,7 @@ def test_a_run_that_was_overtaken_does_not_take_the_folder_back_from_one_that_li
     with Checkpointer(tmp_path, wait=True) as run:
         run.resume(state())
         owner = Owner(tmp_path)
-        waits.during = owner.heart.beat
+        waits.during = owner.beat
         with pytest.raises(UsageError, match="belongs to a run that lives"):
             run.resume(state())
         assert owner.owns()
@@ -357,10 +365,10 @@ def test_a_run_that_was_overtaken_does_not_take_the_folder_back_from_one_that_li
 
 def test_a_record_that_somebody_has_removed_is_not_put_back(tmp_path: Path) -> None:
     owner = Owner(tmp_path)
-    owner.heart.beat()
+    owner.beat()
     assert owner.about["beats"] == 1
     owner.root.delete(owner.record)
-    owner.heart.beat()
+    owner.beat()
     assert not list(tmp_path.rglob("run.*"))
 
 
@@ -371,10 +379,72 @@ def test_a_store_that_fails_ends_no_heartbeat(tmp_path: Path) -> None:
         raise OSError("away")
 
     good, owner.heart._open = owner.heart._open, fail
-    owner.heart.beat()
+    owner.beat()
     owner.heart._open = good
-    owner.heart.beat()
+    owner.beat()
     assert owner.about["beats"] == 1
+
+
+def test_a_record_that_is_not_renewed_is_warned_of_once_in_time(
+    tmp_path: Path, waits: Waits, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any, **__: Any) -> bool:
+        raise StorageFullError("no space left")
+
+    owner = Owner(tmp_path)
+    owner.beat()
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "put", full)
+        for seconds in (0, 10, 10, 10):
+            waits.seconds += seconds
+            assert bool(caplog.text) == (waits.seconds > STALE_S / 2 + 10)
+            owner.beat()
+    (line,) = [each.message for each in caplog.records if "could not renew its record" in each.message]
+    assert line.endswith("for 20 s, and another run may take a folder after 30 s: no space left")
+    owner.beat()
+    assert owner.about["beats"] > 1
+
+
+def test_a_store_that_hangs_holds_up_no_beat_and_no_end_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "EVERY_S", 0.001)
+    monkeypatch.setattr(heartbeat, "_END_S", 0.5)
+    owner, hung, hangs, beats = Owner(tmp_path), threading.Event(), threading.Event(), threading.Semaphore(0)
+
+    def open_root(url: str) -> Any:
+        if url == "far":
+            hung.set()
+            hangs.wait(LONG_S)
+            raise OSError("away")
+        return open_storage(url)
+
+    heart = Heartbeat(open_root)
+    monkeypatch.setattr(
+        heart, "_renew", lambda *given, **more: (Heartbeat._renew(heart, *given, **more), beats.release())
+    )
+    heart.records = {"far": owner.record, str(tmp_path): owner.record}
+    heart.begin()
+    try:
+        assert hung.wait(LONG_S)
+        for _ in range(3):
+            assert beats.acquire(timeout=LONG_S)
+        heart.end()
+        assert owner.about["ended"] is True
+    finally:
+        hangs.set()
+
+
+def test_beats_are_neither_repeated_nor_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[tuple[str, str]] = []
+
+    def factory(url: str, durability: Any) -> LocalStorage:
+        opened.append((url, durability))
+        return LocalStorage(tmp_path, durability=durability)
+
+    monkeypatch.setitem(factories, "far", with_retries(resumes=True)(factory))
+    assert isinstance(run_folder._open_for_beats("far://there"), LocalStorage)
+    assert opened == [("far://there", "process")]
 
 
 def beating() -> list[threading.Thread]:
@@ -386,8 +456,8 @@ def test_a_run_beats_until_it_ends_or_is_forgotten(tmp_path: Path, monkeypatch: 
     before, beats = set(beating()), threading.Semaphore(0)
     beat = Heartbeat.beat
 
-    def counted(heart: Heartbeat, *, ends: bool = False) -> None:
-        beat(heart, ends=ends)
+    def counted(heart: Heartbeat, url: str, *, ends: bool = False) -> None:
+        beat(heart, url, ends=ends)
         beats.release()
 
     monkeypatch.setattr(Heartbeat, "beat", counted)

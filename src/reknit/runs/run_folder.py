@@ -23,6 +23,7 @@ from reknit.runs.later_steps import Clearing, give_way, refuse_later, refuse_oth
 from reknit.runs.tiers import FoundStep, below
 from reknit.runs.unfinished_saves import forbid_markers, wait_for_agents
 from reknit.storage.registry import open_storage, recipe
+from reknit.storage.wrappers.retrying import without_retries
 
 if TYPE_CHECKING:
     import os
@@ -316,7 +317,7 @@ class RunFolder:
     def _beat(self, records: Mapping[str, str]) -> None:
         """Renew records from now on, until this run ends, its process dies, or nothing refers to it."""
         if self._heartbeat is None:
-            self._heartbeat = Heartbeat(open_storage)
+            self._heartbeat = Heartbeat(_open_for_beats)
             weakref.finalize(self, self._heartbeat.stop).atexit = False
         self._heartbeat.records = records
         self._heartbeat.begin()
@@ -332,6 +333,11 @@ def _newest_generation(root: Storage, folders: Sequence[Folder]) -> int:
         if manifest is not None:
             return -1 if manifest.generation is None else manifest.generation
     return -1
+
+
+def _open_for_beats(url: str) -> Storage:
+    """Open a root for the beats: a lost one is followed by the next, and need not outlive the power."""
+    return without_retries(open_storage(url, durability="process"))
 
 
 def _key(url: str) -> str:

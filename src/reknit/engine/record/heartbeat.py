@@ -13,6 +13,7 @@ import logging
 import time
 import uuid
 from contextlib import suppress
+from functools import partial
 from threading import Event
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +27,7 @@ from reknit.errors import (
     UsageError,
 )
 from reknit.format import paths
-from reknit.monitor.phase import Deadline
+from reknit.monitor.phase import Deadline, monotonic
 from reknit.storage.base import HasDates
 from reknit.system import AtExit, start_thread
 
@@ -47,10 +48,11 @@ _PAUSE_S = 0.5
 
 
 class Heartbeat:
-    """Writes the records of a run anew as long as the run lives, in a thread of its own.
+    """Writes the records of a run anew as long as the run lives, in a thread for each folder.
 
     `open_root` opens the folder of a record.  `records` are the records by their folders, and may change.
-    The process that dies takes the thread along, so a dead run does not beat.
+    The process that dies takes the threads along, so a dead run does not beat.  A store that hangs holds no
+    beat in another one up.
     """
 
     def __init__(self, open_root: Callable[[str], Storage]) -> None:
@@ -59,53 +61,79 @@ class Heartbeat:
         self._roots: dict[str, Storage] = {}
         self._about: dict[str, dict[str, Any]] = {}
         """The contents of the records, as they were written last."""
+        self._renewed: dict[str, float] = {}
+        """The times of the last renewals, by the folders of the records."""
+        self._fenced: set[str] = set()
+        self._late: set[str] = set()
+        """The folders whose records are late, after a warning."""
         self._over = Event()
-        self._join: Callable[[float], object] | None = None
+        self._joins: dict[str, Callable[[float], object]] = {}
         self._at_exit: AtExit | None = None
 
     def begin(self) -> None:
-        """Start the thread, unless it runs.  A process without a thread to spare has no heartbeat."""
-        if self._join is not None or self._over.is_set():
-            return
-        try:
-            self._join = start_thread("reknit-heartbeat", self._work).join
-        except ReknitError as error:
-            logger.warning("another run may take the folder of this one, which has no heartbeat: %s", error)
-            return
-        self._at_exit = AtExit(self.end, last=True)
+        """Start the threads that do not run.  A process without a thread to spare has no heartbeat."""
+        for url in self.records:
+            if url in self._joins or self._over.is_set():
+                continue
+            try:
+                self._joins[url] = start_thread("reknit-heartbeat", partial(self._work, url)).join
+            except ReknitError as error:
+                logger.warning(
+                    "another run may take %s from this one, which has no heartbeat: %s", url, error
+                )
+        if self._joins and self._at_exit is None:
+            self._at_exit = AtExit(self.end, last=True)
 
     def stop(self) -> None:
-        """Let the thread mark the end of the run, and do not wait for that."""
+        """Let the threads mark the end of the run, and do not wait for that."""
         self._over.set()
 
     def end(self) -> None:
         """Mark the end of the run, so that the next one need not wait.  A store that hangs is given up."""
         self.stop()
-        if self._join is not None:
-            self._join(_END_S)
+        deadline = Deadline(_END_S)
+        for join in self._joins.values():
+            join(deadline.remaining())
         if self._at_exit is not None:
             self._at_exit.cancel()
 
-    def _work(self) -> None:
+    def _work(self, url: str) -> None:
+        self._renewed[url] = monotonic()
         while not self._over.wait(EVERY_S):
-            self.beat()
-        self.beat(ends=True)
-        for root in self._roots.values():
-            root.close()
+            self.beat(url)
+        self.beat(url, ends=True)
+        if url in self._roots:
+            self._roots[url].close()
 
-    def beat(self, *, ends: bool = False) -> None:
-        """Write each record anew; with `ends`, as that of a run that has ended."""
-        for url, record in list(self.records.items()):
-            try:
-                if url not in self._roots:
-                    self._roots[url] = self._open(url)
-                self._renew(self._roots[url], record, ends=ends)
-            except FencedError as error:  # this run commits nothing there any more
-                if not ends:
-                    logger.warning("%s", error.message)
-                self.records = {each: mine for each, mine in self.records.items() if mine != record}
-            except Exception as error:  # the store of a user may raise anything; the next beat tries again
-                logger.debug("the record of this run at %s is not renewed: %s", url, error)
+    def beat(self, url: str, *, ends: bool = False) -> None:
+        """Write the record in a folder anew; with `ends`, as that of a run that has ended."""
+        record = self.records.get(url)
+        if record is None or record in self._fenced:
+            return
+        since = self._renewed.setdefault(url, monotonic())
+        try:
+            if url not in self._roots:
+                self._roots[url] = self._open(url)
+            self._renew(self._roots[url], record, ends=ends)
+        except FencedError as error:  # this run commits nothing there any more
+            if not ends:
+                logger.warning("%s", error.message)
+            self._fenced.add(record)
+        except Exception as error:  # the store of a user may raise anything; the next beat tries again
+            if monotonic() - since < STALE_S / 2 or url in self._late:
+                return
+            self._late.add(url)
+            logger.warning(
+                "this run could not renew its record at %s for %.0f s, and another run may take a folder "
+                "after %.0f s: %s",
+                url,
+                monotonic() - since,
+                STALE_S,
+                error,
+            )
+        else:
+            self._renewed[url] = monotonic()
+            self._late.discard(url)
 
     def _renew(self, root: Storage, record: str, *, ends: bool) -> None:
         if not check_record(root, record):  # this run is about to replace it, or somebody has removed it
@@ -230,7 +258,7 @@ def _lives(root: Storage, owner: Owner | None) -> UsageError:
     return UsageError(
         f"{root.url} belongs to a run that lives ({who}), so this one does not begin; nothing was changed",
         path=root.url,
-        remedy="end that run first, or give this one a folder of its own; an evaluation reads with `load`, which "
-        "does not open the folder for writing, or with a manager of Orbax that has `read_only`; "
+        remedy="end that run first, or give this one a folder of its own; an evaluation reads with `load`, "
+        "which does not open the folder for writing, or with a manager of Orbax that has `read_only`; "
         "other_run='take_over' takes the folder from a run that lives, whose saves fail from then on",
     )

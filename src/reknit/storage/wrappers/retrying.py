@@ -81,6 +81,11 @@ def with_retries(*, resumes: bool) -> Callable[[Factory], Factory]:
     return decorate
 
 
+def without_retries(storage: Storage) -> Storage:
+    """Return a store whose failures are errors at once."""
+    return storage.inner if isinstance(storage, RetryingStorage) else storage
+
+
 def _without_option(url: str) -> tuple[str, float]:
     """Return a URL without ``retry_s``, and its value."""
     head, _, query = url.partition("?")
