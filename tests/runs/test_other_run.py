@@ -307,13 +307,38 @@ def test_a_run_that_ends_during_the_wait_is_followed_then(tmp_path: Path, waits:
 
 
 def test_a_wait_that_may_take_less_time_than_it_needs_leaves_the_folder_to_its_owner(
-    tmp_path: Path, waits: Waits
+    tmp_path: Path, waits: Waits, caplog: pytest.LogCaptureFixture
 ) -> None:
     owner = Owner(tmp_path)
-    with pytest.raises(UsageError, match="belongs to a run that lives"):
+    with pytest.raises(
+        UsageError, match=r"elsewhere, .* no sign of life within 10 s, but may live"
+    ) as caught:
         opened(tmp_path, options=reknit.SaveOptions(timeout_s=20))
+    assert "a timeout_s of over 60 s" in (caught.value.remedy or "")
+    assert "waiting up to 10 s for a sign of life" in caplog.text
     assert waits.seconds < 12
     assert owner.owns()
+
+
+def test_a_place_of_promotions_that_cannot_be_reached_is_looked_at_without_retries_and_refuses_nobody(
+    tmp_path: Path, waits: Waits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: Any) -> Any:
+        raise StorageUnavailableError("away")
+
+    def factory(url: str, durability: Any) -> LocalStorage:
+        far = LocalStorage(tmp_path / "far", durability=durability)
+        monkeypatch.setattr(far, "list", away)
+        return far
+
+    looked: list[Any] = []
+    look = heartbeat.newest_record
+    monkeypatch.setattr(heartbeat, "newest_record", lambda root: (looked.append(root), look(root))[1])
+    monkeypatch.setitem(factories, "far", with_retries(resumes=True)(factory))
+    options = reknit.SaveOptions(promote_to="far://there?retry_s=0.01", timeout_s=20)
+    assert opened(tmp_path / "near", options=options) == 0
+    assert len(looked) > 2
+    assert all(isinstance(each, LocalStorage) for each in looked)
 
 
 @pytest.mark.parametrize("place", ["tier", "promote_to"])

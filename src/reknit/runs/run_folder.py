@@ -233,7 +233,10 @@ class RunFolder:
         if self._takes_over:
             return
         with self._opened() as roots:
-            wait_for_owners([root for _, root in roots], deadline.remaining())
+            own = len(self._tiers.levels)
+            # The opening repeats its requests anyway, to places that cannot be reached too.
+            looked = [root if tier < own else without_retries(root) for tier, (_, root) in enumerate(roots)]
+            wait_for_owners(looked, deadline.remaining())
 
     @contextmanager
     def _opened(self) -> Iterator[list[tuple[str, Storage]]]:

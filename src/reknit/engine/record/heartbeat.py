@@ -188,17 +188,21 @@ def wait_for_owners(roots: Sequence[Storage], timeout_s: float) -> None:
     watched = [each for each in watched if each.root not in readable]
     if watched:
         logger.warning(
-            "waiting up to %.0f s for a sign of life of the run that opened %s%s: without one, this run "
-            "takes the folder",
-            max(each.silence.remaining() for each in watched),
+            "waiting up to %.0f s for a sign of life of the run that opened %s%s: without one for %.0f s, "
+            "this run takes the folder",
+            min(deadline.remaining(), max(each.silence.remaining() for each in watched)),
             watched[0].root.url,
             _by(watched[0].seen),
+            STALE_S,
         )
     while watched:
         time.sleep(_PAUSE_S)
         watched = [each for each in watched if not each.is_free()]
-        if watched and deadline.passed():
-            raise _lives(watched[0].root, watched[0].seen.owner)
+        if deadline.passed():
+            # A folder that could never be listed has an error for who opens it.
+            watched = [each for each in watched if each.seen.record is not None]
+            if watched:
+                raise _may_live(watched[0].root, watched[0].seen, timeout_s)
 
 
 def _watched(root: Storage) -> _Watched | None:
@@ -253,10 +257,19 @@ def _by(seen: _Seen) -> str:
     return "" if seen.owner is None else f" in {seen.owner}"
 
 
-def _lives(root: Storage, owner: Owner | None) -> UsageError:
-    who = "its record cannot be read" if owner is None else str(owner)
+def _may_live(root: Storage, seen: _Seen, timeout_s: float) -> UsageError:
     return UsageError(
-        f"{root.url} belongs to a run that lives ({who}), so this one does not begin; nothing was changed",
+        f"{root.url} belongs to a run that was opened{_by(seen)} and gave no sign of life within "
+        f"{timeout_s:.0f} s, but may live, so this one does not begin; nothing was changed",
+        path=root.url,
+        remedy=f"begin again, with a timeout_s of over {2 * STALE_S:.0f} s: a run without a sign of life for "
+        f"{STALE_S:.0f} s is gone; other_run='take_over' takes the folder at once",
+    )
+
+
+def _lives(root: Storage, owner: Owner) -> UsageError:
+    return UsageError(
+        f"{root.url} belongs to a run that lives ({owner}), so this one does not begin; nothing was changed",
         path=root.url,
         remedy="end that run first, or give this one a folder of its own; an evaluation reads with `load`, "
         "which does not open the folder for writing, or with a manager of Orbax that has `read_only`; "
