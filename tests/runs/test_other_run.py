@@ -148,7 +148,6 @@ def test_a_look_without_an_answer_takes_no_folder_from_a_run_that_lives(
     tmp_path: Path, waits: Waits, monkeypatch: pytest.MonkeyPatch, trouble: str, first: int
 ) -> None:
     owner, looks = Owner(tmp_path), 0
-    renewed = heartbeat.newest_record
 
     def look(root: Any) -> Any:
         nonlocal looks
@@ -157,7 +156,7 @@ def test_a_look_without_an_answer_takes_no_folder_from_a_run_that_lives(
             owner.beat()
         if trouble == "list" and first <= looks < 4:
             raise StorageUnavailableError("away")
-        return renewed(root)
+        return newest_record(root)
 
     def owner_of(root: Any, record: str) -> Any:
         return None if trouble != "list" and first <= looks < 4 else run_record.owner_of(root, record)
@@ -283,7 +282,12 @@ def test_a_run_that_may_not_write_to_a_folder_leaves_its_owner_alone(
     with Checkpointer(root, wait=True) as run:
         run.save(3, state(3.0))
     owners = [Owner(root), Owner(other)] if place == "root" else [Owner(other)]
-    waits.during = lambda: [each.beat() for each in owners]
+
+    def during() -> None:
+        for each in owners:
+            each.beat()
+
+    waits.during = during
     put, denied = LocalStorage.put, str(owners[0].url)
 
     def refuse(store: LocalStorage, path: str, data: bytes, *, if_absent: bool) -> bool:
@@ -332,8 +336,12 @@ def test_a_place_of_promotions_that_cannot_be_reached_is_looked_at_without_retri
         return far
 
     looked: list[Any] = []
-    look = heartbeat.newest_record
-    monkeypatch.setattr(heartbeat, "newest_record", lambda root: (looked.append(root), look(root))[1])
+
+    def look(root: Any) -> str | None:
+        looked.append(root)
+        return newest_record(root)
+
+    monkeypatch.setattr(heartbeat, "newest_record", look)
     monkeypatch.setitem(factories, "far", with_retries(resumes=True)(factory))
     options = reknit.SaveOptions(promote_to="far://there?retry_s=0.01", timeout_s=20)
     assert opened(tmp_path / "near", options=options) == 0
@@ -445,9 +453,12 @@ def test_a_store_that_hangs_holds_up_no_beat_and_no_end_elsewhere(
         return open_storage(url)
 
     heart = Heartbeat(open_root)
-    monkeypatch.setattr(
-        heart, "_renew", lambda *given, **more: (Heartbeat._renew(heart, *given, **more), beats.release())
-    )
+
+    def renew(*given: Any, **more: Any) -> None:
+        Heartbeat._renew(heart, *given, **more)
+        beats.release()
+
+    monkeypatch.setattr(heart, "_renew", renew)
     heart.records = {"far": owner.record, str(tmp_path): owner.record}
     heart.begin()
     try:

@@ -48,12 +48,15 @@ _TRIES = 50
 _PAUSE_S = 0.05
 
 
+_process = uuid.uuid4().hex
+"""The name of this process, which a forked one does not keep."""
+
+
 def _name_process() -> None:
     global _process
     _process = uuid.uuid4().hex
 
 
-_name_process()
 os.register_at_fork(after_in_child=_name_process)
 
 
