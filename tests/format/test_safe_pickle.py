@@ -18,8 +18,10 @@ import torch
 from reknit.errors import FormatError
 from reknit.format.foreign.safe_pickle import (
     MAX_TUPLE_KEYS,
+    MOST_MEMBERS,
     Global,
     PickledObject,
+    Unreadable,
     Vocabulary,
     neutral_keys,
     read_pickle,
@@ -157,6 +159,24 @@ def test_the_refused_name_is_in_the_message() -> None:
         read_pickle(pickle.dumps(Evil(os.mkdir, "/nowhere/a"), 2), TORCH)
     with pytest.raises(FormatError, match="opcode INST"):
         read_pickle(b"(ios\nmkdir\n.", TORCH)
+
+
+@pytest.mark.parametrize("num", [0, 1, MOST_MEMBERS, MOST_MEMBERS + 1])
+def test_only_a_few_arguments_of_a_call_are_looked_at(num: int) -> None:
+    args = b"(" + b"X\x01\0\0\0a" * num + b"t"
+    words = Vocabulary({**TORCH.builders, "made.of": lambda *args: len(args)}, families=("argparse.",))
+    made, called = read_pickle(b"\x80\x02(cargparse\nA\n" + args + b"Rcmade\nof\n" + args + b"Rt.", words)
+    assert isinstance(made, PickledObject)
+    assert len(made.args) == num
+    if num > MOST_MEMBERS:
+        assert called == Unreadable(f"a pickle calls made.of with {num} arguments")
+        typed = b"ctorch._tensor\n_rebuild_from_type_v2\n(ctorch._utils\n_rebuild_parameter\nctorch\nTensor\n"
+        with pytest.raises(FormatError, match="a tensor of the class 'torch.Tensor'"):
+            read_pickle(b"\x80\x02" + typed + args + b"NtR.", TORCH)
+        with pytest.raises(FormatError, match="impossible shape"):
+            read_pickle(b"\x80\x02ctorch\nSize\n((" + b"K\x01" * num + b"ttR.", TORCH)
+    else:
+        assert called == num
 
 
 def test_a_deep_pickle_is_read_without_recursion() -> None:

@@ -24,7 +24,8 @@ MAX_PICKLE_NBYTES = 256 << 20
 MAX_TUPLE_KEYS = 1_000
 """Keys that are tuples, in one pickle: tuples can be made to have equal hashes."""
 
-_MOST_MEMBERS = 64
+MOST_MEMBERS = 64
+"""Arguments of a call, and members of a key: a few bytes can repeat a call with one large tuple."""
 _LARGEST_KEY = 1 << 60
 """Integers below this are their own hashes."""
 _OPCODES = (
@@ -183,13 +184,16 @@ class _Machine(pickle._Unpickler):
 
     def _reduce(self) -> None:
         args, name = self.stack.pop(), self.stack[-1]
-        if (lost := _lost((name, *args) if type(args) is tuple else (name,))) is not None:
+        is_long = type(args) is tuple and len(args) > MOST_MEMBERS
+        if (lost := _lost((name, *args) if type(args) is tuple and not is_long else (name,))) is not None:
             self.stack[-1] = lost
             return
         if type(name) is not Global or type(args) is not tuple:
             raise FormatError("a pickle calls something that is not a name")
         build = self._vocabulary.builders.get(name.name)
-        if build is not None:
+        if build is not None and is_long:
+            self.stack[-1] = Unreadable(f"a pickle calls {name.name} with {len(args)} arguments")
+        elif build is not None:
             self.stack[-1] = build(*args)
         elif self._vocabulary.makes(name.name):
             self.stack[-1] = PickledObject(name.name, args)
@@ -276,7 +280,7 @@ def _is_standard(name: str) -> bool:
 
 def _is_short(key: tuple[Any, ...]) -> bool:
     """Return whether a tuple is quick to hash; a deep one overflows the stack of the interpreter."""
-    return len(key) <= _MOST_MEMBERS and {*map(type, key)} <= _MEMBERS
+    return len(key) <= MOST_MEMBERS and {*map(type, key)} <= _MEMBERS
 
 
 def neutral_keys(table: dict[Any, Any]) -> dict[Any, Any]:

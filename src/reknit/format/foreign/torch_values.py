@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from reknit.errors import FormatError, shown
-from reknit.format.foreign.safe_pickle import Global, PickledObject, Unreadable, UnreadError, Vocabulary
+from reknit.format.foreign.safe_pickle import (
+    MOST_MEMBERS,
+    Global,
+    PickledObject,
+    Unreadable,
+    UnreadError,
+    Vocabulary,
+)
 from reknit.types.dtype import ITEMSIZE
 from reknit.types.shard import MAX_NDIM, Tagged, TensorSpec
 
@@ -170,6 +177,7 @@ def _typed(function: Any, kind: Any, args: Any, _: Any = None) -> Any:
         or kind.name not in _PARAMETERS
         or known is None
         or type(args) is not tuple
+        or len(args) > MOST_MEMBERS
     ):
         raise FormatError(f"a pickle has a tensor of the class {shown(getattr(kind, 'name', kind))}")
     lost = next((arg for arg in args if isinstance(arg, Unreadable)), None)
@@ -224,7 +232,7 @@ def _complex(real: Any, imaginary: Any) -> complex:
 
 
 def _size(shape: Any) -> tuple[int, ...]:
-    if not isinstance(shape, tuple | list) or not all(map(_is_count, shape)):
+    if not isinstance(shape, tuple | list) or len(shape) > MAX_NDIM or not all(map(_is_count, shape)):
         raise FormatError("a pickle has an impossible shape")
     return tuple(shape)
 
