@@ -212,6 +212,33 @@ def test_values_of_other_types_than_deepspeed_has_are_refused(root: Path, tmp_pa
         reknit.open(tmp_path / "tag")
 
 
+@pytest.mark.parametrize("layout", ["partitions", "universal"])
+def test_a_state_of_several_tensors_is_not_read_and_all_others_are(
+    layout: str, root: Path, tmp_path: Path
+) -> None:
+    folder = root / "universal/z1-bf16" if layout == "universal" else root / "z2-bf16/tag"
+    expected = read(folder)["optimizer"]
+    shutil.copytree(folder, tmp_path / "tag")
+    for number, file in enumerate(sorted((tmp_path / "tag").rglob("*optim_states.pt"))):
+        if "mp_rank_00_optim" not in file.name:
+            continue
+        saved = torch.load(file, weights_only=False)
+        base = saved["optimizer_state_dict"]["base_optimizer_state"]
+        for state in (base["state"] if isinstance(base, dict) else base).values():
+            state["history"] = [torch.full((2,), float(number))]
+        torch.save(saved, file)
+    for file in (tmp_path / "tag").glob("zero/*/exp_avg.pt"):
+        torch.save({"param": [torch.ones(2)]}, file)
+    lost = "exp_avg" if layout == "universal" else "history"
+    with reknit.open(tmp_path / "tag") as checkpoint:
+        unread = {entry.name for entry in checkpoint.manifest.unread}
+        found = checkpoint.read_all()["optimizer"]
+    assert unread
+    assert {name.rpartition("/")[2] for name in unread} == {lost}
+    left = {name: value for name, value in expected.items() if name.rpartition("/")[2] != lost}
+    assert found.keys() == left.keys()
+
+
 def test_states_that_were_offloaded_to_disks_are_refused(root: Path, tmp_path: Path) -> None:
     shutil.copytree(root / "z3-bf16" / "tag", tmp_path / "tag")
     (tmp_path / "tag" / "offloaded_tensors" / "rank00").mkdir(parents=True)

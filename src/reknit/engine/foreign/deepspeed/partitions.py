@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from reknit.engine.foreign.entries import MODEL, Chunks, ForeignEntries, named
 from reknit.engine.foreign.optimizer_states import options_of_group
 from reknit.engine.foreign.small_reads import part_of
-from reknit.engine.foreign.torch_files import TorchFile, add_extent
+from reknit.engine.foreign.torch_files import TorchFile, add_extent, views_in
 from reknit.errors import CorruptError, FormatError, shown
 from reknit.format.foreign.safe_pickle import PickledObject
 from reknit.format.foreign.torch_values import TensorView, Whole
@@ -249,7 +249,7 @@ def add_partitioned(
         for key, one in here[rank].items():
             keys = ["state", place.name, key]
             if not isinstance(one, TensorView):
-                add_whole(entries, keys, one)
+                add_state_value(entries, keys, one)
             elif len(one.spec.shape) == 1 and one.spec.numel >= masters[rank].spec.numel:
                 add(OPTIMIZER, keys, views=[state.get(key) for state in here])
             elif one.spec.numel == 1:
@@ -265,6 +265,15 @@ def add_partitioned(
 def add_whole(entries: ForeignEntries, keys: list[str], value: Any) -> None:
     """Add a value of the optimizer that is kept as one."""
     entries.nested(OPTIMIZER, keys, Whole(value), lambda *_: None)
+
+
+def add_state_value(entries: ForeignEntries, keys: list[str], value: Any) -> None:
+    """Add a state of a parameter that is not a tensor.  A container of tensors is not read."""
+    if views_in(value, [], set()):  # of which each rank has other ones
+        why = "its tensors are in a container, and DeepSpeed does not record their places in the parameter"
+        entries.unread(OPTIMIZER, keys, why)
+    else:
+        add_whole(entries, keys, value)
 
 
 def add_ranges(

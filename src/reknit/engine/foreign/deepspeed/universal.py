@@ -18,6 +18,7 @@ from reknit.engine.foreign.deepspeed.files import (
 from reknit.engine.foreign.deepspeed.partitions import (
     OPTIMIZER,
     Shapes,
+    add_state_value,
     add_whole,
     bytes_of,
     options_by_flat,
@@ -96,7 +97,7 @@ def _add_state(
     """Add a state of a parameter.  A flat one, of ZeRO 3, gets the shape of its parameter."""
     held = file.value.get("param") if isinstance(file.value, dict) else file.value
     if not isinstance(held, TensorView):
-        add_whole(entries, ["state", name, key], held)
+        add_state_value(entries, ["state", name, key], held)
         return
     extent, spec = file.extent(held), held.spec
     if key != "step":
