@@ -66,6 +66,22 @@ def test_a_model_at_the_top_is_whole_beside_its_optimizer(
         assert all(torch.equal(one, found["state"][number][name]) for name, one in state.items())
 
 
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_counter_beside_a_model_and_its_optimizer_is_an_item(
+    flat: bool, merged: bool, tmp_path: Path
+) -> None:
+    model, optimizer = trained(Scaled)
+    of_model, of_optimizer = states(model, optimizer, flat=flat)
+    more = of_optimizer if merged and flat else {"optim": of_optimizer}
+    state = {**of_model, **more, "step": torch.tensor(7), "loss": torch.tensor(0.5)}
+    dcp.save(state, checkpoint_id=tmp_path)
+    target = {"model": Scaled(), "step": torch.tensor(0), "loss": torch.tensor(0.0)}
+    reknit.load(tmp_path, target, items=list(target))
+    assert (target["step"], target["loss"]) == (7, 0.5)
+    assert torch.equal(target["model"].scale, of_model["scale"])
+
+
 @pytest.mark.parametrize(
     ("state", "items"),
     [
@@ -73,6 +89,10 @@ def test_a_model_at_the_top_is_whole_beside_its_optimizer(
         (
             {"app": {"x": torch.ones(1)}, "a.b": torch.ones(2), "c": torch.ones(2)},
             {"app": ["x"], "model": ["a.b", "c"]},
+        ),
+        (
+            {"app": {"x": torch.ones(1)}, "a.b": torch.ones(2), "c": torch.ones(2), "step": torch.tensor(1)},
+            {"app": ["x"], "model": ["a.b", "c"], "step": [""]},
         ),
         ({"model": {"w": torch.ones(1)}, "ema": torch.ones(2)}, {"model": ["w"], "ema": [""]}),
         ({"c": torch.ones(2)}, {"model": ["c"]}),

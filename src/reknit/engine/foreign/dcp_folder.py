@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 METADATA = ".metadata"
 _META = "meta.pt"
 _OPTIMIZER = "optimizer"
+_OF_OPTIMIZERS = ("state", "param_groups")
 _FAMILIES = (
     "torch.distributed.checkpoint.",
     "torch.distributed._shard.",
@@ -168,19 +169,37 @@ def _paths(specs: dict[Any, Any], paths: dict[Any, Any], renamed: Callable[[Path
         found.update((name, (_OPTIMIZER, *found[name])) for name in flat)
         top = [name for name in top if name not in {*flat}]
     tensors = [name for name in top if _is_a(specs[name], "TensorStorageMetadata")]
-    if MODEL not in nested and (not nested or _are_parameters(tensors, found)):
-        # A value with a dot, such as an extra state, is that of a module.
-        of_model = [name for name in top if name in {*tensors} or "." in str(found[name][0])]
-        found.update((name, (MODEL, *found[name])) for name in of_model)
+    if MODEL not in nested:
+        chosen = _parameters({name: specs[name] for name in tensors}, found, alone=not nested)
+        if chosen or not nested:  # a value with a dot, such as an extra state, is that of a module
+            chosen |= {name for name in top if name not in tensors and "." in str(found[name][0])}
+        found.update((name, (MODEL, *found[name])) for name in top if name in chosen)
     return found
 
 
-def _are_parameters(tensors: list[str], found: dict[str, Path]) -> bool:
-    """Return whether tensors beside nested states are parameters, by dots or an optimizer's states."""
-    states = (".".join(map(str, keys[1:])).split(".") for keys in found.values() if len(keys) > 1)
-    of_optimizers = {".".join(parts[1:-1]) for parts in states if parts[0] == "state"}
-    names = [str(found[tensor][0]) for tensor in tensors]
-    return any("." in name or name in of_optimizers for name in names)
+def _parameters(tensors: dict[str, Any], found: dict[str, Path], *, alone: bool) -> set[str]:
+    """Return the tensors at the top that are parameters: those with dots, or with an optimizer's states.
+
+    Without such states, nothing tells the others from counters: all are parameters if they are `alone`, and
+    beside nested states those of floats, if there are tensors with dots.
+    """
+    parts = [".".join(map(str, keys[1:])).split(".") for keys in found.values() if len(keys) > 1]
+    of_optimizers = {".".join(each[1:-1]) for each in parts if each[0] in _OF_OPTIMIZERS}
+    names = {name: str(found[name][0]) for name in tensors}
+    known = {name for name in tensors if names[name] in of_optimizers}
+    dotted = {name for name in tensors if "." in names[name]}
+    if known:
+        return known | dotted
+    if alone:
+        return {*tensors}
+    return dotted | {name for name in tensors if dotted and _has_floats(tensors[name])}
+
+
+def _has_floats(metadata: PickledObject) -> bool:
+    try:
+        return "float" in dtype_of(_properties(metadata.field("properties")))
+    except UnreadError:
+        return False
 
 
 def _add_tensors(folder: DcpFolder, table: FolderTable, keys: dict[str, Path]) -> None:
