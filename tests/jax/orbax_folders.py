@@ -293,6 +293,30 @@ class OwnFilesArgs(real.args.CheckpointArgs):  # type: ignore[misc]
     item: Any = None
 
 
+class OwnJsonHandler(OwnFiles):
+    """A handler whose name ends as that of one of Orbax."""
+
+
+class OwnMetadata(OwnFiles):
+    """A handler that writes a file under the name that Orbax has for a document."""
+
+    def save(self, directory: Any, args: Any) -> None:
+        (directory / "own.bin").write_bytes(args.item)
+        (directory / "metadata").write_text('{"version": 1}')
+
+
+@real.args.register_with_handler(OwnJsonHandler, for_save=True, for_restore=True)
+@dataclass
+class OwnJsonArgs(real.args.CheckpointArgs):  # type: ignore[misc]
+    item: Any = None
+
+
+@real.args.register_with_handler(OwnMetadata, for_save=True, for_restore=True)
+@dataclass
+class OwnMetadataArgs(real.args.CheckpointArgs):  # type: ignore[misc]
+    item: Any = None
+
+
 def check_items_of_a_step_come_along_or_are_named(folder: str) -> None:
     numpy_state, generator = np.random.get_state(), np.random.default_rng(3).bit_generator.state
     options = real.CheckpointManagerOptions(best_fn=lambda found: found["loss"], step_prefix="run")
@@ -306,14 +330,19 @@ def check_items_of_a_step_come_along_or_are_named(folder: str) -> None:
             notes=real.args.JsonSave({"a": [1, None, float("inf")]}),
             array=real.args.ArraySave(jnp.arange(3.0)),
             own=OwnFilesArgs(b"x"),
+            own_json=OwnJsonArgs(b"x"),
+            own_metadata=OwnMetadataArgs(b"x"),
         )
         manager.save(3, args=args, metrics={"loss": float("nan")}, custom_metadata={"who": "me"})
         manager.wait_until_finished()
     path, new = f"{folder}/old/run_3", f"{folder}/new"
     report = import_checkpoint(path, new)
     assert report.step == 3
-    assert list(report.unread) == ["own"]
-    assert "OwnFiles writes files of its own" in report.unread["own"]
+    assert report.unread == {
+        "own": "OwnFiles writes files of its own",
+        "own_json": "OwnJsonHandler writes files of its own",
+        "own_metadata": "OwnMetadata writes files of its own",
+    }
     for place in (path, new):
         live: dict[str, Any] = {
             "state": {"w": jnp.zeros(4)},

@@ -42,9 +42,21 @@ MAX_CELLS = 1 << 20
 CUSTOM = "custom_metadata"
 """The item with the metadata of the user, as reknit's own calls of Orbax name it."""
 _JSON_FILES = ("metadata", "metrics")
-_OF_TREES = ("StandardCheckpointHandler", "PyTreeCheckpointHandler", "PyTreeHandler")
+_ORBAX, _WRAPPED = "orbax.", "CompatibilityCheckpointHandler("
 _OF_ARRAYS = "ArrayCheckpointHandler"
-_OF_VALUES = ("JsonCheckpointHandler", "JsonHandler", "RandomKeyCheckpointHandler")
+_HANDLERS = frozenset(
+    {
+        *(
+            "StandardCheckpointHandler",
+            "PyTreeCheckpointHandler",
+            "BasePyTreeCheckpointHandler",
+            "PyTreeHandler",
+        ),
+        *("JsonCheckpointHandler", "JsonHandler", "MetricsHandler", _OF_ARRAYS),
+        *("JaxRandomKeyCheckpointHandler", "NumpyRandomKeyCheckpointHandler"),
+    }
+)
+"""Orbax's own classes whose files are read; a class of another package may call anything so."""
 _THREEFRY = 2
 """Numbers in a key of JAX's first generator, the only one with so few."""
 
@@ -115,14 +127,15 @@ class _ItemReader:
 
     def add_item(self, folder: str, handler: str) -> None:
         """Add an item by the name of the class that wrote it, if that is on record, and by its files."""
-        item = folder
-        place = _TreeFolder(folder, item, is_array=handler.endswith(_OF_ARRAYS))
-        if self.add_tree(place) or self._add_random(folder) or self._add_json(folder):
+        item, handler = folder, handler.removeprefix(_WRAPPED).removesuffix(")")
+        kind = handler.rpartition(".")[2]
+        if handler and not (handler.startswith(_ORBAX) and kind in _HANDLERS):
+            self._leave_out(item, "", f"{kind} writes files of its own")
             return
-        if handler.endswith((*_OF_TREES, *_OF_VALUES, _OF_ARRAYS)):
-            raise CorruptError(f"the item {shown(item)} lacks files that {shown(handler)} writes")
-        if handler:
-            self._leave_out(item, "", f"{handler.rpartition('.')[2]} writes files of its own")
+        place = _TreeFolder(folder, item, is_array=kind == _OF_ARRAYS)
+        if self.add_tree(place) or self._add_random(folder) or self._add_json(folder) or not handler:
+            return
+        raise CorruptError(f"the item {shown(item)} lacks files that {shown(handler)} writes")
 
     def add_tree(self, place: _TreeFolder) -> bool:
         """Add the leaves of a folder, if it has a tree."""
