@@ -382,7 +382,7 @@ def check_a_save_that_orbax_did_not_finish_is_refused(folder: str) -> None:
     raises(FormatError, "did not finish this save", lambda: reknit.open(unfinished))
 
 
-def check_a_lost_item_is_damage(folder: str) -> None:
+def check_a_lost_item_is_damage_and_closes_no_other_one(folder: str) -> None:
     with real.CheckpointManager(f"{folder}/run", item_names=("state", "notes", "unused")) as manager:
         args = real.args.Composite(
             state=real.args.StandardSave({"w": jnp.ones(4)}), notes=real.args.JsonSave({"a": 1})
@@ -394,8 +394,23 @@ def check_a_lost_item_is_damage(folder: str) -> None:
         shutil.copytree(f"{folder}/run/3", f"{folder}/copy")
         path = Path(folder, "copy", lost)
         path.unlink() if path.is_file() else shutil.rmtree(path)
-        raises(CorruptError, lost.partition("/")[0], lambda: reknit.open(f"{folder}/copy"))
+        if "/" in lost:
+            raises(CorruptError, lost.partition("/")[0], lambda: reknit.open(f"{folder}/copy"))
+        else:
+            require_lost(f"{folder}/copy", lost)
         shutil.rmtree(f"{folder}/copy")
+
+
+def require_lost(path: str, lost: str) -> None:
+    live: dict[str, Any] = {"state": {"w": np.zeros(4, np.float32)}, "notes": {}}
+    raises(MismatchError, "its folder is missing", lambda: reknit.load(path, live))
+    assert (live["state"]["w"].tolist(), live["notes"]) == ([0] * 4, {})
+    (left,) = {*live} - {lost}
+    reknit.load(path, {left: live[left]})
+    assert live["state"]["w"].any() == (left == "state")
+    for level in ("metadata", "data"):
+        (problem,) = reknit.verify(path, level).problems
+        assert f"{lost} cannot be read: its folder is missing" in problem
 
 
 _NARROW = (

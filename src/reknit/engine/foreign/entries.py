@@ -148,9 +148,9 @@ class ForeignEntries:
         """Add a value that is not a tensor."""
         self.values.setdefault(item, {})[fqn] = value
 
-    def unread(self, item: str, keys: Sequence[Any], why: str) -> None:
-        """Add an entry that is there, but that reknit cannot read, with the reason."""
-        self.unread_entries.append(Unread(item, named(keys), why))
+    def unread(self, item: str, keys: Sequence[Any], why: str, *, is_damage: bool = False) -> None:
+        """Add an entry that reknit cannot read, with the reason."""
+        self.unread_entries.append(Unread(item, named(keys), why, is_damage))
 
     def _has_tensor(self, value: Any, seen: dict[int, bool]) -> bool:
         """Return whether there is a tensor in a container."""
@@ -195,7 +195,8 @@ class ForeignEntries:
                 f"{len(gaps)} tensors are not whole in the files, among them {full_name(*entry[:2])[:200]!r}"
             )
         write_id = _identity(index, self.sizes)
-        blobs = {item: self._encoded(item) for item in self.values}
+        encoded = {item: self._encoded(item) for item in self.values}
+        blobs = {item: data for item, data in encoded.items() if self.values[item]}
         unread = tuple(sorted({*self.unread_entries}))
         if unread and not self.tensors and not any(self.values.values()):
             raise FormatError(unread[0].why)

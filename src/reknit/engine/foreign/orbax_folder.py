@@ -103,8 +103,8 @@ def read_folder(storage: Storage) -> ForeignEntries:
         items = storage.folders()
         for item in items:
             reader.add_item(item, handlers.get(item, ""))
-        if lost := sorted(handlers.keys() - set(items)):
-            raise CorruptError(f"the item {shown(lost[0])} is missing, which {_STEP} names")
+        for lost in sorted(handlers.keys() - set(items)):
+            entries.unread(lost, (), f"its folder is missing, which {_STEP} names", is_damage=True)
         if not (entries.tensors or entries.values or entries.unread_entries):
             raise FormatError("no folder in it has a tree of arrays")
     if step is not None and step.custom:

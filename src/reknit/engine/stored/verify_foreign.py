@@ -44,18 +44,18 @@ def verify_foreign(storage: Storage, level: str) -> VerifyReport | None:
     blobs = {blob.path for blob in manifest.blobs}
     files = [f for f in manifest.files if f.nbytes and f.path not in blobs and _is_stored(f.path)]
     total = sum(file.nbytes for file in files)
+    problems = [f"{entry.name} cannot be read: {entry.why}" for entry in manifest.unread if entry.is_damage]
     if level != "data":
         return VerifyReport(
             url,
             level,
             len(files),
             0,
-            tuple(_lost(place, files)),
+            (*problems, *_lost(place, files)),
             num_unread=len(files),
             nbytes_unread=total,
             unchecked=unchecked(manifest),
         )
-    problems: list[str] = []
     said = unchecked(manifest)
     for file in files:
         try:

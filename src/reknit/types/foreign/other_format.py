@@ -8,12 +8,14 @@ from typing import NamedTuple
 class Unread(NamedTuple):
     """An entry of another program's checkpoint that reknit cannot read, and the reason.
 
-    Names below `fqn` belong to it as well; without an `fqn` it is the whole item.
+    Names below `fqn` belong to it as well; without an `fqn` it is the whole item.  With `is_damage`, the
+    other program cannot read it either.
     """
 
     item: str
     fqn: str
     why: str
+    is_damage: bool = False
 
     @property
     def name(self) -> str:
