@@ -149,3 +149,5 @@ def test_commands_say_what_stays_behind(tmp_path: Path, capsys: pytest.CaptureFi
     target = zeros()
     reknit.load(tmp_path / "new", {"model": target})
     assert torch.equal(target["w"], weights()["w"])
+    with reknit.open(tmp_path / "new") as checkpoint:
+        assert checkpoint.items == ("model",)

@@ -250,6 +250,7 @@ class _Import:
             one = write_bytes(self.target, path, data)
             files.append(FileEntry(one.path, one.nbytes, tuple(one.digests.tolist())))
         old = self.found.manifest
+        stored = {tensor.item for tensor in plan.index.tensors} | {blob.item for blob in old.blobs}
         mine = take_marker(
             self.target, Marker(0, self.write_id), overwrite=overwrite, newest=True, is_copy=True
         )
@@ -259,7 +260,7 @@ class _Import:
                 write_id=self.write_id,
                 step=old.step if step is None else step,
                 created=now(),
-                items=old.items,
+                items=tuple(item for item in old.items if item in stored),
                 index_path=index_path(self.write_id),
                 files=tuple(sorted(files, key=lambda file: file.path)),
                 blobs=tuple(replace(blob, path=self._path(blob.path)) for blob in old.blobs),
