@@ -142,8 +142,9 @@ def test_commands_say_what_stays_behind(tmp_path: Path, capsys: pytest.CaptureFi
     path = saved(tmp_path, "torch.save", own=Settings())
     assert main(["show", path]) == 0
     assert "cannot be read: own (a pickle needs" in capsys.readouterr().out
-    assert main(["verify", path]) == 0
-    assert "reknit cannot read 1 entry: own" in capsys.readouterr().out
+    for more in ([], ["--data"]):
+        assert main(["verify", path, *more]) == 0
+        assert "reknit cannot read 1 entry: own" in capsys.readouterr().out
     assert main(["import", path, str(tmp_path / "new")]) == 0
     assert "reknit cannot read 1 entry: own" in capsys.readouterr().out
     target = zeros()

@@ -6,6 +6,7 @@ import zlib
 from typing import TYPE_CHECKING
 
 from reknit.engine.call_reports import VerifyReport, unchecked
+from reknit.engine.foreign.entries import listed
 from reknit.engine.foreign.open_foreign import read_foreign, store_of
 from reknit.engine.foreign.small_reads import part_of
 from reknit.engine.foreign.zip_files import LOCAL_MARK, Archive, ZipMember
@@ -63,6 +64,7 @@ def verify_foreign(storage: Storage, level: str) -> VerifyReport | None:
             if is_archive and part_of(place, file.path, 0, min(4, file.nbytes)) == LOCAL_MARK:
                 problems += _wrong_members(place, file)
                 said = f"a checkpoint of {manifest.other.kind}: {_CHECKSUMS}"
+                said += f"; {listed(manifest.unread)}" if manifest.unread else ""
             else:
                 for _ in _pieces(place, file.path, 0, file.nbytes):
                     pass
