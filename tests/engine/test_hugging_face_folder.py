@@ -186,6 +186,34 @@ def test_an_adapter_is_read_alone_and_beside_its_model_as_transformers_reads_it(
     assert "model.safetensors: the folder is an adapter of PEFT" in caplog.text
 
 
+class Rates:
+    """An object of a package that reknit does not import."""
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "cut archive", "an object"])
+def test_an_adapter_that_cannot_be_read_closes_no_model(damage: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    path = tmp_path / f"adapter_model.{'bin' if 'a' in damage else 'safetensors'}"
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    if path.suffix == ".bin":
+        torch.save(Rates() if damage == "an object" else {"w": torch.ones(2)}, path)
+    else:
+        save_file({"w": torch.ones(2)}, path)
+    data = path.read_bytes()
+    path.write_bytes(data[: 0 if damage == "empty" else len(data) if damage == "an object" else -40])
+    target = {"w": torch.zeros(2)}
+    reknit.load(tmp_path, {"model": target})
+    assert target["w"].tolist() == [1, 1]
+    target, adapter = {"w": torch.zeros(2)}, {"w": torch.zeros(2)}
+    with pytest.raises(MismatchError, match="adapter/w: saved, but it cannot be read"):
+        reknit.load(tmp_path, {"model": target, "adapter": adapter})
+    assert not target["w"].any()
+    problems = reknit.verify(tmp_path).problems
+    assert [problem.partition(":")[0] for problem in problems] == (
+        [] if damage == "an object" else ["adapter cannot be read"]
+    )
+
+
 def test_tensors_of_a_dtype_that_no_tensor_has_are_named_and_the_others_open(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -330,6 +358,7 @@ ELSEWHERE = {
     "files of the ranks beside another `.safetensors`": REFUSED,
     "an adapter of PEFT": OPENED,
     "an adapter beside its model and `config.json`": WARNED,
+    "an adapter that is damaged beside its model": WARNED,
     "a checkpoint of the Trainer": OPENED,
     "weights of compressed-tensors": OPENED,
 }

@@ -12,6 +12,7 @@ from reknit.engine.foreign.small_reads import part_of
 from reknit.engine.foreign.torch_files import add_file
 from reknit.errors import CorruptError, FormatError, StorageNotFoundError, shown
 from reknit.format.data_file import data_start, decode_header
+from reknit.format.foreign.safe_pickle import UnreadError
 from reknit.format.paths import checked_relative
 from reknit.format.strict_json import decode_strict
 from reknit.types.box import Box
@@ -83,13 +84,25 @@ def read_folder(storage: Storage, weights: str | None = None) -> ForeignEntries:
     config = small_file(storage, _CONFIG, MAX_CONFIG_NBYTES)
     entries = _chosen(storage, _models(storage, config), weights)
     if adapter := _first(storage, _ADAPTERS):
-        _add(entries, adapter, ADAPTER_ITEM)
-        entries.notes[adapter] = (
-            f"it is not part of {MODEL!r}: its tensors are the item {ADAPTER_ITEM!r}, and PEFT adds them to "
-            "the model when transformers loads this folder"
-        )
+        _add_adapter(entries, adapter)
     _add_configs(entries)
     return entries
+
+
+def _add_adapter(entries: ForeignEntries, path: str) -> None:
+    """Add the adapter beside a model, which stays readable if the adapter is not."""
+    try:
+        _add(entries, path, ADAPTER_ITEM)
+    except FormatError as error:
+        kept = {name: each for name, each in entries.tensors.items() if name[0] != ADAPTER_ITEM}
+        entries.tensors = kept
+        entries.values.pop(ADAPTER_ITEM, None)
+        entries.unread(ADAPTER_ITEM, (), error.message, is_damage=not isinstance(error, UnreadError))
+        return
+    entries.notes[path] = (
+        f"it is not part of {MODEL!r}: its tensors are the item {ADAPTER_ITEM!r}, and PEFT adds them to "
+        "the model when transformers loads this folder"
+    )
 
 
 def read_adapter(storage: Storage, weights: str | None = None) -> ForeignEntries:
