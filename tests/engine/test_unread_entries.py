@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import enum
+import functools
 import logging
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -29,6 +32,21 @@ class Settings:
 
     def __init__(self) -> None:
         self.depth = 3
+
+    class Inner:
+        """A class of a class."""
+
+    class Mode(enum.Enum):
+        """Members of a class."""
+
+        FAST = 1
+
+
+class Typed:
+    """An object with a type in its state."""
+
+    def __init__(self, kind: Any) -> None:
+        self.kind = kind
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -120,12 +138,21 @@ def test_every_rank_is_told_the_reason(tmp_path: Path) -> None:
         pytest.param(lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), id="quantized"),
         pytest.param(lambda: [torch.ones(2), Settings()], id="a list"),
         pytest.param(lambda: {(1, 2, 3, Settings): 1}, id="a class in a key"),
+        pytest.param(lambda: Typed(Any), id="a type of typing in an object"),  # as OmegaConf has it
+        pytest.param(lambda: Typed(dict[str, int]), id="a generic type"),
+        pytest.param(lambda: Settings.Inner(), id="a nested class"),
+        pytest.param(lambda: Settings.Mode.FAST, id="an enumeration in a class"),
+        pytest.param(lambda: tuple, id="a class of Python"),
+        pytest.param(lambda: functools.partial(sorted, reverse=True), id="a function with arguments"),
+        pytest.param(lambda: re.compile("a+"), id="a pattern"),
+        pytest.param(lambda: range(3), id="a range"),
     ],
 )
 def test_a_value_of_another_kind_leaves_the_others_readable(tensor: Any, tmp_path: Path) -> None:
     value = tensor()
-    path = saved(tmp_path, "torch.save", odd=value)
+    path = saved(tmp_path, "torch.save", odd=value, numbers={1, 2})
     with reknit.open(path) as checkpoint:
+        assert checkpoint.values["numbers"][""] == {1, 2}
         assert checkpoint.read("model", "b").tolist() == [1, 1]
         other = checkpoint.manifest.other
         assert other is not None

@@ -118,6 +118,7 @@ def hostile(canary: Path) -> dict[str, bytes]:
         "a call of a result": b"\x80\x02" + made + b")\x85R)R.",
         "a call of a dtype": b"\x80\x02ctorch\nfloat32\n)R.",
         "a name of getattr": b"\x80\x02cbuiltins\ngetattr\n.",
+        "a call of a prepared call": b"\x80\x02cfunctools\npartial\ncos\nmkdir\n\x85R" + text + b"\x85R.",
         "a memo bomb": b"\x80\x02Nr\xff\xff\xff\x7fr\xff\xff\xff\xff0h\x00.",
         "an array of bytes": b"\x80\x05\x96" + struct.pack("<Q", 1 << 40) + b".",
         "a buffer outside": b"\x80\x05\x97.",
@@ -171,7 +172,7 @@ def test_only_a_few_arguments_of_a_call_are_looked_at(num: int) -> None:
     if num > MOST_MEMBERS:
         assert called == Unreadable(f"a pickle calls made.of with {num} arguments")
         typed = b"ctorch._tensor\n_rebuild_from_type_v2\n(ctorch._utils\n_rebuild_parameter\nctorch\nTensor\n"
-        with pytest.raises(FormatError, match="a tensor of the class 'torch.Tensor'"):
+        with pytest.raises(FormatError, match="a tensor of the class 'torch"):
             read_pickle(b"\x80\x02" + typed + args + b"NtR.", TORCH)
         with pytest.raises(FormatError, match="impossible shape"):
             read_pickle(b"\x80\x02ctorch\nSize\n((" + b"K\x01" * num + b"ttR.", TORCH)

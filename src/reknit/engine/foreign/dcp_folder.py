@@ -180,8 +180,8 @@ def _paths(specs: dict[Any, Any], paths: dict[Any, Any], renamed: Callable[[Path
 def _parameters(tensors: dict[str, Any], found: dict[str, Path], *, alone: bool) -> set[str]:
     """Return the tensors at the top that are parameters: those with dots, or with an optimizer's states.
 
-    Without such states, nothing tells the others from counters: all are parameters if they are `alone`, and
-    beside nested states those of floats, if there are tensors with dots.
+    Without such states, all tensors are parameters if they are `alone`.  Otherwise those of floats are,
+    which are not counters, if other tensors have dots.
     """
     parts = [".".join(map(str, keys[1:])).split(".") for keys in found.values() if len(keys) > 1]
     of_optimizers = {".".join(each[1:-1]) for each in parts if each[0] in _OF_OPTIMIZERS}
@@ -192,14 +192,8 @@ def _parameters(tensors: dict[str, Any], found: dict[str, Path], *, alone: bool)
         return known | dotted
     if alone:
         return {*tensors}
-    return dotted | {name for name in tensors if dotted and _has_floats(tensors[name])}
-
-
-def _has_floats(metadata: PickledObject) -> bool:
-    try:
-        return "float" in dtype_of(_properties(metadata.field("properties")))
-    except UnreadError:
-        return False
+    dtypes = {name: _properties(tensors[name].field("properties")) for name in dotted and tensors}
+    return dotted | {name for name, dtype in dtypes.items() if "float" in getattr(dtype, "name", "")}
 
 
 def _add_tensors(folder: DcpFolder, table: FolderTable, keys: dict[str, Path]) -> None:

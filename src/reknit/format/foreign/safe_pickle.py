@@ -26,7 +26,7 @@ MAX_TUPLE_KEYS = 1_000
 
 MOST_MEMBERS = 64
 """Arguments of a call, and members of a key: a few bytes can repeat a call with one large tuple."""
-_LARGEST_KEY = 1 << 60
+LARGEST_KEY = 1 << 60
 """Integers below this are their own hashes."""
 _OPCODES = (
     "PROTO FRAME STOP MARK POP POP_MARK MEMOIZE BINGET LONG_BINGET BINPUT LONG_BINPUT",
@@ -40,6 +40,13 @@ _DATA_MODULES = frozenset(
     {"collections", "datetime", "decimal", "enum", "fractions", "pathlib", "uuid", "zoneinfo"}
 )
 """Modules of the standard library whose classes are plain data."""
+_MAKERS = frozenset(
+    {
+        *(f"builtins.{name}" for name in ("getattr", "range", "slice", "xrange")),
+        *("functools.partial", "operator.getitem", "re._compile", "types.GenericAlias"),
+    }
+)
+"""Names of the standard library that objects without code need: nested classes, types, patterns."""
 _KNOWN: dict[str, Any] = vars(pickletools)["code2op"]
 _RENAMED = {"__builtin__": "builtins"}
 """Modules that protocol 2 names as Python 2 did."""
@@ -84,9 +91,13 @@ class UnreadError(FormatError):
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A value that needs the code of another package; all that is made of it is one, too."""
+    """A value that needs the code of another package; all that is made of it is one, too.
+
+    `standard` is the name in Python's own modules that it stands for, which may not be called.
+    """
 
     why: str
+    standard: str = ""
 
 
 _MEMBERS = frozenset({str, bytes, int, float, bool, type(None), Global, Unreadable})
@@ -164,17 +175,12 @@ class _Machine(pickle._Unpickler):
         self._num_tuple_keys = 0
 
     def find_class(self, module: str, name: str) -> Global | Unreadable:
-        """Return a name of the vocabulary, or a mark for the values that need another package.
-
-        Raises `FormatError` for a name of the standard library, which no checkpoint needs.
-        """
+        """Return a name of the vocabulary, or a mark for the values that need another package."""
         full = f"{_RENAMED.get(module, module)}.{name}"
         if self._vocabulary.has(full):
             return Global(full)
         why = f"a pickle needs {full[:200]}, which reknit neither imports nor runs"
-        if _is_standard(full):
-            raise FormatError(why)
-        return Unreadable(why)
+        return Unreadable(why, full if _is_standard(full) else "")
 
     def persistent_load(self, pid: Any) -> Any:
         """Return the object for an identifier."""
@@ -185,7 +191,12 @@ class _Machine(pickle._Unpickler):
     def _reduce(self) -> None:
         args, name = self.stack.pop(), self.stack[-1]
         is_long = type(args) is tuple and len(args) > MOST_MEMBERS
-        if (lost := _lost((name, *args) if type(args) is tuple and not is_long else (name,))) is not None:
+        lost = _lost(args) if type(args) is tuple and not is_long else None
+        if type(name) is Unreadable:
+            if name.standard:
+                self.stack[-1] = _made_by(name, lost)
+            return
+        if lost is not None:
             self.stack[-1] = lost
             return
         if type(name) is not Global or type(args) is not tuple:
@@ -259,7 +270,7 @@ class _Machine(pickle._Unpickler):
         kind = type(key)
         if kind in (str, bytes, bool, type(None), Global, PickledObject, Unreadable):
             return key
-        if kind is int and -_LARGEST_KEY < key < _LARGEST_KEY:
+        if kind is int and -LARGEST_KEY < key < LARGEST_KEY:
             return key
         self._num_tuple_keys += 1
         short = kind is float or (kind is tuple and _is_short(key))
@@ -271,6 +282,13 @@ class _Machine(pickle._Unpickler):
 def _lost(parts: tuple[Any, ...]) -> Unreadable | None:
     """Return the first part that needs the code of another program."""
     return next((part for part in parts if type(part) is Unreadable), None)
+
+
+def _made_by(name: Unreadable, lost: Unreadable | None) -> Unreadable:
+    """Return the result of a call of a name in Python's own modules.  Raises `FormatError` for most names."""
+    if name.standard in _MAKERS or name.standard.startswith("typing."):
+        return lost or Unreadable(name.why)
+    raise FormatError(name.why)
 
 
 def _is_standard(name: str) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 
 from reknit.errors import FormatError, shown
 from reknit.format.foreign.safe_pickle import (
+    LARGEST_KEY,
     MOST_MEMBERS,
     Global,
     PickledObject,
@@ -172,18 +173,11 @@ def _parameter(data: Any, *_: Any) -> Any:
 
 def _typed(function: Any, kind: Any, args: Any, _: Any = None) -> Any:
     known = BUILDERS.get(function.name) if isinstance(function, Global) else None
-    if (
-        not isinstance(kind, Global)
-        or kind.name not in _PARAMETERS
-        or known is None
-        or type(args) is not tuple
-        or len(args) > MOST_MEMBERS
-    ):
+    is_parameter = isinstance(kind, Global) and kind.name in _PARAMETERS
+    if known is None or not is_parameter or type(args) is not tuple or len(args) > MOST_MEMBERS:
         raise FormatError(f"a pickle has a tensor of the class {shown(getattr(kind, 'name', kind))}")
     lost = next((arg for arg in args if isinstance(arg, Unreadable)), None)
-    if lost is not None:
-        return lost
-    return known(*args)
+    return known(*args) if lost is None else lost
 
 
 def _table(*args: Any) -> dict[Any, Any]:
@@ -206,8 +200,8 @@ def _members(*args: Any) -> list[Any]:
 
 def _set(*args: Any) -> set[Any]:
     members = _members(*args)
-    if not all(type(member) is str for member in members):
-        raise FormatError("a pickle has a set of members that are not texts")
+    if not all(type(one) is str or (type(one) is int and abs(one) < LARGEST_KEY) for one in members):
+        raise FormatError("a pickle has a set of members that are neither texts nor integers")
     return set(members)
 
 
