@@ -67,6 +67,29 @@ def test_a_model_at_the_top_is_whole_beside_its_optimizer(
 
 
 @pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_learning_rates_that_are_tensors_load(flat: bool, kind: torch.dtype, tmp_path: Path) -> None:
+    model, _ = trained(Scaled)
+    rates = [torch.tensor(rate, dtype=kind) for rate in (0.1, 0.2)]
+    groups = [[model.scale], [*model.linear.parameters()]]
+    optimizer = torch.optim.AdamW(
+        [{"params": one, "lr": lr} for one, lr in zip(groups, rates, strict=True)], foreach=False
+    )
+    optimizer.step()
+    of_model, of_optimizer = states(model, optimizer, flat=flat)
+    dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=tmp_path)
+    other = Scaled()
+    groups = [[other.scale], [*other.linear.parameters()]]
+    fresh = torch.optim.AdamW(
+        [{"params": one, "lr": torch.tensor(0.5, dtype=kind)} for one in groups], foreach=False
+    )
+    reknit.load(tmp_path, {"model": other, "optimizer": fresh})
+    found = [group["lr"] for group in fresh.param_groups]
+    assert all(isinstance(one, torch.Tensor) and one.dtype == kind for one in found)
+    assert found == rates
+
+
+@pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("merged", [False, True])
 def test_a_counter_beside_a_model_and_its_optimizer_is_an_item(
     flat: bool, merged: bool, tmp_path: Path

@@ -9,8 +9,8 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reknit.engine.foreign.entries import MODEL, Chunks, ForeignEntries, named
-from reknit.engine.foreign.optimizer_states import named_states
+from reknit.engine.foreign.entries import MODEL, Chunks, ForeignEntries, named, tensor_value
+from reknit.engine.foreign.optimizer_states import nested_options
 from reknit.engine.foreign.small_reads import do_each, part_of
 from reknit.engine.foreign.torch_files import (
     TorchFile,
@@ -33,7 +33,7 @@ from reknit.format.foreign.safe_pickle import (
 from reknit.format.foreign.torch_values import TORCH, TensorView, dtype_of
 from reknit.types.box import Box
 from reknit.types.manifest import Extent
-from reknit.types.shard import TensorSpec
+from reknit.types.shard import Tagged, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -137,8 +137,8 @@ def add_folder(folder: DcpFolder, renamed: Callable[[Path], Path] = lambda keys:
         except UnreadError as error:
             item, *rest = keys[name]
             folder.entries.unread(str(item), _state_keys(item, rest), error.message)
-    _add_tensors(folder, table, keys)
-    _add_values(folder, values, keys)
+    options = _add_tensors(folder, table, keys)
+    _add_values(folder, values, keys, options)
 
 
 def is_tensor(table: FolderTable, name: Any) -> bool:
@@ -196,15 +196,27 @@ def _parameters(tensors: dict[str, Any], found: dict[str, Path], *, alone: bool)
     return dotted | {name for name, dtype in dtypes.items() if "float" in getattr(dtype, "name", "")}
 
 
-def _add_tensors(folder: DcpFolder, table: FolderTable, keys: dict[str, Path]) -> None:
-    """Add the tensors, with the ranges of their chunks."""
+def _add_tensors(folder: DcpFolder, table: FolderTable, keys: dict[str, Path]) -> dict[Path, Tagged]:
+    """Add the tensors, with the ranges of their chunks; return numbers in options of optimizers as values."""
     located = locate(folder, table)
+    options: dict[Path, Tagged] = {}
     for name, (spec, chunks) in located.tensors.items():
         item, *rest = keys[name]
+        if _is_option(keys[name]) and spec.numel == 1:
+            extent = chunks[0][1]
+            data = part_of(folder.entries.storage, extent.file, extent.start, extent.nbytes)
+            options[keys[name]] = tensor_value(spec, data)
+            continue
         folder.entries.tensor(str(item), named(_state_keys(item, rest)), spec, chunks)
     for name, why in located.unread.items():
         item, *rest = keys[name]
         folder.entries.unread(str(item), _state_keys(item, rest), why)
+    return options
+
+
+def _is_option(path: Path) -> bool:
+    """Return whether an entry is an option of a group of an optimizer."""
+    return "param_groups" in path[1:] or str(path[-1]).startswith("param_groups.")
 
 
 class Located(NamedTuple):
@@ -334,10 +346,14 @@ def object_at(folder: DcpFolder, place: PickledObject, words: Vocabulary = _WORD
     return PickledEntry(file.value, file)
 
 
-def _add_values(folder: DcpFolder, values: dict[str, PickledEntry], keys: dict[str, Path]) -> None:
+def _add_values(
+    folder: DcpFolder, values: dict[str, PickledEntry], keys: dict[str, Path], options: dict[Path, Tagged]
+) -> None:
     """Add the values, those of an optimizer under the names of its parameters."""
     entries = folder.entries
     groups: dict[Path, dict[Any, Any]] = {}
+    for path, option in options.items():
+        groups.setdefault(path[:1], {})[path[1:]] = option
     for name, held in values.items():
         path = keys[name]
 
@@ -345,31 +361,15 @@ def _add_values(folder: DcpFolder, values: dict[str, PickledEntry], keys: dict[s
             assert held.file is not None
             add_extent(entries, item, fqn, view, held.file.extent(view))
 
-        if "param_groups" in path[1:] or str(path[-1]).startswith("param_groups."):
+        if _is_option(path):
             groups.setdefault(path[:1], {})[path[1:]] = held.value
             continue
         entries.nested(str(path[0]), path[1:], held.value, place)
         if path in (("step",), ("train_state", "step")) and type(held.value) is int:
             entries.step = max(held.value, 0)
     for (item,), parts in groups.items():
-        _add_options(folder, str(item), parts)
+        entries.nested(str(item), (), nested_options(parts), _refuse)
 
 
-def _add_options(folder: DcpFolder, item: str, parts: dict[Path, Any]) -> None:
-    """Add the options of the groups of an optimizer; each parameter has those of its group."""
-    nested: dict[Any, Any] = {}
-    for path, value in parts.items():
-        at = nested
-        for key in path[:-1]:
-            at = at.setdefault(key, {})
-            if not isinstance(at, dict):
-                raise FormatError("the options of an optimizer have two values at one place")
-        at[path[-1]] = value
-    flat = all(isinstance(key, str) and key.startswith("param_groups.") for key in nested)
-    made = named_states(nested if flat else {"state": {}, **nested})
-    made.pop("state", None)
-
-    def refuse(*_: Any) -> None:
-        raise FormatError("the options of an optimizer hold a tensor, which reknit does not read")
-
-    folder.entries.nested(item, (), made, refuse)
+def _refuse(*_: Any) -> None:
+    raise FormatError("the options of an optimizer hold a tensor, which reknit does not read")

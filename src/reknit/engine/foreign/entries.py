@@ -180,9 +180,7 @@ class ForeignEntries:
             raise UnreadError(
                 "a pickle has large tensors in values that are not divided, such as an optimizer's options"
             )
-        return Tagged(
-            "torch.tensor", {"dtype": spec.dtype, "shape": list(spec.shape), "data": self.inline(view)}
-        )
+        return tensor_value(spec, self.inline(view))
 
     def checkpoint(self, other: OtherFormat) -> ForeignCheckpoint:
         """Return the checkpoint that these entries make.  Raises `CorruptError` if a tensor is not whole."""
@@ -264,6 +262,11 @@ class ForeignEntries:
             )
         except OverflowError as error:
             raise CorruptError("a tensor has a shape or a place beyond 64 bits") from error
+
+
+def tensor_value(spec: TensorSpec, data: bytes) -> Tagged:
+    """Return a tensor that is a part of a value, with its bytes."""
+    return Tagged("torch.tensor", {"dtype": spec.dtype, "shape": list(spec.shape), "data": data})
 
 
 class _Spread(NamedTuple):

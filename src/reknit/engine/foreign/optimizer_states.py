@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from reknit.errors import FormatError
 from reknit.format.foreign.torch_values import Whole
 
 if TYPE_CHECKING:
@@ -43,6 +44,25 @@ def named_states(value: Any) -> Any:
     if empty := empty_groups(groups):
         named[EMPTY] = {number: Whole(one) for number, one in empty.items()}
     return named
+
+
+def nested_options(parts: Mapping[tuple[Any, ...], Any]) -> dict[str, Any]:
+    """Return the options of each parameter, which are those of its group.  `parts` has them by their keys.
+
+    Raises `FormatError` for two values at one place.
+    """
+    nested: dict[Any, Any] = {}
+    for path, value in parts.items():
+        at = nested
+        for key in path[:-1]:
+            at = at.setdefault(key, {})
+            if not isinstance(at, dict):
+                raise FormatError("the options of an optimizer have two values at one place")
+        at[path[-1]] = value
+    flat = all(isinstance(key, str) and key.startswith(_GROUPS) for key in nested)
+    made: dict[str, Any] = named_states(nested if flat else {"state": {}, **nested})
+    made.pop("state", None)
+    return made
 
 
 def empty_groups(groups: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
