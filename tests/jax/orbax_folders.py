@@ -320,7 +320,7 @@ class OwnMetadataArgs(real.args.CheckpointArgs):  # type: ignore[misc]
 def check_items_of_a_step_come_along_or_are_named(folder: str) -> None:
     numpy_state, generator = np.random.get_state(), np.random.default_rng(3).bit_generator.state
     options = real.CheckpointManagerOptions(best_fn=lambda found: found["loss"], step_prefix="run")
-    with real.CheckpointManager(f"{folder}/old", options=options) as manager:
+    with real.CheckpointManager(f"{folder}/old", options=options, metadata={"all": 1}) as manager:
         args = real.args.Composite(
             state=real.args.StandardSave({"w": jnp.ones(4)}),
             key=real.args.JaxRandomKeySave(jax.random.key(5)),
@@ -367,6 +367,25 @@ def check_items_of_a_step_come_along_or_are_named(folder: str) -> None:
         assert np.isnan(live["metrics"]["loss"])
         assert live["custom_metadata"] == {"who": "me"}
     assert "own" in str(reknit.load(path, {"state": {"w": jnp.zeros(4)}}).unchecked)
+
+
+def check_a_prefix_of_a_step_counts_beside_another_step(folder: str) -> None:
+    args = real.args.Composite(state=real.args.StandardSave({"w": jnp.ones(4)}))
+    names = {"gemma_2": None, "12": 12, "run/a_3": 3, "run/a_4": 4, "run/b_5": None}
+    for name in names:
+        with real.Checkpointer(real.CompositeCheckpointHandler()) as checkpointer:
+            checkpointer.save(f"{folder}/{name}", args=args)
+    for name, step in names.items():
+        with reknit.open(f"{folder}/{name}") as checkpoint:
+            assert checkpoint.step == step, name
+    for metadata in (None, {"who": "me"}):
+        root = f"{folder}/managed-{metadata is None}"
+        options = real.CheckpointManagerOptions(step_prefix="run")
+        with real.CheckpointManager(root, options=options, metadata=metadata) as manager:
+            manager.save(3, args=args)
+            manager.wait_until_finished()
+        with reknit.open(f"{root}/run_3") as checkpoint:
+            assert checkpoint.step == (3 if metadata else None)
 
 
 def check_a_tree_that_is_a_list_is_opened_and_a_bare_array_refused(folder: str) -> None:

@@ -22,6 +22,7 @@ from reknit.format.foreign.orbax_metadata import (
     decode_tree,
     text_at,
 )
+from reknit.storage.base import HasFolderAbove
 from reknit.storage.derived_paths import Cell, cell_path
 from reknit.storage.tensor_store import SPARSE, ZarrArrays
 from reknit.types.box import Box
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from reknit.storage.tensor_store import ArrayFacts
 
 _TREE, _STEP = "_METADATA", "_CHECKPOINT_METADATA"
+_OF_MANAGER = "metadata"
+"""A folder beside the steps, with metadata that a manager has for all of them."""
 _UNFINISHED = ".orbax-checkpoint-tmp"
 """The end of the name of a folder that Orbax still writes, or never finished."""
 MAX_CELLS = 1 << 20
@@ -109,14 +112,26 @@ def read_folder(storage: Storage) -> ForeignEntries:
             raise FormatError("no folder in it has a tree of arrays")
     if step is not None and step.custom:
         entries.value(CUSTOM, "", step.custom)
-    entries.step = _step_of(folder, prefixed=has_items)
+    entries.step = _step_of(storage, folder, prefixed=has_items)
     return entries
 
 
-def _step_of(name: str, *, prefixed: bool) -> int | None:
-    """Return the step by which a folder is called, which managers may prefix, as in ``checkpoint_0500``."""
-    found = re.fullmatch(r"(?:.+_)?([0-9]{1,18})" if prefixed else r"([0-9]{1,18})", name)
-    return None if found is None else int(found[1])
+def _step_of(storage: Storage, name: str, *, prefixed: bool) -> int | None:
+    """Return the step by which a folder is called, which managers may prefix, as in ``checkpoint_0500``.
+
+    A prefix counts if another step with it, or the manager's record, is beside the folder: ``gemma_2`` alone
+    is a name.
+    """
+    if (found := re.fullmatch(r"(.+_)?([0-9]{1,18})", name)) is None:
+        return None
+    prefix, number = found.groups()
+    if prefix is not None:
+        above = storage.above() if prefixed and isinstance(storage, HasFolderAbove) else None
+        others = [] if above is None else [other for other in above[0].folders() if other != name]
+        step = re.compile(re.escape(prefix) + "[0-9]{1,18}")
+        if not any(other == _OF_MANAGER or step.fullmatch(other) for other in others):
+            return None
+    return int(number)
 
 
 class _ItemReader:
