@@ -186,6 +186,22 @@ def test_an_adapter_is_read_alone_and_beside_its_model_as_transformers_reads_it(
     assert "model.safetensors: the folder is an adapter of PEFT" in caplog.text
 
 
+@pytest.mark.parametrize("lost", [(), (2,), (2, 3)])
+def test_ranks_without_a_file_are_named_since_nothing_says_whether_they_had_tensors(
+    lost: tuple[int, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    names = {number: f"shard-{number:05d}-model-00001-of-00001.safetensors" for number in range(1, 5)}
+    for number in {*names} - {*lost}:
+        places = {f"w{number}": {"saved_offsets": [0]}}
+        metadata = {"DCP_SHARDING_INFO": json.dumps(places)}
+        save_file({f"w{number}": torch.ones(2)}, tmp_path / names[number], metadata)
+    with reknit.open(tmp_path) as checkpoint:
+        assert list(checkpoint.tensors["model"]) == [f"w{number}" for number in names if number not in lost]
+    for number, name in names.items():
+        assert (f"{name}: it is not there" in caplog.text) == (number in lost)
+
+
 class Rates:
     """An object of a package that reknit does not import."""
 

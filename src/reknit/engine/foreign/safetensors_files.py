@@ -66,7 +66,14 @@ def add_safetensors(entries: ForeignEntries, path: str, item: str = MODEL) -> No
     bad header.
     """
     if _SHARD.fullmatch(path):
-        _add_shards(entries, _shards(entries.storage), item)
+        paths = _shards(entries.storage)
+        _add_shards(entries, paths, item)
+        there = {int(each[6:11]) for each in paths}
+        absent = sorted({*range(1, max(there))} - there)[:_MOST_COMPARED]
+        for number in absent:
+            entries.notes[f"shard-{number:05d}{path[11:]}"] = (
+                "it is not there: its rank had no tensors to save, or the file is lost with its tensors"
+            )
         return
     header = _header(entries, path, item)
     if any(map(any, _offsets(header, path).values())):
