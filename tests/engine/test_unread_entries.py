@@ -138,6 +138,7 @@ def test_every_rank_is_told_the_reason(tmp_path: Path) -> None:
         pytest.param(lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), id="quantized"),
         pytest.param(lambda: [torch.ones(2), Settings()], id="a list"),
         pytest.param(lambda: {(1, 2, 3, Settings): 1}, id="a class in a key"),
+        pytest.param(lambda: {Settings: 1, (1, 2): 3}, id="a class as a key"),
         pytest.param(lambda: Typed(Any), id="a type of typing in an object"),  # as OmegaConf has it
         pytest.param(lambda: Typed(dict[str, int]), id="a generic type"),
         pytest.param(lambda: Settings.Inner(), id="a nested class"),
@@ -157,6 +158,18 @@ def test_a_value_of_another_kind_leaves_the_others_readable(tensor: Any, tmp_pat
         other = checkpoint.manifest.other
         assert other is not None
         assert {entry.item for entry in other.unread} == {"odd"}
+        assert not any("Unreadable" in entry.name + entry.why for entry in other.unread)
+
+
+def test_a_name_with_codes_of_a_terminal_is_escaped_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = saved(tmp_path, "torch.save", **{"own\x1b[31m\n": Settings()})
+    with caplog.at_level(logging.WARNING, "reknit"), reknit.open(path) as checkpoint:
+        assert checkpoint.manifest.other is not None
+        for text in (caplog.text.rstrip(), checkpoint.manifest.other.unchecked):
+            assert r"own\x1b[31m\n" in text
+            assert "\x1b" not in text
 
 
 def test_a_file_of_which_nothing_can_be_read_is_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import xxhash
 
-from reknit.errors import CorruptError, FormatError, StateError
+from reknit.errors import CorruptError, FormatError, StateError, printable
 from reknit.format.checksum import BLOCK_NBYTES, block_digests
 from reknit.format.foreign.safe_pickle import UnreadError, neutral_keys
 from reknit.format.foreign.torch_values import TensorView, Whole, neutral
@@ -121,7 +121,11 @@ class ForeignEntries:
                 self._within = False
             return
         if type(value) is dict:
-            value = neutral_keys(value)
+            try:
+                value = neutral_keys(value)
+            except UnreadError as error:
+                self.unread(item, keys, error.message)
+                return
         if isinstance(value, TensorView):
             place(item, named(keys), value)
         elif isinstance(value, Whole):
@@ -305,7 +309,7 @@ def listed(unread: Sequence[Unread]) -> str:
     """Return the sentence about entries that cannot be read, with the first names of each reason."""
     reasons: dict[str, list[str]] = {}
     for entry in unread:
-        reasons.setdefault(entry.why, []).append(entry.name[:200])
+        reasons.setdefault(printable(entry.why), []).append(printable(entry.name[:200]))
     parts = [
         ", ".join(names[:_NAMED])
         + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -70,13 +71,15 @@ class Problems(NamedTuple):
 
     def name_unread(self, unread: Iterable[Unread], permitted: Callable[[str], bool]) -> None:
         """Give missing names that reknit cannot read their reason, and add others that are not permitted."""
-        for entry in unread:
-            why = f"saved, but it cannot be read: {entry.why}"
-            covered = [number for number, (name, _) in enumerate(self.missing) if entry.covers(name)]
-            for number in covered:
-                self.missing[number] = self.missing[number][0], why
-            if not covered and not permitted(entry.name):
-                self.missing.append((entry.name, why))
+        reasons = {entry.name: f"saved, but it cannot be read: {entry.why}" for entry in unread}
+        covered: set[str] = set()
+        for number, (name, _) in enumerate(self.missing):
+            places = accumulate(name.split("/"), "{}/{}".format)
+            if found := [place for place in places if place in reasons]:
+                self.missing[number] = name, reasons[found[-1]]
+                covered.update(found)
+        others = (name for name in reasons if name not in covered and not permitted(name))
+        self.missing.extend((name, reasons[name]) for name in others)
 
 
 class Problem(NamedTuple):

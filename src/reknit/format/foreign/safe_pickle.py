@@ -304,9 +304,9 @@ def _is_short(key: tuple[Any, ...]) -> bool:
 def neutral_keys(table: dict[Any, Any]) -> dict[Any, Any]:
     """Return a table with texts in place of keys that are names, such as dtypes, or tuples of names.
 
-    Raises `FormatError` if two keys have one text.
+    Raises `UnreadError` for a key that needs another package, `FormatError` if two keys have one text.
     """
-    if not any(isinstance(key, tuple) for key in table):
+    if not any(isinstance(key, tuple | Unreadable) for key in table):
         return table
     made = {_neutral_key(key): value for key, value in table.items()}
     if len(made) < len(table):
@@ -316,6 +316,8 @@ def neutral_keys(table: dict[Any, Any]) -> dict[Any, Any]:
 
 def _neutral_key(key: Any) -> Any:
     """Return a key with names as texts; a tuple of names is written as torch prints it."""
+    if (lost := _lost(key if isinstance(key, tuple) else (key,))) is not None:
+        raise UnreadError(lost.why)
     if isinstance(key, Global):
         return key.name
     if isinstance(key, tuple) and any(isinstance(member, Global) for member in key):
