@@ -69,7 +69,7 @@ def test_a_model_at_the_top_is_whole_beside_its_optimizer(
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64])
 def test_learning_rates_that_are_tensors_load(flat: bool, kind: torch.dtype, tmp_path: Path) -> None:
-    model, _ = trained(Scaled)
+    model: Any = trained(Scaled)[0]
     rates = [torch.tensor(rate, dtype=kind) for rate in (0.1, 0.2)]
     groups = [[model.scale], [*model.linear.parameters()]]
     optimizer = torch.optim.AdamW(
@@ -99,7 +99,7 @@ def test_a_counter_beside_a_model_and_its_optimizer_is_an_item(
     more = of_optimizer if merged and flat else {"optim": of_optimizer}
     state = {**of_model, **more, "step": torch.tensor(7), "loss": torch.tensor(0.5)}
     dcp.save(state, checkpoint_id=tmp_path)
-    target = {"model": Scaled(), "step": torch.tensor(0), "loss": torch.tensor(0.0)}
+    target: dict[str, Any] = {"model": Scaled(), "step": torch.tensor(0), "loss": torch.tensor(0.0)}
     reknit.load(tmp_path, target, items=list(target))
     assert (target["step"], target["loss"]) == (7, 0.5)
     assert torch.equal(target["model"].scale, of_model["scale"])
@@ -131,7 +131,7 @@ def test_tensors_at_the_top_without_an_optimizer(
         assert {item: list(names) for item, names in checkpoint.tensors.items()} == items
 
 
-def save_of_lightning(path: Path, rest: Any) -> torch.nn.Module:
+def save_of_lightning(path: Path, rest: Any) -> torch.nn.Linear:
     model = torch.nn.Linear(2, 3)
     dcp.save({"model": model.state_dict()}, checkpoint_id=path)
     torch.save(rest, path / "meta.pt")
