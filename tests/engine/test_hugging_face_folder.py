@@ -18,6 +18,7 @@ from reknit.cli.main import main
 from reknit.errors import CorruptError, FormatError, MismatchError, UsageError
 from reknit.interop.import_foreign import import_checkpoint
 from reknit.interop.safetensors_export import export_hf
+from reknit.storage.local.store import LocalStorage
 from tests import ranks
 from tests.engine import hugging_face_folders as hf
 from tests.interop.damage import CUT, EMPTIED, REMOVED, SWAPPED, damages, wrong_in_silence
@@ -393,3 +394,22 @@ def test_the_page_says_which_folders_open(tmp_path: Path, caplog: pytest.LogCapt
     table = PAGE.read_text().partition("| in the folder | result |")[2].partition("\n\n")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in table.splitlines()[2:]]
     assert dict(rows) == found
+
+
+def test_the_size_of_each_shard_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"model-{number:05}-of-00040.safetensors" for number in range(1, 41)]
+    for name in names:
+        save_file({name: torch.ones(1)}, tmp_path / name)
+    index = {"metadata": {}, "weight_map": {name: name for name in names}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    asked: list[str] = []
+    size = LocalStorage.size
+
+    def counted(self: LocalStorage, path: str) -> int:
+        asked.append(path)
+        return size(self, path)
+
+    monkeypatch.setattr(LocalStorage, "size", counted)
+    with reknit.open(tmp_path) as checkpoint:
+        assert set(checkpoint.tensors["model"]) == set(names)
+    assert [asked.count(name) for name in names] == [1] * len(names)

@@ -188,14 +188,17 @@ def _shards(storage: Storage) -> list[str]:
     return sorted(each.path for each in storage.list() if _SHARD.fullmatch(each.path))
 
 
-def _add(entries: ForeignEntries, name: str, item: str) -> None:
-    """Add the tensors of the model or adapter that begins with a file."""
-    checked_relative(name)
-    if not _has(entries.storage, name):
-        raise CorruptError(f"the file of weights {shown(name)} is not there")
-    if name.endswith(".index.json"):
+def _add(entries: ForeignEntries, name: str, item: str, index: str | None = None) -> None:
+    """Add the tensors of the model or adapter that begins with a file, which an `index` may name."""
+    if checked_relative(name).endswith(".index.json") and _has(entries.storage, name):
         _add_indexed(entries, name, item)
-    elif name.endswith(".safetensors"):
+        return
+    try:
+        entries.size(name)  # which counts it among the files, so that it is asked for once
+    except StorageNotFoundError as error:
+        named = "the file of weights" if index is None else f"{index} names"
+        raise CorruptError(f"{named} {shown(name)}, which is not there") from error
+    if name.endswith(".safetensors"):
         add_safetensors(entries, name, item)
     else:
         add_file(entries, name, item)
@@ -205,9 +208,7 @@ def _add_indexed(entries: ForeignEntries, index: str, item: str) -> None:
     """Add the tensors of the files that an index names.  Raises `CorruptError` if one is missing."""
     wanted = _weight_map(entries.storage, index)
     for path in dict.fromkeys(wanted.values()):
-        if not _has(entries.storage, checked_relative(path)):
-            raise CorruptError(f"{index} names {shown(path)}, which is not there")
-        _add(entries, path, item)
+        _add(entries, path, item, index)
     known = entries.tensors.keys() | {(entry.item, entry.fqn) for entry in entries.unread_entries}
     lacking = [name for name in wanted if (item, named([name])) not in known]
     if lacking:
