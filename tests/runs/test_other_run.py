@@ -411,9 +411,9 @@ def test_a_store_that_fails_ends_no_heartbeat(tmp_path: Path) -> None:
     def fail(url: str) -> Any:
         raise OSError("away")
 
-    good, owner.heart._open = owner.heart._open, fail
+    good, owner.heart.open_root = owner.heart.open_root, fail
     owner.beat()
-    owner.heart._open = good
+    owner.heart.open_root = good
     owner.beat()
     assert owner.about["beats"] == 1
 
@@ -455,10 +455,10 @@ def test_a_store_that_hangs_holds_up_no_beat_and_no_end_elsewhere(
     heart = Heartbeat(open_root)
 
     def renew(*given: Any, **more: Any) -> None:
-        Heartbeat._renew(heart, *given, **more)
+        Heartbeat.renew(heart, *given, **more)
         beats.release()
 
-    monkeypatch.setattr(heart, "_renew", renew)
+    monkeypatch.setattr(heart, "renew", renew)
     heart.records = {"far": owner.record, str(tmp_path): owner.record}
     heart.begin()
     try:
@@ -479,7 +479,7 @@ def test_beats_are_neither_repeated_nor_flushed(tmp_path: Path, monkeypatch: pyt
         return LocalStorage(tmp_path, durability=durability)
 
     monkeypatch.setitem(factories, "far", with_retries(resumes=True)(factory))
-    assert isinstance(run_folder._open_for_beats("far://there"), LocalStorage)
+    assert isinstance(run_folder.open_for_beats("far://there"), LocalStorage)
     assert opened == [("far://there", "process")]
 
 

@@ -12,9 +12,11 @@ pytest.importorskip("obstore", reason="the object stores need obstore")
 
 from obstore import exceptions
 
+from reknit.errors import StorageUnavailableError
 from reknit.monitor.phase import now
 from reknit.storage.object import incomplete_uploads
 from reknit.storage.object.client import ObjectOptions, connect, parse_url
+from reknit.storage.object.errors import as_ours
 from tests.servers import environment, new_url
 
 SCRIPT = """
@@ -59,3 +61,9 @@ def test_the_time_of_a_bucket_that_takes_no_object_is_that_of_this_host(
     monkeypatch.setattr(incomplete_uploads, "moment_of", refused)
     place, before = parse_url("s3://bucket/folder")[0], now()
     assert before <= incomplete_uploads.moment(connect(place, ObjectOptions(region="r")), place) <= now()
+
+
+@pytest.mark.parametrize("status", ["500", "502", "503", "504"])
+def test_a_failure_of_the_server_may_pass(status: str) -> None:
+    error = exceptions.GenericError(f"Server returned non-2xx status code: {status} : ")
+    assert isinstance(as_ours("write", "s3://b/x", error), StorageUnavailableError)

@@ -320,7 +320,7 @@ class RunFolder:
     def _beat(self, records: Mapping[str, str]) -> None:
         """Renew records from now on, until this run ends, its process dies, or nothing refers to it."""
         if self._heartbeat is None:
-            self._heartbeat = Heartbeat(_open_for_beats)
+            self._heartbeat = Heartbeat(open_for_beats)
             weakref.finalize(self, self._heartbeat.stop).atexit = False
         self._heartbeat.records = records
         self._heartbeat.begin()
@@ -338,7 +338,7 @@ def _newest_generation(root: Storage, folders: Sequence[Folder]) -> int:
     return -1
 
 
-def _open_for_beats(url: str) -> Storage:
+def open_for_beats(url: str) -> Storage:
     """Open a root for the beats: a lost one is followed by the next, and need not outlive the power."""
     return without_retries(open_storage(url, durability="process"))
 

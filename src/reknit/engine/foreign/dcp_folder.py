@@ -10,19 +10,18 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.engine.foreign.entries import MODEL, Chunks, ForeignEntries, named, tensor_value
-from reknit.engine.foreign.optimizer_states import nested_options
+from reknit.engine.foreign.optimizer_states import nested_options, state_keys
 from reknit.engine.foreign.small_reads import do_each, part_of
 from reknit.engine.foreign.torch_files import (
     TorchFile,
     add_extent,
-    add_file,
+    add_rest,
     extent_of,
-    items_of,
     single_tensor,
     views_in,
 )
 from reknit.engine.foreign.zip_files import LOCAL_MARK
-from reknit.errors import CorruptError, FormatError, StorageNotFoundError, shown
+from reknit.errors import CorruptError, FormatError, shown
 from reknit.format.foreign.safe_pickle import (
     MAX_PICKLE_NBYTES,
     PickledObject,
@@ -72,26 +71,8 @@ def read_folder(storage: Storage) -> ForeignEntries:
     """Return the entries of a checkpoint."""
     entries = ForeignEntries(storage)
     add_folder(DcpFolder(entries))
-    _add_rest(entries)
+    add_rest(entries, _META)
     return entries
-
-
-def _add_rest(entries: ForeignEntries) -> None:
-    """Add the file in which Lightning and Fabric put the entries that are not of a model or an optimizer."""
-    try:
-        nbytes = entries.storage.size(_META)
-    except StorageNotFoundError:
-        return
-    items, step = {*entries.values, *(item for item, _ in entries.tensors)}, entries.step
-    try:
-        value = TorchFile(entries.storage, _META, 0, nbytes).value
-        if not isinstance(value, dict) or items & items_of(value).keys():
-            raise FormatError("it is not the rest of a checkpoint of Lightning")
-        add_file(entries, _META)
-    except FormatError as error:
-        entries.notes[_META] = f"it is not read: {error.message}"
-    if entries.step is None:
-        entries.step = step
 
 
 class FolderTable(NamedTuple):
@@ -136,7 +117,7 @@ def add_folder(folder: DcpFolder, renamed: Callable[[Path], Path] = lambda keys:
             values[name] = object_at(folder, where[0][1])
         except UnreadError as error:
             item, *rest = keys[name]
-            folder.entries.unread(str(item), _state_keys(item, rest), error.message)
+            folder.entries.unread(str(item), state_keys(item, rest), error.message)
     options = _add_tensors(folder, table, keys)
     _add_values(folder, values, keys, options)
 
@@ -207,10 +188,10 @@ def _add_tensors(folder: DcpFolder, table: FolderTable, keys: dict[str, Path]) -
             data = part_of(folder.entries.storage, extent.file, extent.start, extent.nbytes)
             options[keys[name]] = tensor_value(spec, data)
             continue
-        folder.entries.tensor(str(item), named(_state_keys(item, rest)), spec, chunks)
+        folder.entries.tensor(str(item), named(state_keys(item, rest)), spec, chunks)
     for name, why in located.unread.items():
         item, *rest = keys[name]
-        folder.entries.unread(str(item), _state_keys(item, rest), why)
+        folder.entries.unread(str(item), state_keys(item, rest), why)
     return options
 
 
@@ -266,14 +247,6 @@ def locate(folder: DcpFolder, table: FolderTable) -> Located:
 
     do_each(jobs, find)
     return Located({name: each for name, each in made.items() if name not in unread}, unread)
-
-
-def _state_keys(item: Any, keys: list[Any]) -> list[Any]:
-    """Return the keys of an entry, of which a flattened state dict of an optimizer has one for all."""
-    if item != MODEL and len(keys) == 1 and str(keys[0]).startswith("state.") and str(keys[0]).count(".") > 1:
-        name, _, last = keys[0][len("state.") :].rpartition(".")
-        return ["state", name, last]
-    return keys
 
 
 def _properties(made: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from reknit.engine.foreign.entries import MODEL
 from reknit.errors import FormatError
 from reknit.format.foreign.torch_values import Whole
 
@@ -20,6 +21,14 @@ _STATE, _GROUPS = "state.", "param_groups."
 
 EMPTY = "empty_groups"
 """Part of the names of the options of groups without parameters, by the numbers of the groups."""
+
+
+def state_keys(item: Any, keys: list[Any]) -> list[Any]:
+    """Return the keys of an entry, of which a flattened state dict of an optimizer has one for all."""
+    if item != MODEL and len(keys) == 1 and str(keys[0]).startswith("state.") and str(keys[0]).count(".") > 1:
+        name, _, last = keys[0][len("state.") :].rpartition(".")
+        return ["state", name, last]
+    return keys
 
 
 def named_states(value: Any) -> Any:

@@ -10,7 +10,7 @@ from reknit.engine.foreign.optimizer_states import named_states
 from reknit.engine.foreign.small_reads import part_of
 from reknit.engine.foreign.torch_legacy import LegacyFile
 from reknit.engine.foreign.zip_files import LOCAL_MARK, LOCAL_NBYTES, Archive, content_at
-from reknit.errors import CorruptError, FormatError, shown
+from reknit.errors import CorruptError, FormatError, StorageNotFoundError, shown
 from reknit.format.foreign.safe_pickle import MAX_PICKLE_NBYTES, Vocabulary, read_pickle
 from reknit.format.foreign.torch_values import TORCH, TensorView, storage_of
 from reknit.storage.derived_paths import strided_path
@@ -128,6 +128,24 @@ def add_file(entries: ForeignEntries, path: str, item: str | None = None) -> Non
     if item is None and isinstance(value, dict):
         step = next((value[key] for key in _STEPS if type(value.get(key)) is int), None)
         entries.step = None if step is None or step < 0 else step
+
+
+def add_rest(entries: ForeignEntries, path: str) -> None:
+    """Add the file in which Lightning and Fabric put the entries that are not of a model or an optimizer."""
+    try:
+        nbytes = entries.storage.size(path)
+    except StorageNotFoundError:
+        return
+    items, step = {*entries.values, *(item for item, _ in entries.tensors)}, entries.step
+    try:
+        value = TorchFile(entries.storage, path, 0, nbytes).value
+        if not isinstance(value, dict) or items & items_of(value).keys():
+            raise FormatError("it is not the rest of a checkpoint of Lightning")
+        add_file(entries, path)
+    except FormatError as error:
+        entries.notes[path] = f"it is not read: {error.message}"
+    if entries.step is None:
+        entries.step = step
 
 
 def items_of(value: Any) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class Heartbeat:
     """
 
     def __init__(self, open_root: Callable[[str], Storage]) -> None:
-        self._open = open_root
+        self.open_root = open_root
         self.records: Mapping[str, str] = {}
         self._roots: dict[str, Storage] = {}
         self._about: dict[str, dict[str, Any]] = {}
@@ -113,8 +113,8 @@ class Heartbeat:
         since = self._renewed.setdefault(url, monotonic())
         try:
             if url not in self._roots:
-                self._roots[url] = self._open(url)
-            self._renew(self._roots[url], record, ends=ends)
+                self._roots[url] = self.open_root(url)
+            self.renew(self._roots[url], record, ends=ends)
         except FencedError as error:  # this run commits nothing there any more
             if not ends:
                 logger.warning("%s", error.message)
@@ -135,7 +135,8 @@ class Heartbeat:
             self._renewed[url] = monotonic()
             self._late.discard(url)
 
-    def _renew(self, root: Storage, record: str, *, ends: bool) -> None:
+    def renew(self, root: Storage, record: str, *, ends: bool) -> None:
+        """Put the record of a run at a root anew, with a higher number, or with the mark of the end."""
         if not check_record(root, record):  # this run is about to replace it, or somebody has removed it
             return
         if record not in self._about:
