@@ -323,12 +323,7 @@ def _part(shard: Shard, piece: Piece, source: SourcePart) -> Shard | None:
         common = shard.box  # a tensor without elements
     if common is None:
         return None
-    skipped = common.relative_to(piece.target_box.offsets).offsets
-    offsets, lengths = list(piece.source_box.offsets), list(piece.source_box.lengths)
-    for d, axis in enumerate(piece.axes):
-        if axis is not None:
-            offsets[d] += skipped[axis]
-            lengths[d] = common.lengths[axis]
+    box = piece.source_of(common)
     data = shard.data
     if common != shard.box:
         data = data[common.relative_to(shard.box.offsets).slices()]
@@ -336,8 +331,8 @@ def _part(shard: Shard, piece: Piece, source: SourcePart) -> Shard | None:
     order = kept + [axis for axis in range(common.ndim) if axis not in kept]
     if order != sorted(order):
         data = data.permute(order) if hasattr(data, "permute") else data.transpose(order)
-    if tuple(data.shape) != tuple(lengths):
-        data = data.reshape(tuple(lengths))  # a view: only dimensions of length 1 come and go
+    if tuple(data.shape) != box.lengths:
+        data = data.reshape(box.lengths)  # a view: only dimensions of length 1 come and go
     item, fqn = source.names[piece.source]
     spec = TensorSpec(source.shapes[piece.source], shard.spec.dtype)
-    return Shard(item, fqn, spec, Box(tuple(offsets), tuple(lengths)), shard.replicas, data)
+    return Shard(item, fqn, spec, box, shard.replicas, data)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from reknit.types.box import Box
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from reknit.transforms.interleaving import Interleaving
-    from reknit.types.box import Box
 
 Shape = tuple[int, ...]
 
@@ -31,6 +32,16 @@ class Piece(NamedTuple):
     source_box: Box
     target_box: Box
     axes: tuple[int | None, ...]
+
+    def source_of(self, part: Box) -> Box:
+        """Return the box of the source whose elements are in a part of `target_box`."""
+        skipped = part.relative_to(self.target_box.offsets).offsets
+        offsets, lengths = list(self.source_box.offsets), list(self.source_box.lengths)
+        for d, axis in enumerate(self.axes):
+            if axis is not None:
+                offsets[d] += skipped[axis]
+                lengths[d] = part.lengths[axis]
+        return Box(tuple(offsets), tuple(lengths))
 
 
 class Made(NamedTuple):

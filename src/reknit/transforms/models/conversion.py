@@ -263,12 +263,4 @@ def _piece_in(piece: Piece, box: Box) -> Piece | None:
     common = piece.target_box.intersect(box)
     if common is None:
         return None
-    skipped = common.relative_to(piece.target_box.offsets).offsets
-    offsets, lengths = list(piece.source_box.offsets), list(piece.source_box.lengths)
-    for d, axis in enumerate(piece.axes):
-        if axis is not None:
-            offsets[d] += skipped[axis]
-            lengths[d] = common.lengths[axis]
-    return Piece(
-        piece.source, Box(tuple(offsets), tuple(lengths)), common.relative_to(box.offsets), piece.axes
-    )
+    return Piece(piece.source, piece.source_of(common), common.relative_to(box.offsets), piece.axes)
