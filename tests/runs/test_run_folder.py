@@ -18,8 +18,9 @@ import reknit
 from reknit import Checkpointer, CheckpointExistsError, Tier
 from reknit.comm.group import SoloGroup
 from reknit.engine.record.commit import put_manifest
+from reknit.engine.record.line import Branch, Line
 from reknit.engine.record.marker import Marker, take_marker
-from reknit.engine.record.run_record import Run, folder_above, newest_run, open_run
+from reknit.engine.record.run_record import Run, folder_above, newest_run, open_run, read_line
 from reknit.errors import (
     FencedError,
     MismatchError,
@@ -37,7 +38,10 @@ from tests.runs.owners import act_as
 from tests.servers import environment, new_url, server
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
+
+    from reknit.storage.base import Listed
 
 
 def state(value: float = 0.0) -> dict[str, Any]:
@@ -159,6 +163,35 @@ def test_of_runs_that_open_a_folder_at_once_each_has_a_generation_of_its_own(tmp
         found = list(pool.map(lambda n: paths.run_generation(open_run(root, n % 3)), range(16)))
     assert len(set(found)) == 16
     assert newest_run(root) == max(filter(None, found))
+
+
+class Replacing(LocalStorage):
+    """A folder in which others replace their records during some of the listings, which then lack them."""
+
+    def __init__(self, root: Path, *gaps: int) -> None:
+        super().__init__(str(root))
+        self.gaps, self.listings = gaps, 0
+
+    def list(self, prefix: str = "") -> Iterator[Listed]:
+        self.listings += 1
+        return iter([]) if self.listings in self.gaps else super().list(prefix)
+
+
+@pytest.mark.parametrize("gaps", [(), (1, 2), (1, 2, 3), (3,), (1,)])
+def test_a_run_sees_others_whose_records_are_replaced_while_it_lists(
+    gaps: tuple[int, ...], tmp_path: Path
+) -> None:
+    before = paths.run_generation(open_run(LocalStorage(str(tmp_path)), 7))
+    assert before == 7
+    assert paths.run_generation(open_run(Replacing(tmp_path, *gaps), 7, lambda _: Line())) == 8
+
+
+@pytest.mark.parametrize("gaps", [(), (1,)])
+def test_a_record_that_is_replaced_during_a_listing_is_found(gaps: tuple[int, ...], tmp_path: Path) -> None:
+    open_run(LocalStorage(str(tmp_path)), 7, lambda _: Line([Branch(5, 3, 1)]))
+    assert newest_run(Replacing(tmp_path, *gaps)) == 7
+    generation, line = read_line(Replacing(tmp_path, *gaps))
+    assert (generation, line.branches) == (7, (Branch(5, 3, 1),))
 
 
 def test_a_run_goes_above_the_generation_of_steps_that_a_clock_ahead_has_saved(tmp_path: Path) -> None:

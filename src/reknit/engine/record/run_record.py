@@ -130,7 +130,9 @@ def open_run(
         data = json.dumps(about | {"branches": descent.branches}).encode()
         root.put(mine, data, if_absent=True)
         _share(root)
-        others = [each for each in _recorded(root) if each != mine and each not in older]
+        # Either listing may lack one that was put while another one was deleted.
+        found = {*_recorded(root), *_recorded(root)}
+        others = [each for each in found if each != mine and each not in older]
         if not any(_generation(each) >= generation for each in others):
             for each in older:
                 if _identity(each) != identity:
@@ -188,9 +190,16 @@ def newest_run(root: Storage) -> int:
 
 
 def _recorded(root: Storage) -> list[str]:
-    """Return the records that are there."""
-    found = [listed.path for listed in root.list(paths.RUN_FOLDER)]
-    return [path for path in found if paths.run_generation(path) is not None]
+    """Return the records that are there.
+
+    A folder that has had a record has one at each moment, but a listing may lack it where it is replaced
+    meanwhile, so an empty one is repeated.
+    """
+    for _ in range(2):
+        listed = [each.path for each in root.list(paths.RUN_FOLDER)]
+        if found := [path for path in listed if paths.run_generation(path) is not None]:
+            return found
+    return []
 
 
 def _generation(record: str) -> int:
