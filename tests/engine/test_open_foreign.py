@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import reknit
 from reknit.cli.main import main
-from reknit.engine.foreign.entries import MAX_NODES
 from reknit.engine.foreign.open_foreign import read_foreign
+from reknit.engine.foreign.places import MAX_NODES
 from reknit.errors import FormatError
 from reknit.storage.registry import following, open_storage
 from reknit.testing.metered import MeteredStorage

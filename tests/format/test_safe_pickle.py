@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
+import datetime
+import functools
 import io
+import itertools
 import os
 import pickle
 import resource
 import struct
+import subprocess
 import time
-from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from collections import Counter, OrderedDict, deque
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from reknit.errors import FormatError
+from reknit.format.foreign.pickle_keys import MAX_EQUAL_HASHES, MOST_MEMBERS
 from reknit.format.foreign.safe_pickle import (
-    MAX_TUPLE_KEYS,
-    MOST_MEMBERS,
     Global,
     PickledObject,
     Unreadable,
     Vocabulary,
-    neutral_keys,
     read_pickle,
 )
-from reknit.format.foreign.torch_values import TORCH, neutral
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from reknit.format.foreign.torch_values import TORCH, neutral, neutral_keys
 
 MIB = 1 << 20
 
@@ -76,9 +76,43 @@ def test_keys_may_be_dtypes_and_pairs_of_them_and_become_texts(protocol: int) ->
     both = read_pickle(pickle.dumps({torch.int8: 1, "torch.int8": 2}, protocol), TORCH)
     with pytest.raises(FormatError, match="a name and its text are keys"):
         neutral_keys(both)
-    many = {(torch.int8, number): 0 for number in range(MAX_TUPLE_KEYS + 1)}
-    with pytest.raises(FormatError, match="too many keys"):
-        read_pickle(pickle.dumps(many, protocol), TORCH)
+
+
+KEYS = {
+    "a number": 1.5,
+    "a complex number": 1 + 2j,
+    "a large integer": 1 << 62,
+    "a date": datetime.date(2026, 1, 2),
+    "a pair in a pair": (1, ("a", (2.5, None))),
+    "a fixed set": frozenset({1, "a"}),
+    "a path": PurePosixPath("a/b"),
+    "a number of NumPy": np.int64(3),
+}
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("name", KEYS)
+def test_keys_and_members_of_sets_may_be_any_short_value(name: str, protocol: int) -> None:
+    key = KEYS[name]
+    value = {key: 1, "text": {key}, "fixed": frozenset({key})}
+    assert read_pickle(pickle.dumps(value, protocol), TORCH) == value
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_table_may_have_any_number_of_keys_unless_their_hashes_are_equal(protocol: int) -> None:
+    honest: dict[Any, int] = {(number, "a"): number for number in range(3000)}
+    honest |= {number + 0.5: number for number in range(3000)}
+    assert read_pickle(pickle.dumps(honest, protocol), TORCH) == honest
+    same = [{(2.5, "a"): number} for number in range(MAX_EQUAL_HASHES + 9)]
+    assert read_pickle(pickle.dumps(same, protocol), TORCH) == same
+    for members in range(MAX_EQUAL_HASHES - 1, MAX_EQUAL_HASHES + 2):
+        equal = {(1 + number * ((1 << 61) - 1), 2): 0 for number in range(members)}
+        assert len({*map(hash, equal)}) == 1
+        if members <= MAX_EQUAL_HASHES:
+            assert read_pickle(pickle.dumps(equal, protocol), TORCH) == equal
+        else:
+            with pytest.raises(FormatError, match="keys with one hash"):
+                read_pickle(pickle.dumps(equal, protocol), TORCH)
 
 
 def test_a_pickle_that_ends_anywhere_is_damaged() -> None:
@@ -120,6 +154,13 @@ def hostile(canary: Path) -> dict[str, bytes]:
         "a name of getattr": b"\x80\x02cbuiltins\ngetattr\n.",
         "a call of a prepared call": b"\x80\x02cfunctools\npartial\ncos\nmkdir\n\x85R" + text + b"\x85R.",
         "a memo bomb": b"\x80\x02Nr\xff\xff\xff\x7fr\xff\xff\xff\xff0h\x00.",
+        "a call in a reduction": pickle.dumps(
+            [1, Evil(functools.reduce, os.mkdir, [str(canary), str(canary)])], 2
+        ),
+        "a call of a class that runs programs": pickle.dumps([1, Evil(subprocess.Popen, ["true"])], 2),
+        "a call of a name of Python 2": b"\x80\x02](K\x01ccommands\ngetoutput\n" + text + b"\x85Re.",
+        "an open file": pickle.dumps([1, Evil(open, str(canary), "w")], 4),
+        "a long name": b"\x80\x04X\x06\0\0\0typingX\xff\xff\0\0" + b"a" * 0xFFFF + b"\x93.",
         "an array of bytes": b"\x80\x05\x96" + struct.pack("<Q", 1 << 40) + b".",
         "a buffer outside": b"\x80\x05\x97.",
         "a text beyond the end": b"\x80\x04\x8d" + struct.pack("<Q", 1 << 40) + b"abc",
@@ -178,6 +219,88 @@ def test_only_a_few_arguments_of_a_call_are_looked_at(num: int) -> None:
             read_pickle(b"\x80\x02ctorch\nSize\n((" + b"K\x01" * num + b"ttR.", TORCH)
     else:
         assert called == num
+
+
+def _arguments() -> dict[str, bytes]:
+    """Return the opcodes of large arguments of calls, by kind."""
+    members = b"".join(b"K" + bytes([number]) for number in range(200))
+    text = b"X" + struct.pack("<I", 4000) + b"a" * 4000
+    return {
+        "text": text,
+        "bytes": b"B" + struct.pack("<I", 4000) + b"a" * 4000,
+        "list": b"](" + members + b"e",
+        "tuple": b"(" + members + b"t",
+        "table": b"}(" + members + b"u",
+        "set": b"\x8f(" + members + b"\x90",
+        "fixed set": b"(" + members + b"\x91",
+        "list in a list": b"](](" + members + b"ee",
+        "text in a tuple": text + b"\x85",
+        "table in a tuple": b"}(" + members + b"u\x85",
+    }
+
+
+BESIDE = {
+    "nothing": b"N",
+    "a number": b"K\x01",
+    "an encoding": b"X\x06\0\0\0latin1",
+    "a function": b"c_codecs\nencode\n",
+    "a class": b"ctorch\nTensor\n",
+}
+
+
+def _repeated_call(name: str, argument: bytes, beside: tuple[str, ...], place: int, num: int) -> bytes:
+    """Return a pickle of an argument, and of the results of `num` calls with it among others."""
+    args = [BESIDE[other] for other in beside]
+    args.insert(place, b"h\x00")
+    module, _, last = name.rpartition(".")
+    called = f"c{module}\n{last}\n".encode() + b"(" + b"".join(args) + b"tR"
+    return b"\x80\x04" + argument + b"q\x000](h\x00" + called * num + b"e."
+
+
+def _new_size(value: Any, known: dict[int, Any]) -> int:
+    """Return the number of members and characters of a value that are not in memory already."""
+    if id(value) in known:
+        return 0
+    known[id(value)] = value
+    size = len(value) if isinstance(value, str | bytes) else 1
+    if isinstance(value, dict | list | tuple | set | frozenset):
+        inside = [*value, *value.values()] if isinstance(value, dict) else value
+        size += sum(1 + _new_size(one, known) for one in inside)
+    return size
+
+
+@pytest.mark.parametrize("name", sorted(TORCH.builders))
+def test_no_function_of_the_table_copies_a_large_argument_again_and_again(name: str) -> None:
+    fillers = [others for num in range(3) for others in itertools.product(BESIDE, repeat=num)]
+    for argument, beside in itertools.product(_arguments().values(), fillers):
+        for place in range(len(beside) + 1):
+            try:
+                value, made = read_pickle(_repeated_call(name, argument, beside, place, 1), TORCH)
+            except FormatError:
+                continue
+            _new_size(value, known := {})
+            if _new_size(made, known) > 100:
+                with pytest.raises(FormatError, match=f"repeats calls such as {name} with large arguments"):
+                    read_pickle(_repeated_call(name, argument, beside, place, 100), TORCH)
+
+
+@pytest.mark.parametrize("num", [0, 1, 600])
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_honest_pickles_may_call_as_often_as_they_like(num: int, protocol: int) -> None:
+    value = [
+        {
+            "counted": Counter({f"word {number}": number, "and": 2}),
+            "last": deque(range(5), maxlen=9),
+            "bytes": (b"\xff" * 9, bytearray(b"abc" * number)),
+            "sets": ({number, "a"}, frozenset({number}), set[int]()),
+            "shape": torch.Size([number, 2, 3, 4]),
+            "at": Path(f"/data/images/{number}.jpg"),
+            "numpy": (np.float32(number), np.str_("abc")),
+        }
+        for number in range(num)
+    ]
+    read = read_pickle(pickle.dumps(value, protocol), TORCH)
+    assert read == [{**one, "last": [*range(5)]} for one in value]
 
 
 def test_a_deep_pickle_is_read_without_recursion() -> None:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
 
+from reknit.engine.foreign.places import Places
 from reknit.errors import CorruptError, FormatError, StateError, printable
 from reknit.format.checksum import BLOCK_NBYTES, block_digests
-from reknit.format.foreign.safe_pickle import UnreadError, neutral_keys
-from reknit.format.foreign.torch_values import TensorView, Whole, neutral
+from reknit.format.foreign.safe_pickle import UnreadError
+from reknit.format.foreign.torch_values import (
+    TensorView,
+    Whole,
+    attributes_of,
+    namespace_of,
+    neutral,
+    neutral_keys,
+)
 from reknit.format.index.checks import check_index
 from reknit.format.paths import blob_path, index_path
 from reknit.format.values.blob_codec import encode_blobs
@@ -27,7 +35,7 @@ from reknit.types.manifest import (
     Manifest,
     TensorEntry,
 )
-from reknit.types.shard import MAX_DEPTH, Tagged, TensorSpec, escaped, full_name
+from reknit.types.shard import Tagged, TensorSpec, escaped, full_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -39,8 +47,6 @@ if TYPE_CHECKING:
 
 MODEL = "model"
 """The item of tensors that the other program puts into no group."""
-MAX_NODES = 1 << 22
-"""Containers, and values in them, that are walked: a small pickle can hold one list at very many places."""
 _NAMED = 5
 """Names of each reason, and reasons, that a sentence lists."""
 MAX_INLINE_NBYTES = 64 << 20
@@ -80,7 +86,7 @@ class ForeignEntries:
     rivals: tuple[str, ...] = ()
     inline: Callable[[TensorView], bytes] | None = None
     _nbytes_inline: int = 0
-    _num_nodes: int = 0
+    _places: Places = field(default_factory=Places)
     _within: bool = False
 
     def size(self, path: str) -> int:
@@ -109,11 +115,7 @@ class ForeignEntries:
         Tables are divided by key, and lists with tensors in them by position, as reknit saves them.
         """
         if not self._within:
-            self._num_nodes += _spread_of(value, {}).num
-            if self._num_nodes > MAX_NODES:
-                raise FormatError(
-                    f"a pickle holds more than {MAX_NODES} values, counted at each of their places"
-                )
+            self._places.count(value)
             self._within = True
             try:
                 self.nested(item, keys, value, place)
@@ -174,6 +176,10 @@ class ForeignEntries:
             return {key: self._plain(inner) for key, inner in neutral_keys(value).items()}
         if type(value) in (list, tuple):
             return type(value)([self._plain(inner) for inner in value])
+        if type(value) in (set, frozenset):
+            return type(value)(map(neutral, value))
+        if (attributes := attributes_of(value)) is not None:
+            return namespace_of(value, {key: self._plain(inner) for key, inner in attributes.items()})
         return neutral(value)
 
     def _within_value(self, view: TensorView) -> Tagged:
@@ -271,30 +277,6 @@ class ForeignEntries:
 def tensor_value(spec: TensorSpec, data: bytes) -> Tagged:
     """Return a tensor that is a part of a value, with its bytes."""
     return Tagged("torch.tensor", {"dtype": spec.dtype, "shape": list(spec.shape), "data": data})
-
-
-class _Spread(NamedTuple):
-    """The number of values in a value, each counted at each of its places, and the levels of containers."""
-
-    num: int
-    height: int
-
-
-def _spread_of(value: Any, known: dict[int, _Spread], depth: int = 0) -> _Spread:
-    """Return the spread of a value.  Raises `FormatError` if it is nested too deeply, or contains itself."""
-    if isinstance(value, Whole):
-        value = value.value
-    if isinstance(value, TensorView) or not isinstance(value, dict | list | tuple):
-        return _Spread(1, 0)
-    if id(value) not in known and depth <= MAX_DEPTH:
-        inside = value.values() if isinstance(value, dict) else value
-        parts = [_spread_of(inner, known, depth + 1) for inner in inside]
-        known[id(value)] = _Spread(
-            1 + sum(part.num for part in parts), 1 + max((part.height for part in parts), default=0)
-        )
-    if depth > MAX_DEPTH or depth + known[id(value)].height > MAX_DEPTH:
-        raise FormatError(f"a pickle is nested deeper than {MAX_DEPTH} levels")
-    return known[id(value)]
 
 
 def named(keys: Iterable[Any]) -> str:

@@ -35,7 +35,7 @@ _SETTINGS = "metadata.json"
 _COMMON = "common.pt"
 _COMMON_ITEM = "common"
 _OPTIMIZER = "optimizer"
-_WORDS = more_words(("signal.Signals", "types.SimpleNamespace"))._replace(
+_WORDS = more_words(("signal.Signals",))._replace(
     families=("megatron.", "torch._C._nn.", "torch.nn.functional.", "torch.distributed.checkpoint.")
 )
 """Names of enumerations, and of functions, which become texts."""

@@ -3,6 +3,9 @@
 The machine of the standard library builds numbers, texts and containers.  A name in the pickle is looked up
 in the table of the reader, and never imported.  Calls go to the functions of that table alone, which build
 values of this package.  An opcode or a name that the table lacks is refused with its name.
+
+All calls of a pickle together copy no more than the pickle has: a few bytes can repeat a call with one large
+argument.
 """
 
 from __future__ import annotations
@@ -11,45 +14,40 @@ import io
 import pickle
 import pickletools
 import struct
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 from reknit.errors import FormatError, ReknitError, shown
+from reknit.format.foreign.pickle_keys import MOST_MEMBERS, SafeKeys, UnknownKeyError
+from reknit.format.foreign.pickle_names import (
+    MAKES_OBJECT,
+    MAX_NAME,
+    applies,
+    full_name,
+    is_standard,
+    makes_data,
+)
+from reknit.types.shard import Tagged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 MAX_PICKLE_NBYTES = 256 << 20
-MAX_TUPLE_KEYS = 1_000
-"""Keys that are tuples, in one pickle: tuples can be made to have equal hashes."""
-
-MOST_MEMBERS = 64
-"""Arguments of a call, and members of a key: a few bytes can repeat a call with one large tuple."""
-LARGEST_KEY = 1 << 60
-"""Integers below this are their own hashes."""
+_COPIED_AT_ONCE = 4_096
+"""What the calls of a pickle may copy besides its own size."""
+_CHARACTERS = 16
+"""Characters or bytes that are as much to copy as one member of a container."""
+_SETS = {"builtins.frozenset": frozenset, "builtins.set": set}
+"""Calls for sets, as protocols below 4 have them in place of opcodes."""
 _OPCODES = (
     "PROTO FRAME STOP MARK POP POP_MARK MEMOIZE BINGET LONG_BINGET BINPUT LONG_BINPUT",
     "NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 LONG4 BINFLOAT",
-    "BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8",
+    "BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8",
     "EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS",
     "EMPTY_DICT SETITEM SETITEMS EMPTY_SET ADDITEMS FROZENSET",
-    "GLOBAL STACK_GLOBAL REDUCE NEWOBJ BUILD BINPERSID",
+    "GLOBAL STACK_GLOBAL REDUCE NEWOBJ NEWOBJ_EX BUILD BINPERSID",
 )
-_DATA_MODULES = frozenset(
-    {"collections", "datetime", "decimal", "enum", "fractions", "pathlib", "uuid", "zoneinfo"}
-)
-"""Modules of the standard library whose classes are plain data."""
-_MAKERS = frozenset(
-    {
-        *(f"builtins.{name}" for name in ("getattr", "range", "slice", "xrange")),
-        *("functools.partial", "operator.getitem", "re._compile", "types.GenericAlias"),
-    }
-)
-"""Names of the standard library that objects without code need: nested classes, types, patterns."""
 _KNOWN: dict[str, Any] = vars(pickletools)["code2op"]
-_RENAMED = {"__builtin__": "builtins"}
-"""Modules that protocol 2 names as Python 2 did."""
 _DAMAGE = (
     AttributeError,
     EOFError,
@@ -93,15 +91,11 @@ class UnreadError(FormatError):
 class Unreadable:
     """A value that needs the code of another package; all that is made of it is one, too.
 
-    `standard` is the name in Python's own modules that it stands for, which may not be called.
+    `standard` is the name in Python's own modules that it stands for.
     """
 
     why: str
     standard: str = ""
-
-
-_MEMBERS = frozenset({str, bytes, int, float, bool, type(None), Global, Unreadable})
-"""Members of a key that is a tuple."""
 
 
 class Vocabulary(NamedTuple):
@@ -172,15 +166,18 @@ class _Machine(pickle._Unpickler):
     ) -> None:
         super().__init__(file, fix_imports=False)
         self._vocabulary, self._persistent = vocabulary, persistent
-        self._num_tuple_keys = 0
+        self._keys = SafeKeys(frozenset({Global, PickledObject, Tagged, Unreadable}))
+        self._left = file.getbuffer().nbytes + _COPIED_AT_ONCE
 
     def find_class(self, module: str, name: str) -> Global | Unreadable:
         """Return a name of the vocabulary, or a mark for the values that need another package."""
-        full = f"{_RENAMED.get(module, module)}.{name}"
+        if len(module) + len(name) > MAX_NAME:
+            raise FormatError(f"a pickle has a name of more than {MAX_NAME} characters")
+        full = full_name(module, name, self.proto)
         if self._vocabulary.has(full):
             return Global(full)
         why = f"a pickle needs {full[:200]}, which reknit neither imports nor runs"
-        return Unreadable(why, full if _is_standard(full) else "")
+        return Unreadable(why, full if is_standard(full) else "")
 
     def persistent_load(self, pid: Any) -> Any:
         """Return the object for an identifier."""
@@ -190,26 +187,75 @@ class _Machine(pickle._Unpickler):
 
     def _reduce(self) -> None:
         args, name = self.stack.pop(), self.stack[-1]
-        is_long = type(args) is tuple and len(args) > MOST_MEMBERS
-        lost = _lost(args) if type(args) is tuple and not is_long else None
-        if type(name) is Unreadable:
-            if name.standard:
-                self.stack[-1] = _made_by(name, lost)
-            return
-        if lost is not None:
-            self.stack[-1] = lost
-            return
-        if type(name) is not Global or type(args) is not tuple:
+        self.stack[-1] = self._called(name, args)
+
+    def _newobj(self) -> None:
+        args, kind = self.stack.pop(), self.stack[-1]
+        self.stack[-1] = self._made(kind, args)
+
+    def _newobj_ex(self) -> None:
+        by_name, args, kind = self.stack.pop(), self.stack.pop(), self.stack[-1]
+        self.stack[-1] = self._made_by_name(kind, args, by_name)
+
+    def _called(self, name: Any, args: Any) -> Any:
+        """Return the result of a call.  Raises `FormatError` for functions of Python itself."""
+        if type(name) is not Unreadable or not name.standard:
+            return self._made(name, args)
+        if name.standard in MAKES_OBJECT and 0 < len(args) <= MOST_MEMBERS:
+            return self._object(name.standard, *args)
+        called = args[0] if args and applies(name.standard) else name
+        if type(called) is Unreadable and called.standard and not makes_data(called.standard):
+            raise FormatError(called.why)
+        return lost_in(args[:MOST_MEMBERS]) or Unreadable(name.why)
+
+    def _object(self, maker: str, kind: Any, *args: Any) -> Any:
+        """Return a new object of a class, which a function of `copyreg` makes in place of an opcode."""
+        if maker.endswith("__newobj__"):
+            return self._made(kind, args)
+        first, second = args
+        if maker.endswith("__newobj_ex__"):
+            return self._made_by_name(kind, first, second)
+        is_plain = type(first) is Unreadable and first.standard == "builtins.object"
+        return self._made(kind, () if is_plain else (second,))
+
+    def _made_by_name(self, kind: Any, args: Any, by_name: Any) -> Any:
+        if type(kind) is Global and by_name:
+            return Unreadable(f"a pickle makes {kind.name[:200]} of arguments with names")
+        return self._made(kind, args)
+
+    def _made(self, kind: Any, args: Any) -> Any:
+        """Return an object of a class of the vocabulary, or the result of one of its functions."""
+        if type(kind) is Unreadable:
+            return kind
+        if type(kind) is not Global or type(args) is not tuple:
             raise FormatError("a pickle calls something that is not a name")
-        build = self._vocabulary.builders.get(name.name)
-        if build is not None and is_long:
-            self.stack[-1] = Unreadable(f"a pickle calls {name.name} with {len(args)} arguments")
-        elif build is not None:
-            self.stack[-1] = build(*args)
-        elif self._vocabulary.makes(name.name):
-            self.stack[-1] = PickledObject(name.name, args)
-        else:
-            raise FormatError(f"a pickle calls {shown(name.name)}")
+        is_long = len(args) > MOST_MEMBERS
+        if not is_long and (lost := lost_in(args)) is not None:
+            return lost
+        if kind.name in self._vocabulary.builders:
+            if is_long:
+                return Unreadable(f"a pickle calls {kind.name} with {len(args)} arguments")
+            return self._built(kind.name, args)
+        if self._vocabulary.makes(kind.name):
+            return PickledObject(kind.name, args)
+        return Unreadable(f"a pickle calls {kind.name[:200]}, which reknit does not do")
+
+    def _built(self, name: str, args: tuple[Any, ...]) -> Any:
+        """Return the result of a function of the vocabulary.  Raises `FormatError` after too many copies."""
+        self._left -= sum(map(_weight, args))
+        if self._left < 0:
+            raise FormatError(
+                f"a pickle repeats calls such as {name} with large arguments: they copy more than it has"
+            )
+        try:
+            if name in _SETS:
+                members = args[0] if args else ()
+                if len(args) > 1 or type(members) not in (list, tuple):
+                    raise UnreadError("a pickle makes a set of something else than a list")
+                return _SETS[name](map(self._key, members))
+            return self._vocabulary.builders[name](*args)
+        except UnreadError as error:
+            return Unreadable(error.message)
 
     def _build(self) -> None:
         state, made = self.stack.pop(), self.stack[-1]
@@ -263,71 +309,33 @@ class _Machine(pickle._Unpickler):
         into.update(map(self._key, items))
 
     def _frozenset(self) -> None:
-        self.append(frozenset(map(self._key, self.pop_mark())))
+        members = self.pop_mark()
+        self.append(frozenset(map(self._key, members)))
 
     def _key(self, key: Any) -> Any:
-        """Return a key if it is safe to hash.  Raises `FormatError` otherwise."""
-        kind = type(key)
-        if kind in (str, bytes, bool, type(None), Global, PickledObject, Unreadable):
-            return key
-        if kind is int and -LARGEST_KEY < key < LARGEST_KEY:
-            return key
-        self._num_tuple_keys += 1
-        short = kind is float or (kind is tuple and _is_short(key))
-        if short and self._num_tuple_keys <= MAX_TUPLE_KEYS:
-            return key
-        raise FormatError(f"a pickle has a key of type {kind.__name__}, or too many keys that are not texts")
+        """Return a key that is safe to hash, or a mark in its place.  Raises `FormatError` for an attack."""
+        try:
+            return self._keys.checked(key)
+        except UnknownKeyError as error:
+            return Unreadable(str(error))
 
 
-def _lost(parts: tuple[Any, ...]) -> Unreadable | None:
+def lost_in(parts: Iterable[Any]) -> Unreadable | None:
     """Return the first part that needs the code of another program."""
     return next((part for part in parts if type(part) is Unreadable), None)
 
 
-def _made_by(name: Unreadable, lost: Unreadable | None) -> Unreadable:
-    """Return the result of a call of a name in Python's own modules.  Raises `FormatError` for most names."""
-    if name.standard in _MAKERS or name.standard.startswith("typing."):
-        return lost or Unreadable(name.why)
-    raise FormatError(name.why)
-
-
-def _is_standard(name: str) -> bool:
-    """Return whether a name is one of Python's own modules, except those whose classes are plain data."""
-    return name.partition(".")[0] in sys.stdlib_module_names - _DATA_MODULES
-
-
-def _is_short(key: tuple[Any, ...]) -> bool:
-    """Return whether a tuple is quick to hash; a deep one overflows the stack of the interpreter."""
-    return len(key) <= MOST_MEMBERS and {*map(type, key)} <= _MEMBERS
-
-
-def neutral_keys(table: dict[Any, Any]) -> dict[Any, Any]:
-    """Return a table with texts in place of keys that are names, such as dtypes, or tuples of names.
-
-    Raises `UnreadError` for a key that needs another package, `FormatError` if two keys have one text.
-    """
-    if not any(isinstance(key, tuple | Unreadable) for key in table):
-        return table
-    made = {_neutral_key(key): value for key, value in table.items()}
-    if len(made) < len(table):
-        raise FormatError("a pickle has a table in which a name and its text are keys")
-    return made
-
-
-def _neutral_key(key: Any) -> Any:
-    """Return a key with names as texts; a tuple of names is written as torch prints it."""
-    if (lost := _lost(key if isinstance(key, tuple) else (key,))) is not None:
-        raise UnreadError(lost.why)
-    if isinstance(key, Global):
-        return key.name
-    if isinstance(key, tuple) and any(isinstance(member, Global) for member in key):
-        return f"({', '.join(m.name if isinstance(m, Global) else repr(m) for m in key)})"
-    return key
+def _weight(value: Any) -> int:
+    """Return the number of members that a copy of an argument copies."""
+    if isinstance(value, str | bytes):
+        return len(value) // _CHARACTERS
+    return len(value) if isinstance(value, list | tuple | dict | set | frozenset) else 0
 
 
 _OWN = {
     "REDUCE": _Machine._reduce,
-    "NEWOBJ": _Machine._reduce,
+    "NEWOBJ": _Machine._newobj,
+    "NEWOBJ_EX": _Machine._newobj_ex,
     "BUILD": _Machine._build,
     "SETITEM": _Machine._setitem,
     "SETITEMS": _Machine._setitems,
@@ -335,6 +343,7 @@ _OWN = {
     "APPENDS": _Machine._appends,
     "ADDITEMS": _Machine._additems,
     "FROZENSET": _Machine._frozenset,
+    "BYTEARRAY8": _Machine.load_binbytes8,  # type: ignore[attr-defined]
 }
 for _name in " ".join(_OPCODES).split():
     _code = getattr(pickle, _name)[0]

@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import argparse
-import pathlib
-from collections import Counter
+import types
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from reknit.errors import FormatError, shown
+from reknit.format.foreign.numpy_pickles import (
+    ARRAYS,
+    MAX_NBYTES,
+    NUMPY,
+    dtype_from,
+    is_count,
+    numpy_array,
+    shape_of,
+)
+from reknit.format.foreign.pickle_keys import MOST_MEMBERS
+from reknit.format.foreign.plain_values import PLAIN
 from reknit.format.foreign.safe_pickle import (
-    LARGEST_KEY,
-    MOST_MEMBERS,
     Global,
     PickledObject,
     Unreadable,
     UnreadError,
     Vocabulary,
+    lost_in,
 )
 from reknit.types.dtype import ITEMSIZE
 from reknit.types.shard import MAX_NDIM, Tagged, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-
-MAX_NBYTES = (1 << 63) - 1
 
 _STORAGES = {
     "Float": "float32",
@@ -103,7 +108,7 @@ def storage_of(pid: Any) -> StorageRef | Unreadable:
     kind, key, numel = pid[1], pid[2], pid[4]
     if isinstance(kind, Unreadable):
         return kind
-    if not isinstance(kind, Global) or not isinstance(key, str) or not _is_count(numel):
+    if not isinstance(kind, Global) or not isinstance(key, str) or not is_count(numel):
         raise FormatError("a pickle has a storage without a type, a name or a size")
     if kind.name in _UNTYPED:
         dtype = "uint8"
@@ -127,7 +132,7 @@ def tensor_in(storage: Any, first: Any, shape: Any, strides: Any, dtype: str | N
         raise FormatError("a pickle has a tensor without a storage")
     dtype = storage.dtype if dtype is None else dtype
     sides = [tuple(each) if isinstance(each, tuple | list) else (None,) for each in (shape, strides)]
-    if not all(map(_is_count, (first, *sides[0], *sides[1]))) or len(sides[0]) != len(sides[1]):
+    if not all(map(is_count, (first, *sides[0], *sides[1]))) or len(sides[0]) != len(sides[1]):
         raise FormatError("a pickle has a tensor of an impossible shape")
     if len(sides[0]) > MAX_NDIM or prod(n for n in sides[0] if n) * ITEMSIZE[dtype] > MAX_NBYTES:
         raise FormatError("a pickle has a tensor with a shape that is too large")
@@ -135,10 +140,6 @@ def tensor_in(storage: Any, first: Any, shape: Any, strides: Any, dtype: str | N
     if view.spec.numel and (first + view.reach) * view.spec.itemsize > storage.nbytes:
         raise FormatError("a pickle has a tensor that lies outside of its storage")
     return view
-
-
-def _is_count(number: Any) -> bool:
-    return type(number) is int and 0 <= number <= MAX_NBYTES
 
 
 def dtype_of(value: Any) -> str:
@@ -155,7 +156,7 @@ def _tensor_v2(
     storage: Any, first: Any, shape: Any, strides: Any, *rest: Any
 ) -> TensorView:  # of the rest: trained or not, hooks, properties
     if any(rest[2:]):
-        raise FormatError(f"a pickle has a tensor with {shown(rest[2])}, which reknit does not read")
+        raise UnreadError(f"a pickle has a tensor with {shown(rest[2])}, which reknit does not read")
     return tensor_in(storage, first, shape, strides)
 
 
@@ -163,7 +164,7 @@ def _tensor_v3(
     storage: Any, first: Any, shape: Any, strides: Any, *rest: Any
 ) -> TensorView:  # of the rest: trained or not, hooks, dtype, and properties
     if len(rest) < 3 or any(rest[3:]):
-        raise FormatError("a pickle has a tensor with properties that reknit does not read")
+        raise UnreadError("a pickle has a tensor with properties that reknit does not read")
     return tensor_in(storage, first, shape, strides, dtype_of(rest[2]))
 
 
@@ -172,139 +173,45 @@ def _parameter(data: Any, *_: Any) -> Any:
 
 
 def _typed(function: Any, kind: Any, args: Any, _: Any = None) -> Any:
-    known = BUILDERS.get(function.name) if isinstance(function, Global) else None
+    known = _REBUILDERS.get(function.name) if isinstance(function, Global) else None
     is_parameter = isinstance(kind, Global) and kind.name in _PARAMETERS
     if known is None or not is_parameter or type(args) is not tuple or len(args) > MOST_MEMBERS:
         raise FormatError(f"a pickle has a tensor of the class {shown(getattr(kind, 'name', kind))}")
-    lost = next((arg for arg in args if isinstance(arg, Unreadable)), None)
-    return known(*args) if lost is None else lost
-
-
-def _table(*args: Any) -> dict[Any, Any]:
-    if args and not (len(args) == 1 and isinstance(args[0], Global)):
-        raise FormatError("a pickle makes a table of something else than items")
-    return {}
-
-
-def _counter(*args: Any) -> dict[Any, Any]:
-    if not args or type(args[0]) is not dict or not all(type(number) is int for number in args[0].values()):
-        raise FormatError("a pickle counts something else than in integers")
-    return Counter(args[0])
-
-
-def _members(*args: Any) -> list[Any]:
-    if len(args) == 1 and type(args[0]) is list and len(args[0]) <= 10_000:
-        return args[0]
-    raise FormatError("a pickle makes a container of something else than a short list")
-
-
-def _set(*args: Any) -> set[Any]:
-    members = _members(*args)
-    if not all(type(one) is str or (type(one) is int and abs(one) < LARGEST_KEY) for one in members):
-        raise FormatError("a pickle has a set of members that are neither texts nor integers")
-    return set(members)
-
-
-def _encode(text: Any, encoding: Any = "latin1") -> bytes:
-    if type(text) is not str or encoding not in ("latin1", "latin-1"):
-        raise FormatError("a pickle encodes something else than bytes")
-    return text.encode("latin1")
-
-
-def _bytes(*args: Any) -> bytes:
-    if not args:
-        return b""
-    if len(args) == 1 and type(args[0]) is bytes:
-        return args[0]
-    return _encode(*args)
-
-
-def _complex(real: Any, imaginary: Any) -> complex:
-    if type(real) is not float or type(imaginary) is not float:
-        raise FormatError("a pickle has a complex number of something else than two numbers")
-    return complex(real, imaginary)
-
-
-def _size(shape: Any) -> tuple[int, ...]:
-    if not isinstance(shape, tuple | list) or len(shape) > MAX_NDIM or not all(map(_is_count, shape)):
-        raise FormatError("a pickle has an impossible shape")
-    return tuple(shape)
+    return lost_in(args) or known(*args)
 
 
 def _device(kind: Any, number: Any = None) -> Tagged:
-    if type(kind) is not str or not (number is None or _is_count(number)):
+    if type(kind) is not str or len(kind) > MOST_MEMBERS or not (number is None or is_count(number)):
         raise FormatError("a pickle has an impossible device")
     return Tagged("torch.device", kind if number is None else f"{kind}:{number}")
 
 
-def _path(*parts: Any) -> pathlib.PurePosixPath:
-    if not all(type(part) is str for part in parts):
-        raise FormatError("a pickle has a path that is not text")
-    return pathlib.PurePosixPath(*parts)
+def _layout(name: Any) -> Global:
+    if type(name) is not str:
+        raise FormatError("a pickle has a layout without a name")
+    return Global(name)
 
 
-def _numpy_scalar(kind: Any, data: Any) -> Any:
-    dtype = _numpy_dtype(kind)
-    if type(data) is not bytes or len(data) != dtype.itemsize:
-        raise FormatError("a pickle has an impossible number of NumPy")
-    return np.frombuffer(data, dtype)[0]
-
-
-def _numpy_dtype(made: Any) -> np.dtype[Any]:
-    """Return the dtype of a pickled one: numbers in either order of bytes."""
-    code = (
-        made.args[0] if isinstance(made, PickledObject) and made.name == "numpy.dtype" and made.args else ""
-    )
-    if type(code) is not str or len(code) > 4 or code[:1] not in "biufc" or not code[1:].isdigit():
-        raise FormatError(f"a pickle has an array of {shown(code)}, which is not a kind of number")
-    order = made.state[1] if isinstance(made.state, tuple) and len(made.state) > 1 else "="
-    try:
-        return np.dtype(f"{order if order in ('<', '>') else '='}{code}")
-    except TypeError as error:
-        raise FormatError(f"a pickle has an array of {shown(code)}") from error
-
-
-def numpy_array(made: PickledObject) -> np.ndarray[Any, Any]:
-    """Return the array of NumPy that a pickle holds with its bytes.  Raises `FormatError`."""
-    state = made.state
-    if not isinstance(state, tuple) or len(state) != 5 or not isinstance(state[4], bytes):
-        raise FormatError("a pickle has an array of NumPy without its numbers")
-    shape, dtype = _size(state[1]), _numpy_dtype(state[2])
-    if prod(shape) * dtype.itemsize != len(state[4]):
-        raise FormatError("a pickle has an array of NumPy with another number of bytes than its shape")
-    array = np.frombuffer(state[4], dtype).reshape(shape, order="F" if state[3] else "C")
-    return array.astype(dtype.newbyteorder("="))
-
-
-BUILDERS: dict[str, Callable[..., Any]] = {
+_REBUILDERS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor": tensor_in,
     "torch._utils._rebuild_tensor_v2": _tensor_v2,
     "torch._utils._rebuild_tensor_v3": _tensor_v3,
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_parameter_with_state": _parameter,
+}
+BUILDERS: dict[str, Callable[..., Any]] = {
+    **_REBUILDERS,
     "torch._tensor._rebuild_from_type_v2": _typed,
-    "torch.Size": _size,
+    "torch.Size": shape_of,
     "torch.device": _device,
-    "torch.serialization._get_layout": lambda name: Global(str(name)),
-    "collections.OrderedDict": _table,
-    "collections.defaultdict": _table,
-    "collections.Counter": _counter,
-    "collections.deque": lambda *args: list(_members(*args[:1])) if args else [],
-    "_codecs.encode": _encode,
-    "builtins.bytearray": _bytes,
-    "builtins.bytes": _bytes,
-    "builtins.set": _set,
-    "builtins.frozenset": lambda *args: frozenset(_set(*args)),
-    "builtins.complex": _complex,
-    "pathlib.PosixPath": _path,
-    "pathlib.PurePosixPath": _path,
-    "pathlib._local.PosixPath": _path,
-    **{f"numpy.{core}.multiarray.scalar": _numpy_scalar for core in ("core", "_core")},
+    "torch.serialization._get_layout": _layout,
+    **PLAIN,
+    **NUMPY,
 }
 """The functions that a pickle of torch may call."""
 
-_ARRAYS = frozenset(f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core"))
-_CLASSES = frozenset({"numpy.dtype", "argparse.Namespace", "_io.BytesIO"}) | _ARRAYS
+_NAMESPACES = {"argparse.Namespace": argparse.Namespace, "types.SimpleNamespace": types.SimpleNamespace}
+_CLASSES = frozenset({"numpy.dtype", "_io.BytesIO", *_NAMESPACES}) | ARRAYS
 _NAMES = frozenset(
     {
         *(f"torch.{dtype}" for dtype in ITEMSIZE),
@@ -327,6 +234,21 @@ def more_words(classes: Iterable[str], vocabulary: Vocabulary = TORCH) -> Vocabu
     return vocabulary._replace(classes=vocabulary.classes | frozenset(classes))
 
 
+def attributes_of(value: Any) -> dict[Any, Any] | None:
+    """Return the attributes of a pickled namespace, None for any other value."""
+    if not isinstance(value, PickledObject) or value.name not in _NAMESPACES or value.args:
+        return None
+    state = {} if value.state is None else value.state
+    return state if type(state) is dict and all(type(key) is str for key in state) else None
+
+
+def namespace_of(value: PickledObject, attributes: dict[str, Any]) -> Any:
+    """Return the namespace of the class of a pickled one, with these attributes."""
+    made = _NAMESPACES[value.name]()
+    vars(made).update(attributes)
+    return made
+
+
 def neutral(value: Any) -> Any:
     """Return a value of a pickle in the form that reknit stores.  Raises `UnreadError` for others."""
     if isinstance(value, Unreadable):
@@ -334,16 +256,47 @@ def neutral(value: Any) -> Any:
     if isinstance(value, Global):
         name = value.name.removeprefix("torch.")
         return Tagged("torch.dtype", name) if name in ITEMSIZE else value.name
+    if isinstance(value, StorageRef):
+        raise UnreadError("a pickle has a storage of torch outside of a tensor")
     if not isinstance(value, PickledObject):
         return value
-    if value.name in _ARRAYS:
+    if value.name in ARRAYS:
         return numpy_array(value)
     if value.name == "numpy.dtype":
-        return _numpy_dtype(value)
-    if value.name == "argparse.Namespace" and isinstance(value.state, dict):
-        return argparse.Namespace(**{str(key): neutral(one) for key, one in value.state.items()})
+        return dtype_from(value)
     if value.name == "_io.BytesIO" and isinstance(value.state, tuple) and type(value.state[0]) is bytes:
         return value.state[0]
     if value.state is None and len(value.args) == 1 and type(value.args[0]) in (int, str):
         return f"{value.name}({value.args[0]!r})"  # of an enumeration
     raise UnreadError(f"a pickle has a {shown(value.name)}, which is not a value that reknit stores")
+
+
+def neutral_keys(table: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a table with texts in place of keys that are names, such as dtypes, or tuples of names.
+
+    Raises `UnreadError` for a key that needs another package, `FormatError` if two keys have one text.
+    """
+    if not any(isinstance(key, tuple | Tagged | Unreadable) for key in table):
+        return table
+    made = {_neutral_key(key): value for key, value in table.items()}
+    if len(made) < len(table):
+        raise FormatError("a pickle has a table in which a name and its text are keys")
+    return made
+
+
+def _neutral_key(key: Any) -> Any:
+    """Return a key with names as texts; a tuple of names is written as torch prints it."""
+    return _text(key) if _is_named(key) else key
+
+
+def _is_named(key: Any) -> bool:
+    """Return whether a key is a name, or has one among its members.  Raises `UnreadError`."""
+    if isinstance(key, Unreadable):
+        raise UnreadError(key.why)
+    return isinstance(key, Global | Tagged) or (type(key) is tuple and any([*map(_is_named, key)]))
+
+
+def _text(key: Any) -> str:
+    if type(key) is tuple:
+        return f"({', '.join(map(_text, key))})"
+    return key.name if isinstance(key, Global) else str(key.value) if isinstance(key, Tagged) else repr(key)
