@@ -5,8 +5,12 @@
 
 from __future__ import annotations
 
+import datetime
 import re
+import uuid
+from argparse import Namespace
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +26,13 @@ if TYPE_CHECKING:
 
     Engine = Callable[[], Any]
 
+CLIENT_STATE = {
+    "args": Namespace(out=Path("runs"), inner=SimpleNamespace(depth=3), loss=nn.CrossEntropyLoss),
+    "began": datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc),
+    "run": uuid.UUID(int=5),
+    "seen": {("a", 1), ("b", 2)},
+}
+"""Values of a script, which DeepSpeed puts beside the weights."""
 DEVICES = ("params", "foreach", "fused", "capturable", "differentiable")
 """Options that name parameters, or that depend on the devices of a job."""
 
@@ -207,7 +218,7 @@ ALL = {**DENSE, **PIPELINES, **EXPERTS, **OTHERS}
 def write(root: str, names: Sequence[str]) -> None:
     for name in names:
         engine = ALL[name]()
-        engine.save_checkpoint(f"{root}/{name}", "tag")
+        engine.save_checkpoint(f"{root}/{name}", "tag", client_state=dict(CLIENT_STATE))
         whole = truth(engine) if name not in OTHERS else {}
         if dist.get_rank() == 0:
             torch.save(whole, f"{root}/{name}.truth")

@@ -6,9 +6,11 @@ import json
 import logging
 import re
 import shutil
+import uuid
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -137,6 +139,26 @@ def test_an_opened_folder_has_the_tensors_of_a_model_in_one_process(saved: Saved
         for fqn in copies:  # of parameters in full precision
             assert torch.equal(states.pop(fqn), truth[fqn.split("/")[1]])
         assert not _unlike(wanted, states)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of modules that torch.load imports
+@pytest.mark.parametrize("num", [0, 1, 3])
+def test_values_of_classes_in_the_common_state_are_named_and_close_nothing(
+    saved: Saved, tmp_path: Path, num: int
+) -> None:
+    folder = shutil.copytree(saved("fully-fp32") / "fully-fp32", tmp_path / "folder")
+    common = torch.load(folder / "common.pt", weights_only=False)
+    common["plain"] = SimpleNamespace(path=Path("runs"), sizes={(1, 2)})
+    common |= {f"run{number}": uuid.UUID(int=number) for number in range(num)}
+    torch.save(common, folder / "common.pt")
+    with reknit.open(folder) as checkpoint:
+        assert len([*_tensors(checkpoint, "model")]) > 9
+        plain = checkpoint.values["common"]["plain"]
+        assert vars(plain) == {"path": PurePosixPath("runs"), "sizes": {(1, 2)}}
+        other = checkpoint.manifest.other
+        assert other is not None
+        assert [entry.name for entry in other.unread] == [f"common/run{number}" for number in range(num)]
+        assert all("uuid.UUID" in entry.why for entry in other.unread)
 
 
 def _tensors(checkpoint: Any, item: str) -> list[tuple[str, torch.Tensor]]:

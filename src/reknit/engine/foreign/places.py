@@ -27,7 +27,7 @@ _SHORT = 64
 
 
 class _Spread(NamedTuple):
-    """What a value has at all places: the number of values, the levels of containers, and bytes of leaves."""
+    """The size of a value at all its places: number of values, levels of containers, bytes of leaves."""
 
     num: int
     height: int

@@ -27,7 +27,7 @@ _NUMBERS = frozenset(
 
 
 class UnknownKeyError(TypeError):
-    """A key is of a type whose hash is not known to be safe, such as a tensor."""
+    """The hash of a key of this type, such as a tensor, may be unsafe."""
 
 
 class SafeKeys:

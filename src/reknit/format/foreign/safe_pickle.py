@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 MAX_PICKLE_NBYTES = 256 << 20
 _COPIED_AT_ONCE = 4_096
-"""What the calls of a pickle may copy besides its own size."""
+"""Members that the calls of a pickle may copy beyond its size in bytes."""
 _CHARACTERS = 16
 """Characters or bytes that are as much to copy as one member of a container."""
 _SETS = {"builtins.frozenset": frozenset, "builtins.set": set}
