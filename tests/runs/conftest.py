@@ -1,12 +1,16 @@
-"""Each test of a run ends its agents, so that others see only their own."""
+"""Each test of a run ends its agents, so that others see only their own; and waits that take no time."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 
 import reknit
+from reknit.engine.record import heartbeat
+from reknit.monitor.phase import CLOCK
+from tests.runs.owners import LONG_S, Waits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,3 +20,14 @@ if TYPE_CHECKING:
 def agents_end() -> Iterator[None]:
     yield
     assert reknit.close(60)
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
+    """Replace the clock of this process, and let no thread beat by itself."""
+    found = Waits()
+    monkeypatch.setattr(heartbeat, "EVERY_S", LONG_S)
+    monkeypatch.setattr("reknit.engine.record.heartbeat.time", SimpleNamespace(sleep=found.sleep))
+    token = CLOCK.set(found)
+    yield found
+    CLOCK.reset(token)

@@ -8,16 +8,23 @@ import socket
 import time
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
 from reknit.engine.record.heartbeat import Heartbeat
 from reknit.engine.record.run_record import newest_record, open_run
+from reknit.errors import StorageNotFoundError
+from reknit.format import paths
 from reknit.storage.registry import open_storage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from reknit.storage.base import Storage
+
+
+LONG_S = 60.0
 
 
 class Waits:
@@ -48,6 +55,11 @@ def act_as(patch: pytest.MonkeyPatch, host: str, pid: int, *, in_container: bool
     patch.setattr("reknit.engine.record.run_record.os.getpid", lambda: pid)
 
 
+def has_ended(root: Storage, record: str) -> bool:
+    """Return whether the end of a run is marked."""
+    return paths.sign_path(record, "end") in {each.path for each in root.list(paths.RUN_FOLDER)}
+
+
 class Owner:
     """A process that has opened a folder, on another host or this one, whose heart a test beats."""
 
@@ -64,6 +76,21 @@ class Owner:
         found: dict[str, Any] = json.loads(self.root.get(self.record, limit=1 << 20))
         return found
 
+    @property
+    def beats(self) -> bytes | None:
+        """The content of the beat, None without one."""
+        try:
+            return self.root.get(self.path_of("beat"), limit=1 << 20)
+        except StorageNotFoundError:
+            return None
+
+    @property
+    def has_ended(self) -> bool:
+        return has_ended(self.root, self.record)
+
+    def path_of(self, sign: Literal["beat", "end"]) -> str:
+        return paths.sign_path(self.record, sign)
+
     def beat(self, *, ends: bool = False) -> None:
         self.heart.beat(self.url, ends=ends)
 
@@ -72,5 +99,5 @@ class Owner:
 
     def age(self, seconds: float) -> None:
         """Let the last beat be so long ago, by the clock of the file system."""
-        path, then = Path(self.url, self.record), time.time() - seconds
+        path, then = Path(self.url, self.path_of("beat")), time.time() - seconds
         os.utime(path, (then, then))

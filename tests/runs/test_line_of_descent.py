@@ -247,7 +247,7 @@ def test_a_record_that_nobody_can_read_has_all_steps_on_its_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     saved(tmp_path, [1, 2])
-    (record,) = (tmp_path / ".reknit").iterdir()
+    (record,) = (tmp_path / ".reknit").glob("run.*")
     record.write_bytes(b'{"branches": [[1]]}')
     assert resumed(tmp_path) == (3, 2.0)
     assert "cannot be read" in caplog.text

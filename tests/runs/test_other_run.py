@@ -13,7 +13,6 @@ import sys
 import threading
 import uuid
 import warnings
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,7 +21,7 @@ import reknit
 from reknit import Checkpointer, Tier
 from reknit.engine.record import heartbeat, run_record
 from reknit.engine.record.heartbeat import EVERY_S, STALE_S, Heartbeat
-from reknit.engine.record.run_record import newest_record
+from reknit.engine.record.run_record import newest_if_ended, newest_record
 from reknit.errors import (
     FencedError,
     StorageFullError,
@@ -30,30 +29,16 @@ from reknit.errors import (
     StorageUnavailableError,
     UsageError,
 )
-from reknit.monitor.phase import CLOCK
+from reknit.format import paths
 from reknit.runs import run_folder
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import factories, open_storage
 from reknit.storage.wrappers.retrying import with_retries
-from tests.runs.owners import Owner, Waits
+from tests.runs.owners import LONG_S, Owner, Waits, has_ended
 from tests.runs.pieces import numbers, state
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
-
-LONG_S = 60.0
-
-
-@pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
-    """Replace the clock of this process, and let no thread beat by itself."""
-    found = Waits()
-    monkeypatch.setattr(heartbeat, "EVERY_S", LONG_S)
-    monkeypatch.setattr("reknit.engine.record.heartbeat.time", SimpleNamespace(sleep=found.sleep))
-    token = CLOCK.set(found)
-    yield found
-    CLOCK.reset(token)
 
 
 def opened(root: Path | str, **more: Any) -> int:
@@ -85,7 +70,7 @@ def test_a_checkpointer_marks_its_end(tmp_path: Path, waits: Waits, ends: str) -
     run.resume(state())
     record = newest_record(open_storage(tmp_path))
     assert record is not None
-    assert "ended" not in json.loads((tmp_path / record).read_text())
+    assert not has_ended(open_storage(tmp_path), record)
     if ends == "left by an error":
         with pytest.raises(KeyError), run:
             raise KeyError
@@ -95,7 +80,7 @@ def test_a_checkpointer_marks_its_end(tmp_path: Path, waits: Waits, ends: str) -
             assert run.should_save(1)
             assert run.preempted
         run.close()
-    assert json.loads((tmp_path / record).read_text())["ended"] is True
+    assert has_ended(open_storage(tmp_path), record)
 
 
 def test_a_dead_process_of_this_host_is_followed_at_once(tmp_path: Path, waits: Waits) -> None:
@@ -156,13 +141,16 @@ def test_a_look_without_an_answer_takes_no_folder_from_a_run_that_lives(
             owner.beat()
         if trouble == "list" and first <= looks < 4:
             raise StorageUnavailableError("away")
-        return newest_record(root)
+        return newest_if_ended(root)
 
-    def owner_of(root: Any, record: str) -> Any:
-        return None if trouble != "list" and first <= looks < 4 else run_record.owner_of(root, record)
+    def get(store: LocalStorage, path: str, *, limit: int) -> bytes:
+        if trouble == "get" and first <= looks < 4:
+            raise StorageUnavailableError("away")
+        return read(store, path, limit=limit)
 
-    monkeypatch.setattr(heartbeat, "newest_record", look)
-    monkeypatch.setattr(heartbeat, "owner_of", owner_of)
+    read = LocalStorage.get
+    monkeypatch.setattr(LocalStorage, "get", get)
+    monkeypatch.setattr(heartbeat, "newest_if_ended", look)
     with pytest.raises(UsageError, match="belongs to a run that lives"):
         opened(tmp_path)
     assert owner.owns()
@@ -291,7 +279,7 @@ def test_a_run_that_may_not_write_to_a_folder_leaves_its_owner_alone(
     put, denied = LocalStorage.put, str(owners[0].url)
 
     def refuse(store: LocalStorage, path: str, data: bytes, *, if_absent: bool) -> bool:
-        if store.url == denied and path != owners[0].record:
+        if store.url == denied and path != owners[0].path_of("beat"):
             raise StoragePermissionError("read-only file system")
         return put(store, path, data, if_absent=if_absent)
 
@@ -337,11 +325,11 @@ def test_a_place_of_promotions_that_cannot_be_reached_is_looked_at_without_retri
 
     looked: list[Any] = []
 
-    def look(root: Any) -> str | None:
+    def look(root: Any) -> Any:
         looked.append(root)
-        return newest_record(root)
+        return newest_if_ended(root)
 
-    monkeypatch.setattr(heartbeat, "newest_record", look)
+    monkeypatch.setattr(heartbeat, "newest_if_ended", look)
     monkeypatch.setitem(factories, "far", with_retries(resumes=True)(factory))
     options = reknit.SaveOptions(promote_to="far://there?retry_s=0.01", timeout_s=20)
     assert opened(tmp_path / "near", options=options) == 0
@@ -380,7 +368,7 @@ def test_a_run_that_is_told_to_takes_the_folder_from_one_that_lives(
         owner.beat()
         (line,) = [each.message for each in caplog.records if each.levelno == logging.WARNING]
         assert "a newer run (generation" in line, "its log has it before its next save fails"
-        assert not (tmp_path / owner.record).exists(), "a beat brings no record back"
+        assert not (tmp_path / owner.path_of("beat")).exists(), "a run without its folder beats no more"
     assert numbers(tmp_path) == [1]
 
 
@@ -396,13 +384,15 @@ def test_a_run_that_was_overtaken_does_not_take_the_folder_back_from_one_that_li
         assert owner.owns()
 
 
-def test_a_record_that_somebody_has_removed_is_not_put_back(tmp_path: Path) -> None:
+def test_a_run_whose_record_somebody_has_removed_beats_no_more(tmp_path: Path) -> None:
     owner = Owner(tmp_path)
     owner.beat()
-    assert owner.about["beats"] == 1
+    before = owner.beats
     owner.root.delete(owner.record)
     owner.beat()
-    assert not list(tmp_path.rglob("run.*"))
+    owner.beat(ends=True)
+    assert before == owner.beats
+    assert not owner.has_ended
 
 
 def test_a_store_that_fails_ends_no_heartbeat(tmp_path: Path) -> None:
@@ -411,14 +401,15 @@ def test_a_store_that_fails_ends_no_heartbeat(tmp_path: Path) -> None:
     def fail(url: str) -> Any:
         raise OSError("away")
 
-    good, owner.heart.open_root = owner.heart.open_root, fail
+    good, owner.heart.open_root, before = owner.heart.open_root, fail, owner.beats
     owner.beat()
+    assert owner.beats == before
     owner.heart.open_root = good
     owner.beat()
-    assert owner.about["beats"] == 1
+    assert owner.beats != before
 
 
-def test_a_record_that_is_not_renewed_is_warned_of_once_in_time(
+def test_a_beat_that_is_missing_is_warned_of_once_in_time(
     tmp_path: Path, waits: Waits, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: Any, **__: Any) -> bool:
@@ -432,10 +423,11 @@ def test_a_record_that_is_not_renewed_is_warned_of_once_in_time(
             waits.seconds += seconds
             assert bool(caplog.text) == (waits.seconds > STALE_S / 2 + 10)
             owner.beat()
-    (line,) = [each.message for each in caplog.records if "could not renew its record" in each.message]
+    (line,) = [each.message for each in caplog.records if "could not give a sign of life" in each.message]
     assert line.endswith("for 20 s, and another run may take a folder after 30 s: no space left")
+    before = owner.beats
     owner.beat()
-    assert owner.about["beats"] > 1
+    assert owner.beats != before
 
 
 def test_a_store_that_hangs_holds_up_no_beat_and_no_end_elsewhere(
@@ -454,11 +446,11 @@ def test_a_store_that_hangs_holds_up_no_beat_and_no_end_elsewhere(
 
     heart = Heartbeat(open_root)
 
-    def renew(*given: Any, **more: Any) -> None:
-        Heartbeat.renew(heart, *given, **more)
+    def sign(*given: Any, **more: Any) -> None:
+        Heartbeat.sign(heart, *given, **more)
         beats.release()
 
-    monkeypatch.setattr(heart, "renew", renew)
+    monkeypatch.setattr(heart, "sign", sign)
     heart.records = {"far": owner.record, str(tmp_path): owner.record}
     heart.begin()
     try:
@@ -466,7 +458,7 @@ def test_a_store_that_hangs_holds_up_no_beat_and_no_end_elsewhere(
         for _ in range(3):
             assert beats.acquire(timeout=LONG_S)
         heart.end()
-        assert owner.about["ended"] is True
+        assert owner.has_ended
     finally:
         hangs.set()
 
@@ -505,7 +497,7 @@ def test_a_run_beats_until_it_ends_or_is_forgotten(tmp_path: Path, monkeypatch: 
         assert beats.acquire(timeout=LONG_S)
     record = newest_record(open_storage(tmp_path))
     assert record is not None
-    assert json.loads((tmp_path / record).read_text())["beats"] >= 2
+    assert int((tmp_path / paths.sign_path(record, "beat")).read_text()) >= 2
     run.load(state(), 1)
     run.save(1, state(2.0))  # opens the folder again, with another record
     newer = newest_record(open_storage(tmp_path))
@@ -514,7 +506,7 @@ def test_a_run_beats_until_it_ends_or_is_forgotten(tmp_path: Path, monkeypatch: 
     thread.join(LONG_S)
     assert not thread.is_alive()
     assert newer is not None
-    assert json.loads((tmp_path / newer).read_text())["ended"] is True
+    assert has_ended(open_storage(tmp_path), newer)
 
 
 def test_other_run_is_one_of_two(tmp_path: Path) -> None:

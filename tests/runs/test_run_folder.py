@@ -20,7 +20,14 @@ from reknit.comm.group import SoloGroup
 from reknit.engine.record.commit import put_manifest
 from reknit.engine.record.line import Branch, Line
 from reknit.engine.record.marker import Marker, take_marker
-from reknit.engine.record.run_record import Run, folder_above, newest_run, open_run, read_line
+from reknit.engine.record.run_record import (
+    Run,
+    folder_above,
+    newest_record,
+    newest_run,
+    open_run,
+    read_line,
+)
 from reknit.errors import (
     FencedError,
     MismatchError,
@@ -133,8 +140,8 @@ def test_a_save_that_begins_after_another_run_opened_the_folder_is_shut_out(
     with Checkpointer(url, wait=True) as run:
         run.save(1, state(1))
     root = open_storage(url)
-    (old,) = [listed.path for listed in root.list(paths.RUN_FOLDER)]
-    before = newest_run(root)
+    old, before = newest_record(root), newest_run(root)
+    assert old is not None
     new = open_run(root, 0)
     assert newest_run(root) == before + 1
     for generation, record, wanted in ((before, old, FencedError), (before + 1, new, None)):
@@ -152,7 +159,8 @@ def test_generations_ascend_whatever_clocks_say(tmp_path: Path) -> None:
     root = LocalStorage(str(tmp_path))
     found = [paths.run_generation(open_run(root, at_least)) for at_least in (100, 7, 0, 200, 1)]
     assert found == [100, 101, 102, 200, 201]
-    assert [paths.run_generation(listed.path) for listed in root.list()] == [201]
+    (record,) = [path for path in (each.path for each in root.list()) if paths.run_generation(path) == 201]
+    assert {each.path for each in root.list()} == {record, paths.sign_path(record, "beat")}
 
 
 def test_of_runs_that_open_a_folder_at_once_each_has_a_generation_of_its_own(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import uuid
+from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
@@ -29,7 +30,7 @@ MAX_PLACE_NBYTES = 4096
 NOTES_FOLDER = ".notes"
 """Holds the notes about a checkpoint, which are not a part of it; no item has a folder of this name."""
 RUN_FOLDER = ".reknit"
-"""Holds the record of a run, beside the folders of its steps."""
+"""Holds the record of a run, and its signs of life, beside the folders of its steps."""
 MAX_NAME_NBYTES = 4096
 """Longest item name or FQN, in UTF-8."""
 MAX_COMPONENT_NBYTES = 200
@@ -55,6 +56,7 @@ _KEY = re.compile(rf"([^\[\]]*)(?:\[({_NUMBER}:{_NUMBER}(?:,{_NUMBER}:{_NUMBER})
 _RANK = r"([0-9]{5}|[1-9][0-9]{5,9})"
 _MARKER_PATH = re.compile(r"pending\.([0-9a-f]{16})\.([0-9a-f]{8})")
 _RUN_PATH = re.compile(r"\.reknit/run\.([0-9a-f]{16})\.[0-9a-f]{8}")
+RUN_SIGN = re.compile(r"\.reknit/(?:beat|end)\.[0-9a-f]{16}\.[0-9a-f]{8}")
 _NOTE_PATH = re.compile(r"\.notes/(pin|lease|removal|metrics|copy)\.([0-9a-f]{8})\.([0-9a-f]{24})\.json")
 _INDEX_PATH = re.compile(r"index\.([0-9a-f]{8})\.parquet")
 _DATA_NAME = re.compile(rf"{_RANK}(?:\.([1-9][0-9]{{0,8}}))?\.([0-9a-f]{{8}})\.safetensors")
@@ -151,7 +153,12 @@ def run_path(generation: int, identity: str) -> str:
 def run_generation(path: str) -> int | None:
     """Return the generation of the run that `run_path` names, None for another path."""
     match = _RUN_PATH.fullmatch(path)
-    return None if match is None else int(match[1], 16)
+    return int(match[1], 16) if match else None
+
+
+def sign_path(record: str, sign: Literal["beat", "end"]) -> str:
+    """Return the path of a sign of the run with a record: its last beat, or the mark of its end."""
+    return record.replace("/run.", f"/{sign}.")
 
 
 def note_path(kind: NoteKind, write_id: str, identity: str) -> str:
@@ -170,17 +177,16 @@ def parse_path(path: str) -> FileName | None:
     if match := _NOTE_PATH.fullmatch(path):
         return FileName(cast("NoteKind", match[1]), match[2])
     folder, slash, name = path.partition("/")
-    try:
-        item = unescape_item(folder) if slash else None
-    except FormatError:
+    if not slash:
         return None
-    if item is None:
+    try:
+        item = unescape_item(folder)
+    except FormatError:
         return None
     if match := _DATA_NAME.fullmatch(name):
         return FileName("data", match[3], item, int(match[1]), int(match[2] or 0))
     if match := _BLOB_NAME.fullmatch(name):
-        kind: Literal["own", "blobs"] = "own" if match[2] else "blobs"
-        return FileName(kind, match[4], item, int(match[1]), int(match[3] or 0))
+        return FileName("own" if match[2] else "blobs", match[4], item, int(match[1]), int(match[3] or 0))
     return None
 
 
@@ -254,13 +260,10 @@ def escape_item(name: str) -> str:
 def unescape_item(folder: str) -> str:
     """Return the item name of a folder.  Raises `FormatError` for a name that `escape_item` never returns."""
     name = "" if folder == _EMPTY_ITEM else _unescaped(folder)
-    try:
-        canonical = name is not None and escape_item(name) == folder
-    except StateError:
-        canonical = False
-    if name is None or not canonical:
-        raise FormatError(f"{folder[:200]!r} is not the folder of an item")
-    return name
+    with suppress(StateError):
+        if name is not None and escape_item(name) == folder:
+            return name
+    raise FormatError(f"{folder[:200]!r} is not the folder of an item")
 
 
 def entry_key(fqn: str, spec: TensorSpec, box: Box) -> str:
@@ -328,8 +331,6 @@ def _unescaped(text: str) -> str | None:
 
 def encodable(text: str) -> bool:
     """Return whether a text is valid Unicode: UTF-8 has no bytes for a lone surrogate."""
-    if text.isascii():
-        return True
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,23 +1,27 @@
 """The heartbeat of a run: does the run that owns a folder still live, so that another one must not take it?
 
-The process that opened a folder writes its record there anew every `EVERY_S` seconds, and marks the end of
-the run in it.  Another run takes the folder at once if it finds such a mark, a dead process of its own host,
-or a record that is old.  Otherwise it waits.  A record that changes shows that the owner lives, and one that
-becomes old that the owner is gone: `STALE_S` is old, by the clock of the store (docs/decisions/0027).
+The process that opened a folder writes a file beside its record anew every `EVERY_S` seconds: its beat.  At
+its end it puts another one there as a mark.  Another run takes the folder at once if it finds such a mark, a
+dead process of its own host, or a beat that is old.  Otherwise it waits.  A beat that changes shows that the
+owner lives, and one that becomes old that the owner is gone: `STALE_S` is old, by the clock of the store
+(docs/decisions/0027).
+
+The record itself never changes.  Some stores replace a file in two steps, so a process that is killed in
+between leaves half a beat, or none.  Nothing else is lost then.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 import uuid
 from contextlib import suppress
 from functools import partial
+from itertools import count
 from threading import Event
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from reknit.engine.record.run_record import MOST_NBYTES, Owner, check_record, newest_record, owner_of
+from reknit.engine.record.run_record import Owner, check_record, newest_if_ended, owner_of
 from reknit.errors import (
     FencedError,
     ReknitError,
@@ -41,14 +45,15 @@ logger = logging.getLogger("reknit")
 EVERY_S = 10.0
 """Seconds from one beat to the next."""
 STALE_S = 30.0
-"""Age of a record whose run is gone: three beats are missing."""
+"""Age of a beat whose run is gone: three more are missing."""
 _END_S = 5.0
 """Longest wait for the mark of the end."""
 _PAUSE_S = 0.5
+_MOST_NBYTES = 1 << 10
 
 
 class Heartbeat:
-    """Writes the records of a run anew as long as the run lives, in a thread for each folder.
+    """Writes the beats of a run anew as long as the run lives, in a thread for each folder.
 
     `open_root` opens the folder of a record.  `records` are the records by their folders, and may change.
     The process that dies takes the threads along, so a dead run does not beat.  A store that hangs holds no
@@ -59,13 +64,12 @@ class Heartbeat:
         self.open_root = open_root
         self.records: Mapping[str, str] = {}
         self._roots: dict[str, Storage] = {}
-        self._about: dict[str, dict[str, Any]] = {}
-        """The contents of the records, as they were written last."""
-        self._renewed: dict[str, float] = {}
-        """The times of the last renewals, by the folders of the records."""
+        self._numbers = count(1)
+        self._beaten: dict[str, float] = {}
+        """The times of the last beats, by the folders of the records."""
         self._fenced: set[str] = set()
         self._late: set[str] = set()
-        """The folders whose records are late, after a warning."""
+        """The folders whose beats are late, after a warning."""
         self._over = Event()
         self._joins: dict[str, Callable[[float], object]] = {}
         self._at_exit: AtExit | None = None
@@ -98,7 +102,7 @@ class Heartbeat:
             self._at_exit.cancel()
 
     def _work(self, url: str) -> None:
-        self._renewed[url] = monotonic()
+        self._beaten[url] = monotonic()
         while not self._over.wait(EVERY_S):
             self.beat(url)
         self.beat(url, ends=True)
@@ -106,15 +110,15 @@ class Heartbeat:
             self._roots[url].close()
 
     def beat(self, url: str, *, ends: bool = False) -> None:
-        """Write the record in a folder anew; with `ends`, as that of a run that has ended."""
+        """Write the beat in a folder anew; with `ends`, mark the end of the run there."""
         record = self.records.get(url)
         if record is None or record in self._fenced:
             return
-        since = self._renewed.setdefault(url, monotonic())
+        since = self._beaten.setdefault(url, monotonic())
         try:
             if url not in self._roots:
                 self._roots[url] = self.open_root(url)
-            self.renew(self._roots[url], record, ends=ends)
+            self.sign(self._roots[url], record, ends=ends)
         except FencedError as error:  # this run commits nothing there any more
             if not ends:
                 logger.warning("%s", error.message)
@@ -124,7 +128,7 @@ class Heartbeat:
                 return
             self._late.add(url)
             logger.warning(
-                "this run could not renew its record at %s for %.0f s, and another run may take a folder "
+                "this run could not give a sign of life at %s for %.0f s, and another run may take a folder "
                 "after %.0f s: %s",
                 url,
                 monotonic() - since,
@@ -132,25 +136,28 @@ class Heartbeat:
                 error,
             )
         else:
-            self._renewed[url] = monotonic()
+            self._beaten[url] = monotonic()
             self._late.discard(url)
 
-    def renew(self, root: Storage, record: str, *, ends: bool) -> None:
-        """Put the record of a run at a root anew, with a higher number, or with the mark of the end."""
+    def sign(self, root: Storage, record: str, *, ends: bool) -> None:
+        """Put a beat of a run beside its record at a root, or the mark of its end in place of the beats."""
         if not check_record(root, record):  # this run is about to replace it, or somebody has removed it
             return
-        if record not in self._about:
-            self._about[record] = json.loads(root.get(record, limit=MOST_NBYTES))
-        about = self._about[record]
-        about |= {"beats": about["beats"] + 1, "ended": ends}
-        root.put(record, json.dumps(about).encode(), if_absent=False)
+        beat = paths.sign_path(record, "beat")
+        if not ends:
+            root.put(beat, str(next(self._numbers)).encode(), if_absent=False)
+            return
+        root.put(paths.sign_path(record, "end"), b"", if_absent=False)
+        root.delete(beat)
 
 
 class _Seen(NamedTuple):
-    """The record of a run that may live, as far as it can be read."""
+    """A run that may live, as far as its record and its beat can be read."""
 
     record: str | None = None
     owner: Owner | None = None
+    beat: bytes | None = None
+    """The content of the beat, None if it cannot be read, or is missing: it may be replaced at the moment."""
     error: StorageError | None = None
     """The reason why the folder cannot be looked at."""
 
@@ -160,7 +167,7 @@ class _Watched:
 
     def __init__(self, root: Storage, seen: _Seen) -> None:
         self.root, self.seen = root, seen
-        self.silence = Deadline(STALE_S - _age_s(root, seen.record))
+        self.silence = _silence(root, seen.record)
 
     def is_free(self) -> bool:
         """Look again, and return whether the run must be gone.  Raises `UsageError` if it lives.
@@ -169,10 +176,13 @@ class _Watched:
         """
         if (seen := _look(self.root)) is None:
             return True
-        if seen.owner is not None and self.seen.owner is None:  # the first answer
-            self.seen, self.silence = seen, Deadline(STALE_S - _age_s(self.root, seen.record))
-        if seen.owner is not None and seen != self.seen:
-            raise _lives(self.root, seen.owner)
+        before = self.seen
+        for now, then in ((seen.record, before.record), (seen.beat, before.beat)):
+            if None not in (now, then) and now != then:
+                raise _lives(self.root, seen)
+        is_first = before.record is None or (before.beat is None and seen.beat is not None)
+        if is_first and seen.record is not None:
+            self.seen, self.silence = seen, _silence(self.root, seen.record)
         return self.silence.passed()
 
 
@@ -216,24 +226,29 @@ def _watched(root: Storage) -> _Watched | None:
 
 
 def _look(root: Storage) -> _Seen | None:
-    """Return the record of the run that has opened a folder, None if none has, or if it must be gone.
+    """Return the signs of the run that has opened a folder, None if none has, or if it must be gone.
 
-    A run of an earlier version never renews its record, so nothing shows whether it lives.
+    A run of an earlier version never beats, so nothing shows whether it lives.
     """
     try:
-        record = newest_record(root)
+        record, has_ended = newest_if_ended(root)
     except StorageError as error:
         return _Seen(error=error)
-    if record is None:
+    if record is None or has_ended:
         return None
-    if (owner := owner_of(root, record)) is None:  # half of it may be written, or the store is away
-        return _Seen(record)
-    return None if owner.beats is None or owner.is_this or owner.is_gone else _Seen(record, owner)
+    owner = owner_of(root, record)
+    if owner is not None and (not owner.beats or owner.is_this or owner.is_gone):
+        return None
+    beat = None
+    with suppress(StorageError, OSError):
+        beat = root.get(paths.sign_path(record, "beat"), limit=_MOST_NBYTES)
+    return _Seen(record, owner, beat)
 
 
 def _is_writable(root: Storage) -> bool:
     """Return whether a file can be put beside the record of a run; another failure is one of the opening."""
-    path = f"{paths.RUN_FOLDER}/try.{uuid.uuid4().hex}"
+    # The beat of no run, which the next one removes if this process is killed here.
+    path = paths.sign_path(paths.run_path(0, uuid.uuid4().hex[:8]), "beat")
     try:
         root.put(path, b"", if_absent=False)
     except StoragePermissionError:
@@ -245,12 +260,16 @@ def _is_writable(root: Storage) -> bool:
     return True
 
 
-def _age_s(root: Storage, record: str | None) -> float:
-    """Return the age of a record by the clock of its store, 0 if that is not known."""
+def _silence(root: Storage, record: str | None) -> Deadline:
+    """Return the end of the silence of a run: its last beat is old, by the clock of the store.
+
+    Without a beat, or a clock, the silence begins now.
+    """
+    age_s = 0.0
     if record is not None and isinstance(root, HasDates):
         with suppress(StorageError):
-            return root.age_s(record)
-    return 0.0
+            age_s = root.age_s(paths.sign_path(record, "beat"))
+    return Deadline(STALE_S - age_s)
 
 
 def _by(seen: _Seen) -> str:
@@ -268,9 +287,10 @@ def _may_live(root: Storage, seen: _Seen, timeout_s: float) -> UsageError:
     )
 
 
-def _lives(root: Storage, owner: Owner) -> UsageError:
+def _lives(root: Storage, seen: _Seen) -> UsageError:
+    by = "" if seen.owner is None else f" ({seen.owner})"
     return UsageError(
-        f"{root.url} belongs to a run that lives ({owner}), so this one does not begin; nothing was changed",
+        f"{root.url} belongs to a run that lives{by}, so this one does not begin; nothing was changed",
         path=root.url,
         remedy="end that run first, or give this one a folder of its own; an evaluation reads with `load`, "
         "which does not open the folder for writing, or with a manager of Orbax that has `read_only`; "

@@ -1,9 +1,10 @@
 """The record of a run: which run owns a folder of steps, the last that opened it for writing?
 
 Each run that opens the folder puts a file there whose name has its generation, higher than those before, and
-deletes theirs.  A save of a run puts its marker up before it reads the records (`marker`), and who
-opens the folder deletes markers after it has put its own there.  So of two runs that meet, either the older
-one finds the record, or the newer one its marker (docs/decisions/0021).
+deletes theirs.  It is written once and never changes: the signs of life of the run are files beside it
+(`heartbeat`).  A save of a run puts its marker up before it reads the records (`marker`), and who opens the
+folder deletes markers after it has put its own there.  So of two runs that meet, either the older one finds
+the record, or the newer one its marker (docs/decisions/0021).
 
 The record also has the line of descent of the steps there, which each run takes over from the one before.  A
 run that goes back to an earlier step opens its folder again, with a higher generation and the same identity:
@@ -36,7 +37,7 @@ from reknit.monitor.phase import now
 from reknit.system import dice
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from reknit.storage.base import Storage
 
@@ -117,7 +118,7 @@ def open_run(
     its record there.  Raises `StorageError`, `FencedError` if a newer run has opened it since, and
     `CommitError` if other runs open it all the time.
     """
-    about = {"host": socket.gethostname(), "pid": os.getpid(), "opened": now(), "beats": 0}
+    about = {"host": socket.gethostname(), "pid": os.getpid(), "opened": now(), "beats": True}
     about |= {"process": _process, "pids": _pids()}
     identity = uuid.uuid4().hex[:8] if own is None else _identity(own)
     for _ in range(_TRIES):
@@ -131,14 +132,12 @@ def open_run(
         root.put(mine, data, if_absent=True)
         _share(root)
         # Either listing may lack one that was put while another one was deleted.
-        found = {*_recorded(root), *_recorded(root)}
-        others = [each for each in found if each != mine and each not in older]
+        files = {*_files(root), *_files(root)}
+        others = [each for each in _records(files) if each != mine and each not in older]
         if not any(_generation(each) >= generation for each in others):
-            for each in older:
-                if _identity(each) != identity:
-                    _say_taken(root, each)
-                with suppress(StorageError):  # its generation is lower, and says nothing any more
-                    root.delete(each)
+            with suppress(StorageError):  # its heartbeat tries that again
+                root.put(paths.sign_path(mine, "beat"), b"", if_absent=False)
+            _take_over(root, older, files, identity)
             return mine
         root.delete(mine)  # another run opens the folder at this moment
         time.sleep(dice.random() * _PAUSE_S)
@@ -184,28 +183,64 @@ def newest_record(root: Storage) -> str | None:
     return max(_recorded(root), key=_generation, default=None)
 
 
+def newest_if_ended(root: Storage) -> tuple[str | None, bool]:
+    """Return the record of the run that has opened a folder last, and whether its end is marked."""
+    files = _files(root)
+    newest = max(_records(files), key=_generation, default=None)
+    return newest, newest is not None and paths.sign_path(newest, "end") in files
+
+
 def newest_run(root: Storage) -> int:
     """Return the generation of the run that has opened a folder last, -1 if none has."""
     return max(map(_generation, _recorded(root)), default=-1)
 
 
 def _recorded(root: Storage) -> list[str]:
-    """Return the records that are there.
+    """Return the records that are there."""
+    return _records(_files(root))
 
-    A folder that has had a record has one at each moment, but a listing may lack it where it is replaced
-    meanwhile, so an empty one is repeated.
+
+def _records(files: Iterable[str]) -> list[str]:
+    return [path for path in files if paths.run_generation(path) is not None]
+
+
+def _files(root: Storage) -> list[str]:
+    """Return the records that are there, and the files beside them.
+
+    A folder that has had a record has one at each moment.  A listing without any is repeated, since a run
+    may have replaced its record meanwhile.
     """
     for _ in range(2):
-        listed = [each.path for each in root.list(paths.RUN_FOLDER)]
-        if found := [path for path in listed if paths.run_generation(path) is not None]:
-            return found
-    return []
+        files = [each.path for each in root.list(paths.RUN_FOLDER)]
+        if _records(files):
+            break
+    return files
+
+
+def _take_over(root: Storage, older: Sequence[str], files: Collection[str], identity: str) -> None:
+    """Delete older records, with the signs of their runs and of all runs that have no record any more.
+
+    A run of an earlier version leaves signs behind, and one whose record is deleted while it beats.
+    """
+    for each in older:
+        if _identity(each) != identity:
+            _say_taken(root, each, has_ended=paths.sign_path(each, "end") in files)
+    stay = {_name(each) for each in _records(files) if each not in older}
+    signs = [path for path in files if paths.RUN_SIGN.fullmatch(path) and _name(path) not in stay]
+    for path in (*older, *signs):
+        with suppress(StorageError):  # its generation is lower, and says nothing any more
+            root.delete(path)
 
 
 def _generation(record: str) -> int:
     generation = paths.run_generation(record)
     assert generation is not None
     return generation
+
+
+def _name(path: str) -> str:
+    """Return the part of a path that is the same in a record and in the signs of its run."""
+    return path.split(".", 2)[2]
 
 
 def _identity(record: str) -> str:
@@ -235,15 +270,14 @@ def _pids() -> str | None:
 class Owner(NamedTuple):
     """The process that opened a run, as its record has it.
 
-    `beats` is how often the process has renewed the record, None for one that never does.  `process` has
+    `beats` is whether the process gives signs of life, which an earlier version never did.  `process` has
     random digits of the process, and `pids` names the namespace of `pid`.
     """
 
     host: str
     pid: int
     opened: float
-    beats: int | None = None
-    has_ended: bool = False
+    beats: bool = False
     process: str | None = None
     pids: str | None = None
 
@@ -258,9 +292,9 @@ class Owner(NamedTuple):
 
     @property
     def is_gone(self) -> bool:
-        """Whether the run has ended, or this host shows that its process is dead."""
-        if self.has_ended or self.pids is None or self.pids != _pids() or self.host != socket.gethostname():
-            return self.has_ended
+        """Whether this host shows that the process is dead."""
+        if self.pids is None or self.pids != _pids() or self.host != socket.gethostname():
+            return False
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
@@ -274,13 +308,11 @@ def owner_of(root: Storage, record: str) -> Owner | None:
     """Return the process that opened a run, None if its record cannot be read."""
     try:
         about = json.loads(root.get(record, limit=MOST_NBYTES))
-        beats = None if about.get("beats") is None else int(about["beats"])
         found = Owner(
             str(about["host"])[:64],
             int(about["pid"]),
             float(about["opened"]),
-            beats,
-            about.get("ended") is True,
+            about.get("beats") is not None,
             about.get("process"),
             about.get("pids"),
         )
@@ -298,13 +330,13 @@ def _who(root: Storage, record: str) -> str:
     return "" if owner is None else f", {owner}"
 
 
-def _say_taken(root: Storage, record: str) -> None:
-    """Log that this run takes a folder from another; a warning unless the process of that one is dead."""
+def _say_taken(root: Storage, record: str, *, has_ended: bool) -> None:
+    """Log that this run takes a folder from another; a warning unless that one has ended or is dead."""
     owner = owner_of(root, record)
     if owner is None or owner.is_this:
         return
     logger.log(
-        logging.INFO if owner.is_gone else logging.WARNING,
+        logging.INFO if has_ended or owner.is_gone else logging.WARNING,
         "this run takes %s over from the run that opened it in %s; if that still trains, its saves there "
         "fail from now on (FencedError)",
         root.url,
