@@ -35,6 +35,7 @@ from reknit.errors import (
     ReknitError,
     StorageError,
     StorageFullError,
+    UndecidedError,
 )
 from reknit.policies import at, best, every, latest
 from reknit.runs.agreement import ask_root
@@ -284,7 +285,8 @@ class Schedule:
                 self.done["pins in the way"] += 1
                 return True
             except (StorageError, CommError) as error:
-                planned = error.message.startswith(("dead", "full"))
+                undecided = isinstance(error, UndecidedError) and ": dead" in error.message
+                planned = undecided or error.message.startswith(("dead", "full"))
                 if isinstance(error, StorageError) and not planned:
                     raise
                 return True
