@@ -22,6 +22,7 @@ from reknit.errors import CheckpointNotFoundError, StoragePermissionError, Usage
 from reknit.monitor.phase import CLOCK
 from reknit.policies import best, latest
 from reknit.runs.retention import Retention
+from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import open_storage
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 from tests.at_operation import AtOperation
@@ -184,6 +185,8 @@ def test_a_lease_ends_by_itself_and_lasts_as_long_as_it_is_renewed(place: str) -
         held = hold(place, 100.0)
         clock.step(90.0, place)
         held.renew()
+        with pytest.raises(UsageError, match=r"reads it, for (9\d|1\d\d)(\.\d+)? s more"):
+            reknit.delete(place)
         clock.step(90.0, place)
         with pytest.raises(UsageError, match="reads it"):
             reknit.delete(place)
@@ -192,6 +195,39 @@ def test_a_lease_ends_by_itself_and_lasts_as_long_as_it_is_renewed(place: str) -
         with pytest.raises(CheckpointNotFoundError, match="was removed or replaced"):
             held.renew()
     assert not manifest_exists(open_storage(place))
+
+
+class InTwoSteps(LocalStorage):
+    """A store that deletes a file before it puts another content there, with a call in between."""
+
+    between: Callable[[], object]
+
+    def put(self, path: str, data: bytes, *, if_absent: bool) -> bool:
+        self.delete(path)
+        self.between()
+        return super().put(path, data, if_absent=if_absent)
+
+
+@pytest.mark.parametrize("renewals", [1, 2, 3])
+def test_nobody_removes_a_checkpoint_while_the_lease_on_it_is_replaced(root: Path, renewals: int) -> None:
+    path = root / "step_1"
+    store, looks = InTwoSteps(str(path)), 0
+
+    def look() -> None:
+        nonlocal looks
+        looks += 1
+        if looks > 1:
+            with pytest.raises(UsageError, match="reads it"):
+                reknit.delete(path)
+
+    store.between = look
+    held = checkpoint_notes.Hold(store, write_id(path), 100.0)
+    for _ in range(renewals):
+        held.renew()
+    assert looks == renewals + 1
+    held.release()
+    assert not (path / ".notes").exists()
+    reknit.delete(path)
 
 
 @pytest.mark.parametrize("ahead_s", [7200.0, -7200.0])

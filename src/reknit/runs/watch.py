@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import time
-from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -166,8 +165,18 @@ class _StepFollower:
     def _noted(self) -> dict[str, str]:
         """Return the steps that an earlier job of this name has done."""
         if self._path is not None:
-            with suppress(StorageNotFoundError):
+            try:
                 return dict(decode_note(self._root.get(self._path, limit=MAX_FOLLOWER_NBYTES), Follower).met)
+            except StorageNotFoundError:
+                pass
+            except (
+                FormatError
+            ) as error:  # a kill may leave half of it
+                raise type(error)(
+                    error.message,
+                    path=f"{self._root.url}/{self._path}",
+                    remedy="delete that file: then all steps come again, also those that are done",
+                ) from error
         return {}
 
     def _note(self, met: dict[str, str]) -> None:

@@ -70,12 +70,16 @@ _MAX_NOTES_NBYTES = 16 << 20
 
 
 class Hold:
-    """A lease on a checkpoint, which its holder renews before it ends."""
+    """A lease on a checkpoint, which its holder renews before it ends.
+
+    It is two notes in turn: some stores replace a file in two steps, and the other one counts meanwhile.
+    """
 
     def __init__(self, storage: Storage, write_id: str, lease_s: float) -> None:
         """Take the lease.  Raises `CheckpointNotFoundError` where the checkpoint is gone, or about to go."""
         self._storage, self._write_id, self._lease_s = storage, write_id, lease_s
         self._path = paths.note_path("lease", write_id, new_identity())
+        self._other: str | None = None
         self._put()
         try:
             _check_stays(storage, write_id)
@@ -85,6 +89,8 @@ class Hold:
 
     def renew(self) -> None:
         """Hold the checkpoint as long again from now on.  Raises `CheckpointNotFoundError`."""
+        next_path = self._other or paths.note_path("lease", self._write_id, new_identity())
+        self._path, self._other = next_path, self._path
         self._put()
         _check_stays(self._storage, self._write_id)
 
@@ -94,7 +100,8 @@ class Hold:
 
     def release(self) -> None:
         """Hold it no longer."""
-        self._storage.delete(self._path)
+        for path in filter(None, (self._path, self._other)):
+            self._storage.delete(path)
 
 
 class RenewedHold:
@@ -202,7 +209,8 @@ def held_by(storage: Storage, write_id: str | None, but: str | None = None) -> s
         pins = (pin for pin in _notes(storage, listed, "pin", Pin) if but is None or pin.reason != but)
         for pinned in pins:
             return "it is pinned" + (f": {pinned.reason!r}" if pinned.reason else "")
-        for lease, seconds in _lasting(storage, listed, "lease"):
+        leases = sorted(_lasting(storage, listed, "lease"), key=lambda each: -each[1])
+        for lease, seconds in leases:
             return f"{lease.holder!r} reads it, for {seconds:.4g} s more unless it asks again"
     except FormatError as error:
         return f"{error.message}: {error.path}"
