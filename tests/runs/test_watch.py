@@ -111,7 +111,7 @@ def test_all_ranks_meet_the_same_steps_and_hear_the_same_error(tmp_path: Path) -
     def fails(group: Group) -> type[BaseException]:
         with pytest.raises(CorruptError, match=r"note.*follower\.eval\.json") as caught:
             met(tmp_path, group=group, name="eval")
-        assert "delete that file" in (caught.value.remedy or "")
+        assert "delete the file" in (caught.value.remedy or "")
         return CorruptError
 
     assert run_ranks(3, fails) == [CorruptError] * 3

@@ -169,13 +169,11 @@ class _StepFollower:
                 return dict(decode_note(self._root.get(self._path, limit=MAX_FOLLOWER_NBYTES), Follower).met)
             except StorageNotFoundError:
                 pass
-            except (
-                FormatError
-            ) as error:  # a kill may leave half of it
+            except FormatError as error:  # a kill may leave half of it
                 raise type(error)(
                     error.message,
                     path=f"{self._root.url}/{self._path}",
-                    remedy="delete that file: then all steps come again, also those that are done",
+                    remedy="delete the file; this follower then meets all steps again",
                 ) from error
         return {}
 
