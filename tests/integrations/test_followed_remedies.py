@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 import reknit
 from tests import ranks
+from tests.followed import said
 from tests.optional import needs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-
-def said(cause: Callable[[], Any], words: str) -> str:
-    """Return the part of a remedy that matches `words`, from the error of a call."""
-    with pytest.raises(BaseException, match=r"\n *-> ") as caught:  # errors of DCP derive from it alone
-        cause()
-    found = re.search(words, str(caught.value).rpartition("-> ")[2])
-    assert found is not None, str(caught.value)
-    return found[0]
 
 
 def dcp(folder: str) -> None:

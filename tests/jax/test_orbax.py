@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 pytestmark = needs("orbax", "Orbax")
 
 STEPS = 9
-MODULES = ("orbax_folders", "orbax_manager", "orbax_trees")
+MODULES = ("orbax_folders", "orbax_manager", "orbax_remedies", "orbax_trees")
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,14 @@ MODULES = ("orbax_folders", "orbax_manager", "orbax_trees")
 )
 def test_orbax_of_one_process(alone: Job, tmp_path: Path, module: str, name: str) -> None:
     alone.call(f"{module}.check_{name}", tmp_path / "run")
+
+
+def test_positions_of_iterators_are_restored_on_as_many_processes_as_saved_them(
+    alone: Job, pair: Job, tmp_path: Path
+) -> None:
+    pair.call("orbax_remedies.save_positions", tmp_path)
+    pair.call("orbax_remedies.restore_positions", tmp_path, True)
+    alone.call("orbax_remedies.restore_positions", tmp_path, False)
 
 
 def test_a_killed_loop_goes_on_from_the_newest_committed_step(alone: Job, pair: Job, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from reknit.errors import (
 )
 from reknit.format import paths
 from reknit.runs import run_folder
+from reknit.runs.later_steps import refuse_living
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import factories, open_storage
 from reknit.storage.wrappers.retrying import with_retries
@@ -154,6 +155,22 @@ def test_a_look_without_an_answer_takes_no_folder_from_a_run_that_lives(
     with pytest.raises(UsageError, match="belongs to a run that lives"):
         opened(tmp_path)
     assert owner.owns()
+
+
+def test_the_door_of_a_trainer_waits_for_the_whole_silence_of_a_run_that_it_sees_late(
+    waits: Waits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"memory://{uuid.uuid4().hex}/run"
+    Owner(url)
+
+    def look(root: Any) -> Any:
+        if waits.seconds < 10:
+            raise StorageUnavailableError("away")
+        return newest_record(root)
+
+    monkeypatch.setattr(heartbeat, "newest_record", look)
+    refuse_living(url)
+    assert STALE_S + 8 < waits.seconds <= STALE_S + 12
 
 
 @pytest.mark.parametrize("clock_ahead_s", [0.0, 7200.0, -7200.0])

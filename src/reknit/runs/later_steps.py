@@ -124,7 +124,7 @@ def refuse_others(tiers: Tiers, folders: Sequence[Sequence[Folder]]) -> None:
 def refuse_living(root: str) -> None:
     """Raise `UsageError` if another run lives in a folder, in which a training would save only later."""
     with closing(open_storage(root)) as storage:
-        wait_for_owners([storage], STALE_S)
+        wait_for_owners([storage], 2 * STALE_S)  # the first look may have no answer
 
 
 def give_way(tiers: Tiers, step: int, options: SaveOptions, *, copy: bool) -> list[Later]:

@@ -43,10 +43,7 @@ def contents(checkpoint: Checkpoint, name: str) -> Any:
     Keys that are the numbers from 0 on make a list; a checkpoint does not record other containers.  Arrays
     are on the default device, and those of dtypes that this JAX does not have are of NumPy.
     """
-    if name not in checkpoint.items:
-        raise MismatchError(
-            f"the checkpoint has no item {name!r}", remedy=f"it has {', '.join(checkpoint.items)}"
-        )
+    require_item(checkpoint, name)
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     keys = {tree.join(fqn, IMPLEMENTATION) for fqn in generators(checkpoint, name)}
     leaves: dict[str, Any] = {k: v for k, v in checkpoint.values[name].items() if k not in keys}
@@ -65,6 +62,14 @@ def contents(checkpoint: Checkpoint, name: str) -> Any:
             node = node.setdefault(key, {})
         node[last] = leaf
     return _listed(root)
+
+
+def require_item(checkpoint: Checkpoint, name: str) -> None:
+    """Raise `MismatchError` for an item that a checkpoint lacks."""
+    if name not in checkpoint.items:
+        raise MismatchError(
+            f"the checkpoint has no item {name!r}", remedy=f"it has {', '.join(checkpoint.items)}"
+        )
 
 
 def _listed(node: Any) -> Any:

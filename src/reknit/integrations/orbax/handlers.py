@@ -18,6 +18,7 @@ from reknit.integrations.orbax.contents import (
     items_at,
     kept_value,
     located,
+    require_item,
 )
 from reknit.integrations.orbax.items import restored, restored_tree, saved_state
 from reknit.locations import location_text
@@ -77,7 +78,10 @@ def _given(kind: Any, args: Any, items: tuple[Any, ...], kwargs: Mapping[str, An
     if args is None:
         return kind(*items, **kwargs)
     if not isinstance(args, ocp.args.CheckpointArgs):
-        raise UsageError(f"args are of orbax.checkpoint.args, not {shown(args)}")
+        raise UsageError(
+            f"args are of orbax.checkpoint.args, not {shown(args)}",
+            remedy="for instance args=ocp.args.StandardSave(state)",
+        )
     return args
 
 
@@ -153,6 +157,8 @@ def described(checkpoint: Checkpoint, item: str | None = None) -> Any:
     if item == TREE:
         return found
     one = item or (DEFAULT if names == [DEFAULT] else None)
+    if one is not None:
+        require_item(checkpoint, one)
     return ocp.args.Composite(**found) if one is None else found[one]
 
 

@@ -86,7 +86,7 @@ def restored(path: str, args: Any, checkpoint: Checkpoint, only: str | None = No
         items = dict.fromkeys(known)
     if single:
         one = only or (DEFAULT if DEFAULT in known or len(known) != 1 else known[0])
-        single = args is not None or one in known
+        single = args is not None or only is not None or one in known
         items = {one: args} if single else dict.fromkeys(known)
     wanted = {name: _wanted(name, arg, checkpoint) for name, arg in items.items()}
     found = {
@@ -131,7 +131,15 @@ def _load(path: str, wanted: Mapping[str, ItemTarget]) -> dict[str, Any]:
     only: list[str] = []
     if any(each.only for each in wanted.values()):
         only = [pattern for name, each in wanted.items() for pattern in each.only or (name, f"{name}/*")]
-    report = loads.load(path, state, strict=strict, options=LoadOptions(cast=True, only=tuple(only)))
+    try:
+        report = loads.load(path, state, strict=strict, options=LoadOptions(cast=True, only=tuple(only)))
+    except MismatchError as error:
+        items = ", ".join(f"{name!r}: ..." for name in state)
+        error.remedy = (
+            f"{error.remedy}; for a part of the checkpoint: PyTreeRestore(..., partial_restore=True), or "
+            f"reknit.load({path!r}, state, ...) with state = {{{items}}}"
+        )
+        raise
     if report.missing or report.mismatched:
         lines = [*report.missing, *(f"{name}: {why}" for name, why in report.mismatched.items())]
         raise MismatchError(
