@@ -1,4 +1,4 @@
-"""The words of a remedy, for tests that do what it says."""
+"""Which words does a remedy have?  For tests that do what they say."""
 
 from __future__ import annotations
 

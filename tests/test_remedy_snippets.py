@@ -56,7 +56,9 @@ TAKERS = {
     "interop/ray_ranks.py:import_on_ray",
     "engine/foreign/open_foreign.py weights": "interop/import_foreign.py:import_checkpoint",
     "engine/record/heartbeat.py other_run": (
-        "runs/checkpointer.py:Checkpointer integrations/lightning.py:ReknitCheckpoint"
+        "runs/checkpointer.py:Checkpointer integrations/lightning.py:ReknitCheckpoint "
+        "integrations/orbax/manager.py:CheckpointManager integrations/orbax/v1_training.py:RunCheckpointer "
+        "integrations/torchtitan.py:ReknitCheckpointManager.Config"
     ),
     "engine/stored/newest.py pending": "stored.py:latest",
     "frameworks/fresh_arrays.py framework": "engine/loading/browse.py:Checkpoint.read",
@@ -70,6 +72,7 @@ TAKERS = {
     "integrations/deepspeed.py load_module_strict": "integrations/deepspeed.py:_Calls.load_checkpoint",
     "integrations/deepspeed.py strict": "api/loads.py:load",
     "integrations/megatron.py strict": "integrations/megatron.py:load",
+    "integrations/orbax/handlers.py args": "integrations/orbax/handlers.py:_Handler.save",
     "integrations/orbax/handlers.py force": "integrations/orbax/checkpointers.py:WaitingCheckpointer.save",
     "integrations/orbax/handlers.py overwrite": "integrations/orbax/v1.py:_write",
     "integrations/orbax/items.py strict": "integrations/orbax/checkpointers.py:StandardCheckpointer.restore",
@@ -77,6 +80,7 @@ TAKERS = {
     "integrations/torch_dcp/reader.py group": "integrations/torch_dcp/reader.py:DcpReader "
     "integrations/torch_dcp/writer.py:DcpWriter",
     "integrations/torch_dcp/writer.py async_stager": "torch.distributed.checkpoint.async_save",
+    "integrations/torchtitan.py start": "runs/checkpointer.py:Checkpointer.resume",
     "integrations/trainer_parts/lightning_folder.py later_steps": (
         "integrations/lightning.py:ReknitCheckpoint"
     ),

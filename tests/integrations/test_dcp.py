@@ -182,6 +182,11 @@ def _resharded(path: str) -> None:
         dcp.save(part, storage_writer=Writer(f"{path}-half", group=half), process_group=half)
         with pytest.raises(CheckpointException, match="pass the same process group to Writer"):
             dcp.save(part, storage_writer=Writer(f"{path}-half"), process_group=half)
+        part = {"part": torch.zeros_like(whole)}
+        with pytest.raises(CheckpointException, match=r"pass the same process group .* Reader, as group="):
+            dcp.load(part, storage_reader=Reader(f"{path}-half"), process_group=half)
+        dcp.load(part, storage_reader=Reader(f"{path}-half", group=half), process_group=half)
+        assert torch.equal(part["part"], whole)
     dist.barrier()
     mine = {"mine": {str(rank): torch.full((2,), float(rank))}} if rank % 2 else {}
     for _ in range(2):  # the second with the plans of the first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import re
@@ -10,7 +11,8 @@ import sys
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -23,7 +25,11 @@ from tests.integrations import torchtitan_job
 from tests.integrations.random_death import death
 from tests.optional import needs
 from tests.ranks import run
+from tests.runs.owners import Owner
 from tests.torchrun import pieces
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ROOT = Path(__file__).parents[2]
 OWN = ROOT / ".venv" / "torchtitan" / "bin" / "python"
@@ -262,6 +268,88 @@ def _from_torch(folder: str) -> None:
 @TITAN
 def test_a_run_begins_with_a_checkpoint_of_torchtitans_own_manager(tmp_path: Path) -> None:
     run_titan(1, _from_torch, str(tmp_path))
+
+
+def _refused(cause: Callable[[], Any], words: str) -> str:
+    """Return a remedy of an error of torchtitan's trainer, in which `words` must stand."""
+    with pytest.raises(reknit.ReknitError) as caught:
+        cause()
+    remedy = str(caught.value.remedy)
+    assert words in remedy
+    return remedy
+
+
+def _remedies(folder: str) -> None:
+    def trained(at: str, steps: int, library: Any = None, **checkpoint: Any) -> Any:
+        fields = {name: checkpoint.pop(name) for name in ("hf_assets_path",) if name in checkpoint}
+        adapter = checkpoint.pop("adapter", True)
+        config = torchtitan_job.config_of(f"{folder}/{at}", steps, {}, checkpoint)
+        config.model_spec.state_dict_adapter = config.model_spec.state_dict_adapter if adapter else None
+        for name, value in fields.items():
+            setattr(config, name, value)
+        if library is not None:
+            config.checkpoint = library.Config(enable=True, interval=1, last_save_model_only=False)
+        trainer = config.build()
+        try:
+            loads: list[bool] = []
+            load = trainer.checkpointer.load
+            trainer.checkpointer.load = lambda step: loads.append(load(step))
+            trainer.train()
+            return loads, [one.step for one in reknit.steps(f"{folder}/{at}/checkpoint")]
+        finally:
+            trainer.close()
+
+    from torchtitan.components.checkpointer import CheckpointManager
+
+    step, kept = {"interval": 1}, {"interval": 1, "keep_latest_k": 0}
+    for at, name in (("theirs", "step-1"), ("renamed", "iter_1")):
+        trained(at, 1, CheckpointManager)
+        os.rename(f"{folder}/{at}/checkpoint/step-1", f"{folder}/{at}/checkpoint/{name}")
+        remedy = _refused(lambda at=at: trained(at, 2, **step), f"/{name}'")  # type: ignore[misc]
+        found = re.search(
+            r"set checkpoint.(initial_load_path) to '(.*)' and checkpoint.(initial_load_model_only) to "
+            r"False; to begin anew, set another checkpoint.(folder)$",
+            remedy,
+        )
+        assert found, remedy
+        assert trained(at, 2, **step, **{found[1]: found[2], found[3]: False}) == ([True], [2])
+        assert trained("anew", 1, **step, **{found[4]: at}) == ([False], [])
+        assert reknit.latest(f"{folder}/anew/{at}")
+
+    trained("ours", 2, **kept)
+    remedy = _refused(lambda: trained("ours", 3, exclude_from_loading=["absent"]), "the states are [")
+    states = ast.literal_eval(remedy.removeprefix("the states are "))
+    assert trained("ours", 3, exclude_from_loading=states[:1], **kept) == ([True], [1, 2, 3])
+    trained("part", 2, last_save_model_only=True, **kept)
+    assert _refused(lambda: trained("part", 3, **kept), "checkpoint.exclude_from_loading leaves whole states")
+    others = [name for name in states if name != "model"]
+    assert trained("part", 1, exclude_from_loading=others, load_only=True, **kept) == ([True], [1, 2])
+    owner = Owner(f"{folder}/ours/checkpoint")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("reknit.engine.record.heartbeat.time", SimpleNamespace(sleep=lambda _: owner.beat()))
+        assert _refused(lambda: trained("ours", 4, **kept), "other_run='take_over'")
+        assert trained("ours", 4, load_only=True) == ([True], [1, 2, 3])
+        assert trained("ours", 4, other_run="take_over", **kept) == ([True], [1, 2, 3, 4])
+
+    hugging = {"last_save_model_only": True, "last_save_in_hf": True}
+    assert _refused(lambda: trained("hf", 1, adapter=False, **hugging), "last_save_in_hf to False")
+    assert trained("plain", 1, adapter=False, **hugging | {"last_save_in_hf": False})[1] == [1]
+    trained("hf", 1, **hugging)
+    path = f"{folder}/hf/checkpoint/step-1"
+    begins = {"initial_load_in_hf": True, "initial_load_model_only": True, **step}
+    assert _refused(
+        lambda: trained("a", 1, hf_assets_path="", **begins), "initial_load_path or hf_assets_path"
+    )
+    assert trained("a", 1, hf_assets_path=path, **begins) == ([True], [1])
+    assert trained("b", 1, hf_assets_path="", initial_load_path=path, **begins) == ([True], [1])
+    assert _refused(lambda: trained("c", 1, adapter=False, **begins), "initial_load_in_hf to False")
+    begins |= {"initial_load_in_hf": False, "initial_load_path": f"{folder}/ours/checkpoint/step_00000003"}
+    assert trained("c", 1, adapter=False, **begins) == ([True], [1])
+
+
+@TITAN
+def test_a_remedy_can_be_followed_in_the_config(tmp_path: Path) -> None:
+    run_titan(1, _remedies, str(tmp_path))
 
 
 def test_a_missing_torchtitan_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Checks that the remedies at the door for Orbax's users can be followed: an error, and what its remedy says."""
+"""Checks of the remedies at the door for Orbax's users: an error, and then what its remedy says."""
 
 # mypy: disallow-untyped-calls=False
 
@@ -73,7 +73,9 @@ def check_a_save_that_is_refused_is_made_as_the_remedy_says(folder: str) -> None
         assert manager.save(4, args=ocp.args.Composite(notes=ocp.args.JsonSave({})))
     handler = ocp.PyTreeCheckpointHandler()
     call = said(lambda: handler.save(f"{folder}/one", args=tree()), r"args=.*")
-    eval(f"handler.save(path, {call})", NAMES | {"handler": handler, "path": f"{folder}/one", "state": tree()})
+    eval(
+        f"handler.save(path, {call})", NAMES | {"handler": handler, "path": f"{folder}/one", "state": tree()}
+    )
     again = partial(ocp.PyTreeCheckpointer().save, f"{folder}/one", tree())
     eval(f"again({said(again, 'force=True')})", {"again": again})
     again = partial(v1.save, f"{folder}/one", tree())
@@ -108,7 +110,9 @@ def check_a_restore_that_does_not_fit_is_made_as_the_remedy_says(folder: str) ->
         assert state["default"]["opt"]["m"].tolist() == [1, 1, 1, 1, 0]
         cut_off = STANDARD(zeros(), strict=False)
         assert said(lambda: restore(cut_off), "with the shapes that were saved, and pad or cut afterwards")
-        assert said(lambda: restore(real.args.ProtoRestore(None)), "pass the Restore that belongs to the Save")
+        assert said(
+            lambda: restore(real.args.ProtoRestore(None)), "pass the Restore that belongs to the Save"
+        )
         for_each = jax.tree.map(lambda _: ocp.ArrayRestoreArgs(strict=False), zeros())
         assert said(lambda: restore(PYTREE(zeros(), for_each)), "leave it out")
         require_saved(restore(PYTREE(zeros(), jax.tree.map(lambda _: ocp.ArrayRestoreArgs(), zeros()))))
@@ -143,7 +147,9 @@ def check_an_item_that_is_not_there_is_named_with_those_that_are(folder: str) ->
     call = said(lambda: restore(f"{folder}/tree", some), r"PyTreeRestore\(.*\)")
     args = eval(call.replace("(", "(some, "), NAMES | {"some": some})
     require_saved(restore(f"{folder}/tree", args=args), "params")
-    assert said(lambda: restore(f"{folder}/tree", {**zeros(), "new": jnp.ones(1)}), "items are 'opt', 'params'")
+    assert said(
+        lambda: restore(f"{folder}/tree", {**zeros(), "new": jnp.ones(1)}), "items are 'opt', 'params'"
+    )
     require_saved(restore(f"{folder}/tree", zeros()))
 
     class OwnFiles:
@@ -162,7 +168,7 @@ def check_an_item_that_is_not_there_is_named_with_those_that_are(folder: str) ->
     found = Stateful()
     v1.load_checkpointables(f"{folder}/own", {"x": found})
     assert found.loaded == {"a": 1}
-    with pytest.raises(AttributeError, match="if orbax.checkpoint has it, import it from there") as caught:
+    with pytest.raises(AttributeError, match=r"if orbax.checkpoint has it, import it from there") as caught:
         getattr(ocp, "ProtoCheckpointHandler")  # noqa: B009
     assert getattr(real, caught.value.name)
 
@@ -234,9 +240,12 @@ def check_a_folder_of_a_run_that_lives_is_read_and_taken_as_the_remedy_says(fold
 
 def save_positions(folder: str) -> None:
     with ocp.CheckpointManager(folder) as manager:
-        manager.save(1, args=ocp.args.Composite(
-            iter=IteratorArgs(Iterator(17)), state=ocp.args.StandardSave({"w": jnp.ones(2)})
-        ))
+        manager.save(
+            1,
+            args=ocp.args.Composite(
+                iter=IteratorArgs(Iterator(17)), state=ocp.args.StandardSave({"w": jnp.ones(2)})
+            ),
+        )
 
 
 def restore_positions(folder: str, fits: bool) -> None:

@@ -19,10 +19,11 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from reknit import policies
 from reknit.api import loads
-from reknit.errors import MissingExtraError, UsageError
+from reknit.errors import MismatchError, MissingExtraError, UsageError
 from reknit.integrations import dcp
 from reknit.options import LoadOptions, SaveOptions  # noqa: TC001 - tyro reads the types of a config
 from reknit.runs.checkpointer import Checkpointer
+from reknit.runs.later_steps import BEGIN_ANEW
 from reknit.runs.load_step import say_resumed
 
 try:
@@ -90,7 +91,10 @@ class ReknitCheckpointManager(titan.BaseCheckpointManager):  # type: ignore[misc
         if not self.enable:
             return
         if config.last_save_in_hf and sd_adapter is None:
-            raise UsageError("last_save_in_hf needs a state dict adapter, and the model has none")
+            raise UsageError(
+                "last_save_in_hf needs a state dict adapter, and the model has none",
+                remedy="set checkpoint.last_save_in_hf to False, or give the model spec a state_dict_adapter",
+            )
         self.config, self.sd_adapter, self.states = config, sd_adapter, states
         self.folder = filesystem.join(base_folder, config.folder)
         states.update(
@@ -132,6 +136,13 @@ class ReknitCheckpointManager(titan.BaseCheckpointManager):  # type: ignore[misc
     @torch.no_grad()
     def _load(self, step: int = -1) -> bool:
         """Load a step, or the newest committed step, or the checkpoint with which a new run begins."""
+        try:
+            return self._load_whole(step)
+        except MismatchError as error:
+            error.remedy = f"{error.remedy}; checkpoint.exclude_from_loading leaves whole states out"
+            raise
+
+    def _load_whole(self, step: int) -> bool:
         if step != -1:
             state = self._wanted(model_only=step == 0)
             report = self._steps.load(state, step)
@@ -165,12 +176,14 @@ class ReknitCheckpointManager(titan.BaseCheckpointManager):  # type: ignore[misc
         try:
             return self._steps.resume(state, start=0 if begins else None)
         except UsageError as error:
-            if self._steps.latest() is not None or (found := _own_steps(self.folder)) is None:
+            if self._steps.latest() is not None:
+                raise
+            if (found := _own_steps(self.folder)) is None:
+                error.remedy = _in_words_of_config(error.remedy or "")
                 raise
             raise UsageError(
                 f"there is no step of reknit below {self.folder}, but {found} is one of torchtitan's own",
-                remedy=f"to go on from it, set checkpoint.initial_load_path to {found!r} and "
-                "checkpoint.initial_load_model_only to False; to begin anew, set another checkpoint.folder",
+                remedy=_in_words_of_config(f"to go on from it: resume(state, start={found!r}); {BEGIN_ANEW}"),
                 path=found,
             ) from error
 
@@ -178,11 +191,16 @@ class ReknitCheckpointManager(titan.BaseCheckpointManager):  # type: ignore[misc
         """Load the checkpoint with which a new run begins; return whether the config names one."""
         config, path = self.config, self.config.initial_load_path
         if config.initial_load_in_hf:
-            path = path or getattr(self.sd_adapter, "hf_assets_path", None)
-            if self.sd_adapter is None or not path:
+            if self.sd_adapter is None:
                 raise UsageError(
-                    "initial_load_in_hf needs a state dict adapter and a folder",
-                    remedy="set initial_load_path or hf_assets_path",
+                    "initial_load_in_hf needs a state dict adapter, and the model has none",
+                    remedy="set checkpoint.initial_load_in_hf to False, or give the model spec a "
+                    "state_dict_adapter",
+                )
+            if not (path := path or self.sd_adapter.hf_assets_path):
+                raise UsageError(
+                    "initial_load_in_hf needs a folder",
+                    remedy="set checkpoint.initial_load_path or hf_assets_path to one",
                 )
             self._import(path)
             return True
@@ -251,6 +269,13 @@ class ReknitCheckpointManager(titan.BaseCheckpointManager):  # type: ignore[misc
     def _close(self) -> None:
         """Wait for all saves; after an error agents finish them, as the other ranks may not come."""
         self._steps.__exit__(*sys.exc_info())
+
+
+def _in_words_of_config(remedy: str) -> str:
+    """Return a remedy that names fields of the config in place of the keyword of `Checkpointer.resume`."""
+    goes_on = r"set checkpoint.initial_load_path to \1 and checkpoint.initial_load_model_only to False"
+    own = re.sub(r"resume\(state, start=('.*?'|\".*?\")\)", goes_on, remedy)
+    return own.replace(BEGIN_ANEW, "to begin anew, set another checkpoint.folder")
 
 
 def _own_steps(folder: str) -> str | None:

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("reknit")
 
+BEGIN_ANEW = "to begin with step 0 beside it: resume(state, start=0); or give this run a folder of its own"
+"""The end of the remedies of a run that would begin beside work of another program."""
+
 
 class Later(NamedTuple):
     """A committed step of an earlier run: its number, its folder, a folder to put it aside, and its save id.
@@ -93,16 +96,12 @@ def refuse_others(tiers: Tiers, folders: Sequence[Sequence[Folder]]) -> None:
     """Raise `UsageError` if a tier has a checkpoint of another program, but no tier has a step.
 
     A run that begins with step 0 would ignore the work that is there.  Weights from which it may start are
-    not work of a run.  `folders` are those of the steps of
-    each tier, as `numbered` returns them.
+    not work of a run.  `folders` are those of the steps of each tier, as `numbered` returns them.
     """
     found_in = zip(tiers.levels, folders, strict=True)
     if any(True for level, own in found_in for _ in descending(level.storage, folders=own)):
         return
     for level, own in zip(tiers.levels, folders, strict=True):
-        begins = (
-            "to begin with step 0 beside it: resume(state, start=0); or give this run a folder of its own"
-        )
         if not own:
             refuse_other(level.storage, of_run=True)
         if (found := newest_of_others(level.storage, works=True)) is not None:
@@ -110,13 +109,13 @@ def refuse_others(tiers: Tiers, folders: Sequence[Sequence[Folder]]) -> None:
             goes_on = f"to go on from it: resume(state, start={place!r})"
             raise UsageError(
                 f"there is no step of this run below {level.url}, but {place} is {other.what}",
-                remedy=f"{goes_on if other.kind in READABLE else other.remedy}; {begins}",
+                remedy=f"{goes_on if other.kind in READABLE else other.remedy}; {BEGIN_ANEW}",
                 path=level.url,
             )
         if (run := run_of_others(level.storage)) is not None and run.kind not in WEIGHTS:
             raise UsageError(
                 f"there is no step of this run below {level.url}, which is {run.what}",
-                remedy=f"{run.remedy}; {begins}",
+                remedy=f"{run.remedy}; {BEGIN_ANEW}",
                 path=level.url,
             )
 

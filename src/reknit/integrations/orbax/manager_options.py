@@ -47,7 +47,9 @@ def checked(options: Any) -> Any:
     """Return the options; warn of options without effect.  Raises `UsageError` for refused options."""
     for name, why in _REFUSED.items():
         if getattr(options, name, None) is not None:
-            raise UsageError(f"CheckpointManagerOptions({name}=...) has no counterpart: {why}", remedy="leave it out")
+            raise UsageError(
+                f"CheckpointManagerOptions({name}=...) has no counterpart: {why}", remedy="leave it out"
+            )
     if options.multiprocessing_options.active_processes is not None:
         raise UsageError(
             "CheckpointManagerOptions has active_processes, and here all processes save",
