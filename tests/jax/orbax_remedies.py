@@ -1,4 +1,4 @@
-"""Checks of the remedies at the door for Orbax's users: an error, and then what its remedy says."""
+"""Checks that the remedies at the door for Orbax's users can be followed: an error, then its remedy."""
 
 # mypy: disallow-untyped-calls=False
 

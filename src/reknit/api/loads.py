@@ -56,9 +56,9 @@ def load(
     patterns of names ``item/fqn``:  ``["model/*"]`` is strict for the model alone, ``["!model/head.*"]`` for
     all but its head; the last pattern that matches a name decides.  A load that would restore no tensor of
     `state` on any rank is always a `MismatchError`, unless the checkpoint has only values, and some of them
-    are restored.  So is a pattern that matches no name on any rank.  A value that each rank saved for itself
-    (random state, `PerRank`) is restored if the ranks are the same; otherwise it stays, and
-    `LoadReport.notes` mentions it.
+    are restored.  So is a pattern that matches no name on any rank, unless it begins with ``!``.  A value
+    that each rank saved for itself (random state, `PerRank`) is restored if the ranks are the same; otherwise
+    it stays, and `LoadReport.notes` mentions it.
 
     Objects with `load_state_dict` are loaded before any tensor of `state` changes, unless their class has
     `load_after_tensors = True`.  If one raises an exception, that is a `StateError`: reknit has changed no

@@ -92,8 +92,11 @@ class LoadCoordinator:
         require_rules(loads, collected)
         items = [*checkpoint.items, *handout.items]
         every = [*saved, *handout.left, *(each[:2] for each in whole)]
-        idle = idle_patterns(loads, job.options, job.lenient, partial(known_names, every, collected), items)
-        require_fit(loads, unexpected, idle, job.lenient, url, damaged=handout.damaged, hint=hint)
+        idle, spare = idle_patterns(
+            loads, job.options, job.lenient, partial(known_names, every, collected), items
+        )
+        damaged = handout.damaged
+        require_fit(loads, unexpected, idle, job.lenient, url, spare=spare, damaged=damaged, hint=hint)
         odd = require_some(
             loads, lambda: [full_name(*each[:2]) for each in whole], hint, url, saved=bool(whole)
         )

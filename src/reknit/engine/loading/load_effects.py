@@ -42,17 +42,20 @@ def idle_patterns(
     lenient: Sequence[str],
     names: Callable[[], Sequence[str]],
     items: Sequence[str],
-) -> list[str]:
-    """Name the patterns of a load that match nothing.
+) -> tuple[list[str], list[str]]:
+    """Name the patterns of a load that match nothing, and apart from them those that permit nothing by that.
 
-    A pattern of `only` has to match a name in the target of some rank.  Other patterns may
-    also match a saved name (`names`), and a pattern of `strict` may match one of the `items` as a whole.
+    The latter are the exceptions in `strict`: such a load is stricter than meant, so that they matter only
+    where it does not fit.  A pattern of `only` has to match a name in the target of some rank.  Other
+    patterns may also match a saved name (`names`), and a pattern of `strict` may match one of the `items` as
+    a whole.
     """
     everywhere = [pattern for pattern in requests[0].idle if all(pattern in one.idle for one in requests)]
     if not everywhere:
-        return []
+        return [], []
     known = names()
-    lines = []
+    lines: list[str] = []
+    spare: list[str] = []
     kinds = ("only", options.only), ("allow_shape_mismatch", options.allow_shape_mismatch)
     for kind, patterns in (*kinds, ("strict", strict_patterns(lenient))):
         for pattern in patterns:
@@ -60,10 +63,10 @@ def idle_patterns(
             if pattern in everywhere and not saved and not (kind == "strict" and _of_item(pattern, items)):
                 nor = "" if kind == "only" else ", nor in the checkpoint"
                 near = f": {question}" if (question := suggest(pattern, known)) else ""
-                lines.append(
+                (spare if kind == "strict" and pattern in lenient else lines).append(
                     f"{kind}: the pattern {pattern!r} matches nothing in the target of any rank{nor}{near}"
                 )
-    return lines
+    return lines, spare
 
 
 def _of_item(pattern: str, items: Sequence[str]) -> bool:

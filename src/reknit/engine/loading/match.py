@@ -226,6 +226,7 @@ def require_fit(
     lenient: Sequence[str],
     url: str,
     *,
+    spare: Sequence[str] = (),
     damaged: Sequence[str] = (),
     hint: Callable[[Sequence[str]], str | None] = lambda _: None,
 ) -> None:
@@ -233,7 +234,8 @@ def require_fit(
 
     `damaged` has sentences of the root.  The error is a `CorruptError` if files are damaged, which no option
     permits, and otherwise a `MismatchError`.  `idle` has lines about patterns that match nothing, which no
-    option permits either.  `lenient` has patterns of the load; `hint` suggests a fix for missing names.
+    option permits either; those in `spare` are no problem alone.  `lenient` has patterns of the load; `hint`
+    suggests a fix for missing names.
     """
     found: dict[tuple[str, str, str, str], set[int]] = {}
     for request in requests:
@@ -251,6 +253,7 @@ def require_fit(
         Problem(*line, _on(ranks, len(requests))) for line, ranks in {**of_root, **found, **of_all}.items()
     ]
     # Idle patterns come first, since they may be the cause of the other problems, and must not be cut off.
+    idle = [*idle, *(spare if problems or idle else ())]
     problems[:0] = [Problem("", line, "", "", "") for line in idle]
     problems.sort(key=lambda problem: _FIRST.get(problem.kind, len(_FIRST)))
     if problems:
