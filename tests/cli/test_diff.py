@@ -291,3 +291,22 @@ def test_signed_zeros_and_nans_are_compared_by_their_bits() -> None:
     b = np.array([-0.0, np.nan, 2.0, 1.0], np.float32)
     found.add(a, b, TensorSpec((4,), "float32"))
     assert str(found) == "2 elements differ, largest absolute difference 0, 1 with a NaN"
+
+
+def test_an_entry_that_cannot_be_read_counts_as_itself_and_is_told_once(
+    command: Command, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch = pytest.importorskip("torch")
+    for name in ("a.pt", "b.pt"):
+        torch.save({"model": {"w": torch.ones(2)}, "args": SimpleNamespace(lr=0.1)}, tmp_path / name)
+    for other, sides in (("b.pt", 2), ("a.pt", 1)):
+        caplog.clear()
+        ran = command("diff", tmp_path / "a.pt", tmp_path / other, "--json")
+        found = json.loads(ran.out)
+        assert {one["kind"] for one in found["differences"]} == {"unread"}
+        assert (found["summary"]["tensor"], found["summary"]["unread"]) == (0, 2)
+        assert len([record for record in caplog.records if "args" in record.getMessage()]) == sides
+    ran = command("diff", tmp_path / "a.pt", tmp_path / "b.pt")
+    assert ran.out.splitlines()[-1] == (
+        "differences: 0 items, 0 tensors in name, shape or dtype, 0 values, 2 not compared"
+    )

@@ -46,7 +46,11 @@ _SHOWN_NBYTES = MIB
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A difference of a `kind` (``"item"``, ``"tensor"``, ``"value"``, ``"data"``), described by `what`."""
+    """A difference, described by `what`.
+
+    Its `kind` is ``"item"``, ``"tensor"``, ``"value"``, ``"data"``, or ``"unread"`` for an entry that reknit
+    cannot read: a tensor, a value, or an item.
+    """
 
     kind: str
     name: str
@@ -136,9 +140,7 @@ class Comparison:
                     self.note("item", item, f"only in {name}")
         for name, side in (("A", self.a), ("B", self.b)):
             for entry in side.manifest.unread:
-                self.note(
-                    "tensor" if entry.fqn else "item", entry.name, f"not compared: of {name}, {entry.why}"
-                )
+                self.note("unread", entry.name, f"not compared: of {name}, {entry.why}")
         return [item for item in sides[0] if item in sides[1]]
 
     def own(self) -> list[str]:
@@ -209,7 +211,8 @@ class Comparison:
     def summary(self, num_same: int) -> dict[str, int]:
         """Return the number of tensors with equal specs, and that of the differences of each kind."""
         counts = Counter(difference.kind for difference in self.differences)
-        return {"compared": num_same, **{kind: counts[kind] for kind in ("item", "tensor", "value", "data")}}
+        kinds = ("item", "tensor", "value", "data", "unread")
+        return {"compared": num_same, **{kind: counts[kind] for kind in kinds}}
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -276,6 +279,8 @@ def _cut(text: str, start: int) -> str:
 def _values(checkpoint: OpenCheckpoint, items: list[str]) -> Mapping[str, Mapping[str, Any]]:
     """Return the shared values by item and name."""
     storage = checkpoint.storage
+    if checkpoint.manifest.other is not None:  # it was read as a whole, and has said what is odd in it
+        return checkpoint.blobs
     return opened(storage, read_opened(storage, items), None, LoadOptions()).blobs
 
 
@@ -334,9 +339,10 @@ def _print(args: argparse.Namespace, comparison: Comparison, num_same: int, num_
 
 def _counted(counts: dict[str, int], *, data: bool) -> str:
     bytes_text = f", {counts['data']} of {counts['compared']} in their bytes" if data else ""
+    unread = f", {counts['unread']} not compared" if counts["unread"] else ""
     return (
         f"differences: {counts['item']} items, {counts['tensor']} tensors in name, shape or dtype, "
-        f"{counts['value']} values{bytes_text}"
+        f"{counts['value']} values{bytes_text}{unread}"
     )
 
 

@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the program with these arguments (default: of the process) and return its exit code."""
     _open_streams()
     try:
-        with typed_shortage():
+        with typed_shortage(), _each_warning_once():
             code = _run(argv)
             sys.stdout.flush()
     except BrokenPipeError:  # the reader of the output closed the pipe
@@ -115,6 +115,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain(f"the output could not be written, and is incomplete: {error.strerror}")
         return UNWRITTEN
     return code
+
+
+@contextmanager
+def _each_warning_once() -> Iterator[None]:
+    """Leave warnings out that were printed before: a command may open a checkpoint several times."""
+    said: set[str] = set()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        new = text not in said
+        said.add(text)
+        return new
+
+    logger.addFilter(is_new)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_new)
 
 
 def _run(argv: Sequence[str] | None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import TYPE_CHECKING
 
 from reknit.engine.foreign import (
@@ -23,6 +24,7 @@ from reknit.errors import (
     FormatError,
     StorageNotFoundError,
     UsageError,
+    did_you_mean,
 )
 from reknit.storage.base import HasDerivedFiles, HasFolderAbove
 from reknit.types.foreign.other_format import OtherFormat
@@ -57,6 +59,8 @@ _FILES: dict[str, Callable[[ForeignEntries, str], None]] = {
     "npz": array_files.add_npz,
     "npy": array_files.add_npy,
 }
+_BEGINS = re.compile(r"[^/]+\.(?:safetensors|bin)(?:\.index\.json)?")
+_PART = re.compile(r"(?!shard-).*-[0-9]{5}-of-[0-9]{5}\..*")
 _PICKLES = ("torch.save", "Lightning")
 _OF_TORCH = (
     "if you trust it, load it with torch, and save the parts that you need with reknit: "
@@ -81,6 +85,8 @@ def read_foreign(storage: Storage, weights: str | None = None) -> ForeignCheckpo
             remedy="leave the choice out: only folders of Hugging Face have several",
             path=storage.url,
         )
+    if weights is not None:
+        _require_weights(storage, weights)
     other = OtherFormat(found.kind, found.is_file, NOTHING)
     try:
         if found.is_file:
@@ -111,6 +117,20 @@ def read_foreign(storage: Storage, weights: str | None = None) -> ForeignCheckpo
     if made.manifest.other.unread:
         logger.warning("%s is %s: %s", storage.url, found.kind, listed(made.manifest.other.unread))
     return made
+
+
+def _require_weights(storage: Storage, weights: str) -> None:
+    """Raise `UsageError` for a choice that is none of the files with which models in a folder may begin."""
+    paths = [each.path for each in storage.list()]
+    if weights in paths:
+        return
+    there = sorted(path for path in paths if _BEGINS.fullmatch(path) and not _PART.fullmatch(path))
+    question = did_you_mean(weights, there)
+    raise UsageError(
+        f"{storage.url} has no file of weights {weights!r}{f': {question}' if question else ''}",
+        remedy=f"choose one of its files: {', '.join(there)}",
+        path=storage.url,
+    )
 
 
 def store_of(storage: Storage, other: OtherFormat) -> Storage:

@@ -43,10 +43,10 @@ def idle_patterns(
     names: Callable[[], Sequence[str]],
     items: Sequence[str],
 ) -> tuple[list[str], list[str]]:
-    """Name the patterns of a load that match nothing, and apart from them those that permit nothing by that.
+    """Name the patterns of a load that match nothing; the exceptions in `strict` are apart from the others.
 
-    The latter are the exceptions in `strict`: such a load is stricter than meant, so that they matter only
-    where it does not fit.  A pattern of `only` has to match a name in the target of some rank.  Other
+    With an exception that matches nothing a load is stricter than meant, which matters only where it does not
+    fit.  A pattern of `only` has to match a name in the target of some rank.  Other
     patterns may also match a saved name (`names`), and a pattern of `strict` may match one of the `items` as
     a whole.
     """

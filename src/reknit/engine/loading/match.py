@@ -234,8 +234,8 @@ def require_fit(
 
     `damaged` has sentences of the root.  The error is a `CorruptError` if files are damaged, which no option
     permits, and otherwise a `MismatchError`.  `idle` has lines about patterns that match nothing, which no
-    option permits either; those in `spare` are no problem alone.  `lenient` has patterns of the load; `hint`
-    suggests a fix for missing names.
+    option permits either; those in `spare` only appear beside other problems.  `lenient` has patterns of the
+    load; `hint` suggests a fix for missing names.
     """
     found: dict[tuple[str, str, str, str], set[int]] = {}
     for request in requests:
