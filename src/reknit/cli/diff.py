@@ -279,7 +279,7 @@ def _cut(text: str, start: int) -> str:
 def _values(checkpoint: OpenCheckpoint, items: list[str]) -> Mapping[str, Mapping[str, Any]]:
     """Return the shared values by item and name."""
     storage = checkpoint.storage
-    if checkpoint.manifest.other is not None:  # it was read as a whole, and has said what is odd in it
+    if checkpoint.manifest.other is not None:  # it was read as a whole, with its warnings
         return checkpoint.blobs
     return opened(storage, read_opened(storage, items), None, LoadOptions()).blobs
 

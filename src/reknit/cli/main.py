@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import errno
 import io
+import logging
 import os
 import re
 import sys
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from reknit.cli import (
@@ -43,7 +44,9 @@ from reknit.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+
+logger = logging.getLogger("reknit")
 
 OK = 0
 DIFFERENT = 1
