@@ -141,7 +141,7 @@ def test_an_opened_folder_has_the_tensors_of_a_model_in_one_process(saved: Saved
         assert not _unlike(wanted, states)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of modules that torch.load imports
+@pytest.mark.filterwarnings("ignore")  # of modules that torch.load imports
 @pytest.mark.parametrize("num", [0, 1, 3])
 def test_values_of_classes_in_the_common_state_are_named_and_close_nothing(
     saved: Saved, tmp_path: Path, num: int
