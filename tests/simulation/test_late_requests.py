@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.engine.record import commit, late_commits, removals
+from reknit.engine.record import commit, late_commits, marker, removals
 from reknit.engine.record.marker import Marker, begun_in
 from reknit.engine.record.recognising import has_tombstone
 from reknit.engine.stored import delete as stored_delete
@@ -29,6 +29,7 @@ from reknit.errors import (
     UsageError,
 )
 from reknit.format.paths import index_path
+from reknit.format.tombstone import encode_tombstone
 from reknit.storage.base import LONGEST_REQUEST_S
 from reknit.storage.registry import open_storage, register
 from tests.running.examples import is_night
@@ -349,6 +350,31 @@ def test_a_save_over_a_tombstone_does_not_replace_what_another_commits_at_that_m
     monkeypatch.setattr(commit, "has_tombstone", other_commits)
     with pytest.raises(CheckpointExistsError, match="another save committed"):
         place.save(NEW)
+    assert place.value(place.hot) == LATER
+
+
+def test_a_save_over_a_tombstone_that_is_fenced_off_at_that_moment_does_not_commit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = Place("bucket")
+    unanswered(place, overwrite=False, silence=1)
+
+    def other_fences(storage: Storage) -> bool:
+        for each in begun_in(storage):
+            each.folder.delete(each.path)
+        return has_tombstone(storage)
+
+    monkeypatch.setattr(commit, "has_tombstone", other_fences)
+    monkeypatch.setattr(marker, "_ALONE_S", 0.0)
+    with pytest.raises(CommitError, match="nothing is committed"):
+        place.save(NEW)
+    assert place.value(place.hot) is None
+
+
+def test_a_tombstone_that_was_copied_to_a_store_without_conditions_is_replaced_as_well() -> None:
+    place = Place("blind")
+    open_storage(place.hot).put("manifest.json", encode_tombstone(), if_absent=True)
+    place.save(LATER)
     assert place.value(place.hot) == LATER
 
 

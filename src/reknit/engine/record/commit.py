@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from reknit.engine.record.at_path import check_absent, committed, is_committed, manifest_in, size_of
+from reknit.engine.record.at_path import check_absent, committed, is_committed, manifest_in
 from reknit.engine.record.checkpoint_notes import noted, refuse_held
 from reknit.engine.record.late_commits import (
     discard_index,
@@ -47,6 +47,10 @@ if TYPE_CHECKING:
     from reknit.types.manifest import Manifest
 
 
+_Over = Literal["nothing", "tombstone", "anything"]
+"""The most that a manifest may replace."""
+
+
 def refuse_pinned(storage: Storage) -> None:
     """Raise `CheckpointExistsError` for a committed checkpoint that is pinned, so that no run replaces it."""
     try:
@@ -68,24 +72,145 @@ def refuse_pinned(storage: Storage) -> None:
         )
 
 
-def place_manifest(storage: Storage, mine: Marker, data: bytes, *, if_absent: bool) -> bool:
-    """Put the manifest if the marker is still there; return False if `if_absent`, and there is one already.
+def put_manifest(storage: Storage, mine: Marker, data: bytes, *, overwrite: bool) -> tuple[Marker, bytes]:
+    """Commit, and return the marker and the bytes for `clear_out`; or raise.
+
+    After an `UndecidedError` the store may still commit, and the marker has to stay.  Another program may
+    have put a file of that name there since the save began, so this looks just before.
+    """
+    with never_if_it_fails(storage, mine):
+        # One that began since may have left this marker, at a step that it passed over.
+        if mine.run is not None:
+            mine.run.check()
+        over_tombstone = overwrite and check_absent(storage, overwrite=overwrite)
+    tries = retries.get()
+    done = _commit(storage, mine, data, over="anything" if overwrite else "nothing")
+    if done is None and (over_tombstone := has_tombstone(storage)):
+        done = _commit(storage, mine, data, over="tombstone")
+    if done is None:
+        with never_if_it_fails(storage, mine):
+            if not is_committed(storage, mine.write_id):
+                check_absent(storage, overwrite=True)
+                raise CheckpointExistsError(
+                    "another save committed to this path meanwhile",
+                    path=storage.url,
+                    remedy="give each save a path of its own",
+                )
+        remove_marker(storage, mine)  # an attempt without an answer has committed, and left it
+        done = mine, data
+    mine, data = done
+    if over_tombstone or retries.get() != tries:
+        mine = mine._replace(met=(*mine.met, *note_unanswered(storage)))
+    return mine, data
+
+
+def replace_manifest(storage: Storage, old: Manifest, mine: Marker, write: Callable[[], bytes]) -> None:
+    """Replace a manifest by the bytes that `write` returns, under a marker of its own.
+
+    Raises `UsageError` if another process holds the checkpoint, saves to its path, or has changed it.  A save
+    that begins meanwhile removes the marker, as it does that of an older save, and then this raises.  After
+    an `UndecidedError` the store may still replace the manifest.
+    """
+    removal = Removal(storage, old.save_id)
+    try:
+        with never_if_it_fails(storage, mine):
+            refuse_held(storage, old.save_id)
+            data = write()
+            storage.put(mine.path, b"", if_absent=True)
+            if others := [each for each in begun_in(storage) if each.path != mine.path]:
+                raise UsageError(
+                    f"a save to {storage.url} has begun: {named(others)}",
+                    path=storage.url,
+                    remedy="wait until it is over, then try again",
+                )
+            removal.check()
+            now_there = committed(storage)
+            if (now_there.write_id, now_there.moved_to) != (old.write_id, old.moved_to):
+                raise UsageError(
+                    f"{storage.url} was changed meanwhile",
+                    path=storage.url,
+                    remedy="look at it, then try again",
+                )
+        if mine.owns_index:
+            _commit(storage, mine, data, over="anything")
+        else:  # a redirect, which may also be placed later: no file goes before it is there
+            _place(storage, mine, data, over="anything")
+    except UndecidedError:
+        raise
+    except BaseException:
+        remove_marker(storage, mine)
+        raise
+    finally:
+        removal.give_up()
+
+
+@contextmanager
+def never_if_it_fails(storage: Storage, mine: Marker) -> Iterator[None]:
+    """Delete the index after an error, to show that no commit is on its way."""
+    try:
+        yield
+    except BaseException:
+        discard_index(storage, mine)
+        raise
+
+
+def _commit(storage: Storage, mine: Marker, data: bytes, *, over: _Over) -> tuple[Marker, bytes] | None:
+    """Put the manifest as `_place` does, and decide about an attempt without an answer.
+
+    Returns the marker and the bytes of the commit, None if there is a file that it may not replace.
+    """
+    tries = retries.get()
+    try:
+        placed = _place(storage, mine, data, over=over)
+    except BaseException as error:
+        answered = retries.get() == tries  # every attempt
+        if isinstance(error, CommitError) and answered:  # it was fenced
+            outcome: bool | None = False
+        else:
+            refused = isinstance(error, (StorageFullError, StoragePermissionError))
+            outcome = settled(storage, mine, refused=refused and answered)
+        if outcome is False:
+            discard_index(storage, mine)
+        if outcome is False or not isinstance(error, ReknitError):
+            raise
+        if outcome is None:
+            raise undecided(storage, error) from error
+        return _commit_again(storage, mine, data)
+    return (mine, data) if placed else None
+
+
+def _commit_again(storage: Storage, mine: Marker, data: bytes) -> tuple[Marker, bytes]:
+    """Commit once more a manifest whose commit the store did not confirm; return the marker and the bytes.
+
+    The answer was lost, or a folder not synced, and the store has to confirm that the manifest will stay.
+    That is one more save of the same files, and begins like one.  Other bytes refuse a late commit of a save
+    that has seen the first ones.
+    """
+    mine = put_marker(storage, mine)
+    if not is_committed(storage, mine.write_id):
+        raise fenced_off(storage, mine)
+    if isinstance(storage, CommitsLate):
+        data = changed(data)
+    _place(storage, mine, data, over="anything")
+    return mine, data
+
+
+def _place(storage: Storage, mine: Marker, data: bytes, *, over: _Over) -> bool:
+    """Put the manifest if the marker is still there; return False if it may not replace the file there.
 
     This one write makes a checkpoint exist, or replaces it: no other code commits.
     """
     try:
-        return storage.commit(paths.MANIFEST_PATH, data, pending=mine.path, if_absent=if_absent)
+        if over == "tombstone" and isinstance(storage, CommitsLate) and not is_blind(storage):
+            return _place_over_tombstone(storage, mine, data)
+        return storage.commit(paths.MANIFEST_PATH, data, pending=mine.path, if_absent=over == "nothing")
     except StorageNotFoundError as error:
         raise fenced_off(storage, mine) from error
 
 
 def _place_over_tombstone(storage: Storage, mine: Marker, data: bytes) -> bool:
-    """Put the manifest in the place of a tombstone as `place_manifest` does; return False for a manifest.
-
-    A late commit may have replaced the tombstone just before.
-    """
-    if not isinstance(storage, CommitsLate):
-        return place_manifest(storage, mine, data, if_absent=False)
+    """Put the manifest in the place of a tombstone, which a late commit may have replaced just before."""
+    assert isinstance(storage, CommitsLate)
     placed = False
 
     def change(old: bytes | None) -> bytes | None:
@@ -94,9 +219,7 @@ def _place_over_tombstone(storage: Storage, mine: Marker, data: bytes) -> bool:
         placed = old is None or old == data or is_tombstone(old)
         if not placed or old == data:
             return None
-        # As in `Storage.commit`, the look for the marker is between the look for the file and the write.
-        if size_of(storage, mine.path) is None:
-            raise fenced_off(storage, mine)
+        storage.size(mine.path)  # as in `Storage.commit`, between the look for the file and the write
         return data
 
     placed = storage.swap(paths.MANIFEST_PATH, change, limit=MAX_MANIFEST_NBYTES) and placed
@@ -131,134 +254,6 @@ def fate_of(storage: Storage, write_id: str, error: BaseException, *, sent: bool
     elsewhere = lost or type(error) is ReknitError
     never = answered and not isinstance(error, UndecidedError) and not may_land(storage, write_id)
     return Fate(bool(committed) and sent and elsewhere, committed is False and (never or not sent))
-
-
-def replace_manifest(storage: Storage, old: Manifest, mine: Marker, write: Callable[[], bytes]) -> None:
-    """Replace a manifest by the bytes that `write` returns, under a marker of its own.
-
-    Raises `UsageError` if another process holds the checkpoint, saves to its path, or has changed it.  A save
-    that begins meanwhile removes the marker, as it does that of an older save, and then this raises.  After
-    an `UndecidedError` the store may still replace the manifest.
-    """
-    removal = Removal(storage, old.save_id)
-    try:
-        with never_if_it_fails(storage, mine):
-            refuse_held(storage, old.save_id)
-            data = write()
-            storage.put(mine.path, b"", if_absent=True)
-            if others := [each for each in begun_in(storage) if each.path != mine.path]:
-                raise UsageError(
-                    f"a save to {storage.url} has begun: {named(others)}",
-                    path=storage.url,
-                    remedy="wait until it is over, then try again",
-                )
-            removal.check()
-            now_there = committed(storage)
-            if (now_there.write_id, now_there.moved_to) != (old.write_id, old.moved_to):
-                raise UsageError(
-                    f"{storage.url} was changed meanwhile",
-                    path=storage.url,
-                    remedy="look at it, then try again",
-                )
-        if mine.owns_index:
-            _place_or_settle(storage, mine, data, if_absent=False)
-        else:  # a redirect, which may also be placed later: no file goes before it is there
-            place_manifest(storage, mine, data, if_absent=False)
-    except UndecidedError:
-        raise
-    except BaseException:
-        remove_marker(storage, mine)
-        raise
-    finally:
-        removal.give_up()
-
-
-def put_manifest(storage: Storage, mine: Marker, data: bytes, *, overwrite: bool) -> tuple[Marker, bytes]:
-    """Commit, and return the marker and the bytes for `clear_out`; or raise.
-
-    After an `UndecidedError` the store may still commit, and the marker has to stay.  Another program may
-    have put a file of that name there since the save began, so this looks just before.
-    """
-    with never_if_it_fails(storage, mine):
-        # One that began since may have left this marker, at a step that it passed over.
-        if mine.run is not None:
-            mine.run.check()
-        over_tombstone = overwrite and check_absent(storage, overwrite=overwrite)
-    tries = retries.get()
-    placed = _place_or_settle(storage, mine, data, if_absent=not overwrite)
-    if not placed and has_tombstone(storage):
-        over_tombstone = True
-        placed = _place_or_settle(storage, mine, data, if_absent=True, over_tombstone=True)
-    if not placed:
-        with never_if_it_fails(storage, mine):
-            if not is_committed(storage, mine.write_id):
-                check_absent(storage, overwrite=True)
-                raise CheckpointExistsError(
-                    "another save committed to this path meanwhile",
-                    path=storage.url,
-                    remedy="give each save a path of its own",
-                )
-        remove_marker(storage, mine)  # an attempt without an answer has committed, and left it
-    mine, data = placed or (mine, data)
-    if over_tombstone or retries.get() != tries:
-        mine = mine._replace(met=(*mine.met, *note_unanswered(storage)))
-    return mine, data
-
-
-def _place_or_settle(
-    storage: Storage, mine: Marker, data: bytes, *, if_absent: bool, over_tombstone: bool = False
-) -> tuple[Marker, bytes] | None:
-    """Put the manifest as `place_manifest` does, and decide about a commit without an answer.
-
-    Returns the marker and the bytes of the commit, None if there is a manifest already.
-    """
-    tries = retries.get()
-    try:
-        if over_tombstone:
-            placed = _place_over_tombstone(storage, mine, data)
-        else:
-            placed = place_manifest(storage, mine, data, if_absent=if_absent)
-    except BaseException as error:
-        answered = retries.get() == tries  # every attempt
-        if isinstance(error, CommitError) and answered:  # it was fenced
-            outcome: bool | None = False
-        else:
-            refused = isinstance(error, (StorageFullError, StoragePermissionError))
-            outcome = settled(storage, mine, refused=refused and answered)
-        if not isinstance(error, ReknitError) or outcome is False:
-            if outcome is False:
-                discard_index(storage, mine)
-            raise
-        if outcome is None:
-            raise undecided(storage, error) from error
-        return _commit_again(storage, mine, data)
-    return (mine, data) if placed else None
-
-
-@contextmanager
-def never_if_it_fails(storage: Storage, mine: Marker) -> Iterator[None]:
-    """Delete the index after an error, to show that no commit is on its way."""
-    try:
-        yield
-    except BaseException:
-        discard_index(storage, mine)
-        raise
-
-
-def _commit_again(storage: Storage, mine: Marker, data: bytes) -> tuple[Marker, bytes]:
-    """Commit once more a manifest whose commit the store did not confirm; return the marker and the bytes.
-
-    The answer was lost, or a folder not synced, and the store has to confirm that the manifest will stay.
-    That is one more save of the same files, and begins like one.  Other bytes refuse a late commit of a save
-    that has seen the first ones.
-    """
-    mine = put_marker(storage, mine)
-    if not is_committed(storage, mine.write_id):
-        raise fenced_off(storage, mine)
-    if isinstance(storage, CommitsLate):
-        data = changed(data)
-    place_manifest(storage, mine, data, if_absent=False)
-    return mine, data
 
 
 def clear_own_host(storage: Storage, group: comm.Group, write_id: str) -> None:
