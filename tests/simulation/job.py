@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from unittest.mock import patch
 
 import numpy as np
 
-from reknit.engine.record import marker
+from reknit.engine.record import marker, removals
 from reknit.engine.saving import write
 from reknit.engine.saving.save import save
 from reknit.engine.saving.save_job import SaveJob
@@ -183,6 +184,8 @@ def one_thread(random: Random) -> Iterator[None]:
     This holds for all saves of this process, so let no other one run meanwhile.
     """
 
+    notes = count()
+
     def new_id() -> str:
         return f"{random.getrandbits(128):032x}"
 
@@ -191,5 +194,6 @@ def one_thread(random: Random) -> Iterator[None]:
         patch.object(paths, "new_write_id", new_id),
         patch.object(marker, "sleep", sleep),
         patch.object(marker, "dice", random),
+        patch.object(removals, "new_identity", lambda: f"{next(notes):024x}"),
     ):
         yield

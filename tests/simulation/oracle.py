@@ -117,6 +117,8 @@ class Oracle:
         for folder, needed in self._needed.items():
             wanted = needed | {f"{folder}/{MANIFEST}"}
             left = {p for p in (*self.disk.files, *self.disk.under_way) if p.startswith(f"{folder}/")}
+            # A removal that was interrupted keeps its note until no request of it can be carried out.
+            left -= {path for path in left if path.startswith(f"{folder}/.notes/removal.")}
             if left != wanted:
                 raise Violation(f"files are left over in {folder}: {sorted(left - wanted)}")
 

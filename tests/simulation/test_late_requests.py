@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 import reknit
+from reknit.comm.group import SoloGroup
 from reknit.engine.record import commit, late_commits, marker, removals
+from reknit.engine.record.at_path import committed
+from reknit.engine.record.file_checks import whole_manifest
 from reknit.engine.record.marker import Marker, begun_in
 from reknit.engine.record.recognising import has_tombstone
+from reknit.engine.small_files import Written
 from reknit.engine.stored import delete as stored_delete
 from reknit.engine.stored import pending
+from reknit.engine.stored.copy_files import Promotion
 from reknit.engine.stored.leftovers import leftovers, remove
+from reknit.engine.stored.promote import promote
 from reknit.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -30,6 +37,8 @@ from reknit.errors import (
 )
 from reknit.format.paths import index_path
 from reknit.format.tombstone import encode_tombstone
+from reknit.monitor.phase import Recorder
+from reknit.options import CommOptions, SaveOptions
 from reknit.storage.base import LONGEST_REQUEST_S
 from reknit.storage.registry import open_storage, register
 from tests.running.examples import is_night
@@ -46,6 +55,8 @@ ROOT = "{}-late://all/run"
 HOT, COLD = f"{ROOT}/step_00000001", "{}-late://all/cold/step_00000001"
 OLD, NEW, LATER = 1.0, 2.0, 3.0
 FOR_EVER = 1000
+ONE_RUN = SaveOptions(comm=CommOptions(generation=1))
+DECIDING = re.compile("commit manifest|delete (?:.*/)?(?:manifest|index|m/)")
 
 
 def _opened(kind: type[LateFolder], url: str) -> Storage:
@@ -84,11 +95,18 @@ class Place:
 
     def save(self, value: float, *, cold: bool = False, overwrite: bool = False) -> None:
         path = self.cold if cold else self.hot
-        reknit.save(path, state(value), step=1, overwrite=overwrite)
+        reknit.save(path, state(value), step=1, overwrite=overwrite, options=ONE_RUN)
 
     def promote(self, *, back: bool = False) -> None:
         here, there = (self.cold, self.hot) if back else (self.hot, self.cold)
         reknit.promote(here, there, overwrite=True)
+
+    def leave_a_copy(self) -> None:
+        """Copy the files, and die before the commit."""
+        self.calls.expect("commit manifest", 1, dies=True)
+        assert attempt(Place.promote, self)
+        self.calls.end()
+        self.calls.waiting.clear()
 
     def sweep(self) -> None:
         for left in leftovers(self.store, self.store.dated(), float("inf")):  # type: ignore[attr-defined]
@@ -122,9 +140,11 @@ BEFORE: dict[str, Callable[[Place], object]] = {
     "save over": lambda place: place.save(OLD),
     "promote": lambda place: place.save(NEW),
     "promote over": in_turn(lambda place: place.save(OLD, cold=True), lambda place: place.save(NEW)),
-    "drop": lambda place: place.save(OLD),
+    "drop": in_turn(lambda place: place.save(OLD), lambda place: place.promote()),
     "cool": lambda place: place.save(OLD),
     "delete": lambda place: place.save(OLD),
+    "sweep a copy": in_turn(lambda place: place.save(OLD), lambda place: place.leave_a_copy()),
+    "replace a copy": in_turn(lambda place: place.save(OLD), lambda place: place.promote()),
 }
 ACTIONS: dict[str, Callable[[Place], object]] = {
     "save": lambda place: place.save(NEW),
@@ -134,6 +154,8 @@ ACTIONS: dict[str, Callable[[Place], object]] = {
     "drop": lambda place: reknit.delete(place.hot, items=["o"]),
     "cool": lambda place: reknit.cool(place.hot, place.cold),
     "delete": lambda place: reknit.delete(place.hot),
+    "sweep a copy": lambda place: place.sweep(),
+    "replace a copy": lambda place: place.save(NEW, cold=True, overwrite=True),
 }
 AFTERWARDS: dict[str, Callable[[Place], object]] = {
     "nothing": lambda place: None,
@@ -144,6 +166,10 @@ AFTERWARDS: dict[str, Callable[[Place], object]] = {
     "delete": lambda place: reknit.delete(place.hot),
     "promote": lambda place: place.promote(),
     "promote back": lambda place: place.promote(back=True),
+    "sweep, promote": in_turn(lambda place: place.sweep(), lambda place: place.promote()),
+    "save copy, promote": in_turn(
+        lambda place: place.save(LATER, cold=True, overwrite=True), lambda place: place.promote()
+    ),
     "sweep, save": in_turn(lambda place: place.sweep(), lambda place: place.save(LATER)),
     "save, delete": in_turn(lambda place: place.save(LATER), lambda place: reknit.delete(place.hot)),
     "sweep, save, delete": in_turn(
@@ -166,18 +192,23 @@ def requests_of(kind: str, action: str) -> list[int]:
     BEFORE[action](place)
     place.calls.end()
     ACTIONS[action](place)
-    deciding = ("commit manifest", "delete manifest", "delete index", "delete m/")
-    return [
-        number for number, label in enumerate(place.calls.sent, 1) if is_night() or label.startswith(deciding)
-    ]
+    return [number for number, label in enumerate(place.calls.sent, 1) if is_night() or DECIDING.match(label)]
 
 
 def situations(kind: str, action: str) -> Iterator[tuple[int, int, str, bool]]:
     """Yield a request, the length of the silence (0: the process dies), the next action, and the order."""
     ways = list(itertools.product((0, 1, 2, FOR_EVER), (False, True)))
     for number, (turn, then) in itertools.product(requests_of(kind, action), enumerate(AFTERWARDS)):
-        for way in ways if is_night() else [ways[(number + turn) % len(ways)]]:
-            yield number, way[0], then, way[1]
+        if (action, then) == ("cool", "save copy, promote"):
+            continue  # the copy has the only files by then
+        if is_night():
+            some = ways
+        elif "copy" in action:
+            some = [(1, False)] if "promote" in then else []
+        else:
+            some = [ways[(number + turn) % len(ways)]]
+        for silence, at_once in some:
+            yield number, silence, then, at_once
 
 
 def happens(kind: str, action: str, number: int, silence: int, then: str, at_once: bool) -> None:
@@ -469,3 +500,36 @@ def test_files_that_may_still_be_deleted_are_not_copied_again() -> None:
     assert place.value(place.hot) == OLD  # from where it has moved to
     place.save(LATER, overwrite=True)
     assert place.value(place.hot) == LATER
+
+
+def test_the_index_of_a_promotion_that_failed_is_not_copied_again_while_it_may_still_be_deleted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = Place("bucket")
+    place.save(OLD)
+    hot, cold = open_storage(place.hot), open_storage(place.cold)
+    manifest = whole_manifest(hot, committed(hot))
+    own = [
+        Written(file.path, file.nbytes, np.array(file.digests, np.uint64))
+        for file in manifest.files
+        if file != manifest.index
+    ]
+
+    def with_all_ranks() -> None:
+        job = Promotion(hot, cold, True, SaveOptions(), Recorder("promote"))
+        promote(job, SoloGroup(), 1, manifest.write_id, own)
+
+    def fails(*_: object, **__: object) -> bool:
+        place.calls.expect("delete index", 1)
+        raise UsageError("the run is over")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(commit, "check_absent", fails)
+        with pytest.raises(UsageError, match="the run is over"):
+            with_all_ranks()
+    place.calls.end()
+    assert place.calls.waiting
+    with pytest.raises(CommitError, match="a file of this save may still be deleted"):
+        with_all_ranks()
+    place.calls.release()
+    assert place.value(place.cold) is None

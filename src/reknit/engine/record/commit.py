@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reknit.engine.record.at_path import check_absent, committed, is_committed, manifest_in
@@ -17,7 +17,7 @@ from reknit.engine.record.late_commits import (
 )
 from reknit.engine.record.marker import begun_in, fenced_off, is_last, named, put_marker, remove_marker
 from reknit.engine.record.recognising import has_tombstone, is_of_others
-from reknit.engine.record.removals import Removal
+from reknit.engine.record.removals import Removal, is_content, is_over, removing_copies
 from reknit.engine.small_files import discard
 from reknit.errors import (
     CheckpointExistsError,
@@ -83,6 +83,7 @@ def put_manifest(storage: Storage, mine: Marker, data: bytes, *, overwrite: bool
         if mine.run is not None:
             mine.run.check()
         over_tombstone = overwrite and check_absent(storage, overwrite=overwrite)
+        data = _new_bytes(storage, data) if overwrite else data
     tries = retries.get()
     done = _commit(storage, mine, data, over="anything" if overwrite else "nothing")
     if done is None and (over_tombstone := has_tombstone(storage)):
@@ -115,7 +116,7 @@ def replace_manifest(storage: Storage, old: Manifest, mine: Marker, write: Calla
     try:
         with never_if_it_fails(storage, mine):
             refuse_held(storage, old.save_id)
-            data = write()
+            data = _new_bytes(storage, write())
             storage.put(mine.path, b"", if_absent=True)
             if others := [each for each in begun_in(storage) if each.path != mine.path]:
                 raise UsageError(
@@ -189,10 +190,17 @@ def _commit_again(storage: Storage, mine: Marker, data: bytes) -> tuple[Marker, 
     mine = put_marker(storage, mine)
     if not is_committed(storage, mine.write_id):
         raise fenced_off(storage, mine)
-    if isinstance(storage, CommitsLate):
-        data = changed(data)
+    data = _new_bytes(storage, data)
     _place(storage, mine, data, over="anything")
     return mine, data
+
+
+def _new_bytes(storage: Storage, data: bytes) -> bytes:
+    """Return a manifest with bytes that were never at the path, as those of a copy may have been.
+
+    A late commit may have seen them, and its condition would hold again.
+    """
+    return changed(data) if isinstance(storage, CommitsLate) else data
 
 
 def _place(storage: Storage, mine: Marker, data: bytes, *, over: _Over) -> bool:
@@ -284,7 +292,9 @@ def clear_out(storage: Storage, mine: Marker, manifest: bytes, needed: Container
     try:
         late = mine.met if isinstance(storage, CommitsLate) else ()
         all_stay = bool(late) and is_blind(storage)
-        names = {listed.path: paths.parse_path(listed.path) for listed in storage.list()}
+        # A removal whose requests have no answer yet keeps its note.
+        files = [listed for listed in storage.list() if is_over(storage, listed)]
+        names = {listed.path: paths.parse_path(listed.path) for listed in files}
         own = (None, paths.short_id(mine.write_id))
         old = [
             path
@@ -295,9 +305,12 @@ def clear_out(storage: Storage, mine: Marker, manifest: bytes, needed: Container
             and name.kind != "copy"  # a note about a copy goes after the copy
             and not (name.write_id8 in late and (all_stay or name.kind == "index"))
         ]
-        if old and is_last(storage, mine, manifest):
-            for path in old:
-                storage.delete(path)
+        if not old:
+            return []
+        with removing_copies(storage) if any(map(is_content, old)) else nullcontext():
+            if is_last(storage, mine, manifest):
+                for path in old:
+                    storage.delete(path)
     except ReknitError as error:
         return [f"the checkpoint is committed, but files of an earlier save could not be deleted: {error}"]
     return []

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from reknit.engine.record.at_path import is_committed, size_of
-from reknit.engine.small_files import discard
+from reknit.engine.record.removals import delete_copies
 from reknit.errors import FormatError, ReknitError, UndecidedError, UsageError
 from reknit.format import paths
 from reknit.format.manifest_file import MAX_MANIFEST_NBYTES, decode_record
@@ -64,7 +64,8 @@ def settled(storage: Storage, mine: Marker, *, refused: bool = False) -> bool | 
 def discard_index(storage: Storage, mine: Marker) -> None:
     """Delete the index of a write that can never be committed, for `may_land` on all ranks."""
     if mine.owns_index and isinstance(storage, CommitsLate):
-        discard(storage, paths.index_path(mine.write_id))
+        with suppress(ReknitError):  # as long as it is there, the other files stay
+            delete_copies(storage, [paths.index_path(mine.write_id)])
 
 
 def forbid(storage: Storage, write_id8: str) -> bool:

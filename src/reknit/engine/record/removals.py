@@ -11,21 +11,29 @@ keeps a request (docs/decisions/0029).
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from time import sleep
 from typing import TYPE_CHECKING
 
 from reknit.engine.record.at_path import check_same, size_of
 from reknit.engine.record.checkpoint_notes import lease_for, left_s, new_identity, noted
 from reknit.engine.small_files import discard
-from reknit.errors import CommitError, FormatError, StorageFullError, StoragePermissionError, UsageError
+from reknit.errors import (
+    CommitError,
+    FormatError,
+    ReknitError,
+    StorageError,
+    StorageFullError,
+    StoragePermissionError,
+    UsageError,
+)
 from reknit.format import paths
 from reknit.format.notes import HolderLease, encode_note
 from reknit.monitor.phase import Deadline
 from reknit.storage.base import LONGEST_REQUEST_S
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from reknit.storage.base import Listed, Storage
 
@@ -67,12 +75,12 @@ class Removal:
 class PathRemoval:
     """The note that files of a path are being deleted: from when it is there no save begins at the path.
 
-    If it is about copies, no copy with the same names begins there.
+    If it is about copies, no copy with the same names begins there.  The path is the `folder` of the store.
     """
 
-    def __init__(self, storage: Storage, about: str = OF_ALL) -> None:
+    def __init__(self, storage: Storage, about: str = OF_ALL, folder: str = "") -> None:
         self._storage = storage
-        self._path = paths.note_path("removal", about, new_identity())
+        self._path = f"{folder}/{paths.note_path('removal', about, new_identity())}".lstrip("/")
         with suppress(StorageFullError):  # then no save can put its marker there either
             storage.put(self._path, encode_note(lease_for(REMOVAL_S)), if_absent=False)
 
@@ -84,14 +92,36 @@ class PathRemoval:
             logger.warning("no save can begin at %s for a while: %s", self._storage.url, error.message)
 
 
+@contextmanager
+def removing_copies(storage: Storage, folder: str = "") -> Iterator[None]:
+    """Put a note into a folder as long as files there are deleted whose names a later copy may have again.
+
+    Look for markers after that.  The note stays after an error of the store.
+    """
+    removal = PathRemoval(storage, OF_COPIES, folder)
+    try:
+        yield
+    except StorageError:
+        raise
+    except ReknitError:  # all requests are answered
+        with suppress(StorageError):  # the first error counts
+            removal.end()
+        raise
+    removal.end()
+
+
 def delete_copies(storage: Storage, names: Iterable[str]) -> None:
     """Delete files that are there, whose names a later copy may have again.  Raises `StorageError`."""
-    there = [name for name in names if size_of(storage, name) is not None]
-    if there:
-        removal = PathRemoval(storage, OF_COPIES)
-        for name in there:  # after an error the note stays
-            storage.delete(name)
-        removal.end()
+    if there := [name for name in names if size_of(storage, name) is not None]:
+        with removing_copies(storage):
+            for name in there:
+                storage.delete(name)
+
+
+def is_content(path: str) -> bool:
+    """Return whether a file is a part of a checkpoint beside the manifest: its copy has the same name."""
+    name = paths.parse_path(path)
+    return name is not None and name.kind in ("index", "data", "blobs", "own")
 
 
 def outlast_removal(storage: Storage, files: Iterable[Listed], *, is_copy: bool) -> bool:

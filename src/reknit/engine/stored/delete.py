@@ -34,7 +34,7 @@ from reknit.engine.record.late_commits import entomb, may_land
 from reknit.engine.record.marker import Marker, begun_in, named
 from reknit.engine.record.other_formats import absent
 from reknit.engine.record.recognising import manifest_exists
-from reknit.engine.record.removals import PathRemoval, Removal, is_over
+from reknit.engine.record.removals import PathRemoval, Removal, is_content, is_over, removing_copies
 from reknit.engine.saving.manifest_content import list_files
 from reknit.engine.small_files import discard, write_bytes
 from reknit.engine.stored.opening import unknown_items
@@ -153,11 +153,12 @@ def drop(storage: Storage, items: Sequence[str], save_id: str | None = None, *, 
     if dry_run:
         refuse_held(storage, old.save_id)
     else:
-        _replace(storage, old, new, index)
-        for file in gone:
-            # A manifest from elsewhere may name any file of its folder.
-            if paths.parse_path(file.path) is not None:
-                storage.delete(file.path)
+        with removing_copies(storage):
+            _replace(storage, old, new, index)
+            for file in gone:
+                # A manifest from elsewhere may name any file of its folder.
+                if paths.parse_path(file.path) is not None:
+                    storage.delete(file.path)
     return sum(file.nbytes for file in gone if file.path != old.index_path)
 
 
@@ -291,10 +292,7 @@ def _files(storage: Storage, manifest: Manifest | None) -> list[Listed]:
         found = list(storage.list())
     else:
         found = [Listed(file.path, file.nbytes) for file in whole.files]
-    names = [(file, paths.parse_path(file.path)) for file in found]
-    return [
-        file for file, name in names if name is not None and name.kind in ("index", "data", "blobs", "own")
-    ]
+    return [file for file in found if is_content(file.path)]
 
 
 def _is_local(storage: Storage) -> bool:

@@ -27,6 +27,7 @@ Late listings are harmless: a file that is not listed is not removed.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -34,11 +35,12 @@ from reknit.engine.record.at_path import manifest_in
 from reknit.engine.record.file_checks import whole_manifest
 from reknit.engine.record.late_commits import is_blind, rule_out
 from reknit.engine.record.recognising import has_tombstone, is_of_others
+from reknit.engine.record.removals import REMOVAL_S, is_content, is_over, removing_copies
 from reknit.engine.stored.moving import remove_noted
 from reknit.engine.stored.newest import folder_in
-from reknit.errors import FormatError, StoragePermissionError
+from reknit.errors import FormatError, StoragePermissionError, UsageError
 from reknit.format import paths
-from reknit.storage.base import LONGEST_REQUEST_S, CommitsLate
+from reknit.storage.base import LONGEST_REQUEST_S, CommitsLate, Listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -110,20 +112,30 @@ def remove(storage: Storage, sweep: Sweepable, leftover: Leftover, open_at: Call
     was_sent = any(map(_is_index, others))  # maybe
     if was_sent and is_blind(folder) and sweep.moment() - leftover.modified < LONGEST_REQUEST_S:
         return False
+    inside = {each: each.path[len(leftover.folder) :].lstrip("/") for each in others}
+    files = [Listed(inside[each], each.nbytes) for each in others if each.kind == "file"]
+    if not all(is_over(folder, file) for file in files):
+        raise UsageError(
+            f"files of {folder.url} are being deleted, or were without an answer of the store",
+            path=folder.url,
+            remedy=f"try again in {(REMOVAL_S + LONGEST_REQUEST_S) / 60:g} minutes",
+        )
     for each in markers:
         storage.delete(each.path)
-    has_files = any(each.kind == "file" for each in others)
-    if leftover.write_id8 is not None and has_files:
-        if _may_commit(folder, leftover.write_id8) or not _ruled_out(folder, leftover.write_id8):
-            return False
-        others.sort(key=_is_index)  # as long as it is there, the next sweep forbids a late commit again
-    for each in others:
-        if (place := _place(each.path)) is not None and place[1].kind == "copy":
-            remove_noted(folder, each.path[len(leftover.folder) :].lstrip("/"), open_at)
-        if each.kind == "file":
-            storage.delete(each.path)
-        else:
-            sweep.discard(each)
+    # Files of a promotion have the names of its next try.
+    recurs = any(is_content(file.path) for file in files)
+    with removing_copies(storage, leftover.folder) if recurs else nullcontext():
+        if leftover.write_id8 is not None and files:
+            if _may_commit(folder, leftover.write_id8) or not _ruled_out(folder, leftover.write_id8):
+                return False
+            others.sort(key=_is_index)  # as long as it is there, the next sweep forbids a late commit again
+        for each in others:
+            if (place := _place(each.path)) is not None and place[1].kind == "copy":
+                remove_noted(folder, inside[each], open_at)
+            if each.kind == "file":
+                storage.delete(each.path)
+            else:
+                sweep.discard(each)
     return True
 
 

@@ -25,7 +25,7 @@ from reknit.engine.record.commit import replace_manifest
 from reknit.engine.record.late_commits import is_blind, rule_out
 from reknit.engine.record.marker import Marker, begun_in
 from reknit.engine.record.recognising import is_of_others, not_ours
-from reknit.engine.record.removals import delete_copies
+from reknit.engine.record.removals import delete_copies, is_content, removing_copies
 from reknit.engine.stored.delete import delete, refuse_busy, remove_empty
 from reknit.engine.stored.places import moved_to
 from reknit.engine.stored.promote import promote_alone
@@ -54,8 +54,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("reknit")
 
 _FROM = "moved from "
-
-_FILES = ("index", "data", "blobs", "own")
 
 
 def move(job: Promotion, place: str, open_at: Callable[[str], Storage]) -> int:
@@ -123,12 +121,15 @@ def _copy(job: Promotion, copy: ColdCopy) -> None:
 
 def _clear(hot: Storage, redirect: Manifest) -> int:
     """Remove the files that were moved, unless a save to this place has begun; return their bytes."""
-    names = [(listed, paths.parse_path(listed.path)) for listed in hot.list()]
-    mine = [listed for listed, name in names if name is not None and name.kind in _FILES]
-    # A listed file may belong to a later save only if its marker or its manifest is there now.
-    if not mine or begun_in(hot) or committed(hot) != redirect:
+    mine = [listed for listed in hot.list() if is_content(listed.path)]
+    if not mine:
         return 0
-    delete_copies(hot, [listed.path for listed in mine])  # they come back if the copy is promoted here
+    with removing_copies(hot):  # they come back if the copy is promoted here
+        # A listed file may belong to a later save only if its marker or its manifest is there now.
+        if begun_in(hot) or committed(hot) != redirect:
+            return 0
+        for listed in mine:
+            hot.delete(listed.path)
     return sum(listed.nbytes for listed in mine)
 
 
