@@ -14,7 +14,7 @@ from reknit.options import MIB
 from reknit.storage.hdfs.store import open_hdfs
 from reknit.storage.wrappers.forwarding import innermost
 from reknit.storage.wrappers.retrying import RetryingStorage, RetryPolicy
-from reknit.testing.storage_suite import listed, pattern, read
+from reknit.testing.storage_suite import listed, pattern, read, write
 from tests.servers import server
 from tests.storage.rpc_proxy import FAULTS, RpcProxy
 
@@ -58,19 +58,17 @@ def put_over(storage: Storage) -> None:
     assert storage.get("first", limit=9) == b"2"
 
 
-def write(storage: Storage, data: bytes) -> None:
-    writer = storage.create("below/x", len(data))
-    writer.write(0, memoryview(data))
-    writer.finish()
+def write_x(storage: Storage, data: bytes) -> None:
+    write(storage, "below/x", data)
     assert read(storage, "below/x", 0, len(data)) == data
 
 
 def write_small(storage: Storage) -> None:
-    write(storage, b"small")
+    write_x(storage, b"small")
 
 
 def write_large(storage: Storage) -> None:
-    write(storage, LARGE)
+    write_x(storage, LARGE)
 
 
 def commit(storage: Storage) -> None:

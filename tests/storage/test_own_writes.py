@@ -25,7 +25,7 @@ from reknit.storage.object import client as clients
 from reknit.storage.object import conditions, upload
 from reknit.storage.registry import open_storage
 from reknit.storage.wrappers.forwarding import innermost
-from reknit.testing.storage_suite import listed, pattern, read
+from reknit.testing.storage_suite import listed, pattern, read, write
 from tests.servers import environment, new_url, server
 from tests.storage.fault_proxy import FaultProxy
 from tests.storage.tiny_s3 import TinyS3
@@ -114,19 +114,17 @@ def put_over(storage: Storage) -> None:
     assert storage.get("first", limit=9) == b"2"
 
 
-def write(storage: Storage, data: bytes) -> None:
-    writer = storage.create("x", len(data))
-    writer.write(0, memoryview(data))
-    writer.finish()
+def write_x(storage: Storage, data: bytes) -> None:
+    write(storage, "x", data)
     assert read(storage, "x", 0, len(data)) == data
 
 
 def write_small(storage: Storage) -> None:
-    write(storage, b"small")
+    write_x(storage, b"small")
 
 
 def write_large(storage: Storage) -> None:
-    write(innermost(storage), LARGE)  # files of some more bytes are not kept to be written anew
+    write_x(innermost(storage), LARGE)  # files of some more bytes are not kept to be written anew
 
 
 def abort_large(storage: Storage) -> None:
