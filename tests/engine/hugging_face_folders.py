@@ -46,6 +46,15 @@ def old_sharded(folder: Path, value: float) -> None:
     index(folder, "pytorch_model.bin.index.json", parts)
 
 
+def many_shards(folder: Path) -> list[str]:
+    """Make a model of 40 shards; return their names, which are those of its tensors, too."""
+    names = [f"model-{number:05}-of-00040.safetensors" for number in range(1, 41)]
+    for name in names:
+        save_file({name: torch.ones(1)}, folder / name)
+    index(folder, "model.safetensors.index.json", dict(zip(names, names, strict=True)))
+    return names
+
+
 WRITERS: dict[str, Callable[[Path, float], None]] = {
     "model.safetensors": single,
     "model.safetensors.index.json": sharded,

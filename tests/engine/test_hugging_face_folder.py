@@ -8,6 +8,7 @@ import shutil
 from functools import partial
 from itertools import product
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -16,10 +17,12 @@ from safetensors.torch import save_file
 
 import reknit
 from reknit.cli.main import main
+from reknit.engine.foreign.safetensors_files import read_folder
 from reknit.errors import CorruptError, FormatError, MismatchError, UsageError
 from reknit.interop.import_foreign import import_checkpoint
 from reknit.interop.safetensors_export import export_hf
 from reknit.storage.local.store import LocalStorage
+from reknit.testing.metered import MeteredStorage
 from tests import ranks
 from tests.engine import hugging_face_folders as hf
 from tests.interop.damage import CUT, EMPTIED, REMOVED, SWAPPED, damages, wrong_in_silence
@@ -413,11 +416,7 @@ def test_the_page_says_which_folders_open(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_the_size_of_each_shard_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [f"model-{number:05}-of-00040.safetensors" for number in range(1, 41)]
-    for name in names:
-        save_file({name: torch.ones(1)}, tmp_path / name)
-    index = {"metadata": {}, "weight_map": {name: name for name in names}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    names = hf.many_shards(tmp_path)
     asked: list[str] = []
     size = LocalStorage.size
 
@@ -429,3 +428,63 @@ def test_the_size_of_each_shard_is_asked_for_once(tmp_path: Path, monkeypatch: p
     with reknit.open(tmp_path) as checkpoint:
         assert set(checkpoint.tensors["model"]) == set(names)
     assert [asked.count(name) for name in names] == [1] * len(names)
+
+
+def test_the_headers_of_many_shards_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = hf.many_shards(tmp_path)
+    meeting, read_into = Barrier(2), LocalStorage.read_into
+
+    def read_with_another(self: LocalStorage, path: str, start: int, buffers: list[memoryview]) -> None:
+        if path in names:
+            meeting.wait(60)
+        read_into(self, path, start, buffers)
+
+    monkeypatch.setattr(LocalStorage, "read_into", read_with_another)
+    assert {name for _, name in read_folder(LocalStorage(tmp_path)).tensors} == set(names)
+
+
+@pytest.mark.parametrize(
+    ("numel", "changed", "most"),
+    [
+        (8, None, 5 + 2 + 5),  # the five headers, the first tensors, then each file at once
+        (8, 37, 5 + 2 + 5),
+        (20_000, None, 5 + 2 + 2 * 64),
+        (20_000, 0, 5 + 2),  # models of two trainings differ in the first tensor
+    ],
+)
+def test_two_models_of_many_tensors_are_compared_with_few_requests(
+    numel: int, changed: int | None, most: int, tmp_path: Path
+) -> None:
+    names = [f"{number:03}.weight" for number in range(201)]
+    model = {name: torch.zeros(numel) for name in names}
+    save_file(model, tmp_path / "model.safetensors")
+    if changed is not None:
+        model[names[changed]] = torch.ones(numel)
+    files = {name: f"model-{number % 4}.safetensors" for number, name in enumerate(names)}
+    for file in set(files.values()):
+        save_file({name: model[name] for name in names if files[name] == file}, tmp_path / file)
+    hf.index(tmp_path, "model.safetensors.index.json", files)
+    storage = MeteredStorage(LocalStorage(tmp_path))
+    found = read_folder(storage)
+    assert bool(found.rivals) == (changed is not None)
+    assert storage.meter.figures["read"].count <= most
+
+
+def test_the_parts_of_a_distributed_save_are_compared_with_the_same_parts_of_another_file(
+    tmp_path: Path,
+) -> None:
+    whole = torch.arange(48.0).view(6, 8)
+    for rank, part in enumerate(whole.chunk(2, dim=1)):
+        places = json.dumps({"w": {"saved_offsets": [0, 4 * rank]}})
+        file = f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
+        save_file({"w": part.contiguous()}, tmp_path / file, {"DCP_SHARDING_INFO": places})
+    for different in (False, True):
+        torch.save({"w": whole + different}, tmp_path / "pytorch_model.bin")
+        assert bool(read_folder(LocalStorage(tmp_path)).rivals) == different
+
+
+def test_an_index_that_names_an_index_is_refused(tmp_path: Path) -> None:
+    name = "model.safetensors.index.json"
+    hf.index(tmp_path, name, {"w": name})
+    with pytest.raises(FormatError):
+        read_folder(LocalStorage(tmp_path))

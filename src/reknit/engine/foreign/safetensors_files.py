@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from reknit.engine.foreign.entries import MODEL, ForeignEntries, named
-from reknit.engine.foreign.small_reads import part_of
+from reknit.engine.foreign.model_difference import difference
+from reknit.engine.foreign.small_reads import do_each, part_of
 from reknit.engine.foreign.torch_files import add_file
 from reknit.errors import CorruptError, FormatError, StorageNotFoundError, shown
 from reknit.format.data_file import data_start, decode_header
@@ -20,7 +21,7 @@ from reknit.types.manifest import Extent
 from reknit.types.shard import TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from reknit.format.data_file import Header
     from reknit.storage.base import Storage
@@ -54,12 +55,15 @@ CONFIG_ITEM = "config"
 """The item with the configuration files of a folder, each as a text."""
 ADAPTER_ITEM = "adapter"
 """The item of an adapter of PEFT that lies beside its model."""
-_MOST_COMPARED = 64
-_COMPARED_NBYTES = 4096
-"""Tensors of two models, and bytes of each, that are compared."""
+_MOST_NAMED = 64
+"""Files of ranks that are looked for."""
+_HEAD_NBYTES = 32 << 10
+"""Bytes that are read first, as most headers are no longer."""
 
 
-def add_safetensors(entries: ForeignEntries, path: str, item: str = MODEL) -> None:
+def add_safetensors(
+    entries: ForeignEntries, path: str, item: str = MODEL, header: Header | None = None
+) -> None:
     """Add the tensors of a file of safetensors; the file of a rank stands for the files of all ranks.
 
     Tensors of a dtype that reknit does not store are left out.  Raises `CorruptError` or `FormatError` for a
@@ -69,13 +73,14 @@ def add_safetensors(entries: ForeignEntries, path: str, item: str = MODEL) -> No
         paths = _shards(entries.storage)
         _add_shards(entries, paths, item)
         there = {int(each[6:11]) for each in paths}
-        absent = sorted({*range(1, max(there))} - there)[:_MOST_COMPARED]
+        absent = sorted({*range(1, max(there))} - there)[:_MOST_NAMED]
         for number in absent:
             entries.notes[f"shard-{number:05d}{path[11:]}"] = (
                 "it is not there: its rank had no tensors to save, or the file is lost with its tensors"
             )
         return
-    header = _header(entries, path, item)
+    header = header or _header(entries, path)
+    _add_unknown(entries, path, header, item)
     if any(map(any, _offsets(header, path).values())):
         raise FormatError(f"{path} holds the parts of tensors that one rank saved")
     for entry in header.entries:
@@ -145,7 +150,7 @@ def _chosen(storage: Storage, there: Sequence[str], weights: str | None) -> Fore
             )
         raise
     for name in names[1:]:
-        if (other := _read(storage, name)) is not None and (why := _difference(entries, other)) is not None:
+        if (other := _read(storage, name)) is not None and (why := difference(entries, other)) is not None:
             entries.rivals += (name,)
             reads = "was chosen" if weights is not None else "is the one that transformers reads"
             entries.notes[name] = (
@@ -188,27 +193,38 @@ def _shards(storage: Storage) -> list[str]:
     return sorted(each.path for each in storage.list() if _SHARD.fullmatch(each.path))
 
 
-def _add(entries: ForeignEntries, name: str, item: str, index: str | None = None) -> None:
-    """Add the tensors of the model or adapter that begins with a file, which an `index` may name."""
+def _add(entries: ForeignEntries, name: str, item: str) -> None:
+    """Add the tensors of the model or adapter that begins with a file."""
     if checked_relative(name).endswith(".index.json") and _has(entries.storage, name):
         _add_indexed(entries, name, item)
-        return
-    try:
-        entries.size(name)  # which counts it among the files, so that it is asked for once
-    except StorageNotFoundError as error:
-        named = "the file of weights" if index is None else f"{index} names"
-        raise CorruptError(f"{named} {shown(name)}, which is not there") from error
-    if name.endswith(".safetensors"):
-        add_safetensors(entries, name, item)
     else:
-        add_file(entries, name, item)
+        _add_files(entries, [name], item, "the file of weights")
+
+
+def _add_files(entries: ForeignEntries, paths: Sequence[str], item: str, known_as: str) -> None:
+    """Add the tensors of files.  Raises `CorruptError` with what they are `known_as` if one is missing."""
+    headers: dict[str, Header] = {}
+
+    def look(path: str) -> None:
+        try:
+            entries.size(checked_relative(path))  # which counts it, so that it is asked for once
+        except StorageNotFoundError as error:
+            raise CorruptError(f"{known_as} {shown(path)}, which is not there") from error
+        if path.endswith(".safetensors"):
+            headers[path] = _header(entries, path)
+
+    do_each(paths, look)
+    for path in paths:
+        if path in headers:
+            add_safetensors(entries, path, item, headers[path])
+        else:
+            add_file(entries, path, item)
 
 
 def _add_indexed(entries: ForeignEntries, index: str, item: str) -> None:
     """Add the tensors of the files that an index names.  Raises `CorruptError` if one is missing."""
     wanted = _weight_map(entries.storage, index)
-    for path in dict.fromkeys(wanted.values()):
-        _add(entries, path, item, index)
+    _add_files(entries, list(dict.fromkeys(wanted.values())), item, f"{index} names")
     known = entries.tensors.keys() | {(entry.item, entry.fqn) for entry in entries.unread_entries}
     lacking = [name for name in wanted if (item, named([name])) not in known]
     if lacking:
@@ -216,11 +232,14 @@ def _add_indexed(entries: ForeignEntries, index: str, item: str) -> None:
         raise CorruptError(f"{many}, among them {shown(lacking[0])}, which {wanted[lacking[0]]} should have")
 
 
-def _add_shards(entries: ForeignEntries, paths: Iterable[str], item: str) -> None:
+def _add_shards(entries: ForeignEntries, paths: Sequence[str], item: str) -> None:
     """Add the tensors of a distributed save, of which each file has the boxes of one rank."""
     parts: dict[tuple[str, str], dict[Box, Extent]] = {}
+    headers: dict[str, Header] = {}
+    do_each(paths, lambda path: headers.update({path: _header(entries, path)}))
     for path in paths:
-        header = _header(entries, path, item)
+        header = headers[path]
+        _add_unknown(entries, path, header, item)
         places = _offsets(header, path)
         for entry in header.entries:
             offsets = places.get(entry.key)
@@ -234,18 +253,23 @@ def _add_shards(entries: ForeignEntries, paths: Iterable[str], item: str) -> Non
         entries.tensor(item, named([key]), spec, list(boxes.items()))
 
 
-def _header(entries: ForeignEntries, path: str, item: str) -> Header:
-    """Return the header of a file of safetensors; entries of unknown dtypes are left out."""
+def _header(entries: ForeignEntries, path: str) -> Header:
+    """Return the header of a file of safetensors."""
     nbytes = entries.size(path)
     try:
-        begin = data_start(part_of(entries.storage, path, 0, min(8, nbytes)), nbytes)
-        header = decode_header(part_of(entries.storage, path, 0, begin), nbytes, _MORE)
+        data = part_of(entries.storage, path, 0, min(_HEAD_NBYTES, nbytes))
+        if (begin := data_start(data, nbytes)) > len(data):
+            data += part_of(entries.storage, path, len(data), begin - len(data))
+        return decode_header(data[:begin], nbytes, _MORE)
     except FormatError as error:
         error.message = f"{path}: {error.message}"
         raise
+
+
+def _add_unknown(entries: ForeignEntries, path: str, header: Header, item: str) -> None:
+    """Leave out the tensors of a file whose dtype reknit does not store, by name."""
     for key, dtype in header.unknown.items():
         entries.unread(item, [key], f"its dtype in {path} is {dtype}, which reknit does not store")
-    return header
 
 
 def _offsets(header: Header, path: str) -> dict[str, tuple[int, ...]]:
@@ -271,34 +295,6 @@ def _read(storage: Storage, name: str) -> ForeignEntries | None:
     except (FormatError, StorageNotFoundError):
         return None
     return entries
-
-
-def _difference(one: ForeignEntries, other: ForeignEntries) -> str | None:
-    """Return the first difference of two models that a look at some bytes shows, None without one.
-
-    A second name for the bytes of a tensor, as files of torch.save have it, is not a difference.
-    """
-    common = sorted(one.tensors.keys() & other.tensors.keys())
-    for a, b in ((one, other), (other, one)):
-        known = [a.tensors[name][1] for name in common]
-        for name in sorted(a.tensors.keys() - b.tensors.keys()):
-            if a.tensors[name][1] not in known:
-                return f"only one of them has {shown(name[1])}"
-    for name in common:
-        if (spec := one.tensors[name][0]) != (another := other.tensors[name][0]):
-            return f"{shown(name[1])} is {spec} in one and {another} in the other"
-    step = -(-len(common) // _MOST_COMPARED) or 1
-    for name in common[::step]:
-        if _some_bytes(one, name) != _some_bytes(other, name):
-            return f"{shown(name[1])} has other values"
-    return None
-
-
-def _some_bytes(entries: ForeignEntries, name: tuple[str, str]) -> bytes:
-    """Return bytes from the middle of the first chunk of a tensor."""
-    extent = entries.tensors[name][1][0][1]
-    nbytes = min(extent.nbytes, _COMPARED_NBYTES)
-    return part_of(entries.storage, extent.file, extent.start + (extent.nbytes - nbytes) // 2, nbytes)
 
 
 def _weight_map(storage: Storage, name: str) -> dict[str, str]:

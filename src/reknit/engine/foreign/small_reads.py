@@ -9,16 +9,20 @@ from reknit.engine.memory.workers import run_jobs
 from reknit.errors import CorruptError, FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from typing import TypeVar
 
     from reknit.storage.base import Storage
+    from reknit.types.manifest import Extent
 
     Job = TypeVar("Job")
 
 _THREADS = 16
 _FEW = 32
 """Small reads that are done one after another."""
+_NEAR_NBYTES = 64 << 10
+_AT_ONCE_NBYTES = 1 << 20
+"""Parts of a file that lie so near each other are read at once, up to so many bytes."""
 
 
 def do_each(jobs: Sequence[Job], work: Callable[[Job], None]) -> None:
@@ -36,6 +40,37 @@ def part_of(storage: Storage, path: str, start: int, nbytes: int) -> bytes:
     if nbytes:
         storage.read_into(path, start, [memoryview(buffer)])
     return bytes(buffer)
+
+
+def near_parts(parts: Iterable[Extent]) -> list[list[Extent]]:
+    """Return groups of parts of files that are worth one read each."""
+    groups: list[list[Extent]] = []
+    end = 0
+    for part in sorted(set(parts)):
+        last = part.start + part.nbytes
+        begins = groups[-1][0] if groups else part
+        is_near = part.file == begins.file and part.start - end <= _NEAR_NBYTES
+        if groups and is_near and last - begins.start <= _AT_ONCE_NBYTES:
+            groups[-1].append(part)
+            end = max(end, last)
+        else:
+            groups.append([part])
+            end = last
+    return groups
+
+
+def parts_of(storage: Storage, parts: Sequence[Extent]) -> list[bytes]:
+    """Return parts of files, with one read for those that lie near each other."""
+    found: dict[Extent, bytes] = {}
+
+    def read(group: list[Extent]) -> None:
+        begin = group[0].start
+        data = part_of(storage, group[0].file, begin, max(each.start + each.nbytes for each in group) - begin)
+        for each in group:
+            found[each] = data[each.start - begin :][: each.nbytes]
+
+    do_each(near_parts(parts), read)
+    return [found[part] for part in parts]
 
 
 class PartFile(io.RawIOBase):
