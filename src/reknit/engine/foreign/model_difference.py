@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from reknit.engine.foreign.entries import ForeignEntries
 
 _MOST_READS = 64
-"""Reads of each model for a comparison of all tensors; where more are needed, so many tensors are compared."""
+"""Reads of each model for a comparison of all tensors; beyond that, so many tensors are compared."""
 _COMPARED_NBYTES = 4096
 """Bytes of each tensor that are compared."""
 Name = tuple[str, str]
