@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,7 +12,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import torch
-from flax import nnx
+from flax import linen, nnx
 
 import reknit
 from reknit.interop.import_foreign import import_checkpoint
@@ -128,6 +129,67 @@ def check_states_of_nnx_go_there_and_back(folder: str) -> None:
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
     with ocp.StandardCheckpointer() as checkpointer:
         found = checkpointer.restore(f"{folder}/out", abstract)
+    assert str(jax.tree.structure(found)) == str(jax.tree.structure(state))
+    assert described(found) == described(state)
+
+
+class Layers(nnx.Module):
+    """Linear layers in a list, and what NNX keeps beside parameters: statistics, keys, counts."""
+
+    def __init__(self, number: int) -> None:
+        rngs = nnx.Rngs(params=number, dropout=jax.random.key(3, impl="rbg"))
+        self.layers = nnx.List([nnx.Linear(2, 2, use_bias=bool(n), rngs=rngs) for n in range(number)])
+        self.norm, self.drop = nnx.BatchNorm(2, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+
+def check_states_of_flax_that_reknit_saved_restore_with_orbax(folder: str) -> None:
+    variables = {"w": linen.Partitioned(jnp.ones((2, 2)), names=("x", None)), "b": jnp.zeros(2)}
+    trees: dict[str, Any] = {
+        "linear": nnx.state(nnx.Linear(2, 2, rngs=nnx.Rngs(0))),
+        "adam": optax.adam(0.1).init(nnx.state(Layers(2), nnx.Param)),  # type: ignore[arg-type]
+        "optimizer": nnx.state(nnx.Optimizer(Layers(1), optax.adam(0.1), wrt=nnx.Param)),
+        "variable": nnx.Param(jnp.ones(3)),
+        "linen": {"params": variables, "opt": optax.adam(0.1).init(variables)},
+        "dicts": {0: jnp.ones(1), 1: {0: jnp.zeros(2)}, 2: [{0: 1, 1: 2}]},
+        "text": {"0": jnp.ones(1), "1": [jnp.zeros(2)]},
+        "one": [jnp.ones(1)],
+    }
+    for number in (0, 1, 11):  # the text "10" comes before "2"
+        module = Layers(number)
+        trees |= {
+            f"state{number}": nnx.state(module),
+            f"pure{number}": nnx.to_pure_dict(nnx.state(module)),
+        }
+    reknit.save(f"{folder}/own", trees)
+    report = export_orbax(f"{folder}/own", f"{folder}/out", verify=True)
+    assert not report.left_out
+    require_restored(f"{folder}/out", trees)
+    import_checkpoint(f"{folder}/out", f"{folder}/imported")
+    export_orbax(f"{folder}/imported", f"{folder}/again", verify=True)
+    require_restored(f"{folder}/again", trees)
+
+
+def check_a_module_of_flax_is_written_as_by_orbax_which_does_not_restore_it(folder: str) -> None:
+    module = {"m": Layers(2)}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(f"{folder}/orbax", module)
+    reknit.save(f"{folder}/own", module)
+    export_orbax(f"{folder}/own", f"{folder}/out", verify=True)
+    one, two = (json.loads(Path(folder, name, "_METADATA").read_text()) for name in ("orbax", "out"))
+    assert set(one["tree_metadata"]) == set(two["tree_metadata"])
+
+
+def require_restored(path: str, state: Any) -> None:
+    """Require that Orbax restores a folder into the tree of a run, with all its bytes."""
+
+    def zeros(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return ocp.utils.to_shape_dtype_struct(leaf) if is_key else jnp.zeros_like(leaf)
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        found = checkpointer.restore(path, jax.tree.map(zeros, state))
     assert str(jax.tree.structure(found)) == str(jax.tree.structure(state))
     assert described(found) == described(state)
 

@@ -21,7 +21,7 @@ from reknit.types.box import Box
 from reknit.types.containers import REBUILT
 from reknit.types.dtype import ITEMSIZE, numpy_dtype
 from reknit.types.functions import is_function
-from reknit.types.shard import TensorSpec
+from reknit.types.shard import MAPPING, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -143,6 +143,8 @@ class ContainerAdapter(Adapter):
         _enter(value, place, saving)
         if not value:  # a class without fields keeps its place, which other programs count
             saving.blob(None, place)
+        if isinstance(value, Mapping) and tree.counts(value):
+            saving.blob(None, place.below(MAPPING))
         united = is_united(value, saving)
         for key, inner in tree.children(value):
             saving.visit(inner, place if united else place.child(key))

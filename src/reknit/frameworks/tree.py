@@ -70,6 +70,11 @@ def unescape(element: str) -> str | int:
     return element.removeprefix("~2").replace("~1", "/").replace("~0", "~")
 
 
+def counts(value: Mapping[Any, Any]) -> bool:
+    """Return whether the keys are the numbers from 0 on, as those of a list are."""
+    return 0 in value and value.keys() == set(range(len(value)))
+
+
 def join(*parts: str) -> str:
     """Join path elements, or paths, into one; empty ones are left out."""
     return "/".join(part for part in parts if part)

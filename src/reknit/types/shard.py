@@ -32,6 +32,12 @@ INTEGER = re.compile(r"-?[0-9]+")
 GENERATOR = "~prng"
 """Last element of the name of the random generator of typed keys of JAX; it differs from all escaped keys."""
 
+BOX = "~box"
+"""Last element of the name of the keys that lead to the content of a box, such as a variable of Flax."""
+
+MAPPING = "~dict"
+"""Last element of the name of the note that keys from 0 on are those of a dict, and not of a list."""
+
 MAX_NDIM = 32
 """Dimensions that a tensor may have."""
 
@@ -59,6 +65,16 @@ def escaped(text: str) -> str:
         text.encode()
     text = text.replace("~", "~0").replace("/", "~1")
     return f"~2{text}" if INTEGER.fullmatch(text) else text
+
+
+def is_form(fqn: str) -> bool:
+    """Return whether this names a note on the form of a tree, which exports need and loads do not."""
+    return fqn.rpartition("/")[2] in (BOX, MAPPING)
+
+
+def without_forms(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by name without the notes on the form of a tree."""
+    return {fqn: value for fqn, value in values.items() if not is_form(fqn)}
 
 
 def key_of(text: str) -> int:

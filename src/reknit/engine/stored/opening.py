@@ -23,6 +23,7 @@ from reknit.format.index.file import decode_index
 from reknit.format.manifest_file import decode_record
 from reknit.format.values.blob_codec import decode_blobs
 from reknit.types.manifest import Catalog
+from reknit.types.shard import without_forms
 from reknit.types.wanted import Terms
 
 if TYPE_CHECKING:
@@ -111,7 +112,6 @@ class OpenCheckpoint:
             for item in self.items
         }
         origin = self.manifest.origin
-        num_ranks = origin.get("world_size")
         return Catalog(
             items=self.items,
             tensors=tensors,
@@ -120,7 +120,7 @@ class OpenCheckpoint:
             own=self.own,
             terms=terms or Terms(),
             read_ahead=self.read_ahead,
-            num_ranks=num_ranks if isinstance(num_ranks, int) else None,
+            num_ranks=ranks if isinstance(ranks := origin.get("world_size"), int) else None,
             keys_as_text="Orbax" in (origin.get("format"), origin.get("imported")),
         )
 
@@ -301,7 +301,7 @@ def opened(
         if file.path in contents.blobs:
             data = contents.blobs[file.path]
             values = decode_blobs(data, allow_pickle=options.allow_pickle, writable=writable)
-            blobs[file.item].update(values)
+            blobs[file.item].update(without_forms(values))
     foreign = None
     if manifest.other is not None:
         from reknit.engine.foreign.open_foreign import store_of

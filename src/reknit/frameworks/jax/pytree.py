@@ -13,7 +13,7 @@ from reknit.errors import StateError
 from reknit.frameworks.plain import filled_fields, want_successor
 from reknit.frameworks.tree import too_deep
 from reknit.frameworks.walk.adapter import Adapter
-from reknit.types.shard import MAX_DEPTH
+from reknit.types.shard import BOX, MAX_DEPTH
 
 if TYPE_CHECKING:
     from reknit.frameworks.walk.load_walk import Loading
@@ -122,10 +122,24 @@ class JaxNodeAdapter(Adapter):
     def collect(self, value: Any, place: Place, saving: Saving) -> None:
         """Collect the children."""
         node = _opened(value, place)
+        if node.box and len(node.children) == 1:
+            self._collect_box(node, place, saving)
+            return
         if not node.children:  # it keeps its place, which other programs count
             saving.blob(None, place)
         for key, inner in node.children.items():
             saving.visit(inner, place if node.box else place.child(key))
+
+    def _collect_box(self, node: _Node, place: Place, saving: Saving) -> None:
+        """Collect the content of a box, and the keys that lead to it, which other programs write."""
+        keys: list[str | int] = []
+        while True:
+            ((key, inner),) = node.children.items()
+            keys.append(key)
+            if not is_node(inner) or not (node := _opened(inner, place)).box or len(node.children) != 1:
+                break
+        saving.blob(keys, place.below(BOX))
+        saving.visit(inner, place)
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
         """Request the children; if one of them has to be replaced, the node is replaced, too."""

@@ -10,7 +10,7 @@ from msgspec import Struct, field
 from reknit.errors import ReknitError
 from reknit.frameworks import tree
 from reknit.frameworks.walk.walk import Place, first_match
-from reknit.types.shard import MAX_DEPTH
+from reknit.types.shard import MAPPING, MAX_DEPTH
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -152,6 +152,8 @@ def _sign_dict(
         raise _Unusual  # such keys may be equal to each other, or not be names
     facts.append((type(value), len(value)))
     facts.extend(value)
+    if tree.counts(value):
+        parts.append(SignedPart(None, place.below(MAPPING), None))
     first: int | None = None
     for number, (key, inner) in enumerate(value.items()):
         if type(inner) in kinds:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reknit.errors import MismatchError, MissingExtraError, ReknitError, StorageError
+from reknit.frameworks import tree
 from reknit.interop.compare import Named, ReadBack, StateReport, require_equal, require_same_values
 from reknit.interop.export_folder import ExportFolder, require_room
 from reknit.interop.states.state_tree import Stub, dotted, kept, leaves, mapped, state_of
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from reknit.engine.stored.opening import OpenCheckpoint
+    from reknit.interop.states.state_tree import Keys, SavedState
 
 _LACKING = frozenset({"complex32", "float4_e2m1fn_x2"})
 """Types that the files of Orbax cannot hold."""
@@ -40,10 +42,10 @@ def export_orbax(
 ) -> StateReport:
     """Write the checkpoint at `path` as the folder `out`, which ``PyTreeCheckpointer().restore(out)`` reads.
 
-    The tree has the `items` (default: all), in which tensors and values are nested as they were saved.  Keys
-    that are the numbers from 0 on make a list: so Orbax restores lists, tuples and states of optax into the
-    tree of the run.  Typed keys of JAX, numbers, texts and None are kept, and other values are left out, as
-    are tensors without elements.  Memory is bounded by twice the largest tensor, since Orbax writes whole
+    The tree has the `items` (default: all), in which tensors and values are nested as they were saved: lists,
+    tuples, states of optax and of Flax NNX.  So Orbax restores it into the tree of the run.  Typed keys of
+    JAX, numbers, texts and None are kept, and other values are left out, as are tensors without elements.
+    Memory is bounded by twice the largest tensor, since Orbax writes whole
     arrays.  `verify` restores the folder with Orbax and compares every bit.  It needs the extra ``orbax``.
 
     `out` is a local folder, empty or absent, and appears whole or not at all.  Raises `UsageError`,
@@ -54,7 +56,8 @@ def export_orbax(
     with state_of(path, items) as (checkpoint, whole):
         saved = kept(whole, _why_not)
         stubs = saved.stubs()
-        tree = {item: _listed(value) for item, value in saved.state.items()}
+        generators = {stubs[name].number: generator for name, generator in saved.generators.items()}
+        state = {item: _as_saved(value, (item,), saved) for item, value in saved.state.items()}
         for name, stub in stubs.items():
             if stub.spec.dtype in _LACKING:
                 raise MismatchError(
@@ -63,9 +66,9 @@ def export_orbax(
         nbytes = sum(stub.spec.nbytes for stub in stubs.values())
         with folder.filling() as storage:
             require_room(storage.url, nbytes)
-            _write(orbax, checkpoint, tree, saved.generators, storage.url)
+            _write(orbax, checkpoint, state, generators, storage.url)
             if verify:
-                _verify(orbax, checkpoint, tree, storage.url)
+                _verify(orbax, checkpoint, state, storage.url)
     return StateReport(
         path=folder.path,
         format="orbax",
@@ -100,16 +103,21 @@ def _why_not(value: Any) -> str | None:
     return f"it is a {type(value).__name__}, which Orbax does not keep as it is"
 
 
-def _listed(value: Any) -> Any:
-    """Return a state with lists for dicts whose keys are the numbers from 0 on."""
+def _as_saved(value: Any, place: Keys, saved: SavedState) -> Any:
+    """Return what is at a place of a state as the tree of the run has it, with its lists and boxes."""
     if type(value) in (list, tuple) and not isinstance(value, Stub):
-        return [_listed(one) for one in value]
-    if not isinstance(value, dict):
-        return value
-    inside = {key: _listed(one) for key, one in value.items()}
-    if inside and all(type(key) is int for key in inside) and set(inside) == set(range(len(inside))):
-        return [inside[number] for number in range(len(inside))]
-    return inside
+        value = [_as_saved(one, (*place, number), saved) for number, one in enumerate(value)]
+    elif isinstance(value, dict):
+        inside = {key: _as_saved(one, (*place, key), saved) for key, one in value.items()}
+        if place not in saved.counted and tree.counts(inside):
+            value = [inside[number] for number in range(len(inside))]
+        elif len({type(key) for key in inside}) > 1:  # Orbax keeps keys as texts, and sorts them
+            value = {str(key): one for key, one in inside.items()}
+        else:
+            value = inside
+    for key in reversed(saved.boxes.get(place, [])):
+        value = {key: value}
+    return value
 
 
 class SavedTensor:
@@ -133,7 +141,7 @@ def _write(
     orbax: Any,
     checkpoint: OpenCheckpoint,
     state: Mapping[str, Any],
-    generators: Mapping[str, str],
+    generators: Mapping[int, str],
     path: str,
 ) -> None:
     handlers = orbax.type_handlers
@@ -165,11 +173,11 @@ def _write(
         (str, handlers.StringHandler()),
     )
 
-    def array(place: tuple[str | int, ...], leaf: Any) -> Any:
+    def array(_: object, leaf: Any) -> Any:
         if not isinstance(leaf, Stub):
             return leaf
         tensor = SavedTensor(checkpoint, leaf)
-        generator = generators.get(dotted(place))
+        generator = generators.get(leaf.number)
         return tensor if generator is None else keys_of(tensor.read(), generator)
 
     tree = mapped(dict(state), array)

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from msgspec.structs import replace
+from msgspec import structs
 
 from reknit.arguments import open_checkpoint
 from reknit.engine.foreign.optimizer_states import EMPTY
 from reknit.engine.loading.match import require_covered
 from reknit.engine.stored.opening import opened, read_opened, unknown_items
 from reknit.errors import CorruptError, FormatError, MismatchError, UsageError
+from reknit.format.values.blob_codec import decode_blobs
 from reknit.frameworks import fresh_arrays, tree
 from reknit.interop.tensor_stream import OPTIONS
-from reknit.types.shard import GENERATOR, full_name
+from reknit.types.shard import BOX, GENERATOR, MAPPING, full_name, is_form
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from os import PathLike
 
-    from reknit.engine.stored.opening import OpenCheckpoint
+    from reknit.engine.stored.opening import Contents, OpenCheckpoint
     from reknit.types.shard import TensorSpec
 
+Keys = tuple[str | int, ...]
 _GROUPS, _STATES, _NAMES = "param_groups", "state", "params"
 
 
@@ -40,12 +42,15 @@ class SavedState:
     """A nested state with a `Stub` for each tensor; `left_out` maps entries that it lacks to the reason.
 
     `generators` has the names of the random generators of typed keys of JAX, whose numbers are tensors, by
-    the names of these.
+    the names of these.  `boxes` maps the places of boxes to the keys that lead to their content.  `counted`
+    are the places of dicts whose keys count from 0.
     """
 
     state: dict[str, Any]
     left_out: dict[str, str] = field(default_factory=dict)
     generators: dict[str, str] = field(default_factory=dict)
+    boxes: dict[Keys, list[str | int]] = field(default_factory=dict)
+    counted: set[Keys] = field(default_factory=set)
 
     def tensors(self) -> dict[tuple[str | int, ...], Stub]:
         """Return all tensors by the keys that lead to them."""
@@ -70,7 +75,7 @@ class SavedState:
             f"impl={generator!r}) makes it again"
             for name, generator in self.generators.items()
         }
-        return SavedState(self.state, self.left_out | lost)
+        return replace(self, left_out=self.left_out | lost, generators={})
 
 
 @contextmanager
@@ -99,28 +104,61 @@ def state_of(
             for entry in contents.manifest.unread
             if entry.item in wanted
         }
+        forms: dict[str, dict[str, Any]] = {}
         try:
             checkpoint = opened(storage, contents, wanted, OPTIONS)
+            forms = _forms(contents)
         except CorruptError:
             raise
         except FormatError:  # values that only pickle can read
-            checkpoint = opened(storage, replace(contents, blobs={}), wanted, OPTIONS)
+            checkpoint = opened(storage, structs.replace(contents, blobs={}), wanted, OPTIONS)
             left_out |= {item: "its values are pickled, and are not read" for item in wanted}
         numbers = [n for n, entry in enumerate(checkpoint.index.tensors) if entry.item in wanted]
         require_covered(checkpoint.index, numbers)
         state = {item: _item(checkpoint, item) for item in wanted}
-        yield checkpoint, SavedState(state, left_out, _generators(checkpoint, wanted))
+        generators = {
+            dotted(keys): str(value) for keys, value in _notes(checkpoint.blobs, wanted, GENERATOR).items()
+        }
+        boxes = _notes(forms, wanted, BOX)
+        counted = {*_notes(forms, wanted, MAPPING), *_counted_in_values(checkpoint, wanted)}
+        yield checkpoint, SavedState(state, left_out, generators, boxes, counted)
 
 
-def _generators(checkpoint: OpenCheckpoint, items: Iterable[str]) -> dict[str, str]:
-    """Return the names of the random generators of typed keys, by the names of these."""
-    found = {}
-    for item in items:
-        for fqn, generator in checkpoint.blobs.get(item, {}).items():
-            *parts, last = fqn.split("/")
-            if last == GENERATOR:
-                found[dotted((item, *map(tree.unescape, parts)))] = str(generator)
+def _forms(contents: Contents) -> dict[str, dict[str, Any]]:
+    """Return the notes on the form of a tree, by item and name, which opened checkpoints do not have."""
+    found: dict[str, dict[str, Any]] = {}
+    for blob in contents.manifest.blobs:
+        if blob.coordinate is None:
+            values = decode_blobs(contents.blobs[blob.path], allow_pickle=False)
+            found.setdefault(blob.item, {}).update({fqn: one for fqn, one in values.items() if is_form(fqn)})
     return found
+
+
+def _notes(values: Mapping[str, Mapping[str, Any]], items: Iterable[str], kind: str) -> dict[Keys, Any]:
+    """Return the notes of a kind, by the keys that lead to the places that they are about."""
+    found: dict[Keys, Any] = {}
+    for item in items:
+        for fqn, note in values.get(item, {}).items():
+            *parts, last = fqn.split("/")
+            if last == kind:
+                found[(item, *map(tree.unescape, parts))] = note
+    return found
+
+
+def _counted_in_values(checkpoint: OpenCheckpoint, items: Iterable[str]) -> Iterator[Keys]:
+    """Yield the places in values of dicts whose keys count from 0."""
+    for item in items:
+        for fqn, value in checkpoint.blobs.get(item, {}).items():
+            keys = [tree.unescape(part) for part in fqn.split("/") if part and part != tree.SKELETON]
+            stack: list[tuple[Keys, Any]] = [((item, *keys), value)]
+            while stack:
+                place, one = stack.pop()
+                if isinstance(one, dict):
+                    if tree.counts(one):
+                        yield place
+                    stack += [((*place, key), inner) for key, inner in one.items()]
+                elif isinstance(one, list | tuple):
+                    stack += [((*place, number), inner) for number, inner in enumerate(one)]
 
 
 def _item(checkpoint: OpenCheckpoint, item: str) -> Any:
@@ -235,4 +273,4 @@ def kept(saved: SavedState, why_not: Callable[[Any], str | None]) -> SavedState:
         left_out[dotted(path)] = reason
         return LEFT_OUT
 
-    return SavedState(mapped(saved.state, change), left_out, saved.generators)
+    return replace(saved, state=mapped(saved.state, change), left_out=left_out)
