@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import reknit
+from reknit.frameworks.megatron.gathered_states import with_keys
 from tests import ranks
 from tests.megatron import torch_dist_jobs as jobs
 from tests.megatron.torch_dist_jobs import CUT_BY_MEGATRON, RESHAPED, SAVED
@@ -80,6 +81,7 @@ def test_scripts_receive_what_megatron_itself_loads(saved: Saved) -> None:
         "fully-single-experts": SAME["fully-single-experts"],
         "by-bucket": SAME["by-bucket"],
         "by-bucket-moe": SAME["by-bucket-moe"],
+        "by-buffer": SAME["by-buffer"],
         "float16": SAME["float16"],
     }
     for differing in run(2, jobs.load_as_script, str(saved(*layouts)), layouts):
@@ -111,8 +113,19 @@ def test_a_script_whose_state_has_the_optimizer_itself_loads_states_by_buffers(s
         assert answer == ([], 7, "unfused")
 
 
-def test_states_by_buckets_pass_through_a_checkpoint_of_reknit(saved: Saved) -> None:
-    assert run(2, jobs.save_and_load_by_bucket, str(saved())) == [[], []]
+@pytest.mark.parametrize("name", ["by-bucket", "by-buffer"])
+def test_states_by_buffers_pass_through_a_checkpoint_of_reknit(saved: Saved, name: str) -> None:
+    assert run(2, jobs.save_and_load_by_buffers, str(saved()), name) == [[], []]
+
+
+def test_gathered_states_that_were_saved_as_one_value_get_the_keys_of_megatron() -> None:
+    saved = {"buckets_coalesced": True, 0: {"(torch.bfloat16, torch.float32)": {"param": 1}}}
+    dtypes = torch.bfloat16, torch.float32
+    assert with_keys(saved) == {"buckets_coalesced": True, 0: {dtypes: {"param": 1}}}
+
+
+def test_an_optimizer_takes_gathered_states_from_the_state_dict_of_a_script(saved: Saved) -> None:
+    assert run(2, jobs.load_into_optimizer, str(saved("by-buffer")), "by-buffer") == [[], []]
 
 
 @pytest.mark.parametrize("name", sorted(SAVED))

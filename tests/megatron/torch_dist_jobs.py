@@ -197,18 +197,31 @@ def load_live_optimizer(root: str, name: str) -> Any:
     return compare(expected, truth.truth(trained)), loaded["iteration"], loaded["args"].backend.name
 
 
-def save_and_load_by_bucket(root: str) -> Any:
-    """Save the sharded state dict of an optimizer by buckets with reknit, and load it again."""
+def save_and_load_by_buffers(root: str, name: str) -> Any:
+    """Save the sharded state dict of an optimizer by its buffers with reknit, and load it again."""
     from tests.megatron import gpt
 
-    layout, form, more = SAVED["by-bucket"]
+    layout, form, more = SAVED[name]
     trained = gpt.build(layout)
     state = state_dict(trained, form, more, loading=False)
-    megatron.save(state, f"{root}/script", options=reknit.SaveOptions(durability="process", timeout_s=60))
-    loaded = megatron.load(_prepared(layout, BY_BUCKET, more), f"{root}/script")
+    path = f"{root}/script-{name}"
+    megatron.save(state, path, options=reknit.SaveOptions(durability="process", timeout_s=60))
+    loaded = megatron.load(_prepared(layout, form or FULLY, more), path)
     from reknit.frameworks.megatron.dist_checkpointing import unwrapped
 
     return _unlike(unwrapped(state["optimizer"]), loaded["optimizer"], "")
+
+
+def load_into_optimizer(root: str, name: str) -> Any:
+    """Load a folder by a script's state dict and the optimizer's own load; return the differences."""
+    from tests.megatron import gpt, truth
+
+    layout, form, more = SAVED[name]
+    trained = gpt.build(layout, steps=0, seed=1)
+    state = state_dict(trained, form, more, loading=True)
+    trained.optimizer.load_state_dict(megatron.load(state, f"{root}/{name}")["optimizer"])
+    expected = torch.load(f"{root}/{name}.truth", weights_only=False)
+    return compare(expected, truth.truth(trained))
 
 
 def run_page(root: str, name: str, snippet: str) -> list[str]:

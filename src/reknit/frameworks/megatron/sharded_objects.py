@@ -6,7 +6,7 @@ import io
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reknit.frameworks.megatron import dist_checkpointing, megatron_private
+from reknit.frameworks.megatron import dist_checkpointing, gathered_states, megatron_private
 from reknit.frameworks.neutral import to_neutral
 from reknit.frameworks.per_rank import PerRank, PerRankAdapter
 from reknit.frameworks.stateful import Accessors
@@ -89,7 +89,10 @@ def collect_object(value: Any, place: Place, saving: Saving) -> None:
     at = place.child(known.name)
     if known.named.is_extra and not dist_checkpointing.holds_something(value.data):
         return
-    if not known.main:
+    if gathered_states.are_in(known.name) and isinstance(value.data, dict):
+        if known.main:
+            gathered_states.collect(value.data, at, saving)
+    elif not known.main:
         saving.blob_elsewhere(at, None if known.keyed is None else known.keyed.coordinate)
     elif known.keyed is None:
         saving.blob(to_neutral(_with_text_keys(_plain(value.data)), str(at)), at)
@@ -109,29 +112,22 @@ def want_object(value: Any, place: Place, loading: Loading, put: Callable[[Any],
             loading.later(lambda: put(keyed.value))
         return
     names = loading.saved.value_names(at.item)
+    flat = megatron_names.flat_name(known.name)
+    is_gathered = gathered_states.are_in(known.name)
+    places = (at, place.below(str(flat))) if is_gathered and at.fqn not in names else ()
+    if any(gathered_states.want(each, loading, put) for each in places):
+        return
     # Extra state is expected if the module or the checkpoint has some.
     nothing = known.named.is_extra and not dist_checkpointing.holds_something(value.data)
     if nothing and at.fqn not in names:
         return
-    flat = megatron_names.flat_name(known.name)
     if flat is not None and at.fqn not in names:
         at = place.below(flat)
-        if at.fqn.endswith("/param_state") and _parts_of(at, loading):
-            loading.report_mismatched(at, _GATHERED)
-            return
     found = loading.value(at)
-    if found.why is None:
+    if found.why is None and is_gathered:
+        loading.later(lambda: put(gathered_states.with_keys(found.value)))
+    elif found.why is None:
         loading.later(lambda: put(_like(found.value, value.data)))
-
-
-_GATHERED = (
-    "Megatron saved it as dp_zero_gather_scatter, which the optimizer itself takes: put the optimizer into "
-    "the state dict, in place of its sharded_state_dict(...)"
-)
-
-
-def _parts_of(at: Place, loading: Loading) -> bool:
-    return any(fqn.startswith(f"{at.fqn}/") for fqn in loading.catalog.tensors.get(at.item, {}))
 
 
 def _shards_of(at: Place, loading: Loading) -> list[Place]:
