@@ -324,9 +324,9 @@ def test_the_coordinate_is_that_of_the_mesh_that_tensors_have_now() -> None:
     assert run(2, _tied_to_a_mesh) == [[True, True, False, False] * 2] * 2
 
 
-def test_a_dict_whose_keys_count_from_0_is_noted_in_every_walk() -> None:
-    state: State = {"m": {0: torch.ones(2), 1: {0: 1}}, "n": {"list": [torch.ones(2)]}}
+def test_a_dict_with_integer_keys_is_noted_in_every_walk() -> None:
+    state: State = {"m": {0: torch.ones(2), 1: {5: 1}}, "n": {"list": [torch.ones(2)]}}
     for _ in range(2):
         assert outcome(state, 0, 1, anew=False) == outcome(state, 0, 1, anew=True)
     held = registry.collect(state, 0, 1)
-    assert [(one.item, one.fqn) for one in held.blobs] == [("m", "~dict"), ("m", "1/~dict"), ("m", "1/0")]
+    assert [(one.item, one.fqn) for one in held.blobs] == [("m", "~dict"), ("m", "1/~dict"), ("m", "1/5")]

@@ -134,7 +134,7 @@ def check_states_of_nnx_go_there_and_back(folder: str) -> None:
 
 
 class Layers(nnx.Module):
-    """Linear layers in a list, and what NNX keeps beside parameters: statistics, keys, counts."""
+    """Linear layers in a list, beside statistics, keys and counts."""
 
     def __init__(self, number: int) -> None:
         rngs = nnx.Rngs(params=number, dropout=jax.random.key(3, impl="rbg"))

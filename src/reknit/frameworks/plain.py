@@ -143,7 +143,7 @@ class ContainerAdapter(Adapter):
         _enter(value, place, saving)
         if not value:  # a class without fields keeps its place, which other programs count
             saving.blob(None, place)
-        if isinstance(value, Mapping) and tree.counts(value):
+        if isinstance(value, Mapping) and tree.is_numbered(value):
             saving.blob(None, place.below(MAPPING))
         united = is_united(value, saving)
         for key, inner in tree.children(value):

@@ -75,6 +75,11 @@ def counts(value: Mapping[Any, Any]) -> bool:
     return 0 in value and value.keys() == set(range(len(value)))
 
 
+def is_numbered(value: Mapping[Any, Any]) -> bool:
+    """Return whether the first key is a number.  Other ranks may have the rest of a count from 0."""
+    return isinstance(next(iter(value), None), int)
+
+
 def join(*parts: str) -> str:
     """Join path elements, or paths, into one; empty ones are left out."""
     return "/".join(part for part in parts if part)

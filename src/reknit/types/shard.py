@@ -36,7 +36,7 @@ BOX = "~box"
 """Last element of the name of the keys that lead to the content of a box, such as a variable of Flax."""
 
 MAPPING = "~dict"
-"""Last element of the name of the note that keys from 0 on are those of a dict, and not of a list."""
+"""Last element of the name of the note that integer keys are those of a dict, and not of a list."""
 
 MAX_NDIM = 32
 """Dimensions that a tensor may have."""

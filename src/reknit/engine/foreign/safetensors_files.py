@@ -202,7 +202,7 @@ def _add(entries: ForeignEntries, name: str, item: str) -> None:
 
 
 def _add_files(entries: ForeignEntries, paths: Sequence[str], item: str, known_as: str) -> None:
-    """Add the tensors of files.  Raises `CorruptError` with what they are `known_as` if one is missing."""
+    """Add the tensors of files, which errors call `known_as`.  Raises `CorruptError` for a missing file."""
     headers: dict[str, Header] = {}
 
     def look(path: str) -> None:

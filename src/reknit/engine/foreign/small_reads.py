@@ -60,7 +60,7 @@ def near_parts(parts: Iterable[Extent]) -> list[list[Extent]]:
 
 
 def parts_of(storage: Storage, parts: Sequence[Extent]) -> list[bytes]:
-    """Return parts of files, with one read for those that lie near each other."""
+    """Return parts of files, with one read for several near parts."""
     found: dict[Extent, bytes] = {}
 
     def read(group: list[Extent]) -> None:

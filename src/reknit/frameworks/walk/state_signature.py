@@ -152,7 +152,7 @@ def _sign_dict(
         raise _Unusual  # such keys may be equal to each other, or not be names
     facts.append((type(value), len(value)))
     facts.extend(value)
-    if tree.counts(value):
+    if tree.is_numbered(value):
         parts.append(SignedPart(None, place.below(MAPPING), None))
     first: int | None = None
     for number, (key, inner) in enumerate(value.items()):

@@ -104,12 +104,12 @@ def _why_not(value: Any) -> str | None:
 
 
 def _as_saved(value: Any, place: Keys, saved: SavedState) -> Any:
-    """Return what is at a place of a state as the tree of the run has it, with its lists and boxes."""
+    """Return the value at a place of a state in the form of the run, with its lists and boxes."""
     if type(value) in (list, tuple) and not isinstance(value, Stub):
         value = [_as_saved(one, (*place, number), saved) for number, one in enumerate(value)]
     elif isinstance(value, dict):
         inside = {key: _as_saved(one, (*place, key), saved) for key, one in value.items()}
-        if place not in saved.counted and tree.counts(inside):
+        if place not in saved.numbered and tree.counts(inside):
             value = [inside[number] for number in range(len(inside))]
         elif len({type(key) for key in inside}) > 1:  # Orbax keeps keys as texts, and sorts them
             value = {str(key): one for key, one in inside.items()}

@@ -42,15 +42,15 @@ class SavedState:
     """A nested state with a `Stub` for each tensor; `left_out` maps entries that it lacks to the reason.
 
     `generators` has the names of the random generators of typed keys of JAX, whose numbers are tensors, by
-    the names of these.  `boxes` maps the places of boxes to the keys that lead to their content.  `counted`
-    are the places of dicts whose keys count from 0.
+    the names of these.  `boxes` maps the places of boxes to the keys that lead to their content.  `numbered`
+    are the places of dicts with integer keys, which are not those of lists.
     """
 
     state: dict[str, Any]
     left_out: dict[str, str] = field(default_factory=dict)
     generators: dict[str, str] = field(default_factory=dict)
     boxes: dict[Keys, list[str | int]] = field(default_factory=dict)
-    counted: set[Keys] = field(default_factory=set)
+    numbered: set[Keys] = field(default_factory=set)
 
     def tensors(self) -> dict[tuple[str | int, ...], Stub]:
         """Return all tensors by the keys that lead to them."""
@@ -120,8 +120,8 @@ def state_of(
             dotted(keys): str(value) for keys, value in _notes(checkpoint.blobs, wanted, GENERATOR).items()
         }
         boxes = _notes(forms, wanted, BOX)
-        counted = {*_notes(forms, wanted, MAPPING), *_counted_in_values(checkpoint, wanted)}
-        yield checkpoint, SavedState(state, left_out, generators, boxes, counted)
+        numbered = {*_notes(forms, wanted, MAPPING), *_numbered_in_values(checkpoint, wanted)}
+        yield checkpoint, SavedState(state, left_out, generators, boxes, numbered)
 
 
 def _forms(contents: Contents) -> dict[str, dict[str, Any]]:
@@ -145,8 +145,8 @@ def _notes(values: Mapping[str, Mapping[str, Any]], items: Iterable[str], kind: 
     return found
 
 
-def _counted_in_values(checkpoint: OpenCheckpoint, items: Iterable[str]) -> Iterator[Keys]:
-    """Yield the places in values of dicts whose keys count from 0."""
+def _numbered_in_values(checkpoint: OpenCheckpoint, items: Iterable[str]) -> Iterator[Keys]:
+    """Yield the places in values of dicts with integer keys."""
     for item in items:
         for fqn, value in checkpoint.blobs.get(item, {}).items():
             keys = [tree.unescape(part) for part in fqn.split("/") if part and part != tree.SKELETON]
@@ -154,7 +154,7 @@ def _counted_in_values(checkpoint: OpenCheckpoint, items: Iterable[str]) -> Iter
             while stack:
                 place, one = stack.pop()
                 if isinstance(one, dict):
-                    if tree.counts(one):
+                    if tree.is_numbered(one):
                         yield place
                     stack += [((*place, key), inner) for key, inner in one.items()]
                 elif isinstance(one, list | tuple):
