@@ -146,7 +146,7 @@ def check_states_of_flax_that_reknit_saved_restore_with_orbax(folder: str) -> No
     variables = {"w": linen.Partitioned(jnp.ones((2, 2)), names=("x", None)), "b": jnp.zeros(2)}
     trees: dict[str, Any] = {
         "linear": nnx.state(nnx.Linear(2, 2, rngs=nnx.Rngs(0))),
-        "adam": optax.adam(0.1).init(nnx.state(Layers(2), nnx.Param)),  # type: ignore[arg-type]
+        "adam": optax.adam(0.1).init(nnx.state(Layers(2), nnx.Param)),
         "optimizer": nnx.state(nnx.Optimizer(Layers(1), optax.adam(0.1), wrt=nnx.Param)),
         "variable": nnx.Param(jnp.ones(3)),
         "linen": {"params": variables, "opt": optax.adam(0.1).init(variables)},

@@ -141,7 +141,8 @@ def _notes(values: Mapping[str, Mapping[str, Any]], items: Iterable[str], kind: 
         for fqn, note in values.get(item, {}).items():
             *parts, last = fqn.split("/")
             if last == kind:
-                found[(item, *map(tree.unescape, parts))] = note
+                keys: Keys = (item, *map(tree.unescape, parts))
+                found[keys] = note
     return found
 
 
