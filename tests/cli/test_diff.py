@@ -125,7 +125,7 @@ def test_norms_are_those_of_numpy(command: Command, tmp_path: Path) -> None:
         {"a": np.linalg.norm(one), "b": np.linalg.norm(two), "difference": np.linalg.norm(one - two)}
     )
     assert ran.json["norms"]["model/n"]["difference"] == 0
-    assert ran.json["summary"] == {"compared": 2, "item": 0, "tensor": 0, "value": 0, "data": 1}
+    assert ran.json["summary"] == {"compared": 2, "item": 0, "tensor": 0, "value": 0, "unread": 0, "data": 1}
     assert "norms model/w: " in command("diff", tmp_path / "a", tmp_path / "b", "--norms").out
 
 

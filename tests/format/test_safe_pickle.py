@@ -278,7 +278,8 @@ def test_no_function_of_the_table_copies_a_large_argument_again_and_again(name: 
                 value, made = read_pickle(_repeated_call(name, argument, beside, place, 1), TORCH)
             except FormatError:
                 continue
-            _new_size(value, known := {})
+            known: dict[int, Any] = {}
+            _new_size(value, known)
             if _new_size(made, known) > 100:
                 with pytest.raises(FormatError, match=f"repeats calls such as {name} with large arguments"):
                     read_pickle(_repeated_call(name, argument, beside, place, 100), TORCH)

@@ -336,7 +336,7 @@ def _remedies(folder: str) -> None:
     assert trained("plain", 1, adapter=False, **hugging | {"last_save_in_hf": False})[1] == [1]
     trained("hf", 1, **hugging)
     path = f"{folder}/hf/checkpoint/step-1"
-    begins = {"initial_load_in_hf": True, "initial_load_model_only": True, **step}
+    begins: dict[str, Any] = {"initial_load_in_hf": True, "initial_load_model_only": True, **step}
     assert _refused(
         lambda: trained("a", 1, hf_assets_path="", **begins), "initial_load_path or hf_assets_path"
     )

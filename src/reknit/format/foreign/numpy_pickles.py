@@ -65,7 +65,7 @@ def _array(data: Any, kind: Any, shape: Any, *, is_fortran: bool) -> np.ndarray[
     shape, dtype = shape_of(shape), dtype_from(kind)
     if not isinstance(data, bytes) or prod(shape) * dtype.itemsize != len(data):
         raise FormatError("a pickle has an array of NumPy with another number of bytes than its shape")
-    array = np.frombuffer(data, dtype).reshape(shape, order="F" if is_fortran else "C")
+    array: np.ndarray[Any, Any] = np.frombuffer(data, dtype).reshape(shape, order="F" if is_fortran else "C")
     return array.astype(dtype.newbyteorder("="))
 
 

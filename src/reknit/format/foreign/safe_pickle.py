@@ -160,6 +160,7 @@ class _Machine(pickle._Unpickler):
     stack: list[Any]
     append: Any
     pop_mark: Any
+    proto: int
 
     def __init__(
         self, file: io.BytesIO, vocabulary: Vocabulary, persistent: Callable[[Any], Any] | None
