@@ -38,10 +38,11 @@ _COPIED = ("src", "tests", "scripts", "docs", "examples", "benchmarks", "pyproje
 _MARK = "REKNIT_MUTANTS"
 """Variable that marks every process that was started in a copy, including orphans."""
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?::\S+)", re.MULTILINE)
+_PASSED = re.compile(r"\b\d+ passed\b")
 
 
 class Ending(NamedTuple):
-    """The end of tests: `verdict` is passed, failed or broken; `by` is the test that failed, or an error."""
+    """The end of tests: `verdict` is passed, failed, skipped (all) or broken; `by` names a test or an error."""
 
     verdict: str
     by: str
@@ -101,7 +102,7 @@ class Copy:
             tested = self.run(mutant.tests, limit_s, "-x")
         finally:
             path.write_text(original)
-        verdict = {"passed": "survived", "failed": "killed"}.get(tested.verdict, tested.verdict)
+        verdict = {"passed": "survived", "failed": "killed"}.get(tested.verdict, "broken")
         return Result(mutant, verdict, tested.by, time.monotonic() - began)
 
     def run(self, tests: Sequence[str], limit_s: float, *options: str) -> Ending:
@@ -128,8 +129,10 @@ class Copy:
                 started.wait()
             reported.seek(0)
             output = reported.read()
-        if status == 0:
+        if status == 0 and _PASSED.search(output):
             return Ending("passed", "")
+        if status == 0:
+            return Ending("skipped", "all its tests were skipped, so none could notice it")
         if status < 0:
             return Ending("failed", f"signal {-status}")
         if status == 1 and (failed := _FAILED.findall(output)):
@@ -172,7 +175,7 @@ def judge_all(
             copies.put(Copy(root, Path(scratch, str(number))))
         began, tests = time.monotonic(), named(root, chosen)
         for ending in pool.map(tested, [part for k in range(jobs) if (part := tests[k::jobs])]):
-            if ending.verdict != "passed":
+            if ending.verdict not in ("passed", "skipped"):
                 return ending
         print(f"{time.monotonic() - began:5.1f} s  without a mutant all tests pass", flush=True)
         return list(pool.map(judge, chosen))

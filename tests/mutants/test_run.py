@@ -26,6 +26,13 @@ def test_a_process_that_is_started_sees_the_same_source():
     code = "from reknit.module import total; print(total([1, 2]))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "3\\n"
 """
+SKIPPED = """
+import pytest
+
+@pytest.mark.skip(reason="its library is not installed")
+def test_a_total_is_that_of_the_library():
+    raise NotImplementedError
+"""
 ORPHAN = """
 import subprocess, sys, time
 from reknit.module import total
@@ -46,6 +53,7 @@ def root(tmp_path: Path) -> Path:
     (made / "src/reknit/module.py").write_text(MODULE)
     (made / "tests/test_total.py").write_text(TESTS)
     (made / "tests/test_orphan.py").write_text(ORPHAN)
+    (made / "tests/test_skipped.py").write_text(SKIPPED)
     (made / "pyproject.toml").write_text("[tool.pytest.ini_options]\naddopts = ['--import-mode=importlib']\n")
     return made
 
@@ -95,10 +103,17 @@ def test_mutants_are_killed_by_tests_or_survive_them_or_are_stale(root: Path) ->
     assert (root / "src/reknit/module.py").read_text() == MODULE
 
 
-def test_a_mutant_that_cannot_even_be_imported_tells_nothing(root: Path) -> None:
-    (result,) = judged(root, mutant("LENGTHS = [0, 1]", "LENGTHS = NAMES"))
-    assert (result.verdict, result.bad) == ("broken", True)
-    assert "NameError" in result.by
+def test_a_mutant_that_cannot_even_be_imported_or_whose_tests_are_all_skipped_tells_nothing(
+    root: Path,
+) -> None:
+    unsound, skipped = judged(
+        root,
+        mutant("LENGTHS = [0, 1]", "LENGTHS = NAMES"),
+        mutant("[0, 1]", "[0, 2]", tests="tests/test_skipped.py"),
+    )
+    assert (unsound.verdict, unsound.bad) == (skipped.verdict, skipped.bad) == ("broken", True)
+    assert "NameError" in unsound.by
+    assert "were skipped" in skipped.by
 
 
 def sleeps(process: psutil.Process) -> bool:

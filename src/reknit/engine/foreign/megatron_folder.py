@@ -55,7 +55,7 @@ def read_folder(storage: Storage) -> ForeignEntries:
     for key, (spec, chunks) in located.tensors.items():
         notes = table.of_megatron.get(key)
         shape = notes.get(_SHAPE) if isinstance(notes, dict) else None
-        found.tensor(key, *((spec, chunks) if shape is None else _regridded(key, spec, chunks, shape)))
+        found.tensor(key, *((spec, chunks) if shape is None else regridded(key, spec, chunks, shape)))
     for key, why in located.unread.items():
         item, fqn = _name_of(key)
         entries.unread(item, fqn.split("/"), why)
@@ -124,7 +124,7 @@ class _ModelTensors:
             self._entries.tensor(item, fqn, spec, chunks)
 
 
-def _regridded(key: str, spec: TensorSpec, chunks: Chunks, shape: Any) -> tuple[TensorSpec, Chunks]:
+def regridded(key: str, spec: TensorSpec, chunks: Chunks, shape: Any) -> tuple[TensorSpec, Chunks]:
     """Return a tensor in its own shape that was saved as flat ranges of the parts of a grid.
 
     Megatron before 0.16 saved states so (`fully_sharded_model_space`).  The last dimension of `spec` numbers
