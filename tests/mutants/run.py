@@ -42,7 +42,7 @@ _PASSED = re.compile(r"\b\d+ passed\b")
 
 
 class Ending(NamedTuple):
-    """The end of tests: `verdict` is passed, failed, skipped (all) or broken; `by` names a test or an error."""
+    """The end of tests: `verdict` is passed, failed, skipped or broken; `by` is a failed test or a reason."""
 
     verdict: str
     by: str
