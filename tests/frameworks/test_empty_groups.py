@@ -117,11 +117,16 @@ def test_a_raw_state_dict_has_the_options_of_its_empty_group() -> None:
     assert options(fresh) == named
 
 
-def test_a_file_of_torch_save_has_the_options_of_an_empty_group(tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", [False, True])
+def test_a_file_of_torch_save_has_the_options_of_an_empty_group(tmp_path: Path, named: bool) -> None:
     state = stepped("ab", "")
     state["model"](torch.ones(1, 3)).sum().backward()
     state["optimizer"].step()
-    torch.save({name: part.state_dict() for name, part in state.items()}, tmp_path / "c.pt")
+    saved = {name: part.state_dict() for name, part in state.items()}
+    if named:  # as an optimizer that is made of named parameters records them
+        for group, names in zip(saved["optimizer"]["param_groups"], ([*saved["model"]], []), strict=True):
+            group["param_names"] = names
+    torch.save(saved, tmp_path / "c.pt")
     fresh = build("ab", "")
     reknit.load(tmp_path / "c.pt", fresh)
     assert options(fresh) == options(state)
