@@ -227,10 +227,10 @@ def test_entries_that_cannot_be_read_are_counted_apart_from_those_that_differ(
     else:
         torch.save(state, tmp_path / "b")
     ran = command("diff", tmp_path / "a", tmp_path / "b", "--data")
-    *told, last = ran.out.splitlines()
+    *lines, last = ran.out.splitlines()
     assert ran.code == 1
-    assert len(told) == num
-    for n, line in enumerate(told):
+    assert len(lines) == num
+    for n, line in enumerate(lines):
         assert line.startswith(f"unread own/a{n}: not compared: of B, ")
     assert last == (
         "differences: 0 items, 0 tensors in name, shape or dtype, 0 values, 0 of 1 in their bytes, "

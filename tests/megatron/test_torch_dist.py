@@ -284,7 +284,7 @@ def test_the_folder_above_is_refused_with_the_newest_iteration(tmp_path: Path) -
 
 
 def save_part_of_rank(path: Path) -> None:
-    """Save what Megatron hands to the manager of local checkpoints of NVIDIA's resiliency extension."""
+    """Save the object that Megatron hands to a manager of local checkpoints."""
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.tensor_aware_state_dict import MCoreTensorAwareStateDict
 
