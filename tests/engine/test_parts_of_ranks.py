@@ -20,6 +20,7 @@ from reknit.cli.main import main
 from reknit.engine.record.foreign_files import HEAD_NBYTES, kind_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 MODULE = "nvidia_resiliency_ext.checkpointing.local.basic_state_dict"
@@ -61,11 +62,21 @@ def test_a_part_is_named_with_the_way_to_load_it_by_every_call(
 ) -> None:
     place = save_part(tmp_path / "local" / "session", basic)
     loads = f"manager = LocalCheckpointManager('{tmp_path}/local/session'); manager.find_latest()"
-    for call in (reknit.open, reknit.verify, lambda at: reknit.load(at, {"model": {"w": torch.zeros(2)}})):
+    calls: list[Callable[[Path], object]] = [
+        reknit.open,
+        reknit.verify,
+        lambda at: reknit.load(at, {"model": {"w": torch.zeros(2)}}),
+    ]
+    for call in calls:
         with pytest.raises(reknit.CheckpointNotFoundError, match="one rank's part of a local") as caught:
             call(place)
         assert loads in str(caught.value.remedy)
-    for look in (reknit.latest, reknit.steps, lambda at: reknit.Checkpointer(at).resume({"a": 1})):
+    looks: list[Callable[[Path], object]] = [
+        reknit.latest,
+        reknit.steps,
+        lambda at: reknit.Checkpointer(at).resume({"a": 1}),
+    ]
+    for look in looks:
         with pytest.raises(reknit.UsageError, match="one rank's part of a local") as refused:
             look(place)
         assert loads in str(refused.value.remedy)
