@@ -30,6 +30,8 @@ STORE_CALLS = {
 }
 """The methods that reach the disk, by their modules."""
 WAITS = (threading.__file__, "wait_for")
+SHOWS = "reknit-progress"
+"""The thread that shows progress, which depends on the time that a call takes."""
 RANDOM = re.compile(r"\.[0-9a-f]{8,}")
 
 
@@ -78,6 +80,8 @@ class Trace:
     def _note(self, frame: FrameType, event: str, argument: object) -> None:
         code = frame.f_code
         if event != "call" or not code.co_filename.startswith(SOURCES):
+            return
+        if threading.current_thread().name == SHOWS:
             return
         if not code.co_flags & inspect.CO_OPTIMIZED:  # the body of a class or a module
             return
