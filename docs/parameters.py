@@ -92,7 +92,6 @@ MEANINGS = {
     "path": "folder or URL of a checkpoint",
     "pending": "what happens about saves of a dead run that may still commit",
     "poll_s": "pause between two looks",
-    "prefix": "beginning of the names of tables",
     "rank": "number of this process, from 0 on",
     "ratio": "multiple of the median from which on a rank is a straggler",
     "reason": "text that `steps` shows",

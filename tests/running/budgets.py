@@ -36,7 +36,7 @@ BUDGETS: dict[str, Budget] = {
     "interop": Budget(30, 22),
     "jax": Budget(75, 16),
     "megatron": Budget(125, 284),
-    "monitor": Budget(60, 40, ("clickhouse", "prometheus")),
+    "monitor": Budget(60, 40, ("prometheus",)),
     "mutants": Budget(20, 28),
     "planner": Budget(15, 8),
     "processes": Budget(20, 16),
