@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import reknit
+from docs.error_catalog import CATALOG
 from docs.parameters import MEANINGS, RECORDS, lines_for, meaning_of, parameters_of, unit_of
-from reknit.cli.program.error_catalog import CATALOG
 from reknit.errors import MissingExtraError
 from reknit.options import LoadOptions, SaveOptions
 from reknit.options.fields import scopes_of
