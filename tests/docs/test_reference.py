@@ -21,7 +21,7 @@ PAGES += sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs/howt
 PAGES += sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs/reference").glob("*.md"))
 PAGES = [*PAGES, "README.md"]
 PAGES.remove("docs/format.md")  # there, such names are keys in files
-SPACES = ("policies", "transforms", "sinks", "alerts")
+SPACES = ("policies", "transforms", "sinks")
 NAME = re.compile(r"(?<![\w./-])reknit((?:\.[A-Za-z_]\w*)+)")
 COLUMNS = {
     SaveOptions: {

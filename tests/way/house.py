@@ -9,9 +9,9 @@ from typing import NamedTuple
 from tests.way.trace import SOURCES
 
 PLUGINS = (
-    *("alerts.py", "cli/", "compat/", "dataloader/", "engine/foreign/", "format/foreign/"),
+    *("cli/", "compat/", "dataloader/", "engine/foreign/", "format/foreign/"),
     *("frameworks/deepspeed/", "frameworks/jax/", "frameworks/megatron/", "integrations/", "interop/"),
-    *("monitor/alerts/", "monitor/dash/", "monitor/figures/", "monitor/page/", "monitor/reports/"),
+    *("monitor/dash/", "monitor/figures/", "monitor/page/", "monitor/reports/"),
     *("monitor/sinks/", "sinks.py", "storage/hdfs/", "testing/", "transforms/models/"),
 )
 """The parts of the source that are not the core."""
