@@ -19,6 +19,7 @@ class Budget(NamedTuple):
 
 BUDGETS: dict[str, Budget] = {
     ".": Budget(55, 160),
+    "accelerator": Budget(45, 60),
     "attacks": Budget(20, 12),
     "benchmarks": Budget(50, 38),
     "cli": Budget(50, 56, ("s3", "gcs", "azure", "hdfs")),
