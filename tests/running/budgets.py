@@ -19,7 +19,7 @@ class Budget(NamedTuple):
 
 BUDGETS: dict[str, Budget] = {
     ".": Budget(55, 160),
-    "accelerator": Budget(45, 60),
+    "accelerator": Budget(45, 40),
     "attacks": Budget(20, 12),
     "benchmarks": Budget(50, 38),
     "cli": Budget(50, 56, ("s3", "gcs", "azure", "hdfs")),
@@ -46,7 +46,7 @@ BUDGETS: dict[str, Budget] = {
     "runs": Budget(60, 156, ("azure", "gcs", "hdfs", "s3")),
     "simulation": Budget(45, 12),
     "storage": Budget(250, 80, ("s3", "gcs", "azure", "hdfs", "rclone")),
-    "testing": Budget(60, 68),
+    "testing": Budget(20, 45),
     "torchrun": Budget(140, 362, ("s3", "gcs", "azure", "hdfs")),
     "transforms": Budget(35, 13),
     "types": Budget(10, 16),

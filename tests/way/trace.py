@@ -65,7 +65,7 @@ class Trace:
     def stop(self) -> None:
         """Count no more in this thread, nor in threads that begin later."""
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
 
     @property
     def functions(self) -> list[CodeType]:
