@@ -369,6 +369,36 @@ def test_no_save_begins_where_the_manifest_may_still_be_deleted() -> None:
     assert place.value(place.hot) == LATER
 
 
+def test_a_promotion_does_not_commit_a_file_whose_name_it_has_deleted_without_an_answer() -> None:
+    place = Place("repeating")
+    place.save(OLD)
+    place.leave_a_copy()
+    cold = open_storage(place.cold)
+    (part,) = (listed.path for listed in cold.list() if listed.path.startswith("m/"))
+    cold.put(part, b"a part", if_absent=False)
+    place.calls.expect("delete m/", 1)
+    with pytest.raises(CommitError, match="a file of this save may still be deleted"):
+        place.promote()
+    place.calls.end()
+    assert len(place.calls.waiting) == 1
+    place.calls.release()
+    assert place.value(place.cold) is None
+
+
+def test_a_copy_does_not_come_back_where_a_file_of_the_removed_one_was_deleted_without_an_answer() -> None:
+    place = Place("repeating")
+    place.save(OLD)
+    place.promote()
+    place.calls.expect("delete m/", 1)
+    reknit.delete(place.hot)
+    place.calls.end()
+    assert len(place.calls.waiting) == 1
+    with pytest.raises(CommitError, match="a file of this save may still be deleted"):
+        place.promote(back=True)
+    place.calls.release()
+    assert (place.value(place.hot), place.value(place.cold)) == (None, OLD)
+
+
 def test_a_removal_whose_every_request_was_answered_is_in_nobodys_way() -> None:
     place = Place("repeating")
     place.save(OLD)
