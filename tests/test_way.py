@@ -20,6 +20,8 @@ from tests.way.run import LIMITS, WAYS, lowered
 
 ROOT = Path(__file__).parents[1]
 WAY_NAMES = [way.__name__.replace("_", " ") for way in WAYS]
+VARYING = ("calls", "functions", "idle modules")
+"""Numbers that depend a little on the kernel and the file system."""
 REMEDY = "`scripts/way --names` shows the modules, stacks and calls of the store"
 
 
@@ -56,7 +58,7 @@ def exceeded(numbers: dict[str, int], limits: dict[str, int]) -> dict[str, str]:
     return {
         name: f"{number}, but the limit is {limits.get(name)}"
         for name, number in numbers.items()
-        if number > limits.get(name, -1)
+        if number > limits.get(name, -1) * (1.02 if name in VARYING else 1)
     }
 
 
