@@ -166,9 +166,9 @@ def test_the_door_of_a_trainer_waits_for_the_whole_silence_of_a_run_that_it_sees
     def look(root: Any) -> Any:
         if waits.seconds < 10:
             raise StorageUnavailableError("away")
-        return newest_record(root)
+        return newest_if_ended(root)
 
-    monkeypatch.setattr(heartbeat, "newest_record", look)
+    monkeypatch.setattr(heartbeat, "newest_if_ended", look)
     refuse_living(url)
     assert STALE_S + 8 < waits.seconds <= STALE_S + 12
 

@@ -11,6 +11,7 @@ import pytest
 
 import reknit
 from reknit.errors import ReknitError
+from reknit.format import paths
 from reknit.storage.registry import open_storage, register
 from reknit.storage.wrappers.retrying import RetryingStorage, RetryPolicy
 from reknit.testing.faulty_storage import Fault, FaultyStorage
@@ -85,6 +86,7 @@ class TestFaults:
             if last:
                 break
             reknit.save(place.url, _state(1), overwrite=True)
+            place.forget()
         assert _loaded(place.url) == 2
         place.clear()
 
@@ -115,6 +117,10 @@ class _Location:
         if not self.retries:
             return self.opened[-1]
         return RetryingStorage(self.opened[-1], RetryPolicy(first_s=0.001, longest_s=0.01))
+
+    def forget(self) -> None:
+        """Delete the notes: that of a removal which failed counts for minutes, and each save reads it."""
+        clear(below(self._inner, paths.NOTES_FOLDER))
 
     def clear(self) -> None:
         clear(self._inner)
