@@ -42,12 +42,12 @@ def test_the_steps_are_found_with_one_request_for_a_thousand(proxy: FaultProxy) 
         assert run.latest() == STEPS
         asked = Counter("list" if "list-type" in request else "other" for request in proxy.requests)
         assert asked == {"list": -(-(STEPS + 1) // 1000) + 2, "other": 1}, (
-            "the record of the run is listed, too, and twice where there is none"
+            "the record of the run is listed, too, and an empty listing is repeated"
         )
         proxy.spoil(None)
         assert run.resume(state()) == STEPS + 1
         lists = [request for request in proxy.requests if "list-type" in request]
-        # For the opening, begun saves and the newest step: markers, and records, twice where there is none.
+        # For the opening, begun saves and the newest step: markers, and records, of which some are repeated.
         most = 2 * 3 + 11
         assert len(lists) <= most, lists
         assert len(proxy.requests) < 36
