@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("hdfs_native", reason="HDFS needs hdfs-native")
 
-from reknit.errors import StorageNotFoundError
+from reknit.errors import StorageNotFoundError, StorageUnavailableError
 from reknit.options import MIB
 from reknit.storage.hdfs.store import open_hdfs
 from reknit.storage.wrappers.forwarding import innermost
@@ -130,6 +130,27 @@ def test_a_rename_whose_answer_was_lost_is_recognised_without_another_try(
     assert len([call for call in proxy.calls if call.startswith("rename2 ")]) == 1
     if operation in (put_new, put_over, write_small):
         assert "rename2" not in proxy.calls
+
+
+@pytest.mark.parametrize("operation", [put_new, put_over, write_small, commit, commit_over])
+def test_a_look_for_a_renamed_file_may_meet_the_end_of_the_same_connection(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch, operation: Callable[[Storage], None]
+) -> None:
+    inner = innermost(storage)
+    client = inner.client  # type: ignore[attr-defined]
+    rename, stat = client.rename, client.stat
+
+    def ended(path: str) -> None:
+        monkeypatch.setattr(client, "stat", stat)
+        raise StorageUnavailableError("RPC listener disconnected", path=path)
+
+    def unanswered(source: str, target: str, *, overwrite: bool) -> None:
+        rename(source, target, overwrite=overwrite)
+        monkeypatch.setattr(client, "stat", ended)
+        raise StorageUnavailableError("no answer", path=target)
+
+    monkeypatch.setattr(client, "rename", unanswered)
+    operation(inner)
 
 
 def test_a_commit_whose_marker_another_save_removed_has_not_happened(

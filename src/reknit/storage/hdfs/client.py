@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hdfs_native import Client, WriteOptions
 
-from reknit.errors import StorageError, StorageNotFoundError, UsageError
+from reknit.errors import StorageError, StorageNotFoundError, StorageUnavailableError, UsageError
 from reknit.storage.errors import ForkGuard
 from reknit.storage.hdfs.config import cluster
 from reknit.storage.hdfs.errors import as_ours, plain
@@ -71,6 +71,15 @@ class HdfsClient:
         except StorageNotFoundError:
             return None
 
+    def _find_anew(self, path: str) -> FileStatus | None:
+        """Find a file after a connection has ended, which may meet the next question, too."""
+        try:
+            return self.find(path)
+        except StorageUnavailableError as error:
+            if isinstance(error.__cause__, OverdueError):
+                raise
+            return self.find(path)
+
     def make_folder(self, path: str) -> None:
         """Make a folder and its parents."""
         self.ask("make", path, lambda client: client.mkdirs(path, 0o755, create_parent=True))
@@ -84,9 +93,9 @@ class HdfsClient:
 
         Then the move was carried out, and its answer was lost.
         """
-        if self.find(source) is not None:
+        if self._find_anew(source) is not None:
             return False
-        found = self.find(target)
+        found = self._find_anew(target)
         return found is not None and not found.isdir and found.length == nbytes
 
     def delete(self, path: str) -> bool:
