@@ -115,6 +115,15 @@ def test_a_table_may_have_any_number_of_keys_unless_their_hashes_are_equal(proto
                 read_pickle(pickle.dumps(equal, protocol), TORCH)
 
 
+@pytest.mark.parametrize("split", [0, 1, 500, 1000])
+def test_a_name_has_at_most_a_thousand_characters(split: int) -> None:
+    for over in (0, 1):
+        data = b"c" + b"m" * split + b"\n" + b"n" * (1000 + over - split) + b"\n."
+        with pytest.raises(FormatError) as caught:
+            read_pickle(data, TORCH)
+        assert ("a name of more than 1000 characters" in str(caught.value)) == bool(over)
+
+
 def test_a_pickle_that_ends_anywhere_is_damaged() -> None:
     data = pickle.dumps({(torch.bfloat16, n): [n, 2.5, "text" * 99, 1 << 40] for n in range(300)}, 2)
     for nbytes in range(0, len(data), 7):
