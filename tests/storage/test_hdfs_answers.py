@@ -21,6 +21,8 @@ from tests.storage.rpc_proxy import FAULTS, RpcProxy
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from hdfs_native import FileStatus
+
     from reknit.storage.base import Storage
     from tests.storage.rpc_proxy import Fault
 
@@ -133,16 +135,18 @@ def test_a_rename_whose_answer_was_lost_is_recognised_without_another_try(
 
 
 @pytest.mark.parametrize("operation", [put_new, put_over, write_small, commit, commit_over])
-def test_a_look_for_a_renamed_file_may_meet_the_end_of_the_same_connection(
+def test_a_look_for_a_renamed_file_does_not_stay_on_a_connection_that_has_ended(
     storage: Storage, monkeypatch: pytest.MonkeyPatch, operation: Callable[[Storage], None]
 ) -> None:
     inner = innermost(storage)
     client = inner.client  # type: ignore[attr-defined]
-    rename, stat = client.rename, client.stat
+    rename, stat, dead = client.rename, client.stat, client.raw
 
-    def ended(path: str) -> None:
-        monkeypatch.setattr(client, "stat", stat)
-        raise StorageUnavailableError("RPC listener disconnected", path=path)
+    def ended(path: str) -> FileStatus:
+        if client.raw is dead:
+            raise StorageUnavailableError("RPC listener disconnected", path=path)
+        found: FileStatus = stat(path)
+        return found
 
     def unanswered(source: str, target: str, *, overwrite: bool) -> None:
         rename(source, target, overwrite=overwrite)

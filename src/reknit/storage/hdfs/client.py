@@ -72,12 +72,17 @@ class HdfsClient:
             return None
 
     def _find_anew(self, path: str) -> FileStatus | None:
-        """Find a file after a connection has ended, which may meet the next question, too."""
+        """Find a file after a connection has ended.
+
+        The client may use such a connection for some more calls, so the second one needs another client.
+        """
+        client = self.raw
         try:
             return self.find(path)
         except StorageUnavailableError as error:
             if isinstance(error.__cause__, OverdueError):
                 raise
+            self._renew(client)
             return self.find(path)
 
     def make_folder(self, path: str) -> None:
