@@ -321,7 +321,7 @@ def test_values_are_merged_as_values(join: Join) -> None:
         with turn(group, "highest", WAIT_S, merge=max) as its_turn:
             highest = its_turn.gather(10 * group.rank)
             assert highest in ([40], None)
-            return its_turn.give_all(highest and highest[0], int)
+            return its_turn.give_all(None if highest is None else highest[0], int)
 
     assert endings(join(5), run) == [40] * 5
 
@@ -341,7 +341,7 @@ def test_a_request_of_another_type_fails_on_every_rank(join: Join) -> None:
 
     for error in endings(join(3), run):
         assert type(error) is ProtocolError
-        assert "a rank sent bytes that are no Named" in error.message
+        assert "a rank sent another message than a Named" in error.message
 
 
 @pytest.mark.parametrize("size", [1, 3])

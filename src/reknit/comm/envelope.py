@@ -75,7 +75,7 @@ def unpacked(parts: Sequence[bytes], kind: type[_Value]) -> list[_Value]:
             return values
         return [msgspec.msgpack.decode(part, type=kind) for part in parts]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"a rank sent bytes that are no {kind.__name__}: {error}") from error
+        raise ProtocolError(f"a rank sent another message than a {kind.__name__}: {error}") from error
 
 
 def failed(error: BaseException, rank: int, name: str) -> Envelope:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeVar, 
 
 from reknit.comm.envelope import Envelope, decode, encode, failed, merged, packed, unpacked
 from reknit.comm.topology import Topology
-from reknit.errors import ReknitError, typed
+from reknit.errors import ReknitError, shortage
 from reknit.monitor.phase import now, root_decided
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class Turn:
         error = error or ReknitError(f"round {self._call.name!r} ended without an answer")
         try:
             if self._stage in {"before", "between"}:
-                self._conclude(self._told(error))
+                self._conclude(self._send_error(error))
         finally:
             # Ctrl-C may come at any line, also where the group has just entered the round.
             if self._stage != "over":
@@ -168,7 +168,9 @@ class Turn:
         if envelopes is None:
             return None
         if any(envelope.error is not None for envelope in envelopes):
-            raise merged(envelopes, b"".join).failure() or ReknitError("a rank failed")
+            failure = merged(envelopes, b"".join).failure()
+            assert failure is not None
+            raise failure
         return unpacked([envelope.payload for envelope in envelopes], self._kind)
 
     def give(self, answers: Sequence[_Value] | None, kind: type[_Value]) -> _Value:
@@ -183,13 +185,14 @@ class Turn:
                 return own
             # A broadcast answers every rank with one object: encoded once, it stays one.
             at = now()
-            encoded = {id(answer): encode(Envelope(packed(answer), at=at)) for answer in answers}
+            distinct = {id(answer): answer for answer in answers}
+            encoded = {key: encode(Envelope(packed(answer), at=at)) for key, answer in distinct.items()}
             envelopes = [encoded[id(answer)] for answer in answers]
         (own,) = unpacked([self._conclude(self._end(envelopes))], kind)
         return own
 
     def give_all(self, answer: _Value | None, kind: type[_Value]) -> _Value:
-        """Send one answer to all ranks, from rank 0; return it.  What others pass does not count."""
+        """Send one answer to all ranks, from rank 0, and return it; the argument of others does not count."""
         if self._group.rank > 0:
             return self.give(None, kind)
         return self.give(cast("list[_Value]", [answer] * self._group.size), kind)
@@ -208,7 +211,7 @@ class Turn:
         try:
             requests = self._group.gather(self._call)
         except Exception as error:
-            self._raise_signed(typed(error))
+            self._raise_signed(error)
         self._stage = "between"
         return None if requests is None else [decode(data) for data in requests]
 
@@ -218,11 +221,11 @@ class Turn:
         try:
             answer = decode(self._group.give(answers))
         except Exception as error:
-            self._raise_signed(typed(error))
+            self._raise_signed(error)
         self._stage = "over"
         return answer
 
-    def _told(self, error: BaseException) -> Envelope:
+    def _send_error(self, error: BaseException) -> Envelope:
         """Send an error of this rank to all ranks, since they wait for it; return this rank's answer."""
         mine, group = self._failed(error), self._group
         if self._is_alone:
@@ -271,12 +274,15 @@ class Turn:
         self._own = self._own or error
         return failed(error, self._group.rank, self._call.name)
 
-    def _raise_signed(self, error: ReknitError) -> NoReturn:
+    def _raise_signed(self, error: Exception) -> NoReturn:
         """Raise an error of the group, or the error of this rank that it could not send."""
-        error.sign(rank=self._group.rank, phase=self._call.name)
-        if self._own is None:
+        reported = error if isinstance(error, ReknitError) else shortage(error)
+        if reported is None:  # a bug in the group itself
             raise error
-        raise self._own from error
+        reported.sign(rank=self._group.rank, phase=self._call.name)
+        if self._own is not None:
+            raise self._own from error
+        raise reported from (None if reported is error else error)
 
 
 def turn(
