@@ -237,7 +237,7 @@ class Turn:
                 return self._end(None)
             mine = merged(envelopes, b"".join)
         elif group.rank > 0:
-            group.leave(self._call, error)
+            group.leave(self._call, mine.failure() or error)
             self._stage = "over"
             return mine
         return self._end([encode(mine)] * group.size)
