@@ -11,7 +11,7 @@ from sphinx.transforms import SphinxTransform
 from sphinx.transforms.post_transforms import SphinxPostTransform
 from sphinx.util.docutils import SphinxDirective
 
-from reknit.cli.program import error_catalog, explain
+from docs import error_catalog
 
 project = "reknit"
 author = "The reknit authors"
@@ -84,27 +84,15 @@ class BrokenNames(SphinxPostTransform):
 
 
 class ErrorCatalog(SphinxDirective):
-    """A section for each public error, from the texts that `reknit explain` prints."""
+    """A section for each public error."""
 
     def run(self) -> list[nodes.Node]:
         """Parse the sections as Markdown."""
         self.env.note_dependency(error_catalog.__file__)
-        lines = [line for code in explain.codes() for line in error_lines(code)]
+        lines = [line for code in error_catalog.codes() for line in error_catalog.error_lines(code)]
         section = nodes.section()
         self.state.nested_parse(StringList(lines, error_catalog.__file__), 0, section, match_titles=True)
         return section.children
-
-
-def error_lines(code: str) -> list[str]:
-    """Return the section of an error in Markdown."""
-    found = error_catalog.CATALOG[code]
-    lines = [f"## {code}", "", *explain.meaning_of(code).split("\n"), ""]
-    if parents := explain.parents_of(code):
-        lines += [f"Also caught as {', '.join(f'`{parent}`' for parent in parents)}.", ""]
-    for title, texts in (("Usual causes", found.causes), ("What to do", found.remedies)):
-        lines += [f"*{title}.*", "", *(f"- {text}" for text in texts), ""]
-    pages = ", ".join(f"[](../{page})" for page in found.pages)
-    return [*lines, f"*More.* {pages}", ""]
 
 
 def setup(app: Sphinx) -> None:

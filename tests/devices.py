@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from reknit.testing.accelerator import why_not
+from tests.accelerator import why_not
 from tests.ranks import run
 
 if TYPE_CHECKING:

@@ -49,7 +49,6 @@ LATER = {
 }
 ANYTHING = {
     ("PerRank", "value"): "any value can differ between ranks",
-    ("alerts.Alerts", "clock"): "for tests",
     ("sinks.MLflow", "run_id"): "looked up by MLflow",
     ("sinks.OpenTelemetry", "tracer_provider"): "duck-typed by OpenTelemetry",
     ("sinks.Prometheus", "registry"): "duck-typed by Prometheus",

@@ -24,7 +24,7 @@ HEAVY = (
     "html",
     "rich",
 )
-NEVER = (*HEAVY, "reknit.runs", "reknit.cli", "reknit.monitor.reports", "reknit.monitor.alerts")
+NEVER = (*HEAVY, "reknit.runs", "reknit.cli", "reknit.monitor.reports")
 AT_IMPORT = (*NEVER, "email", "numpy", "pyarrow", "msgspec", "torch", "reknit.engine", "reknit.frameworks")
 AT_BOTH = (*NEVER, "torch", "pyarrow", "numpy.random", "reknit.engine.background", "reknit.engine.foreign")
 AT_SAVE = (*AT_BOTH, "reknit.engine.loading", "reknit.engine.sharing")

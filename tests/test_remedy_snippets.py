@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
 
-SOURCE = Path(__file__).parents[1] / "src" / "reknit"
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "reknit"
 CLASSES = {
     name: getattr(reknit, name) for name in ("LoadOptions", "SaveOptions", "CommOptions", "Checkpointer")
 }
@@ -34,8 +35,8 @@ TAKERS = {
     "arguments.py path": "api/saves.py:save api/loads.py:load",
     "arguments.py state": "api/saves.py:save api/loads.py:load",
     "arguments.py step": "api/saves.py:save",
-    "cli/program/error_catalog.py overwrite": "api/saves.py:save stored.py:promote",
-    "cli/program/error_catalog.py wait": SAVES,
+    "docs/error_catalog.py overwrite": "api/saves.py:save stored.py:promote",
+    "docs/error_catalog.py wait": SAVES,
     "comm/meeting/address_store.py token": "ranks.py:connect",
     "comm/round_errors.py group": f"{SAVES} api/loads.py:load",
     "compat/bytecheckpoint.py framework": "compat/bytecheckpoint.py:save compat/bytecheckpoint.py:load",
@@ -148,7 +149,7 @@ def texts() -> tuple[tuple[str, str], ...]:
 
 def read_texts() -> Iterator[tuple[str, str]]:
     """Yield the texts of the source without docstrings, with their places; a value in one is `{}`."""
-    for path in sorted(SOURCE.rglob("*.py")):
+    for path in (*sorted(SOURCE.rglob("*.py")), ROOT / "docs" / "error_catalog.py"):
         tree = ast.parse(path.read_text())
         inside = {
             id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values
@@ -157,7 +158,9 @@ def read_texts() -> Iterator[tuple[str, str]]:
         for node in ast.walk(tree):
             if id(node) in inside:
                 continue
-            place = f"{path.relative_to(SOURCE)}:{getattr(node, 'lineno', 0)}"
+            place = (
+                f"{path.relative_to(SOURCE if SOURCE in path.parents else ROOT)}:{getattr(node, 'lineno', 0)}"
+            )
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield place, node.value
             elif isinstance(node, ast.JoinedStr):

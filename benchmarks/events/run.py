@@ -28,7 +28,6 @@ from prometheus_client import CollectorRegistry
 
 import reknit
 from reknit import sinks
-from reknit.alerts import Alerts
 from reknit.monitor.outlet import Outlet
 from reknit.monitor.records import PhaseRecord, Record, StorageRecord
 
@@ -87,7 +86,6 @@ def overhead(folder: Path, nbytes: int, repeat: int) -> dict[str, Any]:
         sinks.DuckDB(f"{folder}/database/"),
         sinks.Prometheus(CollectorRegistry()),
         sinks.OpenTelemetry(),
-        Alerts(folder=f"{folder}/lines/"),
     ]
     found: dict[str, dict[str, list[dict[str, float]]]] = {}
     for wait in (True, False):
@@ -244,7 +242,6 @@ def main() -> None:
             "JsonLines": rate(sinks.JsonLines(f"{folder}/events.jsonl"), reported),
             "Prometheus": rate(sinks.Prometheus(CollectorRegistry()), reported),
             "OpenTelemetry, no SDK": rate(sinks.OpenTelemetry(), reported),
-            "Alerts": rate(Alerts(), reported),
             f"save of {args.mb} MB": overhead(Path(folder), args.mb * 1_000_000, args.repeat),
             "saves of 1 MB beside sinks": beside_sinks(Path(folder), args.saves, 1_000_000),
             f"saves of {args.mb} MB beside sinks": beside_sinks(

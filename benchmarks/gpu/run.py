@@ -91,7 +91,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
     import reknit
     from benchmarks.gpu.measure import Bench
     from benchmarks.gpu.training import Training
-    from reknit.testing.accelerator import installed
+    from tests.accelerator import installed
 
     torch.set_float32_matmul_precision("high")
     device = torch.device(torch.accelerator.current_accelerator().type, args.index)  # type: ignore[union-attr]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("benchmarks", "docs", "examples", "scripts", "src", "tests")
+FOLDERS = ("benchmarks", "changelog.d", "docs", "examples", "scripts", "src", "tests")
 # The build adds the metadata to each archive, and git's list of ignored files to a source archive.
 ADDED_TO_SOURCES = {"PKG-INFO", ".gitignore"}
 METADATA = {"METADATA", "WHEEL", "RECORD", "entry_points.txt"}

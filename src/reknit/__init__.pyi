@@ -3,7 +3,6 @@
 __version__: str
 __all__: list[str]
 
-from reknit import alerts as alerts
 from reknit import errors as errors
 from reknit import policies as policies
 from reknit import sinks as sinks

@@ -37,7 +37,6 @@ _NAMESPACES = {
     "reknit.transforms": "reknit.transforms",
     "reknit.sinks": "reknit.sinks",
     "reknit.monitor.sinks": "reknit.sinks",
-    "reknit.monitor.alerts": "reknit.alerts",
 }
 """The public modules of packages; the names of all other packages are in `reknit` itself."""
 

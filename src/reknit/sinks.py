@@ -8,7 +8,6 @@ from reknit.errors import UsageError, shown
 from reknit.keywords import checked_call
 from reknit.locations import Sink
 from reknit.monitor.outlet import flush_all
-from reknit.monitor.sinks.clickhouse import ClickHouse
 from reknit.monitor.sinks.duckdb import DuckDB
 from reknit.monitor.sinks.jsonl import JsonLines
 from reknit.monitor.sinks.opentelemetry import OpenTelemetry
@@ -16,7 +15,6 @@ from reknit.monitor.sinks.prometheus import Prometheus
 from reknit.monitor.sinks.scalars import MLflow, TensorBoard, WandB
 
 __all__ = [
-    "ClickHouse",
     "DuckDB",
     "JsonLines",
     "MLflow",

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.gpu import run
 from benchmarks.gpu.measure import Bench
-from reknit.testing.accelerator import installed
+from tests.accelerator import installed
 from tests.devices import every_device
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -206,6 +207,39 @@ def test_a_training_in_the_format_of_another_program_is_equal(
         first, second = command("diff", tmp_path / "a", tmp_path / other, "--data").out.splitlines()
         assert first.startswith("equal: 17 tensors")
         assert second == "note: values of each rank were not compared (rng, own)"
+
+
+class Settings:
+    """An object of a program that reknit does not import."""
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("form", ["dcp", "torch"])
+@pytest.mark.parametrize("num", [1, 2])
+def test_entries_that_cannot_be_read_are_counted_apart_from_those_that_differ(
+    command: Command, tmp_path: Path, form: str, num: int
+) -> None:
+    tensors = {"model": {"w": torch.ones(2)}}
+    reknit.save(tmp_path / "a", {**tensors, "own": {"depth": 3}})
+    state = {**tensors, "own": {"depth": 3, **{f"a{n}": Settings() for n in range(num)}}}
+    if form == "dcp":
+        dcp.save(state, checkpoint_id=tmp_path / "b", no_dist=True)
+    else:
+        torch.save(state, tmp_path / "b")
+    ran = command("diff", tmp_path / "a", tmp_path / "b", "--data")
+    *lines, last = ran.out.splitlines()
+    assert ran.code == 1
+    assert len(lines) == num
+    for n, line in enumerate(lines):
+        assert line.startswith(f"unread own/a{n}: not compared: of B, ")
+    assert last == (
+        "differences: 0 items, 0 tensors in name, shape or dtype, 0 values, 0 of 1 in their bytes, "
+        f"{num} not compared"
+    )
+    found = command("diff", tmp_path / "a", tmp_path / "b", "--json").json
+    assert [(one["kind"], one["name"]) for one in found["differences"]] == [
+        ("unread", f"own/a{n}") for n in range(num)
+    ]
 
 
 def test_each_thing_that_changed_in_a_training_is_told_once(command: Command, tmp_path: Path) -> None:

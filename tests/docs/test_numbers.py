@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import re
 from functools import cache
 from typing import Any
 
 import pytest
 
-from reknit import alerts
 from reknit.cli import main
 from reknit.monitor.records import PhaseRecord, StorageRecord
 from tests.docs.pages import ROOT
@@ -62,8 +60,6 @@ NUMBERS: dict[str, list[tuple[str, str, float]]] = {
         ("up to half a second later", "monitor/outlet.py:_LINGER_S", 0.5),
         ("waits up to ten seconds for a reader", "monitor/sinks/duckdb.py:_BUSY_S", 10),
         ("waits for a writer in the same way", "monitor/record_files.py:_BUSY_S", 10),
-        ("within `wait_s` (10 s)", "monitor/alerts/alert_sink.py:Alerts.wait_s", 10),
-        ("`cool_off_s` (an hour)", "monitor/alerts/alert_sink.py:Alerts.cool_off_s", HOUR),
         ("more than 1.5 times as long", "monitor/reports/phase_summary.py:SLOW_RATIO", 1.5),
         ("must also exceed 0.05 s", "monitor/reports/phase_summary.py:SLOW_S", 0.05),
         ("and 2 % of the whole", "monitor/reports/phase_summary.py:SLOW_SHARE", 0.02),
@@ -223,18 +219,6 @@ def test_the_numbers_on_a_page_are_those_of_the_code(name: str) -> None:
         (says, place, in_source(place)) for says, place, value in NUMBERS[name] if in_source(place) != value
     ]
     assert others == []
-
-
-def test_the_rules_of_alerts_have_the_defaults_that_the_page_shows() -> None:
-    shown = re.findall(
-        r"^\| `(\w+)\((\w+=[^)`]*)\)` \|", (ROOT / "docs/howto/events-and-phases.md").read_text(), re.M
-    )
-    assert len(shown) == 6
-    for name, arguments in shown:
-        fields = {field.name: field.default for field in dataclasses.fields(getattr(alerts, name))}
-        for argument in arguments.split(", "):
-            option, value = argument.split("=")
-            assert fields[option] == eval(value), f"{name}({argument})"
 
 
 def test_commands_print_json_but_for_those_that_the_page_names() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import reknit
+from docs.error_catalog import CATALOG
 from docs.parameters import MEANINGS, RECORDS, lines_for, meaning_of, parameters_of, unit_of
-from reknit.cli.program.error_catalog import CATALOG
 from reknit.errors import MissingExtraError
 from reknit.options import LoadOptions, SaveOptions
 from reknit.options.fields import scopes_of
@@ -21,7 +21,7 @@ PAGES += sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs/howt
 PAGES += sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs/reference").glob("*.md"))
 PAGES = [*PAGES, "README.md"]
 PAGES.remove("docs/format.md")  # there, such names are keys in files
-SPACES = ("policies", "transforms", "sinks", "alerts")
+SPACES = ("policies", "transforms", "sinks")
 NAME = re.compile(r"(?<![\w./-])reknit((?:\.[A-Za-z_]\w*)+)")
 COLUMNS = {
     SaveOptions: {

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("sphinx", reason="needs Sphinx")
 
 from docs import serve
-from reknit.cli.program.error_catalog import CATALOG
+from docs.error_catalog import CATALOG
 from tests.docs.pages import ROOT
 from tests.page_checks import bad_contrasts
 
@@ -210,7 +210,7 @@ class Texts(HTMLParser):
             self.texts[self.open[-1]] = self.texts.get(self.open[-1], "") + data
 
 
-def test_the_page_of_errors_shows_each_with_the_texts_of_the_command(site: Path) -> None:
+def test_the_page_of_errors_shows_each_with_its_causes_and_remedies(site: Path) -> None:
     page = Texts()
     page.feed((site / "reference/errors.html").read_text())
     for code, explanation in CATALOG.items():

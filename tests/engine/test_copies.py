@@ -26,7 +26,7 @@ from tests.devices import every_simulated_device
 
 if TYPE_CHECKING:
     from reknit.engine.round_messages import Copies
-    from reknit.testing.accelerator import Accelerator
+    from tests.accelerator import Accelerator
 
 
 def shard(fqn: str, replicas: tuple[int, ...] | None, data: Any, box: Box | None = None) -> Shard:

@@ -16,7 +16,7 @@ from reknit.engine.memory.sample import LINE_NBYTES, STRIDE_NBYTES, Range, Sampl
 from tests.devices import every_simulated_device
 
 if TYPE_CHECKING:
-    from reknit.testing.accelerator import Accelerator
+    from tests.accelerator import Accelerator
 
 
 @given(st.data(), st.sampled_from(["uint8", "int16", "float32", "float64", "complex128"]))

@@ -16,15 +16,15 @@ from torch import nn
 import reknit
 from reknit.engine.background.trainer import deferred
 from reknit.engine.memory import arena_pool
-from reknit.testing.accelerator import install, installed
 from reknit.types import devices
+from tests.accelerator import install, installed
 from tests.devices import every_simulated_device, on_simulated_cuda, run_simulated
 from tests.faults.nursery import agents_of, stopped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from reknit.testing.accelerator import Accelerator
+    from tests.accelerator import Accelerator
 
 LIMIT_S = 60.0
 NUMEL = 20_000

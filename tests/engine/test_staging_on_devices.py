@@ -18,15 +18,15 @@ from reknit.engine.memory.elements import bits
 from reknit.engine.memory.sample import Range, Sample
 from reknit.engine.memory.staging import BounceBuffers, Staging
 from reknit.errors import DeadlineError, ReknitError
-from reknit.testing.accelerator import installed
 from reknit.types import devices
 from reknit.types.dtype import ITEMSIZE
+from tests.accelerator import installed
 from tests.devices import every_device, every_simulated_device, run_simulated
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from reknit.testing.accelerator import Accelerator
+    from tests.accelerator import Accelerator
 
 LIMIT_S = 30.0
 NUMEL = 10_000

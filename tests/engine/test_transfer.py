@@ -20,15 +20,15 @@ from reknit.engine.memory.elements import bits, convert, deliver
 from reknit.engine.memory.transfer import Transfer, queue
 from reknit.errors import DeadlineError, ReknitError, ShortageError
 from reknit.options import LoadOptions, SaveOptions
-from reknit.testing.accelerator import installed
 from reknit.types import devices
+from tests.accelerator import installed
 from tests.devices import every_device, every_simulated_device, run_simulated
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from reknit.testing.accelerator import Accelerator
+    from tests.accelerator import Accelerator
 
 LIMIT_S = 30.0
 LARGE = 3 << 20

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import reknit
-from reknit.testing.accelerator import install
+from tests.accelerator import install
 from tests.devices import run_simulated
 from tests.running.examples import is_night
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import reknit
 from reknit.engine.sharing import fetch_tracker, share_out
-from reknit.testing.accelerator import Accelerator, installed
 from reknit.types import devices
+from tests.accelerator import Accelerator, installed
 from tests.devices import run_simulated
 from tests.faults.test_load_exchange import BLOCK, NUMEL, become, reblock, whole
 from tests.faults.test_ranks import Answer, attempt

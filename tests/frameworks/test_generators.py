@@ -17,7 +17,7 @@ from tests.frameworks.checkpoint import fill, load, save
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reknit.testing.accelerator import Accelerator
+    from tests.accelerator import Accelerator
 
 
 def module(device_type: str) -> Any:

@@ -22,7 +22,7 @@ from tests.ranks import run
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reknit.testing.accelerator import Accelerator
+    from tests.accelerator import Accelerator
 
 
 def look() -> Any:

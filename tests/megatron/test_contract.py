@@ -512,7 +512,7 @@ def factories_on_a_device() -> list[float]:
     """Read a tensor on a device that a factory copies, and return the peaks of memory in tensor sizes."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
-    from reknit.testing.accelerator import installed
+    from tests.accelerator import installed
 
     device = installed()
     assert device is not None

@@ -281,3 +281,23 @@ def test_the_folder_above_is_refused_with_the_newest_iteration(tmp_path: Path) -
     assert "iter_0000007, which latest_checkpointed_iteration.txt names" in _refusal(tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
     assert "/release, which latest_checkpointed_iteration.txt names" in _refusal(tmp_path)
+
+
+def save_part_of_rank(path: Path) -> None:
+    """Save the object that Megatron hands to a manager of local checkpoints."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.tensor_aware_state_dict import MCoreTensorAwareStateDict
+
+    weight = ShardedTensor.from_rank_offsets("w", torch.arange(4.0))
+    torch.save(MCoreTensorAwareStateDict({"iteration": 7}, {"w": weight}), path)
+
+
+def test_a_local_part_of_megatron_is_named_with_the_way_to_load_it(tmp_path: Path) -> None:
+    place = tmp_path / "local" / "0" / "iter_0000007_0_local.pt"
+    place.parent.mkdir(parents=True)
+    run(1, save_part_of_rank, place)
+    with pytest.raises(reknit.CheckpointNotFoundError, match="one rank's part of a local") as caught:
+        reknit.open(place)
+    remedy = str(caught.value.remedy)
+    assert f"LocalCheckpointManager('{tmp_path}/local')" in remedy
+    assert "part.to_state_dict(sharded_state_dict, algo)" in remedy

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 import time
 from functools import partial
 from pathlib import Path
@@ -12,6 +14,7 @@ from urllib.request import urlopen
 
 import pytest
 
+from reknit.monitor.records import WAITING
 from reknit.sinks import Prometheus
 from tests.faults.nursery import wait_until
 from tests.monitor.records import of_rank, operation
@@ -20,6 +23,7 @@ from tests.servers import server
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+SITUATIONS = Path(__file__).with_name("prometheus-rules-test.yml")
 EXAMPLES = Path(__file__).parents[2] / "examples" / "monitoring"
 LIMIT_S = 40.0
 
@@ -97,3 +101,17 @@ def test_each_panel_of_the_dashboard_shows_something_and_each_rule_is_one(addres
 
     (alert,) = wait_for(fired)
     assert alert["annotations"]["summary"] == "a save of training failed in phase commit: StorageError"
+
+
+def test_each_alert_comes_in_its_situation_and_none_in_a_job_that_is_well(tmp_path: Path) -> None:
+    promtool = Path(server("prometheus")["log"]).parent / "usr/bin/promtool"
+    shutil.copy(EXAMPLES / "prometheus-rules.yml", tmp_path / "rules.yml")
+    shutil.copy(SITUATIONS, tmp_path / "situations.yml")
+    ran = subprocess.run(
+        [promtool, "test", "rules", tmp_path / "situations.yml"], capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_no_alert_blames_a_rank_for_a_phase_in_which_ranks_wait() -> None:
+    assert f'phase!~"{"|".join(WAITING)}"' in (EXAMPLES / "prometheus-rules.yml").read_text()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import sys
 import threading
-import uuid
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -24,8 +21,6 @@ from reknit.monitor.records import DroppedRecord, Record
 from reknit.monitor.reports.recorded_operations import read_operations
 from tests.monitor.records import operation, phase
 from tests.resources import small_disk
-from tests.servers import server
-from tests.storage.fault_proxy import FaultProxy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -218,111 +213,6 @@ def test_a_full_disk_for_events_disturbs_no_save_and_is_told(
     operations, _, num_dropped, _ = read_operations([place])
     assert {0, 4} <= {operation.step for operation in operations}
     assert num_dropped > 0
-
-
-# ClickHouse
-
-
-def ask(endpoint: str, query: str) -> Any:
-    """Return the answer of a server, as JSON."""
-    connection = http.client.HTTPConnection(endpoint.removeprefix("http://"), timeout=60)
-    try:
-        connection.request("POST", f"/?query={quote(query)}")
-        answer = connection.getresponse()
-        text = answer.read()
-        assert answer.status == 200, text
-        return json.loads(text)["data"] if text else None
-    finally:
-        connection.close()
-
-
-def test_clickhouse_has_all_that_was_told() -> None:
-    endpoint = server("clickhouse")["endpoint"]
-    prefix = f"t{uuid.uuid4().hex[:8]}_"
-    sink = sinks.ClickHouse(f"{endpoint}/default", prefix=prefix)
-    sink.take(A_SAVE)
-    sink.take([phase("wait 'quoted' \\ \n", step=None)])
-    try:
-        rows = ask(
-            endpoint, f"SELECT phase, step, started, nbytes, coordinate FROM {prefix}phases FORMAT JSON"
-        )
-        assert {row["phase"] for row in rows} == {
-            "collect",
-            "plan",
-            "write",
-            "commit",
-            "save",
-            "wait 'quoted' \\ \n",
-        }
-        (save,) = (row for row in rows if row["phase"] == "save")
-        assert (save["started"], int(save["nbytes"])) == (1_790_000_000.25, 1 << 30)
-        assert json.loads(save["coordinate"]) == {"dp": 1, "tp": 0}
-        assert {row["step"] for row in rows} == {"7", None}
-        (figures,) = ask(
-            endpoint,
-            "SELECT count() AS n, sum(retries) AS r, toString(min(time)) AS t "
-            f"FROM {prefix}operations FORMAT JSON",
-        )
-        assert (int(figures["n"]), int(figures["r"]), figures["t"]) == (2, 3, "2026-09-21 14:13:20")
-        assert (
-            int(ask(endpoint, f"SELECT num_dropped FROM {prefix}dropped FORMAT JSON")[0]["num_dropped"]) == 5
-        )
-    finally:
-        for table in ("phases", "operations", "dropped"):
-            ask(endpoint, f"DROP TABLE {prefix}{table}")
-
-
-def test_a_database_that_is_killed_disturbs_no_save_and_hears_later_how_much_it_missed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    endpoint = server("clickhouse")["endpoint"]
-    prefix = f"t{uuid.uuid4().hex[:8]}_"
-    reknit.save(tmp_path / "first", STATE)  # only the first save in a folder looks for earlier steps
-    with FaultProxy(endpoint) as proxy:
-        options = reknit.SaveOptions(events=sinks.ClickHouse(proxy.endpoint + "/default", prefix=prefix))
-        try:
-            for step, alive in enumerate((True, False, False, True)):
-                proxy.spoil(None if alive else 0, "reset before", times=1000)
-                reknit.save(tmp_path / f"{step}", STATE, step=step, options=options)
-                assert sinks.flush(60)
-            query = f"SELECT DISTINCT step FROM {prefix}phases ORDER BY step FORMAT JSON"
-            assert [row["step"] for row in ask(endpoint, query)] == ["0", "3"]
-            counts = [
-                int(ask(endpoint, f"SELECT {what} AS n FROM {prefix}{table} FORMAT JSON")[0]["n"])
-                for what, table in (
-                    ("sum(num_dropped)", "dropped"),
-                    ("count()", "phases"),
-                    ("count()", "operations"),
-                )
-            ]
-        finally:
-            for table in ("phases", "operations", "dropped"):
-                ask(endpoint, f"DROP TABLE IF EXISTS {prefix}{table}")
-    assert counts[0] == counts[1] + counts[2], "of four equal saves, the records of two were dropped"
-    assert caplog.text.count("events are lost") == 1
-
-
-def test_clickhouse_that_refuses_says_why_without_the_password() -> None:
-    endpoint = server("clickhouse")["endpoint"]
-    sink = sinks.ClickHouse(endpoint.replace("//", "//nobody:secret@") + "/default")
-    with pytest.raises(StorageError, match="refuses") as caught:
-        sink.take(A_SAVE)
-    assert "secret" not in str(caught.value)
-    assert "secret" not in repr(sink)
-
-
-@pytest.mark.parametrize("password", ["se#cret", "se/cret", "se?cret"])
-def test_a_password_that_is_not_quoted_stays_secret(password: str) -> None:
-    with pytest.raises(reknit.UsageError) as caught:
-        sinks.ClickHouse(f"http://user:{password}@host:8123/db")
-    assert "cret" not in str(caught.value)
-    assert caught.value.__cause__ is caught.value.__context__ is None
-
-
-@pytest.mark.parametrize("url", ["host:8123", "http://", "ftp://host/x", "http://host/a;b"])
-def test_what_is_no_clickhouse_server_is_refused(url: str) -> None:
-    with pytest.raises(reknit.UsageError):
-        sinks.ClickHouse(url)
 
 
 # Prometheus

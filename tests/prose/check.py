@@ -1,7 +1,8 @@
 """Is the text of the source plain English?  Counts offences in docstrings, comments, messages and names.
 
 `check.py` compares the numbers of all packages with `baseline.json`, `check.py PATH ...` lists the offences
-in files and folders, and `check.py --lower` lowers the baseline.  CONTRIBUTING.md has the rules.
+in files and folders, and `check.py --lower` lowers the baseline.  docs/contributing/plain-english.md
+has the rules.
 """
 
 from __future__ import annotations

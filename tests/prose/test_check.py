@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 ROWS = re.findall(
     r"^\|(?: [123]\. [^|]*)? \| ([^|]+) \| ([^|]+) \|$",
-    (check.ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Plain English")[2],
+    (check.ROOT / "docs/contributing/plain-english.md").read_text(encoding="utf-8"),
     re.M,
 )
 

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from reknit.testing import accelerator as simulated
+from tests import accelerator as simulated
 from tests.devices import WARM
 from tests.ranks import Died, run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from reknit.testing.accelerator import Accelerator
+    from tests.accelerator import Accelerator
 
 _TIMEOUT_S = 250.0
 _FIRST_TIMEOUT_S = 900

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from reknit.testing.accelerator import why_not
+from tests.accelerator import why_not
 
 ROOT = Path(__file__).parents[2]
 

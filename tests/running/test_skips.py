@@ -70,7 +70,7 @@ def test_no_test_is_skipped_for_want_of_a_device() -> None:
         "def test_a():\n    if not torch.cuda.is_available():\n        pytest.skip('not here')",
         "def test_a():\n    pytest.skip('needs a GPU')",
         "@pytest.mark.skipif(not torch.cuda.is_available(), reason='not here')\ndef test_a(): pass",
-        "from reknit.testing.accelerator import why_not\n"
+        "from tests.accelerator import why_not\n"
         "class TestA:\n    def test_a(self):\n        if reason := why_not():\n            skip(reason)",
         "pytest.importorskip('cuda.bindings')",
         "needs = pytest.mark.skipif(find_spec('torch_npu') is None or no_device(), reason='')",

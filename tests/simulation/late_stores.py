@@ -180,6 +180,10 @@ class BlindBucket(LateBucket):
     conditional = False
 
 
+class RepeatedBucket(LateBucket):
+    """A bucket whose requests are to be repeated until an answer comes."""
+
+
 class _LateWriter:
     """A file whose last request may wait."""
 

@@ -41,8 +41,10 @@ from reknit.monitor.phase import Recorder
 from reknit.options import CommOptions, SaveOptions
 from reknit.storage.base import LONGEST_REQUEST_S
 from reknit.storage.registry import open_storage, register
+from reknit.storage.wrappers.forwarding import innermost
+from reknit.storage.wrappers.retrying import RetryingStorage, RetryPolicy
 from tests.running.examples import is_night
-from tests.simulation.late_stores import BlindBucket, Killed, LateBucket, LateFolder
+from tests.simulation.late_stores import BlindBucket, Killed, LateBucket, LateFolder, RepeatedBucket
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -50,18 +52,25 @@ if TYPE_CHECKING:
     from reknit.storage.base import Storage
     from reknit.types.manifest import Manifest
 
-KINDS: dict[str, type[LateFolder]] = {"bucket": LateBucket, "folder": LateFolder, "blind": BlindBucket}
+KINDS: dict[str, type[LateFolder]] = {
+    "bucket": LateBucket,
+    "folder": LateFolder,
+    "blind": BlindBucket,
+    "repeating": RepeatedBucket,
+}
 ROOT = "{}-late://all/run"
 HOT, COLD = f"{ROOT}/step_00000001", "{}-late://all/cold/step_00000001"
 OLD, NEW, LATER = 1.0, 2.0, 3.0
 FOR_EVER = 1000
+AT_ONCE = RetryPolicy(first_s=1e-6, longest_s=1e-6)
 ONE_RUN = SaveOptions(comm=CommOptions(generation=1))
 DECIDING = re.compile("commit manifest|delete (?:.*/)?(?:manifest|index|m/)")
 
 
 def _opened(kind: type[LateFolder], url: str) -> Storage:
     name, _, below = url.partition("://")[2].strip("/").partition("/")
-    return kind(name).sub(below) if below else kind(name)
+    store = RetryingStorage(kind(name), AT_ONCE) if kind is RepeatedBucket else kind(name)
+    return store.sub(below) if below else store
 
 
 for scheme, each in KINDS.items():
@@ -109,9 +118,11 @@ class Place:
         self.calls.waiting.clear()
 
     def sweep(self) -> None:
-        for left in leftovers(self.store, self.store.dated(), float("inf")):  # type: ignore[attr-defined]
+        bucket = innermost(self.store)
+        assert isinstance(bucket, LateFolder)
+        for left in leftovers(self.store, bucket.dated(), float("inf")):
             if left.kept is None:
-                remove(self.store, self.store, left, open_storage)  # type: ignore[arg-type]
+                remove(self.store, bucket, left, open_storage)
 
     def value(self, path: str) -> float | None:
         """Return the value in a checkpoint, None without one; a checkpoint that is not whole is an error."""
@@ -176,6 +187,10 @@ AFTERWARDS: dict[str, Callable[[Place], object]] = {
         lambda place: place.sweep(), lambda place: place.save(LATER), lambda place: reknit.delete(place.hot)
     ),
 }
+AGAIN = ["save", "promote", "promote back", "save copy, promote"]
+"""Ways to put files of the same names there."""
+ONLY_FILES = "cool", "save copy, promote"
+"""The copy that is replaced has the only files by then."""
 
 
 def attempt(work: Callable[[Place], object], place: Place) -> BaseException | None:
@@ -199,8 +214,8 @@ def situations(kind: str, action: str) -> Iterator[tuple[int, int, str, bool]]:
     """Yield a request, the length of the silence (0: the process dies), the next action, and the order."""
     ways = list(itertools.product((0, 1, 2, FOR_EVER), (False, True)))
     for number, (turn, then) in itertools.product(requests_of(kind, action), enumerate(AFTERWARDS)):
-        if (action, then) == ("cool", "save copy, promote"):
-            continue  # the copy has the only files by then
+        if (action, then) == ONLY_FILES:
+            continue
         if is_night():
             some = ways
         elif "copy" in action:
@@ -262,6 +277,16 @@ def test_nor_without_conditional_writes_though_an_older_save_may_come_back(
     for number, silence, then, at_once in situations("blind", action):
         if then not in ("save, delete", "sweep, save, delete"):  # files of the older one go with the second
             happens("blind", action, number, silence, then, at_once)
+
+
+@pytest.mark.parametrize("action", ["drop", "cool", "delete", "sweep a copy", "replace a copy"])
+def test_nor_where_a_request_was_repeated_and_only_the_second_one_was_answered(
+    action: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+    for number, then in itertools.product(requests_of("repeating", action), AGAIN):
+        if (action, then) != ONLY_FILES:
+            happens("repeating", action, number, 1, then, at_once=False)
 
 
 # Single situations.
@@ -342,6 +367,63 @@ def test_no_save_begins_where_the_manifest_may_still_be_deleted() -> None:
     open_storage(place.hot).delete(note.removeprefix(f"{open_storage(place.hot).url}/"))  # as the remedy says
     place.save(LATER)
     assert place.value(place.hot) == LATER
+
+
+def test_a_promotion_does_not_commit_a_file_whose_name_it_has_deleted_without_an_answer() -> None:
+    place = Place("repeating")
+    place.save(OLD)
+    place.leave_a_copy()
+    cold = open_storage(place.cold)
+    (part,) = (listed.path for listed in cold.list() if listed.path.startswith("m/"))
+    cold.put(part, b"a part", if_absent=False)
+    place.calls.expect("delete m/", 1)
+    with pytest.raises(CommitError, match="a file of this save may still be deleted"):
+        place.promote()
+    place.calls.end()
+    assert len(place.calls.waiting) == 1
+    place.calls.release()
+    assert place.value(place.cold) is None
+
+
+def test_a_copy_does_not_come_back_where_a_file_of_the_removed_one_was_deleted_without_an_answer() -> None:
+    place = Place("repeating")
+    place.save(OLD)
+    place.promote()
+    place.calls.expect("delete m/", 1)
+    reknit.delete(place.hot)
+    place.calls.end()
+    assert len(place.calls.waiting) == 1
+    with pytest.raises(CommitError, match="a file of this save may still be deleted"):
+        place.promote(back=True)
+    place.calls.release()
+    assert (place.value(place.hot), place.value(place.cold)) == (None, OLD)
+
+
+def test_a_removal_whose_every_request_was_answered_is_in_nobodys_way() -> None:
+    place = Place("repeating")
+    place.save(OLD)
+    place.calls.expect("put ", 1)  # a repeated write, of a note, deletes nothing
+    reknit.delete(place.hot)
+    assert len(place.calls.waiting) == 1
+    place.calls.end()
+    place.save(LATER)
+    assert place.value(place.hot) == LATER
+
+
+def test_a_removal_says_that_a_request_of_it_may_still_be_carried_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    place = Place("repeating")
+    place.save(OLD)
+    place.calls.expect("delete manifest", 1)
+    reknit.delete(place.hot)
+    place.calls.end()
+    assert "may still carry one out" in caplog.text
+    with pytest.raises(CommitError, match="a file of this save may still be deleted"):
+        place.save(LATER)
+    place.calls.release()
+    with pytest.raises(UsageError, match="are being deleted, or were without an answer"):
+        place.sweep()
 
 
 def test_a_save_that_was_fenced_off_never_commits_though_its_request_was_sent() -> None:

@@ -208,6 +208,18 @@ def test_every_attempt_of_a_commit_without_an_answer_is_counted(
     assert retries.get() == before + 2
 
 
+@pytest.mark.parametrize("fault", ["500", "reset before", "applied then reset"])
+def test_every_attempt_of_a_deletion_without_an_answer_is_counted(
+    proxy: FaultProxy, storage: Storage, fault: Fault
+) -> None:
+    """By the count, the caller keeps other files from taking the name."""
+    before = retries.get()
+    proxy.spoil_those(lambda request: request.startswith(("DELETE", "POST")), fault, times=2)
+    storage.delete("first")
+    assert retries.get() == before + 2
+    assert listed(storage) == {}
+
+
 @pytest.mark.parametrize("fault", ["delayed", "reset before", "truncated", "doubled"])
 def test_a_folder_whose_every_request_meets_a_fault_is_listed_and_read(
     proxy: FaultProxy, storage: Storage, fault: Fault

@@ -85,7 +85,7 @@ def test_a_store_that_lets_nobody_in_is_told_before_anything_is_tried(
     assert Command(capsys)("certify-storage", "closed://x") == (
         4,
         "",
-        "reknit: no credentials\n  -> get some\n  -> more: reknit explain StoragePermissionError\n",
+        "reknit: no credentials\n  -> get some\n",
     )
 
 

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 
 import reknit
 from reknit.engine.background.trainer import deferred
+from tests.accelerator.test_accelerator_training import joined
 from tests.devices import run_simulated
 from tests.running.examples import is_night
-from tests.testing.test_accelerator_training import joined
 from tests.torchrun import models
 from tests.torchrun.test_matrix import bytes_of, forget
 

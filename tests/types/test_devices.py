@@ -18,7 +18,7 @@ from tests.devices import every_device, every_simulated_device, on_cuda, on_simu
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reknit.testing.accelerator import Accelerator
+    from tests.accelerator import Accelerator
 
 
 def test_what_is_on_the_host_has_no_device_and_nothing_imports_torch() -> None:

@@ -1,6 +1,6 @@
 """The imports of `plain`, and the simulated device as a device type of its own; also for `pytest -p`."""
 
 import tests.warm.plain  # noqa: F401
-from reknit.testing.accelerator import install
+from tests.accelerator import install
 
 install("sim")

@@ -27,7 +27,6 @@ from reknit.cli import (
     show,
     verify,
 )
-from reknit.cli.program import explain
 from reknit.cli.program.command_line import CommandLine
 from reknit.cli.program.versions import PrintVersions
 from reknit.cli.reports import dash, report
@@ -89,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
         help="print the versions of reknit, its format, and related packages",
     )
     commands = program.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    looking = (ls, show, verify, diff, report, dash, advise, explain)
+    looking = (ls, show, verify, diff, report, dash, advise)
     for command in (*looking, imports, export, promote, rm, prune, gc, agents, certify):
         command.add_parser(commands)
     return program
@@ -109,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain("interrupted")
         return INTERRUPTED
     except ReknitError as error:
-        _complain(f"{error}\n  -> more: {more}" if (more := explain.hint(error)) else str(error))
+        _complain(str(error))
         return exit_code(error)
     except OSError as error:
         if not _is_of_output(error):

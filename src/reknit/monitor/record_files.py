@@ -62,17 +62,8 @@ class RecordFiles:
         """The number of files that end in the middle of a line."""
         return len(self._unfinished)
 
-    def skip(self, path: Path) -> None:
-        """Leave out everything that is in a file of lines now.  Raises `OSError`."""
-        with _opened(path) as lines:
-            file, size = self._begin(lines)
-            self._positions[file] = size
-
-    def read(self, path: Path, most_nbytes: int = 1 << 62) -> Iterator[Record]:
-        """Yield the records that were added to a file, for lines about `most_nbytes` of them.
-
-        Raises `OSError`, `StorageError`.
-        """
+    def read(self, path: Path) -> Iterator[Record]:
+        """Yield the records that were added to a file.  Raises `OSError`, `StorageError`."""
         if path.suffix == ".duckdb":
             yield from self._read_rows(path)
             return
@@ -83,7 +74,7 @@ class RecordFiles:
                 return
             self._unfinished.discard(file)
             lines.seek(begin)
-            while self._positions[file] < begin + most_nbytes and (line := lines.readline(_MOST_NBYTES)):
+            while line := lines.readline(_MOST_NBYTES):
                 if not line.endswith(b"\n") and len(line) < _MOST_NBYTES:
                     self._unfinished.add(file)  # another process may be writing it
                     break

@@ -1,1 +1,1 @@
-"""The program as a whole: its command line, its versions, its errors explained."""
+"""The program as a whole: its command line, its versions."""

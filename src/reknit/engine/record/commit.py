@@ -307,10 +307,11 @@ def clear_out(storage: Storage, mine: Marker, manifest: bytes, needed: Container
         ]
         if not old:
             return []
-        with removing_copies(storage) if any(map(is_content, old)) else nullcontext():
+        recur = any(map(is_content, old))
+        with removing_copies(storage) if recur else nullcontext(storage.delete) as delete:
             if is_last(storage, mine, manifest):
                 for path in old:
-                    storage.delete(path)
+                    delete(path)
     except ReknitError as error:
         return [f"the checkpoint is committed, but files of an earlier save could not be deleted: {error}"]
     return []

@@ -20,6 +20,12 @@ _OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _SAFETENSORS = re.compile(
     rb'\{\s*(?:\}|"__metadata__"\s*:\s*\{|"(?:[^"\\]|\\.)*"\s*:\s*\{\s*"(?:dtype|shape|data_offsets)"\s*:)'
 )
+_PART_OF_RANK = re.compile(
+    rb"\x80(?:[\x02\x03]c[\w.]+\n\w*TensorAwareStateDict\n"
+    rb"|[\x04\x05]\x95.{8}\x8c.[\w.]+\x94\x8c.[\w.]*TensorAwareStateDict\x94\x93)",
+    re.DOTALL,
+)
+"""The beginning of a pickle of such an object, whose class is of NVRx, of Megatron or of a user."""
 _PICKLE = re.compile(rb"\x80(?:[\x02\x03][\]\}()cXq\x8a]|[\x04\x05]\x95)")
 _INDEX = re.compile(rb'\s*\{[^{}\[\]]*(?:"metadata"\s*:\s*\{[^{}]*\}\s*,\s*)?"weight_map"\s*:\s*\{')
 _LARGEST_HEADER = 100_000_000
@@ -29,6 +35,8 @@ _LAST_GGUF = 99
 """Versions of GGUF count from 1, in either order of bytes."""
 
 _SAVE = 'then reknit.save(folder, {"model": model}) saves it'
+_SAVE_BOTH = 'then reknit.save(folder, {"model": model, "optimizer": optimizer}) saves them'
+NVRX = "NVRx"
 
 
 class Foreign(NamedTuple):
@@ -61,6 +69,13 @@ _TORCH = "a single file, as torch.save writes it"
 _REMEDIES = {
     "torch.save": (_TORCH, OPENS),
     "Lightning": ("a checkpoint of Lightning", OPENS),
+    NVRX: (
+        "one rank's part of a local checkpoint of NVIDIA's resiliency extension (nvidia-resiliency-ext)",
+        "in a job with the ranks that saved it, manager = LocalCheckpointManager({root}); "
+        "manager.find_latest(); part = manager.load()[0] reads the newest iteration that all ranks have.  "
+        "Load part.state_dict, or part.to_state_dict(sharded_state_dict, algo) of Megatron's parts, into the "
+        "model and the optimizer, " + _SAVE_BOTH,
+    ),
     "TorchScript": (
         "a model as torch.jit.save writes it (TorchScript)",
         "read it with torch.jit.load({path}) and model.load_state_dict, " + _SAVE,
@@ -81,7 +96,7 @@ _REMEDIES = {
     "zip": ("a zip archive", "pass the folder of a checkpoint: the one that holds manifest.json"),
     "": ("a file", "pass the folder of a checkpoint: the one that holds manifest.json"),
 }
-"""For each kind, a description and a remedy, with the path and the name of the file."""
+"""For each kind, a description and a remedy, with the path of the file and of the folder above its folder."""
 
 
 def file_at(storage: Storage) -> Foreign | None:
@@ -98,7 +113,7 @@ def file_in(folder: Storage, name: str, url: str) -> Foreign | None:
     kind = kind_of(head.data, head.nbytes)
     what, remedy = _REMEDIES[kind]
     what = f"{what}, which reknit cannot read" if kind and kind not in READABLE else what
-    remedy = remedy.replace("{path}", repr(url)).replace("{name}", repr(name))
+    remedy = remedy.replace("{path}", repr(url)).replace("{root}", repr(url.rsplit("/", 2)[0]))
     return Foreign(what, remedy, kind, is_file=True)
 
 
@@ -127,7 +142,7 @@ def kind_of(head: bytes, nbytes: int) -> str:
     if head.startswith(b"PK\x03\x04"):
         return _kind_of_zip(head)
     if head.startswith(_OLD_TORCH):
-        return _torch_or_lightning(head)
+        return _kind_of_torch(head)
     if head.startswith(b"\x93NUMPY"):
         return "npy"
     if head.startswith(b"\x89HDF\r\n\x1a\n"):
@@ -151,14 +166,16 @@ def _kind_of_zip(head: bytes) -> str:
     if name.endswith(b".npy"):
         return "npz"
     if name.count(b"/") == 1 and name.endswith(b"/data.pkl"):
-        return "TorchScript" if b"c__torch__." in head else _torch_or_lightning(head)
+        return "TorchScript" if b"c__torch__." in head else _kind_of_torch(head)
     if re.fullmatch(rb"[^/]+/(?:data|code|constants)(?:/[^/]+)*", name):
         return "TorchScript"
     return "zip"
 
 
-def _torch_or_lightning(head: bytes) -> str:
-    """Return the program that wrote a file of torch: Lightning puts its version first."""
+def _kind_of_torch(head: bytes) -> str:
+    """Return the program that wrote a file of torch: Lightning puts its version first, and NVRx its class."""
+    if _PART_OF_RANK.search(head) is not None:
+        return NVRX
     return "Lightning" if b"pytorch-lightning_version" in head else "torch.save"
 
 

@@ -8,7 +8,7 @@ import re
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from reknit.engine.record.foreign_files import WEIGHTS, Foreign, file_at, file_in, head_of
+from reknit.engine.record.foreign_files import NVRX, WEIGHTS, Foreign, file_at, file_in, head_of
 from reknit.engine.record.foreign_folders import (
     checkpoint_of_others,
     newest_first,
@@ -136,9 +136,22 @@ def newest_of_others(storage: Storage, *, works: bool = False) -> tuple[str, For
                     return name, other
                 if numbered and (found := _single_file(folder, name, works=works)) is not None:
                     return f"{name}/{found[0]}", found[1]
+                if (found := _part_of_rank(folder)) is not None:
+                    return f"{name}/{found[0]}", found[1]
             except StorageError:  # a name that no store takes
                 continue
     return _single_file(storage, "", works=works)
+
+
+def _part_of_rank(session: Storage) -> tuple[str, Foreign] | None:
+    """Return the newest file of NVRx in the folder of a rank, which has the rank as its name."""
+    ranks = newest_first(name for name in session.folders() if name.isdecimal())
+    for rank in ranks[:_MOST_INSIDE]:
+        folder = session.sub(rank)
+        if (found := single_file(folder, lambda _, kind: kind == NVRX)) is not None:
+            other = file_in(folder, found[0], f"{folder.url}/{found[0]}")
+            return None if other is None else (f"{rank}/{found[0]}", other)
+    return None
 
 
 def _single_file(folder: Storage, above: str, *, works: bool) -> tuple[str, Foreign] | None:

@@ -5,7 +5,8 @@ it removes a file that has taken the name since.  Files of a save have names of 
 at a path has one name, and a copy has the names of its original.  So such files are deleted under a note
 about the path.  A save puts its marker there and *then* looks for notes; a remover puts its note there and
 *then* looks for markers.  The note goes when all requests are answered, or else counts as long as any store
-keeps a request (docs/decisions/0029).
+keeps a request (docs/decisions/0029).  That one attempt was answered says nothing about the one before it, so
+attempts are counted.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from reknit.errors import (
 )
 from reknit.format import paths
 from reknit.format.notes import HolderLease, encode_note
-from reknit.monitor.phase import Deadline
+from reknit.monitor.phase import Deadline, retries
 from reknit.storage.base import LONGEST_REQUEST_S
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from reknit.storage.base import Listed, Storage
 
@@ -80,27 +81,49 @@ class PathRemoval:
 
     def __init__(self, storage: Storage, about: str = OF_ALL, folder: str = "") -> None:
         self._storage = storage
+        self._unanswered = False
         self._path = f"{folder}/{paths.note_path('removal', about, new_identity())}".lstrip("/")
         with suppress(StorageFullError):  # then no save can put its marker there either
-            storage.put(self._path, encode_note(lease_for(REMOVAL_S)), if_absent=False)
+            self._put()
+
+    def delete(self, path: str) -> None:
+        """Delete a file; an attempt without an answer may be carried out after the one that was answered."""
+        tries = retries.get()
+        self._storage.delete(path)
+        self._unanswered |= retries.get() != tries
 
     def end(self) -> None:
-        """Let saves begin there: all requests to delete files are answered, or none was sent."""
+        """Let saves begin there, if every request to delete a file is answered; else the note stays."""
+        if self._unanswered:
+            with suppress(StorageError):  # then the time of the first note counts
+                self._put()
+            logger.warning(
+                "%s did not answer each request to delete a file, and may still carry one out: %s counts "
+                "for %g minutes",
+                self._storage.url,
+                self._path,
+                (REMOVAL_S + LONGEST_REQUEST_S) / 60,
+            )
+            return
         try:
             self._storage.delete(self._path)
         except StoragePermissionError as error:  # a folder of another user
             logger.warning("no save can begin at %s for a while: %s", self._storage.url, error.message)
 
+    def _put(self) -> None:
+        self._storage.put(self._path, encode_note(lease_for(REMOVAL_S)), if_absent=False)
+
 
 @contextmanager
-def removing_copies(storage: Storage, folder: str = "") -> Iterator[None]:
+def removing_copies(storage: Storage, folder: str = "") -> Iterator[Callable[[str], None]]:
     """Put a note into a folder as long as files there are deleted whose names a later copy may have again.
 
-    Look for markers after that.  The note stays after an error of the store.
+    Look for markers after that, and delete the files by the function that this yields.  The note stays after
+    an error of the store.
     """
     removal = PathRemoval(storage, OF_COPIES, folder)
     try:
-        yield
+        yield removal.delete
     except StorageError:
         raise
     except ReknitError:  # all requests are answered
@@ -113,9 +136,9 @@ def removing_copies(storage: Storage, folder: str = "") -> Iterator[None]:
 def delete_copies(storage: Storage, names: Iterable[str]) -> None:
     """Delete files that are there, whose names a later copy may have again.  Raises `StorageError`."""
     if there := [name for name in names if size_of(storage, name) is not None]:
-        with removing_copies(storage):
+        with removing_copies(storage) as delete:
             for name in there:
-                storage.delete(name)
+                delete(name)
 
 
 def is_content(path: str) -> bool:

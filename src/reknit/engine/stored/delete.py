@@ -96,14 +96,14 @@ def delete(
     removal = _begin_removal(storage, manifest, but, still)
     try:
         if not entomb(storage, manifest):
-            storage.delete(paths.MANIFEST_PATH)
+            removal.delete(paths.MANIFEST_PATH)
     except UsageError:  # no request to delete was sent
         removal.end()
         raise
     if manifest is not None:
         notes += notes_of(storage, manifest.save_id)
     for file in files:
-        storage.delete(file.path)
+        removal.delete(file.path)
     _delete_notes(storage, notes)
     removal.end()
     remove_empty(storage)
@@ -153,12 +153,12 @@ def drop(storage: Storage, items: Sequence[str], save_id: str | None = None, *, 
     if dry_run:
         refuse_held(storage, old.save_id)
     else:
-        with removing_copies(storage):
+        with removing_copies(storage) as delete_file:
             _replace(storage, old, new, index)
             for file in gone:
                 # A manifest from elsewhere may name any file of its folder.
                 if paths.parse_path(file.path) is not None:
-                    storage.delete(file.path)
+                    delete_file(file.path)
     return sum(file.nbytes for file in gone if file.path != old.index_path)
 
 

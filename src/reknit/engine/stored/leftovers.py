@@ -124,7 +124,7 @@ def remove(storage: Storage, sweep: Sweepable, leftover: Leftover, open_at: Call
         storage.delete(each.path)
     # Files of a promotion have the names of its next try.
     recurs = any(is_content(file.path) for file in files)
-    with removing_copies(storage, leftover.folder) if recurs else nullcontext():
+    with removing_copies(storage, leftover.folder) if recurs else nullcontext(storage.delete) as delete:
         if leftover.write_id8 is not None and files:
             if _may_commit(folder, leftover.write_id8) or not _ruled_out(folder, leftover.write_id8):
                 return False
@@ -133,7 +133,7 @@ def remove(storage: Storage, sweep: Sweepable, leftover: Leftover, open_at: Call
             if (place := _place(each.path)) is not None and place[1].kind == "copy":
                 remove_noted(folder, inside[each], open_at)
             if each.kind == "file":
-                storage.delete(each.path)
+                delete(each.path)
             else:
                 sweep.discard(each)
     return True

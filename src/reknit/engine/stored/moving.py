@@ -124,12 +124,12 @@ def _clear(hot: Storage, redirect: Manifest) -> int:
     mine = [listed for listed in hot.list() if is_content(listed.path)]
     if not mine:
         return 0
-    with removing_copies(hot):  # they come back if the copy is promoted here
+    with removing_copies(hot) as delete_file:  # they come back if the copy is promoted here
         # A listed file may belong to a later save only if its marker or its manifest is there now.
         if begun_in(hot) or committed(hot) != redirect:
             return 0
         for listed in mine:
-            hot.delete(listed.path)
+            delete_file(listed.path)
     return sum(listed.nbytes for listed in mine)
 
 

@@ -147,10 +147,8 @@ class _Refused(dict[int, Any]):
     """The table of opcodes; an opcode without an entry is refused."""
 
     def __missing__(self, code: int) -> NoReturn:
-        known = _KNOWN.get(chr(code))
-        raise FormatError(
-            f"a pickle has the opcode {known.name if known else code}, which reknit does not carry out"
-        )
+        name = getattr(_KNOWN.get(chr(code)), "name", code)
+        raise FormatError(f"a pickle has the opcode {name}, which reknit does not carry out")
 
 
 class _Machine(pickle._Unpickler):

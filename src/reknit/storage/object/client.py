@@ -49,9 +49,9 @@ class ObjectOptions:
     have more than 10,000.  `concurrency`: parts of one file in flight at once.  `timeout_s`: longest time for
     one request; None for 30 seconds plus the time of a part at 128 KiB/s.  `retries`: how often the client
     repeats a failed request of an upload, within three minutes.  It repeats other requests at most four
-    times, and a conditional write never; after that, `retry_s` applies.  `endpoint`, `region`: override the
-    environment variables of the same meaning.  `unsigned`: sign S3 requests without their bodies, which
-    halves the processor time; digests check the stored bytes in any case.
+    times, but never a conditional write or a deletion; after that, `retry_s` applies.  `endpoint`, `region`:
+    override the environment variables of the same meaning.  `unsigned`: sign S3 requests without their
+    bodies, which halves the processor time; digests check the stored bytes in any case.
     """
 
     conditional: Fallback = "refuse"

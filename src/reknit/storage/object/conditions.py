@@ -80,7 +80,7 @@ class Conditions:
     def __init__(self, client: Client, place: Bucket, options: ObjectOptions) -> None:
         self._client, self._url, self._prefix = client, place.url, place.prefix
         # The caller counts the attempts: one without an answer may still be carried out.
-        self._once = connect(place, options, once=True)
+        self.once = connect(place, options, once=True)
         self._fallback = options.conditional
         self._endpoint = _endpoint_of(place, options)
         self._warned = False
@@ -98,7 +98,7 @@ class Conditions:
         mark = new_mark()
         for tries in range(_CONFLICTS):
             with translated("write", url):
-                placed = put_if(self._once, key, url, data, mark=mark, seen=seen)
+                placed = put_if(self.once, key, url, data, mark=mark, seen=seen)
             if placed is not None:
                 return placed
             _pause(tries)
@@ -234,7 +234,7 @@ class Conditions:
             if not self._still(key, url, seen):
                 return False
             with translated("write", url):
-                obstore.put(self._once, key, data)
+                obstore.put(self.once, key, data)
                 try:
                     there = bytes(obstore.get(self._client, key).bytes())
                 except FileNotFoundError:

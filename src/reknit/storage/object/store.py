@@ -15,7 +15,7 @@ from reknit.errors import StorageError, StorageNotFoundError
 from reknit.storage.base import Listed, Reading
 from reknit.storage.errors import existing, missing, shorter
 from reknit.storage.object import incomplete_uploads
-from reknit.storage.object.client import Bucket, ObjectOptions, connect, parse_url
+from reknit.storage.object.client import Bucket, Client, ObjectOptions, connect, parse_url
 from reknit.storage.object.conditions import Conditions, whole
 from reknit.storage.object.errors import as_ours, forks, translated
 from reknit.storage.object.own_writes import look
@@ -149,7 +149,7 @@ class ObjectStorage:
                     return False
                 if self.bucket.conditions.put(key, url, bytes(data), seen):
                     self.bucket.names.free(key)
-                    self._delete(marker, marker_url)
+                    self._delete(self._client, marker, marker_url)
                     return True
                 # Another process has committed since: begin again, with the look for the marker, which it may
                 # have removed.  With `if_absent` that ends the commit.
@@ -214,13 +214,16 @@ class ObjectStorage:
         return (Listed(one.path, one.nbytes) for one in found if one.kind == "file")
 
     def delete(self, path: str) -> None:
-        """Remove an object; a file that this process is writing will not appear."""
+        """Remove an object; a file that this process is writing will not appear.
+
+        The client sends the request once, so that the caller counts the attempts.
+        """
         key, url = self._full(path)
         with self._lock(key):
             if self._is_folder(key, url):
                 raise StorageError(f"cannot delete {url}: it is a folder", path=url)
             self.bucket.names.free(key)
-            self._delete(key, url)
+            self._delete(self.bucket.conditions.once, key, url)
 
     def sub(self, path: str) -> ObjectStorage:
         """Return the store rooted at a folder; it shares the client with this one."""
@@ -286,10 +289,10 @@ class ObjectStorage:
         if nbytes < end:
             raise shorter(url, start, end, nbytes)
 
-    def _delete(self, key: str, url: str) -> None:
+    def _delete(self, client: Client, key: str, url: str) -> None:
         with translated("delete", url):
             try:
-                obstore.delete(self._client, key)
+                obstore.delete(client, key)
             except FileNotFoundError as error:
                 if not isinstance(as_ours("delete", url, error), StorageNotFoundError):
                     raise

@@ -12,7 +12,7 @@ the device cannot be built here.
 
 from __future__ import annotations
 
-from reknit.testing.accelerator.build import why_not
-from reknit.testing.accelerator.device import Accelerator, install, installed
+from tests.accelerator.build import why_not
+from tests.accelerator.device import Accelerator, install, installed
 
 __all__ = ["Accelerator", "install", "installed", "why_not"]

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from reknit.testing.accelerator import install
+from tests.accelerator import install
 from tests.devices import every_device, every_simulated_device, run_simulated
 
 nn = torch.nn

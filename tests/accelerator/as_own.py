@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from reknit.testing.accelerator.group import register_group
+from tests.accelerator.group import register_group
 
 NAME = "sim"
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 from reknit.errors import UsageError
-from reknit.testing.accelerator.build import build
+from tests.accelerator.build import build
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -130,7 +130,7 @@ def install(device_type: DeviceType) -> Accelerator:
             "the simulated device cannot take the place of CUDA: this torch was built with it",
             remedy='install("sim"), or use a torch for CPUs',
         )
-    from reknit.testing.accelerator import as_cuda, as_own  # they import torch
+    from tests.accelerator import as_cuda, as_own  # they import torch
 
     library = build()
     library.install(device_type == "cuda")

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from reknit.testing.accelerator import install
+from tests.accelerator import install
 from tests.devices import every_simulated_device, run_simulated
 from tests.ranks import Died
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reknit.testing.accelerator import Accelerator
+    from tests.accelerator import Accelerator
 
 NUMEL = 1000
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from reknit.errors import UsageError
-from reknit.testing.accelerator import install, installed
+from tests.accelerator import install, installed
 from tests.devices import every_simulated_device, on_simulated_cuda, run_simulated
 
 if TYPE_CHECKING:
-    from reknit.testing.accelerator import Accelerator
+    from tests.accelerator import Accelerator
 
 MIB = 1 << 20
 

@@ -1,4 +1,4 @@
-"""The usual causes of each error, and the remedies: the source of `reknit explain` and of the page of errors.
+"""The usual causes of each public error, and the remedies: the source of the page of errors.
 
 The code of an error is the name of its class, which every traceback shows, and its meaning is the docstring
 of the class.  Pages are relative to `docs/`.
@@ -6,7 +6,11 @@ of the class.  Pages are relative to `docs/`.
 
 from __future__ import annotations
 
+import inspect
 from typing import NamedTuple
+
+from reknit import errors
+from reknit.errors import ReknitError
 
 
 class Explanation(NamedTuple):
@@ -337,3 +341,25 @@ CATALOG: dict[str, Explanation] = {
         pages=("troubleshooting.md#several-ranks", "howto/connect.md"),
     ),
 }
+
+
+def codes() -> list[str]:
+    """Return the codes of all public errors, in the order of the tree."""
+    return [
+        name
+        for name, kind in vars(errors).items()
+        if inspect.isclass(kind) and issubclass(kind, ReknitError) and not name.startswith("_")
+    ]
+
+
+def error_lines(code: str) -> list[str]:
+    """Return the section of an error in Markdown."""
+    found, kind = CATALOG[code], getattr(errors, code)
+    parents = [base.__name__ for base in inspect.getmro(kind)[1:] if issubclass(base, ReknitError)]
+    lines = [f"## {code}", "", *inspect.cleandoc(kind.__doc__).split("\n"), ""]
+    if parents:
+        lines += [f"Also caught as {', '.join(f'`{parent}`' for parent in parents)}.", ""]
+    for title, texts in (("Usual causes", found.causes), ("What to do", found.remedies)):
+        lines += [f"*{title}.*", "", *(f"- {text}" for text in texts), ""]
+    pages = ", ".join(f"[](../{page})" for page in found.pages)
+    return [*lines, f"*More.* {pages}", ""]

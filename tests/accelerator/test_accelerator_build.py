@@ -12,8 +12,8 @@ import torch
 from torch.utils import cpp_extension
 
 from reknit.errors import UsageError
-from reknit.testing.accelerator import why_not
-from reknit.testing.accelerator.build import build
+from tests.accelerator import why_not
+from tests.accelerator.build import build
 from tests.forks import forking
 
 
@@ -61,7 +61,7 @@ class Compiler:
 
 def test_of_two_builders_at_once_one_compiles(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpp_extension, "load", Compiler(root).load)
-    monkeypatch.setattr("reknit.testing.accelerator.build._imported", lambda path: path.read_text())
+    monkeypatch.setattr("tests.accelerator.build._imported", lambda path: path.read_text())
     context: Any = multiprocessing.get_context("fork")
     builders = [context.Process(target=build) for _ in range(4)]
     with forking():

@@ -1,1 +1,0 @@
-"""Alerts: their rules, and where they are sent."""
