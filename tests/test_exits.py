@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import reknit
-from reknit.comm.group import Call
+from reknit.comm.group import turn
 from reknit.comm.tree import rounds
 from reknit.system import AtExit
 
@@ -86,7 +86,8 @@ def last_round(rank: int, size: int, folder: Path) -> None:
 
         rounds.Rounds.answer = slowly  # type: ignore[assignment, method-assign]
     group = reknit.connect(rank, size, at=str(folder), job="job")
-    answered = group.exchange(Call("last", b"%d" % rank, 60.0), lambda requests: requests)
+    with turn(group, "last", 60.0) as its_turn:
+        answered = its_turn.give(its_turn.gather(b"%d" % rank), bytes)
     (folder / f"{rank}.answer").write_bytes(answered)
 
 

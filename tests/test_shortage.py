@@ -31,7 +31,7 @@ from tests import ranks
 from tests.format.samples import sample_index
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from pathlib import Path
 
     from reknit.comm.group import Group
@@ -132,14 +132,17 @@ def test_too_little_on_one_rank_is_too_little_on_all() -> None:
 
 
 def test_too_little_where_the_root_decides_is_too_little_on_all() -> None:
-    def decide(requests: Sequence[bytes]) -> list[bytes]:
-        raise MemoryError
-
     def hold(group: Group) -> None:
-        with pytest.raises(ShortageError, match="rank 0"), comm.turn(group, "here", 20) as turn:
-            turn.exchange(b"", decide)
+        with comm.turn(group, "here", 20) as turn:
+            if turn.gather(b"") is not None:
+                raise MemoryError
+            turn.arrive()
 
-    run_ranks(2, hold)
+    def check(group: Group) -> None:
+        with pytest.raises(ShortageError, match="rank 0"):
+            hold(group)
+
+    run_ranks(2, check)
 
 
 @pytest.mark.parametrize("error", [pa.ArrowMemoryError("malloc"), OSError("... : not enough memory")])

@@ -21,7 +21,7 @@ from reknit.engine.loading.match import Fill
 from reknit.engine.loading.read import granularity
 from reknit.engine.packed_columns import packed, unpacked
 from reknit.engine.saving.manifest_content import receipts_to_manifest
-from reknit.engine.saving.packing import merge_claims, merge_receipts, unpack
+from reknit.engine.saving.packing import Sections, merge_claims, merge_receipts
 from reknit.engine.saving.save_coordinator import Coordinator
 from reknit.engine.sharing.share_out import share_out
 from reknit.format.checksum import BLOCK_NBYTES
@@ -82,8 +82,8 @@ class Loading(NamedTuple):
 def saved(climbed: Climbed) -> Saved:
     """Return the result of the root's part of a save."""
     coordinator = Coordinator()
-    coordinator.assign(None, [merge_claims(climbed.claims.at_root)])
-    reported, chunks = unpack(merge_receipts(climbed.receipts.at_root))
+    coordinator.assign(None, [merge_claims(Sections.unpack(climbed.claims.at_root))])
+    reported, chunks = merge_receipts(Sections.unpack(climbed.receipts.at_root))
     index = coordinator.assembled(reported, chunks).named(WRITE_ID)
     content = receipts_to_manifest(reported, WRITE_ID)
     written = np.bincount(content.ranks, content.files.nbytes).astype(np.int64)

@@ -16,7 +16,7 @@ import msgspec
 
 from benchmarks.planning.tree import WRITE_ID
 from reknit.engine.saving.manifest_content import ManifestContent, list_files, receipts_to_manifest
-from reknit.engine.saving.packing import merge_claims, merge_receipts, unpack
+from reknit.engine.saving.packing import Sections, merge_claims, merge_receipts
 from reknit.engine.saving.save_coordinator import Coordinator
 from reknit.format import paths
 from reknit.format.checksum import BLOCK_NBYTES, block_digests
@@ -45,12 +45,11 @@ class Clock:
 def save(coordinator: Coordinator, claims: list[bytes], receipts: list[bytes]) -> dict[str, Any]:
     """Run the root's computations of one save, and return their seconds and the sizes of the results."""
     clock = Clock()
-    merged = merge_claims(claims) if len(claims) > 1 else claims[0]
+    merged = merge_claims(Sections.unpack(claims))
     clock.lap("merge_and_decode")
     coordinator.assign(None, [merged])
     clock.lap("resolve")
-    merged = merge_receipts(receipts) if len(receipts) > 1 else receipts[0]
-    reported, chunks = unpack(merged)
+    reported, chunks = merge_receipts(Sections.unpack(receipts))
     clock.lap("merge_and_decode")
     index = coordinator.assembled(reported, chunks).named(WRITE_ID)
     clock.lap("assemble_and_check")

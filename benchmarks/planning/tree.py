@@ -18,7 +18,7 @@ from reknit.engine.memory.sources import Sources
 from reknit.engine.saving.claims import EncodedHoldings, claims
 from reknit.engine.saving.compared_copies import EQUAL
 from reknit.engine.saving.file_layout import FileCut, layout_digest, outline
-from reknit.engine.saving.packing import merge_claims, merge_receipts
+from reknit.engine.saving.packing import Sections, merge_claims, merge_receipts
 from reknit.engine.saving.receipt import receipt
 from reknit.engine.small_files import Written
 from reknit.format import paths
@@ -80,12 +80,14 @@ def rank_of(job: Job, rank: int, *, silent: bool) -> Rank:
     )
     receipt_s = time.process_time() - sending
     again = (
-        receipt(where, holdings.items, written, plan=digest, columns=None, places=own, copies=EQUAL)
+        receipt(where, holdings.items, written, plan=digest, columns=None, places=own, copies=EQUAL).pack()
         if silent
         else b""
     )
     claimed = claims(rank, round_messages.RankClaims(WRITE_ID, 1, digest, _NO_SHARDS, _SHARED))
-    return Rank(claimed, reported, again, planned - begin, receipt_s, len(plan.columns.tensor) // 8)
+    return Rank(
+        claimed.pack(), reported.pack(), again, planned - begin, receipt_s, len(plan.columns.tensor) // 8
+    )
 
 
 def _some(job: Job, silent: bool, ranks: range) -> list[Rank]:
@@ -112,7 +114,7 @@ _SHARED = [round_messages.EncodedBlob("extra", 7919 * n, None, b"x" * 50) for n 
 class Climb:
     """One round on its way up: the messages that reach the root, and the costs of the way."""
 
-    merge: Callable[[Sequence[bytes]], bytes]
+    merge: Callable[[Sequence[Sections]], Sections]
     at_root: list[bytes] = field(default_factory=list)
     nbytes: int = 0
     largest_fan_in_nbytes: int = 0
@@ -123,10 +125,10 @@ class Climb:
         below = sum(map(len, parts[1:]))
         self.nbytes += below
         self.largest_fan_in_nbytes = max(self.largest_fan_in_nbytes, below)
-        if len(parts) == 1:
+        if len(parts) == 1 or not any(parts):  # a leaf, or no second save
             return parts[0]
         begin = time.process_time()
-        merged = self.merge(parts)
+        merged = self.merge(Sections.unpack(parts)).pack()
         self.busiest_s = max(self.busiest_s, time.process_time() - begin)
         return merged
 
@@ -161,7 +163,7 @@ class Climbed:
 def climb(job: Job, *, silent: bool, workers: int = 1) -> Climbed:
     """Let every rank plan, and merge their messages up to the root, with `silent` also for a second save."""
     topology = Topology([rank // PER_HOST for rank in range(job.ranks)], FAN_OUT)
-    rounds = (Climb(merge_claims), Climb(merge_receipts), Climb(merge_receipts if silent else b"".join))
+    rounds = (Climb(merge_claims), Climb(merge_receipts), Climb(merge_receipts))
     reported = Climbed(*rounds, [], [], 0)
     waiting: dict[int, list[bytes]] = {}
     everyone = _ranks(job, silent, workers)

@@ -98,7 +98,7 @@ def acting(group: AnyGroup | None, options: CommOptions) -> Ranks:
     """
     if group is not None and group is _alone.get(None):
         return Ranks(_alone_as(options.generation), None, None)
-    if group is not None and hasattr(group, "exchange"):
+    if group is not None and hasattr(group, "give"):
         return Ranks(cast("Group", group), None, None)
     of_jax = jax_job.current_job() if group is None else None
     job = _of_all(current_job(), of_jax) if group is None else subgroup_job(group)

@@ -17,15 +17,10 @@ def gather(
     group: Group, name: str, payload: bytes, timeout_s: float, *, subject: str = ""
 ) -> list[bytes] | None:
     """Return every rank's payload on rank 0, and None elsewhere."""
-    kept: list[bytes] = []
-
-    def keep(payloads: list[bytes]) -> list[bytes]:
-        kept.extend(payloads)
-        return [b""] * len(payloads)
-
     with turn(group, name, timeout_s, subject=subject) as its_turn:
-        its_turn.exchange(payload, keep)
-    return kept or None
+        payloads = its_turn.gather(payload)
+        its_turn.arrive()
+    return payloads
 
 
 def scatter(
@@ -33,7 +28,8 @@ def scatter(
 ) -> bytes:
     """Return this rank's part of the `payloads` that rank 0 gave, one for each rank."""
     with turn(group, name, timeout_s, merge=b"".join, subject=subject) as its_turn:
-        return its_turn.exchange(b"", lambda _: payloads or [])
+        requests = its_turn.gather(b"")
+        return its_turn.give(None if requests is None else payloads, bytes)
 
 
 def broadcast(

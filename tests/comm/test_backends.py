@@ -1,4 +1,4 @@
-"""The promises of `Group.exchange`, kept by ranks in threads and by real gRPC."""
+"""The promises of `Group.gather` and `Group.give`, kept by ranks in threads and by real gRPC."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reknit.comm.topology import Topology
 from reknit.comm.tree.thread_group import thread_groups
 from reknit.errors import CommError, DeadlineError, GroupClosedError, ProtocolError, ReknitError
 from reknit.types.rank_text import spelled
-from tests.comm.worlds import ask, endings
+from tests.comm.worlds import ask, endings, exchange
 from tests.running.examples import examples
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def test_decide_gets_the_requests_by_rank_and_runs_once_in_the_thread_of_rank_0(
             calls.append((threading.current_thread().name, requests))
             return [b"to " + request for request in requests]
 
-        return group.exchange(Call("plan", b"%d" % group.rank, 30), decide)
+        return exchange(group, Call("plan", b"%d" % group.rank, 30), decide)
 
     assert endings(join(6), run) == [b"to %d" % rank for rank in range(6)]
     assert calls == [("rank 0", [b"%d" % rank for rank in range(6)])]
@@ -127,7 +127,7 @@ def test_a_decision_that_takes_too_long_is_a_deadline_error_for_the_ranks_that_w
             return requests
 
         try:
-            return group.exchange(Call("plan", b"", 0.2), decide)
+            return exchange(group, Call("plan", b"", 0.2), decide)
         except DeadlineError:
             # The report that a rank stopped waiting is on its way while rank 0 decides.
             threading.Timer(0.5, release.set).start()
@@ -212,7 +212,7 @@ def test_a_decision_that_raises_reaches_everyone_though_it_should_not_have(join:
         def decide(_: list[bytes]) -> list[bytes]:
             raise KeyboardInterrupt
 
-        return group.exchange(Call("plan", b"", 30), decide)
+        return exchange(group, Call("plan", b"", 30), decide)
 
     groups = join(4)
     here, *others = endings(groups, run)
@@ -226,7 +226,7 @@ def test_a_decision_that_raises_reaches_everyone_though_it_should_not_have(join:
 
 def test_a_decision_with_a_wrong_number_of_answers_is_a_protocol_error_on_all(join: Join) -> None:
     groups = join(3)
-    errors = endings(groups, lambda group: group.exchange(Call("plan", b"", 30), lambda _: [b""]))
+    errors = endings(groups, lambda group: exchange(group, Call("plan", b"", 30), lambda _: [b""]))
     assert [type(error) for error in errors] == [ProtocolError] * 3
     assert together(groups)
 

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import time
 import traceback
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from reknit.comm.envelope import Envelope, decode, encode, failed, merged
-from reknit.comm.group import Call, SoloGroup, barrier
+from reknit.comm.group import Call, SoloGroup, barrier, turn
 from reknit.errors import CommError, MismatchError, ProtocolError, ReknitError, StorageFullError
 from tests.comm.collectives import agree, broadcast, gather, scatter
-from tests.comm.worlds import endings, held_round
+from tests.comm.worlds import endings, exchange, held_round
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reknit.comm.group import Decide, Group
+    from reknit.comm.group import Group
     from tests.comm.worlds import Join
 
 WAIT_S = 30.0
@@ -254,7 +255,7 @@ def test_a_decision_with_too_few_or_too_many_answers_fails_everywhere(
 def test_a_request_that_is_no_part_of_a_round_fails_everywhere_instead_of_hanging(join: Join) -> None:
     def run(group: Group) -> bytes:
         if group.rank == 1:
-            return group.exchange(Call("plan", b"\xc1", WAIT_S), echo)
+            return exchange(group, Call("plan", b"\xc1", WAIT_S), echo)
         return held_round(group, "plan", lambda: b"", echo, WAIT_S)
 
     error, refusal, other = endings(join(3), run)
@@ -265,7 +266,7 @@ def test_a_request_that_is_no_part_of_a_round_fails_everywhere_instead_of_hangin
 def test_an_answer_that_is_no_part_of_a_round_is_a_protocol_error(join: Join) -> None:
     def run(group: Group) -> bytes:
         if group.rank == 0:
-            return group.exchange(Call("plan", b"", WAIT_S), lambda requests: [b"\xc1"] * len(requests))
+            return exchange(group, Call("plan", b"", WAIT_S), lambda requests: [b"\xc1"] * len(requests))
         return held_round(group, "plan", lambda: b"", echo, WAIT_S)
 
     assert type(endings(join(2), run)[1]) is ProtocolError
@@ -283,16 +284,130 @@ def test_a_group_goes_on_after_a_round_that_failed(join: Join) -> None:
 def test_a_broadcast_is_encoded_once_and_not_once_per_rank() -> None:
     kept: list[Sequence[bytes]] = []
 
-    class Listening(SoloGroup):
-        size = 3
+    class Listening:
+        rank, size = 0, 3
 
-        def exchange(self, call: Call, decide: Decide) -> bytes:
-            kept.append(decide([call.request]))
-            return kept[0][0]
+        def gather(self, call: Call) -> list[bytes]:
+            return [call.request]
 
+        def give(self, answers: Sequence[bytes]) -> bytes:
+            kept.append(answers)
+            return answers[0]
+
+    group: Any = Listening()
     payload = bytes(1000)
-    assert broadcast(Listening(), "index", payload, WAIT_S) == payload
+    assert broadcast(group, "index", payload, WAIT_S) == payload
     assert kept[0][0] is kept[0][2]
+
+
+class Named(msgspec.Struct):
+    name: str
+    ranks: list[int]
+
+
+def test_values_arrive_on_rank_0_and_come_back_as_what_they_are(join: Join) -> None:
+    def run(group: Group) -> Named:
+        with turn(group, "plan", WAIT_S) as its_turn:
+            named = its_turn.gather(Named("mine", [group.rank]))
+            assert (named is None) == (group.rank > 0)
+            answers = named and [Named(f"of {each.ranks}", []) for each in named]
+            return its_turn.give(answers, Named)
+
+    assert endings(join(3), run) == [Named(f"of [{rank}]", []) for rank in range(3)]
+
+
+def test_values_are_merged_as_values(join: Join) -> None:
+    def run(group: Group) -> int:
+        with turn(group, "highest", WAIT_S, merge=max) as its_turn:
+            highest = its_turn.gather(10 * group.rank)
+            assert highest in ([40], None)
+            return its_turn.give_all(None if highest is None else highest[0], int)
+
+    assert endings(join(5), run) == [40] * 5
+
+
+def test_the_values_of_a_process_alone_are_not_packed() -> None:
+    request, answer = object(), object()
+    with turn(SoloGroup(), "plan", WAIT_S) as its_turn:
+        assert its_turn.gather(request) == [request]
+        assert its_turn.give([answer], object) is answer
+
+
+def test_a_request_of_another_type_fails_on_every_rank(join: Join) -> None:
+    def run(group: Group) -> None:
+        with turn(group, "plan", WAIT_S) as its_turn:
+            its_turn.gather(Named("mine", []) if group.rank != 1 else "other")
+            its_turn.arrive()
+
+    for error in endings(join(3), run):
+        assert type(error) is ProtocolError
+        assert "a rank sent another message than a Named" in error.message
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_body_that_ends_before_its_answer_fails_on_every_rank(join: Join, size: int) -> None:
+    def run(group: Group) -> None:
+        with turn(group, "plan", WAIT_S) as its_turn:
+            its_turn.gather(b"")
+            if group.rank > 0:
+                its_turn.arrive()
+
+    groups = join(size)
+    assert {"round 'plan' ended without an answer" in str(error) for error in endings(groups, run)} == {True}
+    assert endings(groups, lambda group: barrier(group, "again", WAIT_S)) == [None] * size
+
+
+@pytest.mark.parametrize("bug", [KeyboardInterrupt(), MismatchError("changed")], ids=repr)
+def test_a_rank_that_fails_after_its_request_is_not_waited_for(join: Join, bug: BaseException) -> None:
+    def run(group: Group) -> None:
+        with turn(group, "plan", WAIT_S) as its_turn:
+            its_turn.gather(b"")
+            if group.rank == 1:
+                raise bug
+            its_turn.arrive()
+
+    groups = join(3)
+    here, there, last = endings(groups, run)
+    assert type(there) is type(bug)
+    for error in (here, last):
+        assert type(error) is (ReknitError if there is bug else MismatchError)
+        assert ("KeyboardInterrupt" if there is bug else "changed") in error.message
+        assert (error.rank, error.phase) == (1, "plan")
+    assert endings(groups, lambda group: barrier(group, "again", WAIT_S)) == [None] * 3
+
+
+class Interrupted:
+    """A group in which Ctrl-C comes right after one of its calls."""
+
+    def __init__(self, group: Group, after: str) -> None:
+        self._group, self._after = group, after
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(self._group, name)
+        if name != self._after:
+            return real
+
+        def call(*arguments: Any) -> None:
+            real(*arguments)
+            raise KeyboardInterrupt
+
+        return call
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("after", ["gather", "give"])
+def test_ctrl_c_as_a_round_begins_or_ends_keeps_no_rank_waiting(join: Join, rank: int, after: str) -> None:
+    def run(group: Group) -> None:
+        own: Any = Interrupted(group, after) if group.rank == rank else group
+        with turn(own, "plan", WAIT_S) as its_turn:
+            its_turn.gather(b"")
+            its_turn.arrive()
+
+    groups = join(3)
+    ends = endings(groups, run)
+    assert type(ends.pop(rank)) is KeyboardInterrupt
+    assert [type(error) for error in ends] == [CommError if after == "gather" else type(None)] * 2
+    assert endings(groups, lambda group: barrier(group, "again", WAIT_S)) == [None] * 3
 
 
 def test_an_error_of_the_backend_is_signed_with_rank_and_phase(join: Join) -> None:

@@ -62,6 +62,16 @@ def new_rounds(rank: int = 0, size: int = 3, above: RankAbove | None = None) -> 
     return rounds
 
 
+def hold(rounds: Rounds, held: Call, decide: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
+    """Hold a round, as a turn does."""
+    try:
+        requests = rounds.gather(held)
+        return rounds.give(None if requests is None else decide(requests))
+    except BaseException as error:
+        rounds.abandon(held, error)
+        raise
+
+
 def report(sender: int, number: int = 0, error: ReknitError | None = None, *, opens: bool = False) -> Report:
     heading = Heading("job", 7, number, "plan", "")
     if error is not None:
@@ -96,7 +106,7 @@ def in_thread(fn: Callable[[], Any]) -> Callable[[], Any]:
 def test_rank_0_decides_in_its_own_thread_and_the_children_hear_their_answers() -> None:
     rounds = new_rounds()
     visits = [rounds.attend(report(child)) for child in (1, 2)]
-    own = rounds.hold(call(), lambda requests: [request + b"!" for request in requests])
+    own = hold(rounds, call(), lambda requests: [request + b"!" for request in requests])
     assert own == b"own!"
     for visit in visits:
         outcome = rounds.answer(visit)
@@ -104,7 +114,7 @@ def test_rank_0_decides_in_its_own_thread_and_the_children_hear_their_answers() 
         assert outcome.answers.payloads(1) == [b"x!"]
         rounds.leave(visit)
     again = [rounds.attend(report(child, 1)) for child in (1, 2)]
-    assert rounds.hold(call(), lambda requests: requests) == b"own"
+    assert hold(rounds, call(), lambda requests: requests) == b"own"
     assert all(rounds.answer(visit) is not None for visit in again)
 
 
@@ -117,7 +127,7 @@ def test_a_round_that_failed_before_it_was_decided_is_not_decided() -> None:
         decided.append(requests)
         return requests
 
-    ending = in_thread(lambda: rounds.hold(call(), decide))
+    ending = in_thread(lambda: hold(rounds, call(), decide))
     with rounds.changed:  # both arrive before the thread of the rank wakes up
         rounds.attend(report(2))
         rounds.break_off(round_errors.disconnected(2))
@@ -145,7 +155,7 @@ def test_a_rank_that_its_children_wait_for_says_so_once_in_its_own_log(
     ends = [in_thread(lambda visit=visit: rounds.answer(visit)) for visit in visits]  # type: ignore[misc]
     assert f"{waiting} waited 0.05 s for rank 0 in 'plan': every rank has to make" in notices.next()
     late = [rounds.attend(report(child, opens=True)) for child in {1, 2} - set(children)]
-    assert rounds.hold(call(opens=True), lambda requests: requests) == b"own"
+    assert hold(rounds, call(opens=True), lambda requests: requests) == b"own"
     assert all(end() is not None for end in ends)
     assert all(rounds.answer(visit) is not None for visit in late)
     assert notices.rest == []
@@ -156,7 +166,7 @@ def test_a_rank_that_waits_for_its_children_says_so_in_its_log(
 ) -> None:
     monkeypatch.setattr(round_errors, "NOTICE_S", 0.05)
     rounds = new_rounds()
-    own = in_thread(lambda: rounds.hold(call(opens=True), lambda requests: requests))
+    own = in_thread(lambda: hold(rounds, call(opens=True), lambda requests: requests))
     assert "rank 0 has waited 0.05 s for ranks 1-2 in 'plan'" in notices.next()
     visits = [rounds.attend(report(child, opens=True)) for child in (1, 2)]
     assert own() == b"own"
@@ -167,7 +177,7 @@ def test_a_rank_that_waits_for_its_children_says_so_in_its_log(
 def test_ranks_wait_without_a_word_inside_a_call(notices: Notices, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(round_errors, "NOTICE_S", 0.0)
     rounds = new_rounds()
-    own = in_thread(lambda: rounds.hold(call(timeout_s=0.2), lambda requests: requests))
+    own = in_thread(lambda: hold(rounds, call(timeout_s=0.2), lambda requests: requests))
     visit = rounds.attend(report(1))
     assert rounds.answer(visit) is not None
     assert "rank 2 did not come" in str(own())
@@ -181,7 +191,7 @@ def test_a_child_that_takes_its_report_back_is_answered_at_once_and_the_round_fa
     assert rounds.answer(back) is not None
     assert first.outcome is None
     with pytest.raises(CommError, match="rank 1 left round 0"):
-        rounds.hold(call(), lambda requests: requests)
+        hold(rounds, call(), lambda requests: requests)
     outcome = rounds.answer(first)
     assert outcome is not None
     assert outcome.error is not None
@@ -194,7 +204,7 @@ def test_a_child_whose_call_ends_is_not_waited_for() -> None:
     rounds.leave(visit)
     assert waiting() is None
     with pytest.raises(CommError, match="rank 1 left round 0"):
-        rounds.hold(call(), lambda requests: requests)
+        hold(rounds, call(), lambda requests: requests)
 
 
 def test_a_report_that_repeats_one_is_refused_and_the_first_is_still_answered() -> None:
@@ -202,13 +212,13 @@ def test_a_report_that_repeats_one_is_refused_and_the_first_is_still_answered() 
     visit = rounds.attend(report(1))
     with pytest.raises(ProtocolError, match="took part in it before"):
         rounds.attend(report(1))
-    assert rounds.hold(call(), lambda requests: requests) == b"own"
+    assert hold(rounds, call(), lambda requests: requests) == b"own"
     assert rounds.answer(visit) is not None
 
 
 def test_an_answer_from_above_ends_the_round_and_its_call() -> None:
     above = RankAbove(ROUND.outcome(Parcel.of([b"answer"])))
-    assert new_rounds(1, 2, above).hold(call(), lambda requests: requests) == b"answer"
+    assert hold(new_rounds(1, 2, above), call(), lambda requests: requests) == b"answer"
     assert above.did == ["ask", "drop"]
 
 
@@ -227,7 +237,7 @@ def test_whatever_ends_the_call_above_ends_the_round(
 ) -> None:
     above = RankAbove(end)
     with pytest.raises(kind, match=text):
-        new_rounds(1, 2, above).hold(call(), lambda requests: requests)
+        hold(new_rounds(1, 2, above), call(), lambda requests: requests)
 
 
 def test_a_rank_that_is_interrupted_tells_the_rank_above_and_those_below() -> None:
@@ -236,7 +246,7 @@ def test_a_rank_that_is_interrupted_tells_the_rank_above_and_those_below() -> No
     visit = rounds.attend(report(3))
     above.interrupts = True
     with pytest.raises(KeyboardInterrupt):
-        rounds.hold(call(), lambda requests: requests)
+        hold(rounds, call(), lambda requests: requests)
     assert above.did == ["send", "drop"]
     assert "rank 1 left round 0" in str(above.failures[0].error)
     outcome = rounds.answer(visit)
@@ -244,13 +254,13 @@ def test_a_rank_that_is_interrupted_tells_the_rank_above_and_those_below() -> No
     assert "rank 1 left round 0" in str(outcome.error)
     above.interrupts, above.end = False, Heading("job", 7, 1, "plan", "").outcome(Parcel.of([b"a", b"b"]))
     rounds.attend(report(3, 1))
-    assert rounds.hold(call(), lambda requests: requests) == b"a", "and it is in step again"
+    assert hold(rounds, call(), lambda requests: requests) == b"a", "and it is in step again"
 
 
 def test_a_rank_that_hears_nothing_gives_up_at_its_deadline() -> None:
     above = RankAbove()
     with pytest.raises(DeadlineError, match=r"rank 0 did not answer round 0 \('plan'\) within 0.05 s"):
-        new_rounds(1, 2, above).hold(call(0.05), lambda requests: requests)
+        hold(new_rounds(1, 2, above), call(0.05), lambda requests: requests)
     assert above.did == ["ask", "send", "drop"]
 
 
@@ -263,7 +273,7 @@ def test_the_rank_above_hears_that_the_group_is_broken_unless_it_said_so_itself(
     rounds.connect(late)
     assert late.did == above.did
     with pytest.raises(GroupClosedError):
-        rounds.hold(call(), lambda requests: requests)
+        hold(rounds, call(), lambda requests: requests)
     deaf = RankAbove()
     other = new_rounds(1, 4, deaf)
     other.break_off(round_errors.disconnected(0), 0)

@@ -26,6 +26,7 @@ from tests.comm.worlds import (
     ask,
     connect_rank,
     endings,
+    exchange,
     held_round,
     listen_all,
     tree_world,
@@ -79,7 +80,7 @@ def test_requests_that_are_too_large_only_together_fail_on_all_ranks() -> None:
 def test_answers_that_are_too_large_fail_on_all_ranks() -> None:
     with tree_world(5, max_message_nbytes=10_000) as groups:
         errors = endings(
-            groups, lambda group: group.exchange(Call("x", b"", 30), lambda _: [bytes(20_000)] * 5)
+            groups, lambda group: exchange(group, Call("x", b"", 30), lambda _: [bytes(20_000)] * 5)
         )
         assert [type(error) for error in errors] == [CommError] * 5
         assert all("answers of 'x' for rank 1 and the ranks below it" in error.message for error in errors)

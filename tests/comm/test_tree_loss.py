@@ -14,7 +14,7 @@ import pytest
 
 from reknit.comm import round_errors
 from reknit.comm.group import Call
-from tests.comm.worlds import ask, endings, listen_all
+from tests.comm.worlds import ask, endings, exchange, listen_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -161,7 +161,7 @@ def test_a_rank_that_is_owed_an_answer_has_not_heard_all(
 
     def hold(group: Group) -> bytes:
         with contextlib.suppress(ValueError):  # of gRPC, on the rank whose connection is taken away
-            return group.exchange(Call("last", b"", 30), slow)
+            return exchange(group, Call("last", b"", 30), slow)
         return b""
 
     ended: list[object] = []

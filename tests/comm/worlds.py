@@ -90,7 +90,18 @@ def endings(groups: Sequence[Group], fn: Callable[[Group], Any]) -> list[Any]:
 
 def ask(group: Group, name: str = "ask", request: bytes = b"", timeout_s: float = 30) -> bytes:
     """Hold a round in which every rank receives its own request."""
-    return group.exchange(Call(name, request, timeout_s), lambda requests: requests)
+    return exchange(group, Call(name, request, timeout_s), lambda requests: requests)
+
+
+def exchange(group: Group, call: Call, decide: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
+    """Hold a round of a backend itself, and return this rank's answer."""
+    try:
+        requests = group.gather(call)
+        answer: bytes = group.give(None if requests is None else decide(requests))
+    except BaseException as error:
+        group.leave(call, error)
+        raise
+    return answer
 
 
 @dataclass(frozen=True)
@@ -129,4 +140,5 @@ def held_round(
     subject: str = "",
 ) -> bytes:
     with turn(group, name, timeout_s, merge=merge, subject=subject) as its_turn:
-        return its_turn.exchange(produce(), decide)
+        requests = its_turn.gather(produce())
+        return its_turn.give(None if requests is None else decide(requests), bytes)

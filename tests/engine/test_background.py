@@ -35,7 +35,7 @@ from tests.storage.process_memory import ProcessMemory
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from reknit.comm.group import Call, Decide, Group
+    from reknit.comm.group import Call, Group
 
 LIMIT_S = 60.0
 MIB = 1 << 20
@@ -181,9 +181,9 @@ class Counted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
 
-    def exchange(self, call: Call, decide: Decide) -> bytes:
+    def gather(self, call: Call) -> list[Any] | None:
         self.rounds += 1
-        return self._group.exchange(call, decide)
+        return self._group.gather(call)
 
 
 def test_after_the_first_plan_nothing_of_planning_agreement_and_commit_is_on_the_training_thread(

@@ -16,7 +16,7 @@ from reknit.engine.saving.claims import claims, encode_holdings
 from reknit.engine.saving.compared_copies import EQUAL, CopySplit
 from reknit.engine.saving.file_layout import FileCut, layout_digest, outline
 from reknit.engine.saving.manifest_content import receipts_to_manifest
-from reknit.engine.saving.packing import merge_claims, merge_receipts, unpack
+from reknit.engine.saving.packing import Sections, merge_claims, merge_receipts
 from reknit.engine.saving.receipt import receipt
 from reknit.engine.saving.save_coordinator import PLANS_KEPT, Coordinator
 from reknit.engine.saving.save_job import SaveJob
@@ -77,15 +77,15 @@ class Rank:
         self.silent = True
         self.split = EQUAL
 
-    def claims(self, write_id: str, step: int, shards: Sequence[Shard]) -> bytes:
+    def claims(self, write_id: str, step: int, shards: Sequence[Shard]) -> Sections:
         self.encoded = encode_holdings(Holdings(("m",), tuple(shards), ()), SaveOptions())
         self.plan = layout_digest(self.encoded.holdings, CUT)
         self.known = self.silent and self.plan in self.plans
         reported = None if self.known else self.encoded.shard_claims()
         return claims(self.rank, round_messages.RankClaims(write_id, step, self.plan, reported, []))
 
-    def receipt(self, write_id: str, answer: bytes) -> bytes:
-        owners = unpacked(round_messages.decode(answer, round_messages.Assignment).shard_owners, "i8")
+    def receipt(self, write_id: str, answer: round_messages.Assignment) -> Sections:
+        owners = unpacked(answer.shard_owners, "i8")
         if not self.known:
             self.plans[self.plan] = outline(self.encoded.resolved(owners), self.rank, CUT)
         planned = self.plans[self.plan]
@@ -109,8 +109,9 @@ class World:
         self.coordinator = Coordinator()
         self.merging = merging
 
-    def up(self, requests: list[bytes], merge: Callable[[Sequence[bytes]], bytes]) -> list[bytes]:
-        return [merge([merge(requests[1:]), requests[0]])] if self.merging else requests
+    def up(self, requests: list[Sections], merge: Callable[[Sequence[Sections]], Sections]) -> list[Sections]:
+        sent = Sections.unpack([request.pack() for request in requests])
+        return [merge([merge(sent[1:]), sent[0]])] if self.merging else sent
 
     def save(self, holdings: Callable[[int], Sequence[Shard]]) -> tuple[Manifest, Index]:
         write_id = paths.new_write_id()
@@ -118,8 +119,7 @@ class World:
         answers = self.coordinator.assign(self.job, self.up(requests, merge_claims))
         assert len(answers) == SIZE
         receipts = [rank.receipt(write_id, answer) for rank, answer in zip(self.ranks, answers, strict=True)]
-        outcomes = self.coordinator.commit(self.job, self.up(receipts, merge_receipts))
-        assert len(outcomes) == SIZE
+        self.coordinator.commit(self.job, self.up(receipts, merge_receipts))
         manifest = decode_manifest(self.job.storage.get(paths.MANIFEST_PATH, limit=1 << 20))
         assert manifest.write_id == write_id
         return manifest, decode_index(self.job.storage.get(manifest.index_path, limit=1 << 20))
@@ -269,9 +269,7 @@ def test_all_ranks_are_told_which_copies_differ_and_who_holds_them() -> None:
         reported.append(claims(rank, round_messages.RankClaims(write_id, 1, b"", none, [], copies)))
     answers = world.coordinator.assign(world.job, world.up(reported, merge_claims))
     for answer in answers:
-        assert round_messages.decode(answer, round_messages.Assignment).differing == [
-            (-1 << 63, [0, 1, 2, 3, 4])
-        ]
+        assert answer.differing == [(-1 << 63, [0, 1, 2, 3, 4])]
 
 
 def test_a_tensor_that_ranks_keep_as_their_own_has_no_chunks_and_is_told() -> None:
@@ -296,7 +294,7 @@ def test_copies_that_differ_are_warned_of_with_the_ranks_that_hold_them() -> Non
         kept = [("m", "kept", "0, 2"), ("m", "both", "0, 1")]
         copies = CopySplit([], kept, [("m", "lost", "0, 3")] + [("m", "both", "0, 1")] * (rank.rank == 2))
         reported.append(receipt(rank.job, ["m"], [], plan=b"", columns=None, places=(), copies=copies))
-    counted = receipts_to_manifest(unpack(merge_receipts(reported))[0], write_id)
+    counted = receipts_to_manifest(merge_receipts(reported).of_ranks, write_id)
     assert counted.kept == {("m", "kept")}
     own, lost = counted.warnings
     assert "different values of m/kept (ranks 0, 2), m/both (ranks 0, 1); each rank's copy was stored" in own
@@ -309,7 +307,7 @@ def test_ranks_with_equal_answers_get_one_object() -> None:
     requests = [rank.claims(write_id, 1, [copy("a"), copy("b")]) for rank in world.ranks]
     answers = world.coordinator.assign(world.job, [merge_claims(requests)])
     assert len({id(answer) for answer in answers}) == 1
-    owners = unpacked(round_messages.decode(answers[0], round_messages.Assignment).shard_owners, "i8")
+    owners = unpacked(answers[0].shard_owners, "i8")
     assert len(set(owners.tolist())) == 2
 
 
@@ -342,7 +340,7 @@ def test_a_file_that_has_another_size_by_the_commit_is_named_with_who_wrote_it(
     world = World("cut")
     storage, receipt = world.job.storage, world.ranks[2].receipt
 
-    def cut_short(write_id: str, answer: bytes) -> bytes:
+    def cut_short(write_id: str, answer: round_messages.Assignment) -> Sections:
         reported = receipt(write_id, answer)
         storage.put(paths.data_path("m", 2, write_id), b"x", if_absent=False)
         return reported
@@ -355,7 +353,7 @@ def test_a_file_that_has_another_size_by_the_commit_is_named_with_who_wrote_it(
 def test_the_tally_has_every_file_with_its_digests_and_coordinates() -> None:
     world = World("tally")
     write_id = paths.new_write_id()
-    reported: list[bytes] = []
+    reported: list[Sections] = []
     files: list[tuple[str, int, tuple[int, ...], int]] = []
     blobs: list[tuple[str, dict[str, int] | None]] = []
     for rank in world.ranks:
@@ -373,7 +371,7 @@ def test_the_tally_has_every_file_with_its_digests_and_coordinates() -> None:
         )
         files += [(file.path, file.nbytes, tuple(file.digests.tolist()), rank.rank) for file in written]
         blobs += [(names[1], None), (names[2], place), (names[3], {"rank": rank.rank})]
-    got = receipts_to_manifest(unpack(merge_receipts(reported))[0], write_id)
+    got = receipts_to_manifest(merge_receipts(reported).of_ranks, write_id)
     assert got.items == ("m/ü", "x", "y")
     listed = map(entry, file_table.entries(got.files, BLOCK_NBYTES))
     assert files == [(*file, rank) for file, rank in zip(listed, got.ranks.tolist(), strict=True)]
@@ -391,7 +389,7 @@ def test_a_rank_that_reports_more_or_fewer_digests_than_blocks_is_named(num_dige
     written = [Written(paths.data_path("m", 2, write_id), 5, digests)]
     reported = receipt(rank.job, ["m"], written, plan=b"", columns=None, places=(), copies=EQUAL)
     with pytest.raises(ProtocolError, match="rank 2 reports a file with more or fewer digests"):
-        receipts_to_manifest(unpack(reported)[0], write_id)
+        receipts_to_manifest(reported.of_ranks, write_id)
 
 
 def test_files_are_planned_once_for_a_layout_and_anew_for_other_limits_and_other_owners() -> None:

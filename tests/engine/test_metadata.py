@@ -166,7 +166,9 @@ def job_of(stored: ProcessMemory, items: Sequence[str] = (), **options: Any) -> 
     )
 
 
-def received(stored: ProcessMemory, answer: bytes, items: list[str]) -> ReceivedMetadata:
+def received(
+    stored: ProcessMemory, answer: round_messages.ItemContents, items: list[str]
+) -> ReceivedMetadata:
     return ReceivedMetadata.of(answer, job_of(stored, items))
 
 
@@ -202,8 +204,8 @@ def test_ranks_that_ask_for_the_same_get_the_same_bytes() -> None:
     asked = [asking("model", "extra"), asking("model"), asking("extra", "model"), asking("model")]
     root, first, second, third = read_all(stored, [asking("extra"), *asked[:1], *asked[2:]]).answers
     assert first is second
-    assert len(third) < len(second)
-    assert root == b"", "the root has its own copy"
+    assert len(round_messages.encode(third)) < len(round_messages.encode(second))
+    assert root is round_messages.NO_CONTENTS, "the root has its own copy"
     (_, everything) = read_all(stored, [asking(), asking(*ITEMS)]).answers
     assert received(stored, everything, list(ITEMS)).checkpoint.blobs["optimizer"] == {"lr": 3}
 
@@ -259,8 +261,7 @@ def test_what_a_rank_is_handed_are_the_rows_and_the_files_of_the_tensors_that_it
     assert answers[2] is answers[3]
     whole = metadata.checkpoint
     for rank, answer, own in zip(ranks, answers[1:], names[1:], strict=True):
-        message = round_messages.decode(answer, round_messages.Answer)
-        part = rank.with_rows(rank.checkpoint, everything_of(rank.checkpoint), message)
+        part = rank.with_rows(rank.checkpoint, everything_of(rank.checkpoint), answer)
         found = {part.index.tensors[number].fqn for number in part.index.tensor.tolist()}
         assert found == own
         for (item, fqn), number in part.index.ids.items():
@@ -268,9 +269,7 @@ def test_what_a_rank_is_handed_are_the_rows_and_the_files_of_the_tensors_that_it
                 assert [*part.index.chunks(number)] == [*whole.index.chunks(whole.index.ids[item, fqn])]
         assert set(part.index.files) == {f.path for f in part.manifest.files if is_data(f.path, set(ITEMS))}
         assert all(part.files[path] == whole.files[path] for path in part.files)
-    root = metadata.with_rows(
-        whole, everything_of(whole), round_messages.decode(answers[0], round_messages.Answer)
-    )
+    root = metadata.with_rows(whole, everything_of(whole), answers[0])
     assert same_index(root.index, whole.index), "it takes the rows from its memory"
 
 
@@ -279,7 +278,7 @@ def test_ranks_that_check_all_files_together_have_the_same_manifest_as_the_root(
     metadata = read_all(stored, [asking("extra"), asking("model")], verify="full")
     rank = received(stored, metadata.answers[1], ["model"])
     asked = [taking(metadata.checkpoint, set()), taking(rank.checkpoint, {"w.1", "b"})]
-    answer = round_messages.decode(hand_out(metadata.checkpoint, asked).answers[1], round_messages.Answer)
+    answer = hand_out(metadata.checkpoint, asked).answers[1]
     part = rank.with_rows(rank.checkpoint, everything_of(rank.checkpoint), answer)
     assert part.manifest == metadata.checkpoint.manifest
 
@@ -290,8 +289,7 @@ def test_ranks_that_want_the_same_boxes_are_told_of_each_other() -> None:
     checkpoint = metadata.checkpoint
     asked = [taking(checkpoint, {"b"}, 7), taking(checkpoint, {"b"}, 8), taking(checkpoint, {"w.1"}, 7)]
     for answer in hand_out(checkpoint, [*asked, asked[1], asked[0]]).answers:
-        alike = round_messages.decode(answer, round_messages.Answer).alike
-        assert unpacked(alike, "i4").tolist() == [0, 1, 2, 1, 0]
+        assert unpacked(answer.alike, "i4").tolist() == [0, 1, 2, 1, 0]
 
 
 def test_names_that_no_rank_takes_are_left_unless_a_rank_has_a_use_for_them() -> None:

@@ -49,7 +49,7 @@ from tests.at_operation import AtOperation
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from reknit.comm.group import Call, Decide, Group
+    from reknit.comm.group import Call, Group
     from reknit.storage.base import Storage
     from reknit.types.manifest import Manifest
 
@@ -259,9 +259,13 @@ class Deaf:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
 
-    def exchange(self, call: Call, decide: Decide) -> bytes:
-        answer = self._group.exchange(call, decide)
-        if call.name == self._name:
+    def gather(self, call: Call) -> list[Any] | None:
+        self._loses = call.name == self._name
+        return self._group.gather(call)
+
+    def give(self, answers: Sequence[Any] | None) -> Any:
+        answer = self._group.give(answers)
+        if self._loses:
             raise CommError("the answer was lost")
         return answer
 

@@ -90,7 +90,7 @@ class Root:
     def __init__(self) -> None:
         self.given_up = 0
 
-    def commit(self, *_: object) -> list[bytes]:
+    def commit(self, *_: object) -> None:
         raise CommitError("the parts do not make a whole")
 
     def give_up(self) -> None:

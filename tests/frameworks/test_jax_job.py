@@ -158,7 +158,7 @@ import jax
 rank, port = int(sys.argv[1]), sys.argv[2]
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
 import reknit
-from reknit.comm.group import Call
+from reknit.comm.group import turn
 from reknit.errors import DeadlineError
 from reknit.frameworks.jax.jax_job import coordination_store
 store = coordination_store("test")
@@ -175,7 +175,8 @@ for wait_s in (0, 0.2):
     raise AssertionError("there is no such key")
 assert store.master == "127.0.0.1"
 group = reknit.connect(rank, 2, at="jax://")
-answer = group.exchange(Call("ask", bytes([rank]), 60), lambda all: [b"".join(all)] * 2)
+with turn(group, "ask", 60) as its_turn:
+    answer = its_turn.give_all(b"".join(its_turn.gather(bytes([rank])) or ()), bytes)
 print(group.rank, group.size, answer.hex())
 group.close()
 jax.distributed.shutdown()

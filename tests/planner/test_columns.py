@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reknit.planner import columns
-from reknit.planner.columns import NOTHING, Blocks, RankColumns, columns_of, distinct, merged
+from reknit.planner.columns import NOTHING, RankColumns, columns_of, distinct, merged
+from tests.planner.blocks import blocks_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -87,7 +88,7 @@ def test_what_some_ranks_say_is_what_is_left_without_the_others(ranks: list[Rank
 
 @given(lists)
 def test_a_column_has_the_list_of_every_rank_and_equal_ones_once(lists: list[list[int]]) -> None:
-    column = Blocks.of([np.array(one, np.int64) for one in lists])
+    column = blocks_of([np.array(one, np.int64) for one in lists])
     assert [one.tolist() for one in column.lists()] == lists
     assert [column.at(place).tolist() for place in range(len(lists))] == lists
     assert column.flat().tolist() == [number for one in lists for number in one]
@@ -103,7 +104,7 @@ def test_a_column_has_the_list_of_every_rank_and_equal_ones_once(lists: list[lis
 def test_lists_with_one_digest_are_told_apart(lists: list[list[int]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(columns, "_digests", lambda values, sizes: np.zeros(len(sizes), np.uint64))
-        column = Blocks.of([np.array(one, np.int64) for one in lists])
+        column = blocks_of([np.array(one, np.int64) for one in lists])
     assert [one.tolist() for one in column.lists()] == lists
 
 

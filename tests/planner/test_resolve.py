@@ -10,12 +10,13 @@ from reknit.planner.columns import Blocks
 from reknit.planner.resolve import OWN, blob_owners, shard_key, shard_owners
 from reknit.types.box import Box
 from reknit.types.shard import Shard, TensorSpec
+from tests.planner.blocks import blocks_of
 
 held_by_ranks = st.lists(st.sets(st.integers(0, 9)), min_size=1, max_size=6)
 
 
 def keyed(held: list[set[int]]) -> Blocks:
-    return Blocks.of([np.array(sorted(keys), np.int64) for keys in held])
+    return blocks_of([np.array(sorted(keys), np.int64) for keys in held])
 
 
 def test_shards_that_differ_in_anything_have_keys_of_their_own() -> None:
@@ -71,7 +72,7 @@ def test_ranks_that_hold_the_same_are_answered_like_ranks_that_do_not(
 
 def test_copies_are_spread_by_size() -> None:
     sizes = np.array([100, 60, 50, 40, 30, 20], np.int64)
-    owners = shard_owners(Blocks.of([range(6)] * 2), Blocks.of([sizes] * 2)).at(0)
+    owners = shard_owners(blocks_of([range(6)] * 2), blocks_of([sizes] * 2)).at(0)
     assert abs(sizes[owners == 0].sum() - sizes[owners == 1].sum()) <= 20
 
 
@@ -80,12 +81,12 @@ def test_more_copies_than_are_dealt_out_are_spread_all_the_same(monkeypatch: pyt
     rng = np.random.default_rng(0)
     keys = rng.integers(-(1 << 63), (1 << 63) - 1, 4000)
     sizes = np.full(4000, 100)
-    owners = shard_owners(Blocks.of([keys] * 4), Blocks.of([sizes] * 4)).at(0)
+    owners = shard_owners(blocks_of([keys] * 4), blocks_of([sizes] * 4)).at(0)
     assert np.bincount(owners, minlength=4).min() > 900
 
 
 def test_equal_values_are_written_by_the_lowest_holder_and_unequal_ones_by_each() -> None:
-    first, second = blob_owners(Blocks.of([[1, 2], [1, 2, 3]]), Blocks.of([[7, 8], [7, 9, 5]])).lists()
+    first, second = blob_owners(blocks_of([[1, 2], [1, 2, 3]]), blocks_of([[7, 8], [7, 9, 5]])).lists()
     assert first.tolist() == [0, OWN]
     assert second.tolist() == [0, OWN, 1]
 
@@ -94,7 +95,7 @@ def test_equal_values_are_written_by_the_lowest_holder_and_unequal_ones_by_each(
 def test_every_blob_is_written_by_its_lowest_holder_unless_holders_disagree(
     held: list[dict[int, int]],
 ) -> None:
-    owners = blob_owners(Blocks.of([list(h) for h in held]), Blocks.of([list(h.values()) for h in held]))
+    owners = blob_owners(blocks_of([list(h) for h in held]), blocks_of([list(h.values()) for h in held]))
     for rank, blobs in enumerate(held):
         for key, owner in zip(blobs, owners.at(rank).tolist(), strict=True):
             values = {h[key] for h in held if key in h}
@@ -103,6 +104,6 @@ def test_every_blob_is_written_by_its_lowest_holder_unless_holders_disagree(
 
 
 def test_nothing_to_resolve_is_no_special_case() -> None:
-    empty = Blocks.of([[], [], []])
+    empty = blocks_of([[], [], []])
     assert [o.tolist() for o in shard_owners(empty, empty).lists()] == [[], [], []]
     assert [o.tolist() for o in blob_owners(empty, empty).lists()] == [[], [], []]

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reknit.comm.group import Call
-    from reknit.comm.group import Decide as Decision
     from reknit.comm.topology import Topology
     from reknit.comm.tree.effects import Effect
     from reknit.errors import ReknitError
@@ -43,6 +42,8 @@ class SimGroup:
         self._network = network
         self._machine = RoundMachine(rank, topology, job=JOB, generation=generation, max_nbytes=MAX_NBYTES)
         self._timer_at = inf
+        self._call: Call | None = None
+        self._took_s = 0.0
         self._asked: Decide | None = None
         self._done: RoundDone | None = None
         self._waits_for: int | None = None
@@ -53,29 +54,54 @@ class SimGroup:
         """Whether the group has noticed that it is broken."""
         return self._machine.broken is not None
 
-    def exchange(self, call: Call, decide: Decision) -> bytes:
-        """Hold one round, as `Group.exchange` says."""
-        process = self.process
-        began, deciding_s, stopped_s = process.schedule.moment, 0.0, process.stopped_s
-        self._begin()
-        try:
-            process.act(f"enter {call.name}", lambda: self._enter(call._replace(opens=False)))
-            while self._done is None:
-                if self._asked is not None:
-                    asked, self._asked, since = self._asked, None, process.schedule.moment
-                    self._decide(asked, decide)
-                    deciding_s += process.schedule.moment - since
-                else:
-                    process.wait()
-        except BaseException as error:  # an interrupt, with which the others would wait for this rank
-            process.act(f"leave {call.name}", partial(self._leave, error))
-            raise
-        took_s = process.schedule.moment - began - deciding_s - (process.stopped_s - stopped_s)
-        self.on_exchange(call.name, call.timeout_s, took_s)
-        outcome = self._done.outcome
+    def gather(self, call: Call) -> list[bytes] | None:
+        """Enter a round, as `Group.gather` says."""
+        self._asked = self._done = None
+        self._took_s = 0.0
+        self._call = call
+        self.process.act(f"enter {call.name}", lambda: self._enter(call._replace(opens=False)))
+        if self.rank > 0:
+            return None
+        if (asked := self._wait()) is None:
+            raise from_wire(self._outcome().error or {})  # no round has an answer before a decision
+        return asked.requests
+
+    def give(self, answers: Sequence[bytes] | None) -> bytes:
+        """End the round, as `Group.give` says."""
+        if answers is not None:
+            asked, self._asked = self._asked, None
+            assert asked is not None
+            self.process.act(
+                "decided", lambda: self._do(self._machine.decided(asked.number, answers, self._now))
+            )
+        self._wait()
+        outcome = self._outcome()
         if outcome.error is not None:
             raise from_wire(outcome.error)
         return outcome.answers.payloads(1)[0]
+
+    def leave(self, call: Call, error: BaseException) -> None:
+        """End the round of `call`, as `Group.leave` says."""
+        if self._call is call:
+            self._call = None
+            self.process.act(f"leave {call.name}", lambda: self._do(self._machine.leave(error, self._now)))
+
+    def _wait(self) -> Decide | None:
+        """Wait until this rank has to decide, or the round is over; return its decision to make."""
+        process = self.process
+        began, stopped_s = process.schedule.moment, process.stopped_s
+        while self._done is None and self._asked is None:
+            process.wait()
+        self._took_s += process.schedule.moment - began - (process.stopped_s - stopped_s)
+        return self._asked
+
+    def _outcome(self) -> Outcome:
+        """Return the outcome of a round that is over."""
+        assert self._call is not None
+        assert self._done is not None
+        call, self._call, outcome = self._call, None, self._done.outcome
+        self.on_exchange(call.name, call.timeout_s, self._took_s)
+        return outcome
 
     def close(self) -> None:
         """Leave the group."""
@@ -116,22 +142,11 @@ class SimGroup:
     def _now(self) -> float:
         return self.process.schedule.moment
 
-    def _begin(self) -> None:
-        """Forget the round before."""
-        self._asked = self._done = None
-
     def _enter(self, call: Call) -> None:
         self._do(self._machine.enter(call, self._now))
 
-    def _leave(self, error: BaseException) -> None:
-        self._do(self._machine.leave(error, self._now))
-
     def _break_off(self, error: ReknitError) -> None:
         self._do(self._machine.break_off(error, self._now))
-
-    def _decide(self, asked: Decide, decide: Decision) -> None:
-        answers: Sequence[bytes] | ReknitError = list(decide(asked.requests))
-        self.process.act("decided", lambda: self._do(self._machine.decided(asked.number, answers, self._now)))
 
     def _tick(self) -> None:
         self._do(self._machine.tick(self._now))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reknit.errors import ReknitError
+
+_Value = TypeVar("_Value")
 
 MOST_OTHERS = 8
 """The most failed ranks that are named besides the first; of all others only their number is kept."""
@@ -51,6 +53,29 @@ def decode(data: bytes) -> Envelope:
         return _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"a rank sent bytes that are not a message of a round: {error}") from error
+
+
+def packed(value: Any) -> bytes:
+    """Return a request or an answer as bytes: by its method `pack`, or in MessagePack; bytes as they are."""
+    if isinstance(value, bytes):
+        return value
+    return value.pack() if hasattr(value, "pack") else msgspec.msgpack.encode(value)
+
+
+def unpacked(parts: Sequence[bytes], kind: type[_Value]) -> list[_Value]:
+    """Return the values of a type that `packed` made into bytes.  Raises `ProtocolError` for other bytes.
+
+    A type with a method `pack` has a class method `unpack` for several at once, which may share parts.
+    """
+    if kind is bytes:
+        return list(parts)  # type: ignore[arg-type]
+    try:
+        if (own := getattr(kind, "unpack", None)) is not None:
+            values: list[_Value] = own(parts)
+            return values
+        return [msgspec.msgpack.decode(part, type=kind) for part in parts]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"a rank sent another message than a {kind.__name__}: {error}") from error
 
 
 def failed(error: BaseException, rank: int, name: str) -> Envelope:

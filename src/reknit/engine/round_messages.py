@@ -171,6 +171,9 @@ class ItemContents(msgspec.Struct, array_like=True):
     unsent: list[str] = []
 
 
+NO_CONTENTS = ItemContents(b"", [], Files(b"", [], b"", b""), {})
+
+
 class Items(msgspec.Struct, array_like=True):
     """At the start of a load: the items that a rank wants, and the optional ones among them."""
 
@@ -264,10 +267,10 @@ class LoadRequest(msgspec.Struct, array_like=True):
 
 
 class Stopped(msgspec.Struct, array_like=True):
-    """After a load's reading, in place of nothing: the error that stopped a rank, which was not its own."""
+    """After a load's reading: the error that stopped a rank if there was one, which was not its own."""
 
     rank: int
-    why: str
+    why: str | None = None
 
 
 class LoadDecision(msgspec.Struct, array_like=True):

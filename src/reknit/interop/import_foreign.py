@@ -154,12 +154,10 @@ class _Import:
         kept: list[int] = []
         with comm.turn(group, "imported", _ROUND_S) as turn:
             done = _Done(self.write_id, self._copy(plan, mine, recorder, kept))
-
-            def commit(requests: list[bytes]) -> list[bytes]:
-                self._commit(plan, [_decode(each) for each in requests], step, overwrite=overwrite)
-                return [b""] * len(requests)
-
-            turn.exchange(msgspec.msgpack.encode(done), commit)
+            ranks = turn.gather(done)
+            if ranks is not None:
+                self._commit(plan, ranks, step, overwrite=overwrite)
+            turn.arrive()
         other = self.found.manifest.other
         assert other is not None
         fresh = [number for number in mine if number not in kept]
@@ -284,7 +282,3 @@ class _Import:
     def _path(self, path: str) -> str:
         """Return the path of a file of values under the write id of this import."""
         return path.replace(self.found.manifest.write_id[:8], self.write_id[:8])
-
-
-def _decode(data: bytes) -> _Done:
-    return msgspec.msgpack.decode(data, type=_Done)

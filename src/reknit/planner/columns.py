@@ -31,12 +31,10 @@ class Blocks(NamedTuple):
     table: str = ""
 
     @classmethod
-    def of(cls, lists: Sequence[ArrayLike], table: str = "") -> Blocks:
-        """Return the lists of some ranks as one column."""
-        arrays = [np.asarray(one, np.int64).reshape(-1) for one in lists]
-        sizes = np.array([len(one) for one in arrays], np.int64)
-        values = np.concatenate(arrays) if arrays else np.zeros(0, np.int64)
-        return cls(values, sizes, np.arange(len(sizes)), table).distinct()
+    def of(cls, numbers: ArrayLike, table: str = "") -> Blocks:
+        """Return the list of one rank as a column."""
+        values = np.asarray(numbers, np.int64).reshape(-1)
+        return cls(values, np.array([len(values)], np.int64), np.zeros(1, np.int64), table)
 
     @property
     def starts(self) -> Ints:
@@ -142,7 +140,7 @@ class RankColumns(NamedTuple):
 
     def with_names(self, name: str, entries: list[Any], numbers: ArrayLike) -> RankColumns:
         """Return the part of one rank with one table more, whose entries it names in this order."""
-        column = Blocks.of([numbers], name)
+        column = Blocks.of(numbers, name)
         return self._replace(tables={**self.tables, name: entries}, lists={**self.lists, name: column})
 
 
@@ -155,8 +153,8 @@ def columns_of(
 ) -> RankColumns:
     """Return the part of one rank: its own tables, without repetitions, and lists with their tables."""
     own = {name: list(entries) for name, entries in tables.items()}
-    columns = {name: Blocks.of([values], table) for name, (values, table) in lists.items()}
-    columns |= {name: Blocks.of([np.arange(len(entries))], name) for name, entries in own.items()}
+    columns = {name: Blocks.of(values, table) for name, (values, table) in lists.items()}
+    columns |= {name: Blocks.of(np.arange(len(entries)), name) for name, entries in own.items()}
     return RankColumns(np.array([rank], np.int64), own, columns)
 
 

@@ -36,7 +36,8 @@ def ask_root(
 ) -> Any:
     """Return the answer of rank 0, made of values of JSON; its errors are raised on all ranks."""
     with comm.turn(group, name, timeout_s, merge=b"".join, subject=subject, opens=True) as turn:
-        return json.loads(turn.exchange(b"", lambda _: [json.dumps(question()).encode()] * group.size))
+        answer = b"" if turn.gather(b"") is None else json.dumps(question()).encode()
+        return json.loads(turn.give_all(answer, bytes))
 
 
 class Agreement:
@@ -92,31 +93,32 @@ class Agreement:
         planned = step >= self._next and (answer is None or self._watches or self._open)
         if not (early or planned):
             return bool(answer)
-
-        def decide(requests: list[bytes]) -> list[bytes]:
-            notice = _soonest(requests)
-            what, left_s = json.loads(notice) if notice else (None, None)
-            known = replace(facts(), preempted=what is not None, left_s=left_s)
-            due = known.failed or bool(self._policy.due(Moment(step=step, saved=saved, facts=known)))
-            if not (due or known.in_time or self.preempted):
-                logger.warning(
-                    "step %d is not saved on %s: %.1f s are left, and the last save took %.1f s",
-                    *(step, what, left_s, known.write_s),
-                )
-            answer = [due, notice.decode(), self._next_round(step), known.busy and self._open]
-            return [json.dumps(answer).encode()] * self._group.size
-
         mine = _encoded(self._notices.seen() or self._notice)
         about = f"step {step}"
         with comm.turn(
             self._group, "steps", self._timeout_s, merge=_soonest, subject=about, opens=True
         ) as turn:
-            due, notice, self._next, self._open = json.loads(turn.exchange(mine, decide))
+            notices, decided = turn.gather(mine), b""
+            if notices is not None:
+                decided = json.dumps(self._decided(_soonest(notices), step, saved, facts())).encode()
+            due, notice, self._next, self._open = json.loads(turn.give_all(decided, bytes))
         self._notice = _decoded(notice)
         if self._watches and self._next > step + 1 and not self._is_sparse:
             self._is_sparse = True
             self._form_early()
         return bool(due)
+
+    def _decided(self, notice: bytes, step: int, saved: int | None, facts: Facts) -> list[Any]:
+        """Return for all ranks whether to save, the notice, the next round, and whether a save is open."""
+        what, left_s = json.loads(notice) if notice else (None, None)
+        known = replace(facts, preempted=what is not None, left_s=left_s)
+        due = known.failed or bool(self._policy.due(Moment(step=step, saved=saved, facts=known)))
+        if not (due or known.in_time or self.preempted):
+            logger.warning(
+                "step %d is not saved on %s: %.1f s are left, and the last save took %.1f s",
+                *(step, what, left_s, known.write_s),
+            )
+        return [due, notice.decode(), self._next_round(step), known.busy and self._open]
 
     def _form_early(self) -> None:
         """Connect the threads that look for notices between two rounds; all ranks call this."""

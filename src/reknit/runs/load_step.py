@@ -153,13 +153,11 @@ class StepLoader:
         """Log one line about a resumed run with the remarks of all ranks, unless nothing was loaded."""
         if (report := self.report) is None:
             return
-
-        def decide(requests: Sequence[bytes]) -> list[bytes]:
-            say_resumed(report, self.group.size, json.loads(_merged(requests)), following=following)
-            return [b""] * self.group.size
-
         with comm.turn(self.group, "remarks", self.options.timeout_s, merge=_merged) as turn:
-            turn.exchange(json.dumps(_remarks(report)).encode(), decide)
+            requests = turn.gather(json.dumps(_remarks(report)).encode())
+            if requests is not None:
+                say_resumed(report, self.group.size, json.loads(_merged(requests)), following=following)
+            turn.arrive()
 
     def say(self, level: int, message: str, *arguments: object) -> None:
         """Write a line to the log of rank 0."""

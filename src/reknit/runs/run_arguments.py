@@ -109,14 +109,13 @@ def check_keep(
     if not (named := named_items(policies)):
         return []
 
-    def decide(requests: Sequence[bytes]) -> list[bytes]:
-        items = [item for request in requests for item in json.loads(request)]
-        if not set(named) <= set(items):
-            require_items(named, [*items, *items_of(steps())])
-        return [b""] * len(requests)
-
     # A state that is not a mapping is refused by `reknit.save`, on every rank.
     items = [item for item in state if isinstance(item, str)] if isinstance(state, Mapping) else named
     with comm.turn(group, "items", timeout_s) as turn:
-        turn.exchange(json.dumps(items).encode(), decide)
+        requests = turn.gather(json.dumps(items).encode())
+        if requests is not None:
+            held = [item for request in requests for item in json.loads(request)]
+            if not set(named) <= set(held):
+                require_items(named, [*held, *items_of(steps())])
+        turn.arrive()
     return []

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Protocol
 from reknit.comm import round_errors
 from reknit.comm.meeting.identity import has_ended
 from reknit.comm.tree.effects import Decide, Notify, Refuse, RoundDone, SendOutcome, SendReport, Warn
-from reknit.errors import ProtocolError, ReknitError, from_wire, shortage
+from reknit.errors import ProtocolError, ReknitError, from_wire
 from reknit.monitor.phase import monotonic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from reknit.comm.group import Call
-    from reknit.comm.group import Decide as Decision
     from reknit.comm.rank_messages import Outcome, Report
     from reknit.comm.tree.effects import Effect
     from reknit.comm.tree.machine import RoundMachine
@@ -83,6 +82,10 @@ class Rounds:
         self._above: Above | None = None
         self._turn = threading.Lock()
         self._holder: int | None = None
+        self._call: Call | None = None
+        """The round that is open."""
+        self._asked = -1
+        self._has_reported = False
         self.changed = threading.Condition()  # guards all from here on
         self._noted = -1  # the last round of which this rank's absence was logged
         self._visits: dict[int, Visit] = {}
@@ -98,51 +101,67 @@ class Rounds:
 
     # Called by the rank itself.
 
-    def hold(self, call: Call, decide: Decision) -> bytes:
-        """Hold the next round, as `Group.exchange` says."""
+    def gather(self, call: Call) -> list[bytes] | None:
+        """Enter the next round, as `Group.gather` says."""
         if not self._turn.acquire(blocking=False):
             raise round_errors.concurrent_rounds(self.rank, inside=self._holder == threading.get_ident())
-        self._holder = threading.get_ident()
-        try:
-            outcome = self._held(call, decide)
-        finally:
-            self._holder = None
-            self._turn.release()
+        self._call, self._holder, self._has_reported = call, threading.get_ident(), False
+        self._put(self._machine.enter, call)
+        if self.rank > 0:
+            return None
+        effect = self._awaited()
+        if isinstance(effect, Decide):
+            if (broken := self._machine.broken) is None:
+                self._asked = effect.number
+                return effect.requests
+            self._put(self._machine.decided, effect.number, broken)
+            effect = self._awaited()
+        raise from_wire(self._ended(effect).error or {})  # no round has an answer before a decision
+
+    def give(self, answers: Sequence[bytes] | None) -> bytes:
+        """End the round, as `Group.give` says."""
+        if answers is not None:
+            self._put(self._machine.decided, self._asked, answers)
+        outcome = self._ended(self._awaited())
         if outcome.error is not None:
             raise from_wire(outcome.error)
         return outcome.answers.payloads(1)[0]
 
-    def _held(self, call: Call, decide: Decision) -> Outcome:
+    def abandon(self, call: Call, error: BaseException) -> None:
+        """End the round of `call`, as `Group.leave` says."""
+        if self._call is not call:
+            return
         try:
-            asked = False
-            self._put(self._machine.enter, call)
-            while True:
-                effect = self._next()
-                if isinstance(effect, RoundDone):
-                    return effect.outcome
-                if isinstance(effect, Decide):
-                    # Outside the lock, since others may give up or close meanwhile.
-                    broken = self._machine.broken
-                    answers = list(decide(effect.requests)) if broken is None else broken
-                    self._put(self._machine.decided, effect.number, answers)
-                elif isinstance(effect, Warn):
-                    _log.warning("%s", effect.text)
-                else:
-                    self._report(effect.report, again=asked)
-                    asked = True
-        except BaseException as error:
-            # Any error, Ctrl-C too: the other ranks wait for an outcome.
-            short = shortage(error)
-            self._put(self._machine.leave, short or error)
+            self._put(self._machine.leave, error)
             for effect in self._rest():
                 if isinstance(effect, SendReport):
                     self._report(effect.report, again=True)
-            if short is not None:
-                raise short from error
-            raise
         finally:
+            self._release()
+
+    def _awaited(self) -> Decide | RoundDone:
+        """Do the part of this rank until rank 0 has to decide, or the round is over."""
+        while not isinstance(effect := self._next(), (Decide, RoundDone)):
+            if isinstance(effect, Warn):
+                _log.warning("%s", effect.text)
+            else:
+                self._report(effect.report, again=self._has_reported)
+                self._has_reported = True
+        return effect
+
+    def _ended(self, done: Decide | RoundDone) -> Outcome:
+        """Let the next round begin, and return the outcome of this one."""
+        assert isinstance(done, RoundDone)
+        self._release()
+        return done.outcome
+
+    def _release(self) -> None:
+        self._call = self._holder = None
+        try:
             if self._above is not None:
                 self._above.drop()
+        finally:
+            self._turn.release()
 
     def _next(self) -> SendReport | Decide | Warn | RoundDone:
         """Wait for the next effect that the rank's own thread must carry out, and return it."""

@@ -15,10 +15,10 @@ from reknit.errors import from_wire
 from reknit.monitor.phase import monotonic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from reknit.comm.group import Call, Group
-    from reknit.comm.group import Decide as Decision
+    from reknit.comm.rank_messages import Outcome
     from reknit.comm.tree.effects import Effect
 
 
@@ -80,28 +80,48 @@ class ThreadGroup:
         self.rank, self.size = rank, hall.topology.size
         self.topology, self.generation = hall.topology, hall.generation
         self._hall, self._machine = hall, hall.machines[rank]
+        self._call: Call | None = None
+        self._asked = -1
 
     @property
     def broken(self) -> bool:
         """Whether a rank has closed the group."""
         return self._machine.broken is not None
 
-    def exchange(self, call: Call, decide: Decision) -> bytes:
-        """Hold one round, as `Group.exchange` says."""
+    def gather(self, call: Call) -> list[bytes] | None:
+        """Enter a round, as `Group.gather` says."""
         self._put(self._enter, call)
-        try:
-            while not isinstance(effect := self._next(), RoundDone):
-                broken = self._machine.broken
-                answers = list(decide(effect.requests)) if broken is None else broken
-                self._put(self._machine.decided, effect.number, answers)
-        except BaseException as error:
-            # Any error, Ctrl-C too: the other ranks wait for an outcome.
+        if self.rank > 0:
+            return None
+        effect = self._next()
+        if isinstance(effect, Decide):
+            if (broken := self._machine.broken) is None:
+                self._asked = effect.number
+                return effect.requests
+            self._put(self._machine.decided, effect.number, broken)
+            effect = self._next()
+        raise from_wire(self._ended(effect).error or {})  # no round has an answer before a decision
+
+    def give(self, answers: Sequence[bytes] | None) -> bytes:
+        """End the round, as `Group.give` says."""
+        if answers is not None:
+            self._put(self._machine.decided, self._asked, answers)
+        outcome = self._ended(self._next())
+        if outcome.error is not None:
+            raise from_wire(outcome.error)
+        return outcome.answers.payloads(1)[0]
+
+    def leave(self, call: Call, error: BaseException) -> None:
+        """End the round of `call`, as `Group.leave` says."""
+        if self._call is call:
             self._put(self._machine.leave, error)
             self._hall.due[self.rank].clear()
-            raise
-        if effect.outcome.error is not None:
-            raise from_wire(effect.outcome.error)
-        return effect.outcome.answers.payloads(1)[0]
+            self._call = None
+
+    def _ended(self, done: Decide | RoundDone) -> Outcome:
+        assert isinstance(done, RoundDone)
+        self._call = None
+        return done.outcome
 
     def close(self) -> None:
         """Leave the group: all rounds of the other ranks fail at once.  Closing twice does nothing."""
@@ -110,7 +130,9 @@ class ThreadGroup:
     def _enter(self, call: Call, now: float) -> list[Effect]:
         if self._hall.due[self.rank]:  # for another thread, whose round is not over
             raise round_errors.concurrent_rounds(self.rank)
-        return self._machine.enter(call, now)
+        effects = self._machine.enter(call, now)
+        self._call = call
+        return effects
 
     def _put(self, receive: Callable[..., list[Effect]], *what: object) -> None:
         with self._hall.lock:

@@ -29,9 +29,9 @@ from reknit.options import UNIX
 from reknit.system import AtExit, start_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
-    from reknit.comm.group import Call, Decide
+    from reknit.comm.group import Call
     from reknit.comm.meeting.rendezvous import Store
     from reknit.comm.topology import Topology
     from reknit.options import CommOptions
@@ -173,15 +173,27 @@ class TreeGroup:
         """Whether the group has been found broken."""
         return self.rounds.broken is not None
 
-    def exchange(self, call: Call, decide: Decide) -> bytes:
-        """Hold one round, as `Group.exchange` says; errors may take up to 5 s longer than `timeout_s`."""
+    def gather(self, call: Call) -> list[bytes] | None:
+        """Enter a round, as `Group.gather` says; errors may take up to 5 s longer than `timeout_s`."""
         if os.getpid() != self._process:
             raise round_errors.forked(self.rank)
         try:
-            return self.rounds.hold(call, decide)
+            return self.rounds.gather(call)
         except CommError:
             self.announce()
             raise
+
+    def give(self, answers: Sequence[bytes] | None) -> bytes:
+        """End the round, as `Group.give` says; errors may take up to 5 s longer than `timeout_s`."""
+        try:
+            return self.rounds.give(answers)
+        except CommError:
+            self.announce()
+            raise
+
+    def leave(self, call: Call, error: BaseException) -> None:
+        """End the round of `call`, unless it is over."""
+        self.rounds.abandon(call, error)
 
     def on_broken(self, callback: Callable[[ReknitError], object]) -> None:
         """Call `callback` once, from any thread, when the group is broken, or at once if it is.

@@ -52,13 +52,11 @@ class Lanes:
 
         All ranks pass equally many URLs, which may differ between ranks.  Raises `CommError`.
         """
-
-        def decide(requests: list[bytes]) -> list[bytes]:
-            mine = [self._numbers.setdefault(_store(url), len(self._numbers) % _MOST) for url in urls]
-            return [bytes(mine)] * len(requests)
-
+        numbers: list[int] = []
         with comm.turn(group, "lanes", timeout_s) as turn:
-            return list(turn.exchange(b"", decide))
+            if turn.gather(b"") is not None:
+                numbers = [self._numbers.setdefault(_store(url), len(self._numbers) % _MOST) for url in urls]
+            return turn.give_all(numbers, list[int])
 
     def lane(self, number: int, group: comm.Group, options: CommOptions, timeout_s: float) -> PromotionLane:
         """Return a lane; all agents together form a new one.

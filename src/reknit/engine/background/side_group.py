@@ -34,9 +34,7 @@ def side_group(group: comm.Group, name: str, options: CommOptions, timeout_s: fl
             here, topology, generation = where_of(group, options), group.topology, group.generation
             side = TreeGroup(group.rank, topology, job=name, generation=generation, options=here)
             address = round_messages.ListenAddress(side.address, side.above)
-            place = round_messages.decode(
-                turn.exchange(round_messages.encode(address), places), round_messages.TreeAddress
-            )
+            place = turn.give(places(turn.gather(address)), round_messages.TreeAddress)
         # The loss of a rank before it is connected would show only at the deadline of a round.
         with comm.turn(group, name, timeout_s) as turn:
             side.connect_parent(place.above)
@@ -56,9 +54,15 @@ def where_of(group: comm.Group, options: CommOptions) -> CommOptions:
     return dataclasses.replace(options, bind=host)
 
 
-def places(requests: Sequence[bytes]) -> list[bytes]:
-    """Return for each rank the address of the rank above it, and the seed and number that all share."""
-    ranks = [round_messages.decode(request, round_messages.ListenAddress) for request in requests]
+def places(
+    ranks: Sequence[round_messages.ListenAddress] | None,
+) -> list[round_messages.TreeAddress] | None:
+    """Return for each rank the address of the rank above it, and the seed and number that all share.
+
+    Only rank 0 has the addresses of all; other ranks have None, and get None.
+    """
+    if ranks is None:
+        return None
     seed, number = secrets.token_hex(16), max(rank.number for rank in ranks)
     above = ["" if rank.above is None else ranks[rank.above].address for rank in ranks]
-    return [round_messages.encode(round_messages.TreeAddress(address, seed, number)) for address in above]
+    return [round_messages.TreeAddress(address, seed, number) for address in above]

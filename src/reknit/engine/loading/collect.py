@@ -44,7 +44,7 @@ class Collected(NamedTuple):
     transformed: Transformed | None
     made: dict[str, bytes]
 
-    def request(self) -> bytes:
+    def request(self) -> round_messages.Asked:
         """Return the message that asks the root for the rows of the index."""
         index, wanted, problems = self.checkpoint.index, self.wanted, self.problems
         taken = {index.tensors[fill.tensor][:2] for fill in self.fills}
@@ -63,24 +63,22 @@ class Collected(NamedTuple):
             if mentioned and full_name(*key) in mentioned and key not in taken and key not in values
         ]
         boxes = [(fill.tensor, fill.box.offsets, fill.box.lengths) for fill in self.fills]
-        return round_messages.encode(
-            round_messages.Asked(
-                tensors=bitmaps(index.ids, taken),
-                blobs=bitmaps(self.checkpoint.blob_names(), values),
-                refused=refused,
-                boxes=digest(round_messages.encode(boxes)),
-                made=self.made,
-            )
+        return round_messages.Asked(
+            tensors=bitmaps(index.ids, taken),
+            blobs=bitmaps(self.checkpoint.blob_names(), values),
+            refused=refused,
+            boxes=digest(round_messages.encode(boxes)),
+            made=self.made,
         )
 
 
-def request_items(job: LoadJob) -> bytes:
+def request_items(job: LoadJob) -> round_messages.Items:
     """Return the message with the items that this rank loads; other ranks may load other items."""
     # With `only`, each missing name is reported by itself.  Otherwise a lenient pattern that matches any name
     # in the item also permits a missing item.
     lenient, each_name = job.lenient, bool(job.options.only)
     optional = [item for item in job.items if each_name or selects(f"{item}/", lenient)]
-    return round_messages.encode(round_messages.Items(list(job.items), optional))
+    return round_messages.Items(list(job.items), optional)
 
 
 def collect(job: LoadJob, checkpoint: OpenCheckpoint) -> Collected:

@@ -63,24 +63,29 @@ def _load(job: LoadJob, root: LoadCoordinator) -> LoadReport:
     with progress(recorder, start_thread, wanted=options.progress), ExitStack() as last:
         # 1 Open: the root reads manifest, index and shared values for everyone.
         with recorder.phase("open"), comm.turn(group, FIRST_ROUND, timeout_s, opens=True) as turn:
-            contents = turn.exchange(request_items(job), root.open)
+            wanted = turn.gather(request_items(job))
+            offers = None if wanted is None else root.open(wanted)
+            contents = turn.give(offers, round_messages.ItemContents)
 
         # 2 Collect the entries that the target takes; the root answers with their places.
         with recorder.phase("locate"), comm.turn(group, "locate", timeout_s) as turn:
             metadata = root.metadata or ReceivedMetadata.of(contents, job)
             collected = collect(job, metadata.checkpoint)
-            answer = turn.exchange(collected.request(), partial(root.locate, collected))
+            asked = turn.gather(collected.request())
+            places = None if asked is None else root.locate(collected, asked)
+            answer = turn.give(places, round_messages.Answer)
 
         # 3 Plan the reads.  4 Agree: a problem of any rank is an error on all ranks, before a byte of any
         # target changes.  Ranks that want the same bytes divide the reads.
         with recorder.phase("agree"), comm.turn(group, "agree", timeout_s) as turn:
-            parts = _plan(job, metadata, collected, round_messages.decode(answer, round_messages.Answer))
+            parts = _plan(job, metadata, collected, answer)
             early, late = parts
             if group.size > 1 and options.share != "never":
                 for each in filter(None, parts):
                     each.share(job, last)
-            request = _request(job, collected, early, late)
-            decision = round_messages.decode(turn.exchange(request, root.agree), round_messages.LoadDecision)
+            loads = turn.gather(_request(job, collected, early, late))
+            decisions = None if loads is None else root.agree(loads)
+            decision = turn.give(decisions, round_messages.LoadDecision)
 
         # 5 Read, verify, deliver: first for objects, whose tensors are read into new memory.  When an object
         # refuses them, only its own code can have changed a live tensor.
@@ -97,7 +102,7 @@ def _load(job: LoadJob, root: LoadCoordinator) -> LoadReport:
                     if part is not None and part.shared is not None:
                         part.shared.reserve(share)
                     turn.arrive()
-            stopped = b""
+            stopped = round_messages.Stopped(group.rank)
             with comm.turn(group, name, timeout_s) as turn:
                 try:
                     with _said(job, late, alone=group.size == 1 or name == "objects") as target:
@@ -109,15 +114,19 @@ def _load(job: LoadJob, root: LoadCoordinator) -> LoadReport:
                         with recorder.phase("deliver"):
                             deliver()
                 except StoppedError as error:  # the rank that failed reports the cause, if one did
-                    stopped = round_messages.encode(round_messages.Stopped(group.rank, error.message))
-                turn.exchange(stopped, root.finish)
+                    stopped.why = error.message
+                ends = turn.gather(stopped)
+                if ends is not None:
+                    root.finish(ends)
+                turn.arrive()
     return load_report(job, collected, [early, late] if early else [late], decision)
 
 
 def _look_again(job: LoadJob, root: LoadCoordinator, error: ReknitError) -> bool:
     """Return, on all ranks, whether the checkpoint has changed since the read that failed with `error`."""
     with comm.turn(job.group, "look_again", job.options.timeout_s) as turn:
-        has_changed = bool(turn.exchange(b"", partial(root.look_again, error)))
+        changed = turn.gather(b"") is not None and root.look_again(error)
+        has_changed = turn.give_all(changed, bool)
     if has_changed:
         logger.info("%s moved or was replaced while it was read; loading anew: %s", job.storage.url, error)
     return has_changed
@@ -166,29 +175,29 @@ def _damaged(
     return job.within_deadline("looking for files of", check)
 
 
-def _request(job: LoadJob, collected: Collected, early: LoadPart | None, late: LoadPart) -> bytes:
+def _request(
+    job: LoadJob, collected: Collected, early: LoadPart | None, late: LoadPart
+) -> round_messages.LoadRequest:
     """Return the request of this rank: names that do not fit and are not accepted, and ranges to read."""
     wanted, problems, lenient = collected.wanted, collected.problems, job.lenient
     num_filled = len({fill.name for fill in collected.fills} | problems.resized.keys()) + wanted.num_kept
     most = MOST_LACKING if lenient and not num_filled else 0
-    return round_messages.encode(
-        round_messages.LoadRequest(
-            rank=job.group.rank,
-            missing=[p for p in problems.missing if not selects(p[0], lenient)],
-            mismatched=[p for p in problems.mismatched if not selects(p[0], lenient)],
-            idle=list(wanted.idle),
-            damaged=problems.damaged,
-            offer=late.offer(),
-            idle_rules=[] if collected.transformed is None else list(collected.transformed.idle),
-            num_tensors=wanted.num_tensors,
-            num_filled=num_filled,
-            num_values=len(wanted.blobs) + len(wanted.own) - wanted.num_kept,
-            lacking=problems.missing[:most],
-            unfit=problems.mismatched[:most],
-            refused=problems.refused,
-            early=wanted.has_early,
-            early_offer=None if early is None else early.offer(),
-        )
+    return round_messages.LoadRequest(
+        rank=job.group.rank,
+        missing=[p for p in problems.missing if not selects(p[0], lenient)],
+        mismatched=[p for p in problems.mismatched if not selects(p[0], lenient)],
+        idle=list(wanted.idle),
+        damaged=problems.damaged,
+        offer=late.offer(),
+        idle_rules=[] if collected.transformed is None else list(collected.transformed.idle),
+        num_tensors=wanted.num_tensors,
+        num_filled=num_filled,
+        num_values=len(wanted.blobs) + len(wanted.own) - wanted.num_kept,
+        lacking=problems.missing[:most],
+        unfit=problems.mismatched[:most],
+        refused=problems.refused,
+        early=wanted.has_early,
+        early_offer=None if early is None else early.offer(),
     )
 
 

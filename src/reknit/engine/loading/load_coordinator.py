@@ -38,29 +38,28 @@ class LoadCoordinator:
         self.metadata: RootMetadata | None = None
         """The metadata that rank 0 has read of the checkpoint; None on other ranks."""
 
-    def open(self, requests: Sequence[bytes]) -> list[bytes]:
+    def open(self, wanted: Sequence[round_messages.Items]) -> list[round_messages.ItemContents]:
         """Read manifest, index and shared values, and answer each rank with its items."""
-        wanted = [round_messages.decode(request, round_messages.Items) for request in requests]
         self.metadata = self._job.within_deadline(
             "reading manifest and index of", lambda: read_for_all(self._job, wanted)
         )
         return self.metadata.answers
 
-    def locate(self, collected: Collected, requests: Sequence[bytes]) -> list[bytes]:
+    def locate(
+        self, collected: Collected, asked: Sequence[round_messages.Asked]
+    ) -> list[round_messages.Answer]:
         """Answer each rank with the index rows of its tensors; `collected` has the entries of rank 0."""
         assert self.metadata is not None
-        asked = [round_messages.decode(request, round_messages.Asked) for request in requests]
         handout = hand_out(self.metadata.checkpoint, asked)
         self._collected = collected
         left = handout.left + left_of_made(collected, asked, handout.left)
         self._handout = handout._replace(left=left)
         return handout.answers
 
-    def agree(self, requests: Sequence[bytes]) -> list[bytes]:
+    def agree(self, loads: Sequence[round_messages.LoadRequest]) -> list[round_messages.LoadDecision]:
         """Raise one error that lists the unfit names of all ranks; without any, divide the reads."""
         assert self._handout is not None
         job, handout = self._job, self._handout
-        loads = [round_messages.decode(request, round_messages.LoadRequest) for request in requests]
         taken = terms(job.options).takes
         unexpected = [name for key in handout.left if taken(name := full_name(*key))]
         self._require_use(loads, unexpected, handout)
@@ -68,9 +67,7 @@ class LoadCoordinator:
         early = any(load.early for load in loads)
         early_shares = share_out([load.early_offer for load in loads], job.options)
         return [
-            round_messages.encode(
-                round_messages.LoadDecision(unexpected, handout.items, share, early, early_share)
-            )
+            round_messages.LoadDecision(unexpected, handout.items, share, early, early_share)
             for share, early_share in zip(shares, early_shares, strict=True)
         ]
 
@@ -103,19 +100,17 @@ class LoadCoordinator:
         if odd is not None:
             logger.warning("the load of %s is done, but %s", url, odd)
 
-    def finish(self, requests: Sequence[bytes]) -> list[bytes]:
+    def finish(self, ends: Sequence[round_messages.Stopped]) -> None:
         """Raise an error when ranks stopped because of others and no rank has reported a cause."""
-        stopped = [round_messages.decode(request, round_messages.Stopped) for request in requests if request]
+        stopped = [end for end in ends if end.why is not None]
         if stopped:
             ranks = spelled(one.rank for one in stopped)
             raise CommError(f"{ranks} could not go on: {stopped[0].why}", rank=stopped[0].rank, phase="load")
-        return [b""] * len(requests)
 
-    def look_again(self, error: ReknitError, requests: Sequence[bytes]) -> list[bytes]:
-        """Return to all ranks whether the checkpoint has changed.
+    def look_again(self, error: ReknitError) -> bool:
+        """Return whether the checkpoint has changed.
 
         Raises `CheckpointNotFoundError` if it was deleted.
         """
         metadata, job = self.metadata, self._job
-        now = metadata and changed(job.storage, metadata.checkpoint.manifest, error, job.replicas)
-        return [b"changed" if now else b""] * len(requests)
+        return bool(metadata and changed(job.storage, metadata.checkpoint.manifest, error, job.replicas))

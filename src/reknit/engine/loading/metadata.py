@@ -47,7 +47,7 @@ class RootMetadata(NamedTuple):
     """
 
     checkpoint: OpenCheckpoint
-    answers: list[bytes]
+    answers: list[round_messages.ItemContents]
     tensors: tuple[TensorEntry, ...] = ()
 
     def with_rows(self, checkpoint: OpenCheckpoint, reach: Reach, _: round_messages.Answer) -> OpenCheckpoint:
@@ -62,9 +62,8 @@ class ReceivedMetadata(Struct, frozen=True):
     files: round_messages.Files
 
     @classmethod
-    def of(cls, data: bytes, job: LoadJob) -> ReceivedMetadata:
-        """Decode the root's answer."""
-        message = round_messages.decode(data, round_messages.ItemContents)
+    def of(cls, message: round_messages.ItemContents, job: LoadJob) -> ReceivedMetadata:
+        """Open the items in the root's answer."""
         tensors = [TensorEntry(i, fqn, TensorSpec(shape, dtype)) for i, fqn, dtype, shape in message.tensors]
         manifest = structs.replace(decode_manifest(message.manifest), other=message.other)
         blobs = message.blobs | _read_unsent(message.unsent, manifest, job)
@@ -113,12 +112,11 @@ def read_for_all(job: LoadJob, wanted: Sequence[round_messages.Items]) -> RootMe
     everything = frozenset(contents.manifest.items)
     with_digests = job.options.verify == "full" and contents.manifest.other is None
     # The root keeps the whole contents, so it gets no answer.
-    parts: dict[frozenset[str], bytes] = {}
+    parts: dict[frozenset[str], round_messages.ItemContents] = {}
     for rank in wanted[1:]:
         if (asked := frozenset(rank.names)) not in parts:
-            part = _part(contents, everything if renaming else asked, whole_manifest=with_digests)
-            parts[asked] = round_messages.encode(part)
-    answers = [b"", *(parts[frozenset(rank.names)] for rank in wanted[1:])]
+            parts[asked] = _part(contents, everything if renaming else asked, whole_manifest=with_digests)
+    answers = [round_messages.NO_CONTENTS, *(parts[frozenset(rank.names)] for rank in wanted[1:])]
     return RootMetadata(whole.of_items(items), answers, whole.index.tensors)
 
 
@@ -209,7 +207,7 @@ class Handout(NamedTuple):
     `items` are the items of the checkpoint that no rank requested.
     """
 
-    answers: list[bytes]
+    answers: list[round_messages.Answer]
     left: list[Name]
     damaged: list[str]
     items: list[str]
@@ -229,15 +227,9 @@ def hand_out(checkpoint: OpenCheckpoint, asked: Sequence[round_messages.Asked]) 
     files = np.array([places[path] for path in index.files], np.int64)
     blocks = index_part.blocks_for(index, files, [taken[request] for request in others])
     alike = _alike([(request, rank.boxes) for request, rank in zip(requests, asked, strict=True)])
-    rows = {
-        request: round_messages.encode(round_messages.Answer(own, alike))
-        for request, own in zip(others, blocks, strict=True)
-    }
+    rows = {request: round_messages.Answer(own, alike) for request, own in zip(others, blocks, strict=True)}
     return Handout(
-        [
-            round_messages.encode(round_messages.Answer([], alike)),
-            *(rows[request] for request in requests[1:]),
-        ],
+        [round_messages.Answer([], alike), *(rows[request] for request in requests[1:])],
         _left(checkpoint, asked),
         uncovered(index, frozenset(np.concatenate(list(taken.values())).tolist())),
         [item for item in checkpoint.offered if item not in checkpoint.items],

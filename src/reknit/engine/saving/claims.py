@@ -11,7 +11,7 @@ from msgspec import Struct, structs
 
 from reknit.engine import round_messages
 from reknit.engine.packed_columns import packed, unpacked
-from reknit.engine.saving.packing import pack
+from reknit.engine.saving.packing import Sections
 from reknit.format import paths
 from reknit.format.checksum import digest
 from reknit.format.values.blob_codec import encode_blobs, join_blobs, name_of_value
@@ -139,7 +139,7 @@ def _again(blob: Blob, options: SaveOptions, known: dict[int, bytes]) -> bytes:
     return name + body
 
 
-def claims(rank: int, claimed: round_messages.RankClaims) -> bytes:
+def claims(rank: int, claimed: round_messages.RankClaims) -> Sections:
     """Return the claims of a rank as columns, which merge with the claims of other ranks."""
     blobs, copies, witnesses = claimed.blobs, claimed.copies, claimed.witnesses
     shared = [blob for blob in blobs if blob.coordinate is None]
@@ -165,12 +165,12 @@ def claims(rank: int, claimed: round_messages.RankClaims) -> bytes:
         },
     )
     if claimed.shards is None:
-        return pack(own, NOTHING)
+        return Sections(own, NOTHING)
     keys, nbytes = (
         unpacked(claimed.shards.keys, "u8"),
         unpacked(claimed.shards.nbytes, "i8"),
     )
-    return pack(own, columns_of(rank, {}, {"keys": (keys, ""), "nbytes": (nbytes, "")}))
+    return Sections(own, columns_of(rank, {}, {"keys": (keys, ""), "nbytes": (nbytes, "")}))
 
 
 def blob_files(blobs: Sequence[round_messages.EncodedBlob], owners: bytes, rank: int) -> list[EncodedFile]:

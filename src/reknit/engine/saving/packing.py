@@ -1,8 +1,8 @@
-"""Pack the claims and receipts of any number of ranks into one message, by columns."""
+"""The claims and receipts of any number of ranks as columns, merged, and packed into one message."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -50,7 +50,7 @@ class _Section(msgspec.Struct, array_like=True):
 
 
 _encode = msgspec.msgpack.encode
-_decode = msgspec.msgpack.Decoder(list[_Section]).decode
+_decode = msgspec.msgpack.Decoder(tuple[_Section, _Section]).decode
 _decode_names = msgspec.msgpack.Decoder(list[str]).decode
 _decode_table: dict[str, Callable[[bytes], list[Any]]] = {
     "tensors": msgspec.msgpack.Decoder(list[tuple[str, str, str, tuple[int, ...]]]).decode,
@@ -61,44 +61,38 @@ _decode_table: dict[str, Callable[[bytes], list[Any]]] = {
 }
 
 
-def pack(*sections: RankColumns) -> bytes:
-    """Return sections, each about any ranks, as one message."""
-    return _encode(
-        [
-            _Section(
-                _narrow(section.ranks),
-                {name: _encode(entries) for name, entries in sorted(section.tables.items())},
-                {
-                    name: _PackedBlocks(c.table, _narrow(c.values), _narrow(c.sizes), _narrow(c.number))
-                    for name, c in sorted(section.lists.items())
-                },
-            )
-            for section in sections
-        ]
-    )
+class Sections(NamedTuple):
+    """The claims, or receipts, of any ranks: columns about each rank, and about its shards or its chunks."""
+
+    of_ranks: RankColumns
+    of_rows: RankColumns
+
+    def pack(self) -> bytes:
+        """Return them as one message."""
+        return _encode([_packed(section) for section in self])
+
+    @classmethod
+    def unpack(cls, parts: Sequence[bytes]) -> list[Sections]:
+        """Return the content of each of several messages."""
+        return _unpacked(parts)
 
 
-def unpack(data: bytes) -> list[RankColumns]:
-    """Return the sections of a message of `pack`."""
-    return _unpacked([data])[0]
-
-
-def merge_claims(parts: Sequence[bytes]) -> bytes:
-    """Return the claims of several ranks, or of several parts of the tree, as one message.
+def merge_claims(parts: Sequence[Sections]) -> Sections:
+    """Return the claims of several ranks, or of several parts of the tree, as one.
 
     The order in which parts are merged, and in how many steps, makes no difference.
     """
-    claims, shards = zip(*_unpacked(parts), strict=True)
-    return pack(thinned(merged(claims)), merged(shards))
+    claims, shards = zip(*parts, strict=True)
+    return Sections(thinned(merged(claims)), merged(shards))
 
 
-def merge_receipts(parts: Sequence[bytes]) -> bytes:
-    """Return the receipts of several ranks, or of several parts of the tree, as one message.
+def merge_receipts(parts: Sequence[Sections]) -> Sections:
+    """Return the receipts of several ranks, or of several parts of the tree, as one.
 
     The order in which parts are merged, and in how many steps, makes no difference.
     """
-    receipts, chunks = zip(*_unpacked(parts), strict=True)
-    return pack(merged(receipts), merged_chunks(chunks))
+    receipts, chunks = zip(*parts, strict=True)
+    return Sections(merged(receipts), merged_chunks(chunks))
 
 
 def merged_chunks(parts: Sequence[RankColumns]) -> RankColumns:
@@ -107,7 +101,18 @@ def merged_chunks(parts: Sequence[RankColumns]) -> RankColumns:
     return merged([widened(part, ndim) for part in parts if len(part.ranks)])
 
 
-def _unpacked(parts: Sequence[bytes]) -> list[list[RankColumns]]:
+def _packed(section: RankColumns) -> _Section:
+    return _Section(
+        _narrow(section.ranks),
+        {name: _encode(entries) for name, entries in sorted(section.tables.items())},
+        {
+            name: _PackedBlocks(c.table, _narrow(c.values), _narrow(c.sizes), _narrow(c.number))
+            for name, c in sorted(section.lists.items())
+        },
+    )
+
+
+def _unpacked(parts: Sequence[bytes]) -> list[Sections]:
     """Return the sections of several messages; tables with equal bytes are decoded once, to one object."""
     tables: dict[tuple[str, bytes], list[Any]] = {}
 
@@ -116,20 +121,17 @@ def _unpacked(parts: Sequence[bytes]) -> list[list[RankColumns]]:
             tables[name, data] = _decode_table.get(name, _decode_names)(data)
         return tables[name, data]
 
-    return [
-        [
-            RankColumns(
-                _wide(section.ranks),
-                {name: table(name, data) for name, data in section.tables.items()},
-                {
-                    name: Blocks(_wide(c.values), _wide(c.sizes), _wide(c.number), c.table)
-                    for name, c in section.lists.items()
-                },
-            )
-            for section in _decode(part)
-        ]
-        for part in parts
-    ]
+    def columns(section: _Section) -> RankColumns:
+        return RankColumns(
+            _wide(section.ranks),
+            {name: table(name, data) for name, data in section.tables.items()},
+            {
+                name: Blocks(_wide(c.values), _wide(c.sizes), _wide(c.number), c.table)
+                for name, c in section.lists.items()
+            },
+        )
+
+    return [Sections(*map(columns, _decode(part))) for part in parts]
 
 
 def _narrow(column: Ints) -> _Ints:

@@ -8,7 +8,7 @@ import numpy as np
 
 from reknit.engine.packed_columns import unpacked
 from reknit.engine.saving.manifest_content import KINDS
-from reknit.engine.saving.packing import pack
+from reknit.engine.saving.packing import Sections
 from reknit.engine.small_files import write_small
 from reknit.format import paths
 from reknit.planner.columns import NOTHING, columns_of
@@ -62,7 +62,7 @@ def receipt(
     columns: round_messages.ArrayColumns | None,
     places: Sequence[Mapping[str, int]],
     copies: CopySplit,
-) -> bytes:
+) -> Sections:
     """Return the receipt of a rank for the root, after its files are written (see `manifest_content`).
 
     `plan` identifies the layout of its holdings; `columns` is None if the root has the columns of this plan.
@@ -92,7 +92,7 @@ def receipt(
         },
     )
     own = own.with_names("places", kinds, place)
-    return pack(own, NOTHING if columns is None else chunks_said(rank, columns))
+    return Sections(own, NOTHING if columns is None else chunks_said(rank, columns))
 
 
 def chunks_said(rank: int, columns: round_messages.ArrayColumns) -> RankColumns:

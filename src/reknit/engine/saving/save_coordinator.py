@@ -10,9 +10,8 @@ from msgspec.structs import replace
 from reknit.engine import round_messages
 from reknit.engine.packed_columns import packed
 from reknit.engine.record.marker import remove_marker
-from reknit.engine.round_messages import encode
 from reknit.engine.saving.manifest_content import receipts_to_manifest
-from reknit.engine.saving.packing import merge_claims, merge_receipts, merged_chunks, unpack
+from reknit.engine.saving.packing import merge_claims, merge_receipts, merged_chunks
 from reknit.engine.saving.plan_cache import PlanCache, keep_latest
 from reknit.engine.saving.receipt import chunks_said
 from reknit.engine.saving.root import begin, commit
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reknit.engine.record.marker import Marker
+    from reknit.engine.saving.packing import Sections
     from reknit.engine.saving.save_job import SaveJob
     from reknit.planner.assemble import ChunkFiles
     from reknit.planner.columns import Blocks, RankColumns
@@ -85,7 +85,9 @@ class Coordinator:
         self._ahead: _EncodedIndex | None = None
         self._num_shards = 0
 
-    def assign(self, job: SaveJob | None, requests: Sequence[bytes], *, first: bool = False) -> list[bytes]:
+    def assign(
+        self, job: SaveJob | None, requests: Sequence[Sections], *, first: bool = False
+    ) -> list[round_messages.Assignment]:
         """Answer the `claims` of all ranks, merged or not; without a `job`, no save begins.
 
         With `first` the answers have the files of the newest checkpoint of the same folder, since the root
@@ -95,7 +97,7 @@ class Coordinator:
         without a main copy on any rank.  Raises `UsageError` if ranks promote to different numbers of places.
         Raises `CommitError` if a rank cannot keep its plan, because the holdings of other ranks changed.
         """
-        claims, shards = unpack(merge_claims(requests) if len(requests) > 1 else requests[0])
+        claims, shards = merge_claims(requests) if len(requests) > 1 else requests[0]
         write_id = _agreed_write_id(claims)
         _refuse_other_places(claims)
         _refuse_lone_copies(claims)
@@ -108,14 +110,13 @@ class Coordinator:
         pairs = owners.number * len(blobs.sizes) + blobs.number
         _, leads, number = np.unique(pairs, return_index=True, return_inverse=True)
         # Ranks with equal answers share one object, which the tree sends once.
-        messages = [
+        answers = [
             round_messages.Assignment(write_id, packed(owners.at(k), "i8"), packed(blobs.at(k), "i8"), copies)
             for k in leads.tolist()
         ]
-        answers = [encode(message) for message in messages]
         earlier = _earlier_files(job) if first and job is not None else {}
         return [
-            answers[k] if rank not in earlier else encode(replace(messages[k], earlier=earlier[rank]))
+            answers[k] if rank not in earlier else replace(answers[k], earlier=earlier[rank])
             for rank, k in zip(claims.ranks.tolist(), number.tolist(), strict=True)
         ]
 
@@ -128,12 +129,12 @@ class Coordinator:
         if begun is not None:
             remove_marker(*begun)
 
-    def commit(self, job: SaveJob, requests: Sequence[bytes]) -> list[bytes]:
-        """Commit the save of `assign` from the receipts of all ranks, and return the outcome for each rank.
+    def commit(self, job: SaveJob, requests: Sequence[Sections]) -> round_messages.CommitOutcome:
+        """Commit the save of `assign` from the receipts of all ranks, and return the outcome for all.
 
         The receipts may be merged.  Raises `CommitError` when the parts do not make a whole.
         """
-        receipts, chunks = unpack(merge_receipts(requests) if len(requests) > 1 else requests[0])
+        receipts, chunks = merge_receipts(requests) if len(requests) > 1 else requests[0]
         assert self._begun is not None
         mine = self._begun[1]
         collected = receipts_to_manifest(receipts, mine.write_id)
@@ -147,7 +148,7 @@ class Coordinator:
             self._begun = None
             raise
         self._begun = None
-        return [encode(outcome)] * len(receipts.ranks)
+        return outcome
 
     def import_ahead(self) -> None:
         """Import the encoder of a large index, while the root of several ranks writes its files."""

@@ -50,14 +50,14 @@ def assign(
 
     Without `committed`, only the assignment is made, and no save begins.
     """
-    mine = claims(job.group.rank, claimed)
-    if committed is None:
-        answer = turn.exchange(mine, lambda requests: coordinator.assign(None, requests))
-        return round_messages.decode(answer, round_messages.Assignment)
-    first = committed.beside(job.storage) is None
-    answer = turn.exchange(mine, lambda requests: coordinator.assign(job, requests, first=first))
-    assigned = round_messages.decode(answer, round_messages.Assignment)
-    committed.keep_found(job.storage, assigned.earlier)
+    mine, answers = claims(job.group.rank, claimed), None
+    first = committed is not None and committed.beside(job.storage) is None
+    requests = turn.gather(mine)
+    if requests is not None:
+        answers = coordinator.assign(None if committed is None else job, requests, first=first)
+    assigned = turn.give(answers, round_messages.Assignment)
+    if committed is not None:
+        committed.keep_found(job.storage, assigned.earlier)
     return assigned
 
 
@@ -109,8 +109,9 @@ class CommitTurn:
             copies=copies,
         )
         self.sent = True
-        answer = self.turn.exchange(mine, lambda requests: self._coordinator.commit(self.job, requests))
-        self.outcome = round_messages.decode(answer, round_messages.CommitOutcome)
+        requests = self.turn.gather(mine)
+        outcome = None if requests is None else self._coordinator.commit(self.job, requests)
+        self.outcome = self.turn.give_all(outcome, round_messages.CommitOutcome)
 
     def totals(self, reused_nbytes: int) -> SaveTotals:
         """Return the figures of a committed save."""

@@ -146,7 +146,7 @@ class _Root:
         self.copied: list[FileEntry] = []
         """The index, once it is copied: the root of the save wrote it, and only the manifest lists it."""
 
-    def begin(self, requests: list[bytes]) -> list[bytes]:
+    def begin(self) -> None:
         """Put up the marker, if the checkpoint is still the one that was saved, and hold that for all."""
         found = _Commit(self._job, alone=True)
         if found.manifest.write_id != self._write_id:
@@ -158,9 +158,8 @@ class _Root:
         self._hold = RenewedHold(self._job.source, found.manifest.save_id, LEASE_S)
         found.claim()
         self._commit = found
-        return [b""] * len(requests)
 
-    def put(self, requests: list[bytes]) -> list[bytes]:
+    def put(self) -> None:
         """Commit."""
         assert self._commit is not None
         self._commit.copy_index(self.copied)
@@ -169,7 +168,6 @@ class _Root:
         except UndecidedError:
             self._commit = None  # its marker stays
             raise
-        return [b""] * len(requests)
 
     def give_up(self) -> None:
         """Prevent the commit of the promotion for good."""
@@ -246,14 +244,18 @@ def promote(
             job.recorder.phase("claim"),
             comm.turn(group, FIRST_ROUND, timeout_s, subject=write_id) as turn,
         ):
-            turn.exchange(b"", root.begin)
+            if turn.gather(b"") is not None:
+                root.begin()
+            turn.arrive()
         with (
             job.recorder.phase("promoted"),
             comm.turn(group, "promoted", timeout_s, subject=write_id) as turn,
         ):
             copy_files(job, mine, BLOCK_NBYTES, copied, keep=True)  # deleted below, under a note
             sent = True
-            turn.exchange(b"", root.put)
+            if turn.gather(b"") is not None:
+                root.put()
+            turn.arrive()
     except BaseException as error:  # Ctrl-C too: the copies are part of a checkpoint, or litter
         root.give_up()
         copied += root.copied

@@ -26,7 +26,7 @@ from reknit.errors import GroupClosedError, ReknitError
 from reknit.system import start_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from reknit.comm.group import Group
 
@@ -86,29 +86,22 @@ class EarlyRounds:
 
     def _look(self) -> bool:
         """Return whether any rank has a notice."""
-        with comm.turn(self._side, "look", self._timeout_s, merge=_any) as turn:
-            mine = b"\x01" if self._noticed() else b""
-            return bool(turn.exchange(mine, lambda requests: [_any(requests)] * self._side.size))
+        with comm.turn(self._side, "look", self._timeout_s, merge=any) as turn:
+            noticed = turn.gather(self._noticed())
+            return turn.give_all(noticed is not None and any(noticed), bool)
 
     def meet(self) -> None:
         """Let all ranks hold a round at one call, which none of them has begun."""
         try:
-            with comm.turn(self._side, "meet", self._timeout_s, merge=_highest) as turn:
+            with comm.turn(self._side, "meet", self._timeout_s, merge=max) as turn:
                 with self._changed:
                     self.waits = True
-                    mine = b"%d" % self._num_begun
-                highest = turn.exchange(mine, lambda requests: [_highest(requests)] * self._side.size)
+                    mine = self._num_begun
+                begun = turn.gather(mine)
+                highest = turn.give_all(None if begun is None else max(begun), int)
             with self._changed:
-                self.round = int(highest) + 1
+                self.round = highest + 1
         finally:
             with self._changed:
                 self.waits = False
                 self._changed.notify_all()
-
-
-def _any(requests: Sequence[bytes]) -> bytes:
-    return max(requests)
-
-
-def _highest(requests: Sequence[bytes]) -> bytes:
-    return max(requests, key=int)

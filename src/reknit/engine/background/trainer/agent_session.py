@@ -132,9 +132,7 @@ class AgentSession:
                 here = link.answer(connect_s)
                 assert isinstance(here, say.Listening)
                 address = round_messages.ListenAddress(here.address, here.above, number())
-                place = round_messages.decode(
-                    turn.exchange(round_messages.encode(address), places), round_messages.TreeAddress
-                )
+                place = turn.give(places(turn.gather(address)), round_messages.TreeAddress)
             with comm.turn(group, FORM_ROUND, options.timeout_s) as turn:
                 link.ask(say.ConnectParent(place.above), 2 * connect_s)
                 turn.arrive()
