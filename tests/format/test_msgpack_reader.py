@@ -43,6 +43,11 @@ def test_what_msgspec_writes_is_read(value: Any) -> None:
     assert repr(found) == repr(value)
 
 
+def test_the_structure_of_memory_that_another_process_shares_is_checked() -> None:
+    for value in (["short"] * 100_000, ["x" * 40] * 10_000, "x" * (5 << 20)):
+        check_structure(memoryview(msgspec.msgpack.encode(value)))
+
+
 @pytest.mark.parametrize("count", [15, 16, 31, 32, 255, 256, 65535, 65536])
 def test_every_length_form_is_read(count: int) -> None:
     for value in ("x" * count, b"x" * count, [0] * count, {str(n): n for n in range(count)}):

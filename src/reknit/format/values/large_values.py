@@ -35,7 +35,7 @@ class LargeValues:
     writable = False
     """Whether the binaries of tagged values are a `bytearray`, which an array can have as its memory."""
 
-    def __init__(self, data: bytes | mmap.mmap) -> None:
+    def __init__(self, data: bytes | mmap.mmap | memoryview) -> None:
         self._data = data
         self._given = 0
 

@@ -66,7 +66,7 @@ def read_msgpack(data: bytes | mmap, unpack: Unpack, *, trusted: bool = False, w
     return _read(reader, data)
 
 
-def check_structure(data: bytes) -> None:
+def check_structure(data: bytes | memoryview) -> None:
     """Raise `FormatError` when the value in `data` has too much structure to be read.
 
     Lists, maps, extensions, texts and binaries take far more memory than bytes in a file, and so do the
@@ -76,7 +76,7 @@ def check_structure(data: bytes) -> None:
         _read(_Weigher(data, lambda code, value: None, _MOST_STRUCTURE), data)
 
 
-def _read(reader: _Reader, data: bytes | mmap) -> Any:
+def _read(reader: _Reader, data: bytes | mmap | memoryview) -> Any:
     with without_collections():  # no value that is read refers back to those around it
         value = reader.value(0)
     reader.large.give_back(len(data))
@@ -91,7 +91,7 @@ class _Reader:
         "LoadOptions(allow_pickle=True) reads more"
     )
 
-    def __init__(self, data: bytes | mmap, unpack: Unpack, most: int) -> None:
+    def __init__(self, data: bytes | mmap | memoryview, unpack: Unpack, most: int) -> None:
         self._data = data
         self._code = -1
         self.large = LargeValues(data)
@@ -124,7 +124,7 @@ class _Reader:
         try:
             if nbytes >= LARGE_NBYTES:
                 return self.large.text(start, nbytes)
-            return self._data[start : start + nbytes].decode()
+            return str(self._data[start : start + nbytes], "utf-8")
         except UnicodeDecodeError as error:
             raise _no_text(start) from error
 
@@ -182,7 +182,7 @@ class _Reader:
             self.position = stop = start + data[start - 1] - 0xA0
             self._charge(_TEXT)
             try:
-                texts.append(data[start:stop].decode())
+                texts.append(str(data[start:stop], "utf-8"))
             except UnicodeDecodeError as error:
                 raise _no_text(start) from error
             if stop > end:
