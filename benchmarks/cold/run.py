@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.aims import judged, ratio, show
-from benchmarks.ranks import RanksFailedError, deliver, free_port, options, scratch
+from benchmarks.ranks import RanksFailedError, free_port, options, scratch
+from benchmarks.reports import deliver, judged, ratio, show
 
 if TYPE_CHECKING:
     import argparse
 
-    from benchmarks.aims import Row
+    from benchmarks.reports import Row
 
 PAIRS = (
     # ranks, MiB a rank, call, the aim of reknit over DCP

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.ranks import deliver, scratch
+from benchmarks.ranks import scratch
+from benchmarks.reports import deliver
 from benchmarks.storage.timing import machine
 
 if TYPE_CHECKING:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.aims import ratio
+from benchmarks.reports import ratio
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from benchmarks.aims import Row
+    from benchmarks.reports import Row
 
 EACH = "*"
 

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.aims import judged, show
 from benchmarks.load.aims import rows
-from benchmarks.ranks import RanksFailedError, deliver, launch, options, rank_main, scratch
+from benchmarks.ranks import RanksFailedError, launch, options, rank_main, scratch
+from benchmarks.reports import deliver, judged, show
 
 if TYPE_CHECKING:
     import argparse
@@ -57,9 +57,9 @@ def measure_parts(args: argparse.Namespace) -> dict[str, Any]:
     """Measure some parts as one rank."""
     import torch
 
-    from benchmarks.load.measure import LoadBench
+    from benchmarks.timing import Bench
 
-    bench = LoadBench(args.dir, repeat=1 if args.quick else args.repeat)
+    bench = Bench(args.dir, repeat=1 if args.quick else args.repeat)
     result: dict[str, Any] = {"torch": torch.__version__, "machine": {}}
     for part in args.role.split("+"):
         before, begin = os.getloadavg()[0], time.perf_counter()

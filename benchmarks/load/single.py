@@ -6,26 +6,25 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.async_save.measure import memcpy
-from benchmarks.load.measure import Contents, gib_of, pinned, raw_read, tensors
 from benchmarks.load.sharded import both
 from benchmarks.load.states import full, model_shapes, nbytes
 from benchmarks.rivals import waiting
+from benchmarks.timing import Contents, copier, gib_of, pinned, raw_read, tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from benchmarks.load.measure import LoadBench
+    from benchmarks.timing import Bench
 
 
-def part(bench: LoadBench, gib: float, quick: bool) -> dict[str, Any]:
+def part(bench: Bench, gib: float, quick: bool) -> dict[str, Any]:
     """Measure a model that one process holds whole."""
     shapes = model_shapes(gib)
     state = {"model": {fqn: full(fqn, shape) for fqn, shape in shapes.items()}}
     result: dict[str, Any] = {
         "gib": gib_of(nbytes(shapes)),
         "tensors": len(shapes),
-        "memcpy_s": round(memcpy(bench, tensors(state)), 4),
+        "memcpy_s": bench.timed("memcpy", copier(tensors(state)), repeat=8),
         "cold": {},
         "warm": {},
     }
@@ -56,7 +55,7 @@ def part(bench: LoadBench, gib: float, quick: bool) -> dict[str, Any]:
     return result
 
 
-def _reknit(bench: LoadBench, state: dict[str, Any], compete: Callable[..., None]) -> None:
+def _reknit(bench: Bench, state: dict[str, Any], compete: Callable[..., None]) -> None:
     import reknit
 
     path = f"{bench.folder}/reknit"
@@ -68,7 +67,7 @@ def _reknit(bench: LoadBench, state: dict[str, Any], compete: Callable[..., None
     bench.drop(path)
 
 
-def _safetensors(bench: LoadBench, state: dict[str, Any], compete: Callable[..., None]) -> None:
+def _safetensors(bench: Bench, state: dict[str, Any], compete: Callable[..., None]) -> None:
     from safetensors.torch import save_file
 
     folder = f"{bench.folder}/safetensors"
@@ -81,7 +80,7 @@ def _safetensors(bench: LoadBench, state: dict[str, Any], compete: Callable[...,
     bench.drop(folder)
 
 
-def gpu_part(bench: LoadBench, gib: float) -> dict[str, Any]:
+def gpu_part(bench: Bench, gib: float) -> dict[str, Any]:
     """Measure a load onto a GPU: do reading and the copy over the bus overlap?"""
     import torch
 

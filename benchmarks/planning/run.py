@@ -32,12 +32,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import msgspec
 
-from benchmarks.aims import Row, judged, ratio, show
 from benchmarks.pictures import draw_both
 from benchmarks.planning import growth
 from benchmarks.planning.dcp import global_plan_s
 from benchmarks.planning.jobs import PP, TP, Fsdp2, Job, Megatron
 from benchmarks.planning.tree import Climbed, climb
+from benchmarks.reports import Row, judged, ratio, show
 
 MIB = 1 << 20
 SILENT_UP_TO = 40_000

@@ -5,23 +5,23 @@ from __future__ import annotations
 import resource
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.async_save.measure import copier
 from benchmarks.rivals import background
 from benchmarks.table.rounds import Row
+from benchmarks.timing import copier
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from benchmarks.load.measure import LoadBench
     from benchmarks.rivals.background import DcpBackgroundMode
     from benchmarks.table.sizes import Sizes
+    from benchmarks.timing import Bench
 
 ELEMENTS = 1024
 """The elements of each DTensor on one rank."""
 
 
 def rows(
-    bench: LoadBench,
+    bench: Bench,
     sizes: Sizes,
     modes: tuple[DcpBackgroundMode, ...] = background.DCP_QUICK_MODES,
 ) -> list[Row]:
@@ -63,7 +63,7 @@ def rows(
     return [first, second]
 
 
-def _dtensors(bench: LoadBench, count: int) -> list[Any]:
+def _dtensors(bench: Bench, count: int) -> list[Any]:
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
@@ -75,7 +75,7 @@ def _dtensors(bench: LoadBench, count: int) -> list[Any]:
     ]
 
 
-def _saved(bench: LoadBench, contender: background.Contender) -> float:
+def _saved(bench: Bench, contender: background.Contender) -> float:
     """Save, and return the seconds until the state of the slowest rank may be changed."""
     path = f"{bench.folder}/checkpoint"
     saves: list[Any] = []
