@@ -115,14 +115,15 @@ def require_divided(busiest: Mapping[str, float]) -> None:
 
 def measured_by_rank(folder: str, shape: Shape, rounds: int) -> dict[str, Any]:
     """Return the seconds of each step of the ladder, the bytes of all ranks, and saves with kept plans."""
-    from benchmarks.paper.jobs.limited import limited
+    from benchmarks.load.metered_storage import meter, metered
 
     folder = os.path.abspath(folder)
     bench = Bench(folder)
     state = megatron(gpt_layout(WORLD, shape)).state()
     nbytes: dict[str, list[int]] = {}
     seconds, failed = {}, {}
-    for place, url in (("the disk", folder), ("a limited store", limited(folder, RATE))):
+    meter()  # registers the scheme of the URL
+    for place, url in (("the disk", folder), ("a limited store", metered(folder, f"{RATE:.0f}-rank"))):
         ways = {step: partial(_saved, bench, state, nbytes, (step, url)) for step in DIVISIONS}
         taken = in_turn(ways, rounds, bench=bench)
         seconds[place], failed[place] = taken.of("s"), taken.failed

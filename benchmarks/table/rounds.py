@@ -11,7 +11,7 @@ from benchmarks import turns
 from benchmarks.timing import io_counts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from benchmarks.timing import Bench
 
@@ -90,3 +90,17 @@ def in_turn(
             row.add(name, each.kind, *taken.figures[name][row.unit])
             bench.say(f"{row.name:52s} {name:44s} {min(row.figures[name]):10.4g} {row.unit}")
     return row
+
+
+def taken_row(row: Row, taken: turns.Taken, quantity: str, ours: Collection[str] = ("reknit",)) -> Row:
+    """Fill a row with one quantity of contestants that took turns; `ours` are those of reknit in this row."""
+    for name, figures in taken.of(quantity).items():
+        if name in ours or not name.startswith("reknit"):
+            row.add(name, _kind(name), *figures)
+    for name, reason in taken.failed.items():
+        row.fail(name, _kind(name), reason)
+    return row
+
+
+def _kind(name: str) -> Kind:
+    return "ours" if name.startswith("reknit") else "limit" if name == "memcpy" else "rival"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.load.states import build
 from benchmarks.rivals import background
-from benchmarks.table.rounds import Row
+from benchmarks.table.rounds import Row, taken_row
 from benchmarks.timing import copier, tensors, why
 from benchmarks.turns import in_turn
 
@@ -84,20 +84,9 @@ def rows(
         contender.close()
     background.end_dcp_process()
     reknit.close()
-    found = []
-    for key, what, unit, ours in QUANTITIES:
-        row = Row(f"{bench.world} x {sizes.first_gib:g} GiB, saved beside training: {what}", unit)
-        for name, figures in taken.of(key).items():
-            if not name.startswith("reknit") or name in ours:
-                row.add(name, _kind(name), *figures)
-        for name, reason in (failed | taken.failed).items():
-            row.fail(name, _kind(name), reason)
-        found.append(row)
-    return found
-
-
-def _kind(name: str) -> Any:
-    return "ours" if name.startswith("reknit") else "limit" if name == "memcpy" else "rival"
+    taken.failed |= failed
+    name = f"{bench.world} x {sizes.first_gib:g} GiB, saved beside training"
+    return [taken_row(Row(f"{name}: {what}", unit), taken, key, ours) for key, what, unit, ours in QUANTITIES]
 
 
 def _saved(
