@@ -26,6 +26,8 @@ PIECE = 8 << 20
 PAGE = mmap.PAGESIZE
 COLD = 0.01
 """The largest part of a cold checkpoint that may be in the page cache."""
+ENDS = (KeyboardInterrupt, SystemExit)
+"""Errors that end a run; all others are results, also those of DCP, which do not derive from `Exception`."""
 
 
 class Bench:
@@ -69,12 +71,14 @@ class Bench:
 
         An error on one rank ends the action on all, so that no rank waits for it.
         """
-        failure: Exception | None = None
+        failure: BaseException | None = None
         self.dist.barrier()
         begin = time.perf_counter()
         try:
             action()
-        except Exception as error:  # raised below, once the other ranks have received the failure
+        except ENDS:
+            raise
+        except BaseException as error:  # raised below, once the other ranks have received the failure
             failure = error
         taken, failed = self.slowest(time.perf_counter() - begin, float(failure is not None))
         if failure is not None:
@@ -108,7 +112,9 @@ class Bench:
         """Return the results of an action, or the reason of its failure."""
         try:
             return action()
-        except Exception as error:  # a failure is a result too
+        except ENDS:
+            raise
+        except BaseException as error:  # a failure is a result too
             reason = why(error)
             self.say(f"{name:60s} {reason}")
             return {"error": reason}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from benchmarks.timing import why
+from benchmarks.timing import ENDS, why
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -56,7 +56,7 @@ def _one(way: Way, number: int) -> tuple[Mapping[str, float], str]:
     """Return the figures of a way, or the reason of its failure."""
     try:
         return way(number), ""
-    except (KeyboardInterrupt, SystemExit):
+    except ENDS:
         raise
-    except BaseException as error:  # the errors of DCP do not derive from Exception
+    except BaseException as error:  # a failure is a result too
         return {}, why(error)
