@@ -88,7 +88,7 @@ def measured_here(name: str, folder: Path, out: Path) -> None:
     keep(result, out / f"{name}.json")
     if hasattr(module, "figure"):
         draw_both(lambda: module.figure(result), out / f"{name}.png", dpi=100)
-    if found.data is not None:
+    if found.data is not None and not (small() and out == KEPT):  # which pages show
         module.keep(found.data, RESULTS if out == KEPT else out / "pages")
 
 
