@@ -1,4 +1,4 @@
-"""How does a benchmark run on several ranks?  Its options, the processes, and one rank's side of it."""
+"""How does a benchmark run on several ranks?  Its options, and the processes of a run."""
 
 from __future__ import annotations
 
@@ -118,80 +118,3 @@ def rank_main(args: argparse.Namespace, measure: Callable[[], Any]) -> NoReturn:
         traceback.print_exc()
         os._exit(1)
     os._exit(0)  # without waiting for the threads of libraries that keep some
-
-
-def deliver(result: dict[str, Any], out: Path | None) -> None:
-    """Print a result as JSON, and write it to a file if one was named."""
-    text = json.dumps(result, indent=1)
-    if out:
-        out.write_text(text + "\n")
-    print(text, flush=True)
-
-
-def phases(report: Any) -> dict[str, float]:
-    """Return the seconds of each phase, summed over its threads."""
-    seconds: dict[str, float] = {}
-    for record in getattr(report, "phases", ()):
-        seconds[record.phase] = round(seconds.get(record.phase, 0.0) + record.seconds, 4)
-    return seconds
-
-
-class Bench:
-    """The ranks of a run, and the folder that they measure in."""
-
-    def __init__(self, folder: str) -> None:
-        import torch
-        import torch.distributed as dist
-
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo")
-        self.dist, self.folder = dist, folder
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-
-    def slowest(self, *values: float) -> list[float]:
-        """Return the largest of every rank's values."""
-        return self._reduced(self.dist.ReduceOp.MAX, values)
-
-    def mean(self, *values: float) -> list[float]:
-        return [value / self.world for value in self._reduced(self.dist.ReduceOp.SUM, values)]
-
-    def _reduced(self, how: Any, values: tuple[float, ...]) -> list[float]:
-        import torch
-
-        reduced = torch.tensor(values, dtype=torch.float64)
-        self.dist.all_reduce(reduced, how)
-        return [float(value) for value in reduced]
-
-    def best(self, repeat: int, action: Callable[[], None], before: Callable[[], None]) -> float:
-        """Return the best of several times of the slowest rank."""
-        times = []
-        for _ in range(repeat):
-            before()
-            self.dist.barrier()
-            begin = time.perf_counter()
-            action()
-            times.append(self.slowest(time.perf_counter() - begin)[0])
-        return min(times)
-
-    def drop(self, path: str) -> None:
-        """Remove a checkpoint when every rank is done with it."""
-        self.dist.barrier()
-        if self.rank == 0:
-            shutil.rmtree(path, ignore_errors=True)
-        self.dist.barrier()
-
-    def settle(self) -> None:
-        """Write all dirty pages back, so that the next contender does not pay for them."""
-        self.dist.barrier()
-        if self.rank == 0:
-            os.sync()
-        self.dist.barrier()
-
-    def pause(self) -> None:
-        """Let the machine come to rest, in the same way before every measurement."""
-        self.settle()
-        time.sleep(0.3)
-
-    def say(self, text: str) -> None:
-        if self.rank == 0:
-            print(text, flush=True)

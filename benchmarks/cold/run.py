@@ -16,18 +16,20 @@ import shutil
 import statistics
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.aims import judged, ratio, show
-from benchmarks.ranks import RanksFailedError, deliver, free_port, options, scratch
+from benchmarks.ranks import RanksFailedError, free_port, options, scratch
+from benchmarks.reports import deliver, judged, ratio, show
+from benchmarks.turns import in_turn
 
 if TYPE_CHECKING:
     import argparse
 
-    from benchmarks.aims import Row
+    from benchmarks.reports import Row
 
 PAIRS = (
     # ranks, MiB a rank, call, the aim of reknit over DCP
@@ -111,21 +113,24 @@ class Turns:
 
     def take(self, libraries: tuple[str, ...], what: str, mib: int, ranks: int) -> dict[str, Any]:
         """Return the spread of the seconds of the slowest rank, and the results of the last call."""
-        seconds: dict[str, list[float]] = {library: [] for library in libraries}
         last: dict[str, Any] = {}
         for library in libraries:
             if what == "load":
                 self._fresh(library, "save", mib, ranks)
-        for _ in range(self._args.repeat if mib < LARGE_MIB else self._args.repeat_large):
-            for library in libraries:
-                same = "background" if what in AHEAD and library != "reknit" else what
-                if what != "load":
-                    shutil.rmtree(self._path(library), ignore_errors=True)
-                if same == "resumed":
-                    step = f"{self._path(library)}/step_00000000"
-                    call(self._args, library, "save", step, mib, ranks=ranks)
-                last[library] = call(self._args, library, same, self._path(library), mib, ranks=ranks)
-                seconds[library].append(max(result["s"] for result in last[library]))
+
+        def one(library: str, number: int) -> dict[str, float]:
+            same = "background" if what in AHEAD and library != "reknit" else what
+            if what != "load":
+                shutil.rmtree(self._path(library), ignore_errors=True)
+            if same == "resumed":
+                step = f"{self._path(library)}/step_00000000"
+                call(self._args, library, "save", step, mib, ranks=ranks)
+            last[library] = call(self._args, library, same, self._path(library), mib, ranks=ranks)
+            return {"s": max(result["s"] for result in last[library])}
+
+        repeat = self._args.repeat if mib < LARGE_MIB else self._args.repeat_large
+        ways = {library: partial(one, library) for library in libraries}
+        seconds = in_turn(ways, repeat, warm_up=False).of("s")
         for library in libraries:
             shutil.rmtree(self._path(library), ignore_errors=True)
         found = {library: {**spread(seconds[library]), "last": last[library][0]} for library in libraries}

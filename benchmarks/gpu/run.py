@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.ranks import deliver, scratch
-from benchmarks.storage.timing import machine
+from benchmarks.ranks import scratch
+from benchmarks.reports import deliver, machine, software
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -106,7 +106,8 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "device": _name(device),
         "simulated": simulated,
-        "machine": machine() | {"torch": torch.__version__, "reknit": reknit.__version__},
+        "machine": machine(),
+        "software": software("torch", "reknit"),
         "gib": round(bench.link.nbytes / (1 << 30), 3),
         "tensors": len(bench.training.tensors()),
         "rounds": args.rounds,
@@ -134,11 +135,10 @@ def rows(bench: Bench, *, simulated: bool) -> list[dict[str, Any]]:
 
 def drawn(result: dict[str, Any]) -> str:
     """Return a table for people."""
-    about = result["machine"]
     lines = [
         f"{result['device']}: {result['gib']} GiB of state in {result['tensors']} tensors, "
         f"medians of {result['rounds']} rounds",
-        f"{about['processor']}, {about['cores']} cores, torch {about['torch']}, reknit {about['reknit']}",
+        f"{result['machine']}, {result['software']}",
     ]
     if result["simulated"]:
         lines.append("the device is simulated: it has no speed, so all times are left out")

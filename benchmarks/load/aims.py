@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.aims import ratio
+from benchmarks.reports import ratio
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from benchmarks.aims import Row
+    from benchmarks.reports import Row
 
 EACH = "*"
 
@@ -73,11 +73,8 @@ def _bytes(what: str, over: str, under: str, aim: float | None = None) -> Aim:
 
 _CASE = f"reshard > cases > {EACH}"
 _SECONDS = f"{_CASE} > verified > s"
-_GPU = f"gpu > {EACH}"
 _READ, _NEEDED = "verified > read_nbytes", "needed_nbytes"
 _EXTRA = f"memory > loads > {EACH} > extra_nbytes"
-_ON_DEVICE = f"{_GPU} > to_device_s"
-_ONTO = "onto a GPU, {}: load /"
 
 AIMS = (
     *_same_layout("cold", "raw_read", 1.25, 1.5),
@@ -100,8 +97,6 @@ AIMS = (
     *_sharing("200 MB/s per rank"),
     *_sharing("200 MB/s per host"),
     Aim("{}: extra memory of a rank / its budget", _EXTRA, "memory > budget_nbytes", "<=", 1.0),
-    Aim(f"{_ONTO} the slower of reading and copying", _ON_DEVICE, f"{_GPU} > slower_half_s", "<=", 1.25),
-    Aim(f"{_ONTO} reading, then copying", _ON_DEVICE, f"{_GPU} > one_after_another_s", "<=", 1.0),
 )
 
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.load.measure import PeakMemory, gib_of, own_memory
 from benchmarks.load.replicated import SHARES, sharing
 from benchmarks.load.states import DDP_4, FSDP_4, TP_4, Ranks, model_shapes, nbytes
 from benchmarks.rivals import waiting
+from benchmarks.timing import PeakMemory, gib_of, own_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from benchmarks.load.measure import LoadBench
+    from benchmarks.timing import Bench
 
 BUDGET = 256 << 20
 """The memory that a rank may use by default (`LoadOptions.inflight_nbytes`)."""
 
 
-def part(bench: LoadBench, gib: float) -> dict[str, Any]:
+def part(bench: Bench, gib: float) -> dict[str, Any]:
     """Measure loads into memory that is already mapped, first by reknit and then by DCP.
 
     Measurements exclude the imports of the first load of a process, and the first barrier of its ranks.
@@ -54,7 +54,7 @@ def part(bench: LoadBench, gib: float) -> dict[str, Any]:
     return result
 
 
-def _replicated(bench: LoadBench, state: Any, path: str) -> dict[str, Any]:
+def _replicated(bench: Bench, state: Any, path: str) -> dict[str, Any]:
     import reknit
 
     reknit.save(path, state).result()
@@ -74,7 +74,7 @@ def _replicated(bench: LoadBench, state: Any, path: str) -> dict[str, Any]:
     return found
 
 
-def _peak(bench: LoadBench, name: str, path: str, load: Callable[[], Any]) -> dict[str, Any]:
+def _peak(bench: Bench, name: str, path: str, load: Callable[[], Any]) -> dict[str, Any]:
     """Return the largest extra memory of any rank during one cold load."""
 
     def measured() -> dict[str, Any]:

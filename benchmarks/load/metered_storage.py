@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reknit.options import Durability
-    from reknit.storage.base import Storage
+    from reknit.storage.base import Storage, Writer
 
 HOST_CLOCK = "throttle-of-the-host"
 
@@ -97,7 +97,7 @@ class Meter:
 
 
 class MeteredStorage(ForwardingStorage):
-    """A store that counts the bytes of its reads, and reads at most as fast as its throttle."""
+    """A store that counts the bytes of its reads, and reads and writes at most as fast as its throttle."""
 
     def __init__(self, inner: Storage, meter: Meter, throttle: Throttle | None) -> None:
         super().__init__(inner)
@@ -106,6 +106,10 @@ class MeteredStorage(ForwardingStorage):
 
     def around(self, inner: Storage, path: str) -> Storage:
         return MeteredStorage(inner, self._meter, self._throttle)
+
+    def create(self, path: str, nbytes: int) -> Writer:
+        writer = self.inner.create(path, nbytes)
+        return writer if self._throttle is None else ThrottledWriter(writer, self._throttle)
 
     def read_into(self, path: str, start: int, buffers: list[memoryview]) -> None:
         self._passing(path, sum(buffer.nbytes for buffer in buffers))
@@ -124,6 +128,18 @@ class MeteredStorage(ForwardingStorage):
         self._meter.count(path, nbytes)
         if self._throttle is not None:
             self._throttle.take(nbytes)
+
+
+class ThrottledWriter:
+    """A file that is written at most as fast as a throttle lets bytes through."""
+
+    def __init__(self, inner: Writer, throttle: Throttle) -> None:
+        self.finish, self.abort = inner.finish, inner.abort
+        self._inner, self._throttle = inner, throttle
+
+    def write(self, start: int, data: memoryview) -> None:
+        self._throttle.take(data.nbytes)
+        self._inner.write(start, data)
 
 
 @functools.cache

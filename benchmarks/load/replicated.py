@@ -6,13 +6,12 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.load.measure import Contents, data_files, gib_of
 from benchmarks.load.metered_storage import meter, metered
 from benchmarks.load.states import DDP_4, Ranks, model_shapes, nbytes
-from benchmarks.ranks import phases
+from benchmarks.timing import Contents, data_files, gib_of, phases
 
 if TYPE_CHECKING:
-    from benchmarks.load.measure import LoadBench
+    from benchmarks.timing import Bench
 
 RATE = 200_000_000
 STORAGES = {"disk": "none", "200 MB/s per rank": f"{RATE}-rank", "200 MB/s per host": f"{RATE}-host"}
@@ -30,7 +29,7 @@ def sharing(share: str) -> Any:
     return reknit.LoadOptions(**knobs)
 
 
-def part(bench: LoadBench, sizes: tuple[float, ...]) -> dict[str, Any]:
+def part(bench: Bench, sizes: tuple[float, ...]) -> dict[str, Any]:
     """Measure models of some sizes (in GiB) that every rank holds whole, as DDP does."""
     found = {}
     for gib in sizes:
@@ -39,7 +38,7 @@ def part(bench: LoadBench, sizes: tuple[float, ...]) -> dict[str, Any]:
     return found
 
 
-def _of_size(bench: LoadBench, shapes: Any) -> dict[str, Any]:
+def _of_size(bench: Bench, shapes: Any) -> dict[str, Any]:
     import reknit
 
     state = Ranks(bench).state(DDP_4, shapes)
@@ -62,7 +61,7 @@ def _of_size(bench: LoadBench, shapes: Any) -> dict[str, Any]:
 
 
 def _load(
-    bench: LoadBench, state: Any, contents: Contents, path: str, *, storage: str, share: str
+    bench: Bench, state: Any, contents: Contents, path: str, *, storage: str, share: str
 ) -> dict[str, Any]:
     """Return seconds and bytes of a cold load by all ranks."""
     import reknit

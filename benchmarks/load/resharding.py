@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.load.geometry import BLOCK, needed
-from benchmarks.load.measure import Contents, gib_of, io_counts
 from benchmarks.load.metered_storage import meter, metered
 from benchmarks.load.states import (
     DDP_4,
@@ -21,13 +20,14 @@ from benchmarks.load.states import (
     nbytes,
 )
 from benchmarks.rivals import waiting
+from benchmarks.timing import Contents, gib_of, io_counts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import reknit
-    from benchmarks.load.measure import LoadBench
     from benchmarks.rivals.waiting import DcpMode
+    from benchmarks.timing import Bench
 
 MODES = (waiting.OWN, waiting.SAFETENSORS[0])
 """DCP's own format, which reads whole chunks, and safetensors, which maps files into memory."""
@@ -75,7 +75,7 @@ class Target(NamedTuple):
     rival: Callable[[DcpMode, str], Any]
 
 
-def part(bench: LoadBench, gib: float) -> dict[str, Any]:
+def part(bench: Bench, gib: float) -> dict[str, Any]:
     """Measure every case; the same model is saved again for each source layout."""
     shapes = model_shapes(gib)
     ranks = Ranks(bench)
@@ -86,7 +86,7 @@ def part(bench: LoadBench, gib: float) -> dict[str, Any]:
 
 
 def _from(
-    bench: LoadBench, ranks: Ranks, source: Layout, targets: tuple[Layout, ...], shapes: Any
+    bench: Bench, ranks: Ranks, source: Layout, targets: tuple[Layout, ...], shapes: Any
 ) -> dict[str, Any]:
     """Save in one layout, and measure all loads from it."""
     import reknit
@@ -120,7 +120,7 @@ def _from(
     return found
 
 
-def _whole(bench: LoadBench, ranks: Ranks, layout: Layout, shapes: Any) -> Target:
+def _whole(bench: Bench, ranks: Ranks, layout: Layout, shapes: Any) -> Target:
     """Return a target that all ranks of a layout load together."""
     import reknit
 
@@ -136,7 +136,7 @@ def _whole(bench: LoadBench, ranks: Ranks, layout: Layout, shapes: Any) -> Targe
     return Target(Contents(bench, state or {}), load, rival)
 
 
-def _sliced(bench: LoadBench, part: Slice, shapes: Any) -> Target:
+def _sliced(bench: Bench, part: Slice, shapes: Any) -> Target:
     """Return a target that the first rank loads alone: one part of one tensor."""
     import reknit
 
@@ -163,7 +163,7 @@ def _sliced(bench: LoadBench, part: Slice, shapes: Any) -> Target:
 
 
 def _case(
-    bench: LoadBench, name: str, ours: str, theirs: dict[DcpMode, str], *, wanted: Any, target: Target
+    bench: Bench, name: str, ours: str, theirs: dict[DcpMode, str], *, wanted: Any, target: Target
 ) -> dict[str, Any]:
     """Return bytes and seconds of one load, by reknit in every way and by DCP."""
     need = needed(ours, wanted)
@@ -200,7 +200,7 @@ def _case(
     return result
 
 
-def _counted(bench: LoadBench, path: str, target: Target, options: reknit.LoadOptions) -> dict[str, int]:
+def _counted(bench: Bench, path: str, target: Target, options: reknit.LoadOptions) -> dict[str, int]:
     """Return the bytes that left storage for a load, as counted there and as the report has them."""
     url = metered(path)
     reports: list[Any] = []

@@ -9,7 +9,6 @@ single      one process loads a whole model.
 reshard     other layouts, and slices: bytes, as the storage counts them, and seconds.
 replicated  four ranks load the whole model, from a disk and from slow storages.
 memory      bytes that a load needs besides its targets.
-gpu         loads onto a GPU, if there is one.
 
 Prints JSON, and the ratios with their aims to stderr.
 """
@@ -25,14 +24,14 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.aims import judged, show
 from benchmarks.load.aims import rows
-from benchmarks.ranks import RanksFailedError, deliver, launch, options, rank_main, scratch
+from benchmarks.ranks import RanksFailedError, launch, options, rank_main, scratch
+from benchmarks.reports import deliver, judged, show
 
 if TYPE_CHECKING:
     import argparse
 
-PARTS = {"memory": 4, "sharded": 2, "single": 1, "reshard": 4, "replicated": 4, "gpu": 1}
+PARTS = {"memory": 4, "sharded": 2, "single": 1, "reshard": 4, "replicated": 4}
 """The number of ranks of each part.  Memory is measured first, before any memory was freed."""
 
 
@@ -47,7 +46,6 @@ def measure(bench: Any, part: str, args: argparse.Namespace) -> dict[str, Any]:
         "single": lambda: single.part(bench, gib / 2, args.quick),
         "reshard": lambda: resharding.part(bench, gib / 4),
         "replicated": lambda: replicated.part(bench, (gib / 8,) if args.quick else (gib / 8, gib / 2)),
-        "gpu": lambda: single.gpu_part(bench, gib / 2),
     }
     bench.say(f"-- {part}")
     return parts[part]()
@@ -57,9 +55,9 @@ def measure_parts(args: argparse.Namespace) -> dict[str, Any]:
     """Measure some parts as one rank."""
     import torch
 
-    from benchmarks.load.measure import LoadBench
+    from benchmarks.timing import Bench
 
-    bench = LoadBench(args.dir, repeat=1 if args.quick else args.repeat)
+    bench = Bench(args.dir, repeat=1 if args.quick else args.repeat)
     result: dict[str, Any] = {"torch": torch.__version__, "machine": {}}
     for part in args.role.split("+"):
         before, begin = os.getloadavg()[0], time.perf_counter()

@@ -5,20 +5,18 @@ from __future__ import annotations
 import shutil
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.async_save.measure import memcpy
-from benchmarks.load.measure import Contents, gib_of, io_counts, raw_reads, tensors
 from benchmarks.load.states import build
-from benchmarks.ranks import phases
 from benchmarks.rivals import waiting
+from benchmarks.timing import Contents, copier, gib_of, io_counts, phases, raw_reads, tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from benchmarks.load.measure import LoadBench
     from benchmarks.rivals.waiting import DcpMode
+    from benchmarks.timing import Bench
 
 
-def part(bench: LoadBench, gib: float, quick: bool) -> dict[str, Any]:
+def part(bench: Bench, gib: float, quick: bool) -> dict[str, Any]:
     """Measure a state of which every rank holds an equal part, as with FSDP2."""
     state = build(gib, bench.world)
     owned = tensors(state)
@@ -27,8 +25,7 @@ def part(bench: LoadBench, gib: float, quick: bool) -> dict[str, Any]:
         "gib_per_rank": gib_of(sum(t.nbytes for t in owned)),
         "tensors_per_rank": len(owned),
     }
-    result["cold"], result["warm"] = {}, {"memcpy_s": round(memcpy(bench, owned), 4)}
-    bench.say(f"{'memcpy':60s} {result['warm']['memcpy_s']:8.3f} s")
+    result["cold"], result["warm"] = {}, {"memcpy_s": bench.timed("memcpy", copier(owned), repeat=8)}
     contents = Contents(bench, state)
     _reknit(bench, state, contents, result, quick)
     for kind in ("cold", "warm"):
@@ -45,7 +42,7 @@ def part(bench: LoadBench, gib: float, quick: bool) -> dict[str, Any]:
 
 
 def both(
-    bench: LoadBench, name: str, path: str, load: Callable[[], Any]
+    bench: Bench, name: str, path: str, load: Callable[[], Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the seconds of a load, cold and warm, with the bytes that the disk read for it when cold."""
     cold = bench.timed(f"{name}, cold", load, lambda: bench.cold(path))
@@ -59,7 +56,7 @@ def both(
 
 
 def _reknit(
-    bench: LoadBench, state: dict[str, Any], contents: Contents, result: dict[str, Any], quick: bool
+    bench: Bench, state: dict[str, Any], contents: Contents, result: dict[str, Any], quick: bool
 ) -> None:
     import reknit
 
@@ -90,7 +87,7 @@ def _reknit(
 
 
 def _dcp(
-    bench: LoadBench,
+    bench: Bench,
     state: dict[str, Any],
     contents: Contents,
     path: str,

@@ -5,25 +5,35 @@ are then lost on average, and a load.  The times of DCP and MCP are the paper's,
 of reknit are a projection: the rival's times over factors that were measured side by side on this machine.
 The factors are those of the most similar workload in the table `stalls` if it was kept, else of
 benchmarks/results/table.json.
+
+Every policy is then asked at each step of 54 days.  Failures come at random moments, as often as in the
+pre-training of Llama 3 405B: 419 unexpected interruptions (arXiv 2407.21783, section 3.3.4).  The costs of
+torch DCP and Orbax are those for 405B parameters on 64 GPUs of the Orbax paper (table 1, median).
 """
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.ettr.run import DCP as DCP_405B
-from benchmarks.ettr.run import MTTF_S, trace
-from benchmarks.ettr.run import ORBAX as ORBAX_405B
-from benchmarks.ettr.run import ettr as ettr_of_trace
-from benchmarks.paper.results import About, Measured, Row, kept, small
-from reknit.policies import auto
+import numpy as np
+
+from benchmarks import reports
+from benchmarks.paper.results import About, Measured, Row, small
+from benchmarks.pictures import draw_both
+from benchmarks.reports import RESULTS, kept
+from reknit.policies import Facts, Moment, auto, every
 from reknit.policies.cost_model import RunCosts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from matplotlib.figure import Figure
+
+    from reknit.policies import Policy
 
 ABOUT = About(
     name="ettr",
@@ -31,10 +41,14 @@ ABOUT = About(
     title="effective training time, and GPU time that is lost",
     paper="ByteCheckpoint raises the effective training time ratio 1.16 to 1.29 times.",
 )
-RESULTS = Path(__file__).resolve().parents[1] / "results"
 INTERVAL_S = 200.0
 """100 steps of 2 s between two saves; the paper gives neither number."""
 DAYS = 54.0
+DAY_S = 86400.0
+MTTF_S = 54 * DAY_S / 419
+STEP_S, RESTART_S = 20.0, 300.0
+"""The seconds of a step of the trace, and those from a failure to the load."""
+MINUTES = (2.0, 5.0, 10.0, 30.0, 60.0, 180.0)
 OURS = "reknit, projected"
 OF_THE_TRACE = "FSDP2"
 """The workload whose factors the trace takes."""
@@ -73,6 +87,8 @@ class Scale(NamedTuple):
         return "MCP" if self.like == "Megatron" else "DCP"
 
 
+DCP_405B = Times(7.9, 595.0, 169.5)
+ORBAX_405B = Times(12.8, 173.0, 117.2)
 SCALES = (
     Scale("vDiT 4B", 32, "FSDP1", Times(16.25, 86.82, (50.12 + 74.89) / 2), Times(0.54, 27.47, 13.85)),
     Scale("vDiT 4B", 128, "FSDP1", Times(61.37, 236.34, (105.74 + 91.01) / 2), Times(0.38, 23.74, 12.825)),
@@ -85,7 +101,9 @@ def measure(scratch: Path) -> Measured:
     """Compute the ratios for each scale of the paper, and on a trace of failures."""
     factors, source, skipped = _factors()
     rows = [row for scale in SCALES for row in _rows(scale, factors[scale.like])]
-    rows += _on_a_trace(factors[OF_THE_TRACE])
+    days = 1.0 if small() else DAYS
+    found = on_a_trace(factors[OF_THE_TRACE], days)
+    rows += _of_the_trace(found, days)
     said = ", ".join(
         f"{workload}: stall {each.stall_s:.2f}, save {each.save_s:.2f}, load {each.load_s:.2f}"
         for workload, each in factors.items()
@@ -99,12 +117,13 @@ def measure(scratch: Path) -> Measured:
             f"{INTERVAL_S:g} s between two saves; a load is the mean of both layouts.",
             "A projection: on GPUs and networks both factors and times will differ.",
         ],
+        found,
     )
 
 
 def _factors() -> tuple[dict[str, Times], str, dict[str, str]]:
     """Return the factors of reknit by workload, their source, and the workloads without rows of their own."""
-    stalls = kept(RESULTS / "paper", "stalls")
+    stalls = kept(RESULTS / "paper" / "stalls.json")
     found = {} if stalls is None else _of_stalls(stalls["rows"])
     source = "the table `stalls`"
     if OF_THE_TRACE not in found:
@@ -167,22 +186,113 @@ def _rows(scale: Scale, factors: Times) -> list[Row]:
     return found
 
 
-def _on_a_trace(factors: Times) -> list[Row]:
-    """Return the ratios on a trace of failures as in the training of Llama 3 405B, saved when it pays."""
-    days = 1.0 if small() else DAYS
+def trace(days: float, seed: int) -> list[float]:
+    """Return the times between failures."""
+    number = int(2 * days * DAY_S / MTTF_S) + 10
+    gaps: list[float] = np.random.default_rng(seed).exponential(MTTF_S, number).tolist()
+    return gaps
+
+
+def kept_share(costs: RunCosts, policy: Policy, gaps: list[float], days: float) -> float:
+    """Return the share of the time that went into training steps that were not lost."""
+    total_s = kept = 0.0
+    stall_s: float | None = None
+    step = 0
+    for gap_s in gaps:
+        now = since = 0.0
+        saved: int | None = step
+        done, committed, pending = step, step, None
+        while now < gap_s:
+            now += STEP_S
+            done += 1
+            if pending is not None and pending[1] <= now:
+                committed, pending = pending[0], None
+            facts = Facts(
+                seconds=now - since,
+                busy=pending is not None,
+                stall_s=stall_s,
+                write_s=None if stall_s is None else costs.write_s,
+            )
+            if policy.due(Moment(step=done, saved=saved, facts=facts)) and pending is None:
+                pending = done, now + costs.write_s
+                now += costs.stall_s
+                stall_s, saved, since = costs.stall_s, done, now
+        if pending is not None and pending[1] <= gap_s:
+            committed = pending[0]
+        step = committed
+        total_s += gap_s + costs.restart_s
+        kept = step * STEP_S
+        if total_s >= days * DAY_S:
+            break
+    return kept / total_s
+
+
+def on_a_trace(factors: Times, days: float) -> dict[str, Any]:
+    """Return the costs of each system, and its ratio by policy."""
+    systems = {"torch DCP": DCP_405B, "Orbax": ORBAX_405B, OURS: DCP_405B.over(factors)}
+    policies = {f"every {minutes:g} min": every(minutes=minutes) for minutes in MINUTES}
+    policies["auto"] = auto(mttf_hours=MTTF_S / 3600)
     gaps = trace(days, seed=0)
-    systems = {
-        OURS: Times(*DCP_405B).over(factors),
-        "DCP": Times(*DCP_405B),
-        "Orbax": Times(*ORBAX_405B),
-    }
-    ratios = {}
-    for who, (stall_s, write_s, load_s) in systems.items():
-        costs = RunCosts(stall_s=stall_s, write_s=write_s, restart_s=300.0 + load_s, mttf_s=MTTF_S)
-        ratios[who] = [ettr_of_trace(costs, auto(mttf_hours=MTTF_S / 3600), gaps, days, 20.0)]
+    found: dict[str, Any] = {}
+    for who, times in systems.items():
+        costs = _run_costs(times)
+        best_s = costs.best_interval_s()
+        found[who] = {
+            "costs_s": list(times),
+            "ettr": {kind: kept_share(costs, each, gaps, days) for kind, each in policies.items()},
+            "best_interval_s": best_s,
+            "ettr_of_the_formula": costs.ettr(best_s),
+        }
+    return found
+
+
+def _run_costs(times: Times) -> RunCosts:
+    return RunCosts(
+        stall_s=times.stall_s, write_s=times.save_s, restart_s=RESTART_S + times.load_s, mttf_s=MTTF_S
+    )
+
+
+def _of_the_trace(found: Mapping[str, Any], days: float) -> list[Row]:
+    """Return the rows of a training that is saved when it pays."""
+    ratios = {who.removeprefix("torch "): [row["ettr"]["auto"]] for who, row in found.items()}
     name = f"405B, a failure every 3.1 hours, days: {days:g}, `auto`: effective training time ratio"
     why = "projected from DCP's times, while Orbax's background save was 3.4 times shorter than DCP's there"
     return [
         Row(f"{name}, against {other}", "share", ratios, other, OURS, why=why, more=True)
         for other in ("DCP", "Orbax")
     ]
+
+
+def keep(found: dict[str, Any], folder: Path) -> None:
+    """Write the ratios on the trace as data, as text and as a picture."""
+    reports.keep(found, folder / "ettr.json")
+    (folder / "ettr.txt").write_text(text(found))
+    draw_both(partial(figure_of, found), folder / "ettr.png", dpi=120)
+
+
+def text(found: Mapping[str, Any]) -> str:
+    """Return a table for people."""
+    kinds = list(next(iter(found.values()))["ettr"])
+    lines = [f"{'ETTR':19s} " + " ".join(f"{kind:>13s}" for kind in kinds) + "   best interval, formula"]
+    for name, row in found.items():
+        values = " ".join(f"{row['ettr'][kind]:13.4f}" for kind in kinds)
+        formula = f"{row['best_interval_s'] / 60:6.1f} min, {row['ettr_of_the_formula']:.4f}"
+        lines.append(f"{name:19s} {values}   {formula}")
+    return "\n".join(lines) + "\n"
+
+
+def figure_of(found: Mapping[str, Any]) -> Figure:
+    """Return a figure with a curve for each system."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for name, row in found.items():
+        times = Times(*row["costs_s"])
+        costs = _run_costs(times)
+        intervals = np.geomspace(max(times.save_s, 30.0), 4 * 3600.0, 100)
+        (line,) = axes.plot(intervals / 60, [costs.ettr(float(each)) for each in intervals], label=name)
+        axes.plot(costs.best_interval_s() / 60, row["ettr"]["auto"], "o", color=line.get_color())
+    axes.set(xscale="log", xlabel="minutes between saves", ylabel="effective training time ratio")
+    axes.set_title("a failure every 3.1 hours; lines: formula, dots: `auto` on the trace")
+    axes.legend()
+    return figure

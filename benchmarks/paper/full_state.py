@@ -7,9 +7,10 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.paper.jobs.bench import PaperBench, in_turn
 from benchmarks.paper.jobs.workloads import Shape, fsdp, nbytes
 from benchmarks.paper.results import About, Measured, Row, small
+from benchmarks.timing import Bench
+from benchmarks.turns import in_turn
 from tests import ranks
 
 if TYPE_CHECKING:
@@ -51,10 +52,10 @@ def measure(scratch: Path) -> Measured:
 
 def measured_by_rank(folder: str, kind: str, shape: Shape, rounds: int) -> dict[str, Any]:
     """Return the seconds of both ways, and the bytes that the busiest rank writes."""
-    bench = PaperBench(folder)
+    bench = Bench(folder)
     state = fsdp(kind, shape)
     ways = {"reknit": partial(_sharded, bench, state), FULL: partial(_full, bench, state)}
-    taken = in_turn(bench, ways, rounds)
+    taken = in_turn(ways, rounds, bench=bench)
     written = {who: [round(each[-1])] for who, each in taken.of("nbytes").items()}
     return {
         "stall": taken.of("stall"),
@@ -65,7 +66,7 @@ def measured_by_rank(folder: str, kind: str, shape: Shape, rounds: int) -> dict[
     }
 
 
-def _sharded(bench: PaperBench, state: dict[str, Any], number: int) -> Mapping[str, float]:
+def _sharded(bench: Bench, state: dict[str, Any], number: int) -> Mapping[str, float]:
     import reknit
 
     path = f"{bench.folder}/sharded"
@@ -76,14 +77,14 @@ def _sharded(bench: PaperBench, state: dict[str, Any], number: int) -> Mapping[s
     stall = time.perf_counter() - begin
     report = pending.result()
     save, stalled, most = bench.slowest(time.perf_counter() - begin, stall, report.nbytes)
-    bench.remove(path)
+    bench.drop(path)
     return {"stall": stalled, "save": save, "nbytes": most}
 
 
-def _full(bench: PaperBench, state: dict[str, Any], number: int) -> Mapping[str, float]:
+def _full(bench: Bench, state: dict[str, Any], number: int) -> Mapping[str, float]:
     """Save as FSDP's own way does: training stops until rank 0 has written the file."""
     path = f"{bench.folder}/full.pt"
-    taken = bench.timed_once(partial(_gathered_and_written, state, path, bench.rank))
+    taken = bench.settled(partial(_gathered_and_written, state, path, bench.rank))
     most = os.path.getsize(path) if bench.rank == 0 else 0
     (nbytes_,) = bench.slowest(most)
     bench.on_root(partial(os.unlink, path))

@@ -17,6 +17,7 @@ import numpy as np
 from benchmarks.paper.jobs import places
 from benchmarks.paper.results import About, Measured, Row, small
 from benchmarks.storage.ours import write
+from benchmarks.turns import in_turn
 from reknit.storage.hdfs.store import open_hdfs
 
 if TYPE_CHECKING:
@@ -64,20 +65,22 @@ def measure(scratch: Path) -> Measured:
     )
 
 
-def _by_turns(ways: Ways, rounds: int, scale: float = 1.0) -> dict[str, list[float]]:
-    """Return the seconds of each way, which alternate; divided by `scale`."""
-    found: dict[str, list[float]] = {way: [] for way in ways}
-    for number in range(rounds):
-        for way, work in ways.items():
-            begin = time.perf_counter()
-            work(number)
-            found[way].append((time.perf_counter() - begin) / scale)
-    return found
+def _seconds(ways: Ways, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of each way, which alternate."""
+
+    def timed(work: Callable[[int], object], number: int) -> dict[str, float]:
+        begin = time.perf_counter()
+        work(number)
+        return {"s": time.perf_counter() - begin}
+
+    taken = in_turn({way: partial(timed, work) for way, work in ways.items()}, rounds, warm_up=False)
+    assert not taken.failed, taken.failed
+    return taken.of("s")
 
 
 def _speeds(ways: Ways, rounds: int, nbytes: int) -> dict[str, list[float]]:
     """Return the megabytes per second of each way."""
-    seconds = _by_turns(ways, rounds)
+    seconds = _seconds(ways, rounds)
     return {way: [nbytes / 1e6 / each for each in all_] for way, all_ in seconds.items()}
 
 
@@ -165,7 +168,8 @@ def _joins(url: str, count: int, rounds: int) -> list[Row]:
         with ThreadPoolExecutor(count) as pool:
             list(pool.map(join, made["parallel", number]))
 
-    taken = _by_turns({"serial": serial, "reknit": parallel}, rounds, scale=count / 1e3)
+    seconds = _seconds({"serial": serial, "reknit": parallel}, rounds)
+    taken = {who: [1e3 * each / count for each in all_] for who, all_ in seconds.items()}
     why = "the NameNode of this machine is near and serves few clients, and its lock orders all joins"
     return [
         Row(

@@ -6,9 +6,10 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.paper.jobs.bench import PaperBench, in_turn
 from benchmarks.paper.jobs.workloads import Shape, gpt_layout, megatron
 from benchmarks.paper.results import About, Measured, Row, small
+from benchmarks.timing import Bench
+from benchmarks.turns import in_turn
 from tests import ranks
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def measured_by_rank(folder: str, shape: Shape, rounds: int) -> dict[str, Any]:
     from benchmarks.load.metered_storage import meter, metered
 
     path = os.path.abspath(f"{folder}/saved")
-    bench = PaperBench(folder)
+    bench = Bench(folder)
     state = megatron(gpt_layout(WORLD, shape)).state()
     reknit.save(path, state).result()
     meter()  # registers the scheme of the URLs
@@ -91,7 +92,7 @@ def measured_by_rank(folder: str, shape: Shape, rounds: int) -> dict[str, Any]:
     failed: dict[str, str] = {}
     for place, limit in (("the disk", "none"), ("a limited store", f"{RATE}-host")):
         ways = {way: partial(_loaded, bench, state, (path, metered(path, limit)), way) for way in WAYS}
-        taken = in_turn(bench, ways, rounds)
+        taken = in_turn(ways, rounds, bench=bench)
         seconds[place] = taken.of("s")
         nbytes |= {who: [round(each[-1])] for who, each in taken.of("nbytes").items()}
         failed |= {f"{who} from {place}": why for who, why in taken.failed.items()}
@@ -99,7 +100,7 @@ def measured_by_rank(folder: str, shape: Shape, rounds: int) -> dict[str, Any]:
 
 
 def _loaded(
-    bench: PaperBench, state: dict[str, Any], place: tuple[str, str], way: str, number: int
+    bench: Bench, state: dict[str, Any], place: tuple[str, str], way: str, number: int
 ) -> Mapping[str, float]:
     """Load once, and return the seconds and the bytes that left the store."""
     import reknit
@@ -109,6 +110,6 @@ def _loaded(
     how: dict[str, Any] = {"threads": threads, "share": share}
     bench.cold(path)
     meter().reset()
-    seconds = bench.timed_once(lambda: reknit.load(url, state, options=reknit.LoadOptions(**how)))
+    seconds = bench.settled(lambda: reknit.load(url, state, options=reknit.LoadOptions(**how)))
     (nbytes,) = bench.total(meter().data_nbytes)
     return {"s": seconds, "nbytes": nbytes}

@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.load.measure import tensors
-from benchmarks.paper.jobs.bench import PaperBench, Restored, Taken, in_turn
 from benchmarks.paper.results import About, Measured, Row, small
+from benchmarks.timing import Bench, Contents, tensors
+from benchmarks.turns import Taken, in_turn
 from tests import ranks
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def saved(folder: str, gib: float) -> None:
 
     import reknit
 
-    bench = PaperBench(folder)
+    bench = Bench(folder)
     state = _state(gib, bench.world)
     ours, old, _, full = _paths(folder)
     reknit.save(ours, state).result()
@@ -121,11 +121,11 @@ def saved(folder: str, gib: float) -> None:
 
 def loaded(folder: str, gib: float, scenario: Scenario, rounds: int) -> Taken:
     """Load in each way as one of the new ranks."""
-    bench = PaperBench(folder)
+    bench = Bench(folder)
     state = _state(gib, bench.world)
     if not scenario.optimizer:
         del state["optimizer"]
-    restored = Restored(bench, tensors(state), known=False)
+    restored = Contents(bench, tensors(state), known=False)
 
     def checked(way: Callable[..., Mapping[str, float]], number: int) -> Mapping[str, float]:
         restored.wipe()
@@ -134,19 +134,19 @@ def loaded(folder: str, gib: float, scenario: Scenario, rounds: int) -> Taken:
         return found
 
     ways = {ONLINE: _online, OFFLINE: _offline, FULL: _from_full}
-    return in_turn(bench, {name: partial(checked, way) for name, way in ways.items()}, rounds)
+    return in_turn({name: partial(checked, way) for name, way in ways.items()}, rounds, bench=bench)
 
 
-def _online(bench: PaperBench, state: dict[str, Any], number: int) -> Mapping[str, float]:
+def _online(bench: Bench, state: dict[str, Any], number: int) -> Mapping[str, float]:
     import reknit
 
     path = _paths(bench.folder)[0]
     bench.cold(path)
     loading = partial(reknit.load, path, state, strict="optimizer" in state)
-    return {"s": bench.timed_once(loading), "written": 0.0}
+    return {"s": bench.settled(loading), "written": 0.0}
 
 
-def _offline(bench: PaperBench, state: dict[str, Any], number: int) -> Mapping[str, float]:
+def _offline(bench: Bench, state: dict[str, Any], number: int) -> Mapping[str, float]:
     """Run the job on rank 0 while the others wait for it, and then load."""
     import torch
 
@@ -160,9 +160,9 @@ def _offline(bench: PaperBench, state: dict[str, Any], number: int) -> Mapping[s
     def load() -> None:
         _copy(state, torch.load(f"{new}/{bench.rank}.pt", weights_only=True))
 
-    loading = bench.timed_once(load)
+    loading = bench.settled(load)
     written = float(sum(path.stat().st_size for path in Path(new).iterdir()))
-    bench.remove(new)
+    bench.drop(new)
     return {"s": job + loading, "job": job, "written": written}
 
 
@@ -181,7 +181,7 @@ def rewrite(old: str, new: str, world: int, items: list[str]) -> None:
             os.fsync(file.fileno())
 
 
-def _from_full(bench: PaperBench, state: dict[str, Any], number: int) -> Mapping[str, float]:
+def _from_full(bench: Bench, state: dict[str, Any], number: int) -> Mapping[str, float]:
     """Load the file of the full state on every rank, and take a part of each tensor."""
     import torch
 
@@ -192,7 +192,7 @@ def _from_full(bench: PaperBench, state: dict[str, Any], number: int) -> Mapping
         whole = torch.load(f"{full}/all.pt", weights_only=True)
         _copy(state, _each(whole, lambda tensor: tensor.chunk(bench.world)[bench.rank]))
 
-    return {"s": bench.timed_once(load), "written": 0.0}
+    return {"s": bench.settled(load), "written": 0.0}
 
 
 def _each(state: Any, change: Any) -> Any:

@@ -12,8 +12,9 @@ from importlib.util import find_spec
 from statistics import mean, median, stdev
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.orbax import job, replicas
-from benchmarks.orbax.contestants import Mode
+from benchmarks.paper.jobs import orbax_job as job
+from benchmarks.paper.jobs import replicas
+from benchmarks.paper.jobs.orbax_job import Mode
 from benchmarks.paper.jobs.places import started
 from benchmarks.paper.results import About, Measured, Row, small
 from benchmarks.storage.places import folder, prepare

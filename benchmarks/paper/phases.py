@@ -6,9 +6,9 @@ import statistics
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.paper.jobs.bench import PaperBench
 from benchmarks.paper.jobs.workloads import Shape, fsdp, gpt_layout, megatron
 from benchmarks.paper.results import About, Measured, Row, small
+from benchmarks.timing import Bench, phases
 from tests import ranks
 
 if TYPE_CHECKING:
@@ -55,9 +55,8 @@ def measured_by_rank(folder: str, workload: str, shape: Shape, saves: int) -> li
     import time
 
     import reknit
-    from benchmarks.ranks import phases
 
-    bench = PaperBench(folder)
+    bench = Bench(folder)
     state = (
         fsdp("FSDP2", shape)
         if workload.startswith("FSDP")
@@ -76,7 +75,7 @@ def measured_by_rank(folder: str, workload: str, shape: Shape, saves: int) -> li
         each: dict[str, Any] = phases(report)
         overlap = sum(each.values()) / whole
         found.append({"stall": stall, "whole save": whole, **each, "overlap": round(overlap, 3)})
-        bench.remove(path)
+        bench.drop(path)
     return found
 
 

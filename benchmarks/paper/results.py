@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from benchmarks.reports import kept
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -49,11 +50,15 @@ class Row(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """The rows of a table, the reasons of everything skipped, and notes on sizes and differences."""
+    """The rows of a table, the reasons of everything skipped, and notes on sizes and differences.
+
+    `data` is for pictures and texts beside the table, which the table's module writes by `keep`.
+    """
 
     rows: Sequence[Row]
     skipped: Mapping[str, str] = {}
     notes: Sequence[str] = ()
+    data: Any = None
 
 
 def factors(row: Row) -> list[float]:
@@ -94,20 +99,6 @@ def as_json(about: About, measured: Measured, run: Mapping[str, Any]) -> dict[st
     }
 
 
-def keep(result: Mapping[str, Any], folder: Path) -> None:
-    """Write a table to `NAME.json`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(result, indent=1, ensure_ascii=False)
-    (folder / f"{result['name']}.json").write_text(text + "\n")
-
-
-def kept(folder: Path, name: str) -> dict[str, Any] | None:
-    """Return a table that was kept, None without one."""
-    path = folder / f"{name}.json"
-    found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
-    return found
-
-
 HEADER = """\
 | row | unit | figures | the paper's factor | our factor (least to most) | behind, and why |
 |---|---|---|---|---|---|
@@ -120,7 +111,7 @@ def summary(abouts: Iterable[About], folder: Path) -> str:
     text += "A factor says how many times better reknit is than the contestant that it is compared with.\n"
     for about in abouts:
         text += f"\n## {about.name}: {about.title}\n\n{about.source}. In the paper: {about.paper}\n\n"
-        text += _section(kept(folder, about.name))
+        text += _section(kept(folder / f"{about.name}.json"))
     return text
 
 
@@ -132,7 +123,7 @@ OVERVIEW = """\
 
 def overview(abouts: Iterable[About], folder: Path) -> str:
     """Return one row for each table: its factors in the paper and here."""
-    rows = (_cells(about, kept(folder, about.name)) for about in abouts)
+    rows = (_cells(about, kept(folder / f"{about.name}.json")) for about in abouts)
     return OVERVIEW + "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
 
 

@@ -4,8 +4,8 @@ A table is a module of this folder with `ABOUT`, and with `measure`, which retur
 the same run and take turns with reknit, in fresh folders.  A rival that is not installed is skipped in the
 open.  Each table has a fresh process and a deadline.  A module imports torch only in its functions, starts
 its ranks by `tests.ranks.run`, and takes its least sizes if `small()`.  With a function `figure`, a picture
-is drawn of its results.  The results are kept in benchmarks/results/paper: NAME.json for each table, and
-summary.md, overview.md and factors.png for all.
+is drawn of its results; a function `keep` writes its data for other pages.  The results are kept in
+benchmarks/results/paper: NAME.json for each table, and summary.md, overview.md and factors.png for all.
 
 Run: scripts/bench paper [TABLE ...] [--list] [--small] [--summary] [--out FOLDER]
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import difflib
 import importlib
 import os
 import signal
@@ -26,17 +25,17 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.machine import machine, software
 from benchmarks.paper.jobs.picture import draw_factors
-from benchmarks.paper.results import SMALL, as_json, keep, kept, line_of, overview, small, summary
+from benchmarks.paper.results import SMALL, as_json, line_of, overview, small, summary
 from benchmarks.pictures import draw_both
 from benchmarks.ranks import scratch
+from benchmarks.reports import RESULTS, chosen, keep, kept, machine, software
 
 if TYPE_CHECKING:
     from benchmarks.paper.results import About, Measured
 
 HERE = Path(__file__).resolve().parent
-RESULTS = HERE.parent / "results" / "paper"
+KEPT = RESULTS / "paper"
 NOT_TABLES = ("run", "results")
 PACKAGES = ("torch", "megatron-core", "orbax-checkpoint", "jax", "numpy", "hdfs-native", "reknit")
 DEADLINE_S = 420.0
@@ -54,17 +53,6 @@ def table(name: str) -> Any:
 
 def abouts() -> list[About]:
     return [table(name).ABOUT for name in names()]
-
-
-def chosen(wanted: list[str]) -> list[str]:
-    """Return the tables to measure, all without a name.  Ends the process at a name that is none."""
-    there = names()
-    for name in wanted:
-        if name not in there:
-            near = difflib.get_close_matches(name, there, 1)
-            guess = f"; did you mean {near[0]}?" if near else ""
-            sys.exit(f"there is no table {name}{guess} The tables are: {', '.join(there)}")
-    return wanted or there
 
 
 def arguments() -> argparse.Namespace:
@@ -97,9 +85,11 @@ def measured_here(name: str, folder: Path, out: Path) -> None:
         "load_after": round(os.getloadavg()[0], 2),
     }
     result = as_json(module.ABOUT, found, run)
-    keep(result, out)
+    keep(result, out / f"{name}.json")
     if hasattr(module, "figure"):
-        draw_both(lambda: module.figure(kept(out, name)), out / f"{name}.png", dpi=100)
+        draw_both(lambda: module.figure(result), out / f"{name}.png", dpi=100)
+    if found.data is not None and not (small() and out == KEPT):  # which pages show
+        module.keep(found.data, RESULTS if out == KEPT else out / "pages")
 
 
 def measured(name: str, args: argparse.Namespace, out: Path) -> str:
@@ -130,7 +120,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def show(name: str, out: Path) -> None:
     """Print the rows of a table."""
-    found = kept(out, name)
+    found = kept(out / f"{name}.json")
     assert found is not None
     print(f"{name}: {found['title']} ({found['source']})")
     for row in found["rows"]:
@@ -144,13 +134,13 @@ def summarise(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / "summary.md").write_text(summary(abouts(), out))
     (out / "overview.md").write_text(overview(abouts(), out))
-    draw_factors([found for name in names() if (found := kept(out, name))], out / "factors.png")
+    draw_factors([found for name in names() if (found := kept(out / f"{name}.json"))], out / "factors.png")
 
 
 def main() -> int:
     args = arguments()
-    wanted = chosen(args.tables)
-    out: Path = args.out or RESULTS
+    wanted = chosen(args.tables, names())
+    out: Path = args.out or KEPT
     if args.list:
         for about in abouts():
             print(f"{about.name:12s} {about.source}: {about.title}")

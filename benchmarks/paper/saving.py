@@ -7,9 +7,10 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.paper.jobs.bench import PaperBench, in_turn
 from benchmarks.paper.jobs.workloads import Shape, gpt_layout, megatron
 from benchmarks.paper.results import About, Measured, Row, small
+from benchmarks.timing import Bench
+from benchmarks.turns import in_turn
 from tests import ranks
 
 if TYPE_CHECKING:
@@ -114,18 +115,19 @@ def require_divided(busiest: Mapping[str, float]) -> None:
 
 def measured_by_rank(folder: str, shape: Shape, rounds: int) -> dict[str, Any]:
     """Return the seconds of each step of the ladder, the bytes of all ranks, and saves with kept plans."""
-    from benchmarks.paper.jobs.limited import limited
+    from benchmarks.load.metered_storage import meter, metered
 
     folder = os.path.abspath(folder)
-    bench = PaperBench(folder)
+    bench = Bench(folder)
     state = megatron(gpt_layout(WORLD, shape)).state()
     nbytes: dict[str, list[int]] = {}
     seconds, failed = {}, {}
-    for place, url in (("the disk", folder), ("a limited store", limited(folder, RATE))):
+    meter()  # registers the scheme of the URL
+    for place, url in (("the disk", folder), ("a limited store", metered(folder, f"{RATE:.0f}-rank"))):
         ways = {step: partial(_saved, bench, state, nbytes, (step, url)) for step in DIVISIONS}
-        taken = in_turn(bench, ways, rounds)
+        taken = in_turn(ways, rounds, bench=bench)
         seconds[place], failed[place] = taken.of("s"), taken.failed
-    plans = in_turn(bench, _plans(bench, state), rounds)
+    plans = in_turn(_plans(bench, state), rounds, bench=bench)
     reasons = {f"{who} on {place}": why for place, each in failed.items() for who, why in each.items()}
     return {
         "seconds": seconds,
@@ -136,7 +138,7 @@ def measured_by_rank(folder: str, shape: Shape, rounds: int) -> dict[str, Any]:
 
 
 def _saved(
-    bench: PaperBench, state: dict[str, Any], nbytes: dict[str, list[int]], way: tuple[str, str], number: int
+    bench: Bench, state: dict[str, Any], nbytes: dict[str, list[int]], way: tuple[str, str], number: int
 ) -> Mapping[str, float]:
     """Save with some optimizations, and return the seconds."""
     import reknit
@@ -153,17 +155,17 @@ def _saved(
         switched.enter_context(ablations.dividing(ablations.DIVISIONS[DIVISIONS[step]]))
         if step == NONE:
             switched.enter_context(ablations.one_after_another())
-        taken = bench.timed_once(
+        taken = bench.settled(
             lambda: reports.append(reknit.save(f"{above}/{name}", fresh, options=options).result())
         )
     each = [0] * bench.world
     each[bench.rank] = reports[0].nbytes
     nbytes[step] = bench.total(*each)
-    bench.remove(f"{bench.folder}/{name}")
+    bench.drop(f"{bench.folder}/{name}")
     return {"s": taken}
 
 
-def _plans(bench: PaperBench, state: dict[str, Any]) -> dict[str, Any]:
+def _plans(bench: Bench, state: dict[str, Any]) -> dict[str, Any]:
     """Return background saves whose plans are new, since their items have new names, or the same again."""
     import reknit
 
@@ -171,8 +173,8 @@ def _plans(bench: PaperBench, state: dict[str, Any]) -> dict[str, Any]:
         path = f"{bench.folder}/planned"
         options = reknit.SaveOptions(reuse=False)
         named = {f"{name}{number}" if new else name: value for name, value in state.items()}
-        taken = bench.timed_once(lambda: reknit.save(path, named, wait=False, options=options).result())
-        bench.remove(path)
+        taken = bench.settled(lambda: reknit.save(path, named, wait=False, options=options).result())
+        bench.drop(path)
         return {"s": taken}
 
     return {NEW: partial(saved, new=True), SAME: partial(saved, new=False)}

@@ -7,10 +7,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.paper.jobs import places
-from benchmarks.paper.jobs.bench import PaperBench, Restored, Taken, in_turn, remove
 from benchmarks.paper.jobs.contestants import DCP, MCP, OURS, DcpJob, McpJob, ReknitJob
 from benchmarks.paper.jobs.workloads import Shape, fsdp, gpt_layout, megatron, nbytes
 from benchmarks.paper.results import About, Measured, Row, small
+from benchmarks.timing import Bench, Contents, remove
+from benchmarks.turns import Taken, in_turn
 from tests import ranks
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def measure(scratch: Path) -> Measured:
     rows: list[Row] = []
     skipped = {
         "states on a GPU": "all tensors are on the CPU; `scripts/bench gpu` has copies from a device",
-        "full states": "the states of data loaders have a benchmark of their own, `scripts/bench dataloader`",
+        "full states": "the states of data loaders have rows of their own, `scripts/bench table loader`",
     }
     rounds = 1 if small() else 3
     on_hdfs, why = places.hdfs()
@@ -163,10 +164,10 @@ def _state(workload: Workload, size: Shape, world: int) -> Any:
 
 def saved_and_loaded(workload: Workload, folder: str, size: Shape, rounds: int) -> dict[str, Any]:
     """Save and load as one rank of the first layout; the last checkpoint of each contestant stays."""
-    bench = PaperBench(folder)
+    bench = Bench(folder)
     state = _state(workload, size, bench.world)
     jobs = _jobs(workload, folder, state)
-    restored = Restored(bench, _parameters(workload, state), known=True)
+    restored = Contents(bench, _parameters(workload, state), known=True)
 
     def round_of(who: str, job: Job, number: int) -> dict[str, float]:
         path = f"{folder}/{who}-{number}"
@@ -178,15 +179,15 @@ def saved_and_loaded(workload: Workload, folder: str, size: Shape, rounds: int) 
         stall = time.perf_counter() - begin
         under_way.result()
         save, stalled = bench.slowest(time.perf_counter() - begin, stall)
-        bench.forget(path)
+        bench.cold(path)
         restored.wipe()
-        load = bench.timed_once(lambda: job.load(path))
+        load = bench.settled(lambda: job.load(path))
         restored.check()
         if number < rounds - 1:
-            bench.remove(path)
+            bench.drop(path)
         return {"stall": stalled, "save": save, "load": load}
 
-    taken = in_turn(bench, {who: partial(round_of, who, job) for who, job in jobs.items()}, rounds)
+    taken = in_turn({who: partial(round_of, who, job) for who, job in jobs.items()}, rounds, bench=bench)
     if workload.rival not in jobs:
         taken.failed[workload.rival] = "it has no HDFS; the paper's authors wrote it an access of their own"
     for job in jobs.values():
@@ -197,20 +198,20 @@ def saved_and_loaded(workload: Workload, folder: str, size: Shape, rounds: int) 
 
 def resharded(workload: Workload, folder: str, size: Shape, rounds: int) -> Taken:
     """Load the checkpoints of the first layout as one rank of the second."""
-    bench = PaperBench(folder)
+    bench = Bench(folder)
     state = _state(workload, size, bench.world)
     jobs = _jobs(workload, folder, state)
-    restored = Restored(bench, _parameters(workload, state), known=False)
+    restored = Contents(bench, _parameters(workload, state), known=False)
 
     def round_of(who: str, job: Job, number: int) -> dict[str, float]:
         path = f"{folder}/{who}-{rounds - 1}"
-        bench.forget(path)
+        bench.cold(path)
         restored.wipe()
-        seconds = bench.timed_once(lambda: job.load(path))
+        seconds = bench.settled(lambda: job.load(path))
         restored.check()
         return {"reshard": seconds}
 
-    taken = in_turn(bench, {who: partial(round_of, who, job) for who, job in jobs.items()}, rounds)
+    taken = in_turn({who: partial(round_of, who, job) for who, job in jobs.items()}, rounds, bench=bench)
     for job in jobs.values():
         job.close()
     return taken

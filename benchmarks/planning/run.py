@@ -32,19 +32,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import msgspec
 
-from benchmarks.aims import Row, judged, ratio, show
 from benchmarks.pictures import draw_both
 from benchmarks.planning import growth
 from benchmarks.planning.dcp import global_plan_s
 from benchmarks.planning.jobs import PP, TP, Fsdp2, Job, Megatron
 from benchmarks.planning.tree import Climbed, climb
+from benchmarks.reports import RESULTS, Row, deliver, judged, keep, kept, ratio, show
 
 MIB = 1 << 20
 SILENT_UP_TO = 40_000
 """Up to so many ranks a second save by the same plans is measured too."""
 IN_ALL = {"megatron 8960": (0.3, 0.1, 64), "megatron 100096": (2.0, None, 64)}
 """Aims: seconds of a first save and of the same again, and the manifest's size."""
-RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
 def measure(job: Job, folder: str, workers: int) -> dict[str, Any]:
@@ -141,10 +140,9 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
-    args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "planning.json"
     chosen = jobs(args)
-    before = json.loads(path.read_text())["jobs"] if args.keep and path.exists() else {}
+    before = (kept(path) or {"jobs": {}})["jobs"] if args.keep else {}
     result: dict[str, Any] = {"cores": os.cpu_count(), "jobs": {}}
     with tempfile.TemporaryDirectory() as folder:
         for name in [*before, *(name for name in chosen if name not in before)]:
@@ -157,7 +155,7 @@ def main() -> int:
             row["load_average"] = round(os.getloadavg()[0], 1)
             if beside:
                 row["dcp_global_plan_s"] = round(global_plan_s(job), 3)
-            path.write_text(json.dumps(result, indent=1) + "\n")  # in case a later one fails
+            keep(result, path)  # in case a later one fails
     finish(result, args.out)
     return 0
 
@@ -171,10 +169,9 @@ def finish(result: dict[str, Any], out: Path) -> None:
     result["growth"] = {"jobs": list(grown), "ranks": ranks, "seconds": seconds, "exponent": fit}
     result["aims"] = judged(rows(result))
     show(result["aims"])
-    (out / "planning.json").write_text(json.dumps(result, indent=1) + "\n")
+    deliver(result, out / "planning.json")
     if grown:
         draw_both(lambda: growth.figure_of(result["jobs"], result["growth"]), out / "planning.png", dpi=80)
-    print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

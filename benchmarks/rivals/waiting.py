@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,13 +17,12 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 import reknit
-from benchmarks.load.measure import PIECE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from benchmarks.load.measure import LoadBench
     from benchmarks.table.rounds import Kind
+    from benchmarks.timing import Bench
 
 State = dict[str, Any]
 
@@ -58,7 +56,7 @@ def ours(held: State | None = None, **options: Any) -> Way:
     return Way("reknit", lambda path, state: reknit.save(path, held or state, overwrite=True).result(), load)
 
 
-def rivals(bench: LoadBench) -> list[Way]:
+def rivals(bench: Bench) -> list[Way]:
     """Return the rivals that can save this job: all for one rank, the rivals with shards for several."""
     two_files = DcpMode(files=2)
     safetensors = Way("DCP, safetensors files", two_files.save, two_files.load)
@@ -245,14 +243,3 @@ def safetensors_ways(path: str, model: State) -> dict[str, Callable[[], Any]]:
         "load_file, read, copied into the model": lambda: into_model("pread"),
         NEW_TENSORS: lambda: load_file(path, backend="pread"),
     }
-
-
-def raw_write(path: str, data: memoryview, *, direct: bool, threads: int = 2) -> None:
-    """Write and sync a new file."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | (os.O_DIRECT if direct else 0), 0o644)
-    try:
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(lambda k: os.pwrite(fd, data[k : k + PIECE], k), range(0, len(data), PIECE)))
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -20,6 +20,7 @@ from benchmarks.storage.ours import read, write
 from benchmarks.storage.places import folder
 from benchmarks.storage.raw import Hdfs, UnsyncedHdfs
 from benchmarks.storage.timing import MIB, timed
+from benchmarks.turns import in_turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,21 +60,25 @@ def measure(url: str, data: NDArray[np.uint8], repeat: int, durability: Durabili
         write(split, "read", data, pool)
         for threads in THREADS:
             ways[f"read, {threads} threads"] = partial(read_by, threads, f"{url}?concurrency=1", data)
-        found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+
+        def measured(work: Callable[[], object], number: int) -> dict[str, float]:
+            found = timed(work, len(data))
+            for name in ("stream", "split", "raw/file"):
+                split.delete(name)
+            return found
+
         try:
-            for _ in range(repeat):
-                for way, work in ways.items():
-                    found[way].append(timed(work, len(data)))
-                    for name in ("stream", "split", "raw/file"):
-                        split.delete(name)
+            parts = {way: partial(measured, work) for way, work in ways.items()}
+            taken = in_turn(parts, repeat, warm_up=False)
         finally:
             split.delete("read")
+    assert not taken.failed, taken.failed
     rows = {
         way: {
-            "mb_per_s": round(statistics.median(run["MB/s"] for run in runs), 1),
-            "cpu_s_per_gb": round(statistics.median(run["CPU s/GB"] for run in runs), 2),
+            "mb_per_s": round(statistics.median(found["MB/s"]), 1),
+            "cpu_s_per_gb": round(statistics.median(found["CPU s/GB"]), 2),
         }
-        for way, runs in found.items()
+        for way, found in taken.figures.items()
     }
     ratio = rows["write, sub-files"]["mb_per_s"] / rows["write, one stream"]["mb_per_s"]
     return {

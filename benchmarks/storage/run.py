@@ -29,14 +29,14 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.reports import RESULTS, keep, machine, software  # noqa: E402
 from benchmarks.storage.limits import limits  # noqa: E402  (found by the line above)
 from benchmarks.storage.places import PLACES, clear, folder, prepare  # noqa: E402
-from benchmarks.storage.timing import MIB, machine, timed, wait_until_idle  # noqa: E402
+from benchmarks.storage.timing import MIB, timed, wait_until_idle  # noqa: E402
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-RESULTS = ROOT / "benchmarks" / "results"
 MEASURES = ("MB/s", "CPU s/GB", "extra MiB")
 
 
@@ -76,8 +76,7 @@ def main() -> int:
     print(table, file=sys.stderr)
     print(json.dumps(result, indent=1))
     if arguments.keep:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "storage.json").write_text(json.dumps(result, indent=1) + "\n")
+        keep(result, RESULTS / "storage.json")
         (RESULTS / "storage.txt").write_text(f"{table}\n")
     return 0
 
@@ -86,6 +85,7 @@ def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure all places, and the limits of the machine."""
     reported: dict[str, Any] = {
         "machine": machine(),
+        "software": software("numpy", "obstore", "hdfs-native", "reknit"),
         "load average before": os.getloadavg()[0],
         "mib": arguments.mib,
         "threads": arguments.threads,
@@ -139,15 +139,11 @@ def compare(place: str, url: str, arguments: argparse.Namespace) -> list[dict[st
 
 def drawn(result: dict[str, Any]) -> str:
     """Return a table for people."""
-    about = result["machine"]
-    reported = ", ".join(
-        f"{name} {value}" for name, value in about.items() if name not in ("processor", "cores")
-    )
     most = ", ".join(f"{name} {value:.0f}" for name, value in result["limits MB/s"].items())
     return "\n".join(
         (
             f"one file of {result['mib']} MiB, {result['threads']} threads, medians of {result['repeat']}",
-            f"{about['processor']}, {about['cores']} cores, {reported}",
+            f"{result['machine']}, {result['software']}",
             f"at most, MB/s: {most}",
             f"load average before: {result['load average before']:.1f}",
             "",

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import resource
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,28 +56,6 @@ def wait_until_idle(share: float, seconds: float) -> float:
     while (found := idle_share()) < share and time.monotonic() < end:
         pass
     return found
-
-
-def machine() -> dict[str, Any]:
-    """Return a description of the machine and of the installed clients."""
-    names = [
-        line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")
-    ]
-    (total,) = [int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")]
-    packages = {}
-    for name in ("numpy", "obstore", "hdfs-native"):
-        try:
-            packages[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return {
-        "processor": names[0] if names else platform.machine(),
-        "cores": os.cpu_count(),
-        "memory GiB": round(total / MIB, 1),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        **packages,
-    }
 
 
 def _lines(path: str) -> list[str]:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import os
 import statistics
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
 
-from benchmarks.async_save.measure import copier, idle_save
-from benchmarks.load.measure import PeakMemory, data_files, pinned, raw_read, tensors
 from benchmarks.load.states import build
 from benchmarks.table.rounds import Row
 from benchmarks.table.sharded import trained
+from benchmarks.timing import PeakMemory, copier, data_files, pinned, raw_read, tensors
 
 if TYPE_CHECKING:
-    from benchmarks.load.measure import LoadBench
     from benchmarks.rivals.background import Contender
     from benchmarks.table.sizes import Sizes
+    from benchmarks.timing import Bench
 
 SAVERS = {
     "reknit": "ours",
@@ -33,7 +33,7 @@ SAVERS = {
 LOADERS = {"reknit": "ours", "DCP": "rival", "raw read": "limit"}
 
 
-def make(bench: LoadBench, sizes: Sizes) -> dict[str, Any]:
+def make(bench: Bench, sizes: Sizes) -> dict[str, Any]:
     """Write the checkpoints that other processes load later."""
     import torch.distributed.checkpoint as dcp
 
@@ -46,7 +46,7 @@ def make(bench: LoadBench, sizes: Sizes) -> dict[str, Any]:
     return {}
 
 
-def load(bench: LoadBench, sizes: Sizes, name: str) -> dict[str, float]:
+def load(bench: Bench, sizes: Sizes, name: str) -> dict[str, float]:
     """Return the seconds of one load, the first of these processes."""
     import torch.distributed.checkpoint as dcp
 
@@ -65,7 +65,7 @@ def load(bench: LoadBench, sizes: Sizes, name: str) -> dict[str, float]:
     return {"first": bench.together(loads[name])}
 
 
-def save(bench: LoadBench, sizes: Sizes, name: str) -> dict[str, float]:
+def save(bench: Bench, sizes: Sizes, name: str) -> dict[str, float]:
     """Return the seconds of saves in the background, with the first one of these processes apart."""
     state = build(bench.world * sizes.first_gib, bench.world)
     owned = tensors(state)
@@ -88,7 +88,7 @@ def save(bench: LoadBench, sizes: Sizes, name: str) -> dict[str, float]:
     }
 
 
-def _contender(bench: LoadBench, state: dict[str, Any], name: str, prepared: dict[str, float]) -> Contender:
+def _contender(bench: Bench, state: dict[str, Any], name: str, prepared: dict[str, float]) -> Contender:
     from benchmarks.rivals import background
 
     made = {
@@ -105,13 +105,22 @@ def _contender(bench: LoadBench, state: dict[str, Any], name: str, prepared: dic
     return found[0]
 
 
-def _background(bench: LoadBench, contender: Contender, number: int) -> tuple[float, float]:
+def _background(bench: Bench, contender: Contender, number: int) -> tuple[float, float]:
     """Return the seconds until the state may be changed, and until the checkpoint exists."""
+    path = f"{bench.folder}/{number}"
     bench.settle()
-    return idle_save(bench, contender, number)[0]
+    bench.dist.barrier()
+    begin = time.perf_counter()
+    under_way = contender.start(path)
+    under_way.staged()
+    staged = time.perf_counter() - begin
+    under_way.result()
+    whole, blocked = bench.slowest(time.perf_counter() - begin, staged)
+    bench.drop(path)
+    return blocked, whole
 
 
-def _copies(bench: LoadBench, owned: list[Any], later: int) -> dict[str, float]:
+def _copies(bench: Bench, owned: list[Any], later: int) -> dict[str, float]:
     """Return the seconds of a copy to new memory, and to memory that is already mapped."""
     import torch
 

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import resource
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.async_save.measure import copier
 from benchmarks.rivals import background
-from benchmarks.table.rounds import Row
+from benchmarks.table.rounds import Row, taken_row
+from benchmarks.timing import copier
+from benchmarks.turns import in_turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from benchmarks.load.measure import LoadBench
     from benchmarks.rivals.background import DcpBackgroundMode
     from benchmarks.table.sizes import Sizes
+    from benchmarks.timing import Bench
+    from benchmarks.turns import Way
 
 ELEMENTS = 1024
 """The elements of each DTensor on one rank."""
 
 
 def rows(
-    bench: LoadBench,
+    bench: Bench,
     sizes: Sizes,
     modes: tuple[DcpBackgroundMode, ...] = background.DCP_QUICK_MODES,
 ) -> list[Row]:
@@ -43,27 +46,24 @@ def rows(
         ("reknit", lambda: background.reknit_contender(state)),
         *background.dcp_contenders(state, modes),
     ]
-    taking_part = [(name, make()) for name, make in makers]
+    contenders = {name: make() for name, make in makers}
     copy = copier([tensor.to_local() for tensor in owned])
-    for number in range(-1, min(sizes.repeat, 3)):  # DCP takes some 20 s for each save
+
+    def saved(contender: background.Contender, number: int) -> dict[str, float]:
         state["model"] = {f"round{number}.{n}.weight": tensor for n, tensor in enumerate(owned)}
-        for name, contender in taking_part:
-            for row in (first, second):
-                blocked = _saved(bench, contender)
-                if number >= 0:
-                    row.add(name, "ours" if name == "reknit" else "rival", blocked)
-        for row in (first, second):
-            copied = bench.together(copy)
-            if number >= 0:
-                row.add("memcpy", "limit", copied)
-    for _, contender in taking_part:
+        return {row.name: _saved(bench, contender) for row in (first, second)}
+
+    ways: dict[str, Way] = {name: partial(saved, contender) for name, contender in contenders.items()}
+    ways["memcpy"] = lambda _: {row.name: bench.together(copy) for row in (first, second)}
+    taken = in_turn(ways, min(sizes.repeat, 3), bench=bench)  # DCP takes some 20 s for each save
+    for contender in contenders.values():
         contender.close()
     background.end_dcp_process()
     reknit.close()
-    return [first, second]
+    return [taken_row(row, taken, row.name) for row in (first, second)]
 
 
-def _dtensors(bench: LoadBench, count: int) -> list[Any]:
+def _dtensors(bench: Bench, count: int) -> list[Any]:
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
@@ -75,7 +75,7 @@ def _dtensors(bench: LoadBench, count: int) -> list[Any]:
     ]
 
 
-def _saved(bench: LoadBench, contender: background.Contender) -> float:
+def _saved(bench: Bench, contender: background.Contender) -> float:
     """Save, and return the seconds until the state of the slowest rank may be changed."""
     path = f"{bench.folder}/checkpoint"
     saves: list[Any] = []

@@ -1,19 +1,21 @@
-"""Contestants take turns: one measurement of each in a round, and the next round in another order."""
+"""What is a row of the table?  The figures of contestants that took turns."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from benchmarks.load.measure import io_counts
+from benchmarks import turns
+from benchmarks.timing import io_counts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
-    from benchmarks.load.measure import LoadBench
+    from benchmarks.timing import Bench
 
-    Meter = Callable[[LoadBench, Callable[[], Any]], float]
+    Meter = Callable[[Bench, Callable[[], Any]], float]
 
 Kind = Literal["ours", "rival", "beside", "limit"]
 """The role in a comparison; figures of "beside" are listed but not compared, since it promises less."""
@@ -49,19 +51,19 @@ class Row:
         self.figures.pop(name, None)
 
 
-def seconds(bench: LoadBench, act: Callable[[], Any]) -> float:
+def seconds(bench: Bench, act: Callable[[], Any]) -> float:
     """Return the seconds of the slowest rank."""
     return bench.together(act)
 
 
-def cpu_seconds(bench: LoadBench, act: Callable[[], Any]) -> float:
+def cpu_seconds(bench: Bench, act: Callable[[], Any]) -> float:
     """Return the CPU seconds of all threads of the busiest rank's process."""
     begin = time.process_time()
     bench.together(act)
     return bench.slowest(time.process_time() - begin)[0]
 
 
-def read_bytes(bench: LoadBench, act: Callable[[], Any]) -> float:
+def read_bytes(bench: Bench, act: Callable[[], Any]) -> float:
     """Return the bytes that all ranks read by system calls."""
     begin = io_counts()[0]
     bench.together(act)
@@ -69,34 +71,36 @@ def read_bytes(bench: LoadBench, act: Callable[[], Any]) -> float:
 
 
 def in_turn(
-    bench: LoadBench,
-    row: Row,
-    contestants: Iterable[Contestant],
-    repeat: int,
-    meter: Meter = seconds,
-    *,
-    warm_up: bool = True,
+    bench: Bench, row: Row, contestants: Iterable[Contestant], repeat: int, meter: Meter = seconds
 ) -> Row:
-    """Measure all contestants `repeat` times in turn; with `warm_up` a round before that does not count."""
-    taking_part = list(contestants)
-    for number in range(-warm_up, repeat):
-        first = number % len(taking_part) if taking_part else 0
-        for each in taking_part[first:] + taking_part[:first]:
-            if each.name not in row.missing:
-                _one(bench, row, each, number, meter)
-    for name, figures in row.figures.items():
-        bench.say(f"{row.name:52s} {name:44s} {min(figures):10.4g} {row.unit}")
+    """Measure all contestants `repeat` times in turn, after a round that does not count."""
+    taking_part = {each.name: each for each in contestants if each.name not in row.missing}
+
+    def measured(each: Contestant, number: int) -> dict[str, float]:
+        bench.together(lambda: each.before(number))
+        bench.settle()
+        return {row.unit: meter(bench, lambda: each.act(number))}
+
+    ways = {name: partial(measured, each) for name, each in taking_part.items()}
+    taken = turns.in_turn(ways, repeat, bench=bench)
+    for name, each in taking_part.items():
+        if name in taken.failed:
+            row.fail(name, each.kind, taken.failed[name])
+        else:
+            row.add(name, each.kind, *taken.figures[name][row.unit])
+            bench.say(f"{row.name:52s} {name:44s} {min(row.figures[name]):10.4g} {row.unit}")
     return row
 
 
-def _one(bench: LoadBench, row: Row, each: Contestant, number: int, meter: Meter) -> None:
-    try:
-        bench.together(lambda: each.before(number))
-        bench.settle()
-        figure = meter(bench, lambda: each.act(number))
-    except Exception as error:  # the row has the reason in place of a figure
-        row.fail(each.name, each.kind, f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
-        bench.say(f"{row.name:52s} {each.name:44s} {row.missing[each.name]}")
-        return
-    if number >= 0:
-        row.add(each.name, each.kind, figure)
+def taken_row(row: Row, taken: turns.Taken, quantity: str, ours: Collection[str] = ("reknit",)) -> Row:
+    """Fill a row with one quantity of contestants that took turns; `ours` are those of reknit in this row."""
+    for name, figures in taken.of(quantity).items():
+        if name in ours or not name.startswith("reknit"):
+            row.add(name, _kind(name), *figures)
+    for name, reason in taken.failed.items():
+        row.fail(name, _kind(name), reason)
+    return row
+
+
+def _kind(name: str) -> Kind:
+    return "ours" if name.startswith("reknit") else "limit" if name == "memcpy" else "rival"

@@ -8,7 +8,12 @@ sharded    2 ranks: a save that waits, a cold load, bytes read.
 bytes      4 and 8 ranks: bytes read.
 first      2 ranks: the first load of a process, first and later saves in the background, their memory.
 single     1 rank: many tensors, small states, a second save with LoRA.
+trainer    2 ranks: the costs of saves in the background, also to a slow store, for a trainer that computes.
 dtensors   4 ranks: thousands of DTensors, saved in the background.
+formats    1 rank: folders of DCP and Hugging Face, read in place and imported.
+loader     1 rank: the states of data loaders.
+sinks      1 rank: sinks of events, and saves beside good and bad ones.
+digests    1 rank: the candidates for the digest of a block.
 root       the root's computations for thousands of ranks.
 
 Prints the table; `--keep` puts it into benchmarks/results, as JSON, Markdown and a picture.  The machine
@@ -19,7 +24,6 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
-import json
 import os
 import sys
 from pathlib import Path
@@ -27,56 +31,71 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.machine import machine, software
+from benchmarks import reports
 from benchmarks.ranks import RanksFailedError, launch, options, rank_main, scratch
+from benchmarks.reports import RESULTS, chosen, machine, software
 from benchmarks.table import picture, root, sizes
 from benchmarks.table.rounds import Row
 from benchmarks.table.summary import markdown, summary
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-GROUPS = ("sharded", "bytes", "first", "single", "dtensors", "root")
+GROUPS: dict[str, tuple[int, ...]] = {
+    "sharded": (2,),
+    "bytes": (4, 8),
+    "first": (2,),
+    "single": (1,),
+    "trainer": (2,),
+    "dtensors": (4,),
+    "formats": (1,),
+    "loader": (1,),
+    "sinks": (1,),
+    "digests": (1,),
+    "root": (),
+}
+"""The numbers of ranks of each group."""
 META = "torch_checkpointing"
-RESULTS = Path(__file__).resolve().parents[1] / "results"
+MODULES = {"bytes": "sharded", "dtensors": "layout"}
 
 
 def measured_by_rank(args: argparse.Namespace) -> dict[str, Any]:
     """Measure one group as one rank."""
-    from benchmarks.load.measure import LoadBench
+    from benchmarks.timing import Bench
 
-    bench = LoadBench(args.dir, repeat=1)
+    bench = Bench(args.dir, repeat=1)
     group, _, name = args.role.partition(".")
     bench.folder = f"{args.dir}/{'load' if group == 'make' else group}"  # loaded from where it was made
-    return measured(bench, group, name, chosen(args))
+    return measured(bench, group, name, size_of(args))
 
 
 def measured(bench: Any, group: str, name: str, size: sizes.Sizes) -> dict[str, Any]:
     """Return the results of one group of ranks."""
-    from benchmarks.table import first, layout, sharded, single
-
     if group in ("load", "save", "make"):
+        from benchmarks.table import first
+
         os.makedirs(bench.folder, exist_ok=True)
         if group == "make":
             return first.make(bench, size)
         known = first.LOADERS if group == "load" else first.SAVERS
         measured: dict[str, Any] = getattr(first, group)(bench, size, list(known)[int(name)])
         return measured
-    groups = {
-        "sharded": sharded.rows,
-        "bytes": sharded.byte_rows,
-        "single": single.rows,
-        "dtensors": layout.rows,
-    }
-    return {"rows": [vars(row) for row in groups[group](bench, size)]}
+    return {"rows": [vars(row) for row in rows_of(group)(bench, size)]}
+
+
+def rows_of(group: str) -> Callable[[Any, sizes.Sizes], list[Row]]:
+    """Return the function that measures a group as one rank."""
+    module: Any = importlib.import_module(f"benchmarks.table.{MODULES.get(group, group)}")
+    found: Callable[[Any, sizes.Sizes], list[Row]] = module.byte_rows if group == "bytes" else module.rows
+    return found
 
 
 class Run:
     """The processes of one run, and their results."""
 
     def __init__(self, args: argparse.Namespace, folder: str) -> None:
-        self.args, self.folder, self.size = args, folder, chosen(args)
+        self.args, self.folder, self.size = args, folder, size_of(args)
         self.failed: dict[str, str] = {}
 
     def launched(self, role: str, world: int) -> dict[str, Any] | str:
@@ -93,8 +112,7 @@ class Run:
         elif group == "first":
             yield from self._first()
         else:
-            worlds = {"sharded": (2,), "bytes": (4, 8), "single": (1,), "dtensors": (4,)}
-            for world in worlds[group]:
+            for world in GROUPS[group]:
                 found = self.launched(group, world)
                 if isinstance(found, str):
                     self.failed[f"{group}, {world} ranks"] = found
@@ -134,13 +152,13 @@ def facts(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def chosen(args: argparse.Namespace) -> sizes.Sizes:
+def size_of(args: argparse.Namespace) -> sizes.Sizes:
     return sizes.QUICK if args.quick else sizes.DEFAULT
 
 
 def main() -> int:
     parser = options(__doc__, out="folder in which to keep it instead")
-    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=GROUPS)
+    parser.add_argument("groups", nargs="*", metavar="GROUP", help="all without a name")
     parser.add_argument("--quick", action="store_true", help="small sizes, a few minutes")
     parser.add_argument("--keep", action="store_true", help="keep the table in benchmarks/results")
     parser.add_argument(
@@ -149,11 +167,12 @@ def main() -> int:
     args = parser.parse_args()
     if args.role:
         rank_main(args, lambda: measured_by_rank(args))
+    groups = chosen(args.groups, GROUPS)
     result: dict[str, Any] = {"run": facts(args), "rows": []}
     out = args.out or (RESULTS if args.keep else None)
     with scratch(args.dir) as folder:
         run = Run(args, folder)
-        for group in args.groups:
+        for group in groups:
             rows = list(run.rows(group))
             run.failed |= {row.name: row.missing["reknit"] for row in rows if "reknit" in row.missing}
             result["rows"] += [summary(row) for row in rows]
@@ -167,8 +186,7 @@ def main() -> int:
 
 def keep(result: dict[str, Any], out: Path) -> None:
     """Write a table as data, as text and as a picture."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "table.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    reports.keep(result, out / "table.json")
     (out / "table.md").write_text(markdown(result))
     picture.draw(result["rows"], out / "table.png")
     picture.draw_stall(result["rows"], out / "stall.png")

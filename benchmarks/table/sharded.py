@@ -7,17 +7,17 @@ import shutil
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.load.measure import data_files, pinned, raw_read, tensors
 from benchmarks.load.states import build
-from benchmarks.rivals.waiting import dcp, ours, raw_write, rivals
+from benchmarks.rivals.waiting import dcp, ours, rivals
 from benchmarks.table.rounds import Contestant, Row, in_turn, read_bytes
+from benchmarks.timing import data_files, pinned, raw_read, raw_write, tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from benchmarks.load.measure import LoadBench
     from benchmarks.rivals.waiting import Way
     from benchmarks.table.sizes import Sizes
+    from benchmarks.timing import Bench
 
 
 class Trained(NamedTuple):
@@ -43,7 +43,7 @@ def trained(gib: float, world: int) -> Trained:
     return Trained(plain, {"model": model, "optimizer": optimizer})
 
 
-def rows(bench: LoadBench, sizes: Sizes) -> list[Row]:
+def rows(bench: Bench, sizes: Sizes) -> list[Row]:
     """Measure the saves and loads of two ranks."""
     state = trained(sizes.gib, bench.world)
     found = [_saves(bench, state, sizes.repeat)]
@@ -53,7 +53,7 @@ def rows(bench: LoadBench, sizes: Sizes) -> list[Row]:
     return found
 
 
-def byte_rows(bench: LoadBench, sizes: Sizes) -> list[Row]:
+def byte_rows(bench: Bench, sizes: Sizes) -> list[Row]:
     """Measure only the bytes, for more ranks than this machine has cores."""
     found = _bytes(bench, trained(sizes.gib, bench.world))
     bench.drop(bench.folder)
@@ -63,7 +63,7 @@ def byte_rows(bench: LoadBench, sizes: Sizes) -> list[Row]:
 class Saved:
     """A checkpoint by each way that could save one; `failed` has the reasons of the others."""
 
-    def __init__(self, bench: LoadBench, state: dict[str, Any], ways: list[Way]) -> None:
+    def __init__(self, bench: Bench, state: dict[str, Any], ways: list[Way]) -> None:
         self.ways = {way.name: way for way in ways}
         self.failed: dict[str, str] = {}
         self._bench = bench
@@ -119,7 +119,7 @@ def savers(
     ]
 
 
-def _saves(bench: LoadBench, state: Trained, repeat: int) -> Row:
+def _saves(bench: Bench, state: Trained, repeat: int) -> Row:
     path = f"{bench.folder}/save"
     data = pinned(_nbytes(state))
 
@@ -138,7 +138,7 @@ def _saves(bench: LoadBench, state: Trained, repeat: int) -> Row:
     return row
 
 
-def _cold(bench: LoadBench, state: Trained, saved: Saved, repeat: int) -> Row:
+def _cold(bench: Bench, state: Trained, saved: Saved, repeat: int) -> Row:
     path = saved.path(saved.ways["reknit"])
     files = data_files(path)[bench.rank :: bench.world]
     memory = pinned(max((os.path.getsize(file) for file in files), default=0))
@@ -149,7 +149,7 @@ def _cold(bench: LoadBench, state: Trained, saved: Saved, repeat: int) -> Row:
     return in_turn(bench, saved.row(f"load, {bench.world} ranks, cold", "s"), contestants, repeat)
 
 
-def _bytes(bench: LoadBench, state: Trained) -> Row:
+def _bytes(bench: Bench, state: Trained) -> Row:
     """Measure the bytes of ways that read by system calls, since reads of mapped files cannot be counted."""
     ways = [ours(state.live, share="never"), dcp()]
     saved = Saved(bench, state.plain, ways)

@@ -8,19 +8,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.load.measure import pinned, raw_read, tensors
-from benchmarks.rivals.waiting import ours, raw_write, rivals
+from benchmarks.rivals.waiting import ours, rivals
 from benchmarks.table.rounds import Contestant, Row, cpu_seconds, in_turn, seconds
 from benchmarks.table.sharded import Saved, savers
+from benchmarks.timing import pinned, raw_read, raw_write, tensors
 
 if TYPE_CHECKING:
-    from benchmarks.load.measure import LoadBench
     from benchmarks.rivals.waiting import Way
     from benchmarks.table.rounds import Meter
     from benchmarks.table.sizes import Sizes
+    from benchmarks.timing import Bench
 
 
-def rows(bench: LoadBench, sizes: Sizes) -> list[Row]:
+def rows(bench: Bench, sizes: Sizes) -> list[Row]:
     """Measure all saves and loads of one process."""
     many = _state(sizes.tensors, 4 << 10)
     small = _state(16, sizes.small_mb * 1_000_000 // 16)
@@ -44,14 +44,14 @@ def _state(tensors: int, nbytes: int) -> dict[str, Any]:
     return {"model": {f"layers.{n}.weight": torch.full((nbytes // 4,), float(n)) for n in range(tensors)}}
 
 
-def _raw(bench: LoadBench, nbytes: int) -> tuple[str, memoryview]:
+def _raw(bench: Bench, nbytes: int) -> tuple[str, memoryview]:
     """Return a path and as much memory as a state has, for plain input and output."""
     folder = f"{bench.folder}/raw"
     os.makedirs(folder, exist_ok=True)
     return f"{folder}/file", pinned(nbytes)[:nbytes]
 
 
-def _saves(bench: LoadBench, state: dict[str, Any], row: Row, repeat: int, meter: Meter = seconds) -> Row:
+def _saves(bench: Bench, state: dict[str, Any], row: Row, repeat: int, meter: Meter = seconds) -> Row:
     path = f"{bench.folder}/save"
     raw, data = _raw(bench, sum(tensor.nbytes for tensor in tensors(state)))
 
@@ -66,7 +66,7 @@ def _saves(bench: LoadBench, state: dict[str, Any], row: Row, repeat: int, meter
     return row
 
 
-def _loads(bench: LoadBench, state: dict[str, Any], name: str, repeat: int, meter: Meter = seconds) -> Row:
+def _loads(bench: Bench, state: dict[str, Any], name: str, repeat: int, meter: Meter = seconds) -> Row:
     saved = Saved(bench, state, [ours(), *rivals(bench)])
     raw, data = _raw(bench, sum(tensor.nbytes for tensor in tensors(state)))
     raw_write(raw, data, direct=False)
@@ -105,7 +105,7 @@ class Adapted:
                     each.add_(1.0)
 
 
-def _lora(bench: LoadBench, sizes: Sizes) -> list[Row]:
+def _lora(bench: Bench, sizes: Sizes) -> list[Row]:
     """Measure the second save of a model of which a small part is trained, each in a folder of its own."""
     import reknit
 

@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import reknit
-from benchmarks.ranks import deliver
+from benchmarks.reports import deliver
 from benchmarks.tree.jobs import Job
 from benchmarks.tree.wire import Wire, why_not
 

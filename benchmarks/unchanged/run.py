@@ -26,7 +26,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import reknit
-from benchmarks.machine import machine, software
+from benchmarks.reports import machine, software
 
 MIB = 1 << 20
 

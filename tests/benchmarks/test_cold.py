@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.aims import judged
 from benchmarks.cold import run
+from benchmarks.reports import judged
 
 CALL = Path(run.__file__).with_name("call.py")
 

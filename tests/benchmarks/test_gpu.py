@@ -67,7 +67,8 @@ def test_ratios_are_those_of_each_round_to_the_slowest_limit() -> None:
         "rounds": 3,
         "simulated": False,
         "pinned": False,
-        "machine": {"processor": "one", "cores": 2, "torch": "2", "reknit": "0"},
+        "machine": "2 cores",
+        "software": "torch 2",
         "rows": list(found.values()),
         "memory MiB": {"load": {"device": None, "host": 256.4}},
     }

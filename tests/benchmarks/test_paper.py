@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks.paper import run, saving
+from benchmarks.paper import curves, ettr, run, saving
 from benchmarks.paper.jobs import ablations
 from benchmarks.paper.jobs.picture import draw_factors
-from benchmarks.paper.results import About, Measured, Row, as_json, keep, line_of, overview, summary
+from benchmarks.paper.results import About, Measured, Row, as_json, line_of, overview, summary
+from benchmarks.reports import RESULTS, keep, kept
 from reknit.types.box import Box
 from reknit.types.shard import Shard, TensorSpec
 
@@ -58,15 +59,26 @@ def test_every_table_says_what_it_repeats_and_the_summary_has_a_section_for_each
 
 
 def test_the_pages_that_are_kept_are_those_of_the_results_that_are_kept() -> None:
-    assert (run.RESULTS / "summary.md").read_text() == summary(run.abouts(), run.RESULTS)
-    assert (run.RESULTS / "overview.md").read_text() == overview(run.abouts(), run.RESULTS)
+    assert (run.KEPT / "summary.md").read_text() == summary(run.abouts(), run.KEPT)
+    assert (run.KEPT / "overview.md").read_text() == overview(run.abouts(), run.KEPT)
 
 
-def test_a_name_that_is_no_table_is_refused_with_the_names_of_all() -> None:
-    with pytest.raises(SystemExit, match="did you mean stalls") as refused:
-        run.chosen(["stals"])
-    assert all(name in str(refused.value) for name in run.names())
-    assert run.chosen([]) == run.names()
+def test_what_stands_beside_the_tables_is_that_of_the_figures_kept(tmp_path: Path) -> None:
+    assert (RESULTS / "ettr.txt").read_text() == ettr.text(kept(RESULTS / "ettr.json") or {})
+    samples = {name: [100.0, 200.0, 150.0, 120.0] for name in ("uninterrupted", "same", "other")}
+    lines = {"uninterrupted": [3.0, 2.0, 1.0], "same layout": [2.0, 1.0], "resumed": [2.0, 1.1]}
+    curves.keep({"curves": {"fsdp2": {"2 to 3 ranks": lines}}, "samples": samples}, tmp_path)
+    assert kept(tmp_path / "dataloader_curve.json") == samples
+    for picture in ("curves.png", "dataloader.png", "dataloader-dark.png"):
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_policy_keeps_more_of_a_training_with_cheaper_saves(tmp_path: Path) -> None:
+    found = ettr.on_a_trace(ettr.Times(4.0, 4.0, 1.0), days=2.0)
+    ours, theirs = (found[who]["ettr"]["auto"] for who in (ettr.OURS, "torch DCP"))
+    assert 0.5 < theirs < ours < 1
+    ettr.keep(found, tmp_path)
+    assert (tmp_path / "ettr.png").exists()
 
 
 def test_the_summary_says_where_a_row_is_behind_and_what_was_skipped(tmp_path: Path) -> None:
@@ -84,7 +96,7 @@ def test_the_summary_says_where_a_row_is_behind_and_what_was_skipped(tmp_path: P
     assert behind[-1] == "behind DCP: it syncs"
     assert rate[4].startswith("3x")
     assert (exact[2], exact[4]) == ("reknit 0, DCP 12,345,678", "-")
-    keep(result, tmp_path)
+    keep(result, tmp_path / "one.json")
     page = summary([ABOUT], tmp_path)
     assert "- Skipped: HDFS: not installed\n" in page
     assert "- A note.\n" in page

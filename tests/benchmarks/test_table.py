@@ -9,28 +9,34 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from benchmarks.load.measure import LoadBench
 from benchmarks.ranks import RanksFailedError
+from benchmarks.reports import RESULTS, chosen
 from benchmarks.rivals.background import DCP_QUICK_MODES
-from benchmarks.table import first, layout, root, run, sharded, single
+from benchmarks.table import (
+    digests,
+    first,
+    formats,
+    layout,
+    loader,
+    root,
+    run,
+    sharded,
+    single,
+    sinks,
+    trainer,
+)
 from benchmarks.table.rounds import Row
 from benchmarks.table.sizes import TINY
 from benchmarks.table.summary import markdown, summary
+from benchmarks.timing import Bench
 from tests.ranks import run as on_ranks
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-class JoinedBench(LoadBench):
-    """A bench of ranks that have joined already."""
-
-    def __init__(self, folder: str) -> None:
-        import torch.distributed as dist
-
-        self.dist, self.folder, self.repeat = dist, folder, 1
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.least_warm, self.most_cold = 1.0, 0.0
+class QuietBench(Bench):
+    """A bench that leaves the disk alone."""
 
     def settle(self) -> None:
         """Leave dirty pages unflushed, as the tests do not measure times."""
@@ -41,15 +47,25 @@ def _rows(folder: str, group: str) -> list[Row]:
     import warnings
 
     warnings.simplefilter("ignore")  # torch warns at every load
-    bench = JoinedBench(folder)
+    bench = QuietBench(folder)
     if group == "first":
         return _first(bench)
     if group == "dtensors":
         return layout.rows(bench, TINY, DCP_QUICK_MODES[:1])
-    return {"sharded": sharded.rows, "single": single.rows}[group](bench, TINY)
+    if group == "trainer":
+        return trainer.rows(bench, TINY, DCP_QUICK_MODES[:1])
+    measured: list[Row] = {
+        "sharded": sharded.rows,
+        "single": single.rows,
+        "formats": formats.rows,
+        "loader": loader.rows,
+        "digests": digests.rows,
+        "sinks": sinks.rows,
+    }[group](bench, TINY)
+    return measured
 
 
-def _first(bench: LoadBench) -> list[Row]:
+def _first(bench: Bench) -> list[Row]:
     """Return the rows of first saves and loads, made one after another by the same processes."""
     os.makedirs(bench.folder, exist_ok=True)
     first.make(bench, TINY)
@@ -60,7 +76,9 @@ def _first(bench: LoadBench) -> list[Row]:
     return [first.load_row(loads, bench.world), *first.save_rows(saves, TINY)]
 
 
-@pytest.mark.parametrize(("group", "ranks"), [("sharded", 2), ("first", 2), ("dtensors", 2), ("single", 1)])
+@pytest.mark.parametrize(
+    ("group", "ranks"), [("sharded", 2), ("first", 2), ("trainer", 2), ("dtensors", 2), ("single", 1)]
+)
 def test_every_row_compares_reknit_with_who_is_there(group: str, ranks: int, tmp_path: Path) -> None:
     rows = on_ranks(ranks, _rows, str(tmp_path / group), group, timeout=240)[0]
     assert rows
@@ -70,6 +88,31 @@ def test_every_row_compares_reknit_with_who_is_there(group: str, ranks: int, tmp
         assert (reported["ours_over_rival"] is None) == row.name.startswith("`prepare`"), row
         assert (reported["ours_over_limit"] is None) == row.name.startswith("later saves, end to end"), row
         assert all(who.startswith("torch_checkpointing") or "O_DIRECT" in who for who in row.missing), row
+
+
+@pytest.mark.parametrize("group", ["formats", "loader", "digests"])
+def test_every_row_of_one_rank_has_a_figure_of_reknit(group: str, tmp_path: Path) -> None:
+    for row in on_ranks(1, _rows, str(tmp_path / group), group, timeout=240)[0]:
+        reported = summary(row)
+        assert reported["ours"]["min"] > 0, row
+        assert not row.missing
+
+
+def test_each_save_beside_a_bad_sink_is_committed_and_measured(tmp_path: Path) -> None:
+    rows = sinks.beside_sinks(tmp_path, 2, 1)
+    kinds = ["none again", "good", "hanging", "failing", "full", "lying", "all of its own"]
+    assert [row.name.partition(": ")[2] for row in rows] == [
+        f"{kind}, {what}" for kind in kinds for what in ("time", "CPU time")
+    ]
+    assert all(summary(row)["ours_over_limit"] > 0 for row in rows)
+
+
+def test_a_group_that_is_none_is_refused_with_the_names_of_all() -> None:
+    assert chosen([], run.GROUPS) == list(run.GROUPS)
+    with pytest.raises(SystemExit, match=r"did you mean formats\? There are: sharded, .*, root"):
+        chosen(["first", "format"], run.GROUPS)
+    for group in set(run.GROUPS) - {"first", "root"}:
+        assert callable(run.rows_of(group))
 
 
 def test_the_root_of_many_ranks_has_rows() -> None:
@@ -96,8 +139,8 @@ def test_a_table_is_kept_as_data_text_and_picture(tmp_path: Path) -> None:
 
 
 def test_the_table_that_the_pages_show_is_that_of_the_figures_kept_and_has_the_rows_of_today() -> None:
-    result = json.loads((run.RESULTS / "table.json").read_text())
-    assert (run.RESULTS / "table.md").read_text() == markdown(result)
+    result = json.loads((RESULTS / "table.json").read_text())
+    assert (RESULTS / "table.md").read_text() == markdown(result)
     assert not result["failed"]
     for _, name, _, _ in first.SAVE_ROWS:
         assert any(row["row"].startswith(name) for row in result["rows"]), name

@@ -21,7 +21,7 @@ BUDGETS: dict[str, Budget] = {
     ".": Budget(55, 160),
     "accelerator": Budget(45, 40),
     "attacks": Budget(20, 12),
-    "benchmarks": Budget(50, 38),
+    "benchmarks": Budget(50, 46),
     "cli": Budget(50, 56, ("s3", "gcs", "azure", "hdfs")),
     "comm": Budget(80, 108),
     "compat": Budget(35, 88),

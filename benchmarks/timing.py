@@ -1,10 +1,14 @@
-"""The tools of every part: a page cache that is surely empty or full, memory, raw reads, contents."""
+"""One way to time: all ranks begin together, with a page cache that is surely empty or full.
+
+The limits are here too: plain copies, reads and writes of the same bytes; and the memory and the contents.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import os
+import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +19,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from benchmarks.ranks import Bench
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -24,19 +26,118 @@ PIECE = 8 << 20
 PAGE = mmap.PAGESIZE
 COLD = 0.01
 """The largest part of a cold checkpoint that may be in the page cache."""
+ENDS = (KeyboardInterrupt, SystemExit)
+"""Errors that end a run; all others are results, also those of DCP, which do not derive from `Exception`."""
 
 
-class LoadBench(Bench):
-    """The ranks of a run, with control of the page cache."""
+class Bench:
+    """The ranks of a run, whose slowest one counts, and the folder that they measure in.
 
-    def __init__(self, folder: str, *, repeat: int) -> None:
-        super().__init__(folder)
-        self.repeat = repeat
-        self.least_warm = 1.0
-        self.most_cold = 0.0
+    Ranks of `tests.ranks.run` have joined already; they print nothing, since their caller prints all rows.
+    """
+
+    def __init__(self, folder: str, *, repeat: int = 1) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self._prints = not dist.is_initialized()
+        if self._prints:
+            torch.set_num_threads(1)
+            dist.init_process_group("gloo")
+        self.dist, self.folder, self.repeat = dist, folder, repeat
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.least_warm, self.most_cold = 1.0, 0.0
+
+    def slowest(self, *values: float) -> list[float]:
+        """Return the largest of every rank's values."""
+        return self._reduced(self.dist.ReduceOp.MAX, values)
+
+    def mean(self, *values: float) -> list[float]:
+        return [value / self.world for value in self._reduced(self.dist.ReduceOp.SUM, values)]
+
+    def total(self, *values: int) -> list[int]:
+        """Return the sums of every rank's values."""
+        return [round(value) for value in self._reduced(self.dist.ReduceOp.SUM, values)]
+
+    def _reduced(self, how: Any, values: tuple[float, ...]) -> list[float]:
+        import torch
+
+        reduced = torch.tensor(values, dtype=torch.float64)
+        self.dist.all_reduce(reduced, how)
+        return [float(value) for value in reduced]
+
+    def together(self, action: Callable[[], Any]) -> float:
+        """Run an action on all ranks at once, and return the seconds of the slowest.
+
+        An error on one rank ends the action on all, so that no rank waits for it.
+        """
+        failure: BaseException | None = None
+        self.dist.barrier()
+        begin = time.perf_counter()
+        try:
+            action()
+        except ENDS:
+            raise
+        except BaseException as error:  # raised below, once the other ranks have received the failure
+            failure = error
+        taken, failed = self.slowest(time.perf_counter() - begin, float(failure is not None))
+        if failure is not None:
+            raise failure
+        if failed:
+            raise RuntimeError("it failed on another rank")
+        return taken
+
+    def settled(self, action: Callable[[], Any]) -> float:
+        """Return the seconds of the slowest rank, after dirty pages were written back."""
+        self.settle()
+        return self.together(action)
+
+    def timed(
+        self,
+        name: str,
+        action: Callable[[], Any],
+        before: Callable[[], Any] | None = None,
+        repeat: int | None = None,
+    ) -> float:
+        """Return the best time of the slowest rank, and print it."""
+        times = []
+        for _ in range(repeat or self.repeat):
+            if before is not None:
+                before()
+            times.append(self.together(action))
+        self.say(f"{name:60s} {min(times):8.3f} s")
+        return round(min(times), 4)
+
+    def attempt(self, name: str, action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the results of an action, or the reason of its failure."""
+        try:
+            return action()
+        except ENDS:
+            raise
+        except BaseException as error:  # a failure is a result too
+            reason = why(error)
+            self.say(f"{name:60s} {reason}")
+            return {"error": reason}
+
+    def on_root(self, action: Callable[[], None]) -> None:
+        """Act on the root while the others wait."""
+        self.dist.barrier()
+        if self.rank == 0:
+            action()
+        self.dist.barrier()
+
+    def drop(self, url: str) -> None:
+        """Remove a folder of this machine or of HDFS when all ranks are done with it."""
+        self.on_root(lambda: remove(url))
+
+    def settle(self) -> None:
+        """Write all dirty pages back, so that the next contestant does not pay for them."""
+        self.on_root(os.sync)
 
     def cold(self, folder: str) -> None:
-        """Drop a folder's files from the page cache, and check that they are gone."""
+        """Drop a folder's files from the page cache, and check that they are gone; those of HDFS stay."""
+        if folder.startswith("hdfs://"):
+            return
 
         def drop() -> None:
             evict(folder)
@@ -59,67 +160,40 @@ class LoadBench(Bench):
 
         self.on_root(read)
 
-    def on_root(self, action: Callable[[], None]) -> None:
-        """Act on the root while the others wait."""
-        self.dist.barrier()
-        if self.rank == 0:
-            action()
-        self.dist.barrier()
-
-    def together(self, action: Callable[[], Any]) -> float:
-        """Run an action on all ranks at once, and return the seconds of the slowest.
-
-        An error on one rank ends the action on all, so that no rank waits for it.
-        """
-        failure: Exception | None = None
-        self.dist.barrier()
-        begin = time.perf_counter()
-        try:
-            action()
-        except Exception as error:  # raised below, once the other ranks have received the failure
-            failure = error
-        taken, failed = self.slowest(time.perf_counter() - begin, float(failure is not None))
-        if failure is not None:
-            raise failure
-        if failed:
-            raise RuntimeError("it failed on another rank")
-        return taken
-
-    def timed(
-        self,
-        name: str,
-        action: Callable[[], Any],
-        before: Callable[[], Any] | None = None,
-        repeat: int | None = None,
-    ) -> float:
-        """Return the best time of the slowest rank, and print it."""
-        times = []
-        for _ in range(repeat or self.repeat):
-            if before is not None:
-                before()
-            times.append(self.together(action))
-        self.say(f"{name:60s} {min(times):8.3f} s")
-        return round(min(times), 4)
-
-    def total(self, *values: int) -> list[int]:
-        """Return the sums of every rank's values."""
-        return [round(value) for value in self._reduced(self.dist.ReduceOp.SUM, values)]
-
-    def attempt(self, name: str, action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the results of an action, or the reason of its failure."""
-        try:
-            return action()
-        except Exception as error:  # a failure is a result too
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            self.say(f"{name:60s} {reason}")
-            return {"error": reason}
-
     def cache_check(self) -> dict[str, float]:
         """Return the largest cached part when cold, and the smallest when warm."""
         return {
             "resident_when_cold_at_most": round(self.most_cold, 4),
             "resident_when_warm_at_least": round(self.least_warm, 4),
         }
+
+    def say(self, text: str) -> None:
+        if self.rank == 0 and self._prints:
+            print(text, flush=True)
+
+
+def why(error: BaseException) -> str:
+    """Return an error in one line; of a long text the end, which has the cause."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"
+
+
+def phases(report: Any) -> dict[str, float]:
+    """Return the seconds of each phase, summed over its threads."""
+    seconds: dict[str, float] = {}
+    for record in getattr(report, "phases", ()):
+        seconds[record.phase] = round(seconds.get(record.phase, 0.0) + record.seconds, 4)
+    return seconds
+
+
+def remove(url: str) -> None:
+    """Remove a folder of this machine or of HDFS."""
+    if url.startswith("hdfs://"):
+        import hdfs_native
+
+        server, _, path = url.removeprefix("hdfs://").partition("/")
+        hdfs_native.Client(f"hdfs://{server}").delete(f"/{path}", True)
+    else:
+        shutil.rmtree(url, ignore_errors=True)
 
 
 def _files(folder: str) -> list[Path]:
@@ -192,7 +266,35 @@ def raw_read(paths: Sequence[str], memory: memoryview, threads: int, *, direct: 
             os.close(fd)
 
 
-def raw_reads(bench: LoadBench, folder: str, quick: bool) -> dict[str, float]:
+def raw_write(path: str, data: memoryview, *, direct: bool, threads: int = 2) -> None:
+    """Write and sync a new file."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | (os.O_DIRECT if direct else 0), 0o644)
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(lambda k: os.pwrite(fd, data[k : k + PIECE], k), range(0, len(data), PIECE)))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def copier(tensors: list[Any]) -> Callable[[], None]:
+    """Return a function that copies all tensors, one after another, to memory that is already mapped."""
+    import torch
+
+    arrays = [t.detach().contiguous().view(-1).view(torch.uint8).numpy() for t in tensors]
+    ends = np.cumsum([a.nbytes for a in arrays])
+    target = np.empty(ends[-1], np.uint8)
+    parts = [target[end - a.nbytes : end] for a, end in zip(arrays, ends, strict=True)]
+
+    def copy() -> None:
+        for part, array in zip(parts, arrays, strict=True):
+            np.copyto(part, array)
+
+    copy()  # maps every page of the target
+    return copy
+
+
+def raw_reads(bench: Bench, folder: str, quick: bool) -> dict[str, float]:
     """Return the time of every way to read the data files of a cold checkpoint, each rank its own.
 
     A sharded checkpoint has as many files per item as ranks.
@@ -213,7 +315,7 @@ def raw_reads(bench: LoadBench, folder: str, quick: bool) -> dict[str, float]:
     return found
 
 
-def _takes_direct(bench: LoadBench, paths: Sequence[str]) -> bool:
+def _takes_direct(bench: Bench, paths: Sequence[str]) -> bool:
     """Return whether the file system has O_DIRECT, on all ranks."""
     refused = 0.0
     for path in paths[:1]:
@@ -227,7 +329,9 @@ def _takes_direct(bench: LoadBench, paths: Sequence[str]) -> bool:
 def tensors(state: Any) -> list[Any]:
     """Return the local tensors of a nested state."""
     if isinstance(state, dict):
-        return [tensor for value in state.values() for tensor in tensors(value)]
+        state = list(state.values())
+    if isinstance(state, list):
+        return [tensor for value in state for tensor in tensors(value)]
     return [state.to_local() if hasattr(state, "to_local") else state]
 
 
@@ -242,23 +346,39 @@ def fingerprint(state: Any) -> str:
 
 
 class Contents:
-    """The contents that a state must have after every load: its present ones."""
+    """The contents that a state must have after every load.
 
-    def __init__(self, bench: LoadBench, state: Any) -> None:
+    They are its present ones, or with `known=False` those after the first load that is checked.
+    """
+
+    def __init__(self, bench: Bench, state: Any, *, known: bool = True) -> None:
         self._bench, self._state = bench, state
-        self._expected = fingerprint(state)
+        self._expected = fingerprint(state) if known else ""
 
     def checked(self, load: Callable[[], Any]) -> Callable[[], Any]:
         """Return a load after it has restored the contents once, outside of the measurement.
 
         Raises `ValueError` on every rank if the loaded contents differ on any rank.
         """
-        for tensor in tensors(self._state):
-            tensor.zero_()
+        self.wipe()
         self._bench.together(load)
-        if self._bench.slowest(float(fingerprint(self._state) != self._expected))[0]:
-            raise ValueError("the loaded contents differ from the saved ones")
+        self.check()
         return load
+
+    def wipe(self) -> None:
+        """Replace all contents by zeros."""
+        import torch
+
+        with torch.no_grad():
+            for tensor in tensors(self._state):
+                tensor.zero_()
+
+    def check(self) -> None:
+        """Raise `ValueError` on every rank if the contents differ on any."""
+        found = fingerprint(self._state)
+        self._expected = self._expected or found
+        if self._bench.slowest(float(found != self._expected))[0]:
+            raise ValueError("the loaded contents differ from the saved ones")
 
 
 class PeakMemory:

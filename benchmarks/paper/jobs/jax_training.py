@@ -1,6 +1,7 @@
-"""JAX, two devices and then four: the loss goes on as if nothing had happened.
+"""A training with JAX on a mesh of two axes, which goes on after a load as if nothing had happened.
 
-A mesh of two axes shards parameters and batches.  Devices are those of the host, made by XLA.
+``jax_training.py CHECKPOINT BEGIN STEPS`` trains from step BEGIN on.  A training from the start is saved in
+the middle.  The losses are a line of JSON.  Devices are those of the host, made by XLA.
 """
 
 # mypy: disallow-untyped-calls=False
@@ -8,54 +9,23 @@ A mesh of two axes shards parameters and batches.  Devices are those of the host
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
-STEPS, SAVED_AT, BATCH, WORDS = 30, 15, 16, 32
-"""The number of steps, the step of the checkpoint, and the sizes of the data."""
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import reknit
+
+BATCH, WORDS = 16, 32
 
 
-def main() -> None:
-    if len(sys.argv) == 2:
-        print(json.dumps(curves(Path(sys.argv[1]))))
-    else:
-        Path(sys.argv[2]).write_text(json.dumps(train(sys.argv[1], int(sys.argv[3]))))
-
-
-def curves(folder: Path) -> dict[str, dict[str, list[float]]]:
-    """Return the losses of an uninterrupted training, and of trainings that resume from its checkpoint."""
-    folder.mkdir(parents=True, exist_ok=True)
-    found = {}
-    for name, devices, begin in (
-        ("uninterrupted", 2, 0),
-        ("same layout", 2, SAVED_AT),
-        ("resumed", 4, SAVED_AT),
-    ):
-        reported = folder / f"{name}.json"
-        environment = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        }
-        arguments = [str(folder / "checkpoint"), str(reported), str(begin)]
-        # A new process, since JAX fixes the number of devices when it starts.
-        subprocess.run(
-            [sys.executable, "-m", "benchmarks.curves.jax", *arguments], env=environment, check=True
-        )
-        found[name] = json.loads(reported.read_text())
-    return {"2 to 4 devices": found}
-
-
-def train(checkpoint: str, begin: int) -> list[float]:
-    """Train from a step on, save in the middle of a training from the start, and return the losses."""
-    import jax
-    import optax
-
-    import reknit
-
-    optimizer = optax.adamw(optax.cosine_decay_schedule(2e-2, STEPS))
+def train(checkpoint: str, begin: int, steps: int) -> list[float]:
+    """Return the losses."""
+    optimizer = optax.adamw(optax.cosine_decay_schedule(2e-2, steps))
     params = parameters(begin)
     state: dict[str, Any] = {"params": params, "opt": jax.jit(optimizer.init)(params)}
     if begin:
@@ -72,9 +42,9 @@ def train(checkpoint: str, begin: int) -> list[float]:
         return optax.apply_updates(params, updates), opt, loss
 
     losses = []
-    for count in range(begin, STEPS):
-        if count == SAVED_AT and not begin:
-            reknit.save(checkpoint, state, step=count, overwrite=True)
+    for count in range(begin, steps):
+        if count == steps // 2 and not begin:
+            reknit.save(checkpoint, state, step=count)
         state["params"], state["opt"], loss = step(state["params"], state["opt"], *batch(count))
         losses.append(float(loss))
     return losses
@@ -82,10 +52,6 @@ def train(checkpoint: str, begin: int) -> list[float]:
 
 def parameters(seed: int) -> dict[str, Any]:
     """Return weights sharded over all devices: rows over pairs of devices, columns within a pair."""
-    import jax
-    import numpy as np
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
     mesh = Mesh(np.array(jax.devices()).reshape(-1, 2), ("rows", "columns"))
     random = np.random.default_rng(seed)
 
@@ -103,9 +69,6 @@ def parameters(seed: int) -> dict[str, Any]:
 
 
 def forward(params: Any, ids: Any) -> Any:
-    import jax
-    import jax.numpy as jnp
-
     x = params["words"][ids]
     x = x + 0.5 * jnp.roll(x, 1, axis=1)
     x = x + jax.nn.relu(x @ params["up"]) @ params["down"]
@@ -114,11 +77,9 @@ def forward(params: Any, ids: Any) -> Any:
 
 def batch(number: int) -> tuple[Any, Any]:
     """Return words, and the words that follow them by a simple rule, which the model can fit."""
-    import numpy as np
-
     ids = np.random.default_rng(number).integers(0, WORDS, (BATCH, 8))
     return ids, (3 * ids + 1) % WORDS
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(train(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))
