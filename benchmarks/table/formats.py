@@ -78,6 +78,7 @@ def _rows(
     sizes: Sizes,
     state: Tensors,
     folder: str,
+    *,
     what: str,
     theirs: tuple[str, Callable[[Tensors], Any], Callable[[Tensors], Any]],
 ) -> list[Row]:
@@ -126,7 +127,7 @@ def _of_dcp(bench: Bench, sizes: Sizes, state: Tensors) -> list[Row]:
         waiting.APART.load(folder, flat, planner=waiting.PartPlanner((0, 0)))
 
     load = ("DCP", lambda whole: waiting.OWN.load(folder, {"model": whole}), load_part)
-    return _rows(bench, sizes, state, folder, "a folder of DCP", load)
+    return _rows(bench, sizes, state, folder, what="a folder of DCP", theirs=load)
 
 
 def _of_hugging_face(bench: Bench, sizes: Sizes, state: Tensors) -> list[Row]:
@@ -154,9 +155,8 @@ def _of_hugging_face(bench: Bench, sizes: Sizes, state: Tensors) -> list[Row]:
                 for name in opened.keys():  # noqa: SIM118 - it is not a dict
                     part[name].copy_(opened.get_slice(name)[: part[name].shape[0]])
 
-    return _rows(
-        bench, sizes, state, folder, "a folder of Hugging Face", ("safetensors and a copy", load, load_part)
-    )
+    theirs = ("safetensors and a copy", load, load_part)
+    return _rows(bench, sizes, state, folder, what="a folder of Hugging Face", theirs=theirs)
 
 
 def _index(folder: str, where: dict[str, str]) -> None:
