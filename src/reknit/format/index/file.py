@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from reknit.errors import FormatError
 from reknit.format.index.checks import check_index
-from reknit.format.index.parquet_bounds import check_parquet
 from reknit.format.index.plain_file import read_plain, write_plain
 from reknit.format.limits import MAX_INDEX_NBYTES
 
@@ -48,9 +47,9 @@ def decode_index(data: bytes) -> Index:
     Raises `CorruptError` for contradictions, naming the tensor, and `FormatError` for a file above a limit or
     with an unsafe path.  Compare with the files' sizes by `index_checks.check_extents`.
     """
-    work = _check_bounds(data)
     if (plain := read_plain(data)) is not None:
         return _checked(plain)
+    work = _check_bounds(data)
     from reknit.format.index.arrow_file import read_with_arrow, release_memory
 
     index = _checked(read_with_arrow(data, work))
@@ -68,4 +67,6 @@ def _check_bounds(data: bytes) -> Work:
     """Return the work of reading an index."""
     if len(data) > MAX_INDEX_NBYTES:
         raise FormatError(f"the index has {len(data)} bytes; {MAX_INDEX_NBYTES} is the limit")
+    from reknit.format.index.parquet_bounds import check_parquet  # plain files need none
+
     return check_parquet(data, num_columns=_NUM_COLUMNS, num_nodes=_NUM_NODES)

@@ -1,7 +1,7 @@
 """A small index file without Arrow: one row group, one page a column, plain values, not compressed.
 
-Any Parquet reader reads such a file.  The reader here reads such files only.  For any other file it returns
-None; Arrow then reads that file, or raises the error.
+Any Parquet reader reads such a file.  Its footer and the headers of its pages are the same bytes in all such
+files, but for their numbers.  The reader here returns None for any other file, which Arrow reads.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from reknit.format.index.parquet_bounds import footer_start
 from reknit.format.index.row_columns import Lists, NumberedNames, RowColumns, numbered
-from reknit.format.index.thrift import ThriftReader, ThriftValue, array, i32, i64, struct, text, varint
 from reknit.types.box import padded
 
 if TYPE_CHECKING:
@@ -20,7 +18,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reknit.format.index.thrift import Fields
     from reknit.types.manifest import Index
 
     Ints = NDArray[np.int64]
@@ -28,82 +25,94 @@ if TYPE_CHECKING:
 MAX_ROWS = 1 << 10
 """Most rows of such a file.  Their texts repeat, so that Arrow makes a larger file many times smaller."""
 _MAX_NBYTES = 256 << 10
+"""Most bytes of the values."""
+_MAX_NBYTES_BESIDE = 64 << 10
+"""More bytes than the footer and the headers have."""
 _MAGIC = b"PAR1"
-_INT64, _BYTE_ARRAY = 2, 6
-_PLAIN, _RLE = 0, 3
-_DATA_PAGE = _NOT_COMPRESSED = 0
-_FOOTER: Fields = {3: None, 4: {1: {3: {4: None, 7: None, 9: None, 11: None}}}}
-_PAGE: Fields = {1: None, 2: None, 3: None, 5: {1: None, 2: None}}
+_TEXT, _NUMBER, _NUMBERS = range(3)
+_COLUMNS = {
+    "item": _TEXT,
+    "fqn": _TEXT,
+    "dtype": _TEXT,
+    "shape": _NUMBERS,
+    "offsets": _NUMBERS,
+    "lengths": _NUMBERS,
+    "file": _TEXT,
+    "start": _NUMBER,
+    "nbytes": _NUMBER,
+}
 
-_PATHS: tuple[tuple[str, ...], ...] = (
-    ("item",),
-    ("fqn",),
-    ("dtype",),
-    ("shape", "list", "element"),
-    ("offsets", "list", "element"),
-    ("lengths", "list", "element"),
-    ("file",),
-    ("start",),
-    ("nbytes",),
-)
-_TEXTS = ("item", "fqn", "dtype", "file")
-
-
-def _schema() -> list[ThriftValue]:
-    """Return the schema of an index, whose nodes are all required."""
-    required, repeated, utf8, is_list = i32(0), i32(2), i32(0), i32(3)
-    none = struct({})
-    nodes = [struct({3: required, 4: text("schema"), 5: i32(len(_PATHS))})]
-    for name, *below in _PATHS:
-        if below:
-            kind = {6: is_list, 10: struct({3: none})}
-            nodes.append(struct({3: required, 4: text(name), 5: i32(1), **kind}))
-            nodes.append(struct({3: repeated, 4: text("list"), 5: i32(1)}))
-            nodes.append(struct({1: i32(_INT64), 3: required, 4: text("element")}))
-        elif name in _TEXTS:
-            kind = {6: utf8, 10: struct({1: none})}
-            nodes.append(struct({1: i32(_BYTE_ARRAY), 3: required, 4: text(name), **kind}))
-        else:
-            nodes.append(struct({1: i32(_INT64), 3: required, 4: text(name)}))
-    return nodes
+# In Thrift's compact protocol, a field is a byte, with the distance to the number of the field before in four
+# bits and the kind in four (5 and 6: a number, 8: a text, 9: a list, 12: a struct), and its value.  Numbers
+# are in groups of seven bits, the lowest first, and doubled where they may be negative.  A list begins with
+# the number and the kind of its members, and a struct ends with zero.  `_MARK` stands for a number of a file.
+_MARK = b"<number>"
+_TEXT_NODE = b"\x15\x0c%%\0\x18%c%b%%\0\x4c\x1c\0\0\0"
+"""A column of texts in the schema: byte arrays, required, its name, twice that these are UTF-8."""
+_NUMBER_NODE = b"\x15\x04%%\0\x18%c%b\0"
+"""A column of numbers of 64 bits: required, its name."""
+_LIST_NODES = b"\x35\0\x18%c%b\x15\x02\x15\x06\x4c\x3c\0\0\0\x35\x04\x18\x04list\x15\x02\0"
+_LIST_NODES += _NUMBER_NODE.replace(b"%c%b", b"\x07element")
+"""A column of lists: required, its name, one child, twice that it is a list; the child, repeated; numbers."""
+_CHUNK = b"\x26<number>\x1c\x15%c\x19%%\0\x06\x19%b\x15\0\x16<number>\x16<number>\x16<number>\x26<number>\0\0"
+"""A column of the group: its place; type, encodings, path, not compressed, values, bytes twice, place."""
+_PAGE = b"\x15\0\x15<number>\x15<number>\x2c\x15<number>\x15\0\x15\x06\x15\x06\0\0".split(_MARK)
+"""The header of a page of data: bytes twice; values, plain, runs of bits for levels."""
 
 
-_HEAD: dict[int, ThriftValue] = {1: i32(2), 2: array(_schema())}
-_FOOTER_BEGIN = struct(_HEAD).data[:-1]
-"""The version and the schema, with which the footer of each such file begins."""
+def _footer() -> tuple[bytes, list[bytes]]:
+    """Return the footer of a file without rows, and the parts between the numbers of any other footer."""
+    nodes, chunks = b"\x35\0\x18\x06schema\x15\x12\0", b""
+    for name, kind in _COLUMNS.items():
+        path = length, plain = len(name), name.encode()
+        nodes += (_TEXT_NODE, _NUMBER_NODE, _LIST_NODES)[kind] % path
+        names = b"\x38%c%b\x04list\x07element" if kind == _NUMBERS else b"\x18%c%b"
+        chunks += _CHUNK % (12 if kind == _TEXT else 4, names % (length, plain))
+    begin, end = b"\x15\x04\x19\xfc\x10" + nodes, b"\x28\x06reknit\0"  # version 2, schema; who wrote it
+    groups = b"\x19\x1c\x19\x9c" + chunks + b"\x16<number>\x16<number>\0"  # one: columns, bytes, rows
+    return begin + b"\x16\0\x19\x0c" + end, (begin + b"\x16<number>" + groups + end).split(_MARK)
+
+
+_FOOTER_WITHOUT_ROWS, _FOOTER = _footer()
 
 
 def write_plain(index: Index) -> bytes | None:
     """Return the bytes of the file of an index, or None for one that is not small."""
-    if len(index.tensor) > MAX_ROWS:
+    num_rows = len(index.tensor)
+    if num_rows > MAX_ROWS:
         return None
-    columns = _columns(index) if len(index.tensor) else []
-    if sum(len(column.body) for column in columns) > _MAX_NBYTES:
+    if not num_rows:
+        return _file([], _FOOTER_WITHOUT_ROWS)
+    columns = _columns(index)
+    if sum([len(column.body) for column in columns]) > _MAX_NBYTES:
         return None
-    parts, chunks, position = [_MAGIC], [], len(_MAGIC)
-    for path, column in zip(_PATHS, columns, strict=False):  # an index without rows has no row group
-        page = column.page()
-        parts.append(page)
-        chunks.append(column.chunk(path, position, len(page)))
-        position += len(page)
-    num_rows = i64(len(index.tensor))
-    groups = [struct({1: array(chunks), 2: i64(position - len(_MAGIC)), 3: num_rows})] if chunks else []
-    footer = struct({**_HEAD, 3: num_rows, 4: array(groups), 6: text("reknit")}).data
-    return b"".join((*parts, footer, len(footer).to_bytes(4, "little"), _MAGIC))
+    parts, numbers, position = [], [num_rows], len(_MAGIC)
+    for values, body in columns:
+        parts += [_filled(_PAGE, [len(body), len(body), values]), body]
+        nbytes = len(parts[-2]) + len(body)
+        numbers += [position, values, nbytes, nbytes, position]
+        position += nbytes
+    return _file(parts, _filled(_FOOTER, [*numbers, position - len(_MAGIC), num_rows]))
+
+
+def _file(pages: list[bytes], footer: bytes) -> bytes:
+    return b"".join([_MAGIC, *pages, footer, len(footer).to_bytes(4, "little"), _MAGIC])
 
 
 def read_plain(data: bytes) -> RowColumns | None:
-    """Return the columns of a file as `write_plain` makes it, or None for any other.
-
-    The file has passed `check_parquet`.
-    """
-    begin = footer_start(data)
-    if not data.startswith(_FOOTER_BEGIN, begin):
-        return None
-    footer = ThriftReader(data, begin, len(data) - 8).struct(_FOOTER)
+    """Return the columns of a file as `write_plain` makes it, or None for any other."""
     try:
-        (group,) = footer[4] or [{1: [None] * len(_PATHS)}]
-        columns = [_Column(0, 0, b"") if chunk is None else _column(data, chunk[3]) for chunk in group[1]]
+        _require(len(data) <= _MAX_NBYTES + _MAX_NBYTES_BESIDE)
+        begin = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+        _require(begin >= len(_MAGIC) and data.startswith(_MAGIC) and data.endswith(_MAGIC))
+        if data[begin:-8] == _FOOTER_WITHOUT_ROWS:
+            _require(begin == len(_MAGIC))
+            columns, num_rows = [_Column(0, b"")] * len(_COLUMNS), 0
+        else:
+            (num_rows, *places, total, rows), end = _numbers(data, begin, _FOOTER)
+            _require(end == len(data) - 8 and 0 < num_rows == rows <= MAX_ROWS)
+            _require(total == begin - len(_MAGIC))
+            columns = _columns_of(data, begin, places)
         item, fqn, dtype, shape, offsets, lengths, file, start, nbytes = columns
         found = RowColumns(
             item.names(),
@@ -118,40 +127,65 @@ def read_plain(data: bytes) -> RowColumns | None:
         )
     except (ValueError, IndexError):  # something is of another form
         return None
-    rows = {len(column.codes) for column in (found.item, found.fqn, found.dtype, found.file)}
-    rows |= {len(column.counts) for column in (found.shape, found.offsets, found.lengths)}
-    return found if rows | {len(found.start), len(found.nbytes)} == {footer[3]} else None
+    counts = {len(column.codes) for column in (found.item, found.fqn, found.dtype, found.file)}
+    counts |= {len(column.counts) for column in (found.shape, found.offsets, found.lengths)}
+    return found if counts | {len(found.start), len(found.nbytes)} == {num_rows} else None
+
+
+def _columns_of(data: bytes, end: int, places: list[int]) -> list[_Column]:
+    """Return the columns at the places that a footer gives, which have to follow each other."""
+    columns, position = [], len(_MAGIC)
+    for number in range(len(_COLUMNS)):
+        start, num_values, nbytes, _, _ = entry = places[5 * number : 5 * number + 5]
+        _require(entry == [position, num_values, nbytes, nbytes, position] and start + nbytes <= end)
+        page, begin = _numbers(data, start, _PAGE)
+        position += nbytes
+        _require(begin <= position and page == [position - begin, position - begin, num_values])
+        columns.append(_Column(num_values, data[begin:position]))
+    return columns
+
+
+def _filled(parts: Sequence[bytes], numbers: Sequence[int]) -> bytes:
+    """Return these parts with the numbers between them."""
+    found = bytearray(parts[0])
+    for part, number in zip(parts[1:], numbers, strict=True):
+        left = number << 1
+        while left > 127:
+            found.append(left & 127 | 128)
+            left >>= 7
+        found.append(left)
+        found += part
+    return bytes(found)
+
+
+def _numbers(data: bytes, at: int, parts: Sequence[bytes]) -> tuple[list[int], int]:
+    """Return the numbers between these parts at a place, and the place after them."""
+    found = []
+    for part in parts[:-1]:
+        _require(data.startswith(part, at))
+        at += len(part)
+        number = shift = 0
+        while (byte := data[at]) > 127:
+            _require(shift < 56)
+            number |= (byte & 127) << shift
+            shift, at = shift + 7, at + 1
+        number |= byte << shift
+        _require(not number & 1)
+        found.append(number >> 1)
+        at += 1
+    _require(data.startswith(parts[-1], at))
+    return found, at + len(parts[-1])
 
 
 class _Column(NamedTuple):
-    """A column: its Parquet type, which only a writer needs, its values with empty lists, and its page."""
+    """A column: the number of its values, of which an empty list is one, and the bytes of its page."""
 
-    kind: int
     num_values: int
     body: bytes
 
-    def page(self) -> bytes:
-        """Return the page with its header."""
-        nbytes = i32(len(self.body))
-        values = struct({1: i32(self.num_values), 2: i32(_PLAIN), 3: i32(_RLE), 4: i32(_RLE)})
-        return struct({1: i32(_DATA_PAGE), 2: nbytes, 3: nbytes, 5: values}).data + self.body
-
-    def chunk(self, path: Sequence[str], position: int, nbytes: int) -> ThriftValue:
-        """Return the entry of the column in the footer."""
-        meta = {
-            1: i32(self.kind),
-            2: array([i32(_PLAIN), i32(_RLE)]),
-            3: array([text(name) for name in path]),
-            4: i32(_NOT_COMPRESSED),
-            5: i64(self.num_values),
-            6: i64(nbytes),
-            7: i64(nbytes),
-            9: i64(position),
-        }
-        return struct({2: i64(position), 3: struct(meta)})
-
     def names(self) -> NumberedNames:
         """Return the values of a column of texts."""
+        _require(self.num_values <= len(self.body) // 4)
         found, at = [], 0
         for _ in range(self.num_values):
             begin = at + 4
@@ -197,12 +231,12 @@ def _columns(index: Index) -> list[_Column]:
 
 def _of_texts(values: Sequence[str]) -> _Column:
     encoded = [value.encode() for value in values]
-    body = b"".join(part for value in encoded for part in (len(value).to_bytes(4, "little"), value))
-    return _Column(_BYTE_ARRAY, len(values), body)
+    body = b"".join([part for value in encoded for part in (len(value).to_bytes(4, "little"), value)])
+    return _Column(len(values), body)
 
 
 def _of_numbers(values: Ints) -> _Column:
-    return _Column(_INT64, len(values), values.astype("<i8").tobytes())
+    return _Column(len(values), values.astype("<i8").tobytes())
 
 
 def _of_lists(matrix: Ints, ndim: Ints) -> _Column:
@@ -212,37 +246,35 @@ def _of_lists(matrix: Ints, ndim: Ints) -> _Column:
     continues[np.cumsum(entries) - entries] = False
     members = matrix[np.arange(matrix.shape[1]) < ndim[:, None]]
     levels = _packed(continues) + _packed(np.repeat(ndim > 0, entries))
-    return _Column(_INT64, len(continues), levels + members.astype("<i8").tobytes())
+    return _Column(len(continues), levels + members.astype("<i8").tobytes())
 
 
 def _packed(levels: NDArray[np.bool_]) -> bytes:
     """Return levels of 0 and 1 as one run of bits, after its size."""
     bits = np.packbits(levels, bitorder="little").tobytes()
-    run = varint(len(bits) << 1 | 1) + bits
+    run = _run(len(bits)) + bits
     return len(run).to_bytes(4, "little") + run
+
+
+def _run(nbytes: int) -> bytes:
+    """Return the head of a run of bits: twice its length and one, in groups of seven bits."""
+    head = bytearray()
+    number = nbytes << 1 | 1
+    while number > 127:
+        head.append(number & 127 | 128)
+        number >>= 7
+    return bytes([*head, number])
 
 
 def _levels(body: bytes, at: int, count: int) -> tuple[NDArray[np.bool_], int]:
     """Return the levels at a place, and the place after them."""
-    head = varint(-(-count // 8) << 1 | 1)
+    head = _run(-(-count // 8))
     begin = at + 4 + len(head)
     end = begin + -(-count // 8)
-    nbytes = (end - at - 4).to_bytes(4, "little")
-    _require(body.startswith(nbytes + head, at) and end <= len(body))
+    _require(end <= len(body))
+    _require(body.startswith((end - at - 4).to_bytes(4, "little") + head, at))
     bits = np.frombuffer(body[begin:end], np.uint8)
     return np.unpackbits(bits, count=count, bitorder="little").astype(np.bool_), end
-
-
-def _column(data: bytes, chunk: Fields) -> _Column:
-    """Return the column of an entry of the footer."""
-    _require(not chunk.get(11))  # a dictionary
-    position, nbytes = chunk[9], chunk[7]
-    reader = ThriftReader(data, position, position + nbytes)
-    page = reader.struct(_PAGE)
-    values = page.get(5, {})
-    _require((chunk[4], page[1], values.get(2)) == (_NOT_COMPRESSED, _DATA_PAGE, _PLAIN))
-    _require(page[2] == page[3] == position + nbytes - reader.position)
-    return _Column(0, values[1], data[reader.position : position + nbytes])
 
 
 def _require(holds: Any) -> None:

@@ -2,73 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from reknit.errors import CorruptError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
 Fields = dict[int, Any]
 """Fields of a struct, by number."""
 
 _MAX_DEPTH = 16
 _MAX_LIST = 4096
-_I32, _I64, _BINARY, _LIST, _STRUCT = 5, 6, 8, 9, 12
 
 
 def refuse(why: str) -> NoReturn:
     """Raise `CorruptError` for a file that is not an index."""
     raise CorruptError(f"this is not the Parquet file of an index: {why}")
-
-
-class ThriftValue(NamedTuple):
-    """A value in the protocol: the number of its kind, and its bytes."""
-
-    kind: int
-    data: bytes
-
-
-def i32(number: int) -> ThriftValue:
-    """Return a number of 32 bits; not below 0, as all of Parquet's are."""
-    return ThriftValue(_I32, varint(number << 1))
-
-
-def i64(number: int) -> ThriftValue:
-    """Return a number of 64 bits; not below 0."""
-    return ThriftValue(_I64, varint(number << 1))
-
-
-def text(value: str) -> ThriftValue:
-    """Return a text."""
-    data = value.encode()
-    return ThriftValue(_BINARY, varint(len(data)) + data)
-
-
-def array(members: Sequence[ThriftValue]) -> ThriftValue:
-    """Return a list of members of one kind; an empty one is a list of structs."""
-    count, kind = len(members), members[0].kind if members else _STRUCT
-    head = bytes([count << 4 | kind]) if count < 15 else bytes([15 << 4 | kind]) + varint(count)
-    return ThriftValue(_LIST, b"".join((head, *(member.data for member in members))))
-
-
-def struct(fields: Mapping[int, ThriftValue]) -> ThriftValue:
-    """Return a struct of fields by number, ascending, of which no two are more than 15 apart."""
-    last, parts = 0, []
-    for number, field in fields.items():
-        parts += [bytes([number - last << 4 | field.kind]), field.data]
-        last = number
-    return ThriftValue(_STRUCT, b"".join((*parts, b"\0")))
-
-
-def varint(number: int) -> bytes:
-    """Return a number in groups of seven bits, the lowest first."""
-    found = bytearray()
-    while number > 127:
-        found.append(number & 127 | 128)
-        number >>= 7
-    found.append(number)
-    return bytes(found)
 
 
 class ThriftReader:
