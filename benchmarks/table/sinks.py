@@ -71,7 +71,7 @@ def _records(number: int) -> list[Record]:
         found.append(
             PhaseRecord(phase="write", seconds=1.5, nbytes=1 << 30, ended=now + 1, coordinate=place, **common)
         )
-        store = {"operation": "write", "store": "s3://bucket", "retries": 0, "at_once": 4}
+        store: dict[str, Any] = {"operation": "write", "store": "s3://bucket", "retries": 0, "at_once": 4}
         found.append(StorageRecord(seconds=0.1, nbytes=8 << 20, **store, **common))
     return found
 

@@ -241,7 +241,10 @@ def shown(value: Any) -> str:
 
 def printable(value: object) -> str:
     """Return a value as one line; names from a checkpoint or a server must not steer the terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(value))
+    text = str(value)
+    if text.isprintable():
+        return text
+    return "".join([c if c.isprintable() else c.encode("unicode_escape").decode() for c in text])
 
 
 def nearest(name: str, names: Iterable[str]) -> list[str]:
@@ -284,10 +287,12 @@ def typed(error: BaseException) -> ReknitError:
 _NO_FILES = frozenset({errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS})
 _NO_MEMORY = frozenset({errno.ENOMEM, errno.ENOBUFS})
 _SAYS_FILES = "Too many open files"
-_SAYS_THREADS = ("start new thread", "launch worker thread", "Resource temporarily unavailable")
+_SAYS_THREADS = re.compile("start new thread|launch worker thread|Resource temporarily unavailable")
 _SAYS_END = ("interpreter shutdown", "after shutdown")
-_SAYS_LITTLE = ("out of memory", "not enough memory", "allocate memory", "bad_alloc", "failed to map segment")
-_SAYS_MEMORY = (*_SAYS_LITTLE, "without exception set", "without setting an exception")
+_SAYS_MEMORY = re.compile(
+    "out of memory|not enough memory|allocate memory|bad_alloc|failed to map segment"
+    "|without exception set|without setting an exception"
+)
 _SAYING = (MemoryError, OSError, RuntimeError, ImportError, SystemError)
 
 
@@ -308,7 +313,7 @@ def shortage(error: BaseException) -> ShortageError | None:
             f"no further file can be opened: {words}",
             remedy="let this process have more open files (`ulimit -n`), or close some",
         )
-    if any(part in words for part in _SAYS_THREADS):
+    if _SAYS_THREADS.search(words):
         return ShortageError(
             f"no further thread or process can be started: {words}",
             remedy="allow more (`ulimit -u`, the limit of the container), or more memory, which each takes",
@@ -325,7 +330,7 @@ def shortage(error: BaseException) -> ShortageError | None:
             remedy="free memory of the device first; tensors that are contiguous, and of the dtype that is "
             "saved or wanted, take no more of it",
         )
-    if isinstance(error, MemoryError) or code in _NO_MEMORY or any(w in words.lower() for w in _SAYS_MEMORY):
+    if isinstance(error, MemoryError) or code in _NO_MEMORY or _SAYS_MEMORY.search(words.lower()):
         return ShortageError(
             f"there is too little memory: {words}",
             remedy="let this process have more (`ulimit -v`, limits of its container, other programs), or "

@@ -196,11 +196,11 @@ def checked_relative(path: str) -> str:
     why = None
     if _UNSAFE_IN_PATH.search(path):
         why = "it has a control character, a backslash or a colon"
-    elif any(part in ("", ".", "..") for part in parts):
+    elif not {"", ".", ".."}.isdisjoint(parts):
         why = "it is absolute, or has a part that is empty, '.' or '..'"
     elif not encodable(path):
         why = "it is not valid Unicode"
-    elif len(path.encode()) > MAX_PATH_NBYTES or any(len(p.encode()) > MAX_COMPONENT_NBYTES for p in parts):
+    elif len(path.encode()) > MAX_PATH_NBYTES or max(map(len, map(str.encode, parts))) > MAX_COMPONENT_NBYTES:
         why = "it is too long"
     if why is not None:
         raise FormatError(f"unsafe path {path[:200]!r}: {why}")

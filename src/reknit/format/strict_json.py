@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_NO_MARKS = bytes(byte for byte in range(256) if byte not in b'[]{}",')
+_NO_MARKS = bytes(set(range(256)) - set(b'[]{}",'))
 _SCAN_NBYTES = 1 << 20
 
 

@@ -52,7 +52,7 @@ def readers(*scopes: Scope) -> Mapping[str, frozenset[Scope]]:
 
 def option(default: _Value, *scopes: Scope) -> _Value:
     """Return a field with a default value, which is read in some scopes."""
-    return field(default=default, metadata=readers(*scopes))
+    return field(default=default, metadata={_READERS: frozenset(scopes)})
 
 
 def scopes_of(kind: Any) -> dict[str, frozenset[Scope]]:

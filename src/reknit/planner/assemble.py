@@ -48,7 +48,7 @@ def assemble(chunks: RankColumns) -> tuple[Index, list[str]]:
     entries = [TensorEntry(item, fqn, specs[item, fqn]) for item, fqn in sorted(specs)]
     number = {(entry.item, entry.fqn): place for place, entry in enumerate(entries)}
     numbers = np.array([number[item, fqn] for item, fqn, _, _ in chunks.tables["tensors"]], np.int64)
-    chunks = widened(chunks, max((len(entry.spec.shape) for entry in entries), default=1))
+    chunks = widened(chunks, max([len(entry.spec.shape) for entry in entries], default=1))
     rows = _sorted_rows(chunks, entries, numbers)
     rows, warnings = _once(rows, entries)
     shapes = [entry.spec.shape for entry in entries]
@@ -94,7 +94,7 @@ def widened(chunks: RankColumns, ndim: int) -> RankColumns:
 
 def num_dims(chunks: RankColumns) -> int:
     """Return the number of dimensions of the boxes."""
-    return sum(name.startswith("offset.") for name in chunks.lists)
+    return len([name for name in chunks.lists if name.startswith("offset.")])
 
 
 def _specs(chunks: RankColumns) -> dict[tuple[str, str], TensorSpec]:

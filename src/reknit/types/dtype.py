@@ -48,11 +48,11 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-_INTEGERS = (f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
+_INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 _NUMPY_NAMES = frozenset(("bool", *_INTEGERS, "float16", "float32", "float64", "complex64", "complex128"))
-INTEGERS = frozenset(name for name in ITEMSIZE if "int" in name)
+INTEGERS = frozenset([name for name in ITEMSIZE if "int" in name])
 _COMPLEX = frozenset({"complex64", "complex128"})
-FLOATS = frozenset(name for name in ITEMSIZE if "float" in name) - {"float8_e8m0fnu", "float4_e2m1fn_x2"}
+FLOATS = frozenset([name for name in ITEMSIZE if "float" in name]) - {"float8_e8m0fnu", "float4_e2m1fn_x2"}
 
 
 def converts(saved: str, wanted: str) -> bool:

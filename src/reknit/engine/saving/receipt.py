@@ -48,7 +48,7 @@ def write_blobs(
             places.append(file.coordinate)
     here = f"{storage.url}/{named[0][0]}" if len(named) == 1 else storage.url
     if named:
-        with job.recorder.phase("write", path=here, nbytes=sum(len(data) for _, data in named)):
+        with job.recorder.phase("write", path=here, nbytes=sum([len(data) for _, data in named])):
             write_small(storage, named, written, threads=1 if threads == 1 else _MOST_WRITERS)
     return places
 
@@ -68,7 +68,7 @@ def receipt(
     `plan` identifies the layout of its holdings; `columns` is None if the root has the columns of this plan.
     """
     rank = job.group.rank
-    names = [parsed for parsed in (paths.parse_path(file.path) for file in written) if parsed is not None]
+    names = [name for file in written if (name := paths.parse_path(file.path)) is not None]
     folder, folders = _numbered([name.item or "" for name in names])
     place, kinds = _numbered([tuple(sorted(place)) for place in places])
     own = columns_of(
@@ -87,7 +87,7 @@ def receipt(
             "number": ([name.part for name in names], ""),
             "nbytes": ([file.nbytes for file in written], ""),
             "num_blocks": ([len(file.digests) for file in written], ""),
-            "digests": (np.concatenate([np.zeros(0, np.uint64), *(file.digests for file in written)]), ""),
+            "digests": (np.concatenate([np.zeros(0, np.uint64), *[file.digests for file in written]]), ""),
             "coordinates": ([n for place in places for _, n in sorted(place.items())], ""),
         },
     )
