@@ -74,7 +74,15 @@ class TokenLoader:
         _check(0 <= rank < size and replica >= 0, f"there is no place {rank} of {size}, replica {replica}")
         buffered = 4 * token_budget if buffer_tokens is None else buffer_tokens
         _check(buffered >= 1, "buffer_tokens is at least 1")
-        self._recipe = Recipe(token_budget, buffered, seed, shuffle, epochs, dtype, padding)
+        self._recipe = Recipe(
+            token_budget=token_budget,
+            buffer_tokens=buffered,
+            seed=seed,
+            shuffle=shuffle,
+            epochs=epochs,
+            dtype=dtype,
+            padding=padding,
+        )
         self._readers = Readers(size, max(num_workers, 1))
         self._processes = num_workers > 0 and not in_process
         self._depth = prefetch if num_workers else 0

@@ -147,7 +147,7 @@ class Reader:
         budget = self._recipe.token_budget
         for part, start in enumerate(range(0, len(tokens), budget) if len(tokens) else (0,)):
             piece = tokens[start : start + budget]
-            item = Item(source.number, epoch, position, sample, part, self._arrivals, piece)
+            item = Item(source.number, epoch, position, sample, part, arrival=self._arrivals, tokens=piece)
             self._buffer.append(item)
             self._buffered += item.weight
             self._arrivals += 1

@@ -57,13 +57,13 @@ def encode_table(table: FileTable, manifest: Manifest) -> bytes:
     _check(table, manifest)
     data = msgspec.msgpack.encode(
         _Columns(
-            "\n".join(table.paths),
-            _bytes(table.nbytes, "<i8"),
-            _bytes(table.digests, "<u8"),
-            _bytes(table.item, "<i4"),
-            _bytes(table.place, "<i4"),
-            msgspec.Raw(msgspec.msgpack.encode(table.places)),
-            _bytes(table.coordinates, "<i8"),
+            paths="\n".join(table.paths),
+            nbytes=_bytes(table.nbytes, "<i8"),
+            digests=_bytes(table.digests, "<u8"),
+            item=_bytes(table.item, "<i4"),
+            place=_bytes(table.place, "<i4"),
+            places=msgspec.Raw(msgspec.msgpack.encode(table.places)),
+            coordinates=_bytes(table.coordinates, "<i8"),
         )
     )
     if len(data) > MAX_TABLE_NBYTES:
@@ -110,7 +110,8 @@ def _decoded(data: bytes, num_files: int) -> FileTable:
     if {num_files - 1, len(nbytes) - 1, len(item) - 1, len(place) - 1} != {columns.paths.count("\n")}:
         raise CorruptError(f"the table of files does not list the {num_files} files of the manifest")
     paths, digests = columns.paths.split("\n"), _numbers(columns.digests, "<u8")
-    return FileTable(paths, nbytes, digests, item, place, places, _numbers(columns.coordinates, "<i8"))
+    coordinates = _numbers(columns.coordinates, "<i8")
+    return FileTable(paths, nbytes, digests, item, place, places=places, coordinates=coordinates)
 
 
 def _numbers(data: bytes, kind: str) -> NDArray[Any]:
@@ -155,13 +156,15 @@ def table_of(manifest: Manifest) -> FileTable:
     items = {item: number for number, item in enumerate(manifest.items)}
     numbers = {names: number for number, names in enumerate(places)}
     return FileTable(
-        [file.path for file in files],
-        np.array([file.nbytes for file in files], np.int64),
-        np.array([digest for file in files for digest in file.digests], np.uint64),
-        np.array([-1 if blob is None else items[blob.item] for blob in found], np.int32),
-        np.array([-1 if each is None else numbers[tuple(each)] for each in own], np.int32),
-        tuple(places),
-        np.array([number for each in own if each is not None for number in each.values()], np.int64),
+        paths=[file.path for file in files],
+        nbytes=np.array([file.nbytes for file in files], np.int64),
+        digests=np.array([digest for file in files for digest in file.digests], np.uint64),
+        item=np.array([-1 if blob is None else items[blob.item] for blob in found], np.int32),
+        place=np.array([-1 if each is None else numbers[tuple(each)] for each in own], np.int32),
+        places=tuple(places),
+        coordinates=np.array(
+            [number for each in own if each is not None for number in each.values()], np.int64
+        ),
     )
 
 

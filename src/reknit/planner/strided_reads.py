@@ -145,7 +145,7 @@ def _cells(
     row, first, num = row[many], first[many], num[many]
     start, run_nbytes = runs.starts(row, first), runs.nbytes[row]
     nbytes = runs.starts(row, first + num - 1) + run_nbytes - start
-    return StridedReads(row, first, num, run_nbytes, file[row], start, nbytes), *single
+    return StridedReads(row, first, num, run_nbytes, file[row], start=start, nbytes=nbytes), *single
 
 
 _NONE = StridedReads(*(np.zeros(0, np.int64) for _ in StridedReads._fields))

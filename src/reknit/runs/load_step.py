@@ -179,19 +179,16 @@ def say_resumed(
     """
     found = (_remarks(report) if remarks is None else remarks).items()
     said = [f"; {name}{f' and {number - 1} more' * (number > 1)}: {why}" for why, (number, name) in found]
+    unlike = bool(said)
     if len(said) > _MOST_SAID:
         said[_MOST_SAID:] = [f"; {len(said) - _MOST_SAID} more remarks in the report of the load"]
     layout = [] if following is not None or report.step is None else [f"step {report.step}"]
     layout += [] if report.saved_by is None else [f"saved by {ranks(report.saved_by)}"]
-    logger.log(
-        logging.WARNING if said else logging.INFO,
-        "%s %s (%s)%s%s",
-        did,
-        report.path,
-        ", ".join([*layout, f"loaded by {ranks(num_ranks)}"]),
-        "" if following is None else f": the next step is {following}",
-        "".join(said),
-    )
+    layout.append(f"loaded by {ranks(num_ranks)}")
+    if following is not None:
+        said.insert(0, f": the next step is {following}")
+    level = logging.WARNING if unlike else logging.INFO
+    logger.log(level, "%s %s (%s)%s", did, report.path, ", ".join(layout), "".join(said))
 
 
 def _remarks(report: LoadReport) -> dict[str, tuple[int, str]]:

@@ -203,7 +203,8 @@ class _ItemReader:
                 self._leave_out(item, fqn, f"reknit does not have its dtype, {fact.dtype}")
                 continue
             title = full_name(item, fqn)
-            self._add_array((item, fqn), Cell(kind, (), (), 0, place.folder, leaf.name, title), fact)
+            cell = Cell(kind, (), (), 0, folder=place.folder, name=leaf.name, title=title)
+            self._add_array((item, fqn), cell, fact)
             if (generator := generators.get(leaf.name)) is not None:
                 self._entries.value(item, f"{fqn}/{GENERATOR}" if fqn else GENERATOR, generator)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -89,16 +90,18 @@ def _verified(storage: Storage, data: bytes, level: str, options: LoadOptions) -
         manifest = whole_manifest(storage, manifest)
     except (FormatError, StorageError) as error:
         return VerifyReport(url, level, 2, len(data), (_problem(manifest.index_path, error),))
-    sound = [file for file in manifest.files if _tried(problems, file.path, check_size, storage, file)]
+    sound = [
+        file for file in manifest.files if _tried(problems, file.path, partial(check_size, storage, file))
+    ]
     found = {file.path: file for file in sound}
     if manifest.index_path in found:
-        _tried(problems, manifest.index_path, _check_index, storage, manifest, found, problems)
+        _tried(problems, manifest.index_path, partial(_check_index, storage, manifest, found, problems))
     unread = [] if level == "data" else [file for file in sound if _holds_tensors(file)]
     if level == "data":
         _check_data(storage, manifest, sound, options, problems)
     for blob in manifest.blobs:
         if blob.path in found:
-            _tried(problems, blob.path, _check_blobs, storage, manifest, found[blob.path], options)
+            _tried(problems, blob.path, partial(_check_blobs, storage, manifest, found[blob.path], options))
     nbytes_unread = sum(file.nbytes for file in unread)
     return VerifyReport(
         url,
@@ -116,10 +119,10 @@ def _holds_tensors(file: FileEntry) -> bool:
     return name is not None and name.kind == "data"
 
 
-def _tried(problems: list[str], path: str, check: Callable[..., None], *args: object) -> bool:
+def _tried(problems: list[str], path: str, check: Callable[[], None]) -> bool:
     """Do a check; note a problem instead of raising it."""
     try:
-        check(*args)
+        check()
     except (FormatError, StorageError) as error:
         problems.append(_problem(path, error))
         return False
@@ -148,10 +151,10 @@ def _check_index(
         name, held = full_name(entry.item, entry.fqn), f"{gap.held} of {gap.numel} elements"
         problems.append(f"{manifest.index_path}: {name} is not covered exactly ({held})")
     listed = {entry.path: entry.nbytes for entry in manifest.files}
-    _tried(problems, manifest.index_path, check_extents, index, listed)
+    _tried(problems, manifest.index_path, partial(check_extents, index, listed))
     for number, path in enumerate(index.files):
         if path in found:
-            _tried(problems, path, check_header, storage, index, number, found[path])
+            _tried(problems, path, partial(check_header, storage, index, number, found[path]))
 
 
 def check_header(storage: Storage, index: Index, number: int, file: FileEntry) -> None:

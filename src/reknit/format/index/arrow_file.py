@@ -62,13 +62,12 @@ def write_with_arrow(index: Index) -> bytes:
 def read_with_arrow(data: bytes, work: Work) -> RowColumns:
     """Return the columns of a file whose reading takes this work.  Raises `CorruptError`."""
     # C++ may end the process where memory does, so that there is enough is asked before.
-    texts, others = work.text_nbytes, work.other_nbytes
-    require_memory(_LEAST_NBYTES + work.values * _VALUE_NBYTES + texts * _BYTES_OF_TEXT + others)
+    of_texts = work.text_nbytes * _BYTES_OF_TEXT
+    require_memory(_LEAST_NBYTES + work.values * _VALUE_NBYTES + of_texts + work.other_nbytes)
     columns = _read_columns(data)
-    item, fqn, dtype, file = (_numbers(columns[name]) for name in STRINGS)
-    shape, offsets, lengths = (_flat(columns[name]) for name in LISTS)
-    start, nbytes = _int64s(columns["start"]), _int64s(columns["nbytes"])
-    return RowColumns(item, fqn, dtype, shape, offsets, lengths, file, start, nbytes)
+    texts: dict[str, Any] = {name: _numbers(columns[name]) for name in STRINGS}
+    lists: dict[str, Any] = {name: _flat(columns[name]) for name in LISTS}
+    return RowColumns(**lists, **texts, start=_int64s(columns["start"]), nbytes=_int64s(columns["nbytes"]))
 
 
 def release_memory() -> None:

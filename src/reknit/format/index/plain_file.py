@@ -115,15 +115,15 @@ def read_plain(data: bytes) -> RowColumns | None:
             columns = _columns_of(data, begin, places)
         item, fqn, dtype, shape, offsets, lengths, file, start, nbytes = columns
         found = RowColumns(
-            item.names(),
-            fqn.names(),
-            dtype.names(),
-            shape.lists(),
-            offsets.lists(),
-            lengths.lists(),
-            file.names(),
-            start.numbers(),
-            nbytes.numbers(),
+            item=item.names(),
+            fqn=fqn.names(),
+            dtype=dtype.names(),
+            shape=shape.lists(),
+            offsets=offsets.lists(),
+            lengths=lengths.lists(),
+            file=file.names(),
+            start=start.numbers(),
+            nbytes=nbytes.numbers(),
         )
     except (ValueError, IndexError):  # something is of another form
         return None

@@ -189,18 +189,9 @@ def _flat_members(flat: Any) -> Iterator[FlatMember]:
     tied: dict[tuple[int, str], list[str]] = {}
     for name, _, path, first_name, first_owner, _ in flat._shared_param_infos:
         tied.setdefault((id(first_owner), first_name), []).append(f"{path}.{name}" if path else name)
-    parameters = flat._params or [None] * len(flat._fqns)
-    columns = zip(
-        flat._fqns,
-        flat._param_infos,
-        parameters,
-        flat._shapes,
-        flat._strides,
-        flat._contiguities,
-        flat._param_extensions,
-        flat._shard_param_infos,
-        strict=True,
-    )
+    names, parameters = (flat._fqns, flat._param_infos), flat._params or [None] * len(flat._fqns)
+    layouts = (flat._shapes, flat._strides, flat._contiguities, flat._param_extensions)
+    columns = zip(*names, parameters, *layouts, flat._shard_param_infos, strict=True)
     for fqn, (name, owner, _), parameter, shape, stride, contiguous, spec, here in columns:
         part = (here.intra_param_start_idx, here.numel_in_shard, here.offset_in_shard)
         yield FlatMember(
@@ -277,7 +268,10 @@ def own_entries(module: Any) -> dict[str, Any]:
 def load_own_entries(module: Any, entries: dict[str, Any]) -> list[str]:
     """Let one module without its children take its state-dict entries, and return the errors."""
     errors: list[str] = []
-    module._load_from_state_dict(entries, "", {"version": module._version}, False, [], [], errors)
+    missing: list[str] = []
+    unexpected: list[str] = []
+    metadata, found = {"version": module._version}, (missing, unexpected, errors)
+    module._load_from_state_dict(entries, "", metadata, False, *found)
     return errors
 
 

@@ -137,16 +137,10 @@ class EventRows(Sequence[PhaseRecord]):
 
     def append(self, record: PhaseRecord) -> None:
         """Add a record."""
-        self._packed += _EVENT.pack(
-            self._names.of_phase(record),
-            self._names.of_place(record),
-            record.rank,
-            record.started,
-            record.ended,
-            record.seconds,
-            record.nbytes,
-            nan if record.behind_s is None else record.behind_s,
-        )
+        names = self._names.of_phase(record), self._names.of_place(record)
+        behind_s = nan if record.behind_s is None else record.behind_s
+        times = record.started, record.ended, record.seconds
+        self._packed += _EVENT.pack(*names, record.rank, *times, record.nbytes, behind_s)
         self.started, self.ended = min(self.started, record.started), max(self.ended, record.end)
 
     def extend(self, other: EventRows) -> None:
@@ -229,15 +223,9 @@ class OperationRows:
     def append(self, record: StorageRecord) -> None:
         """Add a record."""
         kind = record.operation, record.store, record.outcome, record.host, record.process
-        self._packed += _OPERATION.pack(
-            self._names.number(kind),
-            record.rank,
-            record.started,
-            record.seconds,
-            record.nbytes,
-            record.retries,
-            record.at_once,
-        )
+        counts = record.nbytes, record.retries, record.at_once
+        number = self._names.number(kind)
+        self._packed += _OPERATION.pack(number, record.rank, record.started, record.seconds, *counts)
 
     def extend(self, other: OperationRows) -> None:
         """Add the rows of other ones."""

@@ -46,13 +46,13 @@ def read_config(config: object) -> Model:
             remedy="correct num_attention_heads and num_key_value_heads of the config",
         )
     return Model(
-        kind,
-        family,
-        heads,
-        groups,
-        _number(fields, "vocab_size"),
-        bool(fields.get("tie_word_embeddings", kind.startswith("gemma"))),
-        _sparse(fields, family, _number(fields, "num_hidden_layers")),
+        kind=kind,
+        family=family,
+        heads=heads,
+        kv_heads=groups,
+        vocab_size=_number(fields, "vocab_size"),
+        tied=bool(fields.get("tie_word_embeddings", kind.startswith("gemma"))),
+        sparse=_sparse(fields, family, _number(fields, "num_hidden_layers")),
     )
 
 
