@@ -73,15 +73,17 @@ def plan_load(
         segments = _bridged(segments, taken, granularity, waste * nbytes - cut.nbytes_wasted)
     reads = _cells(segments, cell_nbytes)
     with_holes = runs_of(cut.strided, index, 0, inf)
+    use_first, use_piece = _uses(ranges, reads)
     return LoadPlan(
         *concatenated(whole, cut.strided),
-        np.concatenate((ranges.start, with_holes.low)),
-        np.concatenate((ranges.stop, with_holes.high)),
-        reads.file,
-        reads.start,
-        reads.stop - reads.start,
-        *_uses(ranges, reads),
-        strided._replace(piece=strided.piece + len(whole.chunk)),
+        low=np.concatenate((ranges.start, with_holes.low)),
+        high=np.concatenate((ranges.stop, with_holes.high)),
+        read_file=reads.file,
+        read_start=reads.start,
+        read_nbytes=reads.stop - reads.start,
+        use_first=use_first,
+        use_piece=use_piece,
+        strided=strided._replace(piece=strided.piece + len(whole.chunk)),
     )
 
 
