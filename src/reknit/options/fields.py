@@ -93,17 +93,15 @@ def check_values(options: Any) -> None:
         value = getattr(options, name)
         if get_origin(annotation) is Literal:
             *others, last = map(repr, get_args(annotation))
-            fits = isinstance(value, str) and value in get_args(annotation)
-            require(fits, f"{name} is {', '.join(others)} or {last}, not {value!r}")
+            if not (isinstance(value, str) and value in get_args(annotation)):
+                raise UsageError(f"{name} is {', '.join(others)} or {last}, not {value!r}")
         elif is_dataclass(annotation):
-            require(
-                isinstance(value, annotation),  # type: ignore[arg-type]
-                f"{name} is a reknit.{annotation.__name__}, not {shown(value)}",  # type: ignore[union-attr]
-            )
+            if not isinstance(value, annotation):  # type: ignore[arg-type]
+                raise UsageError(f"{name} is a reknit.{annotation.__name__}, not {shown(value)}")  # type: ignore[union-attr]
         elif annotation in _KINDS:
             kinds, called = _KINDS[annotation]
-            fits = isinstance(value, kinds) and (kinds is bool or not isinstance(value, bool))
-            require(fits, f"{name} is {called}, not {shown(value)}")
+            if not isinstance(value, kinds) or (kinds is not bool and isinstance(value, bool)):
+                raise UsageError(f"{name} is {called}, not {shown(value)}")
 
 
 @cache
