@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import reknit
 from tests.frameworks.checkpoint import load, save
 from tests.ranks import run
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,8 +68,8 @@ def test_a_dtensor_and_its_local_tensor_have_other_versions_when_they_were_fille
     assert all(steps > 0 for steps in run(1, _dtensor)[0])
 
 
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-@pytest.mark.parametrize("device", ["cpu", "meta"])
+@table("mode", [torch.inference_mode, torch.no_grad])
+@table("device", ["cpu", "meta"])
 def test_what_is_loaded_without_autograd_can_be_trained(tmp_path: Path, mode: Any, device: str) -> None:
     source = build()
     optimizer = torch.optim.AdamW(source.parameters())
@@ -99,7 +100,7 @@ class Hooked(nn.Linear):
         self.calls += 1
 
 
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@table("mode", [torch.inference_mode, torch.no_grad])
 def test_tensors_of_inference_are_filled_too(tmp_path: Path, mode: Any) -> None:
     source = Hooked(2, 2)
     reknit.save(tmp_path / "x", {"m": source, "c": torch.ones(2) * 2j})

@@ -19,6 +19,7 @@ from reknit.frameworks.custom import Held, Value, register_framework, registered
 from reknit.frameworks.registry import collect
 from reknit.types.box import Box
 from tests.frameworks.checkpoint import Checkpoint, load, save
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -110,7 +111,7 @@ def holding(kind: str, fill: bool) -> tuple[Bag, Any]:
     return Bag([whole("w", memory, dtype, (2, 3))]), memory
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@table("kind", KINDS)
 def test_memory_of_every_kind_is_saved_and_filled_in_place(kind: str, tmp_path: Path) -> None:
     bag, _ = holding(kind, fill=True)
     reknit.save(tmp_path / "x", {"bag": bag}).result()
@@ -175,7 +176,7 @@ WRONG: dict[str, tuple[list[Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@table("wrong", WRONG)
 def test_what_a_framework_gives_is_checked_and_the_refusal_names_it(wrong: str) -> None:
     things, message = WRONG[wrong]
     with pytest.raises(StateError, match=message) as caught:
@@ -194,7 +195,7 @@ def test_read_only_memory_is_saved_and_not_filled() -> None:
             load(state, save(state))
 
 
-@pytest.mark.parametrize("kind", ["conjugate", "negative"])
+@table("kind", ["conjugate", "negative"])
 def test_a_view_whose_memory_is_not_its_values_is_refused(kind: str) -> None:
     numbers = torch.tensor([1 + 2j, 3 - 4j])
     memory, dtype = (numbers.conj(), "complex64") if kind == "conjugate" else (numbers.conj().imag, "float32")
@@ -271,9 +272,7 @@ def test_a_custom_framework_is_asked_before_all_others() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("what", "message"), [(object(), "object has no matches"), (Bags, "is a class and not an object")]
-)
+@table(("what", "message"), [(object(), "object has no matches"), (Bags, "is a class and not an object")])
 def test_what_is_no_framework_is_refused(what: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message), registered(what):
         pass

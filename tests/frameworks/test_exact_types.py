@@ -25,6 +25,7 @@ from reknit.frameworks.registry import collect, wanted
 from reknit.types.shard import Tagged
 from tests.format import samples
 from tests.frameworks.checkpoint import load, save
+from tests.tables import table
 from tests.values import Keeper
 
 
@@ -246,12 +247,9 @@ def encoded(state: Any) -> None:
     encode_holdings(collect(state, 0, 1), QUICK)
 
 
-@pytest.mark.parametrize("value", REFUSED, ids=kind_of)
+@table("value", REFUSED)
 def test_what_would_come_back_as_something_else_is_refused_by_name(value: Any) -> None:
-    for state, place in [
-        ({"k": Keeper(value)}, "k/~s['deep'][0]"),
-        ({"k": reknit.PerRank([value])}, "k[0]"),
-    ]:
+    for state, place in [({"k": Keeper(value)}, "k/~s['deep'][0]"), ({"k": reknit.PerRank([value])}, "k[0]")]:
         with pytest.raises(StateError) as caught:
             encoded(state)
         assert place in caught.value.message
@@ -259,7 +257,7 @@ def test_what_would_come_back_as_something_else_is_refused_by_name(value: Any) -
         assert caught.value.remedy
 
 
-@pytest.mark.parametrize("kind", [Names, Ordered, Words, dict, collections.OrderedDict])
+@table("kind", [Names, Ordered, Words, dict, collections.OrderedDict])
 def test_a_mapping_in_the_state_keeps_the_type_that_the_target_has(kind: Any) -> None:
     for content, blank in [
         ({}, {}),

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler, swa_utils
 
 from reknit.frameworks.registry import wanted
 from tests.frameworks.checkpoint import load, save
+from tests.tables import table
 
 
 def optimizer(num_groups: int = 1) -> torch.optim.Optimizer:
@@ -21,9 +21,7 @@ def optimizer(num_groups: int = 1) -> torch.optim.Optimizer:
 def chained(*steps: int) -> Any:
     one = optimizer()
     return lr_scheduler.SequentialLR(
-        one,
-        [lr_scheduler.StepLR(one, step) for step in steps],
-        milestones=list(range(1, len(steps))),
+        one, [lr_scheduler.StepLR(one, step) for step in steps], milestones=list(range(1, len(steps)))
     )
 
 
@@ -43,7 +41,7 @@ SCHEDULERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("saved", SCHEDULERS)
+@table("saved", SCHEDULERS)
 def test_a_scheduler_takes_the_state_of_its_class_and_of_no_other(saved: str) -> None:
     one = SCHEDULERS[saved]()
     checkpoint = save({"s": one})
@@ -61,7 +59,7 @@ def test_a_scheduler_takes_the_state_of_its_class_and_of_no_other(saved: str) ->
             assert str(target.state_dict()) == before
 
 
-@pytest.mark.parametrize(
+@table(
     ("saved", "target", "why"),
     [
         (
@@ -94,7 +92,7 @@ class Other:
         self.state = state
 
 
-@pytest.mark.parametrize(
+@table(
     ("state", "target", "why"),
     [
         (

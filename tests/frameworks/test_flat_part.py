@@ -14,6 +14,7 @@ from reknit.frameworks.torch.dtensor import MeshCut, applied, boxes
 from reknit.frameworks.torch.flat_part import FlatPart, storage_order
 from reknit.types.box import Box
 from reknit.types.shard import Strided
+from tests.tables import table
 
 shapes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
 
@@ -128,7 +129,7 @@ def test_the_storage_order_of_a_permuted_tensor_flattens_it_as_it_lies(shape: An
     assert flat.reshape(-1).tolist() == list(range(prod(shape)))
 
 
-@pytest.mark.parametrize("strides", [(0, 1), (4, 1), (1, 1)])
+@table("strides", [(0, 1), (4, 1), (1, 1)])
 def test_memory_with_gaps_or_twice_used_places_has_no_storage_order(strides: Any) -> None:
     with pytest.raises(ValueError, match="not dense"):
         storage_order((2, 3), strides)

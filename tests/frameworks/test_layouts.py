@@ -18,6 +18,7 @@ from tests.frameworks.checkpoint import Checkpoint, assemble, fill, portable
 from tests.frameworks.silence import Silence
 from tests.ranks import run
 from tests.running.examples import is_night
+from tests.tables import table
 from tests.torchrun.models import LAYOUTS, Trained, build, state, train_step, truth
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def test_shards_of_all_ranks_make_exactly_what_torch_gathers(layout: str) -> Non
                 assert checkpoint.shared["optimizer", name][option] == options[option]
 
 
-@pytest.mark.parametrize(
+@table(
     ("layout", "all_known"),
     [
         ("single", True),
@@ -140,7 +141,7 @@ def test_replicas_are_known_where_the_mesh_has_all_ranks(layout: str, all_known:
     assert all(claims) if all_known else not any(claims)
 
 
-@pytest.mark.parametrize("layout", ["hsdp-2x2", "fsdp1hybrid-2x2"])
+@table("layout", ["hsdp-2x2", "fsdp1hybrid-2x2"])
 def test_hsdp_replicas_are_the_ranks_across_the_replicate_dimension(layout: str) -> None:
     everyone, _ = saved(layout)
     claims = [{s.replicas for s in holdings.shards if s.fqn == "layers.0.up.weight"} for holdings in everyone]

@@ -144,9 +144,7 @@ def test_a_checkpoint_of_a_callback_resumes_a_new_trainer_and_loads_into_a_plain
     model = nn.ModuleDict({"net": network(2)})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
     report = reknit.load(
-        folder,
-        {"model": model, "optimizer": optimizer},
-        strict=("!schedule*", "!progress*"),
+        folder, {"model": model, "optimizer": optimizer}, strict=("!schedule*", "!progress*")
     )
     assert not report.missing
     true = answers[0]["saved"]

@@ -31,6 +31,7 @@ from reknit.frameworks.stateful import Kept
 from reknit.types.wanted import Terms
 from tests.frameworks.checkpoint import assemble, load
 from tests.ranks import run
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -161,8 +162,8 @@ BATCHES: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("batched", BATCHES.values(), ids=BATCHES)
-@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
+@table("batched", BATCHES.values())
+@table("sampler", SAMPLERS.values())
 def test_a_known_sampler_goes_on_twice_inside_one_epoch_and_then_begins_the_next(
     sampler: Callable[[Any], Any], batched: Callable[[Any], dict[str, Any]]
 ) -> None:
@@ -235,7 +236,7 @@ def test_a_sequence_that_one_rank_reads_alone_goes_on_between_several_and_back()
     assert sorted(seen) == list(range(60))
 
 
-@pytest.mark.parametrize("batch", [2, None])
+@table("batch", [2, None])
 def test_an_order_that_one_rank_draws_goes_on_in_batches_of_another_size(batch: int | None) -> None:
     one = loader_of(range(30), batch_size=4, shuffle=True)
     seen = taken([one], 3)
@@ -246,7 +247,7 @@ def test_an_order_that_one_rank_draws_goes_on_in_batches_of_another_size(batch: 
     assert len(whole) == 30
 
 
-@pytest.mark.parametrize("before", [{"workers": 2}, {"workers": 2, "snapshot_every_n_steps": 3}], ids=str)
+@table("before", [{"workers": 2}, {"workers": 2, "snapshot_every_n_steps": 3}])
 def test_batches_that_workers_have_read_ahead_are_not_taken(before: dict[str, Any]) -> None:
     def make(rank: int, size: int, **more: Any) -> Any:
         sampler: Any = DistributedSampler(range(40), size, rank, seed=4)  # type: ignore[arg-type]
@@ -356,8 +357,8 @@ UNKNOWN: dict[str, Make] = {
 }
 
 
-@pytest.mark.parametrize("wrap", [None, PerRank])
-@pytest.mark.parametrize("name", UNKNOWN)
+@table("wrap", [None, PerRank])
+@table("name", UNKNOWN)
 def test_a_loader_that_is_not_known_is_refused_on_other_ranks_and_goes_on_with_the_same(
     name: str, wrap: Any
 ) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 import reknit
 from tests.devices import every_device, on_cuda, run_simulated
 from tests.ranks import run
+from tests.tables import table
 from tests.torchrun import pieces
 
 if TYPE_CHECKING:
@@ -272,7 +273,7 @@ def offloaded(path: str, device_type: str) -> list[str]:
     return places
 
 
-@pytest.mark.parametrize("device_type", ["cuda", "sim"])
+@table("device_type", ["cuda", "sim"])
 def test_a_model_that_is_offloaded_gets_memory_of_the_host(tmp_path: Path, device_type: str) -> None:
     path = str(tmp_path / "x")
     for places in run_simulated(2, offloaded, path, device_type, device_type=device_type, joined=False):

@@ -15,6 +15,7 @@ from reknit.frameworks.registry import collect, wanted
 from reknit.types.shard import Alias
 from tests.frameworks.checkpoint import assemble, fill, load, portable, save
 from tests.ranks import run
+from tests.tables import table
 
 
 class Inner(nn.Module):
@@ -53,7 +54,7 @@ def compiled(module: nn.Module) -> Any:
 NAMES = ["kept", "module.weight", "module.bias", "orig_mod.a_orig_mod.weight", "orig_mod.a_orig_mod.bias"]
 
 
-@pytest.mark.parametrize(
+@table(
     "wrap",
     [
         lambda m: m,
@@ -62,7 +63,6 @@ NAMES = ["kept", "module.weight", "module.bias", "orig_mod.a_orig_mod.weight", "
         DataParallel,
         lambda m: compiled(checkpoint_wrapper(DataParallel(compiled(m)))),
     ],
-    ids=["plain", "compiled", "checkpointed", "data-parallel", "all"],
 )
 def test_wrappers_leave_no_trace_in_names(wrap: Any) -> None:
     model = Inner()
@@ -188,7 +188,7 @@ class Hooked(nn.Module):
         module.note = state.pop(f"{prefix}note", module.note)
 
 
-@pytest.mark.parametrize("quiet", [False, True])
+@table("quiet", [False, True])
 def test_what_hooks_made_of_a_state_dict_goes_back_through_them(quiet: bool) -> None:
     old, new = Hooked(), Hooked()
     old.quiet = new.quiet = quiet
@@ -355,7 +355,7 @@ def frozen_names(state: dict[str, Any]) -> set[str]:
     return {shard.fqn for shard in collect(state, 0, 1).shards if shard.frozen}
 
 
-@pytest.mark.parametrize("wrap", [lambda m: m, compiled, checkpoint_wrapper, DataParallel])
+@table("wrap", [lambda m: m, compiled, checkpoint_wrapper, DataParallel])
 def test_parameters_that_are_not_trained_are_known_as_frozen(wrap: Any) -> None:
     module = wrap(Inner())
     assert frozen_names({"m": module}) == set()

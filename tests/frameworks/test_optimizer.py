@@ -15,6 +15,7 @@ from reknit.frameworks.same_value import same_value
 from reknit.types.shard import Tagged
 from tests.frameworks.checkpoint import Checkpoint, assemble, fill, load, save
 from tests.ranks import run
+from tests.tables import table
 
 
 def net(seed: int = 0) -> nn.Sequential:
@@ -54,8 +55,8 @@ def equal_states(a: torch.optim.Optimizer, b: torch.optim.Optimizer) -> bool:
     )
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("before", [0, 1])
+@table("kind", OPTIMIZERS)
+@table("before", [0, 1])
 def test_a_resumed_optimizer_goes_on_exactly_like_one_that_never_stopped(kind: str, before: int) -> None:
     model = net()
     optimizer = OPTIMIZERS[kind](model.parameters())
@@ -116,10 +117,7 @@ def test_any_grouping_takes_options_by_parameter() -> None:
         [p for p in model.parameters() if p.ndim > 1],
         [p for p in model.parameters() if p.ndim < 2],
     )
-    groups: list[dict[str, Any]] = [
-        {"params": weights, "weight_decay": 0.5, "mine": "x"},
-        {"params": others},
-    ]
+    groups: list[dict[str, Any]] = [{"params": weights, "weight_decay": 0.5, "mine": "x"}, {"params": others}]
     two = torch.optim.AdamW(groups, lr=0.1)
     train(model, two)
     checkpoint = save({"model": model, "optimizer": two})
@@ -213,7 +211,7 @@ SCHEDULERS: dict[str, Any] = {
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's SequentialLR warns about itself
-@pytest.mark.parametrize("kind", SCHEDULERS)
+@table("kind", SCHEDULERS)
 def test_schedulers_go_on_where_they_were(kind: str) -> None:
     def make(seed: int) -> tuple[Any, Any, Any]:
         model = net(seed)
@@ -454,7 +452,7 @@ def test_only_the_step_of_a_dtensor_parameter_is_vouched_for_among_its_scalar_st
         assert replicas == {"state/w/step": (0, 1), "state/w/estimate": None}
 
 
-@pytest.mark.parametrize("width", [2, 4])
+@table("width", [2, 4])
 def test_an_optimizer_alone_takes_no_states_of_a_parameter_of_another_shape(width: int) -> None:
     def alone(columns: int) -> torch.optim.Optimizer:
         return torch.optim.AdamW([("w", nn.Parameter(torch.ones(1, columns)))])

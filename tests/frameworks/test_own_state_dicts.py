@@ -19,6 +19,7 @@ from reknit.frameworks.optimizer import packed_values
 from reknit.frameworks.registry import collect, wanted
 from tests.frameworks.checkpoint import Checkpoint, assemble, fill, load, portable, save
 from tests.ranks import run
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -146,8 +147,8 @@ def same(one: nn.Module, other: nn.Module) -> bool:
     return all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
 
 
-@pytest.mark.parametrize("kind", ALL)
-@pytest.mark.parametrize("before", [0, 2])
+@table("kind", ALL)
+@table("before", [0, 2])
 def test_a_run_that_was_resumed_ends_like_one_that_never_stopped(kind: str, before: int) -> None:
     model, target = net(), net(1)
     one, other = ALL[kind](model.parameters()), ALL[kind](target.parameters())
@@ -197,9 +198,7 @@ class Careful:
         Careful.ended.append("it ran")
 
 
-@pytest.mark.parametrize(
-    "named", [["tests.frameworks.test_own_state_dicts", "Careful"], ["os", "stat_result"], ["x"], 5]
-)
+@table("named", [["tests.frameworks.test_own_state_dicts", "Careful"], ["os", "stat_result"], ["x"], 5])
 def test_only_plain_classes_of_the_optimizer_s_own_package_are_made(named: Any) -> None:
     model = net()
     one, other = Projected(model.parameters()), Projected(model.parameters())

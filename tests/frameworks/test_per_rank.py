@@ -17,6 +17,7 @@ from reknit.frameworks.registry import collect, wanted
 from reknit.frameworks.walk.walk import World
 from tests.frameworks.checkpoint import Checkpoint, assemble, fill, load, save
 from tests.ranks import run
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -180,7 +181,7 @@ def test_a_mesh_needs_names() -> None:
     run(1, without_names)
 
 
-@pytest.mark.parametrize("coordinate", [{}, {"dp": "1"}, {"dp": True}, {1: 1}])
+@table("coordinate", [{}, {"dp": "1"}, {"dp": True}, {1: 1}])
 def test_a_coordinate_is_names_and_integers(coordinate: Any) -> None:
     with pytest.raises(UsageError):
         PerRank(1, coordinate=coordinate)
@@ -191,12 +192,9 @@ def test_a_coordinate_and_a_mesh_exclude_each_other() -> None:
         PerRank(1, coordinate={"a": 1}, mesh=object())
 
 
-@pytest.mark.parametrize(
+@table(
     ("saved", "present"),
-    [
-        (torch.tensor([1.5]), torch.zeros(1, dtype=torch.int64)),
-        (np.array([1.1]), np.zeros(1, np.float32)),
-    ],
+    [(torch.tensor([1.5]), torch.zeros(1, dtype=torch.int64)), (np.array([1.1]), np.zeros(1, np.float32))],
 )
 def test_a_value_of_its_own_is_never_rounded_to_the_dtype_of_the_present_one(
     saved: Any, present: Any

@@ -11,12 +11,13 @@ import torch
 import reknit
 from reknit.errors import MismatchError
 from reknit.frameworks.same_value import same_value
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.mark.parametrize(
+@table(
     ("saved", "present", "expected"),
     [
         (0.1, torch.tensor(0.5, dtype=torch.float64), torch.tensor(0.1, dtype=torch.float64)),
@@ -39,7 +40,7 @@ def test_a_number_takes_the_form_that_the_value_of_a_rank_has(
     assert not isinstance(present, (torch.Tensor, np.ndarray)) or target.value is present
 
 
-@pytest.mark.parametrize(
+@table(
     ("saved", "present"),
     [
         (0.1, torch.tensor(0.5)),

@@ -16,6 +16,7 @@ from reknit.frameworks.registry import wanted
 from reknit.testing.world import run_ranks
 from tests.frameworks.checkpoint import load, save
 from tests.storage.process_memory import ProcessMemory
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 CAST = reknit.LoadOptions(cast=True)
 
 
-@pytest.mark.parametrize(
+@table(
     ("saved", "target"),
     [
         (5, torch.tensor(0)),
@@ -65,7 +66,7 @@ def test_a_number_comes_in_the_kind_of_the_target_with_all_its_bits(saved: Any, 
     assert repr(complex(one)) == repr(complex(other))
 
 
-@pytest.mark.parametrize("target", [True, False, np.bool_(True), np.bool_(False)])
+@table("target", [True, False, np.bool_(True), np.bool_(False)])
 def test_a_boolean_comes_from_a_tensor_of_a_boolean(target: Any) -> None:
     state = {"s": {"on": target}}
     load(state, save({"s": {"on": torch.tensor(not target)}}))
@@ -73,7 +74,7 @@ def test_a_boolean_comes_from_a_tensor_of_a_boolean(target: Any) -> None:
     assert type(state["s"]["on"]) is type(target)
 
 
-@pytest.mark.parametrize(
+@table(
     ("saved", "target", "why"),
     [
         (0.1, torch.tensor(0.0), "would round it (LoadOptions(cast=True)"),

@@ -23,6 +23,7 @@ from reknit.types.manifest import Catalog
 from reknit.types.shard import Alias, Tagged, TensorSpec
 from reknit.types.wanted import RESIZE
 from tests.frameworks.checkpoint import load, save
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -172,8 +173,8 @@ def test_replicas_are_unknown_for_plain_tensors_of_several_ranks() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-@pytest.mark.parametrize("name", [name for name in ITEMSIZE if hasattr(torch, name)])
-@pytest.mark.parametrize("shape", [(), (3, 4), (0, 2)])
+@table("name", [name for name in ITEMSIZE if hasattr(torch, name)])
+@table("shape", [(), (3, 4), (0, 2)])
 def test_every_dtype_of_torch_is_saved_under_its_name(name: str, shape: tuple[int, ...]) -> None:
     t = torch.empty(shape, dtype=getattr(torch, name))
     (shard,) = collect({"t": t}, 0, 1).shards
@@ -181,22 +182,15 @@ def test_every_dtype_of_torch_is_saved_under_its_name(name: str, shape: tuple[in
     assert shard.spec.shape == shape == shard.box.lengths
 
 
-@pytest.mark.parametrize(
-    "dtype", [np.bool_, np.uint16, np.complex128, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn]
-)
+@table("dtype", [np.bool_, np.uint16, np.complex128, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn])
 def test_numpy_dtypes_have_the_same_names(dtype: Any) -> None:
     (shard,) = collect({"t": np.zeros((2, 3), dtype)}, 0, 1).shards
     assert shard.spec.dtype == np.dtype(dtype).name
 
 
-@pytest.mark.parametrize(
+@table(
     "array",
-    [
-        np.array(["text"]),
-        np.array([1, "x"], object),
-        np.array("2020", "datetime64[D]"),
-        np.zeros(2, "g"),
-    ],
+    [np.array(["text"]), np.array([1, "x"], object), np.array("2020", "datetime64[D]"), np.zeros(2, "g")],
 )
 def test_arrays_of_other_dtypes_are_left_to_the_codec_of_values(array: Any) -> None:
     held = collect({"i": {"a": array}}, 0, 1)
@@ -212,7 +206,7 @@ def test_arrays_of_any_strides_are_viewed_not_copied(array: Any, flip: bool, tra
     assert shard.data.__array_interface__ == view.__array_interface__
 
 
-@pytest.mark.parametrize(
+@table(
     "tensor",
     [torch.ones(3, dtype=torch.complex64).conj(), (torch.ones(3, dtype=torch.complex64) * 1j).conj().imag],
 )
@@ -268,7 +262,7 @@ class Hidden(torch.Tensor):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["sparse", "meta", "masked", "lazy", "nested", "hidden", "key", "quantized"])
+@table("kind", ["sparse", "meta", "masked", "lazy", "nested", "hidden", "key", "quantized"])
 def test_what_has_no_bytes_of_its_own_is_refused_with_its_place(kind: str) -> None:
     value, why = refused()[kind]
     looks: list[Callable[[], object]] = [
@@ -281,7 +275,7 @@ def test_what_has_no_bytes_of_its_own_is_refused_with_its_place(kind: str) -> No
         assert "item/deep/0" in str(error.value)
 
 
-@pytest.mark.parametrize(
+@table(
     ("state", "why"),
     [
         ({"a": np.broadcast_to(np.ones(1), 3)}, "read-only"),
@@ -297,7 +291,7 @@ def test_what_cannot_be_filled_is_refused_before_anything_changes(state: Any, wh
         wanted(state, checkpoint.catalog(), 0, 1)
 
 
-@pytest.mark.parametrize("state", [[1], {1: 2}, {"": 1}])
+@table("state", [[1], {1: 2}, {"": 1}])
 def test_a_state_is_a_mapping_of_named_items(state: Any) -> None:
     with pytest.raises(StateError):
         collect(state, 0, 1)
@@ -328,7 +322,7 @@ def test_conjugated_tensors_inside_values_are_their_values() -> None:
     assert from_neutral(to_neutral([value.imag], "here"))[0].tolist() == [-2]
 
 
-@pytest.mark.parametrize(
+@table(
     "hostile",
     [
         Tagged("torch.dtype", "Tensor"),

@@ -23,6 +23,7 @@ from reknit.frameworks.neutral import to_neutral
 from reknit.frameworks.same_value import same_value
 from reknit.types.dtype import ITEMSIZE
 from tests.ranks import run
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -136,7 +137,7 @@ SAME: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("make", SAME)
+@table("make", SAME)
 def test_a_value_is_the_same_as_one_made_alike(make: Any) -> None:
     assert same_value(make(), make())
     assert not same_value(make(), None)
@@ -144,7 +145,7 @@ def test_a_value_is_the_same_as_one_made_alike(make: Any) -> None:
     assert not same_value(make(), [make()])
 
 
-@pytest.mark.parametrize(
+@table(
     ("a", "b"),
     [
         (1, True),
@@ -210,7 +211,7 @@ def test_a_value_is_not_the_same_as_one_of_another_type_or_of_other_bits(a: Any,
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-@pytest.mark.parametrize("name", ITEMSIZE)
+@table("name", ITEMSIZE)
 def test_tensors_of_every_dtype_are_compared_by_their_bytes(name: str) -> None:
     if (dtype := getattr(torch, name, None)) is None:
         pytest.skip(f"this torch has no {name}")

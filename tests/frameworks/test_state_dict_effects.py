@@ -13,6 +13,7 @@ from reknit.frameworks.registry import wanted
 from reknit.frameworks.walk.state_dict_effects import has_effects
 from reknit.types.wanted import Terms
 from tests.frameworks.checkpoint import fill, load, save
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,7 +68,7 @@ def test_an_object_that_holds_a_data_loader_is_not_asked_for_its_state() -> None
     assert (target.loader.at, target.loader.asked, want.notes) == (4, 0, ())  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
+@table(
     ("value", "effects"),
     [
         (Loader(), True),
@@ -100,8 +101,8 @@ class Masters:
         self.seen = [p.detach().clone() for p in self.model.parameters()]
 
 
-@pytest.mark.parametrize("only", [(), ("model/*", "masters/w")])
-@pytest.mark.parametrize("first", ["model", "masters"])
+@table("only", [(), ("model/*", "masters/w")])
+@table("first", ["model", "masters"])
 def test_an_object_that_is_loaded_after_the_tensors_reads_the_loaded_ones(
     first: str, only: tuple[str, ...]
 ) -> None:

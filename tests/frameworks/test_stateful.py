@@ -17,6 +17,7 @@ from reknit.types.shard import Tagged
 from reknit.types.wanted import Terms
 from tests.frameworks.checkpoint import assemble, fill, load, portable, save
 from tests.ranks import run
+from tests.tables import table
 from tests.torchrun import pieces
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Keeper:
         self.loads += 1
 
 
-@pytest.mark.parametrize(
+@table(
     "state",
     [
         {},
@@ -94,7 +95,7 @@ def test_an_object_is_not_touched_before_delivery_nor_when_a_tensor_is_missing()
     assert target.loads == 0
 
 
-@pytest.mark.parametrize("hostile", [3, {}, {"library": 1, "path": "w"}, {"library": "torch"}])
+@table("hostile", [3, {}, {"library": 1, "path": "w"}, {"library": "torch"}])
 def test_a_placeholder_that_names_no_tensor_is_a_format_error(hostile: Any) -> None:
     checkpoint = save({"k": Keeper({"w": 1})})
     checkpoint.shared["k", "~s"] = [Tagged("tensor", hostile)]
@@ -150,7 +151,7 @@ class Shy(Counted):
     state_dict_has_effects = True
 
 
-@pytest.mark.parametrize(
+@table(
     ("kind", "state", "asked"),
     [
         (Counted, {"n": 1}, 0),
@@ -175,14 +176,14 @@ def part(target: Any, *only: str) -> Wanted:
     return wanted({"k": target}, replace(catalog, terms=Terms(only)), 0, 1)
 
 
-@pytest.mark.parametrize("kind", [Counted, Stream])
+@table("kind", [Counted, Stream])
 def test_a_load_of_other_names_does_not_ask_for_the_present_state(kind: type[Counted]) -> None:
     target = kind({"w": torch.zeros(2)})
     want = part(target, "model/*", "other")
     assert (target.asked, want.shards, want.mismatched) == (0, (), ())
 
 
-@pytest.mark.parametrize("only", [["k/w"], ["k/~s", "k/w"]])
+@table("only", [["k/w"], ["k/~s", "k/w"]])
 def test_a_part_of_an_object_needs_its_present_state(only: list[str]) -> None:
     frank, shy = Frank({"v": torch.zeros(2), "w": torch.zeros(2), "n": 0}), Shy({"w": torch.zeros(2)})
     assert [shard.fqn for shard in part(frank, *only).shards] == ["w"]
@@ -192,8 +193,8 @@ def test_a_part_of_an_object_needs_its_present_state(only: list[str]) -> None:
     assert (place, why[:34]) == (["k", ""], "only a part of it is to be loaded,")
 
 
-@pytest.mark.parametrize("num_read", [0, 3])
-@pytest.mark.parametrize("kind", ["numbers", "drawn"])
+@table("num_read", [0, 3])
+@table("kind", ["numbers", "drawn"])
 def test_a_loader_of_nodes_goes_on_where_it_was(kind: str, num_read: int) -> None:
     nodes = pytest.importorskip("torchdata.nodes")
 

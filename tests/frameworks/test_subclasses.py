@@ -16,6 +16,7 @@ from reknit.errors import CommitError, ReknitError, StateError
 from reknit.frameworks.registry import collect, wanted
 from tests.frameworks.checkpoint import save
 from tests.ranks import run
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -140,7 +141,7 @@ def test_training_resumed_with_low_bit_states_is_that_which_was_never_interrupte
 CONFIGS = ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig", "Float8WeightOnlyConfig"]
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@table("config", CONFIGS)
 def test_a_quantized_model_comes_back_bit_for_bit(config: str, tmp_path: Path) -> None:
     nets = [model().bfloat16() for _ in range(2)]
     with torch.no_grad():
@@ -154,7 +155,7 @@ def test_a_quantized_model_comes_back_bit_for_bit(config: str, tmp_path: Path) -
     assert nets[1][0].weight is inside
 
 
-@pytest.mark.parametrize("nested", [False, True])
+@table("nested", [False, True])
 def test_a_subclass_of_a_user_is_filled_in_place_wherever_it_stands(nested: bool, tmp_path: Path) -> None:
     def state(start: float) -> dict[str, Any]:
         module = nn.Module()
@@ -191,7 +192,7 @@ def test_a_subclass_in_an_object_with_a_state_dict_comes_back(tmp_path: Path) ->
     assert type(target.held["pair"]) is Pair
 
 
-@pytest.mark.parametrize(
+@table(
     ("saved", "target", "says"),
     [
         (pair(1), pair(2, rate=0.25), "was made with"),

@@ -13,6 +13,7 @@ from reknit.errors import CommError, DeadlineError, UsageError
 from reknit.frameworks.torch import torch_job
 from reknit.options import CommOptions
 from tests.ranks import run
+from tests.tables import table
 
 if TYPE_CHECKING:
     from reknit.comm.meeting.entries import Shape
@@ -65,7 +66,7 @@ def test_groups_meet_apart_from_each_other() -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", ["tcp", "file"])
+@table("kind", ["tcp", "file"])
 def test_every_kind_of_store_says_when_it_waited_too_long(kind: str, tmp_path: Any) -> None:
     torch_dist: Any = dist
     store = (

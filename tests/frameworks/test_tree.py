@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from reknit.errors import StateError
 from reknit.frameworks import tree
 from reknit.frameworks.same_value import same_value
+from tests.tables import table
 
 KEYS = st.one_of(
     st.integers(),
@@ -45,7 +46,7 @@ def test_different_paths_have_different_names(a: list[str | int], b: list[str | 
     assert (name(a) == name(b)) == (a == b)
 
 
-@pytest.mark.parametrize("key", [None, 1.5, True, b"x", ("a",), "\ud800"])
+@table("key", [None, 1.5, True, b"x", ("a",), "\ud800"])
 def test_a_key_that_cannot_be_a_name_is_refused_with_its_place(key: Any) -> None:
     with pytest.raises(StateError, match="model/layers has the key"):
         tree.escape(key, "model/layers")
@@ -60,7 +61,7 @@ def test_a_walk_that_changes_nothing_gives_an_equal_value_in_new_containers(valu
         assert copy is not value
 
 
-@pytest.mark.parametrize(
+@table(
     "value",
     [
         OrderedDict(a=[1]),

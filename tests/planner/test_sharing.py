@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from reknit.errors import ProtocolError
 from reknit.planner.sharing import WORTH_NBYTES, Costs, Division, FetchTable, Reads, divide, fetch_of
+from tests.tables import table
 
 CELL = 16
 FILES = 2
@@ -374,14 +375,14 @@ def test_reads_that_overlap_in_a_chain_are_one_fetch_for_all_of_them() -> None:
     assert fetch_of(reads[0], division.parts[0]).tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("reads", [[Reads(*[np.zeros(0, np.int64)] * 3)] * 2, [whole(3)]])
+@table("reads", [[Reads(*[np.zeros(0, np.int64)] * 3)] * 2, [whole(3)]])
 def test_ranks_without_reads_and_a_rank_alone_share_nothing(reads: list[Reads]) -> None:
     division = shared((reads, [0] * len(reads), CELL))
     assert [len(part.number) for part in division.parts] == [0] * len(reads)
     assert all((fetch_of(mine, part) < 0).all() for mine, part in zip(reads, division.parts, strict=True))
 
 
-@pytest.mark.parametrize("broken", [(0, 12, 20), (0, 3, 3)])
+@table("broken", [(0, 12, 20), (0, 3, 3)])
 def test_a_read_that_keeps_to_no_cell_is_refused_with_its_rank(broken: Range) -> None:
     with pytest.raises(ProtocolError, match=f"rank 1 .* from byte {broken[1]} "):
         shared(([whole(1), reads_of([broken])], [0, 0], CELL))
@@ -421,7 +422,7 @@ def test_a_few_shared_bytes_are_not_worth_the_setup() -> None:
     assert num_shared([whole(3, 8 * MIB)] * 2, [0, 0], costs) == [0, 0]
 
 
-@pytest.mark.parametrize(
+@table(
     ("num_cells", "hosts"),
     [(125_000, [0, 0, 0, 0, 1, 1, 1, 1]), (2_000, [rank // 8 for rank in range(1000)])],
 )

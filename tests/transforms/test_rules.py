@@ -22,6 +22,7 @@ from reknit.types.manifest import Catalog
 from reknit.types.shard import Shard, TensorSpec
 from reknit.types.wanted import Wanted
 from tests.running.examples import examples
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -108,7 +109,7 @@ def test_two_halves_of_each_head_become_pairs_and_halves_again() -> None:
     assert (read([t.deinterleave("w", dim=2)], {"w": columns}, "w") == taken).all()
 
 
-@pytest.mark.parametrize("bad", [{"repeat": 0}, {"parts": 0}, {"dim": -1}])
+@table("bad", [{"repeat": 0}, {"parts": 0}, {"dim": -1}])
 def test_interleaving_without_parts_or_groups_is_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="are none"):
         t.interleave("q", **bad)
@@ -217,9 +218,7 @@ def test_any_box_of_what_any_chain_of_rules_makes_is_what_numpy_makes(
 
 @settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow])
 @given(chains())
-def test_inverted_rules_lead_back(
-    chain: tuple[list[t.Rule], dict[str, Array], dict[str, Array]],
-) -> None:
+def test_inverted_rules_lead_back(chain: tuple[list[t.Rule], dict[str, Array], dict[str, Array]]) -> None:
     rules, saved, _ = chain
     rules = [rule for rule in rules if "Resize" not in type(rule).__name__]
     made = {name: read(rules, saved, name) for name in offered(rules, saved)}
@@ -229,7 +228,7 @@ def test_inverted_rules_lead_back(
         assert (read(back, made, name) == array).all()
 
 
-@pytest.mark.parametrize(
+@table(
     ("rules", "why"),
     [
         ([t.rename("a", "b")], "has already"),
@@ -362,9 +361,7 @@ def test_options_that_differ_cannot_become_one(tmp_path: Path) -> None:
     kept = target.qkv.weight.clone()
     with pytest.raises(MismatchError, match="differ"):
         reknit.load(
-            tmp_path,
-            {"m": target, "o": optimizer},
-            options=reknit.LoadOptions(transforms=[weights, biases]),
+            tmp_path, {"m": target, "o": optimizer}, options=reknit.LoadOptions(transforms=[weights, biases])
         )
     assert torch.equal(target.qkv.weight, kept)
 

@@ -6,9 +6,9 @@ from functools import cache, partial
 from typing import Any
 
 import numpy as np
-import pytest
 
 from reknit.types.functions import is_function
+from tests.tables import table
 
 
 class Callable:
@@ -17,14 +17,11 @@ class Callable:
     def method(self) -> None: ...
 
 
-@pytest.mark.parametrize(
-    "value",
-    [len, lambda x: x, np.exp, np.sum, partial(len), cache(len), "".join, Callable().method],
-)
+@table("value", [len, lambda x: x, np.exp, np.sum, partial(len), cache(len), "".join, Callable().method])
 def test_functions_of_every_kind_are_known(value: Any) -> None:
     assert is_function(value)
 
 
-@pytest.mark.parametrize("value", [None, 1, "len", [len], int, Callable, Callable(), np.zeros(1)])
+@table("value", [None, 1, "len", [len], int, Callable, Callable(), np.zeros(1)])
 def test_classes_and_objects_are_no_functions(value: Any) -> None:
     assert not is_function(value)

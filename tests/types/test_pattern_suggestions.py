@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-
 from reknit.types.pattern_suggestions import suggest
+from tests.tables import table
 
 NAMES = ["model/layers.0.weight", "model/layers.0.bias", "model/head.weight", "optimizer/step"]
 
 
-@pytest.mark.parametrize(
+@table(
     ("pattern", "question"),
     [
         ("model/layer.*", "did you mean 'model/layers.*'?"),  # a part is misspelled
@@ -26,6 +25,6 @@ def test_a_pattern_is_meant_that_matches_and_is_most_like_the_one_given(pattern:
     assert suggest(pattern, NAMES) == question
 
 
-@pytest.mark.parametrize(("names", "question"), [([], ""), (["w"], "the names are 'w'")])
+@table(("names", "question"), [([], ""), (["w"], "the names are 'w'")])
 def test_with_few_names_all_are_shown(names: list[str], question: str) -> None:
     assert suggest("something/else", names) == question

@@ -8,6 +8,7 @@ import pytest
 
 from reknit.errors import UsageError
 from reknit.transforms import models
+from tests.tables import table
 from tests.transforms.models import tiny
 
 LLAMA: dict[str, Any] = {
@@ -25,8 +26,8 @@ MAPS = [
 ]
 
 
-@pytest.mark.parametrize("make", MAPS)
-@pytest.mark.parametrize(
+@table("make", MAPS)
+@table(
     ("changes", "message"),
     [
         ({"model_type": "gpt2"}, "no map for models with the model_type 'gpt2'"),
@@ -48,7 +49,7 @@ def test_a_config_that_no_map_is_for_is_refused(make: Any, changes: dict[str, An
         make(LLAMA | changes)
 
 
-@pytest.mark.parametrize("wrong", ["llama", 3, None])
+@table("wrong", ["llama", 3, None])
 def test_anything_but_a_config_is_refused(wrong: Any) -> None:
     with pytest.raises(UsageError, match="is not a config of a model"):
         models.megatron_to_hugging_face(wrong)
@@ -69,7 +70,7 @@ def test_a_layer_spec_that_megatron_does_not_have_is_refused() -> None:
         models.hugging_face_to_megatron(LLAMA, spec="apex")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", tiny.FAMILIES)
+@table("kind", tiny.FAMILIES)
 def test_an_object_and_its_dictionary_give_the_same_rules(kind: str) -> None:
     config = tiny.config(kind)
     assert models.hugging_face_to_megatron(config) == models.hugging_face_to_megatron(config.to_dict())

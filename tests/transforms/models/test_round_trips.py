@@ -14,6 +14,7 @@ from reknit.transforms.apply import Transformed
 from reknit.types.manifest import Catalog
 from reknit.types.shard import TensorSpec
 from tests import ranks
+from tests.tables import table
 from tests.transforms.models import sharded_jobs, tiny
 from tests.transforms.models.sizes import DENSE, EXPERTS, FFN, HIDDEN, PADDED
 
@@ -66,7 +67,7 @@ def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
         assert torch.equal(ours[name], tensor), name
 
 
-@pytest.mark.parametrize(("kind", "way"), CASES)
+@table(("kind", "way"), CASES)
 def test_weights_are_the_same_after_both_ways(kind: str, way: str, tmp_path: Path) -> None:
     there, back = WAYS[way]
     config, first = tiny.config(kind), weights(kind)
@@ -75,7 +76,7 @@ def test_weights_are_the_same_after_both_ways(kind: str, way: str, tmp_path: Pat
     assert_equal(converted(back(config), between, tmp_path / "back"), first)
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"])
+@table("kind", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"])
 def test_files_have_every_expert_by_itself(kind: str, tmp_path: Path) -> None:
     config, first = tiny.config(kind), weights(kind)
     there = models.hugging_face_to_megatron(config)
@@ -105,7 +106,7 @@ def test_the_names_in_files_are_those_that_the_library_writes(tmp_path: Path) ->
         assert_equal(files, written)
 
 
-@pytest.mark.parametrize(
+@table(
     ("kind", "way", "expected"),
     [
         (
@@ -186,7 +187,7 @@ def test_tensors_that_are_one_in_the_target_may_have_two_names_if_they_are_equal
         reknit.load(tmp_path / "different", {"m": model}, options=options)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
+@table("kind", ["llama", "gpt_oss"])
 def test_ranks_that_hold_parts_of_a_model_read_their_parts(kind: str, tmp_path: Path) -> None:
     first = tiny.build(kind, seed=6).state_dict()
     rules = models.hugging_face_to_megatron(tiny.config(kind), padded_vocab_size=PADDED)
