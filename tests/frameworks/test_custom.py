@@ -203,15 +203,6 @@ def test_a_view_whose_memory_is_not_its_values_is_refused(kind: str) -> None:
         save({"bag": Bag([whole("w", memory, dtype, (2,))])})
 
 
-def test_a_value_that_is_rebuilt_gets_the_memory_that_was_filled() -> None:
-    bag = Bag([whole("w", np.arange(3.0), "float64", (3,))])
-    fresh = Bag([whole("w", np.zeros(3), "float64", (3,))])
-    load({"bag": fresh}, save({"bag": bag}))
-    held, values = fresh.restored[0]
-    assert [list(one.memory) for one in held] == [[0.0, 1.0, 2.0]]
-    assert values == {}
-
-
 def test_restore_is_not_called_for_what_does_not_come(tmp_path: Path) -> None:
     bag = Bag(
         [whole("w", np.ones(3), "float64", (3,)), whole("v", np.ones(2), "float64", (2,)), Value("n", 1)]

@@ -151,9 +151,3 @@ def test_an_error_of_a_load_inside_of_an_object_names_the_object() -> None:
     with pytest.raises(StateError, match=r"^k \(Nested\): the second checkpoint is gone") as caught:
         load({"k": Nested(nn.Linear(1, 1))}, checkpoint)
     assert caught.value.remedy == "restore it"
-
-
-def test_a_scaler_of_each_rank_that_was_disabled_does_not_fit_one_that_is_not() -> None:
-    on, off = (PerRank(torch.amp.GradScaler("cpu", enabled=enabled)) for enabled in (True, False))
-    ((*_, why),) = wanted({"k": on}, save({"k": off}).catalog(), 0, 1).mismatched
-    assert "a disabled scaler was saved" in why

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections import deque
 from typing import Any
 
 import pytest
@@ -26,7 +26,6 @@ PLAIN = st.recursive(
         st.builds(deque, st.lists(inner)),
     ),
 )
-Point = namedtuple("Point", "x y")
 
 
 @given(KEYS)
@@ -59,24 +58,6 @@ def test_a_walk_that_changes_nothing_gives_an_equal_value_in_new_containers(valu
     assert repr(copy) == repr(value)
     if isinstance(value, (list, dict, deque)):
         assert copy is not value
-
-
-@table(
-    "value",
-    [
-        OrderedDict(a=[1]),
-        defaultdict(int, a=1),
-        Counter("aab"),
-        Point(1, [2]),
-        deque([1, 2], maxlen=2),
-        {"a": (1, {2})},
-    ],
-)
-def test_containers_keep_their_type(value: Any) -> None:
-    copy = tree.map_leaves(value, lambda path, leaf: tree.DESCEND)
-    assert copy == value
-    assert type(copy) is type(value)
-    assert getattr(copy, "maxlen", None) == getattr(value, "maxlen", None)
 
 
 def test_leaves_are_seen_with_their_paths() -> None:
