@@ -143,10 +143,6 @@ REFUSED = [
 """Values that are refused wherever they could come back as something else."""
 
 
-def kind_of(value: Any) -> str:
-    return type(value).__name__
-
-
 QUICK = reknit.SaveOptions(durability="process", threads=1)
 
 

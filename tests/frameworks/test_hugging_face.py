@@ -16,7 +16,7 @@ import reknit
 from reknit.frameworks.registry import collect, wanted
 from reknit.types.shard import Alias
 from tests import ranks
-from tests.frameworks.checkpoint import assemble, fill, portable
+from tests.frameworks.checkpoint import fill, gathered, portable
 from tests.optional import needs
 from tests.torchrun import pieces
 
@@ -64,9 +64,7 @@ def save_and_load(lora: bool) -> Any:
         optimizer.step()
         optimizer.zero_grad()
     holdings = portable(collect({"model": model, "optimizer": optimizer}, rank, 2))
-    everyone: list[Any] = [None] * 2
-    dist.all_gather_object(everyone, holdings)
-    checkpoint = assemble(everyone)
+    checkpoint = gathered(holdings)
     target = llama(1, lora)
     fresh = torch.optim.AdamW([p for p in target.parameters() if p.requires_grad], lr=1.0)
     want = wanted({"model": target, "optimizer": fresh}, checkpoint.catalog(), rank, 2)

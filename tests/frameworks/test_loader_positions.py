@@ -247,13 +247,13 @@ def test_an_order_that_one_rank_draws_goes_on_in_batches_of_another_size(batch: 
     assert len(whole) == 30
 
 
-@table("before", [{"workers": 2}, {"workers": 2, "snapshot_every_n_steps": 3}])
-def test_batches_that_workers_have_read_ahead_are_not_taken(before: dict[str, Any]) -> None:
+def test_batches_that_workers_have_read_ahead_are_not_taken() -> None:
     def make(rank: int, size: int, **more: Any) -> Any:
         sampler: Any = DistributedSampler(range(40), size, rank, seed=4)  # type: ignore[arg-type]
         return loader_of(range(40), batch_size=2, sampler=sampler, **more)
 
-    job = [make(rank, 2, **before) for rank in range(2)]
+    # On one rank torchdata notes each batch, on the other every third, and counts on from there.
+    job = [make(0, 2, workers=2), make(1, 2, workers=2, snapshot_every_n_steps=3)]
     seen = taken(job, 4)
     checkpoint = saved(job)
     end_workers(job)

@@ -12,7 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from reknit.errors import StateError
 from reknit.frameworks.registry import collect, wanted
 from reknit.types.shard import Alias
-from tests.frameworks.checkpoint import assemble, fill, load, portable, save
+from tests.frameworks.checkpoint import fill, gathered, load, portable, save
 from tests.ranks import run
 from tests.tables import table
 
@@ -245,9 +245,7 @@ def batch_norm() -> Any:
     ddp = DistributedDataParallel(model)
     ddp(torch.rand(4, 3, generator=torch.Generator().manual_seed(rank))).sum().backward()
     holdings = portable(collect({"m": ddp, "deep": {"m": ddp}}, rank, 2))
-    everyone: list[Any] = [None] * 2
-    dist.all_gather_object(everyone, holdings)
-    checkpoint = assemble(everyone)
+    checkpoint = gathered(holdings)
     target = DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)))
     want = wanted({"m": target, "deep": {"m": model}}, checkpoint.catalog(), rank, 2)
     fill(want, checkpoint)

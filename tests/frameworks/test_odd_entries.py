@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import reknit
 from reknit.errors import MismatchError, StateError
-from reknit.frameworks.registry import wanted
-from tests.frameworks.checkpoint import load, save
+from reknit.frameworks.registry import collect, wanted
+from tests.frameworks.checkpoint import gathered, load, save
 from tests.ranks import run
 from tests.tables import table
 
@@ -167,12 +167,8 @@ def wrapped(kind: str) -> Any:
         results.append(found)
     one, other = results
     one(torch.ones(2, 3))
-    from reknit.frameworks.registry import collect
-    from tests.frameworks.checkpoint import assemble, portable
-
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, portable(collect({"m": one}, dist.get_rank(), dist.get_world_size())))
-    load({"m": other}, assemble(everyone), dist.get_rank(), dist.get_world_size())
+    rank, size = dist.get_rank(), dist.get_world_size()
+    load({"m": other}, gathered(collect({"m": one}, rank, size)), rank, size)
     inner = [one.module[0] if kind == "ddp" else one[0] for one in results]
     return torch.equal(inner[0].seen, inner[1].seen), int(inner[1].count)
 

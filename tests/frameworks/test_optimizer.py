@@ -14,24 +14,9 @@ from reknit.frameworks.registry import collect, wanted
 from reknit.frameworks.same_value import same_value
 from reknit.types.shard import Tagged
 from tests.frameworks.checkpoint import Checkpoint, assemble, fill, load, save
+from tests.frameworks.test_optimizer_protocol import net, train
 from tests.ranks import run
 from tests.tables import table
-
-
-def net(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1))
-
-
-def train(model: nn.Module, optimizer: Any, steps: int = 2, scheduler: Any = None) -> None:
-    for number in range(steps):
-        x = torch.rand(8, 3, generator=torch.Generator().manual_seed(number))
-        optimizer.zero_grad()
-        model(x).pow(2).mean().backward()
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),

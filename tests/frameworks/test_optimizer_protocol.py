@@ -32,12 +32,14 @@ def of_first(optimizer: Any, model: Any) -> Any:
     return optimizer.state[next(model.parameters())]
 
 
-def train(model: nn.Module, optimizer: Any, steps: int = 2) -> None:
+def train(model: nn.Module, optimizer: Any, steps: int = 2, scheduler: Any = None) -> None:
     for number in range(steps):
         x = torch.rand(8, 3, generator=torch.Generator().manual_seed(number))
         optimizer.zero_grad()
         model(x).pow(2).mean().backward()
         optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
 
 
 class Counting(torch.optim.SGD):

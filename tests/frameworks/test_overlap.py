@@ -125,7 +125,9 @@ def _shared(parts: Any, items: int) -> Any:
 
 @table("parts", SHARING.values())
 @table("items", [1, 2])
-def test_tensors_that_share_memory_in_part_are_loaded_if_they_agree(parts: Any, items: int) -> None:
+def test_tensors_that_share_memory_in_part_are_loaded_if_they_agree_and_else_refused(
+    parts: Any, items: int
+) -> None:
     state = _shared(parts, items)
     BASE.copy_(torch.randn(4, 6))
     BASE[0, 0], BASE[3, 5] = float("nan"), -0.0
@@ -135,19 +137,11 @@ def test_tensors_that_share_memory_in_part_are_loaded_if_they_agree(parts: Any, 
     load(state, checkpoint)
     assert [np.asarray(part).tobytes() for part in parts.values()] == true
     BASE.zero_()
-
-
-@table("parts", SHARING.values())
-@table("items", [1, 2])
-def test_tensors_that_share_memory_and_contradict_each_other_are_refused(parts: Any, items: int) -> None:
-    state = _shared(parts, items)
-    kept = BASE.clone()
-    checkpoint = save(state)
     for number, (name, tensor) in enumerate(checkpoint.tensors.items()):
         checkpoint.tensors[name] = torch.full_like(tensor, number)
     with pytest.raises(StateError, match=r"[abc].* and .*[bc].* share memory in the target, and diff"):
         load(state, checkpoint)
-    assert torch.equal(BASE, kept)
+    assert not BASE.any()
 
 
 @every_device

@@ -15,7 +15,7 @@ from reknit.frameworks.per_rank import PerRank
 from reknit.frameworks.registry import collect, wanted
 from reknit.types.shard import Tagged
 from reknit.types.wanted import Terms
-from tests.frameworks.checkpoint import assemble, fill, load, portable, save
+from tests.frameworks.checkpoint import fill, gathered, load, save
 from tests.ranks import run
 from tests.tables import table
 from tests.torchrun import pieces
@@ -227,9 +227,7 @@ def average() -> Any:
     def make(factor: float) -> Keeper:
         return Averages({"w": distribute_tensor(torch.arange(10.0).reshape(5, 2) * factor, mesh, [Shard(0)])})
 
-    everyone: list[Any] = [None] * 2
-    dist.all_gather_object(everyone, portable(collect({"ema": make(3.0)}, rank, 2)))
-    checkpoint = assemble(everyone)
+    checkpoint = gathered(collect({"ema": make(3.0)}, rank, 2))
     target = make(1.0)
     before = target.state["w"].to_local()
     want = wanted({"ema": target}, checkpoint.catalog(), rank, 2)

@@ -21,6 +21,9 @@ MIB = 1 << 20
 Range = tuple[int, int, int]
 """File, start, end."""
 
+World = tuple[list[Reads], list[int], int]
+"""The reads of each rank, their hosts, and the size of a bucket."""
+
 
 def reads_of(ranges: list[Range]) -> Reads:
     columns = np.array(sorted(ranges), np.int64).reshape(-1, 3)
@@ -63,7 +66,7 @@ def wants(draw: st.DrawFn) -> Reads:
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> tuple[list[Reads], list[int], int]:
+def worlds(draw: st.DrawFn) -> World:
     """Draw the reads of up to six ranks (some of the same bytes), their hosts, and a bucket's size."""
     kinds = draw(st.lists(wants(), min_size=1, max_size=4))
     reads = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=6))
@@ -71,7 +74,7 @@ def worlds(draw: st.DrawFn) -> tuple[list[Reads], list[int], int]:
     return reads, hosts, draw(st.sampled_from([1, 5, CELL, 3 * CELL, 1000]))
 
 
-def shared(world: tuple[list[Reads], list[int], int]) -> Division:
+def shared(world: World) -> Division:
     reads, hosts, bucket = world
     return divide(reads, hosts, cell_nbytes=CELL, bucket_nbytes=bucket, costs=None)
 
@@ -134,9 +137,7 @@ def hulls(reads: list[Reads]) -> dict[Range, set[int]]:
 
 
 @given(worlds())
-def test_what_several_ranks_want_is_in_one_fetch_that_these_ranks_and_no_others_know(
-    world: tuple[list[Reads], list[int], int],
-) -> None:
+def test_what_several_ranks_want_is_in_one_fetch_that_these_ranks_and_no_others_know(world: World) -> None:
     known = by_number(shared(world))
     assert sorted(known) == list(range(len(known)))
     found = {}
@@ -150,8 +151,8 @@ def test_what_several_ranks_want_is_in_one_fetch_that_these_ranks_and_no_others_
 
 
 @given(worlds())
-def test_a_byte_that_several_ranks_want_is_read_once_and_no_byte_is_read_that_nobody_wants(
-    world: tuple[list[Reads], list[int], int],
+def test_a_byte_that_several_ranks_want_is_read_once_and_none_that_nobody_wants(
+    world: World,
 ) -> None:
     division = shared(world)
     wanted: Counter[tuple[int, int]] = Counter()
@@ -169,9 +170,7 @@ def test_a_byte_that_several_ranks_want_is_read_once_and_no_byte_is_read_that_no
 
 
 @given(worlds())
-def test_a_fetch_reaches_every_rank_that_wants_it_by_one_way(
-    world: tuple[list[Reads], list[int], int],
-) -> None:
+def test_a_fetch_reaches_every_rank_that_wants_it_by_one_way(world: World) -> None:
     hosts = world[1]
     for rows in by_number(shared(world)).values():
         reader = next(iter(rows.values())).reader
@@ -189,9 +188,7 @@ def test_a_fetch_reaches_every_rank_that_wants_it_by_one_way(
 
 
 @given(worlds())
-def test_no_rank_sends_or_receives_more_in_a_turn_than_a_bucket_or_one_fetch(
-    world: tuple[list[Reads], list[int], int],
-) -> None:
+def test_no_rank_sends_or_receives_more_in_a_turn_than_a_bucket_or_one_fetch(world: World) -> None:
     division, bucket = shared(world), world[2]
     amounts: dict[tuple[str, int, int], list[int]] = defaultdict(list)
     for rows in by_number(division).values():
@@ -207,9 +204,7 @@ def test_no_rank_sends_or_receives_more_in_a_turn_than_a_bucket_or_one_fetch(
 
 
 @given(worlds())
-def test_the_ranks_of_a_host_have_one_order_and_fetches_are_numbered_turn_by_turn(
-    world: tuple[list[Reads], list[int], int],
-) -> None:
+def test_the_ranks_of_a_host_have_one_order_and_fetches_are_numbered_turn_by_turn(world: World) -> None:
     division, hosts = shared(world), world[1]
     travelling = sorted(
         {(row.number, row.turn) for p in division.parts for row in rows_of(p) if row.turn >= 0}
@@ -228,9 +223,7 @@ def test_the_ranks_of_a_host_have_one_order_and_fetches_are_numbered_turn_by_tur
 
 
 @given(worlds())
-def test_ranks_that_keep_one_fetch_for_others_and_go_row_by_row_come_to_an_end(
-    world: tuple[list[Reads], list[int], int],
-) -> None:
+def test_ranks_that_keep_one_fetch_for_others_and_go_row_by_row_come_to_an_end(world: World) -> None:
     division = shared(world)
     rows = [rows_of(part) for part in division.parts]
     at = [0] * len(rows)
@@ -267,7 +260,7 @@ def test_ranks_that_keep_one_fetch_for_others_and_go_row_by_row_come_to_an_end(
 
 
 @given(worlds())
-def test_the_same_reads_are_divided_the_same_way_again(world: tuple[list[Reads], list[int], int]) -> None:
+def test_the_same_reads_are_divided_the_same_way_again(world: World) -> None:
     one, two = shared(world), shared(world)
     assert one.num_turns == two.num_turns
     for mine, theirs in zip(one.parts, two.parts, strict=True):
@@ -275,7 +268,7 @@ def test_the_same_reads_are_divided_the_same_way_again(world: tuple[list[Reads],
 
 
 @given(worlds())
-def test_each_read_finds_the_fetch_that_holds_it(world: tuple[list[Reads], list[int], int]) -> None:
+def test_each_read_finds_the_fetch_that_holds_it(world: World) -> None:
     for reads, part in zip(world[0], shared(world).parts, strict=True):
         fetches = [row.range for row in rows_of(part)]
         found = fetch_of(reads, part).tolist()

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from reknit.types.functions import is_function
-from tests.tables import table
 
 
 class Callable:
@@ -17,11 +16,11 @@ class Callable:
     def method(self) -> None: ...
 
 
-@table("value", [len, lambda x: x, np.exp, np.sum, partial(len), cache(len), "".join, Callable().method])
-def test_functions_of_every_kind_are_known(value: Any) -> None:
-    assert is_function(value)
+def test_functions_of_every_kind_are_known() -> None:
+    functions = [len, lambda x: x, np.exp, np.sum, partial(len), cache(len), "".join, Callable().method]
+    assert [one for one in functions if not is_function(one)] == []
 
 
-@table("value", [None, 1, "len", [len], int, Callable, Callable(), np.zeros(1)])
-def test_classes_and_objects_are_no_functions(value: Any) -> None:
-    assert not is_function(value)
+def test_classes_and_objects_are_no_functions() -> None:
+    others: list[Any] = [None, 1, "len", [len], int, Callable, Callable(), np.zeros(1)]
+    assert list(filter(is_function, others)) == []
