@@ -66,9 +66,8 @@ def test_a_second_save_has_the_options_of_that_time(tmp_path: Path) -> None:
 
 
 def test_a_group_that_has_parameters_here_gets_their_options_and_not_those_of_the_empty_group() -> None:
-    state = stepped("ab", "")
     fresh = build("a", "b")
-    want = load(fresh, save(state))
+    want = load(fresh, save(stepped("ab", "")))
     assert [group["lr"] for group in options(fresh)] == [1.0, 1.0]
     assert not want.notes
 

@@ -211,9 +211,8 @@ def test_a_value_takes_the_place_of_one_of_any_type(tmp_path: Path) -> None:
 def test_a_member_of_an_enumeration_that_is_not_there_is_told_with_its_module() -> None:
     checkpoint = save({"k": Keeper(5)})
     checkpoint.shared["k", "~s"] = {"deep": [Tagged("enum", ["lost.module", "Colour", "RED"])]}
-    with pytest.raises(
-        FormatError, match=r"\['deep'\]\[0\] is Colour.RED of the module lost.module"
-    ) as caught:
+    why = r"\['deep'\]\[0\] is Colour.RED of the module lost.module"
+    with pytest.raises(FormatError, match=why) as caught:
         wanted({"k": Keeper()}, checkpoint.catalog(), 0, 1)
     assert caught.value.remedy == "import lost.module before loading"
 

@@ -434,17 +434,13 @@ def test_batches_that_are_left_out_by_their_number_keep_their_size() -> None:
 
 
 def test_a_lenient_load_begins_the_data_anew_only_if_it_names_the_loader(tmp_path: Path) -> None:
-    paths = [str(tmp_path / name) for name in "ab"]
+    paths = {wrap: str(tmp_path / f"x{wrap}") for wrap in ("", "PerRank")}
     run(2, save_all, paths)
-    assert run(1, load_leniently, paths[0]) == [[True, list(range(24))]]
-    seen = run(1, continued, paths) + run(4, continued, paths)
-    for rank_of_one, *_ in (seen[:1], seen[1:]):
-        assert rank_of_one[0] == rank_of_one[1], "in PerRank as without it"
-    assert sorted(seen[0][0]) == list(range(8, 24))
-    assert sorted(number for one in seen[1:] for number in one[0]) == list(range(8, 24))
-
-
-WRAPS: tuple[Callable[[Any], Any], ...] = (lambda one: one, PerRank)
+    assert run(1, load_leniently, paths[""]) == [[True, list(range(24))]]
+    for size in (1, 4):
+        seen = run(size, continued, paths)
+        assert all(as_it_is == in_per_rank for as_it_is, in_per_rank in seen)
+        assert sorted(number for one, _ in seen for number in one) == list(range(8, 24))
 
 
 def job_loader() -> Any:
@@ -452,21 +448,20 @@ def job_loader() -> Any:
     return loader_of(range(24), sampler=sampler, batch_size=2)
 
 
-def save_all(paths: Sequence[str]) -> None:
-    for path, wrap in zip(paths, WRAPS, strict=True):
+def save_all(paths: dict[str, str]) -> None:
+    for wrap, path in paths.items():
         one = job_loader()
         batches = iter(one)
-        next(batches)
-        reknit.save(path + "-before", {"data": wrap(one), "weight": torch.zeros(1)})
-        next(batches)
-        reknit.save(path, {"data": wrap(one), "weight": torch.zeros(1)})
+        for _ in range(2):
+            next(batches)
+        reknit.save(path, {"data": PerRank(one) if wrap else one, "weight": torch.zeros(1)})
 
 
-def continued(paths: Sequence[str]) -> list[list[int]]:
+def continued(paths: dict[str, str]) -> list[list[int]]:
     found = []
-    for path, wrap in zip(paths, WRAPS, strict=True):
+    for wrap, path in paths.items():
         one = job_loader()
-        report = reknit.load(path, {"data": wrap(one), "weight": torch.ones(1)})
+        report = reknit.load(path, {"data": PerRank(one) if wrap else one, "weight": torch.ones(1)})
         assert "continues after 8 samples" in report.notes["data"]
         found.append(taken([one], None))
     return found

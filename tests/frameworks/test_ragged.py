@@ -180,7 +180,7 @@ def test_a_ragged_checkpoint_loads_into_one_process(saved: dict[Any, Any]) -> No
         assert_is_the_whole(assemble([portable(collect({"model": net, "optimizer": optimizer}, 0, 1))]))
 
 
-@pytest.mark.parametrize(("source", "size", "fresh"), [((3, False), 4, True), ((4, True), 3, False)])
+@table(("source", "size", "fresh"), [((3, False), 4, True), ((4, True), 3, False)])
 def test_flat_ranges_are_filled_in_place_from_other_ranges(
     source: tuple[int, bool], size: int, fresh: bool, saved: dict[Any, Any]
 ) -> None:

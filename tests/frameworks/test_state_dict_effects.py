@@ -61,13 +61,6 @@ class Frank(Trainer):
     state_dict_has_effects = False
 
 
-def test_an_object_that_holds_a_data_loader_is_not_asked_for_its_state() -> None:
-    source, target = Trainer(loader=Loader()), Trainer(loader=Loader())
-    source.loader.at = 4  # type: ignore[attr-defined]
-    want = load({"k": target}, save({"k": source}))
-    assert (target.loader.at, target.loader.asked, want.notes) == (4, 0, ())  # type: ignore[attr-defined]
-
-
 @table(
     ("value", "effects"),
     [

@@ -112,8 +112,8 @@ def bits(state: Any) -> list[bytes]:
     return []
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("fresh", [True, False])
+@table("name", OPTIMIZERS)
+@table("fresh", [True, False])
 def test_training_resumed_with_low_bit_states_is_that_which_was_never_interrupted(
     name: str, fresh: bool, eager: None, tmp_path: Path
 ) -> None:
@@ -138,10 +138,7 @@ def test_training_resumed_with_low_bit_states_is_that_which_was_never_interrupte
     assert any(kind.__name__.startswith("OptimState") for kind in kinds[0])
 
 
-CONFIGS = ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig", "Float8WeightOnlyConfig"]
-
-
-@table("config", CONFIGS)
+@table("config", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig", "Float8WeightOnlyConfig"])
 def test_a_quantized_model_comes_back_bit_for_bit(config: str, tmp_path: Path) -> None:
     nets = [model().bfloat16() for _ in range(2)]
     with torch.no_grad():
@@ -347,15 +344,13 @@ def test_an_nf4_weight_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert bits(target) == bits(saved)
 
 
-def test_fake_and_nested_tensors_are_refused_by_name(tmp_path: Path) -> None:
+def test_a_fake_tensor_is_refused_by_name(tmp_path: Path) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
         fake = torch.ones(3)
-    rows = [torch.ones(2), torch.ones(3)]
-    for tensor in (fake, torch.nested.nested_tensor(rows, layout=torch.jagged)):
-        with pytest.raises(StateError, match="the/name is a"):
-            reknit.save(tmp_path / "c", {"the": {"name": tensor}})
+    with pytest.raises(StateError, match="the/name is a"):
+        reknit.save(tmp_path / "c", {"the": {"name": fake}})
 
 
 def _part_of_four_rows(tensor: Any) -> Any:

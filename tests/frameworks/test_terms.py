@@ -99,15 +99,14 @@ def test_a_framework_gets_no_memory_that_was_not_filled(saved: Any, tmp_path: Pa
     assert x.values.tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("library", ["jax", "deepspeed", "vescale", "megatron.core"])
-def test_a_framework_whose_import_is_blocked_is_not_asked(
-    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, library, None)
-    monkeypatch.delitem(sys.modules, "reknit.frameworks.jax.jax_arrays", raising=False)
+@table("library", ["jax", "deepspeed", "vescale", "megatron.core"])
+def test_a_framework_whose_import_is_blocked_is_not_asked(library: str, tmp_path: Path) -> None:
     reknit.save(tmp_path, {"x": torch.ones(2), "y": [1, "a"]})
     state: dict[str, Any] = {"x": torch.zeros(2), "y": None}
-    reknit.load(tmp_path, state)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, library, None)
+        patch.delitem(sys.modules, "reknit.frameworks.jax.jax_arrays", raising=False)
+        reknit.load(tmp_path, state)
     assert state["x"].tolist() == [1, 1]
     assert state["y"] == [1, "a"]
 

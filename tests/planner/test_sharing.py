@@ -137,17 +137,49 @@ def hulls(reads: list[Reads]) -> dict[Range, set[int]]:
 
 
 @given(worlds())
-def test_what_several_ranks_want_is_in_one_fetch_that_these_ranks_and_no_others_know(world: World) -> None:
-    known = by_number(shared(world))
+def test_what_several_ranks_want_is_in_one_fetch_that_reaches_these_ranks_and_no_others_by_one_way(
+    world: World,
+) -> None:
+    division, again, hosts = shared(world), shared(world), world[1]
+    known = by_number(division)
     assert sorted(known) == list(range(len(known)))
     found = {}
     for rows in known.values():
-        ranges = {(row.range, row.reader, row.turn) for row in rows.values()}
-        ((hull, reader, _),) = ranges
+        ((hull, reader, _),) = {(row.range, row.reader, row.turn) for row in rows.values()}
         assert reader in rows
         assert hull not in found
         found[hull] = set(rows)
+        sources: dict[int, int] = {}
+        for rank, row in rows.items():
+            assert hosts[row.source] == hosts[rank]
+            assert rows[row.source].source == row.source
+            assert sources.setdefault(hosts[rank], row.source) == row.source
+            served = [r for r in sorted(rows) if hosts[r] == hosts[rank] and r != rank]
+            assert row.takers == (served if row.source == rank else [])
+        assert sources[hosts[reader]] == reader
+        receivers = sorted(source for source in sources.values() if source != reader)
+        assert all(sorted(row.remotes) == (receivers if r == reader else []) for r, row in rows.items())
+        assert all((row.turn >= 0) == bool(receivers) for row in rows.values())
     assert found == hulls(world[0])
+    check_amounts(known, division.num_turns, world[2])
+    assert division.num_turns == again.num_turns, "the same reads are divided the same way"
+    for mine, theirs in zip(division.parts, again.parts, strict=True):
+        assert all(a.tolist() == b.tolist() for a, b in zip(mine, theirs, strict=True))
+
+
+def check_amounts(known: dict[int, dict[int, Row]], num_turns: int, bucket: int) -> None:
+    """Check that no rank sends or receives more in a turn than a bucket or one fetch."""
+    amounts: dict[tuple[str, int, int], list[int]] = defaultdict(list)
+    for rows in known.values():
+        for rank, row in rows.items():
+            nbytes = row.range[2] - row.range[1]
+            if row.remotes:
+                amounts["sends", rank, row.turn].append(nbytes * len(row.remotes))
+            if row.source == rank != row.reader:
+                amounts["receives", rank, row.turn].append(nbytes)
+    for moved in amounts.values():
+        assert sum(moved) <= bucket or len(moved) == 1
+    assert {turn for _, _, turn in amounts} == set(range(num_turns))
 
 
 @given(worlds())
@@ -167,40 +199,6 @@ def test_a_byte_that_several_ranks_want_is_read_once_and_none_that_nobody_wants(
             read.update((file, byte) for byte in range(start, end))
     assert set(read) == set(wanted)
     assert set(read.values()) <= {1}
-
-
-@given(worlds())
-def test_a_fetch_reaches_every_rank_that_wants_it_by_one_way(world: World) -> None:
-    hosts = world[1]
-    for rows in by_number(shared(world)).values():
-        reader = next(iter(rows.values())).reader
-        sources: dict[int, int] = {}
-        for rank, row in rows.items():
-            assert hosts[row.source] == hosts[rank]
-            assert rows[row.source].source == row.source
-            assert sources.setdefault(hosts[rank], row.source) == row.source
-            served = [r for r in sorted(rows) if hosts[r] == hosts[rank] and r != rank]
-            assert row.takers == (served if row.source == rank else [])
-        assert sources[hosts[reader]] == reader
-        receivers = sorted(source for source in sources.values() if source != reader)
-        assert all(sorted(row.remotes) == (receivers if r == reader else []) for r, row in rows.items())
-        assert all((row.turn >= 0) == bool(receivers) for row in rows.values())
-
-
-@given(worlds())
-def test_no_rank_sends_or_receives_more_in_a_turn_than_a_bucket_or_one_fetch(world: World) -> None:
-    division, bucket = shared(world), world[2]
-    amounts: dict[tuple[str, int, int], list[int]] = defaultdict(list)
-    for rows in by_number(division).values():
-        for rank, row in rows.items():
-            nbytes = row.range[2] - row.range[1]
-            if row.remotes:
-                amounts["sends", rank, row.turn].append(nbytes * len(row.remotes))
-            if row.source == rank != row.reader:
-                amounts["receives", rank, row.turn].append(nbytes)
-    for moved in amounts.values():
-        assert sum(moved) <= bucket or len(moved) == 1
-    assert {turn for _, _, turn in amounts} == set(range(division.num_turns))
 
 
 @given(worlds())
@@ -257,14 +255,6 @@ def test_ranks_that_keep_one_fetch_for_others_and_go_row_by_row_come_to_an_end(w
         moved |= done > exchanged
         exchanged = done
     assert at == [len(mine) for mine in rows]
-
-
-@given(worlds())
-def test_the_same_reads_are_divided_the_same_way_again(world: World) -> None:
-    one, two = shared(world), shared(world)
-    assert one.num_turns == two.num_turns
-    for mine, theirs in zip(one.parts, two.parts, strict=True):
-        assert all(a.tolist() == b.tolist() for a, b in zip(mine, theirs, strict=True))
 
 
 @given(worlds())
