@@ -13,11 +13,8 @@ from typing import Any
 
 import pytest
 
-from reknit.comm.meeting.entries import Shape
-from reknit.comm.meeting.hosts import gather_shape
 from reknit.errors import CommError, DeadlineError, MissingExtraError, UsageError
 from reknit.frameworks.jax.jax_job import JaxStore, coordination_store
-from reknit.options import CommOptions
 from tests.ports import free_port
 
 SOURCES = Path(__file__).parents[2] / "src"
@@ -84,21 +81,6 @@ def test_a_service_that_is_gone_is_said_to_be() -> None:
         with pytest.raises(CommError, match="cannot be reached for 'k': UNAVAILABLE") as caught:
             act()
         assert not isinstance(caught.value, DeadlineError)
-
-
-def test_processes_find_their_shape_in_the_service() -> None:
-    client, found = Client(), dict[int, Shape]()
-
-    def gather(rank: int) -> None:
-        store = JaxStore(client, "reknit")
-        found[rank] = gather_shape(store, rank, 3, job="job", options=CommOptions(), timeout_s=20)
-
-    threads = [threading.Thread(target=gather, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len({found[rank].run for rank in range(3)}) == 1
 
 
 @pytest.fixture
