@@ -101,7 +101,7 @@ def test_a_column_has_the_list_of_every_rank_and_equal_ones_once(lists: list[lis
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(columns, "_digests", lambda values, sizes: np.zeros(len(sizes), np.uint64))
         alike = blocks_of([np.array(one, np.int64) for one in lists])
-    assert [one.tolist() for one in alike.lists()] == lists, "lists with one digest are told apart"
+    assert [one.tolist() for one in alike.lists()] == lists, "lists with one digest stay different"
 
 
 def test_a_saying_of_many_equal_ranks_is_as_large_as_that_of_one() -> None:
