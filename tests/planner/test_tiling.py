@@ -138,7 +138,7 @@ LINE = [Box((0, 0), (2, 2)), Box((1, 0), (1, 4))]
         ((3, 3), [Box((0, 0), (2, 2)), Box((0, 1), (2, 2)), Box((2, 0), (1, 3)), Box((0, 0), (1, 1))]),
         ((6,), [Box((0,), (2,)), Box((0,), (2,)), Box((2,), (2,))]),
         ((2, 4), LINE),
-        # cells of a grid, but for those that overlap in one dimension
+        # a grid but for two cells that overlap in one dimension
         ((3, 2), [Box((0, 0), (2, 1)), Box((0, 1), (1, 1)), Box((1, 0), (2, 1)), Box((2, 1), (1, 1))]),
     ],
 )
