@@ -55,7 +55,8 @@ CAST = reknit.LoadOptions(cast=True)
     ],
 )
 def test_a_number_comes_in_the_kind_of_the_target_with_all_its_bits(saved: Any, target: Any) -> None:
-    for wrap in (lambda one: one, reknit.PerRank):
+    wraps: tuple[Any, ...] = (lambda one: one, reknit.PerRank)
+    for wrap in wraps:
         own = copy(target)
         state = {"s": {"step": wrap(own)}}
         load(state, save({"s": {"step": wrap(saved)}}))
