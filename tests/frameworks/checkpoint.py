@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from msgspec import structs
 
 from reknit.frameworks.registry import collect, wanted
@@ -94,6 +95,13 @@ def assemble(everyone: Sequence[Holdings]) -> Checkpoint:
     _add_aliases(checkpoint, everyone)
     _add_values(checkpoint, everyone)
     return checkpoint
+
+
+def gathered(mine: Holdings) -> Checkpoint:
+    """Put the holdings of all ranks of the job together, on every rank."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, portable(mine))
+    return assemble(everyone)
 
 
 def _add_aliases(checkpoint: Checkpoint, everyone: Sequence[Holdings]) -> None:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 NBYTES = 4 * NUMEL
-each_kind = pytest.mark.parametrize("device_type", ["cuda", "sim"])
 
 
 @pytest.fixture(scope="module")
@@ -62,38 +61,29 @@ def is_right(target: torch.Tensor) -> bool:
 # Which device.
 
 
-def load_over_device(path: str, backend: str, hosts: str, bound: bool, share: str) -> Any:
-    accelerator, _, _ = joined(backend, hosts, bound)
-    target = torch.zeros(NUMEL)
-    report = load(path, target, share=share)
-    return is_right(target), report.nbytes_received, accelerator.contexts()
+def load_shared(path: str, hosts: str, bound: bool) -> Any:
+    accelerator, _, _ = joined("{}:simccl", hosts, bound)
+    target, used = torch.zeros(NUMEL), accelerator.contexts()
+    report = load(path, target)
+    return is_right(target), report.nbytes_received, accelerator.contexts(), accelerator.contexts() == used
 
 
-@each_kind
-@pytest.mark.parametrize("bound", [False, True], ids=["current", "bound"])
+@pytest.mark.parametrize(("device_type", "bound"), [("cuda", False), ("sim", True)])
 def test_hosts_exchange_through_the_group_of_a_device_and_each_rank_uses_its_own(
     path: str, device_type: str, bound: bool
 ) -> None:
-    call = load_over_device, path, "{}:simccl", "ab", bound, "always"
-    for rank, (right, received, used) in enumerate(
-        run_simulated(2, *call, device_type=device_type, joined=False)
-    ):
+    answers = run_simulated(2, load_shared, path, "ab", bound, device_type=device_type, joined=False)
+    for rank, (right, received, used, _) in enumerate(answers):
         assert right
         assert abs(received - NBYTES // 2) < 3 * BLOCK
         assert used == [rank]
 
 
-def load_on_host(path: str, hosts: str) -> Any:
-    accelerator, _, _ = joined("{}:simccl", hosts)
-    target, used = torch.zeros(NUMEL), accelerator.contexts()
-    report = load(path, target)
-    return is_right(target), report.nbytes_received > 0, accelerator.contexts() == used
-
-
-@each_kind
-def test_ranks_of_one_host_share_without_a_device(path: str, device_type: str) -> None:
-    answers = run_simulated(2, load_on_host, path, "aa", device_type=device_type, joined=False)
-    assert answers == [(True, True, True)] * 2
+def test_ranks_of_one_host_share_without_a_device(path: str) -> None:
+    for right, received, _, unused in run_simulated(2, load_shared, path, "aa", False, joined=False):
+        assert right
+        assert received
+        assert unused
 
 
 # Faults on the way.
@@ -150,22 +140,17 @@ def hung(accelerator: Accelerator, rank: int) -> Iterator[None]:
 FAULTS: dict[str, Any] = {"no memory": out_of_memory, "silent": silent, "hangs": hung}
 
 
-@each_kind
-def test_a_rank_without_memory_on_its_device_is_an_error_on_all_before_anything_changes(
-    path: str, device_type: str
-) -> None:
-    answers = run_simulated(2, load_badly, path, "ab", "no memory", device_type=device_type, joined=False)
+def test_a_rank_without_memory_on_its_device_is_an_error_on_all_before_anything_changes(path: str) -> None:
+    answers = run_simulated(2, load_badly, path, "ab", "no memory", device_type="sim", joined=False)
     for answer, untouched, again in answers:
         assert (answer["type"], answer["rank"]) == ("ShortageError", 1)
-        assert f"{device_type}:1 has no " in answer["message"]
+        assert "sim:1 has no " in answer["message"]
         assert untouched
         assert again == {"type": "ok", "answer": True}
 
 
-@each_kind
-def test_bytes_that_a_device_lost_are_an_error_that_names_file_and_rank(path: str, device_type: str) -> None:
-    answers = run_simulated(2, load_badly, path, "ab", "silent", device_type=device_type, joined=False)
-    for answer, _, again in answers:
+def test_bytes_that_a_device_lost_are_an_error_that_names_file_and_rank(path: str) -> None:
+    for answer, _, again in run_simulated(2, load_badly, path, "ab", "silent", joined=False):
         assert (answer["type"], answer["rank"]) == ("CommError", 1)
         assert ".safetensors came from rank 0 by simccl on " in answer["message"]
         assert again == {"type": "ok", "answer": True}

@@ -14,6 +14,7 @@ from reknit.frameworks.loaders.sample_order import EpochPosition, SampleOrder
 from reknit.frameworks.optimizer import memory_notes
 from reknit.frameworks.walk.rank_catalog import FoundValue
 from reknit.frameworks.walk.walk import Place
+from tests.tables import table
 
 VALUES: Any = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.binary(max_size=3),
@@ -38,7 +39,7 @@ def test_the_position_of_a_loader_is_one_or_is_damage(record: dict[str, Any], be
         assert {**found.record(), **record, "order": 0} == {**found.record(), "order": 0}
 
 
-@pytest.mark.parametrize("record", [5, "x", [1], b"", {}])
+@table("record", [5, "x", [1], b"", {}])
 def test_another_value_is_no_position(record: Any) -> None:
     with pytest.raises(CorruptError, match="not a position of a data loader"):
         EpochPosition.of_record(record, AT)

@@ -16,6 +16,7 @@ from reknit.frameworks.registry import collect, wanted
 from reknit.types.shard import TensorSpec
 from tests.frameworks.checkpoint import assemble, fill, portable
 from tests.ranks import run
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -275,7 +276,7 @@ def test_parts_of_ranks_that_are_not_one_tensor_are_refused_and_equal_parts_stor
         assert int(nbytes) < 2 * 4 * 200 * 600
 
 
-@pytest.mark.parametrize(
+@table(
     ("declaration", "problem"),
     [
         (((4, 6), ((0, 0),), ((0, 0),), ()), "local_sizes has 0 entries"),

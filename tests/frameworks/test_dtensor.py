@@ -22,7 +22,7 @@ from reknit.frameworks.torch import dtensor, torch_private
 from reknit.frameworks.torch.dtensor import MeshCut, Run, applied, boxes, chunk, decode, in_true_order
 from reknit.frameworks.walk.walk import World
 from reknit.types.box import Box
-from tests.frameworks.checkpoint import assemble, fill, portable
+from tests.frameworks.checkpoint import assemble, fill, gathered, portable
 from tests.ranks import run
 
 
@@ -170,9 +170,7 @@ def place_all() -> list[Any]:
         whole = torch.arange(1.0, 1 + prod(shape)).reshape(shape)
         tensor: Any = distribute_tensor(whole, mesh, placements, src_data_rank=None)
         holdings = portable(collect({"t": tensor}, rank, size))
-        everyone: list[Any] = [None] * size
-        dist.all_gather_object(everyone, holdings)
-        checkpoint = assemble(everyone)
+        checkpoint = gathered(holdings)
         target: Any = torch.zeros_like(tensor)
         fill(wanted({"t": target}, checkpoint.catalog(), rank, size), checkpoint)
         same = torch.equal(target.to_local(), tensor.to_local())

@@ -14,6 +14,7 @@ from reknit.frameworks.registry import collect, wanted
 from reknit.interop.states.torch_export import export_torch
 from tests.frameworks.checkpoint import Checkpoint, assemble, load, save
 from tests.ranks import run
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,7 +47,7 @@ def options(state: dict[str, Any]) -> Groups:
     return [{k: v for k, v in g.items() if k != "params"} for g in state["optimizer"].param_groups]
 
 
-@pytest.mark.parametrize("groups", [("ab", ""), ("", "ab"), ("a", "", "b", ""), ("",), ("", "")])
+@table("groups", [("ab", ""), ("", "ab"), ("a", "", "b", ""), ("",), ("", "")])
 def test_options_of_groups_without_parameters_are_loaded(groups: tuple[str, ...]) -> None:
     state = stepped(*groups)
     fresh = build(*groups)
@@ -65,9 +66,8 @@ def test_a_second_save_has_the_options_of_that_time(tmp_path: Path) -> None:
 
 
 def test_a_group_that_has_parameters_here_gets_their_options_and_not_those_of_the_empty_group() -> None:
-    state = stepped("ab", "")
     fresh = build("a", "b")
-    want = load(fresh, save(state))
+    want = load(fresh, save(stepped("ab", "")))
     assert [group["lr"] for group in options(fresh)] == [1.0, 1.0]
     assert not want.notes
 
@@ -117,7 +117,7 @@ def test_a_raw_state_dict_has_the_options_of_its_empty_group() -> None:
     assert options(fresh) == named
 
 
-@pytest.mark.parametrize("named", [False, True])
+@table("named", [False, True])
 def test_a_file_of_torch_save_has_the_options_of_an_empty_group(tmp_path: Path, named: bool) -> None:
     state = stepped("ab", "")
     state["model"](torch.ones(1, 3)).sum().backward()
@@ -132,7 +132,7 @@ def test_a_file_of_torch_save_has_the_options_of_an_empty_group(tmp_path: Path, 
     assert options(fresh) == options(state)
 
 
-@pytest.mark.parametrize("groups", [("ab", ""), ("", "ab"), ("", "")])
+@table("groups", [("ab", ""), ("", "ab"), ("", "")])
 def test_an_exported_file_loads_with_its_empty_groups(tmp_path: Path, groups: tuple[str, ...]) -> None:
     state = stepped(*groups)
     reknit.save(tmp_path / "c", state)

@@ -8,7 +8,6 @@ from collections import Counter, OrderedDict, deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pytest
 import torch
 from torch import nn
 
@@ -16,6 +15,7 @@ import reknit
 from reknit.errors import ReknitError
 from tests import values
 from tests.running.examples import is_night
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,7 +63,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 QUICK = reknit.SaveOptions(durability="process", threads=1)
 
 
-@pytest.mark.parametrize("strict", [True, False])
+@table("strict", [True, False])
 def test_a_value_comes_in_every_bit_or_is_refused_before_anything_changes(
     tmp_path: Path, strict: bool
 ) -> None:

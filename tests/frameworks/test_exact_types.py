@@ -25,6 +25,7 @@ from reknit.frameworks.registry import collect, wanted
 from reknit.types.shard import Tagged
 from tests.format import samples
 from tests.frameworks.checkpoint import load, save
+from tests.tables import table
 from tests.values import Keeper
 
 
@@ -142,10 +143,6 @@ REFUSED = [
 """Values that are refused wherever they could come back as something else."""
 
 
-def kind_of(value: Any) -> str:
-    return type(value).__name__
-
-
 QUICK = reknit.SaveOptions(durability="process", threads=1)
 
 
@@ -214,9 +211,8 @@ def test_a_value_takes_the_place_of_one_of_any_type(tmp_path: Path) -> None:
 def test_a_member_of_an_enumeration_that_is_not_there_is_told_with_its_module() -> None:
     checkpoint = save({"k": Keeper(5)})
     checkpoint.shared["k", "~s"] = {"deep": [Tagged("enum", ["lost.module", "Colour", "RED"])]}
-    with pytest.raises(
-        FormatError, match=r"\['deep'\]\[0\] is Colour.RED of the module lost.module"
-    ) as caught:
+    why = r"\['deep'\]\[0\] is Colour.RED of the module lost.module"
+    with pytest.raises(FormatError, match=why) as caught:
         wanted({"k": Keeper()}, checkpoint.catalog(), 0, 1)
     assert caught.value.remedy == "import lost.module before loading"
 
@@ -246,12 +242,9 @@ def encoded(state: Any) -> None:
     encode_holdings(collect(state, 0, 1), QUICK)
 
 
-@pytest.mark.parametrize("value", REFUSED, ids=kind_of)
+@table("value", REFUSED)
 def test_what_would_come_back_as_something_else_is_refused_by_name(value: Any) -> None:
-    for state, place in [
-        ({"k": Keeper(value)}, "k/~s['deep'][0]"),
-        ({"k": reknit.PerRank([value])}, "k[0]"),
-    ]:
+    for state, place in [({"k": Keeper(value)}, "k/~s['deep'][0]"), ({"k": reknit.PerRank([value])}, "k[0]")]:
         with pytest.raises(StateError) as caught:
             encoded(state)
         assert place in caught.value.message
@@ -259,7 +252,7 @@ def test_what_would_come_back_as_something_else_is_refused_by_name(value: Any) -
         assert caught.value.remedy
 
 
-@pytest.mark.parametrize("kind", [Names, Ordered, Words, dict, collections.OrderedDict])
+@table("kind", [Names, Ordered, Words, dict, collections.OrderedDict])
 def test_a_mapping_in_the_state_keeps_the_type_that_the_target_has(kind: Any) -> None:
     for content, blank in [
         ({}, {}),

@@ -14,6 +14,7 @@ from reknit.frameworks.torch.dtensor import MeshCut, applied, boxes
 from reknit.frameworks.torch.flat_part import FlatPart, storage_order
 from reknit.types.box import Box
 from reknit.types.shard import Strided
+from tests.tables import table
 
 shapes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
 
@@ -45,40 +46,24 @@ def flattened(draw: st.DrawFn) -> tuple[torch.Tensor, FlatPart, torch.Tensor]:
 
 
 @given(flattened())
-def test_parts_are_exactly_the_elements_of_the_range(
+def test_parts_are_exactly_the_elements_of_the_range_now_and_later_and_nothing_else_is_filled(
     case: tuple[torch.Tensor, FlatPart, torch.Tensor],
 ) -> None:
     whole, part, memory = case
-    found: list[int] = []
-    for box, data in part.parts(memory):
-        assert torch.equal(data, whole[box.slices()])
-        assert not data.numel() or data.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
-        found += data.reshape(-1).tolist()
-    assert sorted(found) == sorted(memory[part.offset : part.offset + part.numel].tolist())
-
-
-@given(flattened())
-def test_filling_the_parts_fills_the_range_and_nothing_else(
-    case: tuple[torch.Tensor, FlatPart, torch.Tensor],
-) -> None:
-    whole, part, memory = case
-    expected = memory.clone()
-    memory[part.offset : part.offset + part.numel] = -2
-    for box, data in part.parts(memory):
-        data.copy_(whole[box.slices()])
-    assert torch.equal(memory, expected)
-
-
-@given(flattened())
-def test_parts_that_are_looked_at_later_are_the_same_memory(
-    case: tuple[torch.Tensor, FlatPart, torch.Tensor],
-) -> None:
-    _, part, memory = case
+    expected, found = memory.clone(), list[int]()
     for (box, seen), (same, unseen) in zip(part.parts(memory), part.unseen(memory), strict=True):
+        assert torch.equal(seen, whole[box.slices()])
+        assert not seen.numel() or seen.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+        found += seen.reshape(-1).tolist()
         later = unseen.view() if isinstance(unseen, Strided) else unseen
         assert same == box
         assert (later.shape, later.stride(), later.tolist()) == (seen.shape, seen.stride(), seen.tolist())
         assert not seen.numel() or later.data_ptr() == seen.data_ptr()
+    assert sorted(found) == sorted(memory[part.offset : part.offset + part.numel].tolist())
+    memory[part.offset : part.offset + part.numel] = -2
+    for box, data in part.parts(memory):
+        data.copy_(whole[box.slices()])
+    assert torch.equal(memory, expected)
 
 
 def test_a_range_inside_two_boxes_of_a_local_tensor_is_cut_at_their_border() -> None:
@@ -128,7 +113,7 @@ def test_the_storage_order_of_a_permuted_tensor_flattens_it_as_it_lies(shape: An
     assert flat.reshape(-1).tolist() == list(range(prod(shape)))
 
 
-@pytest.mark.parametrize("strides", [(0, 1), (4, 1), (1, 1)])
+@table("strides", [(0, 1), (4, 1), (1, 1)])
 def test_memory_with_gaps_or_twice_used_places_has_no_storage_order(strides: Any) -> None:
     with pytest.raises(ValueError, match="not dense"):
         storage_order((2, 3), strides)

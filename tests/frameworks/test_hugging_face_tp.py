@@ -95,59 +95,40 @@ def placements(model: Any) -> dict[str, str]:
     return {n: str(p.placements) for n, p in model.named_parameters() if isinstance(p, DTensor)}
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A checkpoint of one process, one of two ranks, and the values of both models."""
-    kind, root = request.param, tmp_path_factory.mktemp("hugging-face")
+def trained_alone(kind: str, root: Path) -> tuple[Any, Any]:
+    """Train a model in one process, save it, and put the weights there from which two ranks begin."""
     for seed in (0, 1):
         one(kind, seed).save_pretrained(root / kind / f"pretrained-{seed}")
     model = one(kind, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(2):
         step(model, optimizer)
-    folder: Path = root / kind
-    reknit.save(folder / "from-one", {"model": model, "optimizer": optimizer}).result()
-    answers = run(2, train_and_save, kind, str(root))
-    return {"kind": kind, "folder": folder, "model": model, "optimizer": optimizer, "answers": answers}
+    reknit.save(root / kind / "from-one", {"model": model, "optimizer": optimizer}).result()
+    return model, optimizer
 
 
-def test_what_two_ranks_hold_is_a_whole_model(trained: dict[str, Any]) -> None:
-    checkpoint = assemble([answer["holdings"] for answer in trained["answers"]])
-    shapes = {name: tuple(p.shape) for name, p in trained["model"].named_parameters()}
-    for name, shape in shapes.items():
-        assert checkpoint.specs["model", name].shape == shape
-        assert checkpoint.specs["optimizer", f"state/{name}/exp_avg"].shape == shape
-    cut = trained["answers"][0]["placements"]
-    assert cut
-    if trained["kind"] == "qwen3_moe":
-        packed = [name for name, placement in cut.items() if "_StridedShard" in placement]
-        assert packed
-        for answer in trained["answers"]:
-            boxes = [s.box for s in answer["holdings"].shards if s.fqn == packed[0] and s.item == "model"]
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_hold_a_whole_model_and_logits_are_the_same_in_one_process_and_back(
+    kind: str, tmp_path: Path
+) -> None:
+    model, optimizer = trained_alone(kind, tmp_path)
+    answers = run(2, train_and_save, kind, str(tmp_path))
+    assert answers[0]["placements"]
+    if kind == "qwen3_moe":
+        packed = next(n for n, placement in answers[0]["placements"].items() if "_StridedShard" in placement)
+        for answer in answers:
+            boxes = [s.box for s in answer["holdings"].shards if s.fqn == packed and s.item == "model"]
             assert len(boxes) == 2, boxes
-
-
-def test_a_checkpoint_of_two_ranks_gives_the_same_logits_in_one_process(trained: dict[str, Any]) -> None:
-    model = one(trained["kind"], 3)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
-    folder = trained["folder"] / "from-two"
-    assert not reknit.load(folder, {"model": model, "optimizer": optimizer}).missing
-    checkpoint = assemble([answer["holdings"] for answer in trained["answers"]])
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, checkpoint.tensors["model", name])
-        true = checkpoint.tensors["optimizer", f"state/{name}/exp_avg"]
-        assert torch.equal(optimizer.state[parameter]["exp_avg"], true)
-    for answer in trained["answers"]:
-        torch.testing.assert_close(logits(model), answer["two"], rtol=1e-5, atol=1e-6)
-
-
-def test_a_checkpoint_of_one_process_gives_the_same_logits_on_two_ranks(trained: dict[str, Any]) -> None:
-    answers = trained["answers"]
-    checkpoint = assemble([answer["loaded"] for answer in answers])
-    for name, parameter in trained["model"].named_parameters():
-        assert torch.equal(parameter, checkpoint.tensors["model", name])
-        state = trained["optimizer"].state[parameter]
-        for key in ("exp_avg", "exp_avg_sq", "step"):
-            assert torch.equal(state[key], checkpoint.tensors["optimizer", f"state/{name}/{key}"])
-    for answer in answers:
-        torch.testing.assert_close(logits(trained["model"]), answer["one"], rtol=1e-5, atol=1e-6)
+    alone = one(kind, 3)
+    fresh = torch.optim.AdamW(alone.parameters(), lr=1.0)
+    assert not reknit.load(tmp_path / kind / "from-two", {"model": alone, "optimizer": fresh}).missing
+    for whole, by, held, seen in ((alone, fresh, "holdings", "two"), (model, optimizer, "loaded", "one")):
+        checkpoint = assemble([answer[held] for answer in answers])
+        for name, parameter in whole.named_parameters():
+            assert torch.equal(parameter, checkpoint.tensors["model", name])
+            for key in ("exp_avg", "exp_avg_sq", "step"):
+                assert torch.equal(
+                    by.state[parameter][key], checkpoint.tensors["optimizer", f"state/{name}/{key}"]
+                )
+        for answer in answers:
+            torch.testing.assert_close(logits(whole), answer[seen], rtol=1e-5, atol=1e-6)

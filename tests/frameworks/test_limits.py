@@ -17,6 +17,7 @@ from reknit.frameworks.registry import wanted
 from reknit.types.shard import MAX_DEPTH, MAX_NDIM
 from tests.frameworks.checkpoint import load, save
 from tests.frameworks.test_exact_types import Point, encoded, there_and_back
+from tests.tables import table
 from tests.values import Keeper
 
 if TYPE_CHECKING:
@@ -48,11 +49,7 @@ WRAPS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "value",
-    [*(nested(500, wrap) for wrap in WRAPS), *map(within, (list, dict, collections.deque))],
-    ids=lambda value: type(value).__name__,
-)
+@table("value", [*(nested(500, wrap) for wrap in WRAPS), *map(within, (list, dict, collections.deque))])
 def test_what_contains_itself_or_is_too_deep_is_refused_where_it_is(value: Any) -> None:
     checkpoint = save({"k": {"a": 1}})
     model = nn.Linear(1, 1)
@@ -70,7 +67,7 @@ def test_what_contains_itself_or_is_too_deep_is_refused_where_it_is(value: Any) 
             wanted({"k": {"a": value}}, checkpoint.catalog(), 0, 1)
 
 
-@pytest.mark.parametrize("wrap", [lambda v: [v], lambda v: (v,), lambda v: collections.deque([v])])
+@table("wrap", [lambda v: [v], lambda v: (v,), lambda v: collections.deque([v])])
 def test_as_deep_as_is_accepted_comes_back(tmp_path: Path, wrap: Any) -> None:
     value = nested(MAX_DEPTH - 1, wrap)
     target = there_and_back(
@@ -89,7 +86,7 @@ def test_mappings_as_deep_as_are_accepted_come_back(tmp_path: Path) -> None:
     assert repr(target["k"]) == repr(deep(1))
 
 
-@pytest.mark.parametrize("make", [torch.zeros, np.zeros])
+@table("make", [torch.zeros, np.zeros])
 def test_a_tensor_of_too_many_dimensions_is_refused_by_name_before_anything_is_written(
     tmp_path: Path, make: Any
 ) -> None:
@@ -112,21 +109,13 @@ def diamonds(depth: int, inmost: Any) -> Any:
     return value
 
 
-@pytest.mark.parametrize("inmost", [1, np.ones(1)], ids=["values", "a tensor"])
-def test_few_containers_at_endlessly_many_places_are_refused(
-    inmost: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_containers_at_endlessly_many_places_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree, "COUNTED", 1 << 10)
-    value = diamonds(40, inmost)
-    states: list[dict[str, Any]] = [{"k": {"a": value}}, {"k": Keeper(value)}]
-    for state in states:
-        with pytest.raises(StateError, match=r"^k.* has the same containers"):
-            save(state)
-
-
-def test_one_container_at_many_places_is_saved_at_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree, "COUNTED", 1 << 10)
-    values = [(1, 2)] * (1 << 12)
-    target = {"k": list[Any]()}
+    for value in (diamonds(40, 1), diamonds(40, np.ones(1))):
+        states: list[dict[str, Any]] = [{"k": {"a": value}}, {"k": Keeper(value)}]
+        for state in states:
+            with pytest.raises(StateError, match=r"^k.* has the same containers"):
+                save(state)
+    values, target = [(1, 2)] * (1 << 12), {"k": list[Any]()}
     load(target, save({"k": values}))
-    assert target["k"] == values
+    assert target["k"] == values, "one container at many places is saved at each"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
-from itertools import islice
-from typing import TYPE_CHECKING, Any
+from itertools import islice, product
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
@@ -17,6 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import reknit
 from reknit.errors import MismatchError
 from reknit.frameworks.loaders.readers import has_iterator
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,67 +34,76 @@ LOADERS: dict[str, Callable[[], Any]] = {
         NUMBERS, batch_size=None, num_workers=1, multiprocessing_context="forkserver"
     ),
 }
-CASES = [("nodes", False), ("nodes", True), ("a loader", False), ("a loader", True)]
-"""Kinds of loaders, and whether each rank has one of its own."""
 
 
-@pytest.fixture(params=CASES, ids=str)
-def case(
-    request: pytest.FixtureRequest, tmp_path: Path
-) -> tuple[Path, Callable[[], Any], Callable[[Any], Any]]:
-    """Return a checkpoint after four numbers, how a loader is made, and how it stands in a state."""
-    kind, own = request.param
+class Case(NamedTuple):
+    """A checkpoint after four numbers, how a loader is made, and how it stands in a state."""
+
+    path: Path
+    make: Callable[[], Any]
+    held: Callable[[Any], Any]
+
+    def load_into(self, loader: Any) -> None:
+        reknit.load(self.path, {"loader": self.held(loader)})
+
+    def require_going_on(self, loader: Any) -> None:
+        """Check that a loader goes on after four numbers, and so does one loaded from its next save."""
+        reknit.save(self.path.parent / "next", {"loader": self.held(loader)})
+        again = self.make()
+        reknit.load(self.path.parent / "next", {"loader": self.held(again)})
+        assert [[int(each) for each in islice(one, 2)] for one in (loader, again)] == [NUMBERS[4:6]] * 2
+
+
+def case_of(kind: str, own: bool, folder: Path) -> Case:
     make, held = LOADERS[kind], reknit.PerRank if own else lambda loader: loader
     loader = make()
     assert [int(each) for each in islice(loader, 4)] == NUMBERS[:4]
-    reknit.save(tmp_path / "saved", {"loader": held(loader)})
-    return tmp_path / "saved", make, held
+    reknit.save(folder / "saved", {"loader": held(loader)})
+    return Case(folder / "saved", make, held)
 
 
-def goes_on(loader: Any, path: Path, held: Callable[[Any], Any], make: Callable[[], Any]) -> None:
-    """Check that a loader goes on after four numbers, and so does one that is loaded from its next save."""
-    reknit.save(path, {"loader": held(loader)})
-    reknit.load(path, {"loader": held(again := make())})
-    assert [[int(each) for each in islice(one, 2)] for one in (loader, again)] == [NUMBERS[4:6]] * 2
+each_loader = table(("kind", "own"), product(("nodes", "a loader"), (False, True)))
 
 
-def test_a_loader_whose_state_was_read_before_goes_on_from_the_load(case: Any) -> None:
-    path, make, held = case
-    loader = make()
+@each_loader
+def test_a_loader_whose_state_was_read_before_goes_on_from_the_load(
+    kind: str, own: bool, tmp_path: Path
+) -> None:
+    case = case_of(kind, own, tmp_path)
+    loader = case.make()
     loader.state_dict()
-    reknit.load(path, {"loader": held(loader)})
-    goes_on(loader, path.parent / "next", held, make)
+    case.load_into(loader)
+    case.require_going_on(loader)
 
 
-def test_a_loader_that_had_begun_goes_on_from_the_load(case: Any) -> None:
-    path, make, held = case
-    loader = make()
+@each_loader
+def test_a_loader_that_had_begun_goes_on_from_the_load(kind: str, own: bool, tmp_path: Path) -> None:
+    case = case_of(kind, own, tmp_path)
+    loader = case.make()
     assert len(list(islice(loader, 7))) == 7
-    reknit.load(path, {"loader": held(loader)})
-    goes_on(loader, path.parent / "next", held, make)
+    case.load_into(loader)
+    case.require_going_on(loader)
 
 
-def test_a_load_that_an_iterator_in_use_would_not_notice_is_refused(case: Any) -> None:
-    path, make, held = case
-    loader = make()
+@each_loader
+def test_a_load_that_an_iterator_in_use_would_not_notice_is_refused(
+    kind: str, own: bool, tmp_path: Path
+) -> None:
+    case = case_of(kind, own, tmp_path)
+    loader = case.make()
     iterator = iter(loader)
     assert int(next(iterator)) == 0
     with pytest.raises(MismatchError, match="an iterator of it is in use") as caught:
-        reknit.load(path, {"loader": held(loader)})
+        case.load_into(loader)
     assert "del" in str(caught.value.remedy)
     assert int(next(iterator)) == 1
     del iterator, caught
-    reknit.load(path, {"loader": held(loader)})
-    goes_on(loader, path.parent / "next", held, make)
-
-
-def test_a_load_within_a_loop_over_the_loader_is_refused(case: Any) -> None:
-    path, make, held = case
-    loader = make()
-    for number in loader:
+    case.load_into(loader)
+    case.require_going_on(loader)
+    for number in (again := case.make()):
         assert int(number) == 0
         with pytest.raises(MismatchError, match="begin the loop"):
-            reknit.load(path, {"loader": held(loader)})
+            case.load_into(again)
         break
 
 

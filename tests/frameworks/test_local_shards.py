@@ -19,6 +19,7 @@ from reknit.errors import StateError
 from reknit.frameworks.registry import collect, wanted
 from tests.frameworks.checkpoint import save
 from tests.ranks import run
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -101,10 +102,9 @@ def _back_and_forth(folder: str, build: Any, dtype: torch.dtype) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize(
+@table(
     ("build", "dtype"),
     [(sharded, torch.float32), (wrapped, torch.bfloat16), (empty_on_one, torch.float32)],
-    ids=["ShardedTensor", "LocalShardsWrapper", "one without a shard"],
 )
 def test_a_tensor_of_several_shards_goes_to_a_whole_one_and_back(
     tmp_path: Path, build: Any, dtype: torch.dtype
@@ -115,7 +115,7 @@ def test_a_tensor_of_several_shards_goes_to_a_whole_one_and_back(
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@table("layout", [torch.strided, torch.jagged])
 def test_a_nested_tensor_is_refused_by_name_wherever_it_is(layout: torch.layout) -> None:
     nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=layout)
     model = nn.Linear(2, 2)

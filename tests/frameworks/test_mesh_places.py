@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 NAMES = ("dp", "tp")
-ASCENDING = ((0, 1), (2, 3))
 EVEN = (((1, 0), (3, 2)), ((3, 1), (2, 0)), ((2, 3), (0, 1)), ((0, 2), (1, 3)))
 """Grids whose lines along a dimension all have one order."""
 

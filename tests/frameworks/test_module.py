@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
@@ -13,8 +12,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from reknit.errors import StateError
 from reknit.frameworks.registry import collect, wanted
 from reknit.types.shard import Alias
-from tests.frameworks.checkpoint import assemble, fill, load, portable, save
+from tests.frameworks.checkpoint import fill, gathered, load, portable, save
 from tests.ranks import run
+from tests.tables import table
 
 
 class Inner(nn.Module):
@@ -53,7 +53,7 @@ def compiled(module: nn.Module) -> Any:
 NAMES = ["kept", "module.weight", "module.bias", "orig_mod.a_orig_mod.weight", "orig_mod.a_orig_mod.bias"]
 
 
-@pytest.mark.parametrize(
+@table(
     "wrap",
     [
         lambda m: m,
@@ -62,7 +62,6 @@ NAMES = ["kept", "module.weight", "module.bias", "orig_mod.a_orig_mod.weight", "
         DataParallel,
         lambda m: compiled(checkpoint_wrapper(DataParallel(compiled(m)))),
     ],
-    ids=["plain", "compiled", "checkpointed", "data-parallel", "all"],
 )
 def test_wrappers_leave_no_trace_in_names(wrap: Any) -> None:
     model = Inner()
@@ -156,13 +155,6 @@ def test_pipeline_parts_are_one_item_and_two_tensors_of_one_name_are_refused() -
     assert shard_names({"m": {"x": a, "y": {"z": [other, 1]}}})[::2] == ["x/0.weight", "y/z/0/0.weight"]
 
 
-def test_a_module_without_memory_cannot_be_saved() -> None:
-    with torch.device("meta"):
-        model = nn.Linear(2, 2)
-    with pytest.raises(StateError, match="to_empty"):
-        save({"m": model})
-
-
 class Hooked(nn.Module):
     """A module whose state dict is not its memory: it stores its weight doubled, beside a note."""
 
@@ -188,7 +180,7 @@ class Hooked(nn.Module):
         module.note = state.pop(f"{prefix}note", module.note)
 
 
-@pytest.mark.parametrize("quiet", [False, True])
+@table("quiet", [False, True])
 def test_what_hooks_made_of_a_state_dict_goes_back_through_them(quiet: bool) -> None:
     old, new = Hooked(), Hooked()
     old.quiet = new.quiet = quiet
@@ -246,19 +238,6 @@ def test_extra_state_may_be_a_tensor() -> None:
     assert target.data.tolist() == [0, 1, 2]
 
 
-def test_loading_does_what_torch_does() -> None:
-    source = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.LSTM(2, 3))
-    source[:2](torch.rand(2, 1, 5, 5))
-    a, b = (nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.LSTM(2, 3)) for _ in range(2))
-    load({"m": a}, save({"m": source}))
-    file = io.BytesIO()
-    torch.save(source.state_dict(), file)
-    file.seek(0)
-    b.load_state_dict(torch.load(file))
-    for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True):
-        assert torch.equal(x, y)
-
-
 def batch_norm() -> Any:
     """Train batch norm under DDP on data that differs, so that running statistics do too."""
     rank = dist.get_rank()
@@ -266,9 +245,7 @@ def batch_norm() -> Any:
     ddp = DistributedDataParallel(model)
     ddp(torch.rand(4, 3, generator=torch.Generator().manual_seed(rank))).sum().backward()
     holdings = portable(collect({"m": ddp, "deep": {"m": ddp}}, rank, 2))
-    everyone: list[Any] = [None] * 2
-    dist.all_gather_object(everyone, holdings)
-    checkpoint = assemble(everyone)
+    checkpoint = gathered(holdings)
     target = DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)))
     want = wanted({"m": target, "deep": {"m": model}}, checkpoint.catalog(), rank, 2)
     fill(want, checkpoint)
@@ -355,7 +332,7 @@ def frozen_names(state: dict[str, Any]) -> set[str]:
     return {shard.fqn for shard in collect(state, 0, 1).shards if shard.frozen}
 
 
-@pytest.mark.parametrize("wrap", [lambda m: m, compiled, checkpoint_wrapper, DataParallel])
+@table("wrap", [lambda m: m, compiled, checkpoint_wrapper, DataParallel])
 def test_parameters_that_are_not_trained_are_known_as_frozen(wrap: Any) -> None:
     module = wrap(Inner())
     assert frozen_names({"m": module}) == set()

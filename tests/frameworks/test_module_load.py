@@ -17,6 +17,7 @@ from reknit.errors import MismatchError, StateError
 from reknit.frameworks.registry import wanted
 from tests.frameworks.checkpoint import load, save
 from tests.ranks import run
+from tests.tables import table
 
 
 class Derived(nn.Linear):
@@ -91,8 +92,8 @@ WRAPPERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
-@pytest.mark.parametrize(("layer", "hook"), KINDS.values(), ids=KINDS)
+@table("wrap", WRAPPERS.values())
+@table(("layer", "hook"), KINDS.values())
 def test_a_module_does_at_a_load_what_it_does_at_one_of_torch(layer: Any, hook: Any, wrap: Any) -> None:
     source, ours, theirs = layer(), layer(), layer()
     hook(ours)
@@ -137,7 +138,7 @@ class Whole(Derived):
         return answer
 
 
-@pytest.mark.parametrize("wrap", [lambda m: m, WRAPPERS["wrapped"]], ids=["bare", "wrapped"])
+@table("wrap", [lambda m: m, WRAPPERS["wrapped"]])
 def test_a_model_takes_its_state_by_its_own_method_whatever_wraps_it(wrap: Any) -> None:
     source, target = Whole(), Whole()
     load({"m": wrap(target)}, save({"m": source}))

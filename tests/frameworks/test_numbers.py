@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,6 +22,7 @@ from reknit.frameworks.numbers import (
 )
 from reknit.types.dtype import ITEMSIZE, converts, numpy_dtype
 from tests.running.examples import examples
+from tests.tables import table
 
 _NUMBERS = [name for name in ITEMSIZE if converts("bool", name) and name != "bool"]
 _TARGETS = (0, 0.0, 0j, np.int16(0), np.uint64(0), np.float16(0), np.float32(0), np.complex64(0))
@@ -69,14 +69,12 @@ def test_an_element_that_becomes_a_number_keeps_its_value(
     assert type(target) is not int or found == number
 
 
-@pytest.mark.parametrize(
+@table(
     ("number", "target", "expected"),
     [
         (np.int64(3), 0, 3),
         (np.int64(3), 0.0, 3.0),
-        (3, np.int8(0), np.int8(3)),
         (300, np.int8(0), 300),
-        (np.float32(3), 0, 3),
         (np.float32(3.5), 0, np.float32(3.5)),
         (np.float32(-0.0), 0, np.float32(-0.0)),
         (3.0, np.int8(0), np.int8(3)),
@@ -104,31 +102,26 @@ def test_a_number_is_rounded_as_a_tensor_is(dtype: str, number: float) -> None:
     assert repr(number_of(element(number, dtype))) == repr(true)
 
 
-@pytest.mark.parametrize(
+@table(
     ("number", "dtype", "cast", "why"),
     [
-        (0.1, "float64", False, None),
         (0.1, "float32", False, "cast=True"),
         (0.1, "float32", True, None),
         (-0.0, "float32", False, None),
         (-0.0, "float8_e4m3fnuz", False, "cast=True"),
         (math.nan, "bfloat16", False, None),
         (math.inf, "float8_e4m3fn", False, "cast=True"),
-        (5, "float32", False, None),
         (2**24 + 1, "float32", False, "cast=True"),
         (2**70, "float32", False, None),
         (2**70 + 1, "float32", True, "cannot hold"),
         (10**400, "float64", True, "cannot hold"),
-        pytest.param(10**5000, "int64", True, "cannot hold", id="huge"),
+        (10**5000, "int64", True, "cannot hold"),
         (2**31, "int32", True, "cannot hold"),
         (-1, "uint8", False, "cannot hold"),
-        (2**63, "uint64", False, None),
         (3.0, "int64", False, None),
-        (np.float32(3), "uint8", False, None),
         (3.5, "int64", True, "another kind"),
         (-0.0, "int64", False, "another kind"),
         (math.inf, "int64", False, "another kind"),
-        (3 + 0j, "int64", False, "another kind"),
         (2.0**63, "int64", True, "cannot hold"),
         (1, "bool", True, "another kind"),
         (1.0, "complex64", True, "another kind"),
@@ -137,8 +130,6 @@ def test_a_number_is_rounded_as_a_tensor_is(dtype: str, number: float) -> None:
         (complex(0.1, 0), "complex64", False, "cast=True"),
         (1.0, "complex32", True, "another kind"),
         (1, "float4_e2m1fn_x2", True, "another kind"),
-        (np.float32(0.1), "float32", False, None),
-        (np.int8(-3), "int64", False, None),
         (np.float64(0.1), "float32", False, "cast=True"),
         (np.longdouble(1), "float64", True, "another kind"),
     ],
@@ -158,18 +149,6 @@ def test_a_boolean_is_not_a_number_and_not_every_array_is_one() -> None:
     assert number_of(np.ones((1, 1), np.int8)) == 1
 
 
-@pytest.mark.parametrize(
-    ("number", "expected"),
-    [
-        (3, 3),
-        (3.0, 3),
-        (3.5, None),
-        (-0.0, None),
-        (math.inf, None),
-        (math.nan, None),
-        (True, None),
-        (1j, None),
-    ],
-)
-def test_an_integer_is_made_of_a_number_only_if_it_is_one(number: Any, expected: int | None) -> None:
-    assert whole(number) == expected
+def test_an_integer_is_made_of_a_number_only_if_it_is_one() -> None:
+    assert (whole(3), whole(3.0)) == (3, 3)
+    assert [whole(number) for number in (3.5, -0.0, math.inf, math.nan, True, 1j)] == [None] * 6

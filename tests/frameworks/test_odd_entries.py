@@ -15,9 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import reknit
 from reknit.errors import MismatchError, StateError
-from reknit.frameworks.registry import wanted
-from tests.frameworks.checkpoint import load, save
+from reknit.frameworks.registry import collect, wanted
+from tests.frameworks.checkpoint import gathered, load, save
 from tests.ranks import run
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,11 +70,11 @@ def observed(kind: str) -> Any:
     return getattr(quantization, kind)()
 
 
-@pytest.mark.parametrize(
+@table(
     "kind", ["PerChannelMinMaxObserver", "MovingAveragePerChannelMinMaxObserver", "HistogramObserver", "fake"]
 )
-@pytest.mark.parametrize("before", [0, 5], ids=["fresh", "of another size"])
-@pytest.mark.parametrize("strict", [True, False])
+@table("before", [0, 5])
+@table("strict", [True, False])
 def test_observers_load_as_load_state_dict_does(
     kind: str, before: int, *, strict: bool, tmp_path: Path
 ) -> None:
@@ -166,17 +167,13 @@ def wrapped(kind: str) -> Any:
         results.append(found)
     one, other = results
     one(torch.ones(2, 3))
-    from reknit.frameworks.registry import collect
-    from tests.frameworks.checkpoint import assemble, portable
-
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, portable(collect({"m": one}, dist.get_rank(), dist.get_world_size())))
-    load({"m": other}, assemble(everyone), dist.get_rank(), dist.get_world_size())
+    rank, size = dist.get_rank(), dist.get_world_size()
+    load({"m": other}, gathered(collect({"m": one}, rank, size)), rank, size)
     inner = [one.module[0] if kind == "ddp" else one[0] for one in results]
     return torch.equal(inner[0].seen, inner[1].seen), int(inner[1].count)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@table("kind", ["ddp", "fsdp2"])
 def test_buffers_grow_in_wrapped_models(kind: str) -> None:
     assert run(2, wrapped, kind) == [(True, 1)] * 2
 
@@ -227,7 +224,7 @@ def four_bits(seed: int, *, twice: bool = True) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("twice", [True, False])
+@table("twice", [True, False])
 def test_four_bit_weights_load_into_a_layer_with_others(tmp_path: Path, *, twice: bool) -> None:
     saved, live = four_bits(0, twice=twice), four_bits(1, twice=twice)
     offset = live[0].weight.quant_state.offset
@@ -273,7 +270,7 @@ def test_eight_bit_weights_that_have_run_are_refused_before_anything_changes(tmp
     assert torch.equal(fresh(rows), saved(rows))
 
 
-@pytest.mark.parametrize("texts", [True, False])
+@table("texts", [True, False])
 def test_a_computed_entry_of_another_value_is_refused_before_anything_changes(
     tmp_path: Path, *, texts: bool
 ) -> None:

@@ -14,23 +14,9 @@ from reknit.frameworks.registry import collect, wanted
 from reknit.frameworks.same_value import same_value
 from reknit.types.shard import Tagged
 from tests.frameworks.checkpoint import Checkpoint, assemble, fill, load, save
+from tests.frameworks.test_optimizer_protocol import net, train
 from tests.ranks import run
-
-
-def net(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1))
-
-
-def train(model: nn.Module, optimizer: Any, steps: int = 2, scheduler: Any = None) -> None:
-    for number in range(steps):
-        x = torch.rand(8, 3, generator=torch.Generator().manual_seed(number))
-        optimizer.zero_grad()
-        model(x).pow(2).mean().backward()
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-
+from tests.tables import table
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
@@ -54,8 +40,8 @@ def equal_states(a: torch.optim.Optimizer, b: torch.optim.Optimizer) -> bool:
     )
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("before", [0, 1])
+@table("kind", OPTIMIZERS)
+@table("before", [0, 1])
 def test_a_resumed_optimizer_goes_on_exactly_like_one_that_never_stopped(kind: str, before: int) -> None:
     model = net()
     optimizer = OPTIMIZERS[kind](model.parameters())
@@ -116,10 +102,7 @@ def test_any_grouping_takes_options_by_parameter() -> None:
         [p for p in model.parameters() if p.ndim > 1],
         [p for p in model.parameters() if p.ndim < 2],
     )
-    groups: list[dict[str, Any]] = [
-        {"params": weights, "weight_decay": 0.5, "mine": "x"},
-        {"params": others},
-    ]
+    groups: list[dict[str, Any]] = [{"params": weights, "weight_decay": 0.5, "mine": "x"}, {"params": others}]
     two = torch.optim.AdamW(groups, lr=0.1)
     train(model, two)
     checkpoint = save({"model": model, "optimizer": two})
@@ -136,28 +119,17 @@ def test_any_grouping_takes_options_by_parameter() -> None:
     assert "the target has both in one group" in why
 
 
-def test_how_an_optimizer_computes_stays_the_target_s_own() -> None:
+def test_how_an_optimizer_computes_stays_the_target_s_own_also_if_a_checkpoint_has_it() -> None:
     model = net()
     source = torch.optim.AdamW(model.parameters(), foreach=True, maximize=True)
     target = torch.optim.AdamW(model.parameters(), foreach=False)
-    load({"model": model, "optimizer": target}, save({"model": model, "optimizer": source}))
-    assert (
-        "foreach"
-        not in save({"model": model, "optimizer": source}).shared["optimizer", "param_groups/0.bias"]
-    )
-    assert target.param_groups[0]["foreach"] is False
-    assert target.param_groups[0]["maximize"] is True
-
-
-def test_options_of_how_to_compute_are_not_taken_from_a_checkpoint_that_has_them() -> None:
-    model = net()
-    checkpoint = save({"model": model, "optimizer": torch.optim.AdamW(model.parameters(), foreach=True)})
-    for (item, _), value in checkpoint.shared.items():
-        if item == "optimizer":
-            value["foreach"] = True
-    target = torch.optim.AdamW(model.parameters(), foreach=False)
+    checkpoint = save({"model": model, "optimizer": source})
+    assert "foreach" not in checkpoint.shared["optimizer", "param_groups/0.bias"]
+    for value in (options for (item, _), options in checkpoint.shared.items() if item == "optimizer"):
+        value["foreach"] = True
     load({"model": model, "optimizer": target}, checkpoint)
     assert target.param_groups[0]["foreach"] is False
+    assert target.param_groups[0]["maximize"] is True
 
 
 class Scalar(nn.Module):
@@ -182,29 +154,8 @@ def test_the_counter_of_a_distributed_scalar_is_a_plain_tensor() -> None:
     assert run(1, step_of_a_scalar) == [(torch.Tensor, DTensor)]
 
 
-def test_tensor_options_are_kept_as_the_target_has_them() -> None:
-    model = net()
-
-    def make(lr: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=lr, foreach=False)
-
-    for source, target in (
-        (0.5, torch.tensor(1.0)),
-        (torch.tensor(0.5), torch.tensor(1.0)),
-        (torch.tensor(0.5), 1.0),
-    ):
-        optimizer = make(target)
-        load({"model": model, "optimizer": optimizer}, save({"model": model, "optimizer": make(source)}))
-        lr = optimizer.param_groups[0]["lr"]
-        assert lr is target if isinstance(target, torch.Tensor) else isinstance(lr, float)
-        assert lr == 0.5
-
-
 SCHEDULERS: dict[str, Any] = {
-    "step": lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5),
     "one-cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 1.0, total_steps=20),
-    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
-    "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda n: 0.9**n),
     "sequence": lambda o: torch.optim.lr_scheduler.SequentialLR(
         o, [torch.optim.lr_scheduler.ConstantLR(o, 0.1), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)], [3]
     ),
@@ -213,7 +164,7 @@ SCHEDULERS: dict[str, Any] = {
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's SequentialLR warns about itself
-@pytest.mark.parametrize("kind", SCHEDULERS)
+@table("kind", SCHEDULERS)
 def test_schedulers_go_on_where_they_were(kind: str) -> None:
     def make(seed: int) -> tuple[Any, Any, Any]:
         model = net(seed)
@@ -242,7 +193,7 @@ def test_names_come_from_the_optimizer_where_no_module_is_in_the_state() -> None
     other = net(1)
     target = torch.optim.AdamW(other.parameters())
     load({"optimizer": target, "model": other}, with_model(checkpoint, other))
-    assert equal_names(target, named)
+    assert repr(target.state_dict()["state"]) == repr(named.state_dict()["state"])
 
 
 def with_model(checkpoint: Checkpoint, model: nn.Module) -> Checkpoint:
@@ -253,10 +204,6 @@ def with_model(checkpoint: Checkpoint, model: nn.Module) -> Checkpoint:
     both.specs = {**checkpoint.specs, **more.specs}
     both.tensors = {**checkpoint.tensors, **more.tensors}
     return both
-
-
-def equal_names(a: torch.optim.Optimizer, b: torch.optim.Optimizer) -> bool:
-    return repr(a.state_dict()["state"]) == repr(b.state_dict()["state"])
 
 
 def test_parameters_without_a_name_are_refused_with_the_remedies() -> None:
@@ -454,7 +401,7 @@ def test_only_the_step_of_a_dtensor_parameter_is_vouched_for_among_its_scalar_st
         assert replicas == {"state/w/step": (0, 1), "state/w/estimate": None}
 
 
-@pytest.mark.parametrize("width", [2, 4])
+@table("width", [2, 4])
 def test_an_optimizer_alone_takes_no_states_of_a_parameter_of_another_shape(width: int) -> None:
     def alone(columns: int) -> torch.optim.Optimizer:
         return torch.optim.AdamW([("w", nn.Parameter(torch.ones(1, columns)))])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from reknit.frameworks.registry import collect
 from tests.frameworks.checkpoint import Checkpoint, assemble, load, portable
 from tests.ranks import run
+from tests.tables import table
 
 ROWS = 5
 
@@ -91,7 +91,7 @@ def resumed(kind: str, checkpoint: Checkpoint, steps: int) -> Any:
     return whole.detach(), optimizer.state[weight]["buffers"][1], kinds
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@table("kind", KINDS)
 def test_an_optimizer_goes_on_with_the_kind_of_states_that_it_keeps(kind: str) -> None:
     checkpoint = assemble(run(2, held, kind))
     for path in ("average", "buffers/0", "buffers/2/square"):

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from reknit.frameworks.registry import collect
-from tests.frameworks.checkpoint import assemble, load, portable
+from tests.frameworks.checkpoint import gathered, load
 from tests.frameworks.silence import Silence
 from tests.frameworks.test_optimizer_protocol import HOOKS, PLAIN, register, train
 from tests.ranks import run
@@ -85,10 +85,8 @@ def goes_on(case: Case) -> bool:
     train(model, optimizer, case.steps)
     train(target, other, case.before)
     with Silence():
-        mine = portable(collect({"m": model, "o": optimizer}, rank, RANKS))
-    everyone: list[Any] = [None] * RANKS
-    dist.all_gather_object(everyone, mine)
-    checkpoint = assemble(everyone)
+        mine = collect({"m": model, "o": optimizer}, rank, RANKS)
+    checkpoint = gathered(mine)
     with Silence():
         load({"m": target, "o": other}, checkpoint, rank, RANKS)
     train(model, optimizer)

@@ -19,6 +19,7 @@ from reknit.types.wanted import Terms
 from tests.frameworks.checkpoint import Checkpoint, assemble, fill, load, portable, save
 from tests.ranks import run
 from tests.running.examples import examples
+from tests.tables import table
 
 
 def net(seed: int = 0) -> nn.Sequential:
@@ -31,12 +32,14 @@ def of_first(optimizer: Any, model: Any) -> Any:
     return optimizer.state[next(model.parameters())]
 
 
-def train(model: nn.Module, optimizer: Any, steps: int = 2) -> None:
+def train(model: nn.Module, optimizer: Any, steps: int = 2, scheduler: Any = None) -> None:
     for number in range(steps):
         x = torch.rand(8, 3, generator=torch.Generator().manual_seed(number))
         optimizer.zero_grad()
         model(x).pow(2).mean().backward()
         optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
 
 
 class Counting(torch.optim.SGD):
@@ -71,7 +74,7 @@ def same_states(a: Any, b: Any) -> bool:
     return repr(left["state"]) == repr(right["state"]) and left["param_groups"] == right["param_groups"]
 
 
-@pytest.mark.parametrize("before", [0, 1])
+@table("before", [0, 1])
 def test_entries_that_an_optimizer_adds_to_its_state_dict_come_back(before: int) -> None:
     model, target = net(), net(1)
     optimizer, other = Counting(model.parameters()), Counting(target.parameters())
@@ -206,7 +209,7 @@ def nothing(_: Any, state: dict[str, Any]) -> list[Any]:
     return [state]
 
 
-@pytest.mark.parametrize(("hook", "lr", "num_states"), [(halve, 0.25, 6), (clone, 0.5, 6), (forget, 0.5, 0)])
+@table(("hook", "lr", "num_states"), [(halve, 0.25, 6), (clone, 0.5, 6), (forget, 0.5, 0)])
 def test_the_result_of_the_state_dict_is_saved_with_the_changes_of_hooks(
     hook: Any, lr: float, num_states: int
 ) -> None:
@@ -230,8 +233,8 @@ def test_a_state_dict_that_no_load_state_dict_takes_is_refused_by_name() -> None
         save({"m": model, "o": optimizer})
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.uint8, torch.bool])
-@pytest.mark.parametrize("restores", [False, True])
+@table("dtype", [torch.float32, torch.float64, torch.float16, torch.uint8, torch.bool])
+@table("restores", [False, True])
 def test_a_load_with_hooks_keeps_states_that_torch_s_own_would_convert(
     dtype: torch.dtype, *, restores: bool
 ) -> None:
@@ -278,7 +281,7 @@ def test_states_under_plain_keys_of_any_kind_come_back() -> None:
     assert (found["n"], found["mean"].tolist()) == (5, [3.0, 3.0])
 
 
-@pytest.mark.parametrize("key", KEYS)
+@table("key", KEYS)
 def test_a_state_of_a_parameter_has_a_name_of_any_kind_and_a_dict_in_it_has_such_keys(key: Any) -> None:
     model, target = net(), net(1)
     one, other = (torch.optim.SGD(of.parameters(), lr=0.1) for of in (model, target))
@@ -297,9 +300,7 @@ def test_a_name_that_is_not_a_plain_value_is_refused() -> None:
         save({"m": model, "o": Keyed(model.parameters(), (frozenset("a"),))})
 
 
-@pytest.mark.parametrize(
-    "key", [float("inf"), float("nan"), (1.0, float("-inf")), ("a", torch.float32), ("a", frozenset("b"))]
-)
+@table("key", [float("inf"), float("nan"), (1.0, float("-inf")), ("a", torch.float32), ("a", frozenset("b"))])
 def test_a_key_whose_text_no_load_can_read_is_refused_before_the_save(key: Any) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -308,9 +309,7 @@ def test_a_key_whose_text_no_load_can_read_is_refused_before_the_save(key: Any) 
         save({"m": model, "o": optimizer})
 
 
-@pytest.mark.parametrize(
-    "value", [{"~pairs": [[1, 2]]}, {"~pairs": [1]}, {"~class": ["a", "B"], "attributes": {}}], ids=str
-)
+@table("value", [{"~pairs": [[1, 2]]}, {"~pairs": [1]}, {"~class": ["a", "B"], "attributes": {}}])
 def test_a_dict_with_the_keys_of_the_saved_forms_comes_back_as_it_is(value: Any) -> None:
     model, target = net(), net(1)
     one, other = (torch.optim.SGD(of.parameters(), lr=0.1) for of in (model, target))
@@ -319,7 +318,7 @@ def test_a_dict_with_the_keys_of_the_saved_forms_comes_back_as_it_is(value: Any)
     assert of_first(other, target) == {"held": value, "inside": [{"deep": value}]}
 
 
-@pytest.mark.parametrize(
+@table(
     "value",
     [
         {"~pairs": [1]},
@@ -329,7 +328,6 @@ def test_a_dict_with_the_keys_of_the_saved_forms_comes_back_as_it_is(value: Any)
         {"~class": [__name__, "Counter"], "attributes": {1: 2}},
         {"~class": ["os", "system"], "attributes": {}},
     ],
-    ids=str,
 )
 def test_a_saved_form_that_no_save_writes_is_refused_by_name(value: Any) -> None:
     with pytest.raises(StateError, match="its value has"):
@@ -362,7 +360,7 @@ KINDS: dict[str, Any] = {
 SAME = [{"adamw", "decoupled"}, {"adamw", "own"}, {"decoupled", "own"}, *({kind} for kind in KINDS)]
 
 
-@pytest.mark.parametrize("source", KINDS)
+@table("source", KINDS)
 def test_only_the_same_optimizer_takes_what_was_saved(source: str) -> None:
     for target in KINDS:
         for before in (0, 1):
@@ -430,7 +428,7 @@ def test_optimizers_inside_a_framework_s_are_called_as_torch_calls_them() -> Non
         assert optimizer_protocol.kind(fused) == ("FusedAdam",), "its states are not in torch's form"
 
 
-@pytest.mark.parametrize("named", ["AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer"])
+@table("named", ["AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer"])
 def test_wrappers_that_hand_everything_on_are_the_optimizer_inside(named: str) -> None:
     where = {"AcceleratedOptimizer": "optimizer"}.get(named, "_optimizer")
     model = net()

@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import reknit
-from reknit.errors import StateError, UsageError
+from reknit.errors import MismatchError, StateError, UsageError
 from reknit.frameworks.per_rank import PerRank, RngState
 from reknit.frameworks.registry import collect, wanted
 from reknit.frameworks.walk.walk import World
 from tests.frameworks.checkpoint import Checkpoint, assemble, fill, load, save
 from tests.ranks import run
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -170,33 +171,47 @@ def test_ranks_of_one_place_on_a_mesh_share_a_value_that_any_world_with_those_pl
     assert kept[2] == ("of 2", ["values of 2 ranks cannot be restored on 3 ranks" + KEPT])
 
 
-def without_names() -> None:
-    mesh = init_device_mesh("cpu", (1,))
+def test_a_mesh_needs_names() -> None:
+    mesh = SimpleNamespace(get_coordinate=lambda: [0], mesh_dim_names=None, shape=(1,))
     with pytest.raises(StateError, match="mesh_dim_names"):
         collect({"a": PerRank(1, mesh=mesh)}, 0, 1)
 
 
-def test_a_mesh_needs_names() -> None:
-    run(1, without_names)
-
-
-@pytest.mark.parametrize("coordinate", [{}, {"dp": "1"}, {"dp": True}, {1: 1}])
-def test_a_coordinate_is_names_and_integers(coordinate: Any) -> None:
-    with pytest.raises(UsageError):
-        PerRank(1, coordinate=coordinate)
-
-
-def test_a_coordinate_and_a_mesh_exclude_each_other() -> None:
+def test_a_coordinate_is_names_and_integers_and_excludes_a_mesh() -> None:
+    wrong: tuple[Any, ...] = ({}, {"dp": "1"}, {"dp": True}, {1: 1})
+    for coordinate in wrong:
+        with pytest.raises(UsageError):
+            PerRank(1, coordinate=coordinate)
     with pytest.raises(UsageError):
         PerRank(1, coordinate={"a": 1}, mesh=object())
 
 
-@pytest.mark.parametrize(
+@table(
     ("saved", "present"),
     [
-        (torch.tensor([1.5]), torch.zeros(1, dtype=torch.int64)),
-        (np.array([1.1]), np.zeros(1, np.float32)),
+        (0.1, torch.tensor(0.5)),
+        (0.5, torch.tensor(0)),
+        (True, torch.tensor(0)),
+        (1, torch.tensor(False)),
+        (torch.tensor(1), True),
+        (torch.tensor(True), 1),
+        (torch.tensor(0.5), 1),
     ],
+)
+def test_a_number_that_does_not_fit_the_value_of_a_rank_is_mismatched(
+    saved: Any, present: Any, tmp_path: Path
+) -> None:
+    reknit.save(tmp_path / "saved", {"m": PerRank(saved)})
+    target = PerRank(present)
+    with pytest.raises(MismatchError, match="in the checkpoint"):
+        reknit.load(tmp_path / "saved", {"m": target})
+    reknit.load(tmp_path / "saved", {"m": target}, strict=False)
+    assert target.value is present
+
+
+@table(
+    ("saved", "present"),
+    [(torch.tensor([1.5]), torch.zeros(1, dtype=torch.int64)), (np.array([1.1]), np.zeros(1, np.float32))],
 )
 def test_a_value_of_its_own_is_never_rounded_to_the_dtype_of_the_present_one(
     saved: Any, present: Any
@@ -219,8 +234,6 @@ def test_a_coordinate_on_a_mesh_has_the_name_of_each_dimension() -> None:
 
 def test_values_of_ranks_say_in_a_line_what_they_are_and_whose() -> None:
     assert repr(PerRank(np.ones(1 << 20))) == "<PerRank value: ndarray, of each rank>"
-    assert repr(PerRank({}, coordinate={"dp": 3})) == "<PerRank value: dict, of the rank at {'dp': 3}>"
-    assert repr(RngState()) == "<RngState of each rank>"
     mesh = SimpleNamespace(get_coordinate=None, mesh_dim_names=["dp"] * 5000)
     shown = repr(RngState(mesh=mesh))
     assert shown.startswith("<RngState of each place on ")

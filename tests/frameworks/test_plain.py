@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,30 +11,6 @@ import reknit
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-class Point(NamedTuple):
-    x: Any
-    y: Any
-
-
-def names(folder: Path) -> set[str]:
-    with reknit.open(folder) as checkpoint:
-        return {f"{item}/{fqn}" for item, specs in checkpoint.tensors.items() for fqn in specs}
-
-
-def test_named_tuples_are_split_by_their_fields_and_keep_their_type(tmp_path: Path) -> None:
-    state = {"a": Point(np.ones(2), Point(1, "text")), "b": (Point(2, ()),)}
-    reknit.save(tmp_path / "c", state)
-    assert names(tmp_path / "c") == {"a/x"}
-    target: dict[str, Any] = {"a": Point(np.zeros(2), Point(0, "")), "b": (Point(0, ()),)}
-    array = target["a"].x
-    reknit.load(tmp_path / "c", target)
-    assert target["a"].y == Point(1, "text")
-    assert type(target["a"].y) is type(target["b"][0]) is Point
-    assert target["b"] == (Point(2, ()),)
-    assert target["a"].x is array
-    assert array.tolist() == [1, 1]
 
 
 def test_a_container_that_is_there_twice_gets_the_values_of_each_place(tmp_path: Path) -> None:

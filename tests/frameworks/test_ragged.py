@@ -26,6 +26,7 @@ from reknit.types.box import Box
 from tests.frameworks.checkpoint import Checkpoint, assemble, fill, portable
 from tests.frameworks.silence import Silence
 from tests.ranks import run
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -167,7 +168,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, bool], tu
     return {case: (root / str(case), run(case[0], save, str(root / str(case)), case[1])) for case in cases}
 
 
-@pytest.mark.parametrize("case", [(3, False), (4, True)])
+@table("case", [(3, False), (4, True)])
 def test_ragged_shards_of_all_ranks_make_the_whole(case: tuple[int, bool], saved: dict[Any, Any]) -> None:
     assert_is_the_whole(assemble(saved[case][1]))
 
@@ -179,7 +180,7 @@ def test_a_ragged_checkpoint_loads_into_one_process(saved: dict[Any, Any]) -> No
         assert_is_the_whole(assemble([portable(collect({"model": net, "optimizer": optimizer}, 0, 1))]))
 
 
-@pytest.mark.parametrize(("source", "size", "fresh"), [((3, False), 4, True), ((4, True), 3, False)])
+@table(("source", "size", "fresh"), [((3, False), 4, True), ((4, True), 3, False)])
 def test_flat_ranges_are_filled_in_place_from_other_ranges(
     source: tuple[int, bool], size: int, fresh: bool, saved: dict[Any, Any]
 ) -> None:
@@ -240,7 +241,7 @@ WRONG: dict[str, tuple[list[Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("placements", WRONG)
+@table("placements", WRONG)
 def test_a_placement_that_cannot_be_placed_exactly_is_refused(placements: str) -> None:
     wrong, message = WRONG[placements]
     with pytest.raises(StateError, match=message) as caught:
@@ -249,7 +250,7 @@ def test_a_placement_that_cannot_be_placed_exactly_is_refused(placements: str) -
     assert caught.value.remedy
 
 
-@pytest.mark.parametrize(
+@table(
     ("units", "dims", "numel", "message"),
     [
         ((1, 2), (0,), 8, "do not divide it into whole rows"),

@@ -23,6 +23,7 @@ from reknit.frameworks.neutral import to_neutral
 from reknit.frameworks.same_value import same_value
 from reknit.types.dtype import ITEMSIZE
 from tests.ranks import run
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,113 +95,73 @@ def _nested(*rows: list[float]) -> Any:
     )
 
 
-SAME: list[Any] = [
-    lambda: 1,
-    lambda: float("nan"),
-    lambda: complex(_NAN, -0.0),
-    lambda: {"a": [1, (2, {"b": _NAN})]},
-    lambda: np.arange(3),
-    lambda: np.array([_NAN, -0.0]),
-    lambda: np.array([1, "a", _NAN], object),
-    lambda: np.zeros(2, [("a", "i1"), ("b", "f8")]),
-    lambda: np.float32(_NAN),
-    lambda: np.datetime64("NaT"),
-    lambda: np.dtype("f4"),
-    lambda: _masked(True),
-    lambda: Decimal("NaN"),
-    lambda: torch.tensor([_NAN, -0.0]),
-    lambda: [{"a": torch.ones(2)}, torch.zeros(())],
-    lambda: torch.ones(2, dtype=torch.complex64).conj(),
-    lambda: torch.ones(2, dtype=torch.complex64).conj().imag,
-    lambda: torch.empty(2, 0),
-    lambda: torch.ones(4)[::3][:1],
-    lambda: torch.ones(2, 3).t(),
-    lambda: torch.tensor([[0, _NAN], [-0.0, 2]]).to_sparse(),
-    lambda: _rows([1, _NAN], [0, 1]),
-    lambda: _quantized(0.5),
-    lambda: _by_channel(0.5, 0.25),
-    lambda: _nested([1, _NAN], [-0.0]),
-    lambda: torch.tensor([_NAN, -0.0]).to_mkldnn(),
-    lambda: _two(torch.ones(2), torch.tensor([_NAN, -0.0])),
-    lambda: torch.Size([1]),
-    lambda: torch.float32,
-    lambda: to_neutral({"a": torch.ones(2)}, "here"),
-    lambda: deque([float("nan"), torch.ones(2)], 3),
-    lambda: SimpleNamespace(a=torch.ones(2)),
-    lambda: Namespace(a=np.ones(2)),
-    lambda: OrderedDict(a=torch.ones(2)),
-    lambda: defaultdict(list, a=[torch.ones(2)]),
-    lambda: Counter({float("nan"): 2, (1, float("nan")): 1}),
-    lambda: {float("nan"), 1, "a", np.float32(_NAN), frozenset([float("nan")]), range(3)},
-    lambda: slice(0, None),
-]
+_SPARSE = torch.eye(2).to_sparse()
 
 
-@pytest.mark.parametrize("make", SAME)
-def test_a_value_is_the_same_as_one_made_alike(make: Any) -> None:
-    assert same_value(make(), make())
-    assert not same_value(make(), None)
-    assert not same_value(None, make())
-    assert not same_value(make(), [make()])
+def values() -> list[Any]:
+    """Return values of every kind, made anew."""
+    return [
+        *(1, float("nan"), complex(_NAN, -0.0), {"a": [1, (2, {"b": _NAN})]}, Decimal("NaN"), slice(0, None)),
+        *(np.arange(3), np.array([_NAN, -0.0]), np.array([1, "a", _NAN], object), _masked(True)),
+        *(np.zeros(2, [("a", "i1"), ("b", "f8")]), np.float32(_NAN), np.datetime64("NaT"), np.dtype("f4")),
+        torch.tensor([_NAN, -0.0]),
+        [{"a": torch.ones(2)}, torch.zeros(())],
+        torch.Size([1]),
+        torch.float32,
+        *(torch.ones(2, dtype=torch.complex64).conj(), torch.ones(2, dtype=torch.complex64).conj().imag),
+        *(torch.empty(2, 0), torch.ones(4)[::3][:1], torch.ones(2, 3).t()),
+        *(torch.tensor([[0, _NAN], [-0.0, 2]]).to_sparse(), _rows([1, _NAN], [0, 1])),
+        *(_quantized(0.5), _by_channel(0.5, 0.25), _nested([1, _NAN], [-0.0])),
+        *(torch.tensor([_NAN, -0.0]).to_mkldnn(), _two(torch.ones(2), torch.tensor([_NAN, -0.0]))),
+        *(to_neutral({"a": torch.ones(2)}, "here"), deque([float("nan"), torch.ones(2)], 3)),
+        *(SimpleNamespace(a=torch.ones(2)), Namespace(a=np.ones(2)), OrderedDict(a=torch.ones(2))),
+        *(defaultdict(list, a=[torch.ones(2)]), Counter({float("nan"): 2, (1, float("nan")): 1})),
+        {float("nan"), 1, "a", np.float32(_NAN), frozenset([float("nan")]), range(3)},
+    ]
 
 
-@pytest.mark.parametrize(
+@table(("one", "other"), zip(values(), values(), strict=True))
+def test_a_value_is_the_same_as_one_made_alike(one: Any, other: Any) -> None:
+    assert same_value(one, other)
+    assert not same_value(one, None)
+    assert not same_value(None, one)
+    assert not same_value(one, [other])
+
+
+@table(
     ("a", "b"),
     [
-        (1, True),
-        (1, 1.0),
-        (0.0, -0.0),
-        (0j, complex(0, -0.0)),
-        (np.float64(1), 1.0),
+        *((1, True), (1, 1.0), (0.0, -0.0), (0j, complex(0, -0.0)), (np.float64(1), 1.0)),
         (np.zeros(2), np.zeros(2, np.float32)),
         (np.zeros(2), -np.zeros(2)),
         (np.zeros(2), np.zeros((2, 1))),
-        (np.zeros(2), np.zeros(2, ">f8")),
-        (np.array([1, None]), np.array([1.0, None])),
+        *((np.zeros(2), np.zeros(2, ">f8")), (np.array([1, None]), np.array([1.0, None]))),
         (np.zeros(1), np.zeros(1).view(np.matrix)),
-        (_masked(True), _masked(False)),
-        (_masked(False), np.arange(2)),
-        ([1], [1, 2]),
-        ({"a": 1}, {"b": 1}),
-        ({1: 2}, {True: 2}),
-        ({0.0: 2}, {-0.0: 2}),
-        ({(1, 2): 2}, {(True, 2): 2}),
-        (Counter({1: 2}), Counter({1.0: 2})),
-        ({0.0}, {-0.0}),
-        ({_NAN, 1}, {_NAN, True}),
-        (frozenset([1]), frozenset([True])),
-        (frozenset([frozenset([1])]), frozenset([frozenset([True])])),
-        ({1}, frozenset([1])),
-        (deque([1]), deque([True])),
-        (deque([0.0]), deque([-0.0])),
-        (deque([1]), deque([1], 2)),
+        *((_masked(True), _masked(False)), (_masked(False), np.arange(2))),
+        *(([1], [1, 2]), ({"a": 1}, {"b": 1}), ({1: 2}, {True: 2}), ({0.0: 2}, {-0.0: 2})),
+        *(({(1, 2): 2}, {(True, 2): 2}), (Counter({1: 2}), Counter({1.0: 2}))),
+        *(({0.0}, {-0.0}), ({_NAN, 1}, {_NAN, True}), ({1}, frozenset([1]))),
+        *((frozenset([1]), frozenset([True])), (frozenset([frozenset([1])]), frozenset([frozenset([True])]))),
+        *((deque([1]), deque([True])), (deque([0.0]), deque([-0.0])), (deque([1]), deque([1], 2))),
         (deque([torch.ones(2)]), deque([torch.zeros(2)])),
-        (SimpleNamespace(a=0.0), SimpleNamespace(a=-0.0)),
-        (Namespace(a=1), Namespace(a=True)),
-        (Namespace(a=1), SimpleNamespace(a=1)),
-        (defaultdict(int, a=1), defaultdict(bool, a=True)),
-        (slice(0, 1), slice(0, True)),
-        (range(0, 3, 2), range(0, 4, 2)),
-        (torch.zeros(2), -torch.zeros(2)),
-        (torch.zeros(2), torch.zeros(2, dtype=torch.float64)),
-        (torch.zeros(2), torch.zeros(1, 2)),
-        (torch.zeros(2), np.zeros(2, np.float32)),
-        (np.zeros(2, np.float32), torch.zeros(2)),
-        ([torch.zeros(2)], [torch.ones(2)]),
+        *((SimpleNamespace(a=0.0), SimpleNamespace(a=-0.0)), (Namespace(a=1), Namespace(a=True))),
+        *((Namespace(a=1), SimpleNamespace(a=1)), (defaultdict(int, a=1), defaultdict(bool, a=True))),
+        *((slice(0, 1), slice(0, True)), (range(0, 3, 2), range(0, 4, 2))),
+        *((torch.zeros(2), -torch.zeros(2)), (torch.zeros(2), torch.zeros(2, dtype=torch.float64))),
+        *((torch.zeros(2), torch.zeros(1, 2)), (torch.zeros(2), np.zeros(2, np.float32))),
+        *((np.zeros(2, np.float32), torch.zeros(2)), ([torch.zeros(2)], [torch.ones(2)])),
         (torch.zeros(2, device="meta"), torch.zeros(2, device="meta")),
         (torch.zeros(2).to_sparse(), torch.zeros(2)),
-        (torch.eye(2).to_sparse(), 2 * torch.eye(2).to_sparse()),
-        (torch.eye(2).to_sparse(), _rows([1, 0], [0, 1])),
+        (_SPARSE, 2 * _SPARSE),
+        (_SPARSE, _rows([1, 0], [0, 1])),
         (_rows([0, 1], [1, 0]), _rows([1, 0], [0, 1])),
-        (_quantized(0.5), _quantized(0.25)),
-        (_by_channel(0.5, 0.25), _by_channel(0.5, 0.125)),
+        *((_quantized(0.5), _quantized(0.25)), (_by_channel(0.5, 0.25), _by_channel(0.5, 0.125))),
         (_nested([1], [0.0, 2]), _nested([1], [-0.0, 2])),
         (_nested([1], [0.0, 2]), _nested([1, 0.0], [2])),
         (_nested([1.0]), torch.tensor([[1.0]])),
         (_two(torch.ones(2), torch.ones(2)), _two(torch.ones(2), torch.zeros(2))),
-        (torch.float32, torch.float64),
+        *((torch.float32, torch.float64), (Odd(), Odd())),
         (to_neutral(torch.ones(2), "here"), to_neutral(torch.zeros(2), "here")),
-        (Odd(), Odd()),
     ],
 )
 def test_a_value_is_not_the_same_as_one_of_another_type_or_of_other_bits(a: Any, b: Any) -> None:
@@ -210,11 +171,10 @@ def test_a_value_is_not_the_same_as_one_of_another_type_or_of_other_bits(a: Any,
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-@pytest.mark.parametrize("name", ITEMSIZE)
+@table("name", [name for name in ITEMSIZE if hasattr(torch, name)])
 def test_tensors_of_every_dtype_are_compared_by_their_bytes(name: str) -> None:
-    if (dtype := getattr(torch, name, None)) is None:
-        pytest.skip(f"this torch has no {name}")
-    one, same, other = (torch.full((ITEMSIZE[name],), n, dtype=torch.uint8).view(dtype) for n in (0, 0, 1))
+    numel, dtype = ITEMSIZE[name], getattr(torch, name)
+    one, same, other = (torch.full((numel,), n, dtype=torch.uint8).view(dtype) for n in (0, 0, 1))
     assert same_value(one, same)
     assert not same_value(one, other)
 

@@ -13,6 +13,7 @@ from reknit.frameworks.registry import wanted
 from reknit.frameworks.walk.state_dict_effects import has_effects
 from reknit.types.wanted import Terms
 from tests.frameworks.checkpoint import fill, load, save
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,14 +61,7 @@ class Frank(Trainer):
     state_dict_has_effects = False
 
 
-def test_an_object_that_holds_a_data_loader_is_not_asked_for_its_state() -> None:
-    source, target = Trainer(loader=Loader()), Trainer(loader=Loader())
-    source.loader.at = 4  # type: ignore[attr-defined]
-    want = load({"k": target}, save({"k": source}))
-    assert (target.loader.at, target.loader.asked, want.notes) == (4, 0, ())  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
+@table(
     ("value", "effects"),
     [
         (Loader(), True),
@@ -100,8 +94,8 @@ class Masters:
         self.seen = [p.detach().clone() for p in self.model.parameters()]
 
 
-@pytest.mark.parametrize("only", [(), ("model/*", "masters/w")])
-@pytest.mark.parametrize("first", ["model", "masters"])
+@table("only", [(), ("model/*", "masters/w")])
+@table("first", ["model", "masters"])
 def test_an_object_that_is_loaded_after_the_tensors_reads_the_loaded_ones(
     first: str, only: tuple[str, ...]
 ) -> None:
@@ -150,9 +144,3 @@ def test_an_error_of_a_load_inside_of_an_object_names_the_object() -> None:
     with pytest.raises(StateError, match=r"^k \(Nested\): the second checkpoint is gone") as caught:
         load({"k": Nested(nn.Linear(1, 1))}, checkpoint)
     assert caught.value.remedy == "restore it"
-
-
-def test_a_scaler_of_each_rank_that_was_disabled_does_not_fit_one_that_is_not() -> None:
-    on, off = (PerRank(torch.amp.GradScaler("cpu", enabled=enabled)) for enabled in (True, False))
-    ((*_, why),) = wanted({"k": on}, save({"k": off}).catalog(), 0, 1).mismatched
-    assert "a disabled scaler was saved" in why

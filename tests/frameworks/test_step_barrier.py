@@ -13,6 +13,7 @@ import torch
 
 from reknit.frameworks.optimizer.step_barrier import barriers
 from tests.devices import every_device
+from tests.tables import table
 
 
 def made(kind: Any = torch.optim.SGD, **options: Any) -> torch.optim.Optimizer:
@@ -57,25 +58,23 @@ def test_a_step_waits_and_waits_again_after_an_interrupt() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, while it compiles
-@pytest.mark.parametrize("how", ["compiled", "capturable"])
+@table("compiled", [True, False])
 def test_steps_that_can_run_without_their_hooks_are_not_trusted_ever(
-    how: str, caplog: pytest.LogCaptureFixture
+    compiled: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     optimizer = made()
     (barrier,) = barriers(optimizer)
     barrier.stands()
-    step: Any = optimizer.step
-    if how == "compiled":
-        step = torch.compile(optimizer.step, backend="eager")
+    barrier.hold(lambda: pytest.fail("this runs inside of compiled code"))
+    if compiled:
+        step: Any = torch.compile(optimizer.step, backend="eager")
+        step()
     else:
         optimizer.param_groups[0]["capturable"] = True
-    barrier.hold(lambda: pytest.fail("this runs inside of compiled code"))
-    if how != "capturable":
-        step()
     caplog.clear()
     assert not barrier.stands()
     optimizer.param_groups[0]["capturable"] = False
-    if how == "compiled":
+    if compiled:
         torch._dynamo.reset()
     assert not barrier.stands()
     assert sum("cannot be made to wait" in record.message for record in caplog.records) == 1

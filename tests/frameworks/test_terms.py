@@ -16,6 +16,7 @@ from reknit.engine.background.trainer import snapshot
 from reknit.errors import MismatchError, UsageError
 from reknit.frameworks.custom import Held, Value, registered
 from reknit.testing.world import run_ranks
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -87,9 +88,7 @@ class Copies:
         value.values = held[0].memory
 
 
-@pytest.mark.parametrize(
-    "saved", [np.ones(2, np.complex64), np.ones((2, 1), np.float32)], ids=["another kind", "more dimensions"]
-)
+@table("saved", [np.ones(2, np.complex64), np.ones((2, 1), np.float32)])
 def test_a_framework_gets_no_memory_that_was_not_filled(saved: Any, tmp_path: Path) -> None:
     reknit.save(tmp_path, {"x": saved, "other": np.ones(1)})
     x = Copied(np.zeros(2, np.float32))
@@ -100,21 +99,20 @@ def test_a_framework_gets_no_memory_that_was_not_filled(saved: Any, tmp_path: Pa
     assert x.values.tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("library", ["jax", "deepspeed", "vescale", "megatron.core"])
-def test_a_framework_whose_import_is_blocked_is_not_asked(
-    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, library, None)
-    monkeypatch.delitem(sys.modules, "reknit.frameworks.jax.jax_arrays", raising=False)
+@table("library", ["jax", "deepspeed", "vescale", "megatron.core"])
+def test_a_framework_whose_import_is_blocked_is_not_asked(library: str, tmp_path: Path) -> None:
     reknit.save(tmp_path, {"x": torch.ones(2), "y": [1, "a"]})
     state: dict[str, Any] = {"x": torch.zeros(2), "y": None}
-    reknit.load(tmp_path, state)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, library, None)
+        patch.delitem(sys.modules, "reknit.frameworks.jax.jax_arrays", raising=False)
+        reknit.load(tmp_path, state)
     assert state["x"].tolist() == [1, 1]
     assert state["y"] == [1, "a"]
 
 
-@pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("stepped", [False, True])
+@table("saved", [torch.float32, torch.bfloat16])
+@table("stepped", [False, True])
 def test_states_that_are_cast_follow_their_parameter_and_the_next_step_succeeds(
     saved: torch.dtype, stepped: bool, tmp_path: Path
 ) -> None:

@@ -18,10 +18,6 @@ if TYPE_CHECKING:
     from reknit.comm.meeting.entries import Shape
 
 
-def test_a_process_alone_has_no_job() -> None:
-    assert torch_job.current_job() is None
-
-
 def meet() -> Any:
     job = torch_job.current_job()
     assert job is not None
@@ -65,23 +61,6 @@ def test_groups_meet_apart_from_each_other() -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", ["tcp", "file"])
-def test_every_kind_of_store_says_when_it_waited_too_long(kind: str, tmp_path: Any) -> None:
-    torch_dist: Any = dist
-    store = (
-        torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        if kind == "tcp"
-        else torch_dist.FileStore(str(tmp_path / "store"), 1)
-    )
-    ours = torch_job.TorchStore(store, "a")
-    ours.set("k", b"\x00v")
-    assert ours.get("k", 1.0) == b"\x00v"
-    with pytest.raises(DeadlineError):
-        ours.get("other", 0.1)
-    with pytest.raises(DeadlineError):
-        torch_job.TorchStore(store, "b").get("k", 0.1)
-
-
 class Gone:
     """A store whose host ended."""
 
@@ -107,38 +86,38 @@ def tcp_store() -> Any:
 
 
 @pytest.mark.parametrize("kind", ["tcp", "hash", "file"])
-def test_every_kind_of_store_gives_many_values_in_order(
-    kind: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+def test_every_kind_of_store_gives_many_values_in_order_and_says_when_it_waited_too_long(
+    kind: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch_job, "_BATCH", 7)
     torch_dist: Any = dist
-    if kind == "tcp":
-        store = torch_job.TorchStore(tcp_store(), "a")
-    elif kind == "hash":
-        store = torch_job.TorchStore(torch_dist.HashStore(), "a")
-    else:
-        store = torch_job.TorchStore(torch_dist.FileStore(str(tmp_path / "store"), 1), "a")
+    makers: dict[str, Any] = {
+        "tcp": tcp_store,
+        "hash": torch_dist.HashStore,
+        "file": lambda: torch_dist.FileStore(str(tmp_path / "store"), 1),
+    }
+    inner = makers[kind]()
+    store = torch_job.TorchStore(inner, "a")
     keys = [f"k{number}" for number in range(20)]
     for number, key in enumerate(keys[1:], start=1):
         store.set(key, bytes([number]))
+    capfd.readouterr()
     with pytest.raises(DeadlineError, match="no rank put all of 7 keys like 'k0' into torch's store"):
         store.get_many(keys, 0.05)
+    with pytest.raises(DeadlineError):
+        torch_job.TorchStore(inner, "b").get("k1", 0.1)
+    assert capfd.readouterr() == ("", ""), "waiting in vain writes nothing"
     threading.Timer(0.1, store.set, ("k0", b"\x00")).start()
     assert store.get_many(keys, 20) == [bytes([number]) for number in range(20)]
+    assert store.get("k19", 1.0) == b"\x13"
     assert store.get_many([], 0) == []
 
 
-def test_a_store_says_on_which_host_its_values_are(tmp_path: Any) -> None:
+def test_a_store_says_on_which_host_its_values_are_and_a_process_alone_has_none(tmp_path: Any) -> None:
     torch_dist: Any = dist
     assert torch_job.TorchStore(torch_dist.PrefixStore("b", tcp_store()), "a").master == "127.0.0.1"
     assert torch_job.TorchStore(torch_dist.FileStore(str(tmp_path / "store"), 1), "a").master is None
-
-
-def test_waiting_in_vain_writes_nothing_into_the_log(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(DeadlineError):
-        torch_job.TorchStore(tcp_store(), "a").get("nothing", 0.3)
-    out, err = capfd.readouterr()
-    assert (out, err) == ("", "")
+    assert torch_job.current_job() is None
 
 
 def test_a_store_that_outlives_a_job_does_not_mislead_the_next() -> None:

@@ -28,6 +28,7 @@ from reknit.options import SaveOptions
 from tests.frameworks import changes
 from tests.ranks import run
 from tests.running.examples import examples
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,7 +93,7 @@ def _compare(mesh: Any, rank: int, size: int, seed: int, order: list[int]) -> No
             assert outcome(state, rank, size, anew=False) == expected
 
 
-@pytest.mark.parametrize("number", range(len(changes.ALL)), ids=[one.__name__ for one in changes.ALL])
+@table("number", range(len(changes.ALL)))
 def test_what_one_change_changes_is_found_as_by_a_new_walk(number: int) -> None:
     for seed in range(8):  # some changes have as many forms
         _compare(None, 0, 1, seed, [number])
@@ -139,9 +140,7 @@ def _show_less(state: State) -> None:
     state["switched"].shows = False
 
 
-@pytest.mark.parametrize(
-    "change", [_share_memory, _share_another, _hold_twice, _show_buffer, _show_less], ids=lambda f: f.__name__
-)
+@table("change", [_share_memory, _share_another, _hold_twice, _show_buffer, _show_less])
 def test_tensors_that_look_as_before_are_stored_as_they_are_now(change: Callable[[State], None]) -> None:
     state = changes.make(None)
     a, c = torch.rand(2), torch.rand(2)

@@ -12,6 +12,7 @@ import torch
 import reknit
 from reknit.errors import StateError
 from reknit.frameworks.walk import writable
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,8 +37,8 @@ def _over_mapping(path: Path) -> torch.Tensor:
         return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=torch.float32)
 
 
-@pytest.mark.parametrize("over", [_over_memmap, _over_mapping])
-@pytest.mark.parametrize("form", ["whole", "part", "negative", "parameter", "buffer"])
+@table("over", [_over_memmap, _over_mapping])
+@table("form", ["whole", "part", "negative", "parameter", "buffer"])
 def test_a_tensor_over_a_read_only_mapping_is_refused_before_anything_changes(
     over: Any, form: str, tmp_path: Path
 ) -> None:
@@ -86,7 +87,7 @@ def test_a_tensor_over_a_mapping_that_may_be_written_is_filled(tmp_path: Path) -
     assert target.eq(1).all()
 
 
-@pytest.mark.parametrize("form", ["whole", "part", "listed", "reversed bytes", "number"])
+@table("form", ["whole", "part", "listed", "reversed bytes", "number"])
 def test_an_array_of_a_tensor_over_a_read_only_mapping_is_refused(form: str, tmp_path: Path) -> None:
     (tmp_path / "values").write_bytes(bytes(4 * 5000))
     array = _array_over_memmap(tmp_path / "values")
@@ -103,8 +104,8 @@ def test_an_array_of_a_tensor_over_a_read_only_mapping_is_refused(form: str, tmp
         reknit.load(tmp_path / "saved", {"m": made[form]})
 
 
-@pytest.mark.parametrize("form", ["missing", "shape", "dtype"])
-@pytest.mark.parametrize("over", [_over_memmap, _array_over_memmap])
+@table("form", ["missing", "shape", "dtype"])
+@table("over", [_over_memmap, _array_over_memmap])
 def test_a_lenient_load_takes_memory_that_it_leaves_as_it_is(over: Any, form: str, tmp_path: Path) -> None:
     (tmp_path / "values").write_bytes(bytes(4 * 8))
     state: dict[str, Any] = {"other": torch.ones(3)}

@@ -90,18 +90,7 @@ def test_states_are_those_of_the_plain_optimizer_and_load_on_any_number_of_ranks
         assert all(torch.equal(tensor, plain.tensors[name]) for name, tensor in again.tensors.items())
 
 
-def overlapped() -> None:
-    module, optimizer = build(0)
-    optimizer._overlap_with_ddp = True
-    with pytest.raises(StateError, match="overlap_with_ddp"):
-        collect({"m": module, "o": optimizer}, dist.get_rank(), 2)
-
-
-def test_one_that_ddp_steps_in_the_backward_is_refused() -> None:
-    run(2, overlapped)
-
-
-def hooked() -> None:
+def refused() -> None:
     def kept(*_: Any) -> None: ...
 
     for inside in (False, True):
@@ -110,7 +99,11 @@ def hooked() -> None:
         one.register_state_dict_post_hook(kept)
         with pytest.raises(StateError, match=r"with the hook .*kept, which cannot be run"):
             collect({"m": module, "o": optimizer}, dist.get_rank(), 2)
+    module, optimizer = build(0)
+    optimizer._overlap_with_ddp = True
+    with pytest.raises(StateError, match="overlap_with_ddp"):
+        collect({"m": module, "o": optimizer}, dist.get_rank(), 2)
 
 
-def test_one_with_hooks_is_refused() -> None:
-    run(2, hooked)
+def test_one_with_hooks_and_one_that_ddp_steps_in_the_backward_are_refused() -> None:
+    run(2, refused)

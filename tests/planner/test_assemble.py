@@ -14,6 +14,7 @@ from reknit.planner import assemble as module
 from reknit.planner.assemble import assemble, chunk_files, widened
 from reknit.planner.columns import columns_of, merged
 from reknit.types.box import Box, flat_range_boxes
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -134,7 +135,7 @@ def test_a_box_that_begins_where_another_does_is_an_overlap_and_no_second_copy()
         assemble(merged([chunks(rank, [A], [row]) for rank, row in enumerate(rows)]))
 
 
-@pytest.mark.parametrize(("dtype", "length"), [("int32", 4), ("uint8", 5)])
+@table(("dtype", "length"), [("int32", 4), ("uint8", 5)])
 def test_ranks_that_disagree_about_a_tensor_are_named(dtype: str, length: int) -> None:
     other: Tensor = ("m", "a", dtype, (length,))
     ranks = [chunks(rank, [B, A if rank < 3 else other], []) for rank in range(5)]

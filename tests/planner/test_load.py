@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from reknit.types.plan import LoadPlan
 
 FILES = 3
+Case = tuple[list[tuple[int, ...]], list[tuple[int, Box]], int]
+"""Shapes of tensors, the boxes of them that are wanted, and a seed."""
 
 
 def saved(shapes: list[tuple[int, ...]], rng: random.Random) -> tuple[Index, list[int], list[np.ndarray]]:
@@ -53,7 +55,7 @@ def saved(shapes: list[tuple[int, ...]], rng: random.Random) -> tuple[Index, lis
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[list[tuple[int, ...]], list[tuple[int, Box]], int]:
+def cases(draw: st.DrawFn) -> Case:
     # The test checks every byte, so all tensors are small.
     shape = st.lists(st.integers(0, 9), max_size=4).map(tuple).filter(lambda lengths: prod(lengths) <= 1000)
     shapes = draw(st.lists(shape, max_size=4))
@@ -145,13 +147,32 @@ def needed_bytes(index: Index, plan: LoadPlan) -> set[tuple[int, int]]:
     return needed
 
 
+def check_reads(index: Index, plan: LoadPlan, sizes: list[int], cut_to: Granularity) -> None:
+    """Check that reads keep to cells and blocks, and ascend."""
+    assert cut_to.align == 1 or not len(plan.strided.piece), "verified bytes are read in blocks"
+    strided = plan.strided
+    starts = np.concatenate((plan.read_start, strided.start))
+    stops = starts + np.concatenate((plan.read_nbytes, strided.nbytes))
+    assert (stops > starts).all()
+    assert (starts // cut_to.nbytes == (stops - 1) // cut_to.nbytes).all()
+    assert (starts >= 0).all()
+    assert (stops <= np.array(sizes)[np.concatenate((plan.read_file, strided.file))]).all()
+    reads = list(
+        zip(plan.read_file.tolist(), plan.read_start.tolist(), plan.read_nbytes.tolist(), strict=True)
+    )
+    for before, (file, start, nbytes) in zip([(-1, 0, 0), *reads], reads, strict=False):
+        assert start % cut_to.align == 0
+        assert (start + nbytes) % cut_to.align == 0 or start + nbytes == sizes[file]
+        assert (before[0], before[1] + before[2]) <= (file, start)
+    assert plan.files == sorted({file for file, held, _ in takes(index, plan) if held})
+
+
 @given(cases(), granularities)
-def test_the_reads_hold_every_wanted_element_where_the_plan_says(
-    case: tuple[list[tuple[int, ...]], list[tuple[int, Box]], int], cut_to: Granularity
-) -> None:
+def test_the_reads_hold_every_wanted_element_where_the_plan_says(case: Case, cut_to: Granularity) -> None:
     shapes, wanted, seed = case
     index, sizes, content = saved(shapes, random.Random(seed))
     plan = plan_load(index, wanted, sizes, cut_to)
+    check_reads(index, plan, sizes, cut_to)
     got = [np.full(box.lengths, -1, np.int64) for _, box in wanted]
     for file, bytes_held, pieces in takes(index, plan):
         held = set(bytes_held)
@@ -174,35 +195,8 @@ def test_the_reads_hold_every_wanted_element_where_the_plan_says(
         assert np.array_equal(array, expected)
 
 
-@given(cases(), granularities)
-def test_reads_keep_to_cells_and_blocks_and_ascend(
-    case: tuple[list[tuple[int, ...]], list[tuple[int, Box]], int], cut_to: Granularity
-) -> None:
-    shapes, wanted, seed = case
-    index, sizes, _ = saved(shapes, random.Random(seed))
-    plan = plan_load(index, wanted, sizes, cut_to)
-    assert cut_to.align == 1 or not len(plan.strided.piece), "verified bytes are read in blocks"
-    strided = plan.strided
-    starts = np.concatenate((plan.read_start, strided.start))
-    stops = starts + np.concatenate((plan.read_nbytes, strided.nbytes))
-    assert (stops > starts).all()
-    assert (starts // cut_to.nbytes == (stops - 1) // cut_to.nbytes).all()
-    assert (starts >= 0).all()
-    assert (stops <= np.array(sizes)[np.concatenate((plan.read_file, strided.file))]).all()
-    reads = list(
-        zip(plan.read_file.tolist(), plan.read_start.tolist(), plan.read_nbytes.tolist(), strict=True)
-    )
-    for before, (file, start, nbytes) in zip([(-1, 0, 0), *reads], reads, strict=False):
-        assert start % cut_to.align == 0
-        assert (start + nbytes) % cut_to.align == 0 or start + nbytes == sizes[file]
-        assert (before[0], before[1] + before[2]) <= (file, start)
-    assert plan.files == sorted({file for file, held, _ in takes(index, plan) if held})
-
-
 @given(cases(), st.sampled_from(EXACT))
-def test_no_byte_is_read_twice_and_few_that_nobody_wants(
-    case: tuple[list[tuple[int, ...]], list[tuple[int, Box]], int], cut_to: Granularity
-) -> None:
+def test_no_byte_is_read_twice_and_few_that_nobody_wants(case: Case, cut_to: Granularity) -> None:
     shapes, wanted, seed = case
     index, sizes, _ = saved(shapes, random.Random(seed))
     plan = plan_load(index, wanted, sizes, cut_to)
@@ -211,12 +205,12 @@ def test_no_byte_is_read_twice_and_few_that_nobody_wants(
     needed = needed_bytes(index, plan)
     assert needed <= set(read)
     assert len(read) <= (1 + cut_to.waste) * len(needed)
+    without_gaps = plan_load(index, wanted, sizes, Granularity(1, 0, 1 << 20))
+    assert without_gaps.nbytes == len(needed), "only wanted bytes are read"
 
 
 @given(cases(), st.sampled_from([2, 16, 32]))
-def test_with_blocks_only_those_that_hold_something_wanted_are_read(
-    case: tuple[list[tuple[int, ...]], list[tuple[int, Box]], int], block: int
-) -> None:
+def test_with_blocks_only_those_that_hold_something_wanted_are_read(case: Case, block: int) -> None:
     shapes, wanted, seed = case
     index, sizes, _ = saved(shapes, random.Random(seed))
     plan = plan_load(index, wanted, sizes, Granularity(block, 0, 4 * block))
@@ -228,20 +222,6 @@ def test_with_blocks_only_those_that_hold_something_wanted_are_read(
     }
     assert read == touched
     assert plan.nbytes <= block * len(touched)
-
-
-@given(cases())
-def test_without_alignment_and_gaps_only_wanted_bytes_are_read(
-    case: tuple[list[tuple[int, ...]], list[tuple[int, Box]], int],
-) -> None:
-    shapes, wanted, seed = case
-    index, sizes, _ = saved(shapes, random.Random(seed))
-    plan = plan_load(index, wanted, sizes, Granularity(1, 0, 1 << 20))
-    needed = set()
-    for t, box in wanted:
-        flat = np.arange(prod(shapes[t])).reshape(shapes[t])[box.slices()].reshape(-1)
-        needed |= {(t, int(e)) for e in flat}
-    assert plan.nbytes == 2 * len(needed)
 
 
 DISK = Granularity(1, 256 << 10, 8 << 20, 0.05)

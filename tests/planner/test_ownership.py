@@ -3,7 +3,6 @@ from __future__ import annotations
 from collections import defaultdict
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +11,7 @@ from reknit.planner.save import APART_NBYTES, FROZEN_FILE_NBYTES, PART_NBYTES, p
 from reknit.types.box import Box
 from reknit.types.shard import Shard, TensorSpec
 from tests.running.examples import examples
+from tests.tables import table
 
 
 def shard(
@@ -165,17 +165,10 @@ def test_too_little_that_is_frozen_lies_with_the_rest() -> None:
 def test_frozen_files_are_small_and_others_as_large_as_they_may_be() -> None:
     numel = FROZEN_FILE_NBYTES // 4
     shards = [shard(f"{kind}{n}", (numel,), (0,), frozen=kind == "f") for kind in "ft" for n in range(3)]
-    assert lying_in(shards) == [
-        (True, ["f0"]),
-        (True, ["f1"]),
-        (True, ["f2"]),
-        (False, ["t0", "t1", "t2"]),
-    ]
+    assert lying_in(shards) == [(True, ["f0"]), (True, ["f1"]), (True, ["f2"]), (False, ["t0", "t1", "t2"])]
 
 
-@pytest.mark.parametrize(
-    ("num_parts", "names"), [(1, ["abcdef"]), (2, ["abc", "def"]), (64, ["ab", "cd", "ef"])]
-)
+@table(("num_parts", "names"), [(1, ["abcdef"]), (2, ["abc", "def"]), (64, ["ab", "cd", "ef"])])
 def test_a_file_ends_when_it_has_its_share_of_the_bytes(num_parts: int, names: list[str]) -> None:
     shards = [shard(name, (PART_NBYTES // 8,), (0,)) for name in "abcdef"]
     files = plan_save(shards, 0, 1 << 40, num_parts).files

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from reknit.errors import ProtocolError
 from reknit.planner.sharing import WORTH_NBYTES, Costs, Division, FetchTable, Reads, divide, fetch_of
+from tests.tables import table
 
 CELL = 16
 FILES = 2
@@ -19,6 +20,9 @@ MIB = 1 << 20
 
 Range = tuple[int, int, int]
 """File, start, end."""
+
+World = tuple[list[Reads], list[int], int]
+"""The reads of each rank, their hosts, and the size of a bucket."""
 
 
 def reads_of(ranges: list[Range]) -> Reads:
@@ -62,7 +66,7 @@ def wants(draw: st.DrawFn) -> Reads:
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> tuple[list[Reads], list[int], int]:
+def worlds(draw: st.DrawFn) -> World:
     """Draw the reads of up to six ranks (some of the same bytes), their hosts, and a bucket's size."""
     kinds = draw(st.lists(wants(), min_size=1, max_size=4))
     reads = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=6))
@@ -70,7 +74,7 @@ def worlds(draw: st.DrawFn) -> tuple[list[Reads], list[int], int]:
     return reads, hosts, draw(st.sampled_from([1, 5, CELL, 3 * CELL, 1000]))
 
 
-def shared(world: tuple[list[Reads], list[int], int]) -> Division:
+def shared(world: World) -> Division:
     reads, hosts, bucket = world
     return divide(reads, hosts, cell_nbytes=CELL, bucket_nbytes=bucket, costs=None)
 
@@ -133,24 +137,54 @@ def hulls(reads: list[Reads]) -> dict[Range, set[int]]:
 
 
 @given(worlds())
-def test_what_several_ranks_want_is_in_one_fetch_that_these_ranks_and_no_others_know(
-    world: tuple[list[Reads], list[int], int],
+def test_what_several_ranks_want_is_in_one_fetch_that_reaches_these_ranks_and_no_others_by_one_way(
+    world: World,
 ) -> None:
-    known = by_number(shared(world))
+    division, again, hosts = shared(world), shared(world), world[1]
+    known = by_number(division)
     assert sorted(known) == list(range(len(known)))
     found = {}
     for rows in known.values():
-        ranges = {(row.range, row.reader, row.turn) for row in rows.values()}
-        ((hull, reader, _),) = ranges
+        ((hull, reader, _),) = {(row.range, row.reader, row.turn) for row in rows.values()}
         assert reader in rows
         assert hull not in found
         found[hull] = set(rows)
+        sources: dict[int, int] = {}
+        for rank, row in rows.items():
+            assert hosts[row.source] == hosts[rank]
+            assert rows[row.source].source == row.source
+            assert sources.setdefault(hosts[rank], row.source) == row.source
+            served = [r for r in sorted(rows) if hosts[r] == hosts[rank] and r != rank]
+            assert row.takers == (served if row.source == rank else [])
+        assert sources[hosts[reader]] == reader
+        receivers = sorted(source for source in sources.values() if source != reader)
+        assert all(sorted(row.remotes) == (receivers if r == reader else []) for r, row in rows.items())
+        assert all((row.turn >= 0) == bool(receivers) for row in rows.values())
     assert found == hulls(world[0])
+    check_amounts(known, division.num_turns, world[2])
+    assert division.num_turns == again.num_turns, "the same reads are divided the same way"
+    for mine, theirs in zip(division.parts, again.parts, strict=True):
+        assert all(a.tolist() == b.tolist() for a, b in zip(mine, theirs, strict=True))
+
+
+def check_amounts(known: dict[int, dict[int, Row]], num_turns: int, bucket: int) -> None:
+    """Check that no rank sends or receives more in a turn than a bucket or one fetch."""
+    amounts: dict[tuple[str, int, int], list[int]] = defaultdict(list)
+    for rows in known.values():
+        for rank, row in rows.items():
+            nbytes = row.range[2] - row.range[1]
+            if row.remotes:
+                amounts["sends", rank, row.turn].append(nbytes * len(row.remotes))
+            if row.source == rank != row.reader:
+                amounts["receives", rank, row.turn].append(nbytes)
+    for moved in amounts.values():
+        assert sum(moved) <= bucket or len(moved) == 1
+    assert {turn for _, _, turn in amounts} == set(range(num_turns))
 
 
 @given(worlds())
-def test_a_byte_that_several_ranks_want_is_read_once_and_no_byte_is_read_that_nobody_wants(
-    world: tuple[list[Reads], list[int], int],
+def test_a_byte_that_several_ranks_want_is_read_once_and_none_that_nobody_wants(
+    world: World,
 ) -> None:
     division = shared(world)
     wanted: Counter[tuple[int, int]] = Counter()
@@ -168,47 +202,7 @@ def test_a_byte_that_several_ranks_want_is_read_once_and_no_byte_is_read_that_no
 
 
 @given(worlds())
-def test_a_fetch_reaches_every_rank_that_wants_it_by_one_way(
-    world: tuple[list[Reads], list[int], int],
-) -> None:
-    hosts = world[1]
-    for rows in by_number(shared(world)).values():
-        reader = next(iter(rows.values())).reader
-        sources: dict[int, int] = {}
-        for rank, row in rows.items():
-            assert hosts[row.source] == hosts[rank]
-            assert rows[row.source].source == row.source
-            assert sources.setdefault(hosts[rank], row.source) == row.source
-            served = [r for r in sorted(rows) if hosts[r] == hosts[rank] and r != rank]
-            assert row.takers == (served if row.source == rank else [])
-        assert sources[hosts[reader]] == reader
-        receivers = sorted(source for source in sources.values() if source != reader)
-        assert all(sorted(row.remotes) == (receivers if r == reader else []) for r, row in rows.items())
-        assert all((row.turn >= 0) == bool(receivers) for row in rows.values())
-
-
-@given(worlds())
-def test_no_rank_sends_or_receives_more_in_a_turn_than_a_bucket_or_one_fetch(
-    world: tuple[list[Reads], list[int], int],
-) -> None:
-    division, bucket = shared(world), world[2]
-    amounts: dict[tuple[str, int, int], list[int]] = defaultdict(list)
-    for rows in by_number(division).values():
-        for rank, row in rows.items():
-            nbytes = row.range[2] - row.range[1]
-            if row.remotes:
-                amounts["sends", rank, row.turn].append(nbytes * len(row.remotes))
-            if row.source == rank != row.reader:
-                amounts["receives", rank, row.turn].append(nbytes)
-    for moved in amounts.values():
-        assert sum(moved) <= bucket or len(moved) == 1
-    assert {turn for _, _, turn in amounts} == set(range(division.num_turns))
-
-
-@given(worlds())
-def test_the_ranks_of_a_host_have_one_order_and_fetches_are_numbered_turn_by_turn(
-    world: tuple[list[Reads], list[int], int],
-) -> None:
+def test_the_ranks_of_a_host_have_one_order_and_fetches_are_numbered_turn_by_turn(world: World) -> None:
     division, hosts = shared(world), world[1]
     travelling = sorted(
         {(row.number, row.turn) for p in division.parts for row in rows_of(p) if row.turn >= 0}
@@ -227,9 +221,7 @@ def test_the_ranks_of_a_host_have_one_order_and_fetches_are_numbered_turn_by_tur
 
 
 @given(worlds())
-def test_ranks_that_keep_one_fetch_for_others_and_go_row_by_row_come_to_an_end(
-    world: tuple[list[Reads], list[int], int],
-) -> None:
+def test_ranks_that_keep_one_fetch_for_others_and_go_row_by_row_come_to_an_end(world: World) -> None:
     division = shared(world)
     rows = [rows_of(part) for part in division.parts]
     at = [0] * len(rows)
@@ -266,15 +258,7 @@ def test_ranks_that_keep_one_fetch_for_others_and_go_row_by_row_come_to_an_end(
 
 
 @given(worlds())
-def test_the_same_reads_are_divided_the_same_way_again(world: tuple[list[Reads], list[int], int]) -> None:
-    one, two = shared(world), shared(world)
-    assert one.num_turns == two.num_turns
-    for mine, theirs in zip(one.parts, two.parts, strict=True):
-        assert all(a.tolist() == b.tolist() for a, b in zip(mine, theirs, strict=True))
-
-
-@given(worlds())
-def test_each_read_finds_the_fetch_that_holds_it(world: tuple[list[Reads], list[int], int]) -> None:
+def test_each_read_finds_the_fetch_that_holds_it(world: World) -> None:
     for reads, part in zip(world[0], shared(world).parts, strict=True):
         fetches = [row.range for row in rows_of(part)]
         found = fetch_of(reads, part).tolist()
@@ -374,14 +358,14 @@ def test_reads_that_overlap_in_a_chain_are_one_fetch_for_all_of_them() -> None:
     assert fetch_of(reads[0], division.parts[0]).tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("reads", [[Reads(*[np.zeros(0, np.int64)] * 3)] * 2, [whole(3)]])
+@table("reads", [[Reads(*[np.zeros(0, np.int64)] * 3)] * 2, [whole(3)]])
 def test_ranks_without_reads_and_a_rank_alone_share_nothing(reads: list[Reads]) -> None:
     division = shared((reads, [0] * len(reads), CELL))
     assert [len(part.number) for part in division.parts] == [0] * len(reads)
     assert all((fetch_of(mine, part) < 0).all() for mine, part in zip(reads, division.parts, strict=True))
 
 
-@pytest.mark.parametrize("broken", [(0, 12, 20), (0, 3, 3)])
+@table("broken", [(0, 12, 20), (0, 3, 3)])
 def test_a_read_that_keeps_to_no_cell_is_refused_with_its_rank(broken: Range) -> None:
     with pytest.raises(ProtocolError, match=f"rank 1 .* from byte {broken[1]} "):
         shared(([whole(1), reads_of([broken])], [0, 0], CELL))
@@ -421,7 +405,7 @@ def test_a_few_shared_bytes_are_not_worth_the_setup() -> None:
     assert num_shared([whole(3, 8 * MIB)] * 2, [0, 0], costs) == [0, 0]
 
 
-@pytest.mark.parametrize(
+@table(
     ("num_cells", "hosts"),
     [(125_000, [0, 0, 0, 0, 1, 1, 1, 1]), (2_000, [rank // 8 for rank in range(1000)])],
 )

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from reknit.planner import tiling
 from reknit.planner.tiling import untiled
 from reknit.types.box import Box, flat_range_boxes
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,23 +82,15 @@ def checkpoints(draw: st.DrawFn) -> tuple[list[tuple[int, ...]], list[tuple[int,
 
 
 @given(checkpoints())
-def test_the_check_agrees_with_counting_how_often_each_element_is_covered(
+def test_the_check_agrees_with_counting_also_when_positions_do_not_fit_in_one_number(
     case: tuple[list[tuple[int, ...]], list[tuple[int, Box]]],
 ) -> None:
     shapes, chunks = case
     expected = [t for t, shape in enumerate(shapes) if not is_tiled(shape, [b for n, b in chunks if n == t])]
     assert check(shapes, chunks) == expected
-
-
-@given(checkpoints())
-def test_the_check_agrees_with_counting_when_positions_do_not_fit_in_one_number(
-    case: tuple[list[tuple[int, ...]], list[tuple[int, Box]]],
-) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiling, "_EXACT", 0.0)
-        shapes, chunks = case
-        broken = check(shapes, chunks)
-    assert broken == check(shapes, chunks)
+        assert check(shapes, chunks) == expected
 
 
 @given(st.integers(0, 1 << 30), st.booleans())
@@ -133,36 +126,30 @@ def test_boxes_of_flat_ranges_are_found_whole_and_broken(seed: int) -> None:
     assert check(shapes, chunks) == [number]
 
 
-def test_a_box_that_goes_beyond_its_row_is_no_piece_of_the_next() -> None:
-    boxes = [Box((0, 0), (1, 8)), Box((2, 0), (1, 8))]
-    assert check([(4, 4)], [(0, b) for b in boxes]) == [0]
+LINE = [Box((0, 0), (2, 2)), Box((1, 0), (1, 4))]
+"""Boxes of a tensor of 2 x 4, the second of which begins where the one before seems to end."""
 
 
-def test_boxes_whose_sizes_add_up_but_overlap_are_found() -> None:
-    boxes = [Box((0, 0), (2, 2)), Box((0, 1), (2, 2)), Box((2, 0), (1, 3)), Box((0, 0), (1, 1))]
-    assert sum(b.numel for b in boxes) >= prod((3, 3))
-    assert check([(3, 3)], [(0, b) for b in boxes]) == [0]
-
-
-def test_ranges_that_overlap_by_as_much_as_is_missing_elsewhere_are_found() -> None:
-    ranges = [Box((0,), (2,)), Box((0,), (2,)), Box((2,), (2,))]
-    assert check([(6,)], [(0, b) for b in ranges]) == [0]
-
-
-def test_boxes_that_begin_where_the_one_before_seems_to_end_are_no_ranges_of_the_line() -> None:
-    boxes = [Box((0, 0), (2, 2)), Box((1, 0), (1, 4))]
-    assert check([(2, 4)], [(0, b) for b in boxes]) == [0]
-
-
-def test_cells_that_overlap_in_one_dimension_are_no_grid() -> None:
-    boxes = [Box((0, 0), (2, 1)), Box((0, 1), (1, 1)), Box((1, 0), (2, 1)), Box((2, 1), (1, 1))]
-    assert check([(3, 2)], [(0, b) for b in boxes]) == [0]
+@table(
+    ("shape", "boxes"),
+    [
+        ((4, 4), [Box((0, 0), (1, 8)), Box((2, 0), (1, 8))]),  # it goes beyond its row
+        # sizes that add up, ranges that overlap by as much as is missing elsewhere, no ranges of the line
+        ((3, 3), [Box((0, 0), (2, 2)), Box((0, 1), (2, 2)), Box((2, 0), (1, 3)), Box((0, 0), (1, 1))]),
+        ((6,), [Box((0,), (2,)), Box((0,), (2,)), Box((2,), (2,))]),
+        ((2, 4), LINE),
+        # a grid but for two cells that overlap in one dimension
+        ((3, 2), [Box((0, 0), (2, 1)), Box((0, 1), (1, 1)), Box((1, 0), (2, 1)), Box((2, 1), (1, 1))]),
+    ],
+)
+def test_boxes_that_look_like_a_tiling_and_are_none_are_found(
+    shape: tuple[int, ...], boxes: list[Box]
+) -> None:
+    assert check([shape], [(0, box) for box in boxes]) == [0]
 
 
 def test_all_broken_tensors_are_found_however_many_have_the_right_number_of_elements() -> None:
-    boxes = [Box((0, 0), (2, 2)), Box((1, 0), (1, 4))]
-    chunks = [(number, box) for number in range(3) for box in boxes]
-    assert check([(2, 4)] * 3, chunks) == [0, 1, 2]
+    assert check([(2, 4)] * 3, [(number, box) for number in range(3) for box in LINE]) == [0, 1, 2]
 
 
 def test_a_tensor_that_nobody_wrote_is_found_even_when_it_has_no_elements() -> None:

@@ -22,6 +22,7 @@ from reknit.types.manifest import Catalog
 from reknit.types.shard import Shard, TensorSpec
 from reknit.types.wanted import Wanted
 from tests.running.examples import examples
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -106,17 +107,6 @@ def test_two_halves_of_each_head_become_pairs_and_halves_again() -> None:
     columns = numbered(2, 3, 6)
     taken = np.concatenate([columns[..., ::2], columns[..., 1::2]], -1)
     assert (read([t.deinterleave("w", dim=2)], {"w": columns}, "w") == taken).all()
-
-
-@pytest.mark.parametrize("bad", [{"repeat": 0}, {"parts": 0}, {"dim": -1}])
-def test_interleaving_without_parts_or_groups_is_refused(bad: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="are none"):
-        t.interleave("q", **bad)
-
-
-def test_a_dimension_that_is_not_so_many_parts_is_refused() -> None:
-    with pytest.raises(MismatchError, match="not 2 times 2 equal parts"):
-        offered([t.interleave("q", repeat=2)], {"q": numbered(6)})
 
 
 @settings(max_examples=examples(200))
@@ -217,9 +207,7 @@ def test_any_box_of_what_any_chain_of_rules_makes_is_what_numpy_makes(
 
 @settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow])
 @given(chains())
-def test_inverted_rules_lead_back(
-    chain: tuple[list[t.Rule], dict[str, Array], dict[str, Array]],
-) -> None:
+def test_inverted_rules_lead_back(chain: tuple[list[t.Rule], dict[str, Array], dict[str, Array]]) -> None:
     rules, saved, _ = chain
     rules = [rule for rule in rules if "Resize" not in type(rule).__name__]
     made = {name: read(rules, saved, name) for name in offered(rules, saved)}
@@ -229,7 +217,7 @@ def test_inverted_rules_lead_back(
         assert (read(back, made, name) == array).all()
 
 
-@pytest.mark.parametrize(
+@table(
     ("rules", "why"),
     [
         ([t.rename("a", "b")], "has already"),
@@ -242,6 +230,7 @@ def test_inverted_rules_lead_back(
         ([t.stack("c.{i}", "c", over="i")], "number 1"),
         ([t.stack("{i}", "c", over="i")], "not a number"),
         ([t.unstack("a", "a.{i}", over="i", dim=2)], "no dimension 2"),
+        ([t.interleave("a", repeat=3)], "not 3 times 2 equal parts"),
         ([t.pad("a", 3)], "cannot be padded"),
         ([t.trim("a", 5)], "cannot be trimmed"),
         ([t.fuse(["a", "f"], "x")], "dtypes"),
@@ -254,27 +243,27 @@ def test_what_is_lossy_or_ambiguous_is_refused(rules: list[t.Rule], why: str) ->
         Transformed.of(rules, catalog(saved))
 
 
-def test_a_rule_that_makes_no_sense_is_refused_where_it_is_made() -> None:
-    with pytest.raises(UsageError, match="not a template"):
-        t.rename("a.{", "b")
-    with pytest.raises(UsageError, match="twice"):
-        t.rename("{a}.{a}", "b")
-    with pytest.raises(UsageError, match="2 parts were given for 3"):
-        t.split("a", ["x", "y", "z"], parts=(1, 2))
-    with pytest.raises(UsageError, match="not a list"):
-        t.split("a", "xyz")
-    with pytest.raises(UsageError, match="has to stand"):
-        t.stack("a.{i}", "b", over="n")
-    with pytest.raises(UsageError, match="not known"):
-        t.inverted([t.pad("a", 5)])
-    with pytest.raises(UsageError, match="no inverse"):
-        t.inverted([t.rewrite("a", "b")])
-    with pytest.raises(UsageError, match="no inverse"):
-        t.inverted([t.names({"m/a": "m/b"})])  # type: ignore[list-item]
-    with pytest.raises(UsageError, match="transforms is a list"):
-        reknit.LoadOptions(transforms=["rename"])  # type: ignore[list-item]
-    with pytest.raises(UsageError, match="field"):
-        t.rename("a.{i}", "b.{j}")
+@table(
+    ("make", "why"),
+    [
+        (lambda: t.rename("a.{", "b"), "not a template"),
+        (lambda: t.rename("{a}.{a}", "b"), "twice"),
+        (lambda: t.split("a", ["x", "y", "z"], parts=(1, 2)), "2 parts were given for 3"),
+        (lambda: t.split("a", "xyz"), "not a list"),
+        (lambda: t.stack("a.{i}", "b", over="n"), "has to stand"),
+        (lambda: t.inverted([t.pad("a", 5)]), "not known"),
+        (lambda: t.inverted([t.rewrite("a", "b")]), "no inverse"),
+        (lambda: t.inverted([t.names({"m/a": "m/b"})]), "no inverse"),  # type: ignore[list-item]
+        (lambda: reknit.LoadOptions(transforms=["rename"]), "transforms is a list"),  # type: ignore[list-item]
+        (lambda: t.rename("a.{i}", "b.{j}"), "field"),
+        (lambda: t.interleave("q", repeat=0), "are none"),
+        (lambda: t.interleave("q", parts=0), "are none"),
+        (lambda: t.interleave("q", dim=-1), "are none"),
+    ],
+)
+def test_a_rule_that_makes_no_sense_is_refused_where_it_is_made(make: Any, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        make()
 
 
 class Net(torch.nn.Module):
@@ -362,9 +351,7 @@ def test_options_that_differ_cannot_become_one(tmp_path: Path) -> None:
     kept = target.qkv.weight.clone()
     with pytest.raises(MismatchError, match="differ"):
         reknit.load(
-            tmp_path,
-            {"m": target, "o": optimizer},
-            options=reknit.LoadOptions(transforms=[weights, biases]),
+            tmp_path, {"m": target, "o": optimizer}, options=reknit.LoadOptions(transforms=[weights, biases])
         )
     assert torch.equal(target.qkv.weight, kept)
 

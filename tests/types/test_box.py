@@ -8,6 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from reknit.types.box import Box, flat_range_boxes
+from tests.tables import table
 
 shapes = st.lists(st.integers(1, 5), min_size=0, max_size=5).map(tuple)
 
@@ -38,7 +39,7 @@ def test_a_flat_range_of_a_huge_tensor_needs_no_more_work_than_of_a_small_one() 
     assert len(boxes) <= 5
 
 
-@pytest.mark.parametrize(("start", "numel"), [(-1, 2), (0, 13), (12, 1), (3, -1)])
+@table(("start", "numel"), [(-1, 2), (0, 13), (12, 1), (3, -1)])
 def test_a_flat_range_outside_its_box_is_refused(start: int, numel: int) -> None:
     with pytest.raises(ValueError, match="outside"):
         flat_range_boxes((3, 4), start, numel)

@@ -7,9 +7,8 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from reknit.types.containers import REBUILT, rebuilt
+from tests.tables import table
 
 
 def versioned() -> Any:
@@ -25,7 +24,7 @@ CASES: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("value", CASES, ids=repr)
+@table("value", CASES)
 def test_a_container_is_made_again_as_its_own_type(value: Any) -> None:
     made = rebuilt(value, lambda key, inner: (key, inner)[1])
     assert type(made) is type(value)

@@ -6,7 +6,6 @@ from functools import cache, partial
 from typing import Any
 
 import numpy as np
-import pytest
 
 from reknit.types.functions import is_function
 
@@ -17,14 +16,11 @@ class Callable:
     def method(self) -> None: ...
 
 
-@pytest.mark.parametrize(
-    "value",
-    [len, lambda x: x, np.exp, np.sum, partial(len), cache(len), "".join, Callable().method],
-)
-def test_functions_of_every_kind_are_known(value: Any) -> None:
-    assert is_function(value)
+def test_functions_of_every_kind_are_known() -> None:
+    functions = [len, lambda x: x, np.exp, np.sum, partial(len), cache(len), "".join, Callable().method]
+    assert [one for one in functions if not is_function(one)] == []
 
 
-@pytest.mark.parametrize("value", [None, 1, "len", [len], int, Callable, Callable(), np.zeros(1)])
-def test_classes_and_objects_are_no_functions(value: Any) -> None:
-    assert not is_function(value)
+def test_classes_and_objects_are_no_functions() -> None:
+    others: list[Any] = [None, 1, "len", [len], int, Callable, Callable(), np.zeros(1)]
+    assert list(filter(is_function, others)) == []

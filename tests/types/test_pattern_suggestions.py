@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import pytest
-
 from reknit.types.pattern_suggestions import suggest
+from tests.tables import table
 
 NAMES = ["model/layers.0.weight", "model/layers.0.bias", "model/head.weight", "optimizer/step"]
 
 
-@pytest.mark.parametrize(
-    ("pattern", "question"),
+@table(
+    ("names", "pattern", "question"),
     [
-        ("model/layer.*", "did you mean 'model/layers.*'?"),  # a part is misspelled
-        ("modle/head.*", "did you mean 'model/head.*'?"),  # the item is
-        ("head.weight", "did you mean 'model/head.weight'?"),  # the item is lacking
-        ("optimizer/model/head.weight", "did you mean 'model/head.weight'?"),  # an item is too much
-        (
-            "zzz",
-            "the names are 'model/layers.0.weight', 'model/layers.0.bias', 'model/head.weight' and 1 more",
-        ),
+        (NAMES, "model/layer.*", "did you mean 'model/layers.*'?"),  # a part is misspelled
+        (NAMES, "modle/head.*", "did you mean 'model/head.*'?"),  # the item is
+        (NAMES, "head.weight", "did you mean 'model/head.weight'?"),  # the item is lacking
+        (NAMES, "optimizer/model/head.weight", "did you mean 'model/head.weight'?"),  # an item is too much
+        (NAMES, "zzz", f"the names are {str(NAMES[:3])[1:-1]} and 1 more"),
+        ([], "something/else", ""),
+        (["w"], "something/else", "the names are 'w'"),
     ],
 )
-def test_a_pattern_is_meant_that_matches_and_is_most_like_the_one_given(pattern: str, question: str) -> None:
-    assert suggest(pattern, NAMES) == question
-
-
-@pytest.mark.parametrize(("names", "question"), [([], ""), (["w"], "the names are 'w'")])
-def test_with_few_names_all_are_shown(names: list[str], question: str) -> None:
-    assert suggest("something/else", names) == question
+def test_a_pattern_is_meant_that_matches_and_is_most_like_the_one_given(
+    names: list[str], pattern: str, question: str
+) -> None:
+    assert suggest(pattern, names) == question

@@ -18,6 +18,7 @@ from reknit.frameworks.registry import collect
 from tests import ranks
 from tests.frameworks.checkpoint import assemble, portable
 from tests.frameworks.silence import Silence
+from tests.tables import table
 from tests.vescale import jobs
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def differing(found: dict[str, Any], true: dict[str, Any]) -> list[str]:
     return sorted({*wrong, *(found.keys() ^ true.keys())})
 
 
-@pytest.mark.parametrize("name", SAVED)
+@table("name", SAVED)
 def test_what_all_ranks_hold_is_what_vescale_says_of_its_pieces(
     name: str, saved: tuple[str, list[dict[str, Any]]]
 ) -> None:
@@ -114,7 +115,7 @@ def load_vescale(root: str, layouts: list[tuple[int, int]]) -> list[tuple[str, A
     return answers
 
 
-@pytest.mark.parametrize(("size", "layouts"), [(2, [(2, 1), (1, 2)]), (4, [(2, 2)])])
+@table(("size", "layouts"), [(2, [(2, 1), (1, 2)]), (4, [(2, 2)])])
 def test_a_checkpoint_loads_into_another_layout_bit_for_bit_and_training_goes_on(
     size: int, layouts: list[tuple[int, int]], saved: tuple[str, list[dict[str, Any]]]
 ) -> None:
@@ -126,7 +127,7 @@ def test_a_checkpoint_loads_into_another_layout_bit_for_bit_and_training_goes_on
                 assert losses == saving[rank][name][3], name
 
 
-@pytest.mark.parametrize("name", ["fp32", "buckets", "bf16 with masters"])
+@table("name", ["fp32", "buckets", "bf16 with masters"])
 def test_a_checkpoint_loads_into_one_plain_process(
     name: str, saved: tuple[str, list[dict[str, Any]]]
 ) -> None:

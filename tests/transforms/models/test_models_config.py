@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 
 from reknit.errors import UsageError
 from reknit.transforms import models
+from tests.tables import table
 from tests.transforms.models import tiny
 
 LLAMA: dict[str, Any] = {
@@ -17,7 +19,7 @@ LLAMA: dict[str, Any] = {
     "num_hidden_layers": 2,
     "vocab_size": 29,
 }
-MAPS = [
+MAPS: list[Any] = [
     models.megatron_to_hugging_face,
     models.hugging_face_to_megatron,
     models.torchtitan_to_hugging_face,
@@ -25,8 +27,8 @@ MAPS = [
 ]
 
 
-@pytest.mark.parametrize("make", MAPS)
-@pytest.mark.parametrize(
+@table("make", MAPS)
+@table(
     ("changes", "message"),
     [
         ({"model_type": "gpt2"}, "no map for models with the model_type 'gpt2'"),
@@ -48,28 +50,21 @@ def test_a_config_that_no_map_is_for_is_refused(make: Any, changes: dict[str, An
         make(LLAMA | changes)
 
 
-@pytest.mark.parametrize("wrong", ["llama", 3, None])
-def test_anything_but_a_config_is_refused(wrong: Any) -> None:
-    with pytest.raises(UsageError, match="is not a config of a model"):
-        models.megatron_to_hugging_face(wrong)
+@table(
+    ("make", "message"),
+    [
+        *((partial(MAPS[0], wrong), "is not a config of a model") for wrong in ("llama", 3, None)),
+        (partial(MAPS[2], LLAMA | {"model_type": "mixtral"}), "no map between torchtitan and mixtral models"),
+        (partial(MAPS[1], LLAMA, padded_vocab_size=28), "cannot be padded to 28"),
+        (partial(MAPS[1], LLAMA, spec="apex"), "'transformer_engine', 'local'"),
+    ],
+)
+def test_what_a_map_cannot_do_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make()
 
 
-def test_a_family_that_torchtitan_does_not_have_is_refused() -> None:
-    with pytest.raises(UsageError, match="no map between torchtitan and mixtral models"):
-        models.torchtitan_to_hugging_face(LLAMA | {"model_type": "mixtral"})
-
-
-def test_a_vocabulary_is_not_padded_to_less_than_it_has() -> None:
-    with pytest.raises(UsageError, match="cannot be padded to 28"):
-        models.hugging_face_to_megatron(LLAMA, padded_vocab_size=28)
-
-
-def test_a_layer_spec_that_megatron_does_not_have_is_refused() -> None:
-    with pytest.raises(UsageError, match="'transformer_engine', 'local'"):
-        models.hugging_face_to_megatron(LLAMA, spec="apex")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("kind", tiny.FAMILIES)
+@table("kind", tiny.FAMILIES)
 def test_an_object_and_its_dictionary_give_the_same_rules(kind: str) -> None:
     config = tiny.config(kind)
     assert models.hugging_face_to_megatron(config) == models.hugging_face_to_megatron(config.to_dict())

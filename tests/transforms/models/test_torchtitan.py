@@ -11,6 +11,7 @@ import reknit
 from reknit.transforms import models
 from tests import ranks
 from tests.optional import needs
+from tests.tables import table
 from tests.transforms.models import tiny, titan_jobs
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def to_hugging_face(path: Path, kind: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("case", CASES)
+@table("case", CASES)
 def test_a_family_has_equal_logits_in_both_directions(case: str, root: Root) -> None:
     (folder, answers), (kind, _) = root, CASES[case]
     if isinstance(answers[case], str):

@@ -108,20 +108,10 @@ def _dense() -> Any:
 
 def _qwen_experts() -> Any:
     router = make_router_config(
-        dim=HIDDEN,
-        num_experts=EXPERTS,
-        gate_param_init=_INIT,
-        top_k=2,
-        score_func="softmax",
-        route_norm=True,
+        dim=HIDDEN, num_experts=EXPERTS, gate_param_init=_INIT, top_k=2, score_func="softmax", route_norm=True
     )
     experts = make_routed_experts_config(
-        dim=HIDDEN,
-        hidden_dim=FFN,
-        num_experts=EXPERTS,
-        top_k=2,
-        param_init=_INIT,
-        comm_backend="standard",
+        dim=HIDDEN, hidden_dim=FFN, num_experts=EXPERTS, top_k=2, param_init=_INIT, comm_backend="standard"
     )
     return make_moe_config(num_experts=EXPERTS, router=router, routed_experts=experts)
 
